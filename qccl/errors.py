@@ -1,0 +1,66 @@
+"""Every error qccl raises on purpose.
+
+    QcclError
+    +-- ArgumentError      also ValueError       an argument is out of range or does not fit the others
+    |   +-- CodecError                           a codec's name, key or value is not one that exists
+    |   +-- InvalidBufferError                   wrong device, layout, dtype; null or foreign pointer
+    +-- MismatchError                            the ranks did not ask for the same collective
+    +-- CollectiveTimeout  also TimeoutError     a wait reached its deadline
+    +-- PeerLost           also ConnectionError  another rank failed, left, or cannot be reached
+    +-- EngineError                              MPI, NCCL or CUDA failed; its own message and code are kept
+
+Each message says what was given, what is allowed, and what to do.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArgumentError",
+    "CodecError",
+    "CollectiveTimeout",
+    "EngineError",
+    "InvalidBufferError",
+    "MismatchError",
+    "PeerLost",
+    "QcclError",
+]
+
+
+class QcclError(Exception):
+    """Base of every error that qccl raises on purpose."""
+
+
+class ArgumentError(QcclError, ValueError):
+    """An argument is out of range, or does not fit the other arguments."""
+
+
+class CodecError(ArgumentError):
+    """A codec specification names a codec, key or value that does not exist."""
+
+
+class InvalidBufferError(ArgumentError):
+    """A buffer has the wrong device, layout or dtype, or is null or foreign memory."""
+
+
+class MismatchError(QcclError):
+    """The ranks did not ask for the same collective."""
+
+
+class CollectiveTimeout(QcclError, TimeoutError):
+    """A wait reached its deadline."""
+
+
+class PeerLost(QcclError, ConnectionError):
+    """Another rank failed, left, or cannot be reached."""
+
+
+class EngineError(QcclError):
+    """The engine's own library failed.
+
+    Attributes:
+        code: the library's error code, or None where it has none.
+    """
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code

@@ -1,0 +1,341 @@
+"""A collective as data: operations over spans of named buffers, and the dependencies that follow from them.
+
+A schedule is what one rank does, in plain program order. Nothing in it names an engine: the host engine runs it, the
+CUDA engine runs it, the verifier checks it for all ranks at once, the simulator times it.
+
+Dependencies are never written down. They are *derived* from the spans that operations read and write, as a processor
+derives them from registers: a read waits for the last write (RAW), a write for the last write (WAW) and for all reads
+since (WAR). So a bounded window of wire slots needs no counters: a slot that is used again waits, by itself, until its
+send has completed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+
+__all__ = [
+    "Buffer",
+    "Decode",
+    "Encode",
+    "Exchange",
+    "Lane",
+    "Leg",
+    "Native",
+    "Node",
+    "Op",
+    "Reduce",
+    "Role",
+    "Schedule",
+    "Span",
+    "dependencies",
+    "nodes",
+]
+
+
+class Lane(Enum):
+    """Where an operation runs: a CUDA stream, or on the host the kind of progress it needs."""
+
+    COMPUTE = "compute"
+    COMM = "comm"
+
+
+class Role(Enum):
+    """Whose memory a buffer is."""
+
+    INPUT = "input"  # the caller's, read only
+    OUTPUT = "output"  # the caller's, written (in place: read as well)
+    WORK = "work"  # the plan's workspace
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A named piece of memory: ``size`` elements of ``dtype``; ``dtype=None`` means bytes (a wire buffer)."""
+
+    size: int
+    dtype: DType | None
+    role: Role
+
+    @property
+    def itemsize(self) -> int:
+        return 1 if self.dtype is None else self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        return self.size * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements (bytes, for a wire buffer) ``start`` to ``stop`` of a buffer."""
+
+    buffer: str
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Encode:
+    """``wire = encode(src)``.
+
+    ``index`` is the global number of the first element and ``round`` the number of the quantisation in the collective:
+    with the seed, the call counter and the rank they key the random numbers of stochastic codecs.
+    """
+
+    codec: Codec
+    src: Span
+    wire: Span
+    index: int
+    round: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """``dst = decode(wire)``, or ``dst += decode(wire)``."""
+
+    codec: Codec
+    wire: Span
+    dst: Span
+    accumulate: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Combine several codes in one pass, in fp32 and in rank order.
+
+    ``total = op(decode(srcs[0]), ..., own, ..., decode(srcs[-1])) * scale``, where ``own`` (values, not a code) takes
+    its place before ``srcs[own_index]``. With ``wire`` the total is encoded into it and ``out`` gets what a decoder
+    of ``wire`` gets; without ``wire``, ``out`` gets the total itself.
+    """
+
+    codec: Codec
+    srcs: tuple[Span, ...]
+    own: Span | None
+    own_index: int
+    wire: Span | None
+    out: Span | None
+    op: str = "sum"  # "sum" | "min" | "max"
+    scale: float = 1.0
+    index: int = 0
+    round: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Leg:
+    """One transfer to or from ``peer``; the span is in a wire buffer."""
+
+    peer: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """Transfers that belong together: one NCCL group, or MPI Isend and Irecv legs."""
+
+    sends: tuple[Leg, ...]
+    recvs: tuple[Leg, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Native:
+    """An uncompressed collective of the engine's library on the sub-communicator ``group``.
+
+    ``kind``: "allreduce", "reduce", "broadcast", "reduce_scatter" or "all_gather". A rank that gives or gets nothing
+    has ``src`` or ``dst`` None.
+    """
+
+    kind: str
+    group: str
+    src: Span | None
+    dst: Span | None
+    op: str = "sum"
+    root: int = 0
+
+
+Op = Encode | Decode | Reduce | Exchange | Native
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What one rank does for one collective.
+
+    Attributes:
+        name: of the algorithm, e.g. ``"two_round"``.
+        rank, size: of the communicator it was made for.
+        buffers: every buffer the operations name.
+        ops: in program order.
+        groups: the ranks of each sub-communicator that a ``Native`` names, in its rank order.
+    """
+
+    name: str
+    rank: int
+    size: int
+    buffers: Mapping[str, Buffer]
+    ops: tuple[Op, ...]
+    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def sent_nbytes(self) -> int:
+        """Bytes this rank sends in its Exchanges."""
+        return sum(len(leg.span) for op in self.ops if isinstance(op, Exchange) for leg in op.sends)
+
+    def peers(self) -> tuple[int, ...]:
+        """The ranks this rank exchanges data with, ascending."""
+        exchanges = (op for op in self.ops if isinstance(op, Exchange))
+        return tuple(sorted({leg.peer for op in exchanges for leg in (*op.sends, *op.recvs)}))
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """What an engine starts and completes as one thing: a compute operation, a leg, or a whole Exchange.
+
+    ``sequence`` numbers a leg among the legs of this rank with the same peer and direction, so that both ends of a
+    transfer name it alike.
+    """
+
+    op_index: int
+    op: Op
+    leg: Leg | None = None
+    is_send: bool = False
+    sequence: int = 0
+
+    @property
+    def lane(self) -> Lane:
+        return Lane.COMM if isinstance(self.op, Exchange | Native) else Lane.COMPUTE
+
+    def reads(self) -> tuple[Span, ...]:
+        if self.leg is not None:
+            return (self.leg.span,) if self.is_send else ()
+        return reads(self.op)
+
+    def writes(self) -> tuple[Span, ...]:
+        if self.leg is not None:
+            return () if self.is_send else (self.leg.span,)
+        return writes(self.op)
+
+
+def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
+    return tuple(span for span in spans if span is not None)
+
+
+def reads(op: Op) -> tuple[Span, ...]:
+    """The spans that ``op`` reads."""
+    match op:
+        case Encode():
+            return (op.src,)
+        case Decode():
+            return (op.wire, op.dst) if op.accumulate else (op.wire,)
+        case Reduce():
+            return _present((*op.srcs, op.own))
+        case Exchange():
+            return tuple(leg.span for leg in op.sends)
+        case Native():
+            return _present((op.src,))
+
+
+def writes(op: Op) -> tuple[Span, ...]:
+    """The spans that ``op`` writes."""
+    match op:
+        case Encode():
+            return (op.wire,)
+        case Decode():
+            return (op.dst,)
+        case Reduce():
+            return _present((op.wire, op.out))
+        case Exchange():
+            return tuple(leg.span for leg in op.recvs)
+        case Native():
+            return _present((op.dst,))
+
+
+def nodes(schedule: Schedule, *, per_leg: bool) -> Iterator[Node]:
+    """The nodes of a schedule in program order; ``per_leg`` splits each Exchange into its legs, receives first."""
+    counters: dict[tuple[int, bool], int] = {}
+    for i, op in enumerate(schedule.ops):
+        if not (per_leg and isinstance(op, Exchange)):
+            yield Node(i, op)
+            continue
+        for legs, is_send in ((op.recvs, False), (op.sends, True)):
+            for leg in legs:
+                sequence = counters.get((leg.peer, is_send), 0)
+                counters[leg.peer, is_send] = sequence + 1
+                yield Node(i, op, leg, is_send, sequence)
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A stretch of a buffer whose elements share one history."""
+
+    start: int
+    stop: int
+    writer: int | None
+    readers: list[int]
+
+
+class _History:
+    """Who last wrote, and who has since read, each part of one buffer (an interval map)."""
+
+    def __init__(self) -> None:
+        self._segments: list[_Segment] = []  # disjoint, ascending; gaps have no history
+
+    def _overlapping(self, span: Span) -> tuple[int, int]:
+        first = bisect_right(self._segments, span.start, key=lambda s: s.stop)
+        last = bisect_left(self._segments, span.stop, key=lambda s: s.start)
+        return first, last
+
+    def read(self, span: Span, node: int, found: set[int]) -> None:
+        first, last = self._overlapping(span)
+        pieces: list[_Segment] = []
+        position = span.start
+        for old in self._segments[first:last]:
+            start, stop = max(old.start, span.start), min(old.stop, span.stop)
+            if position < start:
+                pieces.append(_Segment(position, start, None, [node]))
+            if old.start < start:
+                pieces.append(_Segment(old.start, start, old.writer, list(old.readers)))
+            if old.writer is not None:
+                found.add(old.writer)
+            pieces.append(_Segment(start, stop, old.writer, [*old.readers, node]))
+            if stop < old.stop:
+                pieces.append(_Segment(stop, old.stop, old.writer, list(old.readers)))
+            position = stop
+        if position < span.stop:
+            pieces.append(_Segment(position, span.stop, None, [node]))
+        self._segments[first:last] = pieces
+
+    def write(self, span: Span, node: int, found: set[int]) -> None:
+        first, last = self._overlapping(span)
+        pieces = [_Segment(span.start, span.stop, node, [])]
+        for old in self._segments[first:last]:
+            if old.start < span.start:
+                pieces.insert(0, _Segment(old.start, span.start, old.writer, list(old.readers)))
+            if span.stop < old.stop:
+                pieces.append(_Segment(span.stop, old.stop, old.writer, list(old.readers)))
+            found.update(old.readers)
+            if old.writer is not None:
+                found.add(old.writer)
+        self._segments[first:last] = pieces
+
+
+def dependencies(program: Sequence[Node]) -> list[tuple[int, ...]]:
+    """For each node, the earlier nodes that must have completed before it may start (RAW, WAR, WAW), ascending."""
+    histories: dict[str, _History] = {}
+    result: list[tuple[int, ...]] = []
+    for i, node in enumerate(program):
+        found: set[int] = set()
+        for span in node.reads():
+            if len(span):
+                histories.setdefault(span.buffer, _History()).read(span, i, found)
+        for span in node.writes():
+            if len(span):
+                histories.setdefault(span.buffer, _History()).write(span, i, found)
+        found.discard(i)
+        result.append(tuple(sorted(found)))
+    return result
