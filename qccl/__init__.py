@@ -1,0 +1,74 @@
+"""qccl: collective communication whose traffic is quantised.
+
+    with qccl.init() as comm:
+        comm.quantized_allreduce(x)
+
+The names below are the public interface. They are loaded when they are first used: importing qccl imports neither
+NumPy nor MPI nor any GPU or framework library.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qccl import codecs
+    from qccl.communicator import Communicator, quantized_allreduce
+    from qccl.launch import init
+    from qccl.plan import Plan
+    from qccl.ranks import run_ranks
+    from qccl.work import Work
+
+from qccl.errors import (
+    ArgumentError,
+    CodecError,
+    CollectiveTimeout,
+    EngineError,
+    InvalidBufferError,
+    MismatchError,
+    PeerLost,
+    QcclError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "CodecError",
+    "CollectiveTimeout",
+    "Communicator",
+    "EngineError",
+    "InvalidBufferError",
+    "MismatchError",
+    "PeerLost",
+    "Plan",
+    "QcclError",
+    "Work",
+    "codecs",
+    "init",
+    "quantized_allreduce",
+    "run_ranks",
+]
+
+_HOME = {
+    "Communicator": "qccl.communicator",
+    "Plan": "qccl.plan",
+    "Work": "qccl.work",
+    "init": "qccl.launch",
+    "quantized_allreduce": "qccl.communicator",
+    "run_ranks": "qccl.ranks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "codecs":
+        return import_module("qccl.codecs")
+    if name not in _HOME:
+        raise AttributeError(f"module 'qccl' has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,148 @@
+"""From whatever the caller holds to an address, a count and an element type; every check of it is here.
+
+Accepted: objects that speak DLPack or the buffer protocol, NumPy arrays of ml_dtypes' bfloat16, arrays of uint16 that
+hold bfloat16 (``dtype="bfloat16"``), and raw addresses. Nothing is copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+from qccl import dtypes
+from qccl.dtypes import BFLOAT16, DType
+from qccl.errors import InvalidBufferError
+
+__all__ = ["Values", "from_array", "from_pointer", "same_or_disjoint"]
+
+_DLPACK_CPU = 1
+_DLPACK_DEVICES = {2: "CUDA", 3: "CUDA pinned host", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """``count`` elements of ``dtype`` at ``address``; ``owner`` keeps the memory alive."""
+
+    address: int
+    count: int
+    dtype: DType
+    layout: tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides in elements
+    owner: Any
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+def from_array(array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
+    """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
+
+    Raises InvalidBufferError for another device, a layout with gaps, an element type other than float32, float16 and
+    bfloat16, and for read-only memory where it is to be written.
+    """
+    from qccl import _host
+
+    source = array
+    wanted = None if dtype is None else dtypes.get(dtype)
+    if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__"):
+        source, wanted = array.view("uint16"), BFLOAT16  # neither DLPack nor the buffer protocol of NumPy knows it
+    try:
+        view = _host.describe(source)
+    except (TypeError, BufferError, RuntimeError, ValueError) as error:
+        raise InvalidBufferError(
+            f"{what} is a {type(array).__name__}, which gives access to its memory neither through __dlpack__ nor "
+            f"through the buffer protocol ({error}); pass a NumPy, torch, JAX or CuPy array, or a raw pointer"
+        ) from error
+    if view.device_type != _DLPACK_CPU:
+        device = _DLPACK_DEVICES.get(view.device_type, f"DLPack device type {view.device_type}")
+        raise InvalidBufferError(
+            f"{what} is in {device} memory, but this communicator works on host memory; copy it to the host, or make "
+            f'the communicator with qccl.init(backend="cuda")'
+        )
+    element = _element_type(view.dtype, wanted, what)
+    shape, strides = tuple(view.shape), tuple(view.strides)
+    if not _is_dense(shape, strides):
+        raise InvalidBufferError(
+            f"{what} is not contiguous: shape {shape}, strides {strides} elements; pass a contiguous copy"
+        )
+    if writable and view.readonly:
+        raise InvalidBufferError(
+            f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
+            f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert)"
+        )
+    return Values(view.address, math.prod(shape), element, (shape, strides), (array, view))
+
+
+def from_pointer(address: int, count: int, dtype: DType, *, what: str) -> Values:
+    """``count`` elements at a raw host address. Raises InvalidBufferError where it is null, unaligned or unmapped."""
+    if not isinstance(address, int):
+        raise InvalidBufferError(f"{what} must be an address as int, not {type(address).__name__}")
+    if count > 0:
+        if address <= 0:
+            raise InvalidBufferError(f"{what} is a null pointer, but {count} elements were announced")
+        if address % dtype.itemsize:
+            raise InvalidBufferError(f"{what} {address:#x} is not aligned to {dtype} ({dtype.itemsize} bytes)")
+        for byte in (address, address + count * dtype.itemsize - 1):
+            if not _is_mapped(byte):
+                raise InvalidBufferError(
+                    f"{what}: {count} elements of {dtype} from {address:#x} reach {byte:#x}, which is not memory of "
+                    f"this process (a device pointer, or a count too large?)"
+                )
+    return Values(address, count, dtype, ((count,), (1,)), None)
+
+
+def same_or_disjoint(x: Values, out: Values) -> bool:
+    """Whether the two are the very same memory. Raises InvalidBufferError where they overlap only in part."""
+    if x.address == out.address or x.nbytes == 0:
+        return x.address == out.address
+    if x.address < out.address + out.nbytes and out.address < x.address + x.nbytes:
+        raise InvalidBufferError(
+            f"x [{x.address:#x}, +{x.nbytes}) and out [{out.address:#x}, +{out.nbytes}) overlap in part; they must be "
+            f"the same memory (in place) or have none in common"
+        )
+    return False
+
+
+def _element_type(found: str, wanted: DType | None, what: str) -> DType:
+    names = [d.name for d in dtypes.DTYPES]
+    if wanted is BFLOAT16 and found == "uint16":
+        return BFLOAT16
+    if found not in names:
+        hint = '; for bfloat16 held in uint16 pass dtype="bfloat16"' if found == "uint16" else ""
+        raise InvalidBufferError(f"{what} has element type {found}; allowed are {', '.join(names)}{hint}")
+    if wanted is not None and wanted.name != found:
+        raise InvalidBufferError(f"{what} has element type {found}, but dtype={wanted.name!r} was given")
+    return dtypes.get(found)
+
+
+def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether the elements fill their memory without gaps, in any order of the axes (row- or column-major)."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for stride, extent in sorted((s, n) for n, s in zip(shape, strides, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= extent
+    return True
+
+
+class _IoVec(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("len", ctypes.c_size_t))
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _is_mapped(address: int) -> bool:
+    """Whether the byte at ``address`` can be read, asked of the kernel rather than of luck (Linux; else assumed)."""
+    read = getattr(_libc, "process_vm_readv", None)
+    if read is None:
+        return True
+    local = ctypes.create_string_buffer(1)
+    to, source = _IoVec(ctypes.addressof(local), 1), _IoVec(address, 1)
+    done: int = read(os.getpid(), ctypes.byref(to), 1, ctypes.byref(source), 1, 0)
+    return done == 1 or ctypes.get_errno() not in (14,)  # EFAULT; a sandbox that forbids the call says EPERM

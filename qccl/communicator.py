@@ -1,0 +1,397 @@
+"""The communicator: checks the arguments once, finds or makes the plan, runs it, and turns faults into errors."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from qccl import buffers, codecs, dtypes
+from qccl.buffers import Values
+from qccl.codecs.base import Codec
+from qccl.collectives import ALLREDUCE
+from qccl.dtypes import DType
+from qccl.engines.agreement import Header
+from qccl.engines.host import Execution, HostEngine, Program
+from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
+from qccl.plan import Plan, PlanCache, Signature
+from qccl.work import Work
+
+if TYPE_CHECKING:
+    from qccl.trace import TraceEvent
+    from qccl.transports.base import Transport
+
+__all__ = ["OPS", "Communicator", "quantized_allreduce"]
+
+#: reduction -> value of NCCL's ncclRedOp_t
+OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
+
+
+class Communicator:
+    """A group of ranks and the collectives among them.
+
+    Ranks must call the same collectives in the same order; one thread at a time may use a communicator. Every call is
+    checked among the ranks, and no result is written before they agree. After a failure in the middle of a call the
+    communicator is unusable and every further call raises that failure again.
+
+    Attributes:
+        rank, size: of this process in the group.
+        local_rank, local_size: among the ranks of the same machine.
+        backend: "host".
+        timeout: seconds until a call that does not finish raises CollectiveTimeout.
+    """
+
+    def __init__(self, transport: Transport, timeout: float) -> None:
+        if not timeout > 0:
+            raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        self.rank, self.size = transport.rank, transport.size
+        self.local_rank, self.local_size = transport.local_rank, transport.local_size
+        self.backend = "host"
+        self.timeout = timeout
+        self.transport = transport
+        self._engine = HostEngine(transport)
+        self._plans = PlanCache()
+        self._active: list[Work] = []
+        self._sequence = 0
+        self._failure: QcclError | None = None
+        self._closed = False
+
+    @classmethod
+    def _from_transport(cls, transport: Transport, timeout: float = 60.0) -> Communicator:
+        return cls(transport, timeout)
+
+    @classmethod
+    def from_mpi(cls, comm: Any, timeout: float = 60.0) -> Communicator:
+        """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was."""
+        from qccl.transports.mpi import MpiTransport
+
+        return cls(MpiTransport.from_mpi(comm), timeout)
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort(f"{type(error).__name__}: {error}")
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "failed" if self._failure else self.transport.name
+        return f"<Communicator rank {self.rank} of {self.size}, {state}>"
+
+    # -- collectives -------------------------------------------------------------------------------------------------
+
+    def quantized_allreduce(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        codec: str | dict[str, Any] | Codec = "minmax8",
+        op: str | int = "sum",
+        async_op: bool = False,
+        algorithm: str = "auto",
+        chunk: int | None = None,
+        nonfinite: str = "propagate",
+        dtype: DType | str | None = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """Combine ``x`` over all ranks, with encoded traffic; every rank gets bit-identical values.
+
+        Args:
+            x: array of float32, float16 or bfloat16 on the host, dense, of any shape.
+            out: where the result goes, like ``x``; None means into ``x`` itself.
+            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
+            op: "sum", "avg" (the global mean), "min" or "max", or NCCL's number for it.
+            async_op: return a Work at once instead of the result.
+            algorithm: "two_round", "one_shot", or "auto" (by size).
+            chunk: elements in a step of the pipeline; None means a good default.
+            nonfinite: "propagate" lets NaN and infinity through (they spoil their bucket); "error" raises
+                ArgumentError on every rank when the result has any.
+            dtype: "bfloat16" reads an array of uint16 as bfloat16.
+            timeout: seconds for this call; None means the communicator's.
+            trace: a list that receives the call's TraceEvents.
+
+        Returns:
+            The output array, or its Work. Errors: ArgumentError, CodecError and InvalidBufferError before anything is
+            sent; MismatchError, CollectiveTimeout, PeerLost and EngineError from the call.
+        """
+        source = buffers.from_array(x, dtype=dtype, writable=out is None, what="x")
+        target = source if out is None else buffers.from_array(out, dtype=source.dtype, writable=True, what="out")
+        return self._allreduce(
+            source,
+            target,
+            x if out is None else out,
+            codec=codec,
+            op=op,
+            async_op=async_op,
+            algorithm=algorithm,
+            chunk=chunk,
+            nonfinite=nonfinite,
+            timeout=timeout,
+            trace=trace,
+        )
+
+    def plan(
+        self,
+        collective: str,
+        count: int,
+        dtype: DType | str | int = "float32",
+        *,
+        codec: str | dict[str, Any] | Codec = "minmax8",
+        op: str | int = "sum",
+        algorithm: str = "auto",
+        chunk: int | None = None,
+    ) -> Plan:
+        """A plan of one collective ("allreduce") for ``count`` elements; arguments as in quantized_allreduce."""
+        self._check_usable()
+        if collective != "allreduce":
+            raise ArgumentError(f'there is no plan for {collective!r}; the collectives are "allreduce"')
+        return Plan(self, _signature(count, dtype, codec, op, algorithm, chunk))
+
+    def barrier(self) -> None:
+        """Return when every rank has called barrier()."""
+        self.allgather(b"")
+
+    def allgather(self, item: bytes) -> list[bytes]:
+        """Every rank's ``item`` in rank order; for set-up, not for speed."""
+        self._check_usable()
+        try:
+            return self.transport.allgather(item, self.timeout)
+        except QcclError as error:
+            self._fail(error)
+            raise
+
+    # -- groups and the end ------------------------------------------------------------------------------------------
+
+    def split(self, color: int | None, key: int = 0) -> Communicator | None:
+        """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
+        self._check_usable()
+        try:
+            transport = self.transport.split(color, key, self.timeout)
+        except QcclError as error:
+            self._fail(error)
+            raise
+        return None if transport is None else Communicator(transport, self.timeout)
+
+    def abort(self, reason: str = "abort() was called") -> None:
+        """Give up at once, without the other ranks: they raise PeerLost in the call they are in or make next."""
+        if not self._closed and self._failure is None:
+            self._fail(PeerLost(f"rank {self.rank} gave up: {reason}"))
+
+    def close(self) -> None:
+        """Release the group, after the last call on every rank. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._plans.clear()
+        if self._failure is None:
+            for work in list(self._active):
+                self._end(work, ArgumentError("the communicator was closed before this call had ended"))
+            self._engine.close()
+            self.transport.close()
+
+    # -- how a call runs ---------------------------------------------------------------------------------------------
+
+    def _allreduce(
+        self,
+        source: Values,
+        target: Values,
+        result: Any,
+        *,
+        codec: str | dict[str, Any] | Codec,
+        op: str | int,
+        async_op: bool,
+        algorithm: str,
+        chunk: int | None,
+        nonfinite: str,
+        timeout: float | None,
+        trace: list[TraceEvent] | None,
+    ) -> Any:
+        self._check_usable()
+        if nonfinite not in ("propagate", "error"):
+            raise ArgumentError(f'nonfinite={nonfinite!r} is not "propagate" or "error"')
+        if timeout is not None and not timeout > 0:
+            raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        if target.count != source.count:
+            raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
+        signature = _signature(source.count, source.dtype, codec, op, algorithm, chunk)
+        plan = self._plans.take(self, signature)._bind_values(source, target, result)
+        work = plan.start(timeout=timeout, trace=trace)
+        work._then(lambda: self._plans.give_back(plan))
+        if nonfinite == "error":
+            work._then(lambda: _refuse_nonfinite(target))
+        return work if async_op else work.wait()
+
+    def _launch(
+        self,
+        program: Program,
+        signature: Signature,
+        addresses: dict[str, int],
+        result: Any,
+        *,
+        keep: Any,
+        timeout: float | None,
+        trace: list[TraceEvent] | None,
+    ) -> Work:
+        """Start a program on this communicator's next sequence number."""
+        self._check_usable()
+        header = Header.of_call(
+            sequence=self._sequence,
+            collective=signature.collective,
+            count=signature.count,
+            dtype=signature.dtype,
+            op=signature.op,
+            codec=signature.codec,
+            algorithm=signature.algorithm,
+            chunk=signature.chunk,
+        )
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        execution = program.start(addresses, call=self._sequence, header=header, deadline=deadline, trace=trace)
+        self._sequence += 1
+        work = Work(self, execution, result, keep)
+        self._active.append(work)
+        return work
+
+    def _progress(self, work: Work, *, block: bool, timeout: float | None = None) -> None:
+        """Advance every call under way (ranks may wait for theirs in another order) until ``work`` has ended."""
+        limit = None if timeout is None else time.monotonic() + timeout
+        try:
+            while (execution := work._execution) is not None:
+                if block and limit is None and len(self._active) == 1:
+                    execution.run()
+                    self._end(work)
+                else:
+                    self._step_all()
+                if not block:
+                    return
+                if limit is not None and time.monotonic() > limit and work._execution is not None:
+                    raise CollectiveTimeout(f"the call had not ended {timeout} s after wait() was called")
+        except QcclError as error:
+            self._fail(error)
+            raise
+        except BaseException as error:  # Ctrl-C in the middle of a call: the others must not wait for this rank
+            self._fail(PeerLost(f"rank {self.rank} was interrupted: {type(error).__name__}"))
+            raise
+
+    def _step_all(self) -> None:
+        for work in list(self._active):
+            execution: Execution | None = work._execution
+            if execution is not None and execution.step():
+                self._end(work)
+
+    def _end(self, work: Work, error: QcclError | None = None) -> None:
+        self._active.remove(work)
+        work._conclude(error)
+
+    def _fail(self, error: QcclError) -> None:
+        """Remember the first failure, tell the other ranks, and end every call under way with it."""
+        if self._failure is not None:
+            return
+        self._failure = error
+        self._engine.abort(str(error))
+        self.transport.abort(str(error))
+        for work in list(self._active):
+            self._end(work, error)
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ArgumentError("this communicator is closed; make another with qccl.init()")
+        if self._failure is not None:
+            error = type(self._failure)(f"this communicator failed earlier and is unusable: {self._failure}")
+            raise error from self._failure
+
+
+def quantized_allreduce(
+    sendbuf: int,
+    recvbuf: int,
+    count: int,
+    datatype: str | int | DType,
+    op: str | int,
+    comm: Communicator,
+    stream: int = 0,
+    *,
+    codec: str | dict[str, Any] | Codec = "minmax8",
+    async_op: bool = False,
+    algorithm: str = "auto",
+    chunk: int | None = None,
+    nonfinite: str = "propagate",
+    timeout: float | None = None,
+) -> Work | None:
+    """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
+
+    ``datatype`` and ``op`` are names or NCCL's enum values; ``stream`` must be 0 on the host. The memory must stay
+    valid until the call has ended. Returns the Work with ``async_op``, otherwise None.
+    """
+    if stream != 0:
+        raise ArgumentError(f"stream={stream} was given, but the host backend has no streams; pass 0")
+    _check_count(count)
+    dtype = dtypes.get(datatype)
+    source = buffers.from_pointer(sendbuf, count, dtype, what="sendbuf")
+    target = buffers.from_pointer(recvbuf, count, dtype, what="recvbuf")
+    work = comm._allreduce(
+        source,
+        target,
+        None,
+        codec=codec,
+        op=op,
+        async_op=async_op,
+        algorithm=algorithm,
+        chunk=chunk,
+        nonfinite=nonfinite,
+        timeout=timeout,
+        trace=None,
+    )
+    return work if async_op else None
+
+
+def _signature(
+    count: int,
+    dtype: DType | str | int,
+    codec: str | dict[str, Any] | Codec,
+    op: str | int,
+    algorithm: str,
+    chunk: int | None,
+) -> Signature:
+    """Check what does not depend on the arrays."""
+    _check_count(count)
+    if algorithm != "auto" and algorithm not in ALLREDUCE:
+        raise ArgumentError(f"algorithm {algorithm!r} is not one of auto, {', '.join(ALLREDUCE)}")
+    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+        raise ArgumentError(f"chunk must be a positive number of elements, not {chunk!r}")
+    return Signature("allreduce", count, dtypes.get(dtype), codecs.get(codec), _op_name(op), algorithm, chunk)
+
+
+def _check_count(count: int) -> None:
+    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+        raise ArgumentError(f"count must be a number of elements, 0 or more, not {count!r}")
+
+
+def _op_name(op: str | int) -> str:
+    for name, number in OPS.items():
+        if op in (name, number):
+            return name
+    allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
+    raise ArgumentError(f"op {op!r} is not supported; allowed are {allowed}")
+
+
+def _refuse_nonfinite(values: Values) -> None:
+    """Raise ArgumentError where ``values`` are not all finite; the same on every rank, as their values are."""
+    import ctypes
+
+    import numpy as np
+
+    unsigned, exponent = (np.uint32, 0x7F800000) if values.dtype.itemsize == 4 else (np.uint16, 0)
+    if not exponent:
+        exponent = 0x7C00 if values.dtype.name == "float16" else 0x7F80
+    memory = (ctypes.c_char * values.nbytes).from_address(values.address)
+    bits = np.frombuffer(memory, unsigned)
+    step = 1 << 20  # a block at a time, so that the check needs no memory of the array's size
+    for start in range(0, values.count, step):
+        bad = np.flatnonzero((bits[start : start + step] & exponent) == exponent)
+        if bad.size:
+            raise ArgumentError(
+                f'the result is not finite from element {start + int(bad[0])} on, and nonfinite="error" was given; '
+                f"the output was written all the same"
+            )

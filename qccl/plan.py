@@ -1,0 +1,175 @@
+"""A plan: a schedule with its workspace and prepared operations, made once and run many times."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qccl import buffers
+from qccl.buffers import Values
+from qccl.codecs.base import Codec
+from qccl.collectives import ALLREDUCE, choose_allreduce
+from qccl.dtypes import DType
+from qccl.errors import ArgumentError
+from qccl.schedule import Schedule
+
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
+    from qccl.engines.host import Program
+    from qccl.trace import TraceEvent
+    from qccl.work import Work
+
+__all__ = ["Plan", "PlanCache", "Signature"]
+
+#: bytes of workspace that idle plans of one communicator may hold together
+CACHE_NBYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """What makes two calls the same collective: everything the ranks must agree on, and how it is carried out."""
+
+    collective: str
+    count: int
+    dtype: DType
+    codec: Codec
+    op: str
+    algorithm: str
+    chunk: int | None
+
+    def schedule(self, rank: int, size: int, *, in_place: bool) -> Schedule:
+        """The schedule of one rank."""
+        scale = 1.0 / size if self.op == "avg" else 1.0
+        combine = "sum" if self.op == "avg" else self.op
+        name = self.algorithm
+        if name == "auto":
+            name = choose_allreduce(self.count, size, self.dtype, self.codec)
+        return ALLREDUCE[name](
+            rank,
+            size,
+            self.count,
+            self.dtype,
+            self.codec,
+            combine,
+            scale=scale,
+            in_place=in_place,
+            chunk_elements=self.chunk,
+        )
+
+
+class Plan:
+    """A collective made ready, in the manner of MPI-4's persistent ones: bind() once, start() and wait() many times.
+
+    Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait.
+    """
+
+    def __init__(self, comm: Communicator, signature: Signature) -> None:
+        self.signature = signature
+        self._comm = comm
+        self._programs: dict[bool, Program] = {}
+        self._bound: tuple[Values, Values, Any] | None = None
+        self._work: Work | None = None
+
+    def __repr__(self) -> str:
+        s = self.signature
+        return f"<Plan {s.collective} {s.count} x {s.dtype} {s.codec.spec()} {s.op} {s.algorithm}>"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace held."""
+        return sum(program.workspace_nbytes for program in self._programs.values())
+
+    def bind(self, x: Any, out: Any = None) -> Plan:
+        """Fix the arrays (as in quantized_allreduce) of the runs to come; returns the plan."""
+        s = self.signature
+        source = buffers.from_array(x, dtype=s.dtype, writable=out is None, what="x")
+        target = source if out is None else buffers.from_array(out, dtype=s.dtype, writable=True, what="out")
+        return self._bind_values(source, target, x if out is None else out)
+
+    def _bind_values(self, source: Values, target: Values, result: Any) -> Plan:
+        if self.is_active():
+            raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
+        for what, values in (("x", source), ("out", target)):
+            if values.count != self.signature.count:
+                raise ArgumentError(
+                    f"{what} has {values.count} elements, but the plan is for {self.signature.count}; "
+                    f"make a plan for each size"
+                )
+        if source.layout != target.layout and len(source.layout[0]) > 1 < len(target.layout[0]):
+            raise ArgumentError(
+                f"x and out have different layouts (shape, strides): {source.layout} and {target.layout}; "
+                f"pass arrays of one shape and order of axes"
+            )
+        in_place = buffers.same_or_disjoint(source, target)
+        self._program(in_place)
+        self._bound = (source, target, result)
+        return self
+
+    def start(self, *, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
+        """Begin one run with the bound arrays; all ranks must. Returns its Work."""
+        if self._bound is None:
+            raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
+        if self.is_active():
+            raise ArgumentError("this plan is already running; wait() for it before starting it again")
+        source, target, result = self._bound
+        in_place = source.address == target.address
+        addresses = {"output": target.address} if in_place else {"input": source.address, "output": target.address}
+        self._work = self._comm._launch(
+            self._program(in_place),
+            self.signature,
+            addresses,
+            result,
+            keep=self._bound,
+            timeout=timeout,
+            trace=trace,
+        )
+        return self._work
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """Block until the run has ended and return its output array. Raises as Work.wait() does."""
+        if self._work is None:
+            raise ArgumentError("this plan was not started; call plan.start() first")
+        return self._work.wait(timeout)
+
+    def __call__(self, x: Any, out: Any = None) -> Any:
+        """Run once on ``x`` (and ``out``) and return the output array."""
+        return self.bind(x, out).start().wait()
+
+    def is_active(self) -> bool:
+        """Whether a run is under way; makes no progress."""
+        return self._work is not None and self._work._execution is not None
+
+    def _program(self, in_place: bool) -> Program:
+        found = self._programs.get(in_place)
+        if found is None:
+            comm = self._comm
+            schedule = self.signature.schedule(comm.rank, comm.size, in_place=in_place)
+            found = self._programs[in_place] = comm._engine.compile(schedule)
+        return found
+
+
+class PlanCache:
+    """Plans that are not running, most recently used last; the oldest go when they hold too much workspace."""
+
+    def __init__(self) -> None:
+        self._idle: OrderedDict[Signature, list[Plan]] = OrderedDict()
+
+    def take(self, comm: Communicator, signature: Signature) -> Plan:
+        """An idle plan of this signature, or a new one."""
+        idle = self._idle.get(signature)
+        return idle.pop() if idle else Plan(comm, signature)
+
+    def give_back(self, plan: Plan) -> None:
+        """Keep a plan that has ended, for the next call like it."""
+        plan._bound = plan._work = None
+        self._idle.setdefault(plan.signature, []).append(plan)
+        self._idle.move_to_end(plan.signature)
+        held = sum(p.nbytes for plans in self._idle.values() for p in plans)
+        while held > CACHE_NBYTES and len(self._idle) > 1:
+            _, dropped = self._idle.popitem(last=False)
+            held -= sum(p.nbytes for p in dropped)
+
+    def clear(self) -> None:
+        """Drop every plan."""
+        self._idle.clear()
