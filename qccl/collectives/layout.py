@@ -162,7 +162,7 @@ def exchange(sends: Mapping[int, Span], recvs: Mapping[int, Span]) -> Iterator[E
 
 
 def pipeline(chunks: int, *stages: tuple[int, Callable[[int], Iterator[Op]]]) -> tuple[Op, ...]:
-    """Program order of a pipeline: in step ``s`` each stage ``(lag, make)``, in the order given, does chunk ``s - lag``.
+    """Program order of a pipeline: in step ``s`` each stage ``(lag, make)``, in the order given, does chunk s - lag.
 
     On the host the order is only a priority. On CUDA the lanes keep it, so it decides what can overlap: an operation
     that waits for chunk ``k`` must have a lag that puts it behind the encode of chunk ``k + 1``.
