@@ -1,0 +1,86 @@
+#include "describe.h"
+
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/string.h>
+
+#include <string>
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace qccl {
+
+namespace {
+
+using Writable = nb::ndarray<>;
+using ReadOnly = nb::ndarray<nb::ro>;
+
+std::string dtype_name(nb::dlpack::dtype dtype) {
+  using Code = nb::dlpack::dtype_code;
+  std::string name;
+  switch (static_cast<Code>(dtype.code)) {
+    case Code::Bool: return "bool";
+    case Code::Int: name = "int"; break;
+    case Code::UInt: name = "uint"; break;
+    case Code::Float: name = "float"; break;
+    case Code::Bfloat: name = "bfloat"; break;
+    case Code::Complex: name = "complex"; break;
+    default: return "DLPack type " + std::to_string(dtype.code) + " of " + std::to_string(dtype.bits) + " bits";
+  }
+  name += std::to_string(dtype.bits);
+  return dtype.lanes == 1 ? name : name + "x" + std::to_string(dtype.lanes);
+}
+
+// The memory behind an array. The ndarray holds the producer's DLPack capsule or buffer view, and so the memory.
+struct View {
+  ReadOnly array;
+  bool readonly;
+
+  std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(array.data()); }
+  std::string dtype() const { return dtype_name(array.dtype()); }
+  int device_type() const { return array.device_type(); }
+  int device_id() const { return array.device_id(); }
+
+  template <class Get>
+  nb::tuple per_axis(Get get) const {
+    nb::list values;
+    for (std::size_t i = 0; i < array.ndim(); ++i) values.append(get(i));
+    return nb::tuple(values);
+  }
+  nb::tuple shape() const {
+    return per_axis([this](std::size_t i) { return array.shape(i); });
+  }
+  nb::tuple strides() const {
+    return per_axis([this](std::size_t i) { return array.stride(i); });
+  }
+};
+
+View describe(nb::handle object) {
+  ReadOnly array;
+  Writable writable;
+  if (nb::try_cast(object, writable, false)) return {ReadOnly(writable), false};
+  if (nb::try_cast(object, array, false)) return {array, true};
+  const nb::object type = nb::getattr(object.type(), "__name__");
+  throw nb::type_error(("a " + nb::cast<std::string>(type) +
+                        " gives no access to its memory: neither __dlpack__ nor the buffer protocol works, or its "
+                        "element type has no DLPack equivalent")
+                           .c_str());
+}
+
+}  // namespace
+
+void bind_describe(nb::module_& m) {
+  nb::class_<View>(m, "View", "The memory of an array; keeps it alive.")
+      .def_prop_ro("address", &View::address, "Address of element (0, 0, ...).")
+      .def_prop_ro("shape", &View::shape, nb::sig("def shape(self) -> tuple[int, ...]"))
+      .def_prop_ro("strides", &View::strides, nb::sig("def strides(self) -> tuple[int, ...]"), "In elements.")
+      .def_prop_ro("dtype", &View::dtype, "As NumPy names it, e.g. \"float32\".")
+      .def_prop_ro("device_type", &View::device_type, "DLPack's number: 1 is host memory, 2 is CUDA.")
+      .def_prop_ro("device_id", &View::device_id)
+      .def_ro("readonly", &View::readonly);
+  m.def("describe", &describe, "array"_a,
+        "The memory of anything with ``__dlpack__`` or the buffer protocol, without a copy.\n\n"
+        "Raises TypeError where the object gives no access to it.");
+}
+
+}  // namespace qccl

@@ -1,0 +1,85 @@
+// The Python module qccl._host.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+#include <sched.h>
+
+#include <cstring>
+
+#include "choose.h"
+#include "describe.h"
+#include "operations.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using Release = nb::call_guard<nb::gil_scoped_release>;
+
+std::uintptr_t& slot(qccl::Memory& memory, std::size_t buffer) {
+  if (buffer >= memory.addresses.size()) throw nb::index_error("no such buffer");
+  return memory.addresses[buffer];
+}
+
+void bind_memory(nb::module_& m) {
+  nb::class_<qccl::Memory>(m, "Memory", "The base addresses of a program's buffers, shared by its operations.")
+      .def(nb::init<std::size_t>(), "buffers"_a)
+      .def("__len__", [](const qccl::Memory& memory) { return memory.addresses.size(); })
+      .def("__getitem__", [](qccl::Memory& memory, std::size_t buffer) { return slot(memory, buffer); })
+      .def("__setitem__",
+           [](qccl::Memory& memory, std::size_t buffer, std::uintptr_t address) { slot(memory, buffer) = address; })
+      .def_rw("call", &qccl::Memory::call, "Number of the collective call; keys the random numbers.");
+}
+
+void bind_codecs(nb::module_& m) {
+  nb::class_<qccl::Codec>(m, "Codec", "A codec's loops with its parameters.");
+  nb::class_<qccl::MinMax, qccl::Codec>(m, "MinMax", "``bucket`` 0: one bucket per call.")
+      .def(nb::init<std::int64_t, std::int64_t, bool, std::uint64_t>(), "bits"_a, "bucket"_a, "stochastic"_a, "seed"_a);
+  nb::class_<qccl::Raw, qccl::Codec>(m, "Raw", "The wire is the values themselves.").def(nb::init<>());
+}
+
+void bind_operations(nb::module_& m) {
+  using namespace qccl;
+  using u32 = std::uint32_t;
+  using u64 = std::uint64_t;
+  nb::class_<Encode>(m, "Encode", "Values -> wire; ``src`` and ``wire`` are (buffer, byte offset).")
+      .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, u64, u32, u32>(), "memory"_a, "codec"_a,
+           "dtype_code"_a, "src"_a, "wire"_a, "count"_a, "index"_a, "round"_a, "rank"_a)
+      .def("__call__", &Encode::run, Release());
+  nb::class_<Decode>(m, "Decode", "Wire -> values, or added to them.")
+      .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, bool>(), "memory"_a, "codec"_a,
+           "dtype_code"_a, "wire"_a, "dst"_a, "count"_a, "accumulate"_a)
+      .def("__call__", &Decode::run, Release());
+  nb::class_<Reduce>(m, "Reduce",
+                     "Several wires and ``own`` values, combined in order in fp32, to a wire and its values, or to "
+                     "values alone.\n\n``op``: 0 sum, 1 min, 2 max. One object may not run in two threads at once.")
+      .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<Place>, std::optional<Place>, u32,
+                    std::optional<Place>, std::optional<Place>, u64, u32, float, u64, u32, u32>(),
+           "memory"_a, "codec"_a, "dtype_code"_a, "srcs"_a, "own"_a.none(), "own_index"_a, "wire"_a.none(),
+           "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a)
+      .def("__call__", &Reduce::run, Release());
+}
+
+void copy(std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes) {
+  std::memcpy(reinterpret_cast<void*>(dst), reinterpret_cast<const void*>(src), nbytes);
+}
+
+}  // namespace
+
+NB_MODULE(_host, m) {
+  m.doc() = "qccl's host kernels: prepared encode, decode and reduce operations over raw memory.";
+  bind_memory(m);
+  bind_codecs(m);
+  bind_operations(m);
+  qccl::bind_describe(m);
+  m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
+  m.def("yield_", [] { sched_yield(); }, Release(), "Let another thread or process have this core.");
+  m.attr("isa") = qccl::loops().name;
+  nb::list usable;
+  for (const qccl::Isa* isa : qccl::usable_isas()) usable.append(isa->name);
+  m.attr("usable_isas") = nb::tuple(usable);
+}

@@ -1,0 +1,158 @@
+#include "operations.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "choose.h"
+#include "float_environment.h"
+
+namespace qccl {
+
+namespace {
+
+constexpr std::uint32_t kDtypes = 3;
+constexpr std::uint64_t kItemsize[kDtypes] = {4, 2, 2};
+
+void require(bool condition, const std::string& message) {
+  if (!condition) throw std::invalid_argument(message);
+}
+
+void check_dtype(std::uint32_t dtype) {
+  require(dtype < kDtypes,
+          "dtype_code is " + std::to_string(dtype) + "; allowed: 0 (float32), 1 (float16), 2 (bfloat16)");
+}
+
+void check_place(const Memory& memory, const Place& place, const char* what) {
+  require(place.first < memory.addresses.size(), std::string(what) + " names buffer " + std::to_string(place.first) +
+                                                     ", but the memory has " +
+                                                     std::to_string(memory.addresses.size()));
+}
+
+unsigned char* resolve(const Memory& memory, const Place& place) {
+  const std::uintptr_t base = memory.addresses[place.first];
+  if (!base) throw std::runtime_error("buffer " + std::to_string(place.first) + " has no address; store one first");
+  return reinterpret_cast<unsigned char*>(base + place.second);
+}
+
+unsigned char* resolve(const Memory& memory, const std::optional<Place>& place) {
+  return place ? resolve(memory, *place) : nullptr;
+}
+
+}  // namespace
+
+const Isa& loops() {
+  static const Isa& chosen = choose_isa();
+  return chosen;
+}
+
+MinMax::MinMax(std::int64_t bits, std::int64_t bucket, bool stochastic, std::uint64_t seed)
+    : parameters{static_cast<std::uint32_t>(bits), static_cast<std::uint64_t>(bucket), stochastic, seed} {
+  require(bits >= 1 && bits <= 8, "bits is " + std::to_string(bits) + "; allowed: 1 to 8");
+  require(bucket == 0 || (bucket > 0 && bucket % 8 == 0),
+          "bucket is " + std::to_string(bucket) + "; allowed: multiples of 8, or 0 for one bucket per call");
+}
+
+void MinMax::encode(const EncodeCall& call) const { loops().minmax.encode(&parameters, call); }
+void MinMax::decode(const DecodeCall& call) const { loops().minmax.decode(&parameters, call); }
+void MinMax::reduce(const ReduceCall& call) const { loops().minmax.reduce(&parameters, call); }
+
+void Raw::encode(const EncodeCall& call) const { loops().raw.encode(nullptr, call); }
+void Raw::decode(const DecodeCall& call) const { loops().raw.decode(nullptr, call); }
+void Raw::reduce(const ReduceCall& call) const { loops().raw.reduce(nullptr, call); }
+
+Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place src, Place wire,
+               std::uint64_t count, std::uint64_t index, std::uint32_t round, std::uint32_t rank)
+    : memory_(std::move(memory)),
+      codec_(std::move(codec)),
+      src_(src),
+      wire_(wire),
+      call_{nullptr, nullptr, count, dtype, {0, index, round, rank}} {
+  check_dtype(dtype);
+  check_place(*memory_, src, "src");
+  check_place(*memory_, wire, "wire");
+}
+
+void Encode::run() const {
+  if (!call_.count) return;
+  EncodeCall call = call_;
+  call.src = resolve(*memory_, src_);
+  call.wire = resolve(*memory_, wire_);
+  call.place.call = memory_->call;
+  const FloatEnvironment defaults;
+  codec_->encode(call);
+}
+
+Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst,
+               std::uint64_t count, bool accumulate)
+    : memory_(std::move(memory)),
+      codec_(std::move(codec)),
+      wire_(wire),
+      dst_(dst),
+      call_{nullptr, nullptr, count, dtype, accumulate} {
+  check_dtype(dtype);
+  check_place(*memory_, wire, "wire");
+  check_place(*memory_, dst, "dst");
+}
+
+void Decode::run() const {
+  if (!call_.count) return;
+  DecodeCall call = call_;
+  call.wire = resolve(*memory_, wire_);
+  call.dst = resolve(*memory_, dst_);
+  const FloatEnvironment defaults;
+  codec_->decode(call);
+}
+
+Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
+               std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
+               std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
+               std::uint32_t rank)
+    : memory_(std::move(memory)),
+      codec_(std::move(codec)),
+      sources_(std::move(sources)),
+      addresses_(sources_.size()),
+      own_(own),
+      wire_(wire),
+      out_(out),
+      call_{addresses_.data(),
+            static_cast<std::uint32_t>(sources_.size()),
+            own_index,
+            nullptr,
+            nullptr,
+            nullptr,
+            count,
+            dtype,
+            static_cast<Combine>(op),
+            scale,
+            {0, index, round, rank}} {
+  check_dtype(dtype);
+  for (const Place& source : sources_) check_place(*memory_, source, "srcs");
+  if (own) check_place(*memory_, *own, "own");
+  if (wire) check_place(*memory_, *wire, "wire");
+  if (out) check_place(*memory_, *out, "out");
+  require(!sources_.empty() || own, "there is nothing to reduce: srcs is empty and own is None");
+  require(wire || out, "there is nowhere to put the result: wire and out are both None");
+  require(!own || own_index <= sources_.size(), "own_index is " + std::to_string(own_index) + "; allowed: 0 to " +
+                                                    std::to_string(sources_.size()) + ", the number of srcs");
+  require(op <= 2, "op is " + std::to_string(op) + "; allowed: 0 (sum), 1 (min), 2 (max)");
+}
+
+void Reduce::run() {
+  if (!call_.count) return;
+  ReduceCall call = call_;
+  for (std::size_t i = 0; i < sources_.size(); ++i) addresses_[i] = resolve(*memory_, sources_[i]);
+  call.sources = addresses_.data();
+  call.own = resolve(*memory_, own_);
+  call.wire = resolve(*memory_, wire_);
+  call.out = resolve(*memory_, out_);
+  call.place.call = memory_->call;
+  if (sources_.empty() && !wire_ && call.scale == 1.0f) {  // one rank alone: its values stay as they are, bit for bit
+    std::memmove(call.out, call.own, call.count * kItemsize[call.dtype]);
+    return;
+  }
+  const FloatEnvironment defaults;
+  codec_->reduce(call);
+}
+
+}  // namespace qccl

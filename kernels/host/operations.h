@@ -1,0 +1,96 @@
+// Operations prepared once and run many times: what to do with which part of which buffer.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "calls.h"
+
+namespace qccl {
+
+// The base addresses of a program's buffers, and the number of the current call. Storing an address rebinds the buffer
+// for every operation of the program.
+struct Memory {
+  explicit Memory(std::size_t buffers) : addresses(buffers, 0) {}
+  std::vector<std::uintptr_t> addresses;
+  std::uint64_t call = 0;
+};
+
+// A codec's loops with its parameters.
+struct Codec {
+  virtual ~Codec() = default;
+  virtual void encode(const EncodeCall&) const = 0;
+  virtual void decode(const DecodeCall&) const = 0;
+  virtual void reduce(const ReduceCall&) const = 0;
+};
+
+struct MinMax final : Codec {
+  MinMax(std::int64_t bits, std::int64_t bucket, bool stochastic, std::uint64_t seed);
+  void encode(const EncodeCall&) const override;
+  void decode(const DecodeCall&) const override;
+  void reduce(const ReduceCall&) const override;
+  MinMaxParameters parameters;
+};
+
+struct Raw final : Codec {
+  void encode(const EncodeCall&) const override;
+  void decode(const DecodeCall&) const override;
+  void reduce(const ReduceCall&) const override;
+};
+
+// The loops chosen for this process.
+const Isa& loops();
+
+// A buffer's number and an offset in bytes.
+using Place = std::pair<std::uint32_t, std::uint64_t>;
+using MemoryPointer = std::shared_ptr<Memory>;
+using CodecPointer = std::shared_ptr<const Codec>;
+
+// Each constructor throws std::invalid_argument; run() throws std::runtime_error where a buffer has no address.
+class Encode {
+ public:
+  Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place src, Place wire, std::uint64_t count,
+         std::uint64_t index, std::uint32_t round, std::uint32_t rank);
+  void run() const;
+
+ private:
+  MemoryPointer memory_;
+  CodecPointer codec_;
+  Place src_, wire_;
+  EncodeCall call_;
+};
+
+class Decode {
+ public:
+  Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst, std::uint64_t count,
+         bool accumulate);
+  void run() const;
+
+ private:
+  MemoryPointer memory_;
+  CodecPointer codec_;
+  Place wire_, dst_;
+  DecodeCall call_;
+};
+
+class Reduce {
+ public:
+  Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
+         std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
+         std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
+         std::uint32_t rank);
+  void run();
+
+ private:
+  MemoryPointer memory_;
+  CodecPointer codec_;
+  std::vector<Place> sources_;
+  std::vector<const unsigned char*> addresses_;
+  std::optional<Place> own_, wire_, out_;
+  ReduceCall call_;
+};
+
+}  // namespace qccl

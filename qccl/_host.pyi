@@ -1,0 +1,119 @@
+"""Types of the compiled module: prepared encode, decode and reduce operations over raw memory.
+
+A place is ``(buffer number, byte offset)`` in a Memory. ``dtype_code`` is ``DType.code``. Calling a prepared operation
+releases the GIL and allocates nothing. Constructors raise ValueError for what cannot be, calls raise RuntimeError where
+a buffer has no address yet.
+"""
+
+from collections.abc import Sequence
+
+#: instruction set of the loops in use, and all that this processor can run, best first (QCCL_ISA chooses another)
+isa: str
+usable_isas: tuple[str, ...]
+
+class Memory:
+    """The base addresses of a program's buffers, shared by its operations; storing one rebinds the buffer."""
+
+    call: int
+    def __init__(self, buffers: int) -> None: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, buffer: int, /) -> int: ...
+    def __setitem__(self, buffer: int, address: int, /) -> None: ...
+
+class Codec:
+    """A codec's loops with its parameters."""
+
+class MinMax(Codec):
+    """The min-max codec; ``bucket`` 0: one bucket per call."""
+
+    def __init__(self, bits: int, bucket: int, stochastic: bool, seed: int) -> None: ...
+
+class Raw(Codec):
+    """The codec ``none``: the wire is the values themselves."""
+
+    def __init__(self) -> None: ...
+
+class Encode:
+    """``wire = encode(src)``; index, round and rank key the random numbers, with the memory's call and the seed."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        codec: Codec,
+        dtype_code: int,
+        src: tuple[int, int],
+        wire: tuple[int, int],
+        count: int,
+        index: int,
+        round: int,
+        rank: int,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+class Decode:
+    """``dst = decode(wire)``, or ``dst += decode(wire)``."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        codec: Codec,
+        dtype_code: int,
+        wire: tuple[int, int],
+        dst: tuple[int, int],
+        count: int,
+        accumulate: bool,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+class Reduce:
+    """Combine ``srcs`` (wires) and ``own`` (values, before ``srcs[own_index]``); ``op`` 0 sum, 1 min, 2 max.
+
+    With ``wire`` the total is encoded there and ``out`` gets its decoded value; otherwise ``out`` gets the total.
+    ``own`` and ``out`` may be the same memory. One object may not run in two threads at once.
+    """
+
+    def __init__(
+        self,
+        memory: Memory,
+        codec: Codec,
+        dtype_code: int,
+        srcs: Sequence[tuple[int, int]],
+        own: tuple[int, int] | None,
+        own_index: int,
+        wire: tuple[int, int] | None,
+        out: tuple[int, int] | None,
+        count: int,
+        op: int,
+        scale: float,
+        index: int,
+        round: int,
+        rank: int,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+class View:
+    """The memory of an array, which it keeps alive; ``strides`` in elements, ``device_type`` is DLPack's (1: host)."""
+
+    @property
+    def address(self) -> int: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def strides(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def device_type(self) -> int: ...
+    @property
+    def device_id(self) -> int: ...
+    @property
+    def readonly(self) -> bool: ...
+
+def describe(array: object) -> View:
+    """The memory of anything with ``__dlpack__`` or the buffer protocol; TypeError where it gives no access."""
+
+def memcpy(dst: int, src: int, nbytes: int) -> None:
+    """Copy between addresses, without the GIL; the two may not overlap."""
+
+def yield_() -> None:
+    """Let another thread or process have this core (sched_yield, without the GIL)."""
