@@ -10,7 +10,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from qccl import dtypes
 from qccl.dtypes import DType
+from qccl.errors import ArgumentError, CodecError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,3 +55,52 @@ class Codec(ABC):
         Derived from the codec's formula, not measured; rounding of the decoded value to a narrower output type is not
         included.
         """
+
+    def encode(self, x: np.ndarray, call: int = 0, *, dtype: DType | str | None = None) -> np.ndarray:
+        """The wire of ``x`` as a uint8 array: what rank 0 sends first in collective number ``call``.
+
+        ``dtype="bfloat16"`` takes uint16 as bfloat16. Raises ArgumentError for an element type without a code.
+        """
+        import numpy as np
+
+        from qccl import _host
+
+        values = np.ascontiguousarray(x)
+        given = dtypes.get(values.dtype.name if dtype is None else dtype)
+        if values.dtype.name not in (given.name, "uint16" if given is dtypes.BFLOAT16 else given.name):
+            raise ArgumentError(f"an array of {values.dtype} cannot be taken as {given}; convert it first")
+        wire = np.empty(self.encoded_nbytes(values.size, given), np.uint8)
+        memory = _memory(call, values, wire)
+        _host.Encode(memory, self.host(), given.code, (0, 0), (1, 0), values.size, 0, 0, 0)()
+        return wire
+
+    def decode(self, wire: np.ndarray, count: int, dtype: DType | str) -> np.ndarray:
+        """The ``count`` values of ``wire`` (uint8), one axis; bfloat16 comes as uint16, since NumPy has no such type.
+
+        Raises CodecError where the wire has not the size of ``count`` elements; its content may be anything.
+        """
+        import numpy as np
+
+        from qccl import _host
+
+        data = np.ascontiguousarray(wire)
+        given = dtypes.get(dtype)
+        expected = self.encoded_nbytes(count, given)
+        if data.dtype != np.uint8 or data.size != expected:
+            raise CodecError(
+                f"{self!r}: the wire of {count} {given} is {expected} bytes of uint8, not {data.size} of {data.dtype}"
+            )
+        values = np.empty(count, np.uint16 if given is dtypes.BFLOAT16 else given.name)
+        memory = _memory(0, data, values)
+        _host.Decode(memory, self.host(), given.code, (0, 0), (1, 0), count, False)()
+        return values
+
+
+def _memory(call: int, *arrays: np.ndarray) -> Any:
+    from qccl import _host
+
+    memory = _host.Memory(len(arrays))
+    memory.call = call
+    for i, array in enumerate(arrays):
+        memory[i] = array.ctypes.data
+    return memory

@@ -1,0 +1,105 @@
+"""The codecs, and how a specification names one: ``"minmax4:bucket=256"``, a dict of the same, or a Codec."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from qccl.codecs.base import Codec
+from qccl.codecs.minmax import MinMax
+from qccl.codecs.none import NoCodec
+from qccl.errors import CodecError
+
+__all__ = ["CODECS", "Codec", "MinMax", "NoCodec", "get"]
+
+#: every codec by its name in a specification
+CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (MinMax, NoCodec)}
+
+_NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
+
+
+def get(spec: str | Mapping[str, Any] | Codec) -> Codec:
+    """The codec that ``spec`` names.
+
+    A string is ``name[bits][:key=value,...]``. A dict has the name under "compressor" and the same keys, each with or
+    without the prefix "byteps_"; its values may be strings. Raises CodecError naming the key or value that is wrong,
+    those that are possible, and the nearest.
+    """
+    if isinstance(spec, Codec):
+        return spec
+    if isinstance(spec, str):
+        name, options = _parse_text(spec)
+    elif isinstance(spec, Mapping):
+        name, options = _parse_mapping(spec)
+    else:
+        raise CodecError(f"a codec is a string, a dict or a Codec, not {type(spec).__name__}; for example 'minmax8'")
+    return _make(name, options, spec)
+
+
+def _parse_text(spec: str) -> tuple[str, dict[str, Any]]:
+    if "+" in spec:
+        raise CodecError(f"codec {spec!r}: there is no decorator {spec.partition('+')[2]!r}, and none other yet")
+    name, colon, text = spec.strip().partition(":")
+    options: dict[str, Any] = {}
+    for part in text.split(",") if colon else ():
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (key and equals and value):
+            raise CodecError(f"codec {spec!r}: {part!r} is not key=value; write it like 'minmax8:bucket=256'")
+        _add(options, key, value, spec)
+    return name, options
+
+
+def _parse_mapping(spec: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    options: dict[str, Any] = {}
+    for key, value in spec.items():
+        _add(options, str(key).removeprefix("byteps_"), value, spec)
+    if "compressor" not in options:
+        raise CodecError(f"codec {dict(spec)!r} lacks the key 'compressor'; its value is one of {_list(CODECS)}")
+    return str(options.pop("compressor")), options
+
+
+def _add(options: dict[str, Any], key: str, value: Any, spec: object) -> None:
+    if key in options:
+        raise CodecError(f"codec {spec!r} gives {key!r} twice")
+    options[key] = _literal(value) if isinstance(value, str) and key != "compressor" else value
+
+
+def _literal(text: str) -> int | float | bool | str:
+    """The number or truth value that ``text`` spells, otherwise the text."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _make(name: str, options: dict[str, Any], spec: object) -> Codec:
+    match = _NAME.fullmatch(name)
+    if match is None or match[1] not in CODECS:
+        raise CodecError(
+            f"codec {spec!r}: there is no codec {name!r}; the codecs are {_list(CODECS)}{_near(name, CODECS)}"
+        )
+    kind = CODECS[match[1]]
+    keys = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    if match[2]:
+        if "bits" not in keys:
+            raise CodecError(f"codec {spec!r}: {match[1]} has no bits; write {match[1]!r} alone")
+        _add(options, "bits", match[2], spec)
+    for key in options:
+        if key not in keys:
+            allowed = _list(keys) if keys else "none"
+            raise CodecError(f"codec {spec!r}: {match[1]} has no key {key!r}; its keys: {allowed}{_near(key, keys)}")
+    return kind(**options)
+
+
+def _list(names: Iterable[str]) -> str:
+    return ", ".join(names)
+
+
+def _near(name: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(name, names, n=1)
+    return f". Did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,118 @@
+"""Codes on the line from the least to the greatest value of a bucket, 1 to 8 bits each (QSGD-TF, ByteGrad, CGX).
+
+The arithmetic is ``kernels/minmax.h``; the bytes are ``docs/wire-format.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+from qccl.errors import CodecError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["MinMax"]
+
+_ROUNDINGS = ("nearest", "stochastic")
+_MAX_BUCKET = 1 << 24
+_SHARD_GRANULE = 1024
+
+
+@dataclass(frozen=True)
+class MinMax(Codec):
+    """``low + code * (high - low) / (2**bits - 1)`` per bucket; the ends are exact, the range is kept in fp32.
+
+    Attributes:
+        bits: of a code, 1 to 8.
+        bucket: elements that share a range, a multiple of 8 up to 2**24; or "shard": all elements of a call.
+        rounding: "nearest", or "stochastic", which is unbiased and reproducible.
+        seed: of the stochastic rounding, 0 to 2**64 - 1.
+
+    Raises CodecError for other values.
+    """
+
+    bits: int = 8
+    bucket: int | str = 1024
+    rounding: str = "nearest"
+    seed: int = 0
+
+    name: ClassVar[str] = "minmax"
+
+    def __post_init__(self) -> None:
+        if not _is_int(self.bits) or not 1 <= self.bits <= 8:
+            raise CodecError(f"minmax: bits={self.bits!r} is not possible; allowed are the integers 1 to 8")
+        if self.bucket != "shard" and not (
+            _is_int(self.bucket) and 8 <= int(self.bucket) <= _MAX_BUCKET and int(self.bucket) % 8 == 0
+        ):
+            raise CodecError(
+                f"minmax: bucket={self.bucket!r} is not possible; allowed are multiples of 8 from 8 to {_MAX_BUCKET}, "
+                f'and "shard" for one range per shard'
+            )
+        if self.rounding not in _ROUNDINGS:
+            raise CodecError(f"minmax: rounding={self.rounding!r} is not known; allowed are {', '.join(_ROUNDINGS)}")
+        if not _is_int(self.seed) or not 0 <= self.seed < 1 << 64:
+            raise CodecError(f"minmax: seed={self.seed!r} is not possible; allowed are the integers 0 to 2**64 - 1")
+
+    @property
+    def granule(self) -> int:
+        return _SHARD_GRANULE if self.bucket == "shard" else int(self.bucket)
+
+    @property
+    def splittable(self) -> bool:
+        return self.bucket != "shard"
+
+    def encoded_nbytes(self, count: int, dtype: DType | str) -> int:
+        if count == 0:
+            return 0
+        buckets = 1 if self.bucket == "shard" else -(-count // int(self.bucket))
+        codes = (count * self.bits + 7) // 8
+        return (codes + 3) // 4 * 4 + 8 * buckets
+
+    def spec(self) -> str:
+        given = [(key, getattr(self, key)) for key in ("bucket", "rounding", "seed")]
+        options = [f"{key}={value}" for key, value in given if value != getattr(MinMax, key)]
+        return f"{self.name}{self.bits}" + (":" + ",".join(options) if options else "")
+
+    def host(self) -> Any:
+        return _kernel(self)
+
+    def error_bound(self, x: np.ndarray) -> np.ndarray:
+        """Half a step (nearest) or one step (stochastic), plus what the roundings of the arithmetic can add.
+
+        With ``u = 2**-24``, ``w = high - low`` and ``L = 2**bits - 1``: the position ``L (x - low) / w`` is computed in
+        five roundings and so is off by at most ``5 u L``, that is ``5 u w`` in value (one more for the bucket whose
+        step's inverse is subnormal). The value ``end + steps * w / L`` has at most half of the steps with three
+        roundings, ``1.5 u w``, and the last addition rounds a number no larger than the greater end. Together
+        ``8 u w + u max|end|``, with the second-order terms in the rounding up. Scaling by powers of two is exact but
+        for subnormals, which cost ``2**-148``. A constant bucket is exact.
+        """
+        import numpy as np
+
+        flat = np.asarray(x, dtype=np.float64).reshape(-1)
+        size = flat.size if self.bucket == "shard" else int(self.bucket)
+        if flat.size == 0:
+            return np.zeros(np.shape(x))
+        starts = np.arange(0, flat.size, size)
+        low, high = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
+        width = high - low
+        step = width / (2**self.bits - 1) * (0.5 if self.rounding == "nearest" else 1.0)
+        slack = 2.0**-24 * (8 * width + np.maximum(abs(low), abs(high))) + 2.0**-148
+        bound = np.where(width > 0, step + slack, 0.0)
+        return np.repeat(bound, size)[: flat.size].reshape(np.shape(x))
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@cache
+def _kernel(codec: MinMax) -> Any:
+    from qccl import _host
+
+    bucket = 0 if codec.bucket == "shard" else int(codec.bucket)
+    return _host.MinMax(codec.bits, bucket, codec.rounding == "stochastic", codec.seed)
