@@ -1,0 +1,181 @@
+"""The ranks' agreement on every call, and the news that one of them gave up or left.
+
+Each call sends one small message, its header, to every other rank, together with the first data and on a tag of its
+own, so that the check costs no round trip. Nothing that came from another rank is used, and no output is written,
+before the headers of all ranks have arrived and are equal. One receive per rank is always posted, so the same way
+carries the news that a rank gave up (then the others raise at once instead of at their deadline) or left.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+from collections.abc import Hashable
+from dataclasses import dataclass
+from enum import IntEnum
+from functools import lru_cache
+
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+from qccl.errors import EngineError, MismatchError, PeerLost
+from qccl.transports.base import Transport
+
+__all__ = ["HEADER_NBYTES", "Block", "Channel", "Header", "Kind"]
+
+#: bytes of a control message: the layout below, then text in UTF-8, zero-padded
+HEADER_NBYTES = 512
+CONTROL_TAG = 0
+
+_MAGIC = b"qccl"
+_VERSION = 1
+_LAYOUT = struct.Struct("<4sHHQ32s")  # magic, version, kind, sequence, SHA-256 of the whole text
+_TEXT_NBYTES = HEADER_NBYTES - _LAYOUT.size
+_FIXED = struct.Struct("<4sHHQ")
+
+
+class Kind(IntEnum):
+    """What a control message says."""
+
+    CALL = 1  # the sender makes this call
+    ABORT = 2  # the sender gave up, for the reason in the text
+    MISMATCH = 3  # the same, because the ranks do not agree
+    CLOSE = 4  # the sender makes no more calls
+
+
+@lru_cache(maxsize=1024)
+def _tail(text: str) -> bytes:
+    encoded = text.encode()
+    return hashlib.sha256(encoded).digest() + encoded[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
+
+
+@lru_cache(maxsize=1024)
+def _describe(
+    collective: str, count: int, dtype: str, op: str, codec: Codec | None, algorithm: str, chunk: int | None
+) -> str:
+    spec = codec.spec() if codec is not None else None
+    return f"{collective}(count={count}, dtype={dtype}, op={op}, codec={spec}, algorithm={algorithm}, chunk={chunk})"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """One control message; two ranks agree on a call when the packed bytes are equal."""
+
+    kind: Kind
+    sequence: int
+    text: str
+
+    @classmethod
+    def of_call(
+        cls,
+        *,
+        sequence: int,
+        collective: str,
+        count: int,
+        dtype: DType,
+        op: str,
+        codec: Codec | None,
+        algorithm: str,
+        chunk: int | None,
+    ) -> Header:
+        """The header of call number ``sequence`` of a group; the rest is what the ranks must have in common."""
+        text = _describe(collective, count, dtype.name, op, codec, algorithm, chunk)
+        return cls(Kind.CALL, sequence, text)
+
+    def pack(self) -> bytes:
+        """HEADER_NBYTES bytes. A long text is cut, but its digest is of the whole."""
+        return _FIXED.pack(_MAGIC, _VERSION, self.kind, self.sequence) + _tail(self.text)
+
+    @classmethod
+    def unpack(cls, message: bytes, peer: int) -> Header:
+        """The header in ``message``. Raises EngineError where there is none of this version."""
+        magic, version, kind, sequence, _ = _LAYOUT.unpack_from(message)
+        if magic != _MAGIC or version != _VERSION or kind not in Kind.__members__.values():
+            raise EngineError(
+                f"rank {peer} sent a control message that this version of qccl cannot read (starts with "
+                f"{message[:8]!r}); every rank must run the same version"
+            )
+        text = message[_LAYOUT.size :].rstrip(b"\0").decode(errors="replace")
+        return cls(Kind(kind), sequence, text)
+
+
+_CALL = _FIXED.pack(_MAGIC, _VERSION, Kind.CALL, 0)[:8]
+
+
+def sequence_of(message: bytes) -> int:
+    """The number of the call whose header this is."""
+    return int.from_bytes(message[8:16], "little")
+
+
+class Block:
+    """Zeroed memory at a fixed ``address`` that is a multiple of 64, freed with the object."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._memory = ctypes.create_string_buffer(nbytes + 64)
+        base = ctypes.addressof(self._memory)
+        self.address = -(-base // 64) * 64
+        self._view = memoryview(self._memory).cast("B")[self.address - base :][:nbytes]
+
+    def write(self, data: bytes) -> None:
+        """Put ``data`` at the start."""
+        self._view[: len(data)] = data
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """A copy of ``nbytes`` from ``start``."""
+        return bytes(self._view[start : start + nbytes])
+
+
+class Channel:
+    """The control messages between this rank and the others.
+
+    Attributes:
+        peers: the other ranks.
+        left: the ranks that make no more calls.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self.peers = tuple(p for p in range(transport.size) if p != transport.rank)
+        self.left: set[int] = set()
+        self._inbox = Block(HEADER_NBYTES * transport.size)
+        self._outbox = Block(HEADER_NBYTES)
+        self._buffers = {}
+        for peer in self.peers:
+            self._buffers[peer] = transport.buffer(self._inbox.address + HEADER_NBYTES * peer, HEADER_NBYTES)
+            self._listen(peer)
+
+    def _listen(self, peer: int) -> None:
+        self._transport.receive(peer, CONTROL_TAG, self._buffers[peer], (self, peer))
+
+    def take(self, peer: int) -> bytes | None:
+        """The message that has just come from ``peer``, if it is a call's header; otherwise act on it.
+
+        Raises PeerLost or MismatchError, with the text that the sender gave, when it gave up.
+        """
+        message = self._inbox.read(HEADER_NBYTES * peer, HEADER_NBYTES)
+        if message.startswith(_CALL):
+            self._listen(peer)
+            return message
+        header = Header.unpack(message, peer)
+        self.left.add(peer)
+        if header.kind is Kind.CLOSE:
+            return None
+        raise (MismatchError if header.kind is Kind.MISMATCH else PeerLost)(header.text)
+
+    def tell(self, kind: Kind, text: str, token: Hashable) -> int:
+        """Start sending the same news to all other ranks (at most once); the number of sends under way."""
+        self._outbox.write(Header(kind, 0, text).pack())
+        buffer = self._transport.buffer(self._outbox.address, HEADER_NBYTES)
+        for peer in self.peers:
+            self._transport.send(peer, CONTROL_TAG, buffer, token)
+        return len(self.peers)
+
+
+def disagreement(mine: bytes, theirs: bytes, rank: int, peer: int) -> MismatchError:
+    """The error for two headers that differ."""
+    own, other = Header.unpack(mine, rank), Header.unpack(theirs, peer)
+    return MismatchError(
+        f"the ranks do not agree on call {own.sequence} of this group: rank {rank} called {own.text}, "
+        f"rank {peer} called {other.text}; all ranks must make the same calls in the same order"
+    )

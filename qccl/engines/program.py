@@ -1,0 +1,362 @@
+"""A schedule made ready for the host, and one run of it.
+
+A Program has everything that can be done beforehand: the workspace, the kernel calls bound to their addresses, the
+transport's buffers, and the dependencies as counts and lists of successors. An Execution adds two small lists: how many
+dependencies each node still has, and a heap of the compute operations that are ready, in program order.
+
+Dependencies hold per leg, not per Exchange: a leg whose data is ready does not wait for its neighbours. One more node,
+the gate, completes when all ranks have agreed on the call; whatever uses received data or writes the caller's output
+depends on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any
+
+from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Block, Header, disagreement
+from qccl.errors import ArgumentError, EngineError
+from qccl.schedule import Decode, Encode, Node, Reduce, Role, Schedule, Span, dependencies, nodes
+
+if TYPE_CHECKING:
+    from qccl.engines.host import HostEngine
+    from qccl.trace import TraceEvent
+    from qccl.transports.base import Transport
+
+__all__ = ["CALLS_IN_FLIGHT", "Execution", "Program"]
+
+#: calls that may have messages under way at once, so that their tags differ
+CALLS_IN_FLIGHT = 16
+_TAGS_PER_CALL = 1024
+_ALIGNMENT = 64
+_OPS = {"sum": 0, "min": 1, "max": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class _Leg:
+    """A transfer made ready; ``tag`` is counted from the first tag of the call."""
+
+    start: Callable[[int, int, Any, Hashable], None]
+    peer: int
+    tag: int
+    buffer: Any
+
+
+class Program:
+    """A compiled schedule with its workspace; one run at a time.
+
+    Attributes:
+        workspace_nbytes: bytes of the workspace.
+    """
+
+    def __init__(self, engine: HostEngine, schedule: Schedule, transport: Transport) -> None:
+        if (schedule.rank, schedule.size) != (transport.rank, transport.size):
+            raise ArgumentError(
+                f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {transport.rank} of "
+                f"{transport.size}"
+            )
+        from qccl import _host
+
+        self.engine = engine
+        self.transport = transport
+        self.running = False
+        self.nodes = tuple(nodes(schedule, per_leg=True))
+        self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
+        self._bound = {n: i for n, i in self._numbers.items() if schedule.buffers[n].role is not Role.WORK}
+        self.memory = _host.Memory(len(self._numbers))
+        self._workspace = self._allocate(schedule)
+        self.workspace_nbytes = self._workspace.nbytes
+        self.kernels: list[Callable[[], None] | None] = []
+        self.legs: list[_Leg | None] = []
+        for node in self.nodes:
+            is_leg = node.leg is not None
+            self.kernels.append(None if is_leg else self._kernel(node, schedule))
+            self.legs.append(self._leg(node, schedule) if is_leg else None)
+        self.header = Block(HEADER_NBYTES)
+        self.header_buffer = transport.buffer(self.header.address, HEADER_NBYTES)
+        self._link(schedule)
+
+    def start(
+        self,
+        bindings: Mapping[str, int],
+        *,
+        call: int,
+        header: Header,
+        deadline: float,
+        trace: list[TraceEvent] | None = None,
+    ) -> Execution:
+        """Begin a run.
+
+        Args:
+            bindings: address of each of the caller's buffers, by its name in the schedule.
+            call: the counter that keys the random numbers.
+            header: what the ranks must agree on; its sequence number is the next one of the group.
+            deadline: in time.monotonic() seconds.
+            trace: a list that gets an event per node.
+
+        Failures of the group come from the Execution. Raises ArgumentError for a run that cannot be begun.
+        """
+        if self.running:
+            raise ArgumentError("this program is still running; a program has one workspace, so wait for it first")
+        if bindings.keys() != self._bound.keys():
+            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
+        for name, number in self._bound.items():
+            self.memory[number] = bindings[name]
+        self.memory.call = call
+        if trace is None:
+            execution = Execution(self, header, deadline)
+        else:
+            execution = _TracedExecution(self, header, deadline, trace)
+        self.engine.start(execution)
+        return execution
+
+    def _allocate(self, schedule: Schedule) -> Block:
+        """One block for all work buffers; enters their addresses into the memory table."""
+        offsets, total = {}, 0
+        for name, buffer in schedule.buffers.items():
+            if buffer.role is Role.WORK:
+                offsets[name] = total
+                total += -(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT
+        block = Block(total)
+        for name, offset in offsets.items():
+            self.memory[self._numbers[name]] = block.address + offset
+        return block
+
+    def _kernel(self, node: Node, schedule: Schedule) -> Callable[[], None]:
+        from qccl import _host
+
+        def at(span: Span) -> tuple[int, int]:
+            return self._numbers[span.buffer], span.start * schedule.buffers[span.buffer].itemsize
+
+        def code(span: Span) -> int:
+            dtype = schedule.buffers[span.buffer].dtype
+            if dtype is None:
+                raise EngineError(f"operation {node.op_index} takes values from {span.buffer!r}, a buffer of bytes")
+            return dtype.code
+
+        memory, rank = self.memory, schedule.rank
+        kernel: Callable[[], None]
+        match node.op:
+            case Encode(codec, src, wire, index, round_):
+                kernel = _host.Encode(memory, codec.host(), code(src), at(src), at(wire), len(src), index, round_, rank)
+            case Decode(codec, wire, dst, accumulate):
+                kernel = _host.Decode(memory, codec.host(), code(dst), at(wire), at(dst), len(dst), accumulate)
+            case Reduce() as op:
+                values = op.own if op.own is not None else op.out
+                if values is None:
+                    raise EngineError(f"operation {node.op_index} is a Reduce with neither own values nor an output")
+                kernel = _host.Reduce(
+                    memory,
+                    op.codec.host(),
+                    code(values),
+                    [at(src) for src in op.srcs],
+                    None if op.own is None else at(op.own),
+                    op.own_index,
+                    None if op.wire is None else at(op.wire),
+                    None if op.out is None else at(op.out),
+                    len(values),
+                    _OPS[op.op],
+                    op.scale,
+                    op.index,
+                    op.round,
+                    rank,
+                )
+            case _:
+                raise EngineError(f"the host engine cannot run {type(node.op).__name__} (operation {node.op_index})")
+        return kernel
+
+    def _leg(self, node: Node, schedule: Schedule) -> _Leg:
+        assert node.leg is not None
+        span = node.leg.span
+        buffer = schedule.buffers[span.buffer]
+        if buffer.role is not Role.WORK:
+            raise EngineError(f"operation {node.op_index} transfers {span.buffer!r}; legs must be in work buffers")
+        address = self.memory[self._numbers[span.buffer]] + span.start * buffer.itemsize
+        start = self.transport.send if node.is_send else self.transport.receive
+        prepared = self.transport.buffer(address, len(span) * buffer.itemsize)
+        return _Leg(start, node.leg.peer, 1 + node.sequence % _TAGS_PER_CALL, prepared)
+
+    def _link(self, schedule: Schedule) -> None:
+        """Counts of dependencies and lists of successors; node ``gate`` is the ranks' agreement."""
+        self.gate = len(self.nodes)
+        successors: list[list[int]] = [[] for _ in range(self.gate + 2)]
+        counts = []
+        alone = schedule.size == 1
+        for i, (node, needed) in enumerate(zip(self.nodes, dependencies(self.nodes), strict=True)):
+            for j in needed:
+                successors[j].append(i)
+            uses_received = any(self.legs[j] is not None and not self.nodes[j].is_send for j in needed)
+            writes_output = any(schedule.buffers[span.buffer].role is Role.OUTPUT for span in node.writes())
+            gated = not alone and (uses_received or writes_output)
+            if gated:
+                successors[self.gate].append(i)
+            counts.append(len(needed) + gated)
+        self.successors = [tuple(s) for s in successors]
+        self.counts = counts
+        self.first = tuple(i for i, count in enumerate(counts) if not count)
+        #: all nodes; among several ranks also the gate and a header to each other rank
+        self.total = self.gate + (0 if alone else schedule.size)
+
+
+class Execution:
+    """One run of a Program. ``done`` turns true when it has ended well; failures are raised by step() and run().
+
+    Attributes:
+        sequence, deadline: as given to Program.start.
+        ready: heap of the compute nodes that may run.
+        unheard: the ranks whose header has not come yet.
+    """
+
+    __slots__ = (
+        "_base",
+        "_counts",
+        "_header",
+        "_kernels",
+        "_left",
+        "_legs",
+        "_packed",
+        "_program",
+        "_successors",
+        "deadline",
+        "done",
+        "ready",
+        "sequence",
+        "unheard",
+    )
+
+    def __init__(self, program: Program, header: Header, deadline: float) -> None:
+        self._program = program
+        self._kernels, self._legs, self._successors = program.kernels, program.legs, program.successors
+        self._header = header
+        self._packed = header.pack()
+        self.sequence = header.sequence
+        self._base = header.sequence % CALLS_IN_FLIGHT * _TAGS_PER_CALL
+        self.deadline = deadline
+        self.done = False
+        self.ready: list[int] = []
+        self.unheard: set[int] = set()
+        self._counts = program.counts.copy()
+        self._left = program.total
+        program.running = True
+
+    def step(self) -> bool:
+        """Advance all that is under way on the engine a little; whether this run is done. Never blocks for long."""
+        if not self.done:
+            self._program.engine.step()
+        return self.done
+
+    def run(self) -> None:
+        """Advance all that is under way until this run is done; raises CollectiveTimeout at its deadline."""
+        self._program.engine.run(self)
+
+    @property
+    def what(self) -> str:
+        """The call, for messages."""
+        return f"{self._header.text} (call {self.sequence} of the group)"
+
+    def waits_for(self) -> str:
+        """Why this run is not done, for messages."""
+        if self.unheard:
+            return f"rank {', '.join(map(str, sorted(self.unheard)))} did not make this call"
+        counts, legs = self._counts, self._legs
+        posted = [(leg, self._program.nodes[i]) for i, leg in enumerate(legs) if leg is not None and counts[i] == 0]
+        sends = sorted({leg.peer for leg, node in posted if node.is_send})
+        receives = sorted({leg.peer for leg, node in posted if not node.is_send})
+        return f"waiting to send to ranks {sends} and to receive from ranks {receives}"
+
+    # -- used by the engine ------------------------------------------------------------------------------------------
+
+    def begin(self, peers: tuple[int, ...]) -> None:
+        """Send the header and start everything that depends on nothing."""
+        program = self._program
+        if peers:
+            program.header.write(self._packed)
+            self.unheard = set(peers)
+            token = (self, program.gate + 1)
+            for peer in peers:
+                program.transport.send(peer, CONTROL_TAG, program.header_buffer, token)
+        for node in program.first:
+            self._launch(node)
+        if not self._left:
+            self._finish()
+
+    def agree(self, peer: int, message: bytes) -> None:
+        """Compare ``peer``'s header with the own one. Raises MismatchError."""
+        if message != self._packed:
+            raise disagreement(self._packed, message, self._program.transport.rank, peer)
+        self.unheard.discard(peer)
+        if not self.unheard:
+            self.completed(self._program.gate)
+
+    def compute(self) -> None:
+        """Run the first compute operation that is ready."""
+        node = heappop(self.ready)
+        self._kernels[node]()  # type: ignore[misc]
+        self.completed(node)
+
+    def completed(self, node: int) -> None:
+        """Start what waited for ``node`` alone."""
+        counts = self._counts
+        for successor in self._successors[node]:
+            left = counts[successor] - 1
+            counts[successor] = left
+            if not left:
+                self._launch(successor)
+        self._left -= 1
+        if node < len(counts):
+            counts[node] = -1
+        if not self._left:
+            self._finish()
+
+    def _launch(self, node: int) -> None:
+        leg = self._legs[node]
+        if leg is None:
+            heappush(self.ready, node)
+        else:
+            leg.start(leg.peer, self._base + leg.tag, leg.buffer, (self, node))
+
+    def _finish(self) -> None:
+        self.done = True
+        self._program.running = False
+        self._program.engine.finished(self)
+
+
+class _TracedExecution(Execution):
+    """An Execution that writes down when each node started and completed."""
+
+    __slots__ = ("_started", "_trace")
+
+    def __init__(self, program: Program, header: Header, deadline: float, trace: list[TraceEvent]) -> None:
+        super().__init__(program, header, deadline)
+        self._trace = trace
+        self._started: dict[int, float] = {}
+
+    def compute(self) -> None:
+        self._started[self.ready[0]] = time.perf_counter()
+        super().compute()
+
+    def completed(self, node: int) -> None:
+        from qccl.trace import TraceEvent
+
+        start = self._started.pop(node, None)
+        if start is not None:
+            lane, name = _label(self._program.nodes[node])
+            self._trace.append(TraceEvent(self._program.transport.rank, lane, name, start, time.perf_counter()))
+        super().completed(node)
+
+    def _launch(self, node: int) -> None:
+        if self._legs[node] is not None:
+            self._started[node] = time.perf_counter()
+        super()._launch(node)
+
+
+def _label(node: Node) -> tuple[str, str]:
+    """Lane and name of a node in a trace."""
+    if node.leg is None:
+        return "compute", f"{type(node.op).__name__.lower()} {node.op_index}"
+    if node.is_send:
+        return "send", f"send {node.op_index} to {node.leg.peer}"
+    return "recv", f"recv {node.op_index} from {node.leg.peer}"

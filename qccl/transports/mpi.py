@@ -1,0 +1,265 @@
+"""Ranks that are MPI processes, through mpi4py (the only module that imports it).
+
+What happens when a rank fails:
+
+- A rank that raises tells the others over the engine's control messages. They raise PeerLost at once.
+- A rank that only stops answering is found by the others' deadlines.
+- A rank that dies (a signal) ends the whole job under MPICH, and under Open MPI unless it runs with
+  ``mpiexec --with-ft ulfm``; then the others get PeerLost.
+
+After a failure the process can always exit. MPI_Finalize waits for the other ranks, and may wait for ever for one
+that hangs; so from the interpreter's exit on, a process with a failed transport ends by SIGALRM after 10 s (mpiexec
+then ends the rest of the job, a stopped process included).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Hashable, Sequence
+from typing import Any, cast
+
+from mpi4py import MPI
+
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError
+
+__all__ = ["MpiTransport"]
+
+#: after so many polls in a row without news the processor is left for a nap, not only yielded
+_YIELDS = 200
+_NAP_SECONDS = 100e-6
+_FINALIZE_SECONDS = 10
+
+_OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
+_LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
+
+#: transports that failed: MPI may still hold addresses in what they posted
+_abandoned: list[MpiTransport] = []
+
+
+def _relax(idle: int) -> None:
+    """Give the processor away: ranks may share it."""
+    if idle < _YIELDS:
+        os.sched_yield()
+    else:
+        time.sleep(_NAP_SECONDS)
+
+
+def _mapped(error: MPI.Exception) -> QcclError:
+    """The library's error as one of ours."""
+    kind = error.Get_error_class()
+    text = f"MPI: {error.Get_error_string()}"
+    if kind in _LOST:
+        return PeerLost(f"a rank was lost ({text})")
+    if kind == MPI.ERR_TRUNCATE:
+        return MismatchError(f"a rank sent more than this rank expected ({text})")
+    return EngineError(f"{text}; see the MPI library's documentation of this error class", code=error.Get_error_code())
+
+
+@atexit.register
+def _bound_finalize() -> None:
+    if _abandoned and not MPI.Is_finalized():
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+        signal.alarm(_FINALIZE_SECONDS)
+
+
+class MpiTransport:
+    """The ranks of an MPI communicator (interface: Transport).
+
+    Every wait is a test in a loop with a deadline, except ``allreduce`` (the yardstick, which is MPI's own blocking
+    call) and the moment in which MPI makes or frees a communicator after all ranks have come to do so.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
+        """Take ``comm`` over; from_mpi() and world() make one."""
+        comm.Set_errhandler(MPI.ERRORS_RETURN)
+        self._comm = comm
+        self.rank, self.size = comm.Get_rank(), comm.Get_size()
+        self._requests: list[MPI.Request] = []
+        self._posted: list[tuple[Hashable, int]] = []  # token and bytes of a receive (-1: a send), per request
+        self._statuses: list[MPI.Status] = []
+        self._late: list[Hashable] = []  # completed in a poll that raised
+        self._gone = False
+        hosts = self.allgather(socket.gethostname().encode(), timeout)
+        self.local_rank = hosts[: self.rank].count(hosts[self.rank])
+        self.local_size = hosts.count(hosts[self.rank])
+
+    @classmethod
+    def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
+        """Collective: the ranks of an mpi4py intracommunicator, which is duplicated and left as it was."""
+        if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
+            raise ArgumentError(f"comm must be an mpi4py intracommunicator, e.g. MPI.COMM_WORLD, not {comm!r}")
+        try:
+            duplicate, request = comm.Idup()
+            _wait(request, timeout, "the duplication of the communicator")
+        except MPI.Exception as error:
+            raise _mapped(error) from error
+        return cls(duplicate, timeout)
+
+    @classmethod
+    def world(cls, timeout: float = 60.0) -> MpiTransport:
+        """Collective: all ranks of the job."""
+        if not MPI.Is_initialized():
+            MPI.Init_thread()
+        return cls.from_mpi(MPI.COMM_WORLD, timeout)
+
+    def buffer(self, address: int, nbytes: int) -> list[Any]:
+        return [MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE]
+
+    def send(self, peer: int, tag: int, buffer: list[Any], token: Hashable) -> None:
+        self._check_alive()
+        try:
+            self._requests.append(self._comm.Isend(buffer, peer, tag))
+        except MPI.Exception as error:
+            raise _mapped(error) from error
+        self._posted.append((token, -1))
+
+    def receive(self, peer: int, tag: int, buffer: list[Any], token: Hashable) -> None:
+        self._check_alive()
+        try:
+            self._requests.append(self._comm.Irecv(buffer, peer, tag))
+        except MPI.Exception as error:
+            raise _mapped(error) from error
+        self._posted.append((token, buffer[1]))
+
+    def poll(self, *, idle: int) -> Sequence[Hashable]:
+        if idle:
+            _relax(idle)
+        self._check_alive()
+        if self._late:
+            late, self._late = self._late, []
+            return late
+        if not self._requests:
+            return ()
+        try:
+            done = MPI.Request.Testsome(self._requests, self._statuses)
+        except MPI.Exception as error:
+            raise self._fault(error) from error
+        return self._retire(done) if done else ()
+
+    def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:
+        self.allgather(b"", timeout)  # all have come: Split, which has no deadline, has nobody to wait for
+        try:
+            comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+        except MPI.Exception as error:
+            raise _mapped(error) from error
+        return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout)
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        self._check_alive()
+        lengths = [0] * self.size
+        counts = memoryview(bytearray(8 * self.size)).cast("q")
+        try:
+            mine = memoryview(bytearray(len(item).to_bytes(8, "little")))
+            _wait(self._comm.Iallgather([mine, 8, MPI.BYTE], [counts, 8, MPI.BYTE]), timeout, "an all-gather")
+            lengths = list(counts)
+            joined = bytearray(sum(lengths))
+            request = self._comm.Iallgatherv([item, len(item), MPI.BYTE], [joined, lengths, MPI.BYTE])
+            _wait(request, timeout, "an all-gather")
+        except MPI.Exception as error:
+            raise _mapped(error) from error
+        ends = [sum(lengths[: r + 1]) for r in range(self.size)]
+        return [bytes(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+
+    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
+        """MPI_Allreduce, blocking, as programs call it; it has no deadline."""
+        self._check_alive()
+        datatype = _datatype(dtype)
+        if op not in _OPS:
+            raise ArgumentError(f"MPI's all-reduce is compared for ops {', '.join(_OPS)}, not {op!r}")
+        nbytes = count * datatype.Get_size()
+        given = MPI.IN_PLACE if source == target else [MPI.memory.fromaddress(source, nbytes), count, datatype]
+        try:
+            self._comm.Allreduce(given, [MPI.memory.fromaddress(target, nbytes), count, datatype], _OPS[op])
+        except MPI.Exception as error:
+            raise _mapped(error) from error
+
+    def abort(self, reason: str) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        _abandoned.append(self)
+        if MPI.Is_finalized():
+            return
+        with contextlib.suppress(MPI.Exception):
+            for request, (_, expected) in zip(self._requests, self._posted, strict=True):
+                if expected >= 0 and request != MPI.REQUEST_NULL:
+                    request.Cancel()
+            MPI.Request.Testsome(self._requests)
+
+    def close(self) -> None:
+        if self._requests:  # MPI still works on them: the communicator cannot be given back
+            self.abort("it was closed with transfers under way")
+        if self._gone:
+            return
+        self._gone = True
+        if not MPI.Is_finalized():
+            with contextlib.suppress(MPI.Exception):
+                self._comm.Free()
+
+    def _check_alive(self) -> None:
+        if self._gone or MPI.Is_finalized():
+            what = "MPI was finalized" if MPI.Is_finalized() else "this transport was closed or given up"
+            raise EngineError(f"{what}; make communicators while MPI runs, and close them before it ends")
+
+    def _retire(self, done: list[int]) -> list[Hashable]:
+        """Forget completed requests; returns their tokens. Raises MismatchError for a message that was too short."""
+        requests, posted = self._requests, self._posted
+        tokens: list[Hashable] = []
+        fault = None
+        for k, i in enumerate(done):
+            token, expected = posted[i]
+            if expected >= 0 and (got := self._statuses[k].Get_count(MPI.BYTE)) != expected:
+                peer = self._statuses[k].Get_source()
+                fault = MismatchError(f"rank {peer} sent {got} bytes to rank {self.rank}, which expected {expected}")
+            else:
+                tokens.append(token)
+        for i in sorted(done, reverse=True):
+            requests[i], posted[i] = requests[-1], posted[-1]
+            requests.pop()
+            posted.pop()
+        if fault is not None:
+            self._late = tokens
+            raise fault
+        return tokens
+
+    def _fault(self, error: MPI.Exception) -> QcclError:
+        """The error of a failed Testsome. What completed in it is told by the next poll.
+
+        The library says which requests have ended only by clearing their handles, so the one that failed counts as
+        completed, too; after an error nobody may use its data.
+        """
+        if error.Get_error_class() == MPI.ERR_IN_STATUS:
+            codes = [status.Get_error() for status in self._statuses]
+            bad = [code for code in codes if MPI.Get_error_class(code) not in (MPI.SUCCESS, MPI.ERR_PENDING)]
+            error = MPI.Exception(bad[0]) if bad else error
+        ended = [request == MPI.REQUEST_NULL for request in self._requests]
+        self._late = [token for (token, _), end in zip(self._posted, ended, strict=True) if end]
+        self._posted = [entry for entry, end in zip(self._posted, ended, strict=True) if not end]
+        self._requests = [request for request, end in zip(self._requests, ended, strict=True) if not end]
+        return _mapped(error)
+
+
+def _wait(request: MPI.Request, timeout: float, what: str) -> None:
+    """Test until ``request`` has completed, or raise CollectiveTimeout."""
+    deadline = time.monotonic() + timeout
+    idle = 0
+    while not request.Test():
+        if time.monotonic() > deadline:
+            raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
+        idle += 1
+        _relax(idle)
+
+
+def _datatype(name: str) -> MPI.Datatype:
+    for code, known in (("float32", MPI.FLOAT), ("float16", MPI.FLOAT16_T), ("bfloat16", MPI.BFLOAT16_T)):
+        if name == code and known != MPI.DATATYPE_NULL:
+            return known
+    raise ArgumentError(f"this MPI library has no all-reduce of {name}; compare with float32")
