@@ -12,8 +12,8 @@ from qccl.codecs.base import Codec
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import DType
 from qccl.engines.agreement import Header
-from qccl.engines.host import Execution, HostEngine, Program
-from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
+from qccl.engines.host import HostEngine, Program
+from qccl.errors import ArgumentError, PeerLost, QcclError
 from qccl.plan import Plan, PlanCache, Signature
 from qccl.work import Work
 
@@ -51,7 +51,6 @@ class Communicator:
         self.transport = transport
         self._engine = HostEngine(transport)
         self._plans = PlanCache()
-        self._active: list[Work] = []
         self._sequence = 0
         self._failure: QcclError | None = None
         self._closed = False
@@ -65,7 +64,7 @@ class Communicator:
         """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was."""
         from qccl.transports.mpi import MpiTransport
 
-        return cls(MpiTransport.from_mpi(comm), timeout)
+        return cls(MpiTransport.from_mpi(comm, timeout), timeout)
 
     def __enter__(self) -> Communicator:
         return self
@@ -187,9 +186,7 @@ class Communicator:
         self._closed = True
         self._plans.clear()
         if self._failure is None:
-            for work in list(self._active):
-                self._end(work, ArgumentError("the communicator was closed before this call had ended"))
-            self._engine.close()
+            self._engine.close(self.timeout)
             self.transport.close()
 
     # -- how a call runs ---------------------------------------------------------------------------------------------
@@ -250,50 +247,13 @@ class Communicator:
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         execution = program.start(addresses, call=self._sequence, header=header, deadline=deadline, trace=trace)
         self._sequence += 1
-        work = Work(self, execution, result, keep)
-        self._active.append(work)
-        return work
-
-    def _progress(self, work: Work, *, block: bool, timeout: float | None = None) -> None:
-        """Advance every call under way (ranks may wait for theirs in another order) until ``work`` has ended."""
-        limit = None if timeout is None else time.monotonic() + timeout
-        try:
-            while (execution := work._execution) is not None:
-                if block and limit is None and len(self._active) == 1:
-                    execution.run()
-                    self._end(work)
-                else:
-                    self._step_all()
-                if not block:
-                    return
-                if limit is not None and time.monotonic() > limit and work._execution is not None:
-                    raise CollectiveTimeout(f"the call had not ended {timeout} s after wait() was called")
-        except QcclError as error:
-            self._fail(error)
-            raise
-        except BaseException as error:  # Ctrl-C in the middle of a call: the others must not wait for this rank
-            self._fail(PeerLost(f"rank {self.rank} was interrupted: {type(error).__name__}"))
-            raise
-
-    def _step_all(self) -> None:
-        for work in list(self._active):
-            execution: Execution | None = work._execution
-            if execution is not None and execution.step():
-                self._end(work)
-
-    def _end(self, work: Work, error: QcclError | None = None) -> None:
-        self._active.remove(work)
-        work._conclude(error)
+        return Work(self, execution, result, keep)
 
     def _fail(self, error: QcclError) -> None:
-        """Remember the first failure, tell the other ranks, and end every call under way with it."""
-        if self._failure is not None:
-            return
-        self._failure = error
-        self._engine.abort(str(error))
-        self.transport.abort(str(error))
-        for work in list(self._active):
-            self._end(work, error)
+        """Remember the first failure, and let the other ranks know."""
+        if self._failure is None:
+            self._failure = error
+            self._engine.abort(str(error))
 
     def _check_usable(self) -> None:
         if self._closed:

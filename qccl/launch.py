@@ -88,7 +88,7 @@ def _transport(launcher: Launcher | None, timeout: float) -> Transport:
             f"{launcher.name} started {launcher.size} ranks, but MPI cannot be used here ({error}); "
             f"install qccl[mpi], or mpi4py alone where the machine has its own MPI"
         ) from error
-    transport = MpiTransport.world()
+    transport = MpiTransport.world(timeout)
     check_size(launcher, transport.size)
     return transport
 

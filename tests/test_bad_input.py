@@ -1,0 +1,254 @@
+"""Bad input gets the documented error, on every rank that gave it, and changes nothing."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl import launch
+
+COUNT = 3000
+
+
+def call_with(**arguments):
+    """A rank's function: try the call, return the error, and check that x is as it was and the group still works."""
+
+    def run(comm):
+        x = np.arange(COUNT, dtype=np.float32)
+        before = x.copy()
+        with pytest.raises(qccl.QcclError) as caught:
+            comm.quantized_allreduce(x, **arguments)
+        np.testing.assert_array_equal(x, before)
+        y = np.full(10, comm.rank + 1, np.float32)
+        comm.quantized_allreduce(y)
+        assert (y == 3).all()
+        return caught.value
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({"codec": "minmax9"}, qccl.CodecError, "1"),
+        ({"codec": "minmax0"}, qccl.CodecError, "8"),
+        ({"codec": "minmax8:bucket=0"}, qccl.CodecError, "bucket"),
+        ({"codec": "minmax8:bucket=12"}, qccl.CodecError, "multiple of 8"),
+        ({"codec": "minmax8:buckt=64"}, qccl.CodecError, "'bucket'"),
+        ({"codec": "minmx8"}, qccl.CodecError, "'minmax'"),
+        ({"codec": "minmax8:rounding=up"}, qccl.CodecError, "stochastic"),
+        ({"codec": {"compressor": "minmax", "bits": "9"}}, qccl.CodecError, "bits"),
+        ({"codec": 8}, qccl.CodecError, "8"),
+        ({"op": "product"}, qccl.ArgumentError, "avg"),
+        ({"op": 1}, qccl.ArgumentError, "sum (0)"),
+        ({"algorithm": "ring"}, qccl.ArgumentError, "two_round"),
+        ({"chunk": 0}, qccl.ArgumentError, "positive"),
+        ({"timeout": -1.0}, qccl.ArgumentError, "positive"),
+        ({"nonfinite": "ignore"}, qccl.ArgumentError, "propagate"),
+        ({"dtype": "float16"}, qccl.InvalidBufferError, "float32"),
+        ({"dtype": "float64"}, qccl.ArgumentError, "bfloat16"),
+    ],
+)
+def test_arguments(arguments, kind, message):
+    for error in qccl.run_ranks(2, call_with(**arguments)):
+        assert type(error) is kind
+        assert message in str(error)
+
+
+def arrays():
+    read_only = np.zeros(COUNT, np.float32)
+    read_only.flags.writeable = False
+    return {
+        "float64": (np.zeros(COUNT), "float64"),
+        "int32": (np.zeros(COUNT, np.int32), "int32"),
+        "uint16": (np.zeros(COUNT, np.uint16), 'dtype="bfloat16"'),
+        "strided": (np.zeros(2 * COUNT, np.float32)[::2], "contiguous"),
+        "reversed": (np.zeros(COUNT, np.float32)[::-1], "contiguous"),
+        "a hole": (np.zeros((30, 100), np.float32)[:, :50], "contiguous"),
+        "read only": (read_only, "out="),
+        "a list": ([0.0] * COUNT, "list"),
+        "None": (None, "NoneType"),
+    }
+
+
+@pytest.mark.parametrize("which", arrays())
+def test_arrays(which):
+    x, message = arrays()[which]
+
+    def run(comm):
+        with pytest.raises(qccl.InvalidBufferError, match=message):
+            comm.quantized_allreduce(x)
+        if which != "read only":
+            with pytest.raises(qccl.InvalidBufferError):
+                comm.quantized_allreduce(np.zeros(COUNT, np.float32), out=x)
+
+    qccl.run_ranks(2, run)
+
+
+def test_out_does_not_fit():
+    def run(comm):
+        x = np.ones(COUNT, np.float32)
+        memory = np.zeros(2 * COUNT, np.float32)
+        with pytest.raises(qccl.ArgumentError, match=r"3000 .* 2999"):
+            comm.quantized_allreduce(x, out=np.zeros(COUNT - 1, np.float32))
+        with pytest.raises(qccl.InvalidBufferError, match="overlap in part"):
+            comm.quantized_allreduce(memory[:COUNT], out=memory[1 : COUNT + 1])
+        with pytest.raises(qccl.InvalidBufferError, match="float16"):
+            comm.quantized_allreduce(x, out=np.zeros(COUNT, np.float16))
+        with pytest.raises(qccl.ArgumentError, match="layouts"):
+            comm.quantized_allreduce(np.ones((30, 100), np.float32), out=np.ones((100, 30), np.float32))
+        assert (memory == 0).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_raw_pointers():
+    def run(comm):
+        x = np.ones(COUNT, np.float32)
+        p = x.ctypes.data
+
+        def call(*arguments, **more):
+            return qccl.quantized_allreduce(*arguments, comm, **more)
+
+        for arguments, message in {
+            (0, p, COUNT, "float32", "sum"): "null",
+            (p, 0, COUNT, "float32", "sum"): "null",
+            (p + 1, p + 1, COUNT, "float32", "sum"): "aligned",
+            (p, p + 4, COUNT - 1, "float32", "sum"): "overlap",
+            (16, 16, COUNT, "float32", "sum"): "not memory",
+            (p, p, 1 << 44, "float32", "sum"): "not memory",
+        }.items():
+            with pytest.raises(qccl.InvalidBufferError, match=message):
+                call(*arguments)
+        for arguments, message in {
+            (p, p, -1, "float32", "sum"): "-1",
+            (p, p, 2.5, "float32", "sum"): "2.5",
+            (p, p, COUNT, "float8", "sum"): "float8",
+            (p, p, COUNT, 3, "sum"): "NCCL 7",
+            (p, p, COUNT, "float32", 1): "sum",
+        }.items():
+            with pytest.raises(qccl.ArgumentError, match=message):
+                call(*arguments)
+        with pytest.raises(qccl.ArgumentError, match="stream"):
+            call(p, p, COUNT, "float32", "sum", stream=5)
+        assert (x == 1).all()
+        assert call(p, p, COUNT, 7, 0) is None
+        assert (x == 2).all()
+        call(0, 0, 0, "float32", "sum")  # nothing to read: null is fine
+
+    qccl.run_ranks(2, run)
+
+
+DISAGREEMENTS = {
+    "count": ({}, {"count": COUNT + 1}),
+    "count, zero": ({}, {"count": 0}),
+    "count, other number of chunks": ({}, {"count": 100 * COUNT}),
+    "dtype": ({}, {"dtype": np.float16}),
+    "codec": ({}, {"codec": "minmax4"}),
+    "codec parameter": ({"codec": "minmax8:bucket=512"}, {"codec": "minmax8:bucket=256"}),
+    "op": ({}, {"op": "max"}),
+    "algorithm": ({"algorithm": "one_shot"}, {"algorithm": "two_round"}),
+}
+
+
+@pytest.mark.parametrize("cached", [False, True], ids=["new plan", "plan cached on one rank"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_disagree(what, ranks, cached):
+    usual, other = DISAGREEMENTS[what]
+
+    def run(comm):
+        mine = usual if comm.rank else other
+        mine = dict(mine)
+        x = np.ones(mine.pop("count", COUNT), mine.pop("dtype", np.float32))
+        if cached:  # rank 0 has made its plan before, with others who agreed
+            theirs = dict(other)
+            y = np.ones(theirs.pop("count", COUNT), theirs.pop("dtype", np.float32))
+            comm.quantized_allreduce(y, **theirs)
+        with pytest.raises(qccl.MismatchError, match=r"rank \d"):
+            comm.quantized_allreduce(x, timeout=20.0, **mine)
+        assert (x == 1).all()  # nothing was written
+        with pytest.raises(qccl.MismatchError, match="earlier"):
+            comm.quantized_allreduce(x)
+
+    qccl.run_ranks(ranks, run, timeout=30.0)
+
+
+def test_rank_raises_before_the_call():
+    def run(comm):
+        if comm.rank == 1:
+            raise KeyError("mine")
+        with pytest.raises(qccl.PeerLost):
+            comm.quantized_allreduce(np.ones(COUNT, np.float32), timeout=20.0)
+
+    with pytest.raises(KeyError, match="mine"):
+        qccl.run_ranks(3, run, timeout=30.0)
+
+
+def test_rank_stays_away():
+    def run(comm):
+        x = np.ones(COUNT, np.float32)
+        if comm.rank != 1:
+            with pytest.raises((qccl.CollectiveTimeout, qccl.PeerLost)) as caught:
+                comm.quantized_allreduce(x, timeout=0.5)
+            return type(caught.value)
+        return None
+
+    assert qccl.CollectiveTimeout in qccl.run_ranks(3, run, timeout=30.0)
+
+
+def test_closed():
+    def run(comm):
+        comm.close()
+        comm.close()
+        for call in (
+            lambda: comm.quantized_allreduce(np.ones(3, np.float32)),
+            lambda: comm.plan("allreduce", 3),
+            lambda: comm.split(0),
+            comm.barrier,
+        ):
+            with pytest.raises(qccl.ArgumentError, match="closed"):
+                call()
+
+    qccl.run_ranks(2, run)
+
+
+def test_plan_misuse():
+    def run(comm):
+        with pytest.raises(qccl.ArgumentError, match="allreduce"):
+            comm.plan("alltoall", 3)
+        plan = comm.plan("allreduce", COUNT)
+        with pytest.raises(qccl.ArgumentError, match="bind"):
+            plan.start()
+        with pytest.raises(qccl.ArgumentError, match="start"):
+            plan.wait()
+        with pytest.raises(qccl.ArgumentError, match="3000"):
+            plan.bind(np.ones(COUNT + 1, np.float32))
+        plan.bind(np.ones(COUNT, np.float32))
+        work = plan.start()
+        with pytest.raises(qccl.ArgumentError, match="running"):
+            plan.start()
+        with pytest.raises(qccl.ArgumentError, match="running"):
+            plan.bind(np.ones(COUNT, np.float32))
+        assert plan.wait() is work.wait()
+
+    qccl.run_ranks(2, run)
+
+
+def test_backend_that_does_not_exist():
+    with pytest.raises(qccl.ArgumentError, match="host"):
+        qccl.init(backend="tpu")
+    with pytest.raises(qccl.ArgumentError, match="timeout"):
+        qccl.init(backend="host", timeout=0)
+
+
+def test_launcher_of_another_size(monkeypatch):
+    """mpi4py as a singleton under a launcher it does not know must not become a silent one-rank sum."""
+    assert launch.detect({}) is None
+    started = launch.detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
+    assert started == launch.Launcher("torchrun", 1, 4, 1, 2)
+    with pytest.raises(qccl.ArgumentError, match="4 ranks, but MPI sees 1"):
+        launch.check_size(started, 1)
+    with pytest.raises(qccl.ArgumentError, match="not readable"):
+        launch.detect({"RANK": "x", "WORLD_SIZE": "4"})

@@ -1,0 +1,279 @@
+"""The communicator: what it takes, what it returns, plans, calls under way, groups."""
+
+from __future__ import annotations
+
+import array
+import subprocess
+import sys
+import threading
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import qccl
+
+COUNT = 5000
+
+
+class OnlyDLPack:
+    """An array of which only DLPack is known."""
+
+    def __init__(self, x):
+        self._x = x
+
+    def __dlpack__(self, **arguments):
+        return self._x.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self._x.__dlpack_device__()
+
+
+def ramp(rank, dtype=np.float32):
+    return (np.arange(COUNT) % 256 + rank).astype(dtype)
+
+
+def close_to_sum(y, size, dtype=np.float32):
+    exact = sum(ramp(r, np.float64) for r in range(size))
+    return np.abs(y.astype(np.float64) - exact).max() < (255 * size) / 255 * 2 + (8 if dtype != np.float32 else 0)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: x,
+        OnlyDLPack,
+        memoryview,
+        lambda x: x.reshape(50, 100),
+        lambda x: x.reshape(50, 100).T,
+    ],
+    ids=["numpy", "dlpack", "buffer", "matrix", "column major"],
+)
+def test_in_place_changes_the_array_that_was_given(wrap):
+    def run(comm):
+        x = ramp(comm.rank)
+        given = wrap(x)
+        assert comm.quantized_allreduce(given) is given
+        return x
+
+    results = qccl.run_ranks(3, run)
+    assert close_to_sum(results[0], 3)
+    for other in results[1:]:
+        np.testing.assert_array_equal(results[0], other)
+
+
+def test_buffer_protocol():
+    def run(comm):
+        x = array.array("f", ramp(comm.rank))
+        comm.quantized_allreduce(x)
+        return np.array(x)
+
+    assert close_to_sum(qccl.run_ranks(2, run)[0], 2)
+
+
+def test_bfloat16_as_ml_dtypes_and_as_uint16_are_the_same():
+    def run(comm):
+        x = ramp(comm.rank, ml_dtypes.bfloat16)
+        bits = x.view(np.uint16).copy()
+        comm.quantized_allreduce(x)
+        comm.quantized_allreduce(bits, dtype="bfloat16")
+        np.testing.assert_array_equal(x.view(np.uint16), bits)
+        return x
+
+    assert close_to_sum(qccl.run_ranks(2, run)[0], 2, ml_dtypes.bfloat16)
+
+
+def test_out_of_place_leaves_the_input_alone():
+    def run(comm):
+        x = ramp(comm.rank)
+        x.flags.writeable = False
+        out = np.empty_like(x)
+        assert comm.quantized_allreduce(x, out=out) is out
+        np.testing.assert_array_equal(x, ramp(comm.rank))
+        y = ramp(comm.rank)
+        comm.quantized_allreduce(y)
+        np.testing.assert_array_equal(y, out)
+
+    qccl.run_ranks(2, run)
+
+
+def test_raw_pointers_give_the_same_bits():
+    def run(comm):
+        x, y = ramp(comm.rank), ramp(comm.rank)
+        out = np.empty_like(x)
+        comm.quantized_allreduce(y)
+        qccl.quantized_allreduce(x.ctypes.data, out.ctypes.data, COUNT, "float32", "sum", comm)
+        np.testing.assert_array_equal(out, y)
+        work = qccl.quantized_allreduce(x.ctypes.data, x.ctypes.data, COUNT, 7, 0, comm, async_op=True)
+        work.wait()
+        np.testing.assert_array_equal(x, y)
+
+    qccl.run_ranks(2, run)
+
+
+def test_avg_is_the_global_mean():
+    def run(comm):
+        x = np.full(COUNT, 3.0 * (comm.rank + 1), np.float32)
+        return comm.quantized_allreduce(x, op="avg")
+
+    for y in qccl.run_ranks(4, run):
+        assert (y == 7.5).all()
+
+
+def test_nonfinite_error_is_raised_on_every_rank():
+    def run(comm):
+        x = ramp(comm.rank)
+        if comm.rank == 1:
+            x[17] = np.nan
+        with pytest.raises(qccl.ArgumentError, match="not finite"):
+            comm.quantized_allreduce(x, nonfinite="error")
+        y = ramp(comm.rank)
+        comm.quantized_allreduce(y, nonfinite="error")  # the communicator goes on
+        for dtype in (np.float16, ml_dtypes.bfloat16):
+            z = np.zeros(100, dtype)
+            comm.quantized_allreduce(z, nonfinite="error")
+            z[99] = np.inf
+            with pytest.raises(qccl.ArgumentError, match="not finite"):
+                comm.quantized_allreduce(z, nonfinite="error")
+
+    qccl.run_ranks(3, run)
+
+
+def test_several_calls_under_way_end_in_any_order():
+    def run(comm):
+        arrays = [np.full(1000 * (i + 1), comm.rank + i, np.float32) for i in range(4)]
+        works = [comm.quantized_allreduce(x, async_op=True) for x in arrays]
+        order = [3, 0, 2, 1] if comm.rank % 2 else [0, 1, 2, 3]
+        for i in order:
+            assert works[i].wait(timeout=20.0) is arrays[i]
+            assert works[i].exception() is None
+            assert (arrays[i] == 3 + 3 * i).all()
+
+    qccl.run_ranks(3, run)
+
+
+def test_polling_alone_completes_a_call():
+    def run(comm):
+        x = np.ones(100_000, np.float32)
+        work = comm.quantized_allreduce(x, async_op=True)
+        deadline = time.monotonic() + 20
+        while not work.is_completed():
+            assert time.monotonic() < deadline
+        assert (work.synchronize() == 2).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_late_rank_is_a_timeout_of_the_wait():
+    def run(comm):
+        x = np.ones(10, np.float32)
+        if comm.rank == 0:
+            work = comm.quantized_allreduce(x, async_op=True)
+            with pytest.raises(qccl.CollectiveTimeout, match=r"0\.2 s"):
+                work.wait(timeout=0.2)
+            assert isinstance(work.exception(), qccl.CollectiveTimeout)
+            release.set()
+        else:
+            assert release.wait(20)
+
+    release = threading.Event()
+    qccl.run_ranks(2, run)
+
+
+def test_plan_runs_again_and_on_other_arrays():
+    def run(comm):
+        plan = comm.plan("allreduce", COUNT, "float32", codec="minmax4", op="sum")
+        x, out = ramp(comm.rank), np.empty(COUNT, np.float32)
+        expected = comm.quantized_allreduce(x.copy(), codec="minmax4")
+        plan.bind(x, out)
+        for _ in range(3):
+            out[:] = 0
+            plan.start()
+            assert plan.wait() is out
+            np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(plan(ramp(comm.rank)), expected)  # in place
+        assert plan.nbytes > 0
+        assert "minmax4" in repr(plan)
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_call_repeated_makes_no_new_plan():
+    def run(comm):
+        x = ramp(comm.rank)
+        comm.quantized_allreduce(x)
+        made = []
+        compile_ = comm._engine.compile
+        comm._engine.compile = lambda schedule: made.append(schedule) or compile_(schedule)
+        comm.quantized_allreduce(x)
+        assert not made
+        comm.quantized_allreduce(x, codec="minmax4")
+        assert len(made) == 1
+
+    qccl.run_ranks(2, run)
+
+
+def test_split_sums_over_each_group():
+    def run(comm):
+        group = comm.split(comm.rank % 2, key=-comm.rank)
+        x = np.full(100, 10.0**comm.rank, np.float32)
+        group.quantized_allreduce(x)
+        assert group.size == (3 if comm.rank % 2 == 0 else 2)
+        assert group.rank == {0: 2, 2: 1, 4: 0, 1: 1, 3: 0}[comm.rank]
+        none = comm.split(None if comm.rank else 0)
+        assert (none is None) == bool(comm.rank)
+        comm.quantized_allreduce(np.zeros(5, np.float32))  # the parent goes on
+        return x[0]
+
+    assert qccl.run_ranks(5, run) == [10101.0, 1010.0, 10101.0, 1010.0, 10101.0]
+
+
+def test_one_rank_alone_gets_its_own_values():
+    with qccl.init() as comm:
+        assert (comm.rank, comm.size, comm.backend) == (0, 1, "host")
+        x = ramp(0)
+        out = np.empty_like(x)
+        comm.quantized_allreduce(x, out=out)
+        np.testing.assert_array_equal(out, x)
+        assert comm.quantized_allreduce(x, op="avg") is x
+        np.testing.assert_array_equal(out, x)
+
+
+def test_run_ranks_returns_in_order_and_raises_the_first_failure():
+    assert qccl.run_ranks(4, lambda comm: comm.rank * 10) == [0, 10, 20, 30]
+
+    def run(comm):
+        if comm.rank == 2:
+            raise ZeroDivisionError("here")
+        comm.quantized_allreduce(np.ones(10, np.float32))
+
+    with pytest.raises(ZeroDivisionError, match="here") as caught:
+        qccl.run_ranks(4, run, timeout=20.0)
+    assert any("rank 2" in note for note in caught.value.__notes__)
+
+
+def test_a_failed_with_block_tells_the_others():
+    def run(comm):
+        if comm.rank == 0:
+            with pytest.raises(OSError), comm:
+                raise OSError("disk full")
+        else:
+            with pytest.raises(qccl.PeerLost, match="disk full"):
+                comm.quantized_allreduce(np.ones(10, np.float32), timeout=20.0)
+
+    qccl.run_ranks(3, run)
+
+
+def test_import_is_light():
+    heavy = {"numpy", "mpi4py", "cupy", "torch", "jax", "click", "ctypes"}
+    script = f"import sys, qccl; print(sorted(set(sys.modules) & {heavy!r}))"
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_public_names_exist():
+    for name in qccl.__all__:
+        assert getattr(qccl, name) is not None
+    with pytest.raises(AttributeError, match="allreduces"):
+        _ = qccl.allreduces
