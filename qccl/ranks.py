@@ -1,0 +1,69 @@
+"""Ranks as threads of this process: the shortest way to try a collective, and what most tests run on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+from qccl.errors import ArgumentError, CollectiveTimeout
+from qccl.transports.loopback import LoopbackGroup
+
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
+
+__all__ = ["run_ranks"]
+
+_T = TypeVar("_T")
+
+#: what a rank may take, beyond the timeout, to notice that another one has failed
+_GRACE_SECONDS = 5.0
+
+
+def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0) -> list[_T]:
+    """Call ``fn(comm)`` on ``n`` ranks at once, each a thread; the results in rank order.
+
+    ``timeout`` is the communicators': the longest that a collective waits for another rank. The first failure is
+    raised again, with a note that names its rank, when the other ranks have ended; they fail in their next
+    collective. A rank that computes for ever outside qccl cannot be stopped: after a failure it is given up.
+    """
+    group = LoopbackGroup(n)
+    if not timeout > 0:
+        raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    results: dict[int, _T] = {}
+    failures: list[BaseException] = []  # in the order of time
+
+    def run(rank: int) -> None:
+        from qccl.communicator import Communicator
+
+        transport = group.transport(rank)
+        try:
+            with Communicator._from_transport(transport, timeout=timeout) as comm:
+                results[rank] = fn(comm)
+        except BaseException as error:  # also SystemExit: a rank that ends early has failed
+            error.add_note(f"raised on rank {rank} of {n}")
+            failures.append(error)
+            transport.abort(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]
+    for thread in threads:
+        thread.start()
+    _join(threads, failures, timeout + _GRACE_SECONDS)
+    if failures:
+        raise failures[0]
+    if len(results) < n:
+        raise CollectiveTimeout(f"ranks {sorted(set(range(n)) - results.keys())} did not end")
+    return [results[r] for r in range(n)]
+
+
+def _join(threads: list[threading.Thread], failures: list[BaseException], patience: float) -> None:
+    """Wait for the threads: without limit while none has failed, from then on for ``patience`` seconds."""
+    limit = None
+    for thread in threads:
+        while thread.is_alive():
+            thread.join(0.1)
+            if limit is None and failures:
+                limit = time.monotonic() + patience
+            if limit is not None and time.monotonic() > limit:
+                return
