@@ -1,0 +1,268 @@
+"""What the codecs compute, in NumPy: slow, obvious, and written from the formulas, not from the kernels.
+
+Values are arrays of float32, float16, or uint16 that holds bfloat16; ``dtype`` is the name of the element type. Wires
+are uint8 arrays. All arithmetic is float32, one operation at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+f32 = np.float32
+NAN = np.uint32(0x7FC00000).view(f32)
+
+
+@dataclass(frozen=True)
+class MinMax:
+    """Parameters of the codec under test, with ``bucket`` in elements or "shard"."""
+
+    bits: int
+    bucket: int | str = 1024
+    stochastic: bool = False
+    seed: int = 0
+
+    @property
+    def levels(self) -> int:
+        return 2**self.bits - 1
+
+    def buckets(self, count: int) -> list[slice]:
+        size = max(count, 1) if self.bucket == "shard" else int(self.bucket)
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Who draws random numbers, and for which element first."""
+
+    call: int = 0
+    round: int = 0
+    rank: int = 0
+    index: int = 0
+
+
+# Element types
+
+
+def storage(dtype: str) -> type[np.generic]:
+    return {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[dtype]
+
+
+def to_float(values: np.ndarray, dtype: str) -> np.ndarray:
+    if dtype == "bfloat16":
+        return (values.astype(np.uint32) << 16).view(f32)
+    with np.errstate(invalid="ignore"):  # signalling NaNs
+        return values.astype(f32)
+
+
+def from_float(x: np.ndarray, dtype: str) -> np.ndarray:
+    """Round to nearest even; overflow to infinity; one NaN for all."""
+    x = np.where(np.isnan(x), NAN, x).astype(f32)
+    if dtype == "float32":
+        return x
+    if dtype == "float16":
+        with np.errstate(over="ignore"):
+            return x.astype(np.float16)
+    bits = x.view(np.uint32).astype(np.uint64)
+    kept, rest = bits >> 16, bits & 0xFFFF
+    up = (rest > 0x8000) | ((rest == 0x8000) & (kept % 2 == 1))
+    return np.where(np.isnan(x), 0x7FC0, kept + up).astype(np.uint16)
+
+
+# Random words
+
+_MASK = (1 << 64) - 1
+
+
+def mix(state: int, word: int) -> int:
+    z = ((state ^ word) + 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return z ^ (z >> 31)
+
+
+def random_words(count: int, seed: int, place: Place) -> np.ndarray:
+    """``count`` random words (uint32), for the elements from ``place.index`` on."""
+    words = np.empty(count, np.uint32)
+    index = np.arange(count, dtype=np.uint64) + np.uint64(place.index)
+    upper = index >> np.uint64(32)
+    for high in np.unique(upper):
+        key = mix(mix(mix(mix(0, seed), place.call), (place.round << 32) | place.rank), int(high))
+        chosen = upper == high
+        x = index[chosen].astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
+        x ^= x >> 17
+        x *= np.uint32(0xED5AD4BB)
+        x ^= x >> 11
+        x ^= np.uint32(key >> 32)
+        x *= np.uint32(0xAC4C1B51)
+        x ^= x >> 15
+        x *= np.uint32(0x31848BAB)
+        x ^= x >> 14
+        words[chosen] = x
+    return words
+
+
+# Packing: the codes' bits, least significant first, one after the other
+
+
+def pack(codes: np.ndarray, bits: int) -> np.ndarray:
+    digits = (codes[:, None] >> np.arange(bits)) & 1
+    return np.packbits(digits.astype(np.uint8).reshape(-1), bitorder="little")
+
+
+def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
+    digits = np.unpackbits(data, count=count * bits, bitorder="little").reshape(count, bits)
+    return (digits.astype(np.int64) << np.arange(bits)).sum(axis=1)
+
+
+# The min-max codec
+
+
+@dataclass(frozen=True)
+class Line:
+    """The line from the least to the greatest value of a bucket, and the power of two that it is scaled by."""
+
+    low: np.float32
+    high: np.float32
+    levels: int
+
+    @property
+    def finite(self) -> bool:
+        return bool(np.isfinite(self.low) and np.isfinite(self.high))
+
+    @property
+    def pre(self) -> np.float32:
+        with np.errstate(over="ignore"):
+            width = self.high - self.low
+        if not np.isfinite(width):
+            return f32(0.25)
+        return f32(2.0**100) if 0 < width < f32(2.0**-100) else f32(1)
+
+    @property
+    def length(self) -> np.float32:
+        return self.high * self.pre - self.low * self.pre
+
+    def position(self, x: np.ndarray) -> np.ndarray:
+        inverse = f32(self.levels) / self.length if self.length > 0 else f32(0)
+        return (x * self.pre - self.low * self.pre) * inverse
+
+    def value(self, codes: np.ndarray) -> np.ndarray:
+        if not self.finite:
+            return np.full(codes.shape, NAN)
+        unit = self.length / f32(self.levels)
+        from_low = self.low * self.pre + codes.astype(f32) * unit
+        from_high = self.high * self.pre + (codes - self.levels).astype(f32) * unit
+        return np.where(codes <= self.levels // 2, from_low, from_high) * (f32(1) / self.pre)
+
+
+def line_of(x: np.ndarray, levels: int) -> Line:
+    if not np.isfinite(x).all():
+        return Line(NAN, NAN, levels)
+    # of equal values -0 is the lesser, which NumPy's min does not promise
+    ordered = x[np.lexsort((~np.signbit(x), x))]
+    return Line(ordered[0], ordered[-1], levels)
+
+
+def codes_of(codec: MinMax, x: np.ndarray, line: Line, words: np.ndarray) -> np.ndarray:
+    if not line.finite:
+        return np.zeros(x.size, np.int64)
+    t = line.position(x)
+    if codec.stochastic:
+        below = np.floor(t)
+        u = (words >> 8).astype(f32) * f32(2.0**-24)
+        t = below + (u < t - below)
+    return np.clip(np.rint(t), 0, codec.levels).astype(np.int64)
+
+
+def encode_floats(codec: MinMax, x: np.ndarray, place: Place) -> np.ndarray:
+    words = random_words(x.size, codec.seed, place) if codec.stochastic else np.zeros(x.size, np.uint32)
+    codes, ranges = [], []
+    for bucket in codec.buckets(x.size):
+        line = line_of(x[bucket], codec.levels)
+        ranges += [line.low, line.high]
+        codes.append(pack(codes_of(codec, x[bucket], line, words[bucket]), codec.bits))
+    data = np.concatenate([*codes, np.empty(0, np.uint8)])
+    return np.concatenate([data, np.zeros(-data.size % 4, np.uint8), np.array(ranges, "<f4").view(np.uint8)])
+
+
+def decode_floats(codec: MinMax, wire: np.ndarray, count: int) -> np.ndarray:
+    x = np.empty(count, f32)
+    buckets = codec.buckets(count)
+    ranges = wire[wire.size - 8 * len(buckets) :].copy().view("<f4")
+    for i, bucket in enumerate(buckets):
+        n = bucket.stop - bucket.start
+        start = bucket.start // 8 * codec.bits
+        codes = unpack(wire[start : start + (n * codec.bits + 7) // 8], n, codec.bits)
+        x[bucket] = Line(ranges[2 * i], ranges[2 * i + 1], codec.levels).value(codes)
+    return x
+
+
+# The three operations, for MinMax and for None, the codec that does not compress
+
+
+def encode(codec: MinMax | None, values: np.ndarray, dtype: str, place: Place = Place()) -> np.ndarray:  # noqa: B008
+    if codec is None:
+        return values.view(np.uint8).copy()
+    return encode_floats(codec, to_float(values, dtype), place)
+
+
+def decode(
+    codec: MinMax | None, wire: np.ndarray, count: int, dtype: str, add_to: np.ndarray | None = None
+) -> np.ndarray:
+    if codec is None and add_to is None:
+        return wire.copy().view(storage(dtype))
+    x = wire_floats(codec, wire, count, dtype)
+    if add_to is not None:
+        with np.errstate(over="ignore", invalid="ignore"):
+            x = to_float(add_to, dtype) + x
+    return from_float(x, dtype)
+
+
+def wire_floats(codec: MinMax | None, wire: np.ndarray, count: int, dtype: str) -> np.ndarray:
+    if codec is None:
+        return to_float(wire.copy().view(storage(dtype)), dtype)
+    return decode_floats(codec, wire, count)
+
+
+def combine(op: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """``a (op) b``; NaN wins, and of equal values (+0 and -0) the first stays."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        if op == "sum":
+            return a + b
+        better = b < a if op == "min" else b > a
+        return np.where(better | np.isnan(b), b, a)
+
+
+def reduce(
+    codec: MinMax | None,
+    wires: list[np.ndarray],
+    own: np.ndarray | None,
+    own_index: int,
+    count: int,
+    dtype: str,
+    *,
+    op: str = "sum",
+    scale: float = 1.0,
+    encoded: bool,
+    place: Place = Place(),  # noqa: B008
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """(wire, out); ``encoded``: whether there is a wire, whose decoded values ``out`` then holds."""
+    terms = [wire_floats(codec, wire, count, dtype) for wire in wires]
+    if own is not None:
+        if not wires and scale == 1 and not encoded:
+            return None, own.copy()
+        terms.insert(own_index, to_float(own, dtype))
+    total = terms[0]
+    for term in terms[1:]:
+        total = combine(op, total, term)
+    if scale != 1:
+        with np.errstate(over="ignore", invalid="ignore"):
+            total = total * f32(scale)
+    if not encoded:
+        return None, from_float(total, dtype)
+    if codec is None:
+        out = from_float(total, dtype)
+        return out.view(np.uint8).copy(), out
+    wire = encode_floats(codec, total, place)
+    return wire, from_float(decode_floats(codec, wire, count), dtype)
