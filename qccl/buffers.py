@@ -16,7 +16,7 @@ from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import InvalidBufferError
 
-__all__ = ["Values", "from_array", "from_pointer", "same_or_disjoint"]
+__all__ = ["Values", "first_nonfinite", "from_array", "from_pointer", "same_or_disjoint"]
 
 _DLPACK_CPU = 1
 _DLPACK_DEVICES = {2: "CUDA", 3: "CUDA pinned host", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed"}
@@ -104,6 +104,21 @@ def same_or_disjoint(x: Values, out: Values) -> bool:
             f"the same memory (in place) or have none in common"
         )
     return False
+
+
+def first_nonfinite(values: Values) -> int | None:
+    """Index of the first element that is NaN or infinite, or None; works in blocks, without a copy."""
+    import numpy as np
+
+    exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
+    memory = (ctypes.c_char * values.nbytes).from_address(values.address)
+    bits = np.frombuffer(memoryview(memory), np.dtype(f"u{values.dtype.itemsize}"))
+    block = 1 << 20
+    for start in range(0, values.count, block):
+        found = np.flatnonzero((bits[start : start + block] & exponent) == exponent)
+        if found.size:
+            return start + int(found[0])
+    return None
 
 
 def _element_type(found: str, wanted: DType | None, what: str) -> DType:

@@ -338,20 +338,9 @@ def _op_name(op: str | int) -> str:
 
 def _refuse_nonfinite(values: Values) -> None:
     """Raise ArgumentError where ``values`` are not all finite; the same on every rank, as their values are."""
-    import ctypes
-
-    import numpy as np
-
-    unsigned, exponent = (np.uint32, 0x7F800000) if values.dtype.itemsize == 4 else (np.uint16, 0)
-    if not exponent:
-        exponent = 0x7C00 if values.dtype.name == "float16" else 0x7F80
-    memory = (ctypes.c_char * values.nbytes).from_address(values.address)
-    bits = np.frombuffer(memory, unsigned)
-    step = 1 << 20  # a block at a time, so that the check needs no memory of the array's size
-    for start in range(0, values.count, step):
-        bad = np.flatnonzero((bits[start : start + step] & exponent) == exponent)
-        if bad.size:
-            raise ArgumentError(
-                f'the result is not finite from element {start + int(bad[0])} on, and nonfinite="error" was given; '
-                f"the output was written all the same"
-            )
+    first = buffers.first_nonfinite(values)
+    if first is not None:
+        raise ArgumentError(
+            f'the result is not finite at element {first} (and perhaps later), and nonfinite="error" was given; '
+            f"the output was written all the same"
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -34,12 +36,12 @@ def call_with(**arguments):
         ({"codec": "minmax9"}, qccl.CodecError, "1"),
         ({"codec": "minmax0"}, qccl.CodecError, "8"),
         ({"codec": "minmax8:bucket=0"}, qccl.CodecError, "bucket"),
-        ({"codec": "minmax8:bucket=12"}, qccl.CodecError, "multiple of 8"),
+        ({"codec": "minmax8:bucket=12"}, qccl.CodecError, "multiples of 8"),
         ({"codec": "minmax8:buckt=64"}, qccl.CodecError, "'bucket'"),
         ({"codec": "minmx8"}, qccl.CodecError, "'minmax'"),
         ({"codec": "minmax8:rounding=up"}, qccl.CodecError, "stochastic"),
         ({"codec": {"compressor": "minmax", "bits": "9"}}, qccl.CodecError, "bits"),
-        ({"codec": 8}, qccl.CodecError, "8"),
+        ({"codec": 8}, qccl.CodecError, "string"),
         ({"op": "product"}, qccl.ArgumentError, "avg"),
         ({"op": 1}, qccl.ArgumentError, "sum (0)"),
         ({"algorithm": "ring"}, qccl.ArgumentError, "two_round"),
@@ -79,7 +81,7 @@ def test_arrays(which):
     def run(comm):
         with pytest.raises(qccl.InvalidBufferError, match=message):
             comm.quantized_allreduce(x)
-        if which != "read only":
+        if which not in ("read only", "None"):
             with pytest.raises(qccl.InvalidBufferError):
                 comm.quantized_allreduce(np.zeros(COUNT, np.float32), out=x)
 
@@ -166,6 +168,7 @@ def test_ranks_disagree(what, ranks, cached):
             theirs = dict(other)
             y = np.ones(theirs.pop("count", COUNT), theirs.pop("dtype", np.float32))
             comm.quantized_allreduce(y, **theirs)
+            comm.barrier()  # a rank still in this call would learn of the next one's failure in it
         with pytest.raises(qccl.MismatchError, match=r"rank \d"):
             comm.quantized_allreduce(x, timeout=20.0, **mine)
         assert (x == 1).all()  # nothing was written
@@ -193,6 +196,7 @@ def test_rank_stays_away():
             with pytest.raises((qccl.CollectiveTimeout, qccl.PeerLost)) as caught:
                 comm.quantized_allreduce(x, timeout=0.5)
             return type(caught.value)
+        time.sleep(1.5)
         return None
 
     assert qccl.CollectiveTimeout in qccl.run_ranks(3, run, timeout=30.0)
