@@ -11,13 +11,15 @@ send has completed.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
+from qccl.errors import QcclError
+from qccl.intervals import IntervalMap
 
 __all__ = [
     "Buffer",
@@ -33,9 +35,27 @@ __all__ = [
     "Role",
     "Schedule",
     "Span",
+    "VerificationError",
     "dependencies",
     "nodes",
+    "reads",
+    "writes",
 ]
+
+
+class VerificationError(QcclError):
+    """Schedules that cannot be right.
+
+    Attributes:
+        rank: whose schedule.
+        op_index: number of the operation in it, or None where it is not one operation.
+    """
+
+    def __init__(self, rank: int, op_index: int | None, message: str) -> None:
+        where = f"rank {rank}" if op_index is None else f"rank {rank}, op {op_index}"
+        super().__init__(f"{where}: {message}")
+        self.rank = rank
+        self.op_index = op_index
 
 
 class Lane(Enum):
@@ -271,71 +291,51 @@ def nodes(schedule: Schedule, *, per_leg: bool) -> Iterator[Node]:
 
 @dataclass(slots=True)
 class _Segment:
-    """A stretch of a buffer whose elements share one history."""
+    """A stretch of a buffer whose elements share one history: who last wrote it, and who has read it since."""
 
     start: int
     stop: int
     writer: int | None
     readers: list[int]
 
+    def split(self, at: int) -> _Segment:
+        rest = _Segment(at, self.stop, self.writer, list(self.readers))
+        self.stop = at
+        return rest
 
-class _History:
-    """Who last wrote, and who has since read, each part of one buffer (an interval map)."""
 
-    def __init__(self) -> None:
-        self._segments: list[_Segment] = []  # disjoint, ascending; gaps have no history
+def _read(history: IntervalMap[_Segment], span: Span, node: int, found: set[int]) -> None:
+    position = span.start
+    for segment in history.covered(span.start, span.stop):
+        if segment.writer is not None:
+            found.add(segment.writer)
+        segment.readers.append(node)
+        if position < segment.start:
+            history.put(_Segment(position, segment.start, None, [node]))
+        position = segment.stop
+    if position < span.stop:
+        history.put(_Segment(position, span.stop, None, [node]))
 
-    def _overlapping(self, span: Span) -> tuple[int, int]:
-        first = bisect_right(self._segments, span.start, key=lambda s: s.stop)
-        last = bisect_left(self._segments, span.stop, key=lambda s: s.start)
-        return first, last
 
-    def read(self, span: Span, node: int, found: set[int]) -> None:
-        first, last = self._overlapping(span)
-        pieces: list[_Segment] = []
-        position = span.start
-        for old in self._segments[first:last]:
-            start, stop = max(old.start, span.start), min(old.stop, span.stop)
-            if position < start:
-                pieces.append(_Segment(position, start, None, [node]))
-            if old.start < start:
-                pieces.append(_Segment(old.start, start, old.writer, list(old.readers)))
-            if old.writer is not None:
-                found.add(old.writer)
-            pieces.append(_Segment(start, stop, old.writer, [*old.readers, node]))
-            if stop < old.stop:
-                pieces.append(_Segment(stop, old.stop, old.writer, list(old.readers)))
-            position = stop
-        if position < span.stop:
-            pieces.append(_Segment(position, span.stop, None, [node]))
-        self._segments[first:last] = pieces
-
-    def write(self, span: Span, node: int, found: set[int]) -> None:
-        first, last = self._overlapping(span)
-        pieces = [_Segment(span.start, span.stop, node, [])]
-        for old in self._segments[first:last]:
-            if old.start < span.start:
-                pieces.insert(0, _Segment(old.start, span.start, old.writer, list(old.readers)))
-            if span.stop < old.stop:
-                pieces.append(_Segment(span.stop, old.stop, old.writer, list(old.readers)))
-            found.update(old.readers)
-            if old.writer is not None:
-                found.add(old.writer)
-        self._segments[first:last] = pieces
+def _write(history: IntervalMap[_Segment], span: Span, node: int, found: set[int]) -> None:
+    for segment in history.put(_Segment(span.start, span.stop, node, [])):
+        found.update(segment.readers)
+        if segment.writer is not None:
+            found.add(segment.writer)
 
 
 def dependencies(program: Sequence[Node]) -> list[tuple[int, ...]]:
     """For each node, the earlier nodes that must have completed before it may start (RAW, WAR, WAW), ascending."""
-    histories: dict[str, _History] = {}
+    histories: defaultdict[str, IntervalMap[_Segment]] = defaultdict(IntervalMap)
     result: list[tuple[int, ...]] = []
     for i, node in enumerate(program):
         found: set[int] = set()
         for span in node.reads():
-            if len(span):
-                histories.setdefault(span.buffer, _History()).read(span, i, found)
+            if span.start < span.stop:
+                _read(histories[span.buffer], span, i, found)
         for span in node.writes():
-            if len(span):
-                histories.setdefault(span.buffer, _History()).write(span, i, found)
+            if span.start < span.stop:
+                _write(histories[span.buffer], span, i, found)
         found.discard(i)
         result.append(tuple(sorted(found)))
     return result

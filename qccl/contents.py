@@ -1,0 +1,395 @@
+"""Symbolic execution: which ranks' values, of which elements, quantised how, lie where.
+
+A stretch of a buffer holds either values (``Value``: a function of the ranks' inputs, element by element) or the bytes
+of a code (``Wire``), from some element or byte on. Equal operations on equal contents give the *same* object, so two
+ranks hold the same bits if they hold the same object: no arithmetic is needed to see it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+from qccl.intervals import IntervalMap
+from qccl.progress import Event, Meeting, Step, Transfer
+from qccl.schedule import Decode, Encode, Native, Op, Reduce, Role, Schedule, Span, VerificationError
+
+__all__ = ["Contents", "Want"]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What ``span`` must hold in the end.
+
+    The inputs of ``ranks``, each exactly once, combined by ``op``, times ``scale``; from element ``first`` on.
+    """
+
+    span: Span
+    ranks: Collection[int]
+    first: int = 0
+    op: str = "sum"
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Value:
+    """A function of the inputs of ``ranks`` (a bit mask), element by element; ``op`` is None for a single rank's."""
+
+    ranks: int
+    op: str | None = None
+    scale: float = 1.0
+
+    def __str__(self) -> str:
+        return f"values of {_named(self.ranks)}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Wire:
+    """A code of ``count`` elements from ``first`` on; ``value`` is what a decoder makes of it."""
+
+    codec: Codec
+    dtype: DType | None
+    value: Value
+    first: int
+    count: int
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"a code of elements {self.first}..{self.first + self.count} of {_named(self.value.ranks)}"
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Elements ``start`` to ``stop`` of a buffer hold ``what`` from its element or byte ``offset`` on."""
+
+    start: int
+    stop: int
+    what: Value | Wire
+    offset: int
+    writer: int | None = None
+    unread: bool = False
+
+    def split(self, at: int) -> _Cell:
+        rest = _Cell(at, self.stop, self.what, self.offset + at - self.start, self.writer, self.unread)
+        self.stop = at
+        return rest
+
+
+@dataclass(frozen=True, slots=True)
+class _Term:
+    """``count`` elements of a value from ``first`` on."""
+
+    value: Value
+    first: int
+    count: int
+
+
+class Contents:
+    """What all buffers of all ranks hold.
+
+    Buffers with Role.INPUT hold the rank's input, and where there is none (in place) those with Role.OUTPUT do.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self.schedules = schedules
+        self.memory: list[dict[str, IntervalMap[_Cell]]] = []
+        #: (rank, round) -> the elements whose random numbers were used
+        self.drawn: defaultdict[tuple[int, int], IntervalMap[_Cell]] = defaultdict(IntervalMap)
+        self._values: dict[tuple[object, ...], Value] = {}
+        self._wires: dict[tuple[object, ...], Wire] = {}
+        self._codecs: dict[int, int] = {}
+        self._numbers: dict[Codec, int] = {}
+        for schedule in schedules:
+            self.memory.append({name: IntervalMap() for name in schedule.buffers})
+            for name, size in _given(schedule):
+                self.memory[-1][name].put(_Cell(0, size, Value(1 << schedule.rank), 0))
+
+    def happen(self, event: Event) -> None:
+        """Apply an event; raises VerificationError where it reads or writes what it must not."""
+        match event:
+            case Step():
+                _Place(self, event.rank, event.op_index).compute()
+            case Transfer():
+                runs = _Place(self, event.source, event.send_op).read(event.sent)
+                _Place(self, event.target, event.recv_op).write(event.received, runs)
+            case Meeting():
+                _meet([_Place(self, rank, i) for rank, i in event.op_index.items()])
+
+    def check(self, wants: Sequence[Iterable[Want]]) -> None:
+        """Compare the end with what each rank wants: right values, and the same bits where two ranks want the same."""
+        models: dict[tuple[object, ...], tuple[int, set[tuple[int, int, Value | Wire]]]] = {}
+        for rank, wanted in enumerate(wants):
+            for want in wanted:
+                place = _Place(self, rank, None)
+                runs = place.read(want.span)
+                place.compare(want, runs)
+                bits = {(run.offset, run.stop - run.start, run.what) for run in runs}
+                key = (_mask(want.ranks), want.first, len(want.span))
+                model_rank, model = models.setdefault(key, (rank, bits))
+                for offset, count, _ in bits - model:
+                    place.fail(f"elements {offset}..{offset + count} are not the same bits as on rank {model_rank}")
+
+    def check_all_read(self) -> None:
+        """Raise VerificationError where a code was made or received and never used."""
+        for rank, memory in enumerate(self.memory):
+            for name, cells in memory.items():
+                for cell in cells:
+                    if cell.unread:
+                        message = f"writes {name}[{cell.start}:{cell.stop}] ({cell.what}), but nothing ever reads it"
+                        raise VerificationError(rank, cell.writer, message)
+
+    def value(self, key: tuple[object, ...], ranks: int, op: str | None, scale: float) -> Value:
+        """The one value that the computation ``key`` gives."""
+        found = self._values.get(key)
+        if found is None:
+            found = self._values[key] = Value(ranks, op, scale)
+        return found
+
+    def wire(self, codec: Codec, dtype: DType | None, term: _Term, nbytes: int, rank: int, round_number: int) -> Wire:
+        """The one code that this quantisation gives; ``rank`` and ``round_number`` choose its random numbers."""
+        key = (term.value, term.first, term.count, self._number(codec), str(dtype), rank, round_number)
+        found = self._wires.get(key)
+        if found is None:
+            decoded = Value(term.value.ranks, term.value.op, term.value.scale)
+            found = self._wires[key] = Wire(codec, dtype, decoded, term.first, term.count, nbytes)
+        return found
+
+    def _number(self, codec: Codec) -> int:
+        """A number that equal codecs share: quicker to compare."""
+        found = self._codecs.get(id(codec))
+        if found is None:
+            found = self._codecs[id(codec)] = self._numbers.setdefault(codec, len(self._numbers))
+        return found
+
+
+class _Place:
+    """One operation of one rank: it reads and writes that rank's memory and is named in what goes wrong."""
+
+    __slots__ = ("memory", "op_index", "rank", "schedule", "world")
+
+    def __init__(self, world: Contents, rank: int, op_index: int | None) -> None:
+        self.world = world
+        self.rank = rank
+        self.op_index = op_index
+        self.schedule = world.schedules[rank]
+        self.memory = world.memory[rank]
+
+    @property
+    def op(self) -> Op:
+        assert self.op_index is not None
+        return self.schedule.ops[self.op_index]
+
+    def fail(self, message: str) -> NoReturn:
+        raise VerificationError(self.rank, self.op_index, message)
+
+    def read(self, span: Span) -> list[_Cell]:
+        """What a span holds, in as few cells as possible; fails where it was never written."""
+        cells = self.memory[span.buffer].covered(span.start, span.stop)
+        if len(cells) == 1 and cells[0].start == span.start and cells[0].stop == span.stop:
+            cells[0].unread = False
+            return cells
+        runs: list[_Cell] = []
+        position = span.start
+        for cell in cells:
+            cell.unread = False
+            if cell.start > position:
+                break
+            last = runs[-1] if runs else None
+            if last is not None and last.what is cell.what and last.offset + cell.start - last.start == cell.offset:
+                last.stop = cell.stop
+            else:
+                runs.append(_Cell(cell.start, cell.stop, cell.what, cell.offset))
+            position = cell.stop
+        if position < span.stop:
+            stop = next((cell.start for cell in cells if cell.start > position), span.stop)
+            self.fail(f"reads {_text(span)}, but {span.buffer}[{position}:{stop}] was never written")
+        return runs
+
+    def write(self, span: Span, runs: Sequence[_Cell]) -> None:
+        """Put a copy of what was read into a span of the same length."""
+        cells, wire = self.memory[span.buffer], self.schedule.buffers[span.buffer].dtype is None
+        position = span.start
+        for run in runs:
+            stop = position + run.stop - run.start
+            for old in cells.put(_Cell(position, stop, run.what, run.offset, self.op_index, wire)):
+                if old.unread:
+                    self.fail(
+                        f"writes {_text(span)} too early: nothing has yet read {old.what} in "
+                        f"{span.buffer}[{old.start}:{old.stop}], written by op {old.writer}"
+                    )
+            position = stop
+
+    def put(self, span: Span, term: _Term) -> None:
+        """Write values into a span."""
+        if len(span) != term.count:
+            self.fail(f"writes {term.count} elements to {_text(span)}")
+        self.write(span, [_Cell(0, term.count, term.value, term.first)])
+
+    def values(self, span: Span) -> _Term:
+        """What a span of values holds, as one value."""
+        runs = self.read(span)
+        first, what = runs[0].offset, runs[0].what
+        if len(runs) == 1 and isinstance(what, Value):
+            return _Term(what, first, len(span))
+        for run in runs:
+            here = first + run.start - span.start
+            if not isinstance(run.what, Value) or not isinstance(what, Value):
+                self.fail(f"reads {run.what} in {_text(span)} as values")
+            if (run.offset, run.what.ranks, run.what.op, run.what.scale) != (here, what.ranks, what.op, what.scale):
+                self.fail(
+                    f"reads {_text(span)}, which holds element {here - 1} of {what}, then {run.offset} of {run.what}"
+                )
+        assert isinstance(what, Value)
+        key = ("joined", *((run.what, run.stop - run.start) for run in runs))
+        return _Term(self.world.value(key, what.ranks, what.op, what.scale), first, len(span))
+
+    def decoded(self, codec: Codec, span: Span, dtype: DType | None) -> _Term:
+        """What the code in a wire span decodes to."""
+        runs = self.read(span)
+        what = runs[0].what
+        if len(runs) > 1 or runs[0].offset != 0 or not isinstance(what, Wire) or what.nbytes != len(span):
+            found = ", ".join(f"bytes {r.offset}..{r.offset + r.stop - r.start} of {r.what}" for r in runs)
+            self.fail(f"decodes {_text(span)}, which is not one whole code: it holds {found}")
+        if what.codec is not codec and what.codec != codec:
+            self.fail(f"decodes {_text(span)} with {codec!r}, but {what.codec!r} made it")
+        if dtype is not None and what.dtype != dtype:
+            self.fail(f"decodes {_text(span)} to {dtype}, but it was made from {what.dtype}")
+        return _Term(what.value, what.first, what.count)
+
+    def combine(self, terms: Sequence[_Term], op: str, scale: float) -> _Term:
+        """``op`` of all terms, in the order given, times ``scale``; each rank may be in one of them only."""
+        first = terms[0]
+        if len(terms) == 1 and scale == 1.0:
+            return first
+        ranks = 0
+        for term in terms:
+            if (term.first, term.count) != (first.first, first.count):
+                self.fail(
+                    f"combines elements {first.first}..{first.first + first.count} of {_named(first.value.ranks)} with "
+                    f"elements {term.first}..{term.first + term.count} of {_named(term.value.ranks)}"
+                )
+            if ranks & term.value.ranks:
+                self.fail(f"counts {_named(ranks & term.value.ranks)} twice")
+            if term.value.op not in (None, op) or term.value.scale != first.value.scale:
+                self.fail(f"combines by {op} what was combined by {term.value.op}, scale {term.value.scale}")
+            ranks |= term.value.ranks
+        key = (op, scale, *(term.value for term in terms))
+        value = self.world.value(key, ranks, op, first.value.scale * scale)
+        return _Term(value, first.first, first.count)
+
+    def encode(self, codec: Codec, dtype: DType | None, term: _Term, span: Span, index: int, round_number: int) -> Wire:
+        """Write the code of a term; fails where random numbers would be used a second time."""
+        wire = self.world.wire(codec, dtype, term, len(span), self.rank, round_number)
+        used = _Cell(index, index + term.count, wire, 0)
+        for old in self.world.drawn[self.rank, round_number].put(used):
+            if old.what is not wire:
+                self.fail(
+                    f"uses the random numbers of elements {old.start}..{old.stop} in round {round_number} again: "
+                    f"first for {old.what}, now for {wire}"
+                )
+        self.write(span, [_Cell(0, len(span), wire, 0)])
+        return wire
+
+    def compute(self) -> None:
+        """Apply a compute operation."""
+        buffers, op = self.schedule.buffers, self.op
+        match op:
+            case Encode():
+                dtype = buffers[op.src.buffer].dtype
+                self.encode(op.codec, dtype, self.values(op.src), op.wire, op.index, op.round)
+            case Decode():
+                term = self.decoded(op.codec, op.wire, buffers[op.dst.buffer].dtype)
+                if op.accumulate:
+                    term = self.combine([self.values(op.dst), term], "sum", 1.0)
+                self.put(op.dst, term)
+            case Reduce():
+                self._reduce(op)
+
+    def _reduce(self, op: Reduce) -> None:
+        values = op.own or op.out
+        dtype = None if values is None else self.schedule.buffers[values.buffer].dtype
+        terms = [self.decoded(op.codec, src, dtype) for src in op.srcs]
+        if op.own is not None:
+            terms.insert(op.own_index, self.values(op.own))
+        total = self.combine(terms, op.op, op.scale)
+        if op.wire is not None:
+            wire = self.encode(op.codec, dtype, total, op.wire, op.index, op.round)
+            total = _Term(wire.value, wire.first, wire.count)
+        if op.out is not None:
+            self.put(op.out, total)
+
+    def compare(self, want: Want, runs: Sequence[_Cell]) -> None:
+        """Fail unless the runs are what is wanted."""
+        ranks, shift = _mask(want.ranks), want.first - want.span.start
+        for run in runs:
+            here, what = f"{want.span.buffer}[{run.start}:{run.stop}]", run.what
+            if isinstance(what, Wire) or run.offset != run.start + shift:
+                self.fail(f"{here} ends as {what}, element {run.offset} and on; wanted is {run.start + shift} and on")
+            if missing := ranks & ~what.ranks:
+                self.fail(f"{here} ends without the contribution of {_named(missing)}")
+            if extra := what.ranks & ~ranks:
+                self.fail(f"{here} ends with a contribution of {_named(extra)} that is not wanted")
+            if what.op not in (None, want.op) or what.scale != want.scale:
+                self.fail(f"{here} ends as {what.op} x {what.scale}; wanted is {want.op} x {want.scale}")
+
+
+def _meet(members: Sequence[_Place]) -> None:
+    """Apply a Native operation; ``members`` in the order of the sub-communicator."""
+    natives = [op for op in (place.op for place in members) if isinstance(op, Native)]
+    model = natives[0]
+    sources = [(place, op.src) for place, op in zip(members, natives, strict=True) if op.src is not None]
+    targets = [(place, op.dst) for place, op in zip(members, natives, strict=True) if op.dst is not None]
+    if model.kind == "broadcast":
+        root, src = members[model.root], natives[model.root].src
+        assert src is not None
+        sources = [(root, src)]
+    if model.kind in ("broadcast", "all_gather"):
+        parts = [(len(span), place.read(span)) for place, span in sources]
+        for place, dst in targets:
+            _spread(place, dst, parts)
+    elif model.kind == "reduce_scatter":
+        position = 0
+        for place, dst in targets:
+            cut = slice(position, position := position + len(dst))
+            terms = [p.values(Span(s.buffer, s.start + cut.start, s.start + cut.stop)) for p, s in sources]
+            place.put(dst, place.combine(terms, model.op, 1.0))
+    else:
+        total = members[0].combine([place.values(src) for place, src in sources], model.op, 1.0)
+        for place, dst in targets:
+            place.put(dst, total)
+
+
+def _spread(place: _Place, dst: Span, parts: Sequence[tuple[int, list[_Cell]]]) -> None:
+    """Write parts one behind the other."""
+    if sum(length for length, _ in parts) != len(dst):
+        place.fail(f"receives {sum(length for length, _ in parts)} elements into {_text(dst)}")
+    position = dst.start
+    for length, runs in parts:
+        place.write(Span(dst.buffer, position, position + length), runs)
+        position += length
+
+
+def _given(schedule: Schedule) -> list[tuple[str, int]]:
+    """Names and sizes of the buffers that hold this rank's input from the start."""
+    for role in (Role.INPUT, Role.OUTPUT):
+        if found := [(name, b.size) for name, b in schedule.buffers.items() if b.role is role and b.size]:
+            return found
+    return []
+
+
+def _mask(ranks: Iterable[int]) -> int:
+    return sum(1 << rank for rank in set(ranks))
+
+
+def _named(mask: int) -> str:
+    ranks = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def _text(span: Span) -> str:
+    return f"{span.buffer}[{span.start}:{span.stop}]"

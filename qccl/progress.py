@@ -1,0 +1,266 @@
+"""What can happen when all ranks run their schedules at once: events, and what each of them waits for.
+
+One graph serves the verifier (can every event happen?) and the simulator (when does it?). Its events:
+
+- a ``Step``: a compute operation of one rank;
+- a ``Transfer``: a send of one rank together with the matching receive of another. Neither ends before both have
+  begun (a rendezvous), which is the least that MPI and NCCL promise;
+- a ``Gate``: the opening or closing of an Exchange or Native on one rank, where an engine runs it as one thing;
+- a ``Meeting``: a Native operation of all ranks of a sub-communicator.
+
+**MPI's rules**: each leg and each compute operation starts when the operations it depends on have completed; Natives of
+one sub-communicator start in program order.
+**NCCL's rules**: each lane of a rank is in order. An Exchange is one group: it opens when the communication lane's
+previous operation has closed, its transfers progress independently, and it closes when all have ended.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
+from typing import Literal
+
+from qccl.schedule import Exchange, Lane, Native, Node, Schedule, Span, VerificationError, dependencies, nodes
+
+__all__ = ["Ensemble", "Event", "EventGraph", "Gate", "Meeting", "Rules", "Step", "Transfer", "in_order"]
+
+Rules = Literal["mpi", "nccl"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A compute operation."""
+
+    rank: int
+    op_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """The bytes of ``sent`` on rank ``source`` go to ``received`` on rank ``target``."""
+
+    source: int
+    target: int
+    send_op: int
+    recv_op: int
+    sent: Span
+    received: Span
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """An Exchange or Native opens (its lane has come to it) or closes (all of it has ended)."""
+
+    rank: int
+    op_index: int
+    opens: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """A Native operation: the number of the operation on each rank of the group, by rank."""
+
+    group: str
+    op_index: dict[int, int]
+
+
+Event = Step | Transfer | Gate | Meeting
+
+
+class EventGraph:
+    """Events, and for each the number of events it waits for and the events that wait for it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.waits: list[int] = []
+        self.after: list[list[int]] = []
+
+    def add(self, event: Event) -> int:
+        """Add an event; returns its number."""
+        self.events.append(event)
+        self.waits.append(0)
+        self.after.append([])
+        return len(self.events) - 1
+
+    def order(self, first: int, then: int) -> None:
+        """Make event ``then`` wait for event ``first``."""
+        self.after[first].append(then)
+        self.waits[then] += 1
+
+
+def in_order(graph: EventGraph) -> tuple[list[int], list[int]]:
+    """All events that can happen, in one possible order (the latest to become ready first), and the others."""
+    waits = graph.waits.copy()
+    ready = [i for i, count in enumerate(waits) if count == 0]
+    happened: list[int] = []
+    while ready:
+        event = ready.pop()
+        happened.append(event)
+        for later in graph.after[event]:
+            waits[later] -= 1
+            if waits[later] == 0:
+                ready.append(later)
+    return happened, [i for i, count in enumerate(waits) if count]
+
+
+class Ensemble:
+    """The schedules of all ranks, with their sends matched to receives and their dependencies derived.
+
+    ``schedules[rank]`` is the schedule of that rank. Raises VerificationError where sends and receives, or Natives, do
+    not match.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule]) -> None:
+        self._schedules = schedules
+        #: events that several ranks take part in; first in every graph
+        self._shared: list[Transfer | Meeting] = []
+        self._local = [_Local(schedule) for schedule in schedules]
+        self._match_legs()
+        self._match_natives()
+
+    def graph(self, rules: Rules) -> EventGraph:
+        """The events of all ranks and their order."""
+        graph = EventGraph()
+        for event in self._shared:
+            graph.add(event)
+        connect = {"mpi": _connect_legs, "nccl": _connect_lanes}[rules]
+        for local in self._local:
+            connect(graph, local)
+        return graph
+
+    def _match_legs(self) -> None:
+        """Match the i-th send to a peer with the i-th receive there, as MPI and NCCL do."""
+        sends, recvs = _legs_by_pair(self._schedules)
+        for source, target in sorted(sends.keys() | recvs.keys()):
+            sent, received = self._local[source].legs[target, True], self._local[target].legs[source, False]
+            for i, (send, recv) in enumerate(zip_longest(sends[source, target], recvs[source, target])):
+                _check_match(source, target, i, send, recv)
+                sent.append(len(self._shared))
+                received.append(len(self._shared))
+                self._shared.append(Transfer(source, target, send[0], recv[0], send[1], recv[1]))
+
+    def _match_natives(self) -> None:
+        """Match the i-th Native of a sub-communicator on all of its ranks."""
+        calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
+        for schedule in self._schedules:
+            for i, op in enumerate(schedule.ops):
+                if isinstance(op, Native):
+                    calls.setdefault((op.group, schedule.groups[op.group]), {}).setdefault(schedule.rank, []).append(i)
+        for (group, ranks), by_rank in calls.items():
+            for i, numbers in enumerate(zip_longest(*(by_rank.get(rank, ()) for rank in ranks))):
+                op_index = self._checked_meeting(group, i, dict(zip(ranks, numbers, strict=True)))
+                for rank, number in op_index.items():
+                    self._local[rank].meetings[number] = len(self._shared)
+                self._shared.append(Meeting(group, op_index))
+
+    def _checked_meeting(self, group: str, i: int, op_index: dict[int, int | None]) -> dict[int, int]:
+        found = {rank: index for rank, index in op_index.items() if index is not None}
+        first = next(iter(found))
+        for rank in op_index:
+            if rank not in found:
+                message = f"Native {i} of group {group!r} is missing on rank {rank}"
+                raise VerificationError(first, found[first], message)
+            here, there = (self._schedules[r].ops[found[r]] for r in (rank, first))
+            assert isinstance(here, Native) and isinstance(there, Native)
+            if (here.kind, here.op, here.root) != (there.kind, there.op, there.root):
+                message = f"Native {i} of group {group!r} is {here.kind} ({here.op}, root {here.root}), on rank {first}"
+                raise VerificationError(rank, found[rank], f"{message} {there.kind} ({there.op}, root {there.root})")
+        return found
+
+
+class _Local:
+    """What the graphs need of one rank."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.rank = schedule.rank
+        self.program = list(nodes(schedule, per_leg=True))
+        self.before = dependencies(self.program)
+        #: (peer, is_send) -> the transfers, in order
+        self.legs: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        #: number of a Native -> its meeting
+        self.meetings: dict[int, int] = {}
+
+    def shared(self, node: Node) -> int | None:
+        """The event of a leg or a Native; None for a compute operation."""
+        if node.leg is not None:
+            return self.legs[node.leg.peer, node.is_send][node.sequence]
+        return self.meetings.get(node.op_index)
+
+
+_Pair = tuple[int, int]
+
+
+def _legs_by_pair(
+    schedules: Sequence[Schedule],
+) -> tuple[defaultdict[_Pair, list[tuple[int, Span]]], defaultdict[_Pair, list[tuple[int, Span]]]]:
+    """All sends, and all receives, as (op number, span) in program order by (source, target)."""
+    sends: defaultdict[_Pair, list[tuple[int, Span]]] = defaultdict(list)
+    recvs: defaultdict[_Pair, list[tuple[int, Span]]] = defaultdict(list)
+    for schedule in schedules:
+        for i, op in enumerate(schedule.ops):
+            if isinstance(op, Exchange):
+                for leg in op.sends:
+                    sends[schedule.rank, leg.peer].append((i, leg.span))
+                for leg in op.recvs:
+                    recvs[leg.peer, schedule.rank].append((i, leg.span))
+    return sends, recvs
+
+
+def _check_match(
+    source: int, target: int, i: int, send: tuple[int, Span] | None, recv: tuple[int, Span] | None
+) -> None:
+    if recv is None and send is not None:
+        message = f"send {i} to rank {target} ({len(send[1])} bytes) has no receive: rank {target} receives only"
+        raise VerificationError(source, send[0], f"{message} {i} times from rank {source}")
+    if send is None and recv is not None:
+        message = f"receive {i} from rank {source} ({len(recv[1])} bytes) has no send: rank {source} sends only"
+        raise VerificationError(target, recv[0], f"{message} {i} times to rank {target}")
+    assert send is not None and recv is not None
+    if len(send[1]) != len(recv[1]):
+        message = f"receive {i} from rank {source} is of {len(recv[1])} bytes, but rank {source} sends {len(send[1])}"
+        raise VerificationError(target, recv[0], f"{message} (its op {send[0]})")
+
+
+def _connect_legs(graph: EventGraph, local: _Local) -> None:
+    """MPI's rules, for one rank."""
+    events: list[int] = []
+    last_meeting: dict[str, int] = {}
+    for node, before in zip(local.program, local.before, strict=True):
+        shared = local.shared(node)
+        event = graph.add(Step(local.rank, node.op_index)) if shared is None else shared
+        first = {events[i] for i in before}
+        if isinstance(node.op, Native):
+            if node.op.group in last_meeting:
+                first.add(last_meeting[node.op.group])
+            last_meeting[node.op.group] = event
+        for earlier in first:
+            graph.order(earlier, event)
+        events.append(event)
+
+
+def _connect_lanes(graph: EventGraph, local: _Local) -> None:
+    """NCCL's rules, for one rank. An operation depends on what any of its legs depends on."""
+    ends: list[int] = []  # of each node's operation
+    last: dict[Lane, int] = {}
+    pairs = zip(local.program, local.before, strict=True)
+    for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):
+        members = list(group)
+        first = {ends[j] for _, before in members for j in before}
+        lane = members[0][0].lane
+        if lane in last:
+            first.add(last[lane])
+        if lane is Lane.COMPUTE:
+            start = stop = graph.add(Step(local.rank, i))
+        else:
+            start, stop = (graph.add(Gate(local.rank, i, opens)) for opens in (True, False))
+            for node, _ in members:
+                shared = local.shared(node)
+                assert shared is not None
+                graph.order(start, shared)
+                graph.order(shared, stop)
+        for earlier in first:
+            graph.order(earlier, start)
+        ends += [stop] * len(members)
+        last[lane] = stop

@@ -1,0 +1,262 @@
+"""The verifier: proves, with no engine and no data, that the schedules of all ranks compute what they should.
+
+It looks at all ranks' schedules at once, in time that grows linearly with the operations:
+
+1. Each operation by itself: spans lie inside buffers of the right kind and fit the codec's sizes; the caller's input is
+   not written; what runs at the same time inside one operation (the legs of an Exchange; the sources and the wire of a
+   Reduce) does not overlap. That the derived dependencies cannot see: they lie between operations.
+2. The i-th send to a peer meets the i-th receive there, of the same size; Natives meet on all their ranks.
+3. Progress. Every event of the event graph (``qccl.progress``) can happen, under MPI's rules and under NCCL's, with
+   sends that complete only when received.
+4. Contents (``qccl.contents``), executed symbolically: nothing is read before it is written; codes are decoded whole,
+   by the codec that made them; every rank's contribution to every element of the result is in it exactly once; ranks
+   that want the same result get the same bits; no random number is used twice.
+5. A wire slot is written again only when what it held has been used.
+
+**Why one execution is enough.** Two operations of a rank that touch the same memory, one of them writing, run in
+program order in every execution, for that is what the derived dependencies say; and a receive gets the bytes of the
+send with its number, whatever the timing. By induction along the event graph, an operation sees the same contents in
+every execution that the rules allow, so any order of the graph stands for all of them, and NCCL's rules, which only add
+order to MPI's, need no execution of their own.
+
+**What is left to go wrong with slots.** An engine that obeys the dependencies cannot overwrite what a *preceding*
+operation still reads or sends. But dependencies follow the program order, so a program that is itself too early (round
+1 ahead of round 2 by as many chunks as there are slots) is obeyed too: the receive of a later chunk comes before the
+reduce in the program, so the reduce waits for it and sums the wrong chunk. Hence 5, which finds the write that comes
+too early, and 4, which would find the reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NoReturn
+
+from qccl.contents import Contents, Want
+from qccl.dtypes import DType
+from qccl.progress import Ensemble, Event, EventGraph, Gate, Meeting, Rules, Step, Transfer, in_order
+from qccl.schedule import (
+    Decode,
+    Encode,
+    Exchange,
+    Native,
+    Op,
+    Reduce,
+    Role,
+    Schedule,
+    Span,
+    VerificationError,
+    reads,
+    writes,
+)
+
+__all__ = ["VerificationError", "Want", "allreduce", "verify"]
+
+
+def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> tuple[Want, ...]:
+    """What an all-reduce must leave in "output": all elements, combined from all ranks."""
+    return (Want(Span("output", 0, schedule.buffers["output"].size), range(schedule.size), 0, op, scale),)
+
+
+def verify(
+    schedules: Sequence[Schedule],
+    *,
+    rules: Collection[Rules] = ("mpi", "nccl"),
+    expect: Callable[[Schedule], Iterable[Want]] = allreduce,
+) -> None:
+    """Raise VerificationError unless the schedules (of all ranks, in rank order) are right under all ``rules``.
+
+    ``expect`` says what each rank must hold in the end.
+    """
+    for rank, schedule in enumerate(schedules):
+        if (schedule.rank, schedule.size) != (rank, len(schedules)):
+            message = f"the schedule at place {rank} of {len(schedules)} is for rank {schedule.rank} of {schedule.size}"
+            raise VerificationError(rank, None, message)
+        _Checker(schedule).check()
+    ensemble = Ensemble(schedules)
+    graph = ensemble.graph("mpi")
+    order = _progress(schedules, graph, "mpi")
+    if "nccl" in rules:
+        _progress(schedules, ensemble.graph("nccl"), "nccl")
+    contents = Contents(schedules)
+    for event in order:
+        contents.happen(graph.events[event])
+    contents.check([list(expect(schedule)) for schedule in schedules])
+    contents.check_all_read()
+
+
+def _progress(schedules: Sequence[Schedule], graph: EventGraph, rules: Rules) -> list[int]:
+    """All events in an order in which they can happen; raises VerificationError with a cycle where they cannot."""
+    order, stuck = in_order(graph)
+    if not stuck:
+        return order
+    waits_for = {later: event for event in stuck for later in graph.after[event]}
+    path, event = [], stuck[0]
+    while event not in path:
+        path.append(event)
+        event = waits_for[event]
+    cycle = [graph.events[i] for i in path[path.index(event) :]]
+    text = ", which waits for ".join(_described(schedules, e) for e in (*cycle, cycle[0]))
+    raise VerificationError(*_place(cycle), f"deadlock under {rules.upper()}'s rules: {text}")
+
+
+def _place(cycle: Sequence[Event]) -> tuple[int, int]:
+    for event in cycle:
+        if isinstance(event, Step | Gate):
+            return event.rank, event.op_index
+    event = cycle[0]
+    if isinstance(event, Transfer):
+        return event.source, event.send_op
+    assert isinstance(event, Meeting)
+    return next(iter(event.op_index.items()))
+
+
+def _described(schedules: Sequence[Schedule], event: Event) -> str:
+    match event:
+        case Transfer():
+            return f"the transfer from rank {event.source} (op {event.send_op}) to {event.target} (op {event.recv_op})"
+        case Meeting():
+            return f"the Native of group {event.group!r}"
+        case Gate():
+            return f"the {'start' if event.opens else 'end'} of {_named(schedules, event.rank, event.op_index)}"
+        case Step():
+            return _named(schedules, event.rank, event.op_index)
+
+
+def _named(schedules: Sequence[Schedule], rank: int, op_index: int) -> str:
+    return f"rank {rank}'s op {op_index} ({type(schedules[rank].ops[op_index]).__name__})"
+
+
+class _Checker:
+    """Checks the operations of one rank, each by itself."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._op_index = 0
+        self._nbytes: dict[tuple[int, int, DType], int] = {}
+
+    def check(self) -> None:
+        """Raise VerificationError at the first operation that cannot be right."""
+        for i, op in enumerate(self._schedule.ops):
+            self._op_index = i
+            for span in reads(op):
+                self._inside(span)
+            for span in writes(op):
+                self._inside(span)
+                if self._schedule.buffers[span.buffer].role is Role.INPUT:
+                    self._fail(f"writes {_text(span)}, the caller's input")
+            self._check_kind(op)
+
+    def _check_kind(self, op: Op) -> None:
+        match op:
+            case Encode():
+                self._code(op, op.src, op.wire)
+                self._aligned(op)
+            case Decode():
+                self._code(op, op.dst, op.wire)
+            case Reduce():
+                self._reduce(op)
+            case Exchange():
+                self._exchange(op)
+            case Native():
+                self._native(op)
+
+    def _fail(self, message: str) -> NoReturn:
+        raise VerificationError(self._schedule.rank, self._op_index, message)
+
+    def _inside(self, span: Span) -> None:
+        buffer = self._schedule.buffers.get(span.buffer)
+        if buffer is None:
+            self._fail(f"names a buffer {span.buffer!r} that the schedule does not have")
+        if not 0 <= span.start <= span.stop <= buffer.size:
+            self._fail(f"reaches outside its buffer: {_text(span)} of {buffer.size}")
+
+    def _dtype(self, span: Span) -> DType | None:
+        return self._schedule.buffers[span.buffer].dtype
+
+    def _code(self, op: Encode | Decode | Reduce, values: Span, wire: Span) -> None:
+        """Check one pair of values and their code."""
+        dtype = self._dtype(values)
+        if dtype is None or self._dtype(wire) is not None:
+            self._fail(
+                f"codes {_text(values)} as {_text(wire)}; values lie in buffers with a dtype, codes in those of bytes"
+            )
+        key = (id(op.codec), len(values), dtype)
+        if key not in self._nbytes:
+            self._nbytes[key] = op.codec.encoded_nbytes(len(values), dtype)
+        if len(wire) != self._nbytes[key]:
+            self._fail(
+                f"{_text(wire)} is {len(wire)} bytes, but {len(values)} elements of {dtype} ({_text(values)}) are "
+                f"{self._nbytes[key]} bytes in {op.codec!r}"
+            )
+
+    def _aligned(self, op: Encode | Reduce) -> None:
+        if op.index % op.codec.granule:
+            self._fail(f"encodes from element {op.index} on, inside a bucket; buckets are {op.codec.granule} elements")
+
+    def _reduce(self, op: Reduce) -> None:
+        values = op.out or op.own
+        if values is None or (op.out is None and op.wire is None):
+            self._fail("reduces from nothing or to nothing: it has neither own nor out, or neither wire nor out")
+        for span in op.srcs if op.wire is None else (*op.srcs, op.wire):
+            self._code(op, values, span)
+        if op.wire is not None:
+            self._aligned(op)
+            for src in op.srcs:
+                if _overlap(src, op.wire):
+                    self._fail(f"writes {_text(op.wire)} while it still reads {_text(src)}")
+        if not (op.srcs or op.own) or not 0 <= op.own_index <= len(op.srcs):
+            self._fail(f"has {len(op.srcs)} codes, own {op.own} and own_index {op.own_index}")
+        if op.own is not None and op.out is not None:
+            self._alike(op.own, op.out)
+
+    def _alike(self, src: Span, dst: Span) -> None:
+        """Check that two spans of values are the same memory or disjoint, of the same length and type."""
+        if len(src) != len(dst) or self._dtype(src) != self._dtype(dst):
+            self._fail(f"reads {_text(src)} and writes {_text(dst)}, of another length or type")
+        if src != dst and _overlap(src, dst):
+            self._fail(f"reads {_text(src)} and writes {_text(dst)}, which overlap in part")
+
+    def _exchange(self, op: Exchange) -> None:
+        for leg in (*op.sends, *op.recvs):
+            if not 0 <= leg.peer < self._schedule.size or leg.peer == self._schedule.rank:
+                self._fail(f"has a leg with rank {leg.peer}; peers are the other ranks below {self._schedule.size}")
+            if self._dtype(leg.span) is not None:
+                self._fail(f"transfers {_text(leg.span)}; only buffers of bytes are transferred")
+        self._concurrent([leg.span for leg in op.sends], [leg.span for leg in op.recvs])
+
+    def _concurrent(self, sent: Sequence[Span], received: Sequence[Span]) -> None:
+        """Check that no byte is received while it is sent, or received twice; one may be sent several times."""
+        spans = [(s.buffer, s.start, s.stop, False) for s in sent] + [
+            (s.buffer, s.start, s.stop, True) for s in received
+        ]
+        buffer, end, end_received = "", 0, 0  # of all spans so far, and of the received ones, in this buffer
+        for name, start, stop, is_received in sorted(spans):
+            if name != buffer:
+                buffer, end, end_received = name, 0, 0
+            if start < (end if is_received else end_received):
+                self._fail(f"receives into {name} while it sends or receives the same bytes, from byte {start} on")
+            end = max(end, stop)
+            end_received = max(end_received, stop if is_received else 0)
+
+    def _native(self, op: Native) -> None:
+        ranks = self._schedule.groups.get(op.group, ())
+        if self._schedule.rank not in ranks or not 0 <= op.root < len(ranks):
+            self._fail(
+                f"meets in group {op.group!r}, ranks {ranks}, root {op.root}; this rank or the root is not in it"
+            )
+        position = ranks.index(self._schedule.rank)
+        gives = op.kind != "broadcast" or position == op.root
+        gets = op.kind != "reduce" or position == op.root
+        known = ("allreduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
+        if op.kind not in known or (gives and op.src is None) or (gets and op.dst is None and op.kind != "broadcast"):
+            self._fail(
+                f"is {op.kind!r} from {op.src} to {op.dst}; kinds are {', '.join(known)}, and these need both ends"
+            )
+
+
+def _overlap(a: Span, b: Span) -> bool:
+    return a.buffer == b.buffer and a.start < b.stop and b.start < a.stop
+
+
+def _text(span: Span) -> str:
+    return f"{span.buffer}[{span.start}:{span.stop}]"
