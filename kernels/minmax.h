@@ -58,10 +58,10 @@ QCCL_FN u32 minmax_nearest(float x, const MinMaxScale& scale) {
 // One of the two codes around x, by the upper 24 bits of `random`; its mean is the exact position.
 QCCL_FN u32 minmax_stochastic(float x, const MinMaxScale& scale, u32 random) {
   const float position = minmax_position(x, scale);
-  const i32 below = (i32)position;
-  const float fraction = position - (float)below;
-  const u32 up = (float)(i32)(random >> 8) * 0x1p-24f < fraction ? 1u : 0u;
-  return minmax_clamp((u32)below + up, scale.levels);
+  const float below = (float)(i32)position;
+  const float chance = (float)(i32)(random >> 8) * 0x1p-24f;
+  const float code = chance < position - below ? below + 1.0f : below;
+  return minmax_clamp((u32)(i32)code, scale.levels);
 }
 
 // The value of a code, measured from the nearer end of the line.

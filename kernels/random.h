@@ -27,19 +27,13 @@ QCCL_FN RandomKey random_key(u64 seed, u64 call, u32 round, u32 rank, u32 index_
   return {(u32)key, (u32)(key >> 32)};
 }
 
-// 32 random bits for the element with the lower index half `index`: Wellons' three-multiply integer hash with the key
-// taken in at two places. 32-bit multiplies only, because those vectorise.
+// A random word for the element with the lower index half `index`; its upper 24 bits are the good ones. Three rounds of
+// multiplication, with the multipliers of Wellons' triple32 and the key taken in before the first and the second; 32-bit
+// multiplications only, because those vectorise, and nothing spent on bits that rounding does not see.
 QCCL_FN u32 random_word(RandomKey key, u32 index) {
-  u32 x = index ^ key.low;
-  x ^= x >> 17;
-  x *= 0xed5ad4bbu;
-  x ^= x >> 11;
-  x ^= key.high;
-  x *= 0xac4c1b51u;
-  x ^= x >> 15;
-  x *= 0x31848babu;
-  x ^= x >> 14;
-  return x;
+  u32 x = (index ^ key.low) * 0xed5ad4bbu;
+  x = (x ^ (x >> 14) ^ key.high) * 0xac4c1b51u;
+  return (x ^ (x >> 14)) * 0x31848babu;
 }
 
 }  // namespace QCCL_NAMESPACE

@@ -91,14 +91,11 @@ def random_words(count: int, seed: int, place: Place) -> np.ndarray:
         key = mix(mix(mix(mix(0, seed), place.call), (place.round << 32) | place.rank), int(high))
         chosen = upper == high
         x = index[chosen].astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
-        x ^= x >> 17
         x *= np.uint32(0xED5AD4BB)
-        x ^= x >> 11
-        x ^= np.uint32(key >> 32)
+        x ^= (x >> 14) ^ np.uint32(key >> 32)
         x *= np.uint32(0xAC4C1B51)
-        x ^= x >> 15
-        x *= np.uint32(0x31848BAB)
         x ^= x >> 14
+        x *= np.uint32(0x31848BAB)
         words[chosen] = x
     return words
 

@@ -7,6 +7,10 @@
 #include "../random.h"
 #include "calls.h"
 
+#ifdef __F16C__
+#include <immintrin.h>
+#endif
+
 namespace QCCL_NAMESPACE {
 
 using qccl::Combine;
@@ -34,6 +38,45 @@ template <class T>
 void store_block(const float* __restrict from, u32 n, typename T::Storage* __restrict dst) {
   for (u32 i = 0; i < n; ++i) dst[i] = T::from_float(from[i]);
 }
+
+#ifdef __F16C__
+// The processor's own conversion, which equals the integer one but for the payload of NaNs; no compiler finds it.
+#ifdef __AVX512F__
+constexpr u32 kHalfLanes = 16;
+QCCL_FN void load_halves(const u16* from, float* to) {
+  _mm512_storeu_ps(to, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from))));
+}
+QCCL_FN void store_halves(const float* from, u16* to) {
+  const __m512 x = _mm512_loadu_ps(from);
+  const __m512 quiet = _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), _mm512_set1_ps(float_of(kQuietNan)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(quiet, _MM_FROUND_TO_NEAREST_INT));
+}
+#else
+constexpr u32 kHalfLanes = 8;
+QCCL_FN void load_halves(const u16* from, float* to) {
+  _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+}
+QCCL_FN void store_halves(const float* from, u16* to) {
+  const __m256 x = _mm256_loadu_ps(from);
+  const __m256 quiet = _mm256_blendv_ps(x, _mm256_set1_ps(float_of(kQuietNan)), _mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_cvtps_ph(quiet, _MM_FROUND_TO_NEAREST_INT));
+}
+#endif
+
+template <>
+inline void load_block<Float16>(const u16* __restrict src, u32 n, float* __restrict to) {
+  u32 i = 0;
+  for (; i + kHalfLanes <= n; i += kHalfLanes) load_halves(src + i, to + i);
+  for (; i < n; ++i) to[i] = Float16::to_float(src[i]);
+}
+
+template <>
+inline void store_block<Float16>(const float* __restrict from, u32 n, u16* __restrict dst) {
+  u32 i = 0;
+  for (; i + kHalfLanes <= n; i += kHalfLanes) store_halves(from + i, dst + i);
+  for (; i < n; ++i) dst[i] = Float16::from_float(from[i]);
+}
+#endif
 
 // The block as fp32: in `scratch`, or where it is if it is fp32 already.
 template <class T>
@@ -95,46 +138,63 @@ static inline void quantise_stochastic(const float* __restrict x, u32 n, const M
   for (u32 i = 0; i < n; ++i) codes[i] = (u8)minmax_stochastic(x[i], scale, random_word(key, index + i));
 }
 
-QCCL_FN u64 load_bytes(const u8* from, u32 n) {
-  u64 x = 0;
-  __builtin_memcpy(&x, from, n);
-  return x;
-}
-
 // Bytes of n packed codes.
 QCCL_FN u64 packed_nbytes(u64 n, u32 bits) { return n / 8 * bits + (n % 8 * bits + 7) / 8; }
 
-// n codes (the array is padded to a multiple of eight) to exactly packed_nbytes(n) bytes.
+// How many groups of `Bits` bytes, from the first on, leave room for an access of eight bytes within `nbytes`.
+template <int Bits>
+QCCL_FN u32 roomy_groups(u32 nbytes) {
+  return nbytes < 8 ? 0 : (nbytes - 8) / Bits + 1;
+}
+
+// n codes (the array has room for a multiple of eight) to exactly packed_nbytes(n) bytes.
 template <int Bits>
 void pack_block(u8* __restrict codes, u32 n, u8* __restrict wire) {
-  const u32 whole = n / 8, rest = n % 8;
   if constexpr (Bits == 8) {
     __builtin_memcpy(wire, codes, n);
     return;
   }
+  const u32 groups = (n + 7) / 8, nbytes = (u32)packed_nbytes(n, Bits);
   u64 packed[kBlock / 8];
-  for (u32 i = n; i < (n + 7) / 8 * 8; ++i) codes[i] = 0;
-  for (u32 g = 0; g < (n + 7) / 8; ++g) {
+  for (u32 i = n; i < 8 * groups; ++i) codes[i] = 0;
+  for (u32 g = 0; g < groups; ++g) {
     u64 x;
     __builtin_memcpy(&x, codes + 8 * g, 8);
     packed[g] = pack8<Bits>(x);
   }
-  for (u32 g = 0; g < whole; ++g) __builtin_memcpy(wire + Bits * g, &packed[g], Bits);
-  if (rest) __builtin_memcpy(wire + Bits * whole, &packed[whole], (rest * Bits + 7) / 8);
+  u32 g = 0;
+  if constexpr (8 % Bits == 0) {  // a group is an integer; the compiler narrows vectors
+    for (; g < n / 8; ++g) __builtin_memcpy(wire + Bits * g, &packed[g], Bits);
+  } else {  // each store spills zeros into the next group, which then overwrites them
+    for (; g < roomy_groups<Bits>(nbytes); ++g) __builtin_memcpy(wire + Bits * g, &packed[g], 8);
+  }
+  for (; g < groups; ++g) __builtin_memcpy(wire + Bits * g, &packed[g], smaller(Bits, nbytes - Bits * g));
 }
 
 // The inverse; writes whole groups of eight codes.
 template <int Bits>
 void unpack_block(const u8* __restrict wire, u32 n, u8* __restrict codes) {
-  const u32 whole = n / 8, rest = n % 8;
   if constexpr (Bits == 8) {
     __builtin_memcpy(codes, wire, n);
     return;
   }
+  const u32 groups = (n + 7) / 8, nbytes = (u32)packed_nbytes(n, Bits);
   u64 packed[kBlock / 8];
-  for (u32 g = 0; g < whole; ++g) packed[g] = load_bytes(wire + Bits * g, Bits);
-  if (rest) packed[whole] = load_bytes(wire + Bits * whole, (rest * Bits + 7) / 8);
-  for (u32 g = 0; g < (n + 7) / 8; ++g) {
+  u32 g = 0;
+  if constexpr (8 % Bits == 0) {
+    for (; g < n / 8; ++g) {
+      u64 x = 0;
+      __builtin_memcpy(&x, wire + Bits * g, Bits);
+      packed[g] = x;
+    }
+  } else {  // each load takes some of the next group along, which unpack8 ignores
+    for (; g < roomy_groups<Bits>(nbytes); ++g) __builtin_memcpy(&packed[g], wire + Bits * g, 8);
+  }
+  for (; g < groups; ++g) {
+    packed[g] = 0;
+    __builtin_memcpy(&packed[g], wire + Bits * g, smaller(Bits, nbytes - Bits * g));
+  }
+  for (g = 0; g < groups; ++g) {
     const u64 x = unpack8<Bits>(packed[g]);
     __builtin_memcpy(codes + 8 * g, &x, 8);
   }
