@@ -34,16 +34,24 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
     results: dict[int, _T] = {}
     failures: list[BaseException] = []  # in the order of time
 
+    def record(rank: int, error: BaseException) -> None:
+        if error not in failures:
+            error.add_note(f"raised on rank {rank} of {n}")
+            failures.append(error)
+
     def run(rank: int) -> None:
         from qccl.communicator import Communicator
 
         transport = group.transport(rank)
         try:
             with Communicator._from_transport(transport, timeout=timeout) as comm:
-                results[rank] = fn(comm)
-        except BaseException as error:  # also SystemExit: a rank that ends early has failed
-            error.add_note(f"raised on rank {rank} of {n}")
-            failures.append(error)
+                try:
+                    results[rank] = fn(comm)
+                except BaseException as error:  # written down before the others hear of it and fail, too
+                    record(rank, error)
+                    raise
+        except BaseException as error:
+            record(rank, error)
             transport.abort(f"{type(error).__name__}: {error}")
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank {r}", daemon=True) for r in range(n)]

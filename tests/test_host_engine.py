@@ -1,0 +1,419 @@
+"""The host engine on threads: agreement, order, deadlines, failure, traces."""
+
+from __future__ import annotations
+
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from threads import CODEC, Caller, near_sum, outcomes, ramp
+
+from qccl.dtypes import FLOAT32
+from qccl.engines.agreement import HEADER_NBYTES, Header, Kind
+from qccl.engines.program import CALLS_IN_FLIGHT
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.schedule import Buffer, Encode, Exchange, Leg, Native, Role, Schedule, Span
+
+
+def reduce_and_close(t):
+    caller = Caller(t)
+    y = caller.allreduce(ramp(t.rank, 1000))
+    caller.close()
+    return y
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5])
+def test_an_allreduce(n):
+    results = outcomes(n, reduce_and_close)
+    assert all(near_sum(y, n) for y in results)
+    assert all(y.tobytes() == results[0].tobytes() for y in results)
+
+
+# -- several runs at once ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("calls", [3, CALLS_IN_FLIGHT + 7])
+def test_runs_end_whichever_the_ranks_wait_for(calls):
+    """Ranks wait in opposite orders; more calls than tags for them line up by themselves."""
+
+    def run(t):
+        caller = Caller(t)
+        xs = [ramp(t.rank + i, 500 + i) for i in range(calls)]
+        ys = [np.empty_like(x) for x in xs]
+        runs = [caller.start(caller.program(len(x)), x, y) for x, y in zip(xs, ys, strict=True)]
+        for execution in runs if t.rank == 0 else reversed(runs):
+            execution.run()
+        assert all(e.done for e in runs)
+        caller.close()
+        return ys
+
+    results = outcomes(2, run)
+    for i in range(calls):
+        assert results[0][i].tobytes() == results[1][i].tobytes()
+        exact = ramp(i, 500 + i) + ramp(i + 1, 500 + i)
+        assert np.abs(results[0][i] - exact).max() <= 4
+
+
+def test_stepping_by_hand_never_blocks():
+    def run(t):
+        caller = Caller(t)
+        x = ramp(t.rank, 20_000)
+        y = np.empty_like(x)
+        execution = caller.start(caller.program(len(x), chunk_elements=512), x, y)
+        longest = 0.0
+        deadline = time.monotonic() + 10
+        done = False
+        while not done and time.monotonic() < deadline:
+            start = time.thread_time()
+            done = execution.step()
+            longest = max(longest, time.thread_time() - start)
+        caller.close()
+        return longest, y
+
+    for longest, y in outcomes(2, run):
+        assert near_sum(y, 2) and longest < 0.05
+
+
+def test_a_program_is_run_again_and_again_but_not_twice_at_once():
+    def run(t):
+        caller = Caller(t)
+        program = caller.program(300)
+        for i in range(40):
+            x = ramp(t.rank + i, 300)
+            y = np.empty_like(x)
+            execution = caller.start(program, x, y)
+            if i == 0:
+                with pytest.raises(ArgumentError, match="still running"):
+                    caller.start(program, x, y)
+            execution.run()
+            exact = sum(ramp(r + i, 300) for r in range(3))
+            assert np.abs(y - exact).max() <= 6
+        caller.close()
+        return True
+
+    assert outcomes(3, run) == [True] * 3
+
+
+def test_a_run_allocates_no_memory_of_the_messages_size():
+    def run(t):
+        caller = Caller(t)
+        x = ramp(t.rank, 1_000_000)
+        y = np.empty_like(x)
+        program = caller.program(len(x))
+        for _ in range(3):
+            caller.start(program, x, y).run()
+        if t.rank == 0:
+            tracemalloc.start()
+        caller.start(program, x, y).run()
+        peak = 0
+        if t.rank == 0:
+            peak = tracemalloc.get_traced_memory()[1]
+            tracemalloc.stop()
+        caller.close()
+        return peak, program.workspace_nbytes
+
+    peak, workspace = outcomes(2, run)[0]
+    assert peak < 100_000
+    assert workspace < 0.25 * 4_000_000
+
+
+# -- agreement -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(100, 105), (100, 40_000), (0, 3), (1 << 17, (1 << 17) + 64)])
+def test_ranks_that_disagree_in_count(sizes):
+    """Also with messages of unequal sizes; nothing is written, and every rank says who asked for what."""
+    outputs = {}
+
+    def run(t):
+        caller = Caller(t)
+        x = ramp(t.rank, sizes[t.rank == 2])
+        outputs[t.rank] = y = np.full_like(x, 7)
+        start = time.monotonic()
+        try:
+            caller.start(caller.program(len(x)), x, y).run()
+        finally:
+            assert time.monotonic() - start < 5
+            caller.engine.close()
+
+    for error in outcomes(3, run):
+        assert isinstance(error, MismatchError), error
+        assert "rank 2 called allreduce" in str(error)
+        assert f"count={sizes[0]}," in str(error) and f"count={sizes[1]}," in str(error)
+    assert all((y == 7).all() for y in outputs.values())
+
+
+@pytest.mark.parametrize(
+    "changed", [{"op": "max"}, {"dtype": "float16"}, {"codec": "minmax4"}, {"algorithm": "one_shot"}, {"chunk": 64}]
+)
+def test_ranks_that_disagree_otherwise(changed):
+    from qccl import codecs, dtypes
+
+    change = dict(changed)
+    if "dtype" in change:
+        change["dtype"] = dtypes.get(change["dtype"])
+    if "codec" in change:
+        change["codec"] = codecs.get(change["codec"])
+
+    def run(t):
+        caller = Caller(t)
+        caller.allreduce(ramp(t.rank, 100), **(change if t.rank == 1 else {}))
+
+    key, value = next(iter(changed.items()))
+    for error in outcomes(2, run):
+        assert isinstance(error, MismatchError)
+        assert f"{key}={value}" in str(error) and "call 0" in str(error)
+
+
+def test_ranks_that_make_different_numbers_of_calls():
+    def run(t):
+        caller = Caller(t)
+        if t.rank == 0:
+            caller.allreduce(ramp(0, 10))
+        caller.allreduce(ramp(t.rank, 20))
+
+    assert all(isinstance(e, MismatchError) for e in outcomes(2, run))
+
+
+def test_a_rank_may_be_early():
+    """Its headers wait for this rank to make the calls."""
+
+    def run(t):
+        caller = Caller(t)
+        xs = [ramp(t.rank, 50) for _ in range(5)]
+        ys = [np.empty_like(x) for x in xs]
+        if t.rank:
+            time.sleep(0.1)
+            first = caller.start(caller.program(50), xs[0], ys[0])
+            time.sleep(0.1)
+            first.run()
+            runs = [caller.start(caller.program(50), x, y) for x, y in zip(xs[1:], ys[1:], strict=True)]
+        else:
+            runs = [caller.start(caller.program(50), x, y) for x, y in zip(xs, ys, strict=True)]
+        for execution in runs:
+            execution.run()
+        caller.close()
+        return ys
+
+    for ys in outcomes(2, run):
+        assert all(near_sum(y, 2) for y in ys)
+
+
+def test_headers_are_exchanged_without_data():
+    """An empty schedule is a barrier."""
+
+    def run(t):
+        caller = Caller(t)
+        if t.rank == 1:
+            time.sleep(0.2)
+        start = time.monotonic()
+        program = caller.engine.compile(Schedule("barrier", t.rank, t.size, {}, ()))
+        program.start({}, call=0, header=caller.header(0), deadline=start + 5).run()
+        caller.sequence += 1
+        waited = time.monotonic() - start
+        caller.close()
+        return waited
+
+    waits = outcomes(3, run)
+    assert waits[0] > 0.1 and waits[1] < 0.1
+
+
+def test_a_header_in_bytes():
+    header = Header(Kind.CALL, 5, "x" * 1000)
+    packed = header.pack()
+    assert len(packed) == HEADER_NBYTES
+    assert Header(Kind.CALL, 5, "x" * 999 + "y").pack() != packed, "a text that is cut differs in its digest"
+    again = Header.unpack(packed, 0)
+    assert (again.kind, again.sequence) == (Kind.CALL, 5) and header.text.startswith(again.text)
+    with pytest.raises(EngineError, match="rank 3 sent a control message that this version"):
+        Header.unpack(b"QCCL" + packed[4:], 3)
+
+
+# -- deadlines and failure -----------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_does_not_come():
+    def run(t):
+        caller = Caller(t, timeout=0.3)
+        if t.rank < 2:
+            caller.allreduce(ramp(t.rank, 100))
+
+    first, second, absent = outcomes(3, run)
+    assert absent is None
+    assert {type(first), type(second)} <= {CollectiveTimeout, PeerLost}
+    assert CollectiveTimeout in (type(first), type(second))
+    assert all("rank 2 did not make this call" in str(e) for e in (first, second))
+
+
+def test_a_rank_that_stops_in_the_middle():
+    def run(t):
+        caller = Caller(t, timeout=0.5)
+        x = ramp(t.rank, 100_000)
+        y = np.empty_like(x)
+        execution = caller.start(caller.program(len(x), chunk_elements=640), x, y)
+        if t.rank == 1:
+            for _ in range(40):
+                execution.step()
+            return execution.done
+        execution.run()
+
+    start = time.monotonic()
+    first, stopped, third = outcomes(3, run)
+    assert stopped is False
+    assert all(isinstance(e, CollectiveTimeout | PeerLost) for e in (first, third)), (first, third)
+    assert time.monotonic() - start < 5
+
+
+def test_a_rank_that_gives_up_is_heard_at_once():
+    def run(t):
+        caller = Caller(t, timeout=20)
+        if t.rank == 0:
+            time.sleep(0.1)
+            caller.engine.abort("rank 0 gave up: out of paper")
+            return
+        caller.allreduce(ramp(t.rank, 100))
+
+    start = time.monotonic()
+    _, *errors = outcomes(3, run)
+    assert time.monotonic() - start < 5
+    assert all(isinstance(e, PeerLost) and "out of paper" in str(e) for e in errors)
+
+
+def test_a_rank_that_closed_is_missed_at_once():
+    def run(t):
+        caller = Caller(t, timeout=20)
+        caller.allreduce(ramp(t.rank, 100))
+        if t.rank == 0:
+            caller.engine.close(0.2)
+            return
+        caller.allreduce(ramp(t.rank, 100))
+
+    start = time.monotonic()
+    _, *errors = outcomes(3, run)
+    assert time.monotonic() - start < 5
+    assert all(isinstance(e, PeerLost) for e in errors)
+    assert any("rank 0 left the group" in str(e) and "called allreduce(count=100" in str(e) for e in errors)
+
+
+def test_a_failed_engine_raises_the_same_again():
+    def run(t):
+        caller = Caller(t, timeout=0.2)
+        if t.rank == 1:
+            return
+        x = ramp(0, 64)
+        runs = [caller.start(caller.program(64), x, np.empty_like(x)) for _ in range(2)]
+        raised = []
+        for use in (runs[0].run, runs[1].run, runs[1].step, lambda: caller.allreduce(x)):
+            with pytest.raises(CollectiveTimeout) as info:
+                use()
+            raised.append(str(info.value))
+        caller.engine.close()
+        return raised
+
+    messages, _ = outcomes(2, run)
+    assert len(set(messages)) == 1
+
+
+def test_an_interrupt_in_the_middle_reaches_the_other_ranks():
+    def run(t):
+        caller = Caller(t, timeout=20)
+        x = ramp(t.rank, 100)
+        execution = caller.start(caller.program(100), x, np.empty_like(x))
+        if t.rank == 0:
+            caller.transport.poll = lambda *, idle: (_ for _ in ()).throw(KeyboardInterrupt())
+        execution.run()
+
+    interrupted, other = outcomes(2, run)
+    assert isinstance(interrupted, KeyboardInterrupt)
+    assert isinstance(other, PeerLost) and "rank 0 gave up: KeyboardInterrupt" in str(other)
+
+
+def test_closing_waits_for_the_others_but_not_for_ever():
+    def run(t):
+        caller = Caller(t)
+        start = time.monotonic()
+        if t.rank == 0:
+            caller.engine.close(0.2)
+            caller.engine.close(0.2)
+        return time.monotonic() - start
+
+    waited, _ = outcomes(2, run)
+    assert 0.1 < waited < 5
+
+
+def test_a_closed_engine_refuses_calls():
+    def run(t):
+        caller = Caller(t)
+        program = caller.program(10)
+        caller.close()
+        caller.start(program, ramp(0, 10), ramp(0, 10))
+
+    assert all(isinstance(e, ArgumentError) and "closed" in str(e) for e in outcomes(2, run))
+
+
+# -- what cannot be run --------------------------------------------------------------------------------------------
+
+
+def test_refusals_when_compiling():
+    values, wire = Buffer(64, FLOAT32, Role.INPUT), Buffer(72, None, Role.WORK)
+
+    def run(t):
+        caller = Caller(t)
+        native = Native("allreduce", "all", Span("x", 0, 64), None)
+        with pytest.raises(EngineError, match="cannot run Native"):
+            caller.engine.compile(Schedule("s", t.rank, 2, {"x": values}, (native,)))
+        exchange = Exchange((Leg(1 - t.rank, Span("x", 0, 64)),), ())
+        with pytest.raises(EngineError, match="legs must be in work buffers"):
+            caller.engine.compile(Schedule("s", t.rank, 2, {"x": values}, (exchange,)))
+        encode = Encode(CODEC, Span("w", 0, 64), Span("w", 0, 72), 0)
+        with pytest.raises(EngineError, match="a buffer of bytes"):
+            caller.engine.compile(Schedule("s", t.rank, 2, {"w": wire}, (encode,)))
+        with pytest.raises(ArgumentError, match="rank 0 of 3"):
+            caller.engine.compile(Schedule("s", 0, 3, {}, ()))
+        with pytest.raises(ArgumentError, match=r"needed for \['input', 'output'\], not for \['input'\]"):
+            program = caller.program(10)
+            program.start({"input": 0}, call=0, header=caller.header(10), deadline=0)
+        caller.close()
+        return True
+
+    assert outcomes(2, run) == [True, True]
+
+
+# -- traces --------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_has_every_node_with_its_times():
+    def run(t):
+        caller = Caller(t)
+        x = ramp(t.rank, 4096)
+        y = np.empty_like(x)
+        program = caller.program(len(x), chunk_elements=512)
+        events = []
+        before = time.perf_counter()
+        caller.start(program, x, y, trace=events).run()
+        after = time.perf_counter()
+        caller.close()
+        return before, events, after, len(program.nodes)
+
+    for rank, (before, events, after, nodes) in enumerate(outcomes(2, run)):
+        assert len(events) == nodes
+        assert {e.lane for e in events} == {"compute", "send", "recv"}
+        assert all(e.rank == rank and before <= e.start <= e.stop <= after for e in events)
+        assert len({e.name for e in events}) == nodes
+
+
+def test_a_run_leaves_nothing_behind():
+    def run(t):
+        caller = Caller(t)
+        program = caller.program(100)
+        for _ in range(50):
+            x = ramp(t.rank, 100)
+            caller.start(program, x, np.empty_like(x)).run()
+        t.allgather(b"", 5)
+        engine = caller.engine
+        left = (list(engine._active), list(engine._queue), dict(engine._by_sequence), dict(engine._early))
+        caller.close()
+        return left
+
+    assert outcomes(2, run) == [([], [], {}, {})] * 2

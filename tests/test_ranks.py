@@ -1,0 +1,61 @@
+"""run_ranks: threads as ranks."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost
+
+
+def test_results_in_rank_order():
+    assert qccl.run_ranks(4, lambda comm: (comm.rank, comm.size)) == [(r, 4) for r in range(4)]
+
+
+def test_the_first_failure_is_raised_with_its_rank_and_the_others_end():
+    seen = {}
+
+    def run(comm):
+        if comm.rank == 2:
+            raise ZeroDivisionError("on purpose")
+        try:
+            comm.quantized_allreduce(np.ones(10, np.float32))
+        except PeerLost as error:
+            seen[comm.rank] = str(error)
+            raise
+
+    start = time.monotonic()
+    with pytest.raises(ZeroDivisionError, match="on purpose") as info:
+        qccl.run_ranks(4, run, timeout=20)
+    assert time.monotonic() - start < 5
+    assert info.value.__notes__ == ["raised on rank 2 of 4"]
+    assert sorted(seen) == [0, 1, 3] and all("on purpose" in text for text in seen.values())
+    assert not [t for t in threading.enumerate() if t.name.startswith("rank ")]
+
+
+def test_a_rank_that_returns_early_is_missed():
+    with pytest.raises(PeerLost, match="rank 0 left"):
+        qccl.run_ranks(2, lambda comm: comm.rank and comm.quantized_allreduce(np.ones(5, np.float32)), timeout=10)
+
+
+def test_the_timeout_is_the_communicators():
+    def run(comm):
+        assert comm.timeout == 0.3
+        if comm.rank == 0:
+            time.sleep(1)
+            return
+        comm.quantized_allreduce(np.ones(5, np.float32))
+
+    with pytest.raises(CollectiveTimeout):
+        qccl.run_ranks(2, run, timeout=0.3)
+
+
+def test_refusals():
+    with pytest.raises(ArgumentError, match="at least 1 rank"):
+        qccl.run_ranks(0, lambda comm: None)
+    with pytest.raises(ArgumentError, match="timeout"):
+        qccl.run_ranks(1, lambda comm: None, timeout=0)

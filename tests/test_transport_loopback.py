@@ -1,0 +1,150 @@
+"""The loopback transport: rendezvous, order, sizes, groups, and failure."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+
+import numpy as np
+import pytest
+from threads import address, outcomes
+
+from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+from qccl.transports.loopback import LoopbackGroup
+
+
+def wait_for(transport, tokens, seconds=5.0):
+    left = set(tokens)
+    deadline = time.monotonic() + seconds
+    while left and time.monotonic() < deadline:
+        left -= set(transport.poll(idle=1))
+    assert not left
+
+
+def buffer_of(transport, x):
+    return transport.buffer(address(x), x.nbytes)
+
+
+def test_a_send_completes_only_when_it_was_received():
+    group = LoopbackGroup(2)
+    a, b = group.transport(0), group.transport(1)
+    x, y = np.arange(10.0), np.zeros(10)
+    a.send(1, 3, buffer_of(a, x), "sent")
+    assert list(a.poll(idle=1)) == []
+    b.receive(0, 3, buffer_of(b, y), "received")
+    assert list(a.poll(idle=0)) == ["sent"]
+    assert list(b.poll(idle=0)) == ["received"]
+    np.testing.assert_array_equal(x, y)
+
+
+def test_messages_keep_their_order_per_peer_and_tag():
+    group = LoopbackGroup(2)
+    a, b = group.transport(0), group.transport(1)
+    data = [np.full(4, i, np.uint8) for i in range(3)]
+    for i, x in enumerate(data):
+        a.send(1, 7, buffer_of(a, x), i)
+    other = np.full(4, 9, np.uint8)
+    a.send(1, 8, buffer_of(a, other), "other")
+    out = [np.zeros(4, np.uint8) for _ in range(4)]
+    b.receive(0, 8, buffer_of(b, out[3]), "other")
+    for i in range(3):
+        b.receive(0, 7, buffer_of(b, out[i]), i)
+    assert [int(o[0]) for o in out] == [0, 1, 2, 9]
+
+
+@pytest.mark.parametrize("received", [3, 5])
+def test_unequal_sizes_are_the_receivers_error(received):
+    group = LoopbackGroup(2)
+    a, b = group.transport(0), group.transport(1)
+    x, y = np.ones(4, np.uint8), np.zeros(received, np.uint8)
+    a.send(1, 1, buffer_of(a, x), 0)
+    b.receive(0, 1, buffer_of(b, y), 1)
+    assert list(a.poll(idle=0)) == [0]
+    with pytest.raises(MismatchError, match=f"sent 4 bytes to rank 1, which expected {received}"):
+        b.poll(idle=0)
+    assert not y.any()
+
+
+def test_an_idle_poll_wakes_when_something_arrives_and_gives_up_soon():
+    group = LoopbackGroup(2)
+    a = group.transport(0)
+    start = time.monotonic()
+    assert list(a.poll(idle=5)) == []
+    assert time.monotonic() - start < 0.5
+
+
+def test_abort_withdraws_what_was_posted_but_delivers_last_words():
+    group = LoopbackGroup(2)
+    a, b = group.transport(0), group.transport(1)
+    large, small, inbox = np.ones(10_000, np.uint8), np.full(16, 5, np.uint8), np.zeros(16, np.uint8)
+    a.send(1, 0, buffer_of(a, small), "small")
+    a.send(1, 1, buffer_of(a, large), "large")
+    a.receive(1, 2, buffer_of(a, inbox), "in")
+    a.abort("because")
+    small[:] = 0  # the memory is the caller's again
+    y = np.zeros(16, np.uint8)
+    b.receive(0, 0, buffer_of(b, y), "words")
+    b.send(0, 2, buffer_of(b, np.ones(16, np.uint8)), "lost")
+    assert list(b.poll(idle=1)) == ["words"]
+    assert (y == 5).all() and not inbox.any()
+    with pytest.raises(PeerLost, match="rank 0 gave up: because"):
+        b.poll(idle=1)
+
+
+def test_allgather_and_split():
+    def run(t):
+        everyone = t.allgather(bytes([t.rank]) * t.rank, 5)
+        part = t.split(t.rank % 2, -t.rank, 5)
+        alone = t.split(None if t.rank else 0, 0, 5)
+        return everyone, (part.rank, part.size, part.allgather(bytes([t.rank]), 5)), alone and alone.size
+
+    results = outcomes(5, run)
+    assert all(r[0] == [b"", b"\1", b"\2\2", b"\3" * 3, b"\4" * 4] for r in results)
+    assert [r[1][:2] for r in results] == [(2, 3), (1, 2), (1, 3), (0, 2), (0, 3)]
+    assert results[0][1][2] == [b"\4", b"\2", b"\0"]
+    assert [r[2] for r in results] == [1, None, None, None, None]
+
+
+def test_a_collective_has_a_deadline():
+    error, _ = outcomes(2, lambda t: t.allgather(b"", 0.2) if t.rank == 0 else None)
+    assert isinstance(error, CollectiveTimeout) and "[1]" in str(error)
+
+
+def test_a_collective_ends_when_a_rank_gives_up():
+    start = time.monotonic()
+    error, _ = outcomes(2, lambda t: t.allgather(b"", 20) if t.rank == 0 else t.abort("no more"))
+    assert isinstance(error, PeerLost) and time.monotonic() - start < 5
+
+
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_plain_allreduce(op):
+    def run(t):
+        x = np.arange(7, dtype=np.float32) * (t.rank + 1) * (-1) ** t.rank
+        y = np.empty_like(x)
+        t.allreduce(address(x), address(y), 7, "float32", op)
+        t.allreduce(address(x), address(x), 7, "float32", op)
+        return x, y
+
+    inputs = np.stack([np.arange(7, dtype=np.float32) * (r + 1) * (-1) ** r for r in range(3)])
+    for x, y in outcomes(3, run):
+        np.testing.assert_array_equal(x, getattr(inputs, op)(axis=0))
+        np.testing.assert_array_equal(x, y)
+
+
+def test_refusals():
+    with pytest.raises(ArgumentError, match="at least 1 rank, not 0"):
+        LoopbackGroup(0)
+    with pytest.raises(ArgumentError, match="rank 2 is not one of the 2 ranks"):
+        LoopbackGroup(2).transport(2)
+    with pytest.raises(ArgumentError, match="bfloat16"):
+        LoopbackGroup(1).transport(0).allreduce(0, 0, 1, "bfloat16", "sum")
+
+
+def test_empty_messages():
+    group = LoopbackGroup(2)
+    a, b = group.transport(0), group.transport(1)
+    memory = ctypes.create_string_buffer(1)
+    b.receive(0, 1, b.buffer(ctypes.addressof(memory), 0), "in")
+    a.send(1, 1, a.buffer(ctypes.addressof(memory), 0), "out")
+    wait_for(b, ["in"])
+    wait_for(a, ["out"])

@@ -1,0 +1,100 @@
+"""Threads as ranks, below the communicator: what each rank returned or raised."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qccl.codecs import get
+from qccl.collectives.allreduce import two_round
+from qccl.dtypes import FLOAT32
+from qccl.engines.agreement import Header
+from qccl.engines.host import Execution, HostEngine, Program
+from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
+
+CODEC = get("minmax8:bucket=64")
+
+
+def outcomes(n: int, fn: Callable[[LoopbackTransport], Any], *, patience: float = 30.0) -> list[Any]:
+    """What ``fn(transport)`` returned on each of ``n`` ranks, or the exception it raised."""
+    group = LoopbackGroup(n)
+    found: list[Any] = [TimeoutError("still running")] * n
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = fn(group.transport(rank))
+        except BaseException as error:
+            found[rank] = error
+
+    threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(n)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + patience
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return found
+
+
+def address(x: np.ndarray) -> int:
+    return x.__array_interface__["data"][0]
+
+
+class Caller:
+    """Calls two_round all-reduces on an engine, as a communicator would."""
+
+    def __init__(self, transport, timeout: float = 10.0) -> None:
+        self.transport, self.timeout = transport, timeout
+        self.engine = HostEngine(transport)
+        self.sequence = 0
+
+    def program(self, count: int, **arguments: Any) -> Program:
+        t = self.transport
+        return self.engine.compile(two_round(t.rank, t.size, count, FLOAT32, CODEC, **arguments))
+
+    def header(self, count: int, **changed: Any) -> Header:
+        fields = {
+            "sequence": self.sequence,
+            "collective": "allreduce",
+            "count": count,
+            "dtype": FLOAT32,
+            "op": "sum",
+            "codec": CODEC,
+            "algorithm": "two_round",
+            "chunk": None,
+        }
+        return Header.of_call(**(fields | changed))
+
+    def start(self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, **changed: Any) -> Execution:
+        execution = program.start(
+            {"input": address(x), "output": address(y)},
+            call=self.sequence,
+            header=self.header(len(x), **changed),
+            deadline=time.monotonic() + self.timeout,
+            trace=trace,
+        )
+        self.sequence += 1
+        return execution
+
+    def allreduce(self, x: np.ndarray, **changed: Any) -> np.ndarray:
+        y = np.full_like(x, -1)
+        self.start(self.program(len(x)), x, y, **changed).run()
+        return y
+
+    def close(self) -> None:
+        self.engine.close(self.timeout)
+        self.transport.close()
+
+
+def ramp(rank: int, count: int) -> np.ndarray:
+    """Whole numbers in [0, 256)."""
+    return ((np.arange(count) * 7 + rank) % 256).astype(np.float32)
+
+
+def near_sum(y: np.ndarray, n: int) -> bool:
+    """Within one unit of each rank's code and one of the sum's: units are at most 1 and n."""
+    exact = sum(ramp(r, len(y)).astype(np.float64) for r in range(n))
+    return bool(np.abs(y - exact).max(initial=0) <= 2 * n)
