@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import groupby, zip_longest
 from typing import Literal
 
@@ -91,18 +92,31 @@ class EventGraph:
 
 
 def in_order(graph: EventGraph) -> tuple[list[int], list[int]]:
-    """All events that can happen, in one possible order (the latest to become ready first), and the others."""
+    """All events that can happen, in an order as near to the programs' as can be, and the others."""
     waits = graph.waits.copy()
-    ready = [i for i, count in enumerate(waits) if count == 0]
+    positions = [_position(event) for event in graph.events]
+    ready = [(positions[i], i) for i, count in enumerate(waits) if count == 0]
+    heapify(ready)
     happened: list[int] = []
     while ready:
-        event = ready.pop()
+        _, event = heappop(ready)
         happened.append(event)
         for later in graph.after[event]:
             waits[later] -= 1
             if waits[later] == 0:
-                ready.append(later)
+                heappush(ready, (positions[later], later))
     return happened, [i for i, count in enumerate(waits) if count]
+
+
+def _position(event: Event) -> int:
+    """Where an event stands in the programs; of a shared one, where the last rank comes to it."""
+    match event:
+        case Transfer():
+            return max(event.send_op, event.recv_op)
+        case Meeting():
+            return max(event.op_index.values())
+        case _:
+            return event.op_index
 
 
 class Ensemble:
