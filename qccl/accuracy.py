@@ -1,0 +1,125 @@
+"""How far a compressed all-reduce may be from the exact one, derived from the codec's formula and the rounding points.
+
+Everything is per element and in float64. ``values`` are the ranks' inputs to the same stretch of the vector, in rank
+order, as float32 (float16 and bfloat16 convert exactly); all of them finite. A stretch begins and ends on bucket
+boundaries, and belongs to one rank's shard: ``stretches()`` cuts a vector so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qccl.collectives.layout import cut
+from qccl.dtypes import DType
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from qccl.codecs.base import Codec
+
+__all__ = ["allreduce_bound", "allreduce_exact", "plain_bound", "stretches"]
+
+_ROUND32 = 2.0**-24  # largest relative error of one rounding to fp32
+_TINY32 = 2.0**-149  # and its absolute one among subnormals
+
+
+def allreduce_exact(values: Sequence[NDArray[np.float32]], op: str) -> NDArray[np.float64]:
+    """The exact result (to float64's rounding) of op "sum", "avg", "min" or "max"."""
+    combine = {"min": np.minimum, "max": np.maximum}.get(op, np.add)
+    total = values[0].astype(np.float64)
+    for v in values[1:]:
+        combine(total, v, out=total)
+    return total / len(values) if op == "avg" else total
+
+
+def allreduce_bound(
+    values: Sequence[NDArray[np.float32]], codec: Codec, dtype: DType, op: str, algorithm: str, owner: int
+) -> NDArray[np.float64]:
+    """Largest possible ``|allreduce - allreduce_exact|`` of algorithm "two_round" or "one_shot".
+
+    Steps: each value that is sent as a code has the codec's error (in two_round the owner's own value is not); the
+    sum in fp32 rounds once per addition, and once for the scale of avg; two_round then quantises the sum, whose range
+    may be wider than the exact one by the errors so far; storing rounds to ``dtype``. One rank only copies.
+    """
+    size = len(values)
+    if size == 1:
+        return np.zeros(values[0].shape)
+    sent = [algorithm != "two_round" or rank != owner for rank in range(size)]
+    coded = [codec.error_bound(v) if s else np.zeros(v.shape) for v, s in zip(values, sent, strict=True)]
+    exact = allreduce_exact(values, op)
+    error: NDArray[np.float64]
+    if op in ("min", "max"):
+        error = np.maximum.reduce(coded)
+    else:
+        error = np.add.reduce(coded)
+        error += _rounding(size + 1) * (_magnitude(values) + error) + size * _TINY32
+        if op == "avg":
+            error = error / size + _TINY32
+    if algorithm == "two_round":
+        bucket = codec.granule if codec.splittable else max(1, exact.size)
+        error += codec.error_bound(_widened(exact, error, bucket))
+    if dtype.itemsize < 4:
+        error += (np.abs(exact) + error) * _unit(dtype) + _tiny(dtype)
+    return error
+
+
+def plain_bound(values: Sequence[NDArray[np.float32]], dtype: DType, op: str) -> NDArray[np.float64]:
+    """Largest possible error of an all-reduce that adds in ``dtype``, in any order."""
+    if op in ("min", "max"):
+        return np.zeros(values[0].shape)
+    additions = len(values)  # one less, and one for the second-order terms
+    largest = _magnitude(values) * (1 + additions * _unit(dtype))
+    return additions * (_unit(dtype) * largest + _tiny(dtype))
+
+
+def stretches(count: int, size: int, codec: Codec, algorithm: str, longest: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a vector into (owner, start, stop) of at most ``longest`` elements, or one bucket.
+
+    A codec with one range for a whole shard gets whole shards.
+    """
+    layout = cut(count, 1 if algorithm == "one_shot" else size, codec, longest)
+    for owner in range(layout.parts):
+        for k in range(layout.chunks):
+            if chunk := layout.chunk(owner, k):
+                yield owner, chunk.start, chunk.stop
+
+
+def _rounding(steps: int) -> float:
+    """Relative error of ``steps`` roundings to fp32 in a row."""
+    return steps * _ROUND32 / (1 - steps * _ROUND32)
+
+
+def _widened(exact: NDArray[np.float64], error: NDArray[np.float64], bucket: int) -> NDArray[np.float64]:
+    """``exact`` with the ends of each bucket moved outwards as far as the values it stands for may lie.
+
+    For codecs whose error bound grows with the range of the bucket and depends on nothing else.
+    """
+    starts = np.arange(0, exact.size, bucket)
+    stops = np.append(starts[1:], exact.size)
+    low, high = np.minimum.reduceat(exact - error, starts), np.maximum.reduceat(exact + error, starts)
+    wide = exact.copy()
+    wide[starts] = low
+    several = stops - starts > 1  # a bucket of one element has no range, whatever its value
+    wide[(stops - 1)[several]] = high[several]
+    return wide
+
+
+def _magnitude(values: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+    """The sum of the absolute values."""
+    total = np.zeros(values[0].shape)
+    for v in values:
+        total += np.abs(v)
+    return total
+
+
+def _unit(dtype: DType) -> float:
+    """Largest relative error of rounding to ``dtype``."""
+    return 2.0 ** -(dtype.mantissa_bits + 1)
+
+
+def _tiny(dtype: DType) -> float:
+    """Largest absolute error of rounding to a subnormal of ``dtype``."""
+    return 2.0 ** (dtype.min_exponent - dtype.mantissa_bits - 1)

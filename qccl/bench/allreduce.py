@@ -1,0 +1,144 @@
+"""``qccl-bench allreduce``: reads the options, starts the ranks (or is one of a launcher's), shows what they say."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from typing import Any
+
+import click
+
+import qccl
+from qccl.bench.lab import Lab, LabError, obstacle
+from qccl.bench.options import DTYPES, OPS, Options
+from qccl.bench.params import checked, codec_list, list_of, nccl_only, output_file, picture_file
+from qccl.bench.progress import Bar, is_progress
+from qccl.bench.sizes import parse_link, parse_size
+from qccl.bench.start import run_ranks_by_mpiexec, stoppable
+from qccl.collectives import ALLREDUCE
+from qccl.launch import Launcher, detect
+
+__all__ = ["allreduce"]
+
+_DEFAULT_RANKS = 2
+_POSITIVE = click.FloatRange(min=0, min_open=True)
+_OPS_HELP = f"{', '.join(OPS)} or all [sum]."
+_TYPES_HELP = f"{', '.join(DTYPES)} or all [float]."
+_AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 least, 3 greatest [3]."
+_CODEC_HELP = "What to compare, e.g. minmax8,minmax4:bucket=256,none [minmax8]."
+_LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
+_TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto."
+
+
+@click.command(short_help="Time compressed all-reduce beside the plain one.")
+@click.option("-b", "--minbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Least size [32M].")
+@click.option(
+    "-e", "--maxbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Greatest size [32M]."
+)
+@click.option(
+    "-i", "--stepbytes", callback=checked(parse_size), default="1M", metavar="SIZE", help="Step to the next [1M]."
+)
+@click.option("-f", "--stepfactor", type=click.IntRange(min=2), metavar="N", help="Factor to the next, instead of -i.")
+@click.option("-n", "--iters", type=click.IntRange(min=1), default=20, metavar="N", help="Timed calls [20].")
+@click.option("-w", "--warmup_iters", type=click.IntRange(min=0), default=1, metavar="N", help="Calls before them [1].")
+@click.option("-N", "--run_cycles", type=click.IntRange(min=0), default=1, metavar="N", help="Sweeps [1]; 0: no end.")
+@click.option("-c", "--check", type=click.IntRange(min=0), default=1, metavar="N", help="Checked calls [1]; 0: none.")
+@click.option("-o", "--op", "ops", callback=checked(list_of(OPS)), default="sum", metavar="LIST", help=_OPS_HELP)
+@click.option(
+    "-d",
+    "--datatype",
+    "dtypes",
+    callback=checked(list_of(tuple(DTYPES))),
+    default="float",
+    metavar="LIST",
+    help=_TYPES_HELP,
+)
+@click.option("-a", "--average", type=click.IntRange(0, 3), default=3, metavar="N", help=_AVERAGE_HELP)
+@click.option("-T", "--timeout", type=_POSITIVE, default=60.0, metavar="SECONDS", help="Limit of one call [60].")
+@click.option("--codec", "codecs", callback=checked(codec_list), default="minmax8", metavar="LIST", help=_CODEC_HELP)
+@click.option(
+    "--algorithm", type=click.Choice(["auto", *ALLREDUCE]), default="auto", help="Of the compressed all-reduce."
+)
+@click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Elements in a step of the pipeline.")
+@click.option("--ranks", type=click.IntRange(min=1), metavar="N", help=f"Processes to start here [{_DEFAULT_RANKS}].")
+@click.option("--link", callback=checked(lambda text: parse_link(text).name), metavar="RATE", help=_LINK_HELP)
+@click.option("-J", "--json", callback=checked(output_file), metavar="FILE", help="Write nccl-tests' JSON, and more.")
+@click.option("--plot", callback=checked(picture_file), metavar="FILE", help="Draw it (.png, .svg, .pdf).")
+@click.option("--trace", callback=checked(output_file), metavar="FILE", help=_TRACE_HELP)
+@nccl_only
+@click.pass_context
+def allreduce(ctx: click.Context, /, ranks: int | None, **given: Any) -> None:
+    """Time the compressed all-reduce of each codec beside the plain one of the library underneath, in the same run.
+
+    Flags, columns and footers are those of nccl-tests. Under mpiexec, torchrun or srun it uses the launcher's ranks;
+    otherwise it starts --ranks processes itself.
+    """
+    options = Options(args=("qccl-bench", *sys.argv[1:]), **given)
+    _check(options)
+    launcher = detect()
+    with stoppable():
+        try:
+            status = _start(ranks or _DEFAULT_RANKS, options) if launcher is None else _join(launcher, ranks, options)
+        except qccl.QcclError as error:
+            raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    ctx.exit(status)
+
+
+def _check(options: Options) -> None:
+    """What no single option can know."""
+    o = options
+    if o.maxbytes < o.minbytes:
+        raise click.UsageError(f"-e {o.maxbytes} is less than -b {o.minbytes}; give a greatest size that is not")
+    if o.stepfactor is None and o.stepbytes == 0 and o.maxbytes > o.minbytes:
+        raise click.UsageError("-i 0 never gets from -b to -e; give a step of 1 or more, or -f")
+    if o.stepfactor is not None and o.minbytes == 0 and o.maxbytes > 0:
+        raise click.UsageError("-f never gets from -b 0 to -e; start at 1 or more, or give -i")
+    if o.link is not None and (reason := obstacle()):
+        raise click.UsageError(f"--link {o.link}: {reason}")
+
+
+def _start(ranks: int, options: Options) -> int:
+    """Start the ranks and show what rank 0 prints; the exit status."""
+    if options.link is not None and ranks == 1:
+        raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
+    bar = Bar(sys.stderr)
+    command = [sys.executable, "-m", "qccl.bench.worker", options.to_json()]
+    calls = options.iters + options.warmup_iters + options.check + 2
+    with Lab(ranks, parse_link(options.link)) if options.link else contextlib.nullcontext() as lab:
+        try:
+            return run_ranks_by_mpiexec(
+                ranks,
+                command,
+                lab=lab,
+                smallest=options.minbytes,
+                silence=calls * options.timeout + 60,
+                on_line=lambda line: _show(line, bar),
+            )
+        finally:
+            bar.clear()
+
+
+def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
+    """Be one of the launcher's ranks; the exit status."""
+    from qccl.bench.sweep import Sweep
+
+    if options.link is not None:
+        raise LabError(f"--link starts its own ranks, but {launcher.name} has started this one; leave one of them out")
+    if ranks not in (None, launcher.size):
+        raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
+    bar = Bar(sys.stderr)
+    with qccl.init(backend="host", timeout=options.timeout) as comm:
+        try:
+            return 0 if Sweep(comm, options, emit=lambda line: _show(line, bar), progress=bar.show).run() else 1
+        finally:
+            bar.clear()
+
+
+def _show(line: str, bar: Bar) -> None:
+    """Print a line of the table above the bar, or move the bar."""
+    if is_progress(line):
+        bar.feed(line)
+    else:
+        bar.clear()
+        click.echo(line)
+        bar.draw()

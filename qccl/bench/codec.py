@@ -1,0 +1,187 @@
+"""``qccl-bench codec``: how fast the kernels are on one core, beside memcpy, and how exact the codecs are."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import click
+
+import qccl
+from qccl import codecs, dtypes
+from qccl.bench.options import DTYPES
+from qccl.bench.params import checked, codec_list, list_of, output_file
+from qccl.bench.sizes import parse_size
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+
+__all__ = ["Speed", "codec", "measure_codec"]
+
+_CODECS = "minmax8,minmax4,minmax4:rounding=stochastic,none"
+_TYPES_HELP = f"{', '.join(DTYPES)} or all [all]."
+
+
+@dataclass(frozen=True)
+class Speed:
+    """One line: seconds are medians of one pass over ``nbytes`` of values.
+
+    Attributes:
+        wire_nbytes: the encoded size.
+        error: relative L2 error of one encode and decode of Gaussian values.
+        sources: codes that the reduce combines with the own values.
+        copy: of memcpy, measured in turns with the others.
+    """
+
+    codec: str
+    dtype: str
+    nbytes: int
+    wire_nbytes: int
+    error: float
+    sources: int
+    encode: float
+    decode: float
+    reduce: float
+    copy: float
+
+    @property
+    def moved(self) -> dict[str, int]:
+        """Bytes that each operation must read and write."""
+        both = self.nbytes + self.wire_nbytes
+        return {
+            "encode": both,
+            "decode": both,
+            "reduce": self.sources * self.wire_nbytes + self.nbytes + both,  # codes, own; wire and value of the sum
+            "copy": 2 * self.nbytes,
+        }
+
+    def share(self, operation: str) -> float:
+        """Bytes per second that ``operation`` must move, over those that memcpy moves."""
+        seconds: float = getattr(self, operation)
+        return self.moved[operation] / seconds / (self.moved["copy"] / self.copy)
+
+
+@click.command(short_help="Time the kernels of codecs beside memcpy.")
+@click.option(
+    "-b", "--size", callback=checked(parse_size), default="16M", metavar="SIZE", help="Bytes of values [16M]."
+)
+@click.option("-n", "--iters", type=click.IntRange(min=1), default=20, metavar="N", help="Timed passes [20].")
+@click.option(
+    "-w", "--warmup_iters", type=click.IntRange(min=0), default=2, metavar="N", help="Passes before them [2]."
+)
+@click.option(
+    "-d",
+    "--datatype",
+    "names",
+    callback=checked(list_of(tuple(DTYPES))),
+    default="all",
+    metavar="LIST",
+    help=_TYPES_HELP,
+)
+@click.option(
+    "--codec", "specs", callback=checked(codec_list), default=_CODECS, metavar="LIST", help=f"What to time [{_CODECS}]."
+)
+@click.option("--sources", type=click.IntRange(min=1), default=3, metavar="N", help="Codes that a reduce combines [3].")
+@click.option("-J", "--json", "path", callback=checked(output_file), metavar="FILE", help="Write the figures.")
+def codec(
+    size: int,
+    iters: int,
+    warmup_iters: int,
+    names: Sequence[str],
+    specs: Sequence[str],
+    sources: int,
+    path: str | None,
+) -> None:
+    """Time encode, decode and the fused reduce of each codec on one core, in turns with memcpy.
+
+    GB/s are of values; the share compares the bytes that an operation must move with those that memcpy moves. A
+    reduce combines --sources codes and the own values, encodes the sum and writes its decoded value.
+    """
+    try:
+        from qccl import _host
+    except ImportError as error:
+        raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
+    if size < 4:
+        raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
+    click.echo(
+        f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {_host.isa}, one core"
+    )
+    click.echo("#")
+    for line in _header(sources):
+        click.echo(line)
+    found = []
+    for spec in specs:
+        for name in names:
+            speed = measure_codec(codecs.get(spec), dtypes.get(DTYPES[name]), size, iters, warmup_iters, sources)
+            found.append(speed)
+            click.echo(_line(speed, name))
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            shares = [{op: speed.share(op) for op in ("encode", "decode", "reduce")} for speed in found]
+            results = [asdict(speed) | {"share": share} for speed, share in zip(found, shares, strict=True)]
+            json.dump({"qccl_version": qccl.__version__, "isa": _host.isa, "results": results}, file, indent=1)
+        click.echo(f"# Wrote {path}")
+
+
+def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: int, sources: int) -> Speed:
+    """Time the codec's kernels on about ``size`` bytes of Gaussian values."""
+    import numpy as np
+
+    from qccl import _host
+    from qccl.bench.data import empty, gaussian, to_float32
+
+    count = size // dtype.itemsize
+    wire_nbytes = codec.encoded_nbytes(count, dtype)
+    values, decoded, copied = (gaussian(0, 0, count, dtype, seed=0), empty(count, dtype), empty(count, dtype))
+    wires = [np.empty(wire_nbytes, np.uint8) for _ in range(sources + 1)]
+    memory = _host.Memory(3 + len(wires))
+    for i, array in enumerate((values, decoded, copied, *wires)):
+        memory[i] = array.ctypes.data
+    kernel, code = codec.host(), dtype.code
+    source, target, first = (0, 0), (1, 0), (3, 0)
+    for i in range(sources + 1):
+        _host.Encode(memory, kernel, code, source, (3 + i, 0), count, 0, 0, i)()
+    operations: dict[str, Callable[[], None]] = {
+        "encode": _host.Encode(memory, kernel, code, source, first, count, 0, 0, 0),
+        "decode": _host.Decode(memory, kernel, code, first, target, count, False),
+        "reduce": _host.Reduce(
+            memory, kernel, code, [(4 + i, 0) for i in range(sources)], source, 0, first, (2, 0), count, 0, 1.0, 0, 1, 0
+        ),
+        "copy": lambda: _host.memcpy(copied.ctypes.data, values.ctypes.data, count * dtype.itemsize),
+    }
+    seconds = {name: statistics.median(each) for name, each in _times(operations, iters, warmups).items()}
+    operations["encode"]()
+    operations["decode"]()
+    exact = to_float32(values, dtype).astype(np.float64)
+    error = float(np.linalg.norm(to_float32(decoded, dtype) - exact) / np.linalg.norm(exact))
+    nbytes = count * dtype.itemsize
+    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, sources, **seconds)
+
+
+def _times(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:
+    """The seconds of each operation's runs; they take turns, so that whatever disturbs one disturbs all."""
+    found: dict[str, list[float]] = {name: [] for name in operations}
+    for turn in range(warmups + iters):
+        for name, run in operations.items():
+            begin = time.perf_counter()
+            run()
+            if turn >= warmups:
+                found[name].append(time.perf_counter() - begin)
+    return found
+
+
+def _header(sources: int) -> Iterator[str]:
+    pair = f"{'GB/s':>7} {'share':>6}"
+    yield f"#{'':31} {'encode':^14}  {'decode':^14}  {f'reduce {sources}':^14}  {'memcpy':>7}"
+    yield f"#{'type':>9} {'B/element':>10} {'L2 error':>10}  {pair}  {pair}  {pair}  {'GB/s':>7}  codec"
+    yield f"#{'':31}  {'':7} {'':6}  {'':7} {'':6}  {'':7} {'':6}  {'rd+wr':>7}"
+
+
+def _line(s: Speed, name: str) -> str:
+    pairs = "  ".join(
+        f"{s.nbytes / getattr(s, op) / 1e9:>7.2f} {s.share(op) * 100:>5.1f}%" for op in ("encode", "decode", "reduce")
+    )
+    density = s.wire_nbytes / (s.nbytes // dtypes.get(s.dtype).itemsize)
+    return f"{name:>10} {density:>10.4f} {s.error:>10.2e}  {pairs}  {s.moved['copy'] / s.copy / 1e9:>7.2f}  {s.codec}"

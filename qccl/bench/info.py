@@ -1,0 +1,118 @@
+"""``qccl-bench info``: which parts of qccl can be used on this machine, and why the others cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import click
+
+import qccl
+from qccl.bench.lab import obstacle
+from qccl.bench.start import find_mpiexec
+from qccl.errors import QcclError
+from qccl.launch import detect
+
+__all__ = ["info"]
+
+# Asked in a process of its own: a library that fails to load may take its process with it.
+_ASK_MPI = """
+import mpi4py
+mpi4py.rc.initialize = False
+from mpi4py import MPI
+name, version = MPI.get_vendor()
+print(name, ".".join(map(str, version)))
+"""
+
+
+@click.command(short_help="Say what can be used here, and why not.")
+def info() -> None:
+    """Print the versions of qccl and of what it stands on, which engines can be used here, and why others cannot."""
+    for name, text in _facts():
+        click.echo(f"{name:<14} {text}")
+
+
+def _facts() -> Iterator[tuple[str, str]]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    yield "qccl", qccl.__version__
+    yield "python", f"{platform.python_version()} on {platform.system()} {platform.machine()}, {cores} cores"
+    yield "numpy", _version("numpy") or "no: install numpy"
+    yield "host engine", _host()
+    yield "cuda engine", _cuda()
+    yield "mpi", _mpi()
+    yield "mpiexec", _mpiexec()
+    yield "launcher", _launcher()
+    yield "lab (--link)", "yes" if (reason := obstacle()) is None else f"no: {reason}"
+    matplotlib = _version("matplotlib")
+    yield "plot", f"yes: matplotlib {matplotlib}" if matplotlib else "no: install qccl[plot]"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _host() -> str:
+    try:
+        from qccl import _host
+    except ImportError as error:
+        return f"no: its extension cannot be loaded ({error}); install qccl again"
+    return f"yes: kernels for {_host.isa} (this processor runs {', '.join(_host.usable_isas)})"
+
+
+def _cuda() -> str:
+    """There is no CUDA engine in this version; what one would stand on is listed all the same."""
+    names = ("cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+    found = [f"{name} {version}" for name in names if (version := _version(name))]
+    found.append(_driver())
+    return f"no: this version of qccl has the host engine only (here: {', '.join(found)})"
+
+
+def _driver() -> str:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver"
+    devices = ctypes.c_int(0)
+    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(devices)) != 0:
+        return "an NVIDIA driver, but no device that works"
+    return f"{devices.value} CUDA devices"
+
+
+def _mpi() -> str:
+    if importlib.util.find_spec("mpi4py") is None:
+        return "no: mpi4py is not installed; install qccl[mpi], or mpi4py alone where the machine has its own MPI"
+    try:
+        done = subprocess.run([sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        return "no: loading the MPI library took more than 30 s"
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]
+        return f"no: mpi4py {_version('mpi4py')} finds no MPI library ({reason}); install qccl[mpi]"
+    return f"yes: mpi4py {_version('mpi4py')}, {done.stdout.strip()}"
+
+
+def _mpiexec() -> str:
+    try:
+        found = find_mpiexec()
+    except QcclError as error:
+        return f"no: {error}"
+    return f"yes: {found.path} ({found.name} {found.version})"
+
+
+def _launcher() -> str:
+    try:
+        found = detect()
+    except QcclError as error:
+        return f"no: {error}"
+    return (
+        "none; qccl-bench starts its own ranks" if found is None else f"{found.name}, rank {found.rank} of {found.size}"
+    )

@@ -1,0 +1,184 @@
+"""A slow network on one machine: every rank in a network namespace of its own, behind a rate-limited link.
+
+    with Lab(4, parse_link("1gbit")) as lab:
+        subprocess.run(["mpiexec", "-n", "4", *lab.enter("PMI_RANK"), "python", "train.py"], env=...)
+
+The ranks' interfaces (``eth0``) meet in a bridge; a token bucket at each limits what the rank sends. Everything is
+named after the process that made it, so that runs do not collide, and what a killed run left behind is known as such
+and removed by the next one. Linux, with ``ip`` and ``tc``, as root.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+
+from qccl.bench.sizes import Link
+from qccl.errors import QcclError
+
+__all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "shaped_nbytes"]
+
+#: the rate-limited interface in every namespace
+INTERFACE = "eth0"
+_MTU = "9000"
+_NAMESPACES = Path("/run/netns")
+_OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
+
+
+class LabError(QcclError):
+    """The network of a lab could not be built, or the traffic did not go through it."""
+
+
+def obstacle() -> str | None:
+    """Why this process cannot build a lab, and what to do about it; None where it can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found; install iproute2"
+    if os.geteuid() != 0:
+        return (
+            "network namespaces need root; run it as root, for instance "
+            'sudo env PATH="$PATH" qccl-bench ..., or leave --link out and measure the network there is'
+        )
+    return None
+
+
+class Lab:
+    """The network of ``ranks`` ranks, each sending at ``link``'s rate; a context manager.
+
+    Attributes:
+        bridge: interface in this process's namespace that joins the ranks.
+        address: of the bridge, for launchers whose ranks call back to it.
+    """
+
+    def __init__(self, ranks: int, link: Link) -> None:
+        if not 1 <= ranks <= 200:
+            raise LabError(f"a lab has room for 1 to 200 ranks, not {ranks}")
+        pid = os.getpid()
+        self.ranks, self.link = ranks, link
+        self.bridge = f"qcclb{pid}"
+        # 198.18.0.0/15 is set apart for benchmarks (RFC 2544); every run takes a /24 of it.
+        self._subnet = f"198.{18 + (pid >> 8 & 1)}.{pid & 255}"
+        self.address = f"{self._subnet}.254"
+
+    def __enter__(self) -> Lab:
+        reason = obstacle()
+        if reason is not None:
+            raise LabError(f"the lab cannot be built: {reason}")
+        remove_stale()
+        try:
+            self._build()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def enter(self, variable: str) -> list[str]:
+        """The words before a rank's command that put it into its namespace; ``variable`` holds its rank."""
+        script = f'exec ip netns exec "{_prefix(os.getpid())}${variable}" "$@"'
+        return ["/bin/sh", "-c", script, "sh"]
+
+    def shaped_nbytes(self) -> list[int]:
+        """The bytes that have passed each rank's rate limiter."""
+        return [shaped_nbytes(self._namespace(rank)) for rank in range(self.ranks)]
+
+    def close(self) -> None:
+        """Kill what still runs in the namespaces, and remove them. Idempotent."""
+        _remove(os.getpid())
+
+    def _namespace(self, rank: int) -> str:
+        return f"{_prefix(os.getpid())}{rank}"
+
+    def _build(self) -> None:
+        _run("ip", "link", "add", self.bridge, "type", "bridge", "forward_delay", "0")
+        _run("ip", "address", "add", f"{self.address}/24", "dev", self.bridge)
+        _run("ip", "link", "set", self.bridge, "mtu", _MTU, "up")
+        for rank in range(self.ranks):
+            name, outside = self._namespace(rank), f"qv{os.getpid()}.{rank}"
+            inside = ("ip", "-n", name)
+            _run("ip", "netns", "add", name)
+            _run("ip", "link", "add", outside, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "netns", name)
+            _run("ip", "link", "set", outside, "master", self.bridge, "up")
+            _run(*inside, "address", "add", f"{self._subnet}.{rank + 1}/24", "dev", INTERFACE)
+            _run(*inside, "link", "set", INTERFACE, "mtu", _MTU, "up")
+            _run(*inside, "link", "set", "lo", "up")
+            limiter = ("tbf", "rate", self.link.name, "burst", str(self.link.burst), "latency", "100ms")
+            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *limiter)
+
+
+def shaped_nbytes(namespace: str | None = None) -> int:
+    """The bytes that have passed the rate limiter of a namespace; None: of the one this process is in."""
+    where = () if namespace is None else ("-n", namespace)
+    text = _run("tc", *where, "-statistics", "-json", "qdisc", "show", "dev", INTERFACE)
+    passed = [int(qdisc["bytes"]) for qdisc in json.loads(text) if qdisc["kind"] == "tbf"]
+    if not passed:
+        raise LabError(f"{INTERFACE} of {namespace or 'this namespace'} has no rate limiter")
+    return passed[0]
+
+
+def remove_stale() -> None:
+    """Remove what runs left behind whose process is gone (killed with SIGKILL, or out of memory)."""
+    for pid in set(_owners()):
+        if not _is_alive(pid):
+            _remove(pid)
+
+
+def _prefix(pid: int) -> str:
+    return f"qccl-{pid}-"
+
+
+def _owners() -> Iterator[int]:
+    """The process ids in the names of every namespace and interface that a lab made."""
+    names = os.listdir(_NAMESPACES) if _NAMESPACES.is_dir() else []
+    names += os.listdir("/sys/class/net")
+    for name in names:
+        if match := _OWNED.fullmatch(name):
+            yield int(match[1])
+
+
+def _remove(pid: int) -> None:
+    """Remove the namespaces and interfaces of the lab of process ``pid``, and end what runs in them."""
+    for name in os.listdir("/sys/class/net"):
+        if (match := _OWNED.fullmatch(name)) and int(match[1]) == pid:
+            _run("ip", "link", "del", name, check=False)  # one end of a pair takes the other with it
+    for path in _NAMESPACES.glob(f"{_prefix(pid)}*"):
+        for process in _run("ip", "netns", "pids", path.name, check=False).split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+        _run("ip", "netns", "del", path.name, check=False)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _run(*command: str, check: bool = True) -> str:
+    """Run a tool to its end and return what it printed. Raises LabError where it fails and ``check`` is set."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        if not check:
+            return ""
+        raise LabError(f"{' '.join(command)}: {error}") from error
+    if check and done.returncode != 0:
+        raise LabError(
+            f"{' '.join(command)} failed: {done.stderr.strip()}; the kernel may lack veth, bridge or tbf, or this may "
+            f"be a container that is not allowed to make networks (for Docker: --privileged)"
+        )
+    return done.stdout

@@ -1,0 +1,285 @@
+"""Measuring one all-reduce on a communicator: its time, its wrong elements, its error, its bytes on the wire."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qccl import accuracy
+from qccl.bench import data
+from qccl.codecs.base import Codec
+from qccl.codecs.none import NoCodec
+from qccl.dtypes import DType
+from qccl.errors import ArgumentError
+from qccl.plan import Plan
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from qccl.communicator import Communicator
+
+__all__ = ["Case", "Counts", "PlainCall", "QuantizedCall", "Row", "Side", "measure"]
+
+#: elements that are checked at a time
+_STRETCH = 1 << 17
+#: doublings that Gaussian data has room for before it overflows
+_HEADROOM = {"float32": 100, "bfloat16": 100, "float16": 10}
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often: timed and untimed calls, checked calls, and how the ranks' times become one (nccl-tests' -a)."""
+
+    iters: int = 20
+    warmups: int = 1
+    checks: int = 1
+    average: int = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is reduced: ``count`` elements of ``dtype`` with ``op``."""
+
+    count: int
+    dtype: DType
+    op: str
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Side:
+    """One mode (out of place, or in place) of a row.
+
+    Attributes:
+        seconds: per call.
+        wrong: elements outside the derived bound, or not the same on all ranks; None where nothing was checked.
+        error: relative L2 error of the result; None likewise.
+        crossed: bytes that the link's limiter counted, per byte sent; None outside the lab.
+    """
+
+    seconds: float
+    wrong: int | None
+    error: float | None
+    crossed: float | None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        codec, algorithm: canonical names; the plain all-reduce's are the library's and "".
+        wire_nbytes: bytes that the busiest rank sends in a call (for the plain all-reduce: must send).
+    """
+
+    case: Case
+    codec: str
+    algorithm: str
+    wire_nbytes: int
+    out_of_place: Side
+    in_place: Side
+
+
+class QuantizedCall:
+    """The compressed all-reduce as a plan, bound once and run many times."""
+
+    identical = True  # law 1: every rank gets the same bits
+
+    def __init__(self, comm: Communicator, case: Case, codec: Codec, algorithm: str, chunk: int | None) -> None:
+        self.case, self.codec = case, codec
+        self.plan: Plan = comm.plan(
+            "allreduce", case.count, case.dtype, codec=codec, op=case.op, algorithm=algorithm, chunk=chunk
+        )
+        schedule = self.plan.signature.schedule(comm.rank, comm.size, in_place=True)
+        self.name, self.algorithm = codec.spec(), schedule.name
+        sent = comm.allgather(struct.pack("<q", schedule.sent_nbytes()))
+        self.sent: list[int] = [struct.unpack("<q", item)[0] for item in sent]
+
+    def bind(self, x: NDArray[Any], out: NDArray[Any]) -> Callable[[], object]:
+        """One call from ``x`` to ``out``, ready to run."""
+        plan = self.plan.bind(x, None if out is x else out)
+        return lambda: plan.start().wait()
+
+    def bound(self, values: Sequence[NDArray[np.float32]], owner: int) -> NDArray[np.float64]:
+        """Largest possible error of a stretch of the result."""
+        return accuracy.allreduce_bound(values, self.codec, self.case.dtype, self.case.op, self.algorithm, owner)
+
+
+class PlainCall:
+    """The uncompressed all-reduce of the library under the communicator: the yardstick. Its avg is a sum."""
+
+    identical = False
+    codec: Codec = NoCodec()
+
+    def __init__(self, comm: Communicator, case: Case) -> None:
+        self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
+        self.name, self.algorithm = comm.transport.name, ""
+        self.sent = [2 * (comm.size - 1) * case.nbytes // comm.size] * comm.size
+        self._allreduce = comm.transport.allreduce
+
+    def is_supported(self) -> bool:
+        """Whether the library can reduce this type with this operation (the same on all ranks)."""
+        x = np.zeros(1, data.empty(0, self.case.dtype).dtype)
+        try:
+            self._allreduce(x.ctypes.data, x.ctypes.data, 1, self.case.dtype.name, self.case.op)
+        except ArgumentError:
+            return False
+        return True
+
+    def bind(self, x: NDArray[Any], out: NDArray[Any]) -> Callable[[], object]:
+        """One call from ``x`` to ``out``, ready to run."""
+        source, target, case = x.ctypes.data, out.ctypes.data, self.case
+        return lambda: self._allreduce(source, target, case.count, case.dtype.name, case.op)
+
+    def bound(self, values: Sequence[NDArray[np.float32]], owner: int) -> NDArray[np.float64]:
+        """Largest possible error of a stretch of the result."""
+        return accuracy.plain_bound(values, self.case.dtype, self.case.op)
+
+
+def measure(
+    comm: Communicator,
+    call: QuantizedCall | PlainCall,
+    counts: Counts,
+    *,
+    meter: Callable[[], int] | None,
+    before_side: Callable[[str], None],
+) -> Row:
+    """Collective: measure one call out of place and in place.
+
+    ``meter`` reads this rank's link counter; ``before_side`` hears "out of place" or "in place" before each begins.
+    """
+    case = call.case
+    x, y = data.empty(case.count, case.dtype), data.empty(case.count, case.dtype)
+    sides = []
+    for mode, out in (("out of place", y), ("in place", x)):
+        before_side(mode)
+        run = call.bind(x, out)
+        wrong, error = _check(comm, call, run, x, out, counts.checks)
+        seconds, crossed = _time(comm, call, run, x, out, counts, meter)
+        sides.append(Side(seconds, wrong, error, crossed))
+    return Row(case, call.name, call.algorithm, max(call.sent), *sides)
+
+
+def _fill(x: NDArray[Any], comm: Communicator, case: Case, seed: int) -> None:
+    x[:] = data.gaussian(comm.rank, 0, case.count, case.dtype, seed)
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
+def _time(
+    comm: Communicator,
+    call: QuantizedCall | PlainCall,
+    run: Callable[[], object],
+    x: NDArray[Any],
+    out: NDArray[Any],
+    counts: Counts,
+    meter: Callable[[], int] | None,
+) -> tuple[float, float | None]:
+    """Seconds per call, and the bytes that crossed the link per byte sent.
+
+    Back-to-back calls, begun right after warm-up calls that bring the ranks in step. A sum in place grows with every
+    call; before it overflows the timing stops, the values are set again, and it goes on.
+    """
+    limit = _calls_until_overflow(call.case, comm.size) if out is x else counts.warmups + counts.iters
+    warmups = min(counts.warmups, limit // 2)
+    total, crossed, left, called = 0.0, 0, counts.iters, 0
+    while left:
+        n = min(left, limit - warmups)
+        _fill(x, comm, call.case, seed=0)
+        comm.barrier()
+        passed = meter() if meter else 0
+        comm.barrier()
+        for _ in range(warmups):
+            run()
+        begin = time.perf_counter()
+        for _ in range(n):
+            run()
+        total += time.perf_counter() - begin
+        comm.barrier()
+        crossed += (meter() if meter else 0) - passed
+        left -= n
+        called += n + warmups
+    gathered = [struct.unpack("<dq", item) for item in comm.allgather(struct.pack("<dq", total, crossed))]
+    seconds = _combined([t for t, _ in gathered], counts.average) / counts.iters
+    sent = sum(call.sent) * called
+    return seconds, sum(c for _, c in gathered) / sent if meter and sent else None
+
+
+def _calls_until_overflow(case: Case, size: int) -> int:
+    if case.op != "sum" or size == 1:
+        return 1 << 62
+    return max(2, int(_HEADROOM[case.dtype.name] / math.log2(size)))
+
+
+def _combined(times: Sequence[float], average: int) -> float:
+    """The ranks' times as one, by nccl-tests' -a."""
+    return (times[0], sum(times) / len(times), min(times), max(times))[average]
+
+
+# -- correctness -----------------------------------------------------------------------------------------------------
+
+
+def _check(
+    comm: Communicator,
+    call: QuantizedCall | PlainCall,
+    run: Callable[[], object],
+    x: NDArray[Any],
+    out: NDArray[Any],
+    checks: int,
+) -> tuple[int | None, float | None]:
+    """The number of wrong elements and the relative L2 error of ``checks`` calls on different values."""
+    if checks == 0:
+        return None, None
+    wrong, squares, reference = 0, 0.0, 0.0
+    for seed in range(checks):
+        _fill(x, comm, call.case, seed)
+        if out is not x:
+            out.view(np.uint8).fill(0xFF)  # NaN, so that what is not written is noticed
+        run()
+        w, s, r = _compare(comm, call, out, seed)
+        wrong, squares, reference = wrong + w, squares + s, reference + r
+    return wrong, math.sqrt(squares / reference) if reference else 0.0
+
+
+def _compare(
+    comm: Communicator, call: QuantizedCall | PlainCall, out: NDArray[Any], seed: int
+) -> tuple[int, float, float]:
+    """Wrong elements, and the squares of error and exact result, over all ranks.
+
+    The ranks share the work: each compares a part of its own result with the bound. That is enough where all results
+    are the same bits; where their digests differ, all results of a part are brought to the rank that compares it.
+    """
+    case = call.case
+    digests = comm.allgather(hashlib.blake2b(out.data, digest_size=16).digest())
+    differ = call.identical and len(set(digests)) > 1
+    wrong, squares, reference = 0, 0.0, 0.0
+    cut = accuracy.stretches(case.count, comm.size, call.codec, call.algorithm or "two_round", _STRETCH)
+    for number, (owner, start, stop) in enumerate(cut):
+        results = [out[start:stop]]
+        if differ:
+            results = [np.frombuffer(item, out.dtype) for item in comm.allgather(results[0].tobytes())]
+        if number % comm.size != comm.rank:
+            continue
+        inputs = [data.gaussian(rank, start, stop, case.dtype, seed) for rank in range(comm.size)]
+        values = [data.to_float32(each, case.dtype) for each in inputs]
+        exact, bound = accuracy.allreduce_exact(values, case.op), call.bound(values, owner)
+        errors = [data.to_float32(result, case.dtype) - exact for result in results]
+        bad = np.logical_or.reduce([~(np.abs(error) <= bound) for error in errors])  # a NaN is bad, too
+        bits = [result.view(f"u{case.dtype.itemsize}") for result in results]
+        bad |= np.logical_or.reduce([each != bits[0] for each in bits])
+        wrong += int(np.count_nonzero(bad))
+        squares += float(errors[0] @ errors[0])
+        reference += float(exact @ exact)
+    parts = [struct.unpack("<qdd", item) for item in comm.allgather(struct.pack("<qdd", wrong, squares, reference))]
+    return sum(p[0] for p in parts), math.fsum(p[1] for p in parts), math.fsum(p[2] for p in parts)

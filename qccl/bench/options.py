@@ -1,0 +1,70 @@
+"""What a run of ``qccl-bench allreduce`` measures; made from the command line, and handed to the ranks as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from qccl.bench.sizes import sweep
+
+__all__ = ["DTYPES", "OPS", "Options"]
+
+#: nccl-tests' names of the element types, and ours
+DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
+OPS = ("sum", "avg", "min", "max")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options; the names follow nccl-tests' long flags.
+
+    Attributes:
+        minbytes, maxbytes, stepbytes, stepfactor: the sizes; the factor is None where the steps are added.
+        iters, warmup_iters: calls that are timed, and before them calls that are not.
+        run_cycles: how often the whole sweep is run; 0 for ever.
+        check: calls whose results are checked, for each row and mode.
+        average: how the ranks' times become one: 0 rank 0's, 1 mean, 2 least, 3 greatest.
+        ops, dtypes, codecs: what is measured; dtypes in nccl-tests' names.
+        algorithm, chunk, timeout: as in Communicator.quantized_allreduce.
+        link: rate of the lab that the ranks are in, or None.
+        json, plot, trace: files to write, or None.
+        args: the command line.
+    """
+
+    minbytes: int = 32 << 20
+    maxbytes: int = 32 << 20
+    stepbytes: int = 1 << 20
+    stepfactor: int | None = None
+    iters: int = 20
+    warmup_iters: int = 1
+    run_cycles: int = 1
+    check: int = 1
+    average: int = 3
+    ops: tuple[str, ...] = ("sum",)
+    dtypes: tuple[str, ...] = ("float",)
+    codecs: tuple[str, ...] = ("minmax8",)
+    algorithm: str = "auto"
+    chunk: int | None = None
+    timeout: float = 60.0
+    link: str | None = None
+    json: str | None = None
+    plot: str | None = None
+    trace: str | None = None
+    args: tuple[str, ...] = ()
+
+    def sizes(self) -> Iterator[int]:
+        """The sizes in bytes, ascending."""
+        return sweep(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
+
+    def to_json(self) -> str:
+        """For from_json()."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Options:
+        """The options that to_json() wrote."""
+        given = json.loads(text)
+        values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
+        return cls(**values)

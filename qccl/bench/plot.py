@@ -1,0 +1,78 @@
+"""A picture of a run: time and bus bandwidth over size, a line per codec, the plain all-reduce and the link's floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from qccl.bench import table
+from qccl.bench.measure import Row
+from qccl.bench.report import Report
+from qccl.bench.sizes import Link, format_size
+
+__all__ = ["write_plot"]
+
+#: told apart also without colour, by mark
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+_MARKS = ("o", "s", "^", "D", "v", "P")
+
+
+def write_plot(path: str, report: Report, link: Link | None) -> None:
+    """Write the picture; the ending of ``path`` chooses the format (png, svg, pdf). Out-of-place times are drawn."""
+    ranks = len(report.devices)
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    times, bandwidths = figure.subplots(1, 2)
+    for number, (label, rows) in enumerate(_series(report)):
+        plain = rows[0].codec == report.plain_rows[0].codec if report.plain_rows else False
+        style: dict[str, Any] = {
+            "label": label,
+            "color": "black" if plain else _COLOURS[number % len(_COLOURS)],
+            "marker": "x" if plain else _MARKS[number % len(_MARKS)],
+            "linestyle": "--" if plain else "-",
+        }
+        _draw(times, rows, lambda r: r.out_of_place.seconds * 1e3, style)
+        _draw(bandwidths, rows, lambda r: table.busbw(r, r.out_of_place, ranks), style)
+        if link is not None:
+            floor = style | {"linestyle": ":", "marker": "", "label": "_floor", "linewidth": 1}
+            _draw(times, rows, lambda r: table.floor_seconds(r, link) * 1e3, floor)
+    sizes = sorted({row.case.nbytes for row in (*report.rows, *report.plain_rows)})
+    for axes, what in ((times, "time (ms)"), (bandwidths, "bus bandwidth of the values (GB/s)")):
+        _axes(axes, sizes, what)
+    if link is not None:
+        bandwidths.axhline(
+            link.rate / 1e9, color="grey", linestyle=":", linewidth=1, label=f"{link.name}, uncompressed"
+        )
+        times.plot([], [], color="grey", linestyle=":", linewidth=1, label="floor: bytes / link rate")
+    times.legend(fontsize=8)
+    bandwidths.legend(fontsize=8)
+    where = f"{link.name} per rank" if link else "no link limit"
+    figure.suptitle(f"all-reduce, {ranks} ranks, {where}; plain: {report.plain}", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def _series(report: Report) -> list[tuple[str, list[Row]]]:
+    """The rows of the plain all-reduce and of each codec; by type and operation, where there are several."""
+    found: dict[tuple[str, str, str], list[Row]] = {}
+    for r in (*report.rows, *report.plain_rows):
+        found.setdefault((r.codec, r.case.dtype.name, r.case.op), []).append(r)
+    several = len({key[1:] for key in found}) > 1
+    return [(" ".join(key) if several else key[0], rows) for key, rows in found.items()]
+
+
+def _draw(axes: Any, rows: Sequence[Row], value: Callable[[Row], float], style: dict[str, Any]) -> None:
+    points = sorted((r.case.nbytes, value(r)) for r in rows if r.case.nbytes > 0)
+    axes.plot([p[0] for p in points], [p[1] for p in points], markersize=5, **style)
+
+
+def _axes(axes: Any, sizes: Sequence[int], what: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.xaxis.set_major_locator(FixedLocator(sizes if len(sizes) <= 12 else sizes[:: -(-len(sizes) // 12)]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(round(x))))
+    axes.set_xlabel("size (bytes)")
+    axes.set_ylabel(what)
+    axes.grid(True, which="major", alpha=0.3)

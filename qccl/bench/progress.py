@@ -1,0 +1,65 @@
+"""How far a run is: a bar on a terminal, which the ranks feed through marked lines of their output."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from typing import TextIO
+
+__all__ = ["Bar", "Progress", "encode_progress", "is_progress"]
+
+#: called with (steps done, steps in all, what comes next)
+Progress = Callable[[int, int, str], None]
+
+_MARK = "\x1e"  # ASCII's record separator begins a line that is not for the reader
+_WIDTH = 30
+
+
+def encode_progress(done: int, total: int, label: str) -> str:
+    """The line by which rank 0 tells the process that started it."""
+    return _MARK + json.dumps([done, total, label])
+
+
+def is_progress(line: str) -> bool:
+    """Whether encode_progress() made this line."""
+    return line.startswith(_MARK)
+
+
+class Bar:
+    """A progress bar in the last line of a terminal; nothing at all where ``stream`` is none."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._shown = stream.isatty()
+        self._text = ""
+        self._begin = time.monotonic()
+
+    def feed(self, line: str) -> None:
+        """Show what a line of encode_progress() says."""
+        done, total, label = json.loads(line[len(_MARK) :])
+        self.show(done, total, label)
+
+    def show(self, done: int, total: int, label: str) -> None:
+        """Show ``done`` of ``total`` steps, and what comes next."""
+        filled = _WIDTH * done // max(total, 1)
+        left = ""
+        if done:
+            seconds = (time.monotonic() - self._begin) / done * (total - done)
+            left = f"  about {seconds / 60:.0f} min left" if seconds > 90 else f"  about {seconds:.0f} s left"
+        self._text = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {done}/{total}  {label}{left}"
+        self.draw()
+
+    def draw(self) -> None:
+        """Write the bar again."""
+        if self._shown and self._text:
+            columns = shutil.get_terminal_size().columns
+            self._stream.write(f"\r\x1b[K{self._text[: columns - 1]}")
+            self._stream.flush()
+
+    def clear(self) -> None:
+        """Take the bar off the screen, so that a line can be printed, or for good."""
+        if self._shown:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

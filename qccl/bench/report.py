@@ -1,0 +1,169 @@
+"""The JSON file of a run: nccl-tests' fields (its version 3), and what compression adds."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import qccl
+from qccl.bench import table
+from qccl.bench.measure import Row, Side
+from qccl.bench.options import DTYPES, Options
+from qccl.bench.sizes import Link
+
+__all__ = ["Device", "Report"]
+
+_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+#: settings of the MPI libraries and of qccl decide speeds; the rest of the environment is nobody's business
+_PREFIXES = ("FI_", "MPICH_", "MPIR_", "OMPI_MCA_", "OMP_", "PMIX_MCA_", "QCCL_", "UCX_")
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a rank ran."""
+
+    rank: int
+    pid: int
+    hostname: str
+    info: str
+
+    @classmethod
+    def of_this_process(cls, rank: int, info: str) -> Device:
+        """The device of the calling rank; ``info`` names what computes."""
+        return cls(rank, os.getpid(), socket.gethostname(), info)
+
+
+class Report:
+    """Collects the rows of a run; ``document()`` is the JSON of the file.
+
+    Attributes:
+        devices: where each rank runs.
+        plain: name and version of the library whose all-reduce is the yardstick.
+    """
+
+    def __init__(self, options: Options, devices: Sequence[Device], plain: str, link: Link | None) -> None:
+        self._options, self._link = options, link
+        self.devices, self.plain = devices, plain
+        self._start = _now()
+        self._rows: list[tuple[Row, Row | None]] = []
+
+    @property
+    def rows(self) -> list[Row]:
+        """The codecs' rows."""
+        return [row for row, _ in self._rows]
+
+    @property
+    def plain_rows(self) -> list[Row]:
+        """The plain all-reduce's rows, each once."""
+        return list(dict.fromkeys(plain for _, plain in self._rows if plain is not None))
+
+    def add(self, row: Row, plain: Row | None) -> None:
+        """Take a codec's row with the row of the plain all-reduce that it is compared with."""
+        self._rows.append((row, plain))
+
+    def totals(self) -> table.Totals:
+        """The footers' figures."""
+        return table.totals(self.rows, self.plain_rows, len(self.devices))
+
+    def document(self) -> dict[str, Any]:
+        """Everything, ready for json.dump()."""
+        t = self.totals()
+        return {
+            "version": 3,
+            "start_time": self._start,
+            "args": list(self._options.args),
+            "env": [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(_PREFIXES)],
+            "nccl_version": None,
+            "qccl_version": qccl.__version__,
+            "config": self._config(),
+            "results": [self._result(row, plain) for row, plain in self._rows],
+            "out_of_bounds": {"count": t.wrong, "okay": str(not t.wrong).lower()},
+            "average_bus_bandwidth": {"bandwidth": t.bandwidth, "okay": "unchecked", "by_codec": t.by_codec},
+            "crossed_link": t.crossed,
+            "errors": [],
+            "end_time": _now(),
+        }
+
+    def write(self, path: str) -> None:
+        """Write the file."""
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(self.document(), file, indent=1)
+            file.write("\n")
+
+    def _config(self) -> dict[str, Any]:
+        o = self._options
+        step = {"step_bytes": o.stepbytes} if o.stepfactor is None else {"step_factor": o.stepfactor}
+        return {
+            "nthreads": 1,
+            "ngpus": 0,
+            "minimum_bytes": o.minbytes,
+            "maximum_bytes": o.maxbytes,
+            **step,
+            "warmup_iters": o.warmup_iters,
+            "iterations": o.iters,
+            "aggregated_iterations": 1,
+            "validation": o.check,
+            "average": o.average,
+            "graph": 0,
+            "blocking_collectives": "true",
+            "parallel_init": "false",
+            "backend": "host",
+            "plain": self.plain,
+            "link": None if self._link is None else {"name": self._link.name, "bytes_per_second": self._link.rate},
+            "ranks": len(self.devices),
+            "devices": [
+                {
+                    "rank": d.rank,
+                    "group": 0,
+                    "pid": d.pid,
+                    "hostname": d.hostname,
+                    "device": -1,
+                    "device_hex": "",
+                    "device_info": d.info,
+                }
+                for d in self.devices
+            ],
+        }
+
+    def _result(self, row: Row, plain: Row | None) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "size": row.case.nbytes,
+            "count": row.case.count,
+            "type": _NAMES[row.case.dtype.name],
+            "redop": row.case.op,
+            "root": "-1",
+            "codec": row.codec,
+            "algorithm": row.algorithm,
+            "wire_bytes": row.wire_nbytes,
+            "out_of_place": self._side(row, row.out_of_place, None if plain is None else plain.out_of_place),
+            "in_place": self._side(row, row.in_place, None if plain is None else plain.in_place),
+            "actual_iterations": self._options.iters,
+        }
+        if self._link is not None:
+            result["floor"] = table.floor_seconds(row, self._link) * 1e6
+        return result
+
+    def _side(self, row: Row, side: Side, plain: Side | None) -> dict[str, Any]:
+        result: dict[str, Any] = {
+            "time": side.seconds * 1e6,
+            "alg_bw": table.algbw(row, side),
+            "bus_bw": table.busbw(row, side, len(self.devices)),
+            "nwrong": side.wrong,
+            "relative_l2_error": side.error,
+        }
+        if plain is not None:
+            result |= {"plain_time": plain.seconds * 1e6, "plain_nwrong": plain.wrong}
+            result["speedup"] = plain.seconds / side.seconds
+        if self._link is not None:
+            result |= {"crossed": side.crossed}
+            result["line_share"] = table.line_share(row, side, self._link, self._options.iters)
+        return result
+
+
+def _now() -> str:
+    return datetime.now().strftime("%Y-%m-%d %H:%M:%S")

@@ -1,0 +1,70 @@
+"""Sizes and rates as the command line spells them: 64K, 1G; 100mbit, 1gbit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+__all__ = ["Link", "format_size", "parse_link", "parse_size", "sweep"]
+
+_BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DECIMAL = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A rate-limited link.
+
+    Attributes:
+        name: as it was spelled, e.g. "1gbit"; ``tc`` reads the same.
+        rate: bytes per second.
+        burst: bytes that pass at full speed after the link was idle for a while.
+    """
+
+    name: str
+    rate: float
+    burst: int
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "4096", "64K", "1.5M", "2G" (powers of 1024). Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text.strip(), re.IGNORECASE)
+    nbytes = float(match[1]) * _BINARY[match[2].upper()] if match else -1.0
+    if nbytes < 0 or nbytes != int(nbytes):
+        raise ValueError(
+            f"{text!r} is not a size; give a number of bytes, with K, M, G or T for powers of 1024, such as 64K"
+        )
+    return int(nbytes)
+
+
+def format_size(nbytes: int) -> str:
+    """The shortest exact spelling that parse_size reads: 65536 is "64K"."""
+    for suffix in reversed(_BINARY):
+        unit = _BINARY[suffix]
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit}{suffix}"
+    return str(nbytes)
+
+
+def parse_link(text: str) -> Link:
+    """The link of "100mbit", "1gbit", "2.5gbit" (bits per second, powers of 1000). Raises ValueError.
+
+    The burst is 2 ms of the rate, and at least one segment as the kernel hands it down (64 KiB).
+    """
+    name = text.strip().lower()
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", name)
+    rate = float(match[1]) * _DECIMAL[match[2]] / 8 if match else 0.0
+    if not 1e5 / 8 <= rate <= 1e11 / 8:
+        raise ValueError(
+            f"{text!r} is not a link's rate; give bits per second from 100kbit to 100gbit, such as 100mbit or 1gbit"
+        )
+    return Link(name, rate, max(64 << 10, round(rate * 2e-3)))
+
+
+def sweep(begin: int, end: int, step: int, factor: int | None) -> Iterator[int]:
+    """The sizes from ``begin`` to ``end``: times ``factor``, or plus ``step`` where there is no factor."""
+    size = begin
+    while size <= end:
+        yield size
+        size = size * factor if factor is not None else size + step

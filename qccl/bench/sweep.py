@@ -1,0 +1,170 @@
+"""The sweep that every rank of ``qccl-bench allreduce`` runs; rank 0 prints, and writes the files."""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import qccl
+from qccl import codecs, dtypes
+from qccl.bench import table
+from qccl.bench.data import empty, gaussian
+from qccl.bench.lab import shaped_nbytes
+from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, measure
+from qccl.bench.options import DTYPES, Options
+from qccl.bench.progress import Progress
+from qccl.bench.report import Device, Report
+from qccl.bench.sizes import format_size, parse_link
+from qccl.trace import TraceEvent, write_trace
+
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
+
+__all__ = ["Sweep"]
+
+
+class Sweep:
+    """One run: ``run()`` measures everything, on all ranks, and says whether all was right.
+
+    ``emit`` gets the lines of the table, ``progress`` the steps, both on rank 0 only.
+    """
+
+    def __init__(
+        self, comm: Communicator, options: Options, emit: Callable[[str], None], progress: Progress | None = None
+    ) -> None:
+        self._comm, self._options = comm, options
+        self._emit = emit if comm.rank == 0 else _silent
+        self._progress = progress if comm.rank == 0 else None
+        self._link = None if options.link is None else parse_link(options.link)
+        self._codecs = [codecs.get(spec) for spec in options.codecs]
+        self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
+        self._plain = comm.transport.name
+        self._done = 0
+        self._report = Report(options, _devices(comm), _library(comm), self._link)
+
+    def run(self) -> bool:
+        """Collective: all rows, all files; True where no element was wrong and no traffic went past the link."""
+        for line in self._head():
+            self._emit(line)
+        endless = self._options.run_cycles == 0
+        for _ in itertools.count() if endless else range(self._options.run_cycles):
+            for case in self._cases():
+                self._measure_size(case)
+        totals = self._report.totals()
+        for line in table.footer(totals, self._link):
+            self._emit(line)
+        self._write_files()
+        return totals.okay
+
+    def _cases(self) -> Iterator[Case]:
+        """Types, then operations, then sizes, as in nccl-tests; a size is cut to whole elements."""
+        for name, op, nbytes in itertools.product(self._options.dtypes, self._options.ops, self._options.sizes()):
+            dtype = dtypes.get(DTYPES[name])
+            yield Case(nbytes // dtype.itemsize, dtype, op)
+
+    def _measure_size(self, case: Case) -> None:
+        """The plain all-reduce, and then each codec beside it."""
+        plain = self._measure_plain(case)
+        if plain is not None:
+            self._emit(table.row(plain, self._comm.size, 1.0, self._link, self._options.iters))
+        for codec in self._codecs:
+            call = QuantizedCall(self._comm, case, codec, self._options.algorithm, self._options.chunk)
+            row = self._measure(call)
+            self._report.add(row, plain)
+            speedup = None if plain is None else plain.out_of_place.seconds / row.out_of_place.seconds
+            self._emit(table.row(row, self._comm.size, speedup, self._link, self._options.iters))
+
+    def _measure_plain(self, case: Case) -> Row | None:
+        """None where the library has no all-reduce of this type."""
+        call = PlainCall(self._comm, case)
+        if call.is_supported():
+            return self._measure(call)
+        self._done += 2
+        return None
+
+    def _measure(self, call: QuantizedCall | PlainCall) -> Row:
+        return measure(
+            self._comm,
+            call,
+            self._counts,
+            meter=shaped_nbytes if self._link else None,
+            before_side=lambda mode: self._step(f"{format_size(call.case.nbytes)} {call.name} {mode}"),
+        )
+
+    def _step(self, label: str) -> None:
+        if self._progress is not None and self._options.run_cycles:
+            total = 2 * len(list(self._cases())) * (len(self._codecs) + 1) * self._options.run_cycles
+            self._progress(self._done, total, label)
+        self._done += 1
+
+    def _head(self) -> Iterator[str]:
+        o, report = self._options, self._report
+        step = f"{o.stepbytes}(bytes)" if o.stepfactor is None else f"{o.stepfactor}(factor)"
+        where = f" link: {self._link.name} per rank" if self._link else ""
+        yield f"# qccl-bench {qccl.__version__} allreduce, plain: {report.plain}"
+        yield (
+            f"# ranks {self._comm.size} minBytes {o.minbytes} maxBytes {o.maxbytes} step: {step} "
+            f"warmup iters: {o.warmup_iters} iters: {o.iters} validation: {o.check} algorithm: {o.algorithm}{where}"
+        )
+        yield "#"
+        yield "# Using devices"
+        for d in report.devices:
+            yield f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.hostname:>10s} {d.info}"
+        yield "#"
+        yield from table.header(self._plain, lab=self._link is not None)
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def _write_files(self) -> None:
+        o = self._options
+        if o.trace is not None:
+            events = self._trace()
+            if self._comm.rank == 0:
+                write_trace(o.trace, events)
+        if self._comm.rank != 0:
+            return
+        if o.json is not None:
+            self._report.write(o.json)
+        if o.plot is not None:
+            importlib.import_module("qccl.bench.plot").write_plot(o.plot, self._report, self._link)
+        for path in (o.json, o.plot, o.trace):
+            if path is not None:
+                self._emit(f"# Wrote {path}")
+
+    def _trace(self) -> list[TraceEvent]:
+        """One more call of the largest size with the first codec, as all ranks' events."""
+        comm, case = self._comm, list(self._cases())[-1]
+        call = QuantizedCall(comm, case, self._codecs[0], self._options.algorithm, self._options.chunk)
+        x = gaussian(comm.rank, 0, case.count, case.dtype, seed=0)
+        plan = call.plan.bind(x, empty(case.count, case.dtype))
+        events: list[TraceEvent] = []
+        plan.start().wait()
+        comm.barrier()
+        plan.start(trace=events).wait()
+        gathered = comm.allgather(json.dumps([asdict(event) for event in events]).encode())
+        return [TraceEvent(**event) for item in gathered for event in json.loads(item)]
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _devices(comm: Communicator) -> list[Device]:
+    from qccl import _host
+
+    mine = Device.of_this_process(comm.rank, f"host {_host.isa}")
+    return [Device(**json.loads(item)) for item in comm.allgather(json.dumps(asdict(mine)).encode())]
+
+
+def _library(comm: Communicator) -> str:
+    """The name and version of the library whose all-reduce is the yardstick."""
+    if comm.transport.name != "mpi":
+        return str(comm.transport.name)
+    from mpi4py import MPI
+
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}"
