@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, Values, check_rank, cut, pipeline
+from qccl.collectives.layout import DEFAULT_DEPTH, Values, check_place, cut, pipeline
 from qccl.collectives.rounds import AllGather, Combine, ScatterReduce
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -32,7 +32,7 @@ def two_round(
     Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an element is quantised twice. The
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
     """
-    combine = _checked(rank, size, op, scale, depth)
+    combine = _checked(rank, size, count, op, scale, depth)
     values = Values.make(in_place)
     buffers = values.buffers(count, dtype)
     if size == 1 or count == 0:
@@ -72,7 +72,7 @@ def one_shot(
     Each rank sends size - 1 times the encoded vector in one step; an element is quantised once and the sum not at all.
     The workspace is size x depth wire slots of one chunk each.
     """
-    combine = _checked(rank, size, op, scale, depth)
+    combine = _checked(rank, size, count, op, scale, depth)
     values = Values.make(in_place)
     buffers = values.buffers(count, dtype)
     if size == 1 or count == 0:
@@ -93,8 +93,8 @@ def one_shot(
     return Schedule("one_shot", rank, size, buffers | gather.buffers(), ops)
 
 
-def _checked(rank: int, size: int, op: str, scale: float, depth: int) -> Combine:
-    check_rank(rank, size)
+def _checked(rank: int, size: int, count: int, op: str, scale: float, depth: int) -> Combine:
+    check_place(rank, size, count)
     if op not in ("sum", "min", "max"):
         raise ArgumentError(f"op is {op!r}; a schedule knows sum, min and max (an average is a sum with a scale)")
     if depth < 1:

@@ -21,7 +21,7 @@ __all__ = [
     "Slots",
     "Values",
     "WireSizes",
-    "check_rank",
+    "check_place",
     "cut",
     "exchange",
     "peers_of",
@@ -72,8 +72,6 @@ def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None)
 
     A codec that cannot be split (one range for a whole shard) gets one chunk.
     """
-    if count < 0:
-        raise ArgumentError(f"count is {count}; it must be 0 or more")
     wanted = DEFAULT_CHUNK if chunk_elements is None else chunk_elements
     if wanted < 1:
         raise ArgumentError(f"chunk_elements is {wanted}; it must be 1 or more, or None for {DEFAULT_CHUNK}")
@@ -142,10 +140,12 @@ class Values:
         return found
 
 
-def check_rank(rank: int, size: int) -> None:
-    """Raise ArgumentError unless ``0 <= rank < size``."""
+def check_place(rank: int, size: int, count: int) -> None:
+    """Raise ArgumentError unless ``0 <= rank < size`` and ``count >= 0``."""
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
+    if count < 0:
+        raise ArgumentError(f"count is {count}; it must be 0 or more")
 
 
 def peers_of(rank: int, size: int) -> tuple[int, ...]:

@@ -1,0 +1,106 @@
+"""How vectors are cut, where slots lie, and in which order chunks are worked on."""
+
+from __future__ import annotations
+
+import pytest
+
+from qccl.codecs import MinMax, NoCodec
+from qccl.collectives.layout import (
+    ALIGNMENT,
+    Layout,
+    Slots,
+    WireSizes,
+    check_place,
+    cut,
+    exchange,
+    peers_of,
+    pipeline,
+)
+from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError
+from qccl.schedule import Exchange, Leg, Native, Span
+
+COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 8, 24, 10_000])
+def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
+    """In order, without gaps, at multiples of the bucket, no larger than asked, and balanced."""
+    layout = cut(count, parts, MinMax(bucket=8), chunk)
+    shards = [layout.shard(part) for part in range(parts)]
+    chunks = [layout.chunk(part, k) for part in range(parts) for k in range(layout.chunks)]
+    for pieces in (shards, chunks):
+        assert [i for piece in pieces for i in piece] == list(range(count))
+        assert all(piece.start % 8 == 0 or piece.start == count for piece in pieces)
+    granules = [-(-len(shard) // 8) for shard in shards]
+    assert max(granules) - min(granules) <= 1
+    assert max(map(len, chunks)) <= max(chunk, 8)
+    assert layout.chunks == 1 or max(granules) * 8 > (layout.chunks - 1) * max(chunk // 8, 1) * 8
+
+
+def test_codec_that_cannot_be_split_has_one_chunk() -> None:
+    layout = cut(10_000, 3, MinMax(bucket="shard"), 8)
+    assert (layout.chunks, layout.granule) == (1, 1024)
+
+
+def test_default_chunk() -> None:
+    """16 MiB of float32 on 4 ranks: 160 KiB chunks."""
+    layout = cut(4 << 20, 4, MinMax())
+    assert layout == Layout(4 << 20, 4, 1024, 26)
+    assert 38 * 1024 <= len(layout.chunk(0, 0)) <= 40 * 1024
+
+
+@pytest.mark.parametrize("chunk", [0, -3])
+def test_bad_chunk(chunk: int) -> None:
+    with pytest.raises(ArgumentError, match=f"chunk_elements is {chunk}; it must be 1 or more"):
+        cut(5, 2, MinMax(), chunk)
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_bad_place(rank: int) -> None:
+    with pytest.raises(ArgumentError, match=f"rank {rank} of 4 ranks does not exist"):
+        check_place(rank, 4, 0)
+    with pytest.raises(ArgumentError, match="count is -1; it must be 0 or more"):
+        check_place(0, 4, -1)
+
+
+def test_slots_do_not_overlap() -> None:
+    slots = Slots("ring", 3, 2, 64)
+    spans = {slots.span(k, column, 64) for k in range(2) for column in range(3)}
+    assert sorted(span.start for span in spans) == [0, 64, 128, 192, 256, 320]
+    assert slots.span(2, 1, 10) == Span("ring", 64, 74)
+    assert slots.buffer().nbytes == 384
+
+
+def test_slot_sizes() -> None:
+    """Aligned, large enough for every chunk, and no more rows than chunks."""
+    layout = cut(1000, 3, NoCodec(), 1024)
+    sizes = WireSizes(layout, NoCodec(), FLOAT32)
+    slots = sizes.slots("ring", 2, 4)
+    assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == layout.chunks
+    for part in range(3):
+        for k in range(layout.chunks):
+            assert sizes.nbytes(part, k) == 4 * len(layout.chunk(part, k)) <= slots.slot_nbytes
+
+
+def test_peers_are_rotated() -> None:
+    """In each place of the order every rank is sent to once."""
+    assert peers_of(2, 5) == (3, 4, 0, 1)
+    for position in range(4):
+        assert {peers_of(rank, 5)[position] for rank in range(5)} == set(range(5))
+
+
+def test_exchange_leaves_out_what_is_empty() -> None:
+    full, empty = Span("a", 0, 8), Span("a", 8, 8)
+    assert list(exchange({1: full, 2: empty}, {1: empty})) == [Exchange((Leg(1, full),), ())]
+    assert list(exchange({1: empty}, {1: empty})) == []
+
+
+def test_pipeline_order() -> None:
+    def stage(name: str) -> Native:
+        return Native(name, "", None, None)
+
+    ops = pipeline(3, (0, lambda k: iter([stage(f"a{k}")])), (1, lambda k: iter([stage(f"b{k}")])))
+    assert [op.kind for op in ops] == ["a0", "a1", "b0", "a2", "b1", "b2"]

@@ -1,0 +1,150 @@
+"""Derived dependencies against the pairwise definition; nodes, legs and spans."""
+
+from __future__ import annotations
+
+import random
+from itertools import groupby
+
+from qccl.codecs import MinMax
+from qccl.collectives import ALLREDUCE
+from qccl.dtypes import BFLOAT16, FLOAT32
+from qccl.intervals import IntervalMap
+from qccl.schedule import (
+    Buffer,
+    Encode,
+    Exchange,
+    Lane,
+    Leg,
+    Native,
+    Node,
+    Role,
+    Schedule,
+    Span,
+    dependencies,
+    nodes,
+    reads,
+    writes,
+)
+
+CODEC = MinMax(bits=8, bucket=8)
+
+
+def conflict(a: Node, b: Node) -> bool:
+    """Whether both touch the same element and one writes it."""
+    pairs = [(x, y) for x in a.writes() for y in (*b.reads(), *b.writes())] + [
+        (x, y) for x in a.reads() for y in b.writes()
+    ]
+    return any(x.buffer == y.buffer and x.start < y.stop and y.start < x.stop for x, y in pairs)
+
+
+def closure(before: list[tuple[int, ...]]) -> list[set[int]]:
+    """For each node, everything that has completed when it starts."""
+    found: list[set[int]] = []
+    for first in before:
+        found.append(set(first).union(*(found[i] for i in first)))
+    return found
+
+
+def random_program(draw: random.Random) -> list[Node]:
+    """Operations that read and write random spans of two buffers."""
+
+    def span() -> Span:
+        start = draw.randrange(40)
+        return Span(draw.choice("ab"), start, start + draw.randrange(1, 12))
+
+    ops = [Native("allreduce", "all", span(), span()) for _ in range(30)]
+    return [Node(i, op) for i, op in enumerate(ops)]
+
+
+def test_dependencies_are_the_conflicts() -> None:
+    """Directly only real conflicts; through others all of them."""
+    draw = random.Random(7)
+    for _ in range(60):
+        program = random_program(draw)
+        before = dependencies(program)
+        everything = closure(before)
+        for i, node in enumerate(program):
+            assert list(before[i]) == sorted(set(before[i]))
+            for j in range(i):
+                if j in before[i]:
+                    assert conflict(program[j], node)
+                if conflict(program[j], node):
+                    assert j in everything[i]
+
+
+def test_dependencies_of_an_exchange_are_those_of_its_legs() -> None:
+    for name, make in ALLREDUCE.items():
+        schedule = make(1, 4, 700, FLOAT32, CODEC, chunk_elements=24, depth=3, in_place=name == "one_shot")
+        legs = list(nodes(schedule, per_leg=True))
+        whole = dependencies(list(nodes(schedule, per_leg=False)))
+        pairs = zip(legs, dependencies(legs), strict=True)
+        for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):
+            assert set(whole[i]) == {legs[j].op_index for _, before in group for j in before}
+
+
+def test_nodes() -> None:
+    span = [Span("wire", 8 * i, 8 * i + 8) for i in range(5)]
+    ops = (
+        Encode(CODEC, Span("output", 0, 0), span[0], 0),
+        Exchange((Leg(1, span[0]), Leg(2, span[0])), (Leg(2, span[1]),)),
+        Exchange((Leg(2, span[2]),), (Leg(2, span[3]), Leg(1, span[4]))),
+    )
+    buffers = {"wire": Buffer(40, None, Role.WORK), "output": Buffer(0, BFLOAT16, Role.OUTPUT)}
+    schedule = Schedule("test", 0, 3, buffers, ops)
+    found = [(n.op_index, n.leg and n.leg.peer, n.is_send, n.sequence) for n in nodes(schedule, per_leg=True)]
+    assert found == [
+        (0, None, False, 0),
+        (1, 2, False, 0),
+        (1, 1, True, 0),
+        (1, 2, True, 0),
+        (2, 2, False, 1),
+        (2, 1, False, 0),
+        (2, 2, True, 1),
+    ]
+    whole = list(nodes(schedule, per_leg=False))
+    assert [n.lane for n in whole] == [Lane.COMPUTE, Lane.COMM, Lane.COMM]
+    assert whole[1].reads() == (span[0], span[0]) and whole[1].writes() == (span[1],)
+    assert schedule.sent_nbytes() == 24 and schedule.peers() == (1, 2)
+    assert (buffers["wire"].nbytes, Buffer(3, BFLOAT16, Role.WORK).nbytes, Buffer(3, FLOAT32, Role.WORK).nbytes) == (
+        40,
+        6,
+        12,
+    )
+
+
+def test_reads_and_writes_without_ends() -> None:
+    op = Native("reduce", "all", Span("a", 0, 4), None)
+    assert (reads(op), writes(op)) == ((Span("a", 0, 4),), ())
+
+
+class Letter:
+    """A cell of a map that holds one letter of a text."""
+
+    def __init__(self, start: int, stop: int, letter: str) -> None:
+        self.start, self.stop, self.letter = start, stop, letter
+
+    def split(self, at: int) -> Letter:
+        rest = Letter(at, self.stop, self.letter)
+        self.stop = at
+        return rest
+
+
+def test_interval_map_is_a_text() -> None:
+    """Random writes into a map, and into a list of characters."""
+    draw = random.Random(3)
+    for _ in range(100):
+        cells: IntervalMap[Letter] = IntervalMap()
+        text = [" "] * 30
+        for letter in "abcdefghijklmnop":
+            start = draw.randrange(29)
+            stop = draw.randrange(start + 1, 31)
+            old = cells.put(Letter(start, stop, letter))
+            assert "".join(c.letter * (c.stop - c.start) for c in old) == "".join(text[start:stop]).replace(" ", "")
+            text[start:stop] = letter * (stop - start)
+            start = draw.randrange(30)
+            for cell in cells.covered(start, 30):
+                assert start <= cell.start < cell.stop <= 30
+        found = [" "] * 30
+        for cell in cells:
+            found[cell.start : cell.stop] = cell.letter * (cell.stop - cell.start)
+        assert found == text
