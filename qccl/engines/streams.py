@@ -1,0 +1,131 @@
+"""What a schedule becomes on streams: launches and groups, each on a lane, and the few events between the lanes.
+
+A lane is a stream: what is put on it runs in the order in which it was put there. An event makes one lane wait for a
+point on another. Both are data here, derived from the schedule's dependencies with no GPU library in sight, so that
+what the CUDA engine will do can be tested anywhere.
+
+Two laws. Program order within a lane is never changed (on the communication lane it is part of correctness: NCCL needs
+the same order of groups on all ranks). And every dependency between lanes is implied by an event and program order; an
+event that others already imply is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qccl.dtypes import DType
+from qccl.schedule import Decode, Encode, Exchange, Lane, Native, Node, Op, Reduce, Schedule, Span, dependencies, nodes
+
+__all__ = ["HOME", "Step", "lanes_of", "steps"]
+
+#: the lane that a run begins and ends on
+HOME = Lane.COMPUTE
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One launch (Encodes, Decodes or Reduces), one group of transfers, or an end of the run.
+
+    Attributes:
+        lane: which stream it is put on.
+        ops: the numbers of the schedule's operations that it does at once; none for the first and the last step.
+        waits: the steps of other lanes whose events its lane must wait for before it.
+        records: whether a later step, or the caller, waits for it: an event is recorded behind it.
+    """
+
+    lane: Lane
+    ops: tuple[int, ...]
+    waits: tuple[int, ...]
+    records: bool
+
+
+def steps(schedule: Schedule) -> tuple[Step, ...]:
+    """The steps of a run in the order in which they are put on their lanes.
+
+    The first has no operations and stands for everything that came before the run (the caller's data, and the last
+    run, which used the same workspace); the last likewise has none, and is complete when everything is.
+    """
+    program = tuple(nodes(schedule, per_leg=False))
+    needed = dependencies(program)
+    batches = _batches(schedule, program, needed)
+    step_of = {i: s for s, batch in enumerate(batches, 1) for i in batch}
+    lanes = [HOME, *(program[batch[0]].lane for batch in batches), HOME]
+    required = [set[int]()]
+    required += [{0} | {step_of[j] for i in batch for j in needed[i]} for batch in batches]
+    required.append(set(range(len(lanes) - 1)))
+    waits = _events(lanes, required)
+    recorded = {step for each in waits for step in each} | {len(lanes) - 1}
+    ops = [(), *batches, ()]
+    return tuple(Step(lanes[s], ops[s], waits[s], s in recorded) for s in range(len(lanes)))
+
+
+def lanes_of(program: Sequence[Step]) -> tuple[Lane, ...]:
+    """The lanes that have steps, the home lane first."""
+    return tuple(dict.fromkeys(step.lane for step in program))
+
+
+def _batches(schedule: Schedule, program: Sequence[Node], needed: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Runs of neighbouring operations that one launch can do.
+
+    They are alike, independent of each other, and wait for the same operation of another lane: a chunk that is here
+    does not wait for the next one.
+    """
+    batches: list[list[int]] = []
+    last: object = None
+    for i, node in enumerate(program):
+        kind = _kind(schedule, node.op)
+        if kind is not None:
+            kind = kind, max((j for j in needed[i] if program[j].lane is not node.lane), default=None)
+        if kind is not None and kind == last and not set(needed[i]) & set(batches[-1]):
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+        last = kind
+    return [tuple(batch) for batch in batches]
+
+
+def _kind(schedule: Schedule, op: Op) -> object:
+    """What operations must have in common to share a launch; None for those that never do."""
+
+    def dtype(*spans: Span | None) -> DType | None:
+        return next((schedule.buffers[span.buffer].dtype for span in spans if span is not None), None)
+
+    match op:
+        case Encode(codec, src):
+            return Encode, codec, dtype(src), op.round
+        case Decode(codec, _, dst, accumulate):
+            return Decode, codec, dtype(dst), accumulate
+        case Reduce(codec, srcs, own, own_index, wire, out):
+            shape = (len(srcs), own is None, own_index, wire is None, out is None, op.op, op.scale, op.round)
+            return Reduce, codec, dtype(own, out), shape
+        case Exchange() | Native():
+            return None
+
+
+def _events(lanes: Sequence[Lane], required: Sequence[set[int]]) -> list[tuple[int, ...]]:
+    """For each step the steps of other lanes that it must wait for, without those that are implied.
+
+    A step knows of each lane how far it has come for certain (a vector clock): from its predecessor on its own lane,
+    and from the steps it waits for. What it requires within that is implied.
+    """
+    known: list[Mapping[Lane, int]] = []
+    latest: dict[Lane, int] = {}
+    result = []
+    for step, lane in enumerate(lanes):
+        clock = dict(known[latest[lane]]) if lane in latest else {}
+        furthest: dict[Lane, int] = {}
+        for other in required[step]:
+            if lanes[other] is not lane:
+                furthest[lanes[other]] = max(other, furthest.get(lanes[other], -1))
+        waits = []
+        for other in sorted(furthest.values(), reverse=True):  # only a later step can imply another
+            if clock.get(lanes[other], -1) < other:
+                waits.append(other)
+                for each, reached in known[other].items():
+                    clock[each] = max(reached, clock.get(each, -1))
+        clock[lane] = step
+        latest[lane] = step
+        known.append(clock)
+        result.append(tuple(sorted(waits)))
+    return result

@@ -1,0 +1,202 @@
+"""What the CUDA engine does with a schedule, as data: launches, groups, events, and what can overlap."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from qccl.codecs import get
+from qccl.collectives.allreduce import one_shot, two_round
+from qccl.dtypes import FLOAT32
+from qccl.engines.streams import HOME, Step, lanes_of, steps
+from qccl.schedule import Buffer, Decode, Encode, Exchange, Lane, Leg, Reduce, Role, Schedule, Span, dependencies, nodes
+
+CODEC = get("minmax4:bucket=64")
+CHUNK = 256
+SIZES = range(2, 9)
+
+
+def schedules(size, count):
+    for make, in_place in itertools.product((two_round, one_shot), (False, True)):
+        for rank in range(size):
+            yield make(rank, size, count, FLOAT32, CODEC, in_place=in_place, chunk_elements=CHUNK)
+
+
+def predecessors(program: tuple[Step, ...], leave_out: tuple[int, int] | None = None) -> list[set[int]]:
+    """For each step all steps that are complete before it may start, by lanes and events alone."""
+    found: list[set[int]] = []
+    latest: dict[Lane, int] = {}
+    for number, step in enumerate(program):
+        direct = {w for w in step.waits if (w, number) != leave_out}
+        direct |= {latest[step.lane]} if step.lane in latest else set()
+        found.append(direct | {each for d in direct for each in found[d]})
+        latest[step.lane] = number
+    return found
+
+
+def required(schedule: Schedule, program: tuple[Step, ...]) -> set[tuple[int, int]]:
+    """The pairs of steps that the schedule's dependencies order."""
+    step_of = {op: number for number, step in enumerate(program) for op in step.ops}
+    needed = dependencies(tuple(nodes(schedule, per_leg=False)))
+    pairs = {(step_of[j], step_of[i]) for i, each in enumerate(needed) for j in each}
+    end = len(program) - 1
+    return pairs | {(0, number) for number in range(1, end + 1)} | {(number, end) for number in range(end)}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("count", [0, 1, 64 * 3, 20 * CHUNK + 7])
+def test_every_dependency_is_kept_and_no_event_is_to_spare(size, count):
+    for schedule in schedules(size, count):
+        program = steps(schedule)
+        pairs = required(schedule, program)
+        before = predecessors(program)
+        assert all(first in before[second] for first, second in pairs)
+        for number, step in enumerate(program):
+            for event in step.waits:
+                assert program[event].lane is not step.lane and program[event].records
+                without = predecessors(program, leave_out=(event, number))
+                assert any(first not in without[second] for first, second in pairs), "an event that is implied"
+        waited = {event for step in program for event in step.waits} | {len(program) - 1}
+        assert {number for number, step in enumerate(program) if step.records} == waited
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_operations_keep_their_order_on_each_lane(size):
+    for schedule in schedules(size, 20 * CHUNK + 7):
+        program = steps(schedule)
+        for lane in Lane:
+            order = [op for step in program if step.lane is lane for op in step.ops]
+            assert order == [i for i, node in enumerate(nodes(schedule, per_leg=False)) if node.lane is lane]
+        assert program[0].ops == program[-1].ops == ()
+        assert program[0].lane is program[-1].lane is HOME
+
+
+def kinds(schedule: Schedule, program: tuple[Step, ...]) -> list[str]:
+    return [" ".join(sorted({type(schedule.ops[op]).__name__ for op in step.ops})) for step in program]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_launches_of_two_round(size):
+    """For each chunk one launch for all peers' encodes, one reduce, one for all decodes, and two groups."""
+    chunks = 5
+    count = size * chunks * CHUNK
+    for rank in range(size):
+        schedule = two_round(rank, size, count, FLOAT32, CODEC, in_place=True, chunk_elements=CHUNK)
+        program = steps(schedule)
+        assert kinds(schedule, program[:4]) == ["", "Encode", "Exchange", "Encode"]
+        names = kinds(schedule, program)
+        assert {name: names.count(name) for name in set(names)} == {
+            "": 2, "Encode": chunks, "Exchange": 2 * chunks, "Reduce": chunks, "Decode": chunks,
+        }  # fmt: skip
+        for step, name in zip(program, names, strict=True):
+            assert len(step.ops) == (0 if not name else size - 1 if name in ("Encode", "Decode") else 1)
+
+
+def test_a_launch_per_chunk_of_one_shot():
+    schedule = one_shot(1, 4, 5 * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
+    names = kinds(schedule, steps(schedule))
+    assert {name: names.count(name) for name in set(names)} == {"": 2, "Encode": 5, "Exchange": 5, "Reduce": 5}
+
+
+def numbered(schedule: Schedule, program: tuple[Step, ...], kind: type, buffer: str) -> list[int]:
+    """The steps of a kind that write ``buffer`` (an Exchange: send from it), chunk by chunk."""
+    found = []
+    for number, step in enumerate(program):
+        for op in (schedule.ops[i] for i in step.ops):
+            if not isinstance(op, kind):
+                continue
+            span = op.sends[0].span if isinstance(op, Exchange) else op.wire
+            if span.buffer == buffer and number not in found:
+                found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("make", [two_round, one_shot])
+def test_encoding_runs_ahead_of_the_line(make, size):
+    """No path in the event graph from the exchange of chunk k to the encode of chunk k + 1."""
+    schedule = make(0, size, 12 * size * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
+    program = steps(schedule)
+    before = predecessors(program)
+    first_round = "scatter.send" if make is two_round else "gather.send"
+    encodes = numbered(schedule, program, Encode, first_round)
+    exchanges = numbered(schedule, program, Exchange, first_round)
+    assert len(encodes) == len(exchanges) >= 12
+    for k in range(len(encodes) - 1):
+        assert exchanges[k] not in before[encodes[k + 1]]
+        assert encodes[k + 1] not in before[exchanges[k]]
+    for k in range(len(encodes) - 4):  # but the slot is used again only when its send is done
+        assert exchanges[k] in before[encodes[k + 4]]
+    if make is two_round:  # the second round of a chunk does not hold up the first round of the next
+        second = numbered(schedule, program, Exchange, "gather.send")
+        assert all(second[k] not in before[encodes[k + 1]] for k in range(len(encodes) - 1))
+        assert all(second[k] not in before[exchanges[k + 1]] for k in range(len(encodes) - 1))
+
+
+def test_decodes_of_two_chunks_are_two_launches():
+    """The first chunk to arrive is not kept waiting for the second."""
+    schedule = two_round(0, 3, 3 * 2 * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
+    program = steps(schedule)
+    decodes = [step for step, name in zip(program, kinds(schedule, program), strict=True) if name == "Decode"]
+    assert [len(step.ops) for step in decodes] == [2, 2]
+
+
+def wires(*ops):
+    buffers = {
+        "output": Buffer(256, FLOAT32, Role.OUTPUT),
+        "a": Buffer(4096, None, Role.WORK),
+        "b": Buffer(4096, None, Role.WORK),
+    }
+    return Schedule("test", 0, 2, buffers, ops)
+
+
+WIRE = CODEC.encoded_nbytes(64, FLOAT32)
+
+
+def encode(start, wire, codec=CODEC):
+    return Encode(codec, Span("output", start, start + 64), Span("a", wire, wire + WIRE), start)
+
+
+def test_what_shares_a_launch():
+    alike = wires(encode(0, 0), encode(64, 256))
+    assert [step.ops for step in steps(alike)] == [(), (0, 1), ()]
+    other_codec = wires(encode(0, 0), encode(64, 256, get("minmax8:bucket=64")))
+    assert [step.ops for step in steps(other_codec)] == [(), (0,), (1,), ()]
+    same_slot = wires(encode(0, 0), encode(64, 0))  # the second overwrites the first
+    assert [step.ops for step in steps(same_slot)] == [(), (0,), (1,), ()]
+    decodes = wires(
+        *(Decode(CODEC, Span("a", 0, WIRE), Span("output", 64 * i, 64 * i + 64), accumulate=i > 1) for i in range(4))
+    )
+    assert [step.ops for step in steps(decodes)] == [(), (0, 1), (2, 3), ()]
+    adding_twice = wires(
+        *(Decode(CODEC, Span("a", 256 * i, 256 * i + WIRE), Span("output", 0, 64), accumulate=True) for i in range(2))
+    )
+    assert [step.ops for step in steps(adding_twice)] == [(), (0,), (1,), ()]
+    places = (Span("output", 0, 64), Span("output", 64, 128))
+    reduces = wires(*(Reduce(CODEC, (Span("a", 0, WIRE),), place, 0, None, place) for place in places))
+    assert [step.ops for step in steps(reduces)] == [(), (0, 1), ()]
+
+
+def test_a_rank_that_only_sends_is_done_when_its_send_is():
+    send = Exchange((Leg(1, Span("a", 0, WIRE)),), ())
+    program = steps(wires(encode(0, 0), send))
+    assert [(step.lane, step.waits) for step in program[1:]] == [
+        (Lane.COMPUTE, ()),
+        (Lane.COMM, (1,)),
+        (Lane.COMPUTE, (2,)),
+    ]
+    assert lanes_of(program) == (Lane.COMPUTE, Lane.COMM)
+
+
+def test_a_rank_that_only_receives_waits_for_the_run_before():
+    """Its slot may still be read by what was there before, on the home lane."""
+    receive = Exchange((), (Leg(1, Span("a", 0, WIRE)),))
+    program = steps(wires(receive, Decode(CODEC, Span("a", 0, WIRE), Span("output", 0, 64))))
+    assert [step.waits for step in program] == [(), (0,), (1,), ()]
+    assert program[0].records
+
+
+def test_no_operations():
+    program = steps(wires())
+    assert [(step.ops, step.waits, step.records) for step in program] == [((), (), False), ((), (), True)]
