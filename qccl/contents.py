@@ -206,7 +206,7 @@ class _Place:
             position = cell.stop
         if position < span.stop:
             stop = next((cell.start for cell in cells if cell.start > position), span.stop)
-            self.fail(f"reads {_text(span)}, but {span.buffer}[{position}:{stop}] was never written")
+            self.fail(f"reads {span}, but {span.buffer}[{position}:{stop}] was never written")
         return runs
 
     def write(self, span: Span, runs: Sequence[_Cell]) -> None:
@@ -218,7 +218,7 @@ class _Place:
             for old in cells.put(_Cell(position, stop, run.what, run.offset, self.op_index, wire)):
                 if old.unread:
                     self.fail(
-                        f"writes {_text(span)} too early: nothing has yet read {old.what} in "
+                        f"writes {span} too early: nothing has yet read {old.what} in "
                         f"{span.buffer}[{old.start}:{old.stop}], written by op {old.writer}"
                     )
             position = stop
@@ -226,7 +226,7 @@ class _Place:
     def put(self, span: Span, term: _Term) -> None:
         """Write values into a span."""
         if len(span) != term.count:
-            self.fail(f"writes {term.count} elements to {_text(span)}")
+            self.fail(f"writes {term.count} elements to {span}")
         self.write(span, [_Cell(0, term.count, term.value, term.first)])
 
     def values(self, span: Span) -> _Term:
@@ -238,11 +238,9 @@ class _Place:
         for run in runs:
             here = first + run.start - span.start
             if not isinstance(run.what, Value) or not isinstance(what, Value):
-                self.fail(f"reads {run.what} in {_text(span)} as values")
+                self.fail(f"reads {run.what} in {span} as values")
             if (run.offset, run.what.ranks, run.what.op, run.what.scale) != (here, what.ranks, what.op, what.scale):
-                self.fail(
-                    f"reads {_text(span)}, which holds element {here - 1} of {what}, then {run.offset} of {run.what}"
-                )
+                self.fail(f"reads {span}, which holds element {here - 1} of {what}, then {run.offset} of {run.what}")
         assert isinstance(what, Value)
         key = ("joined", *((run.what, run.stop - run.start) for run in runs))
         return _Term(self.world.value(key, what.ranks, what.op, what.scale), first, len(span))
@@ -253,11 +251,11 @@ class _Place:
         what = runs[0].what
         if len(runs) > 1 or runs[0].offset != 0 or not isinstance(what, Wire) or what.nbytes != len(span):
             found = ", ".join(f"bytes {r.offset}..{r.offset + r.stop - r.start} of {r.what}" for r in runs)
-            self.fail(f"decodes {_text(span)}, which is not one whole code: it holds {found}")
+            self.fail(f"decodes {span}, which is not one whole code: it holds {found}")
         if what.codec is not codec and what.codec != codec:
-            self.fail(f"decodes {_text(span)} with {codec!r}, but {what.codec!r} made it")
+            self.fail(f"decodes {span} with {codec!r}, but {what.codec!r} made it")
         if dtype is not None and what.dtype != dtype:
-            self.fail(f"decodes {_text(span)} to {dtype}, but it was made from {what.dtype}")
+            self.fail(f"decodes {span} to {dtype}, but it was made from {what.dtype}")
         return _Term(what.value, what.first, what.count)
 
     def combine(self, terms: Sequence[_Term], op: str, scale: float) -> _Term:
@@ -366,7 +364,7 @@ def _meet(members: Sequence[_Place]) -> None:
 def _spread(place: _Place, dst: Span, parts: Sequence[tuple[int, list[_Cell]]]) -> None:
     """Write parts one behind the other."""
     if sum(length for length, _ in parts) != len(dst):
-        place.fail(f"receives {sum(length for length, _ in parts)} elements into {_text(dst)}")
+        place.fail(f"receives {sum(length for length, _ in parts)} elements into {dst}")
     position = dst.start
     for length, runs in parts:
         place.write(Span(dst.buffer, position, position + length), runs)
@@ -389,7 +387,3 @@ def _named(mask: int) -> str:
     ranks = [rank for rank in range(mask.bit_length()) if mask >> rank & 1]
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
-def _text(span: Span) -> str:
-    return f"{span.buffer}[{span.start}:{span.stop}]"

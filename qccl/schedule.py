@@ -101,6 +101,9 @@ class Span:
     def __len__(self) -> int:
         return self.stop - self.start
 
+    def __str__(self) -> str:
+        return f"{self.buffer}[{self.start}:{self.stop}]"
+
 
 @dataclass(frozen=True, slots=True)
 class Encode:

@@ -2,9 +2,10 @@
 
 It looks at all ranks' schedules at once, in time that grows linearly with the operations:
 
-1. Each operation by itself: spans lie inside buffers of the right kind and fit the codec's sizes; the caller's input is
-   not written; what runs at the same time inside one operation (the legs of an Exchange; the sources and the wire of a
-   Reduce) does not overlap. That the derived dependencies cannot see: they lie between operations.
+1. Each operation by itself: its spans are not empty, lie inside buffers of the right kind and fit the codec's sizes;
+   the caller's input is not written; what runs at the same time inside one operation (the legs of an Exchange; the
+   sources and the wire of a Reduce) does not overlap. This the derived dependencies cannot see: they lie between
+   operations.
 2. The i-th send to a peer meets the i-th receive there, of the same size; Natives meet on all their ranks.
 3. Progress. Every event of the event graph (``qccl.progress``) can happen, under MPI's rules and under NCCL's, with
    sends that complete only when received.
@@ -143,7 +144,7 @@ class _Checker:
             for span in writes(op):
                 self._inside(span)
                 if self._schedule.buffers[span.buffer].role is Role.INPUT:
-                    self._fail(f"writes {_text(span)}, the caller's input")
+                    self._fail(f"writes {span}, the caller's input")
             self._check_kind(op)
 
     def _check_kind(self, op: Op) -> None:
@@ -168,7 +169,9 @@ class _Checker:
         if buffer is None:
             self._fail(f"names a buffer {span.buffer!r} that the schedule does not have")
         if not 0 <= span.start <= span.stop <= buffer.size:
-            self._fail(f"reaches outside its buffer: {_text(span)} of {buffer.size}")
+            self._fail(f"reaches outside its buffer: {span} of {buffer.size}")
+        if span.start == span.stop:
+            self._fail(f"names an empty span, {span}; what has nothing to do is left out")
 
     def _dtype(self, span: Span) -> DType | None:
         return self._schedule.buffers[span.buffer].dtype
@@ -177,15 +180,13 @@ class _Checker:
         """Check one pair of values and their code."""
         dtype = self._dtype(values)
         if dtype is None or self._dtype(wire) is not None:
-            self._fail(
-                f"codes {_text(values)} as {_text(wire)}; values lie in buffers with a dtype, codes in those of bytes"
-            )
+            self._fail(f"codes {values} as {wire}; values lie in buffers with a dtype, codes in those of bytes")
         key = (id(op.codec), len(values), dtype)
         if key not in self._nbytes:
             self._nbytes[key] = op.codec.encoded_nbytes(len(values), dtype)
         if len(wire) != self._nbytes[key]:
             self._fail(
-                f"{_text(wire)} is {len(wire)} bytes, but {len(values)} elements of {dtype} ({_text(values)}) are "
+                f"{wire} is {len(wire)} bytes, but {len(values)} elements of {dtype} ({values}) are "
                 f"{self._nbytes[key]} bytes in {op.codec!r}"
             )
 
@@ -203,7 +204,7 @@ class _Checker:
             self._aligned(op)
             for src in op.srcs:
                 if _overlap(src, op.wire):
-                    self._fail(f"writes {_text(op.wire)} while it still reads {_text(src)}")
+                    self._fail(f"writes {op.wire} while it still reads {src}")
         if not (op.srcs or op.own) or not 0 <= op.own_index <= len(op.srcs):
             self._fail(f"has {len(op.srcs)} codes, own {op.own} and own_index {op.own_index}")
         if op.own is not None and op.out is not None:
@@ -212,16 +213,16 @@ class _Checker:
     def _alike(self, src: Span, dst: Span) -> None:
         """Check that two spans of values are the same memory or disjoint, of the same length and type."""
         if len(src) != len(dst) or self._dtype(src) != self._dtype(dst):
-            self._fail(f"reads {_text(src)} and writes {_text(dst)}, of another length or type")
+            self._fail(f"reads {src} and writes {dst}, of another length or type")
         if src != dst and _overlap(src, dst):
-            self._fail(f"reads {_text(src)} and writes {_text(dst)}, which overlap in part")
+            self._fail(f"reads {src} and writes {dst}, which overlap in part")
 
     def _exchange(self, op: Exchange) -> None:
         for leg in (*op.sends, *op.recvs):
             if not 0 <= leg.peer < self._schedule.size or leg.peer == self._schedule.rank:
                 self._fail(f"has a leg with rank {leg.peer}; peers are the other ranks below {self._schedule.size}")
             if self._dtype(leg.span) is not None:
-                self._fail(f"transfers {_text(leg.span)}; only buffers of bytes are transferred")
+                self._fail(f"transfers {leg.span}; only buffers of bytes are transferred")
         self._concurrent([leg.span for leg in op.sends], [leg.span for leg in op.recvs])
 
     def _concurrent(self, sent: Sequence[Span], received: Sequence[Span]) -> None:
@@ -256,7 +257,3 @@ class _Checker:
 
 def _overlap(a: Span, b: Span) -> bool:
     return a.buffer == b.buffer and a.start < b.stop and b.start < a.stop
-
-
-def _text(span: Span) -> str:
-    return f"{span.buffer}[{span.start}:{span.stop}]"

@@ -410,6 +410,7 @@ def test_inside_one_operation() -> None:
     [
         (on_reduce(0, out=lambda op: Span("input", op.out.start, op.out.stop)), "writes input.*, the caller's input"),
         (on_reduce(0, out=lambda op: Span("nowhere", 0, 8)), "names a buffer 'nowhere'"),
+        (on_reduce(0, out=lambda op: Span("output", 8, 8)), r"names an empty span, output\[8:8\]"),
         (on_reduce(0, own_index=lambda op: 3), "own_index 3"),
         (on_reduce(0, out=lambda op: None, own=lambda op: None), "neither own nor out"),
         (on_reduce(0, index=lambda op: 3), "encodes from element 3 on, inside a bucket"),

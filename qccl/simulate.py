@@ -1,0 +1,199 @@
+"""The simulator: how long schedules take on given links and processors, with no engine and no data.
+
+It is the event graph of ``qccl.progress`` with durations. Each rank has one processor, a link that sends one transfer
+at a time and, at the same time, receives one; among what is ready, the processor takes the first in the program and a
+link what has waited longest. It answers what a chunk size, a window or an order of stages does to overlap; it is no
+model of TCP.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heappop, heappush
+
+from qccl.progress import Ensemble, Event, Gate, Meeting, Rules, Step, Transfer
+from qccl.schedule import Decode, Encode, Exchange, Native, Op, Reduce, Schedule, Span, VerificationError
+from qccl.trace import TraceEvent
+
+__all__ = ["Costs", "Timeline", "simulate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Rates and times of the machine.
+
+    Attributes:
+        link_rate: bytes per second that a rank can send and, at the same time, receive.
+        latency: seconds from the last byte's departure to its arrival.
+        encode_rate, decode_rate: bytes of values that a rank encodes or decodes per second.
+        overhead: seconds that starting a compute operation takes.
+    """
+
+    link_rate: float = 125e6
+    latency: float = 30e-6
+    encode_rate: float = 8e9
+    decode_rate: float = 8e9
+    overhead: float = 1e-6
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """What ran when, and when the last rank ended (seconds)."""
+
+    events: tuple[TraceEvent, ...]
+    total: float
+
+    def on(self, rank: int, lane: str) -> Iterator[TraceEvent]:
+        """The events of one lane of one rank, by start."""
+        return iter(sorted((e for e in self.events if (e.rank, e.lane) == (rank, lane)), key=lambda e: e.start))
+
+
+def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules: Rules = "mpi") -> Timeline:
+    """Run the schedules of all ranks in simulated time; ``rules`` are the host engine's or those of CUDA's lanes.
+
+    Schedules that do not match, or deadlock, raise VerificationError.
+    """
+    run = _Run(schedules, costs or Costs(), rules)
+    total = run.to_end()
+    return Timeline(tuple(run.trace), total)
+
+
+class _Run:
+    """The state of a simulation: what is ready, what is busy, and what ends when."""
+
+    def __init__(self, schedules: Sequence[Schedule], costs: Costs, rules: Rules) -> None:
+        self._schedules, self._costs = schedules, costs
+        self._graph = Ensemble(schedules).graph(rules)
+        self._waits = self._graph.waits.copy()
+        self._now = 0.0
+        self._agenda: list[tuple[float, int, bool]] = []  # (time, event, done? or only its resources free)
+        ranks = range(len(schedules))
+        self._steps: list[list[tuple[int, int]]] = [[] for _ in ranks]  # ready: (op number, event)
+        self._queues: list[dict[int, Transfer]] = [{} for _ in ranks]  # ready, by source
+        self._processor_busy, self._sending, self._receiving = ([False for _ in ranks] for _ in range(3))
+        self.trace: list[TraceEvent] = []
+
+    def to_end(self) -> float:
+        """Run until nothing is left to happen; returns the time."""
+        for event, count in enumerate(self._waits):
+            if count == 0:
+                self._ready(event)
+        self._start_idle()
+        while self._agenda:
+            self._now, number, is_done = heappop(self._agenda)
+            if is_done:
+                self._done(number)
+            else:
+                self._release(self._graph.events[number])
+            self._start_idle()
+        if stuck := sum(count > 0 for count in self._waits):
+            raise VerificationError(0, None, f"{stuck} events of all ranks never happen; verify() says why")
+        return self._now
+
+    def _ready(self, number: int) -> None:
+        """Queue an event that waits for nothing any more; what takes no time happens at once."""
+        event = self._graph.events[number]
+        match event:
+            case Step():
+                heappush(self._steps[event.rank], (event.op_index, number))
+            case Transfer():
+                self._queues[event.source][number] = event
+            case Gate():
+                self._done(number)
+            case Meeting():
+                self._begin(number, self._meeting_seconds(event), self._costs.latency)
+
+    def _done(self, number: int) -> None:
+        for later in self._graph.after[number]:
+            self._waits[later] -= 1
+            if self._waits[later] == 0:
+                self._ready(later)
+
+    def _start_idle(self) -> None:
+        """Give every idle processor and link something that is ready."""
+        for rank in range(len(self._schedules)):
+            if self._steps[rank] and not self._processor_busy[rank]:
+                _, number = heappop(self._steps[rank])
+                self._processor_busy[rank] = True
+                self._begin(number, self._step_seconds(number), 0.0)
+            if self._queues[rank] and not self._sending[rank]:
+                self._send_next(rank)
+
+    def _send_next(self, source: int) -> None:
+        for number, transfer in self._queues[source].items():
+            if not self._receiving[transfer.target]:
+                del self._queues[source][number]
+                self._sending[source] = self._receiving[transfer.target] = True
+                self._begin(number, len(transfer.sent) / self._costs.link_rate, self._costs.latency)
+                return
+
+    def _release(self, event: Event) -> None:
+        if isinstance(event, Step):
+            self._processor_busy[event.rank] = False
+        elif isinstance(event, Transfer):
+            self._sending[event.source] = self._receiving[event.target] = False
+
+    def _begin(self, number: int, seconds: float, latency: float) -> None:
+        """Note when an event's resources are free again, when it is done, and what the trace shows of it."""
+        stop = self._now + seconds
+        heappush(self._agenda, (stop, number, False))
+        heappush(self._agenda, (stop + latency, number, True))
+        for rank, lane, name in self._names(self._graph.events[number]):
+            end = stop if lane == "send" else stop + latency
+            self.trace.append(TraceEvent(rank, lane, name, self._now, end))
+
+    def _names(self, event: Event) -> Iterator[tuple[int, str, str]]:
+        match event:
+            case Step():
+                yield event.rank, "compute", _named(self._schedules[event.rank].ops[event.op_index])
+            case Transfer():
+                yield event.source, "send", f"to {event.target}: {event.sent}"
+                yield event.target, "recv", f"from {event.source}: {event.received}"
+            case Meeting():
+                for rank, i in event.op_index.items():
+                    yield rank, "comm", _named(self._schedules[rank].ops[i])
+
+    def _step_seconds(self, number: int) -> float:
+        event = self._graph.events[number]
+        assert isinstance(event, Step)
+        schedule, costs = self._schedules[event.rank], self._costs
+        op = schedule.ops[event.op_index]
+        match op:
+            case Encode():
+                seconds = _nbytes(schedule, op.src) / costs.encode_rate
+            case Decode():
+                seconds = _nbytes(schedule, op.dst) / costs.decode_rate
+            case Reduce():
+                values = _nbytes(schedule, op.out or op.own)
+                seconds = values * (len(op.srcs) + (op.own is not None)) / costs.decode_rate
+                seconds += values / costs.encode_rate if op.wire is not None else 0.0
+            case _:
+                seconds = 0.0
+        return costs.overhead + seconds
+
+    def _meeting_seconds(self, event: Meeting) -> float:
+        """The bytes of the largest span over the link; an all-reduce moves them twice."""
+        ops = [(self._schedules[rank], self._schedules[rank].ops[i]) for rank, i in event.op_index.items()]
+        spans = [(s, span) for s, op in ops if isinstance(op, Native) for span in (op.src, op.dst)]
+        kinds = {op.kind for _, op in ops if isinstance(op, Native)}
+        return max(_nbytes(*each) for each in spans) * (2 if "allreduce" in kinds else 1) / self._costs.link_rate
+
+
+def _nbytes(schedule: Schedule, span: Span | None) -> int:
+    return 0 if span is None else len(span) * schedule.buffers[span.buffer].itemsize
+
+
+def _named(op: Op) -> str:
+    match op:
+        case Encode():
+            return f"encode {op.src}"
+        case Decode():
+            return f"decode {op.dst}"
+        case Reduce():
+            values = op.out or op.own
+            return f"reduce {values}"
+        case Native():
+            return op.kind
+        case Exchange():
+            return "exchange"
