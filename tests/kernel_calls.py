@@ -65,9 +65,7 @@ def encode(codec: MinMax | None, values: np.ndarray, dtype: str, place: Place) -
     src = arena.add(values)
     wire = arena.add(np.zeros(wire_nbytes(codec, values.size, dtype), np.uint8))
     code = dtypes.get(dtype).code
-    _host.Encode(
-        arena.memory(), kernel(codec), code, src, wire, values.size, place.index, place.round, place.rank
-    )()
+    _host.Encode(arena.memory(), kernel(codec), code, src, wire, values.size, place.index, place.round, place.rank)()
     assert same_bits(arena.take(src, values.dtype), values)
     return arena.take(wire)
 

@@ -198,7 +198,7 @@ def decode_floats(codec: MinMax, wire: np.ndarray, count: int) -> np.ndarray:
 # The three operations, for MinMax and for None, the codec that does not compress
 
 
-def encode(codec: MinMax | None, values: np.ndarray, dtype: str, place: Place = Place()) -> np.ndarray:  # noqa: B008
+def encode(codec: MinMax | None, values: np.ndarray, dtype: str, place: Place = Place()) -> np.ndarray:
     if codec is None:
         return values.view(np.uint8).copy()
     return encode_floats(codec, to_float(values, dtype), place)
@@ -242,7 +242,7 @@ def reduce(
     op: str = "sum",
     scale: float = 1.0,
     encoded: bool,
-    place: Place = Place(),  # noqa: B008
+    place: Place = Place(),
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """(wire, out); ``encoded``: whether there is a wire, whose decoded values ``out`` then holds."""
     terms = [wire_floats(codec, wire, count, dtype) for wire in wires]

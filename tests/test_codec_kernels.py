@@ -100,7 +100,9 @@ def reduce_case(rng: np.random.Generator, codec: MinMax | None, dtype: str) -> N
     wanted_wire, wanted_out = oracle.reduce(
         codec, wires, own, own_index, count, dtype, op=op, scale=scale, encoded=encoded, place=place
     )
-    what = f"{op} * {scale} of {len(wires)} wires, own {own is not None} at {own_index}: {kind}, {codec}, {count} {dtype}"
+    what = (
+        f"{op} * {scale} of {len(wires)} wires, own {own is not None} at {own_index}: {kind}, {codec}, {count} {dtype}"
+    )
     assert_same_bits(wire, wanted_wire, f"wire of {what}")
     assert_same_bits(out, wanted_out if with_out else None, f"out of {what}")
 
@@ -142,7 +144,5 @@ def test_conversion_rounds_to_nearest_even(dtype: str) -> None:
         _, out = kernel_calls.reduce(
             None, [a.view(np.uint8)], b, 1, a.size, dtype, op="sum", scale=scale, encoded=False, place=Place()
         )
-        _, wanted = oracle.reduce(
-            None, [a.view(np.uint8)], b, 1, a.size, dtype, op="sum", scale=scale, encoded=False
-        )
+        _, wanted = oracle.reduce(None, [a.view(np.uint8)], b, 1, a.size, dtype, op="sum", scale=scale, encoded=False)
         assert_same_bits(out, wanted, f"{dtype} times {scale}")

@@ -55,10 +55,23 @@ struct View {
   }
 };
 
+// Whether an object that speaks the buffer protocol refuses to be written. JAX's arrays do, but export DLPack capsules
+// of the old kind, which cannot say so.
+bool refuses_writing(nb::handle object) {
+  if (!PyObject_CheckBuffer(object.ptr())) return false;
+  Py_buffer buffer;
+  if (PyObject_GetBuffer(object.ptr(), &buffer, PyBUF_WRITABLE | PyBUF_STRIDES) == 0) {
+    PyBuffer_Release(&buffer);
+    return false;
+  }
+  PyErr_Clear();
+  return true;
+}
+
 View describe(nb::handle object) {
   ReadOnly array;
   Writable writable;
-  if (nb::try_cast(object, writable, false)) return {ReadOnly(writable), false};
+  if (nb::try_cast(object, writable, false)) return {ReadOnly(writable), refuses_writing(object)};
   if (nb::try_cast(object, array, false)) return {array, true};
   const nb::object type = nb::getattr(object.type(), "__name__");
   throw nb::type_error(("a " + nb::cast<std::string>(type) +
@@ -78,7 +91,7 @@ void bind_describe(nb::module_& m) {
       .def_prop_ro("device_type", &View::device_type, "DLPack's number: 1 is host memory, 2 is CUDA.")
       .def_prop_ro("device_id", &View::device_id)
       .def_ro("readonly", &View::readonly);
-  m.def("describe", &describe, "array"_a,
+  m.def("describe", &describe, "array"_a.none(),
         "The memory of anything with ``__dlpack__`` or the buffer protocol, without a copy.\n\n"
         "Raises TypeError where the object gives no access to it.");
 }

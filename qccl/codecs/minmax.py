@@ -85,11 +85,11 @@ class MinMax(Codec):
         """Half a step (nearest) or one step (stochastic), plus what the roundings of the arithmetic can add.
 
         With ``u = 2**-24``, ``w = high - low`` and ``L = 2**bits - 1``: the position ``L (x - low) / w`` is computed in
-        five roundings and so is off by at most ``5 u L``, that is ``5 u w`` in value (one more for the bucket whose
-        step's inverse is subnormal). The value ``end + steps * w / L`` has at most half of the steps with three
-        roundings, ``1.5 u w``, and the last addition rounds a number no larger than the greater end. Together
-        ``8 u w + u max|end|``, with the second-order terms in the rounding up. Scaling by powers of two is exact but
-        for subnormals, which cost ``2**-148``. A constant bucket is exact.
+        four roundings, of which the inverse of the step counts double where it is subnormal, and so is off by at most
+        ``5 u L``, that is ``5 u w`` in value. The value ``end + steps * w / L`` has at most half of the steps, with
+        three roundings: ``1.5 u w``. With second-order terms both are below ``7 u w``. The last addition rounds a
+        number no larger than the greater end: half of that one's last place. Scaling by powers of two is exact but for
+        subnormals, which cost ``2**-148``. A constant bucket is exact.
         """
         import numpy as np
 
@@ -101,7 +101,8 @@ class MinMax(Codec):
         low, high = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
         width = high - low
         step = width / (2**self.bits - 1) * (0.5 if self.rounding == "nearest" else 1.0)
-        slack = 2.0**-24 * (8 * width + np.maximum(abs(low), abs(high))) + 2.0**-148
+        greater = np.maximum(abs(low), abs(high)).astype(np.float32)
+        slack = 7 * 2.0**-24 * width + np.spacing(greater).astype(np.float64) / 2 + 2.0**-148
         bound = np.where(width > 0, step + slack, 0.0)
         return np.repeat(bound, size)[: flat.size].reshape(np.shape(x))
 

@@ -1,0 +1,151 @@
+"""Specifications of codecs, their sizes, and the public encode and decode."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from qccl import codecs
+from qccl.codecs import MinMax, NoCodec
+from qccl.errors import ArgumentError, CodecError
+
+EVERY = [
+    NoCodec(),
+    *(
+        MinMax(bits, bucket, rounding, seed)
+        for bits, bucket, rounding, seed in itertools.product(
+            (1, 8), (8, 1024, 1 << 24, "shard"), ("nearest", "stochastic"), (0, (1 << 64) - 1)
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("spec", "codec"),
+    [
+        ("none", NoCodec()),
+        ("minmax", MinMax()),
+        ("minmax8", MinMax(8, 1024, "nearest", 0)),
+        (" minmax4:bucket=256, rounding=stochastic, seed=7 ", MinMax(4, 256, "stochastic", 7)),
+        ("minmax:bits=3", MinMax(3)),
+        ("minmax2:bucket=shard", MinMax(2, "shard")),
+        ({"compressor": "minmax", "bits": "4", "seed": "7"}, MinMax(4, seed=7)),
+        ({"byteps_compressor": "minmax4", "byteps_bucket": 64}, MinMax(4, 64)),
+        ({"compressor": "none"}, NoCodec()),
+        (MinMax(5), MinMax(5)),
+    ],
+)
+def test_specifications(spec: Any, codec: codecs.Codec) -> None:
+    assert codecs.get(spec) == codec
+
+
+@pytest.mark.parametrize("codec", EVERY, ids=repr)
+def test_spec_and_repr_are_inverses(codec: codecs.Codec) -> None:
+    assert codecs.get(codec.spec()) == codec
+    assert eval(repr(codec), vars(codecs)) == codec
+    assert len({codec, codecs.get(codec.spec())}) == 1
+    as_dict = {"compressor": codec.name} | dataclasses.asdict(codec)  # type: ignore[call-overload]
+    assert codecs.get(as_dict) == codec
+    assert codecs.get({f"byteps_{key}": str(value) for key, value in as_dict.items()}) == codec
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("minmx8", r"there is no codec 'minmx8'; the codecs are minmax, none\. Did you mean 'minmax'\?"),
+        ("", "there is no codec ''"),
+        ("minmax9", "bits=9 is not possible; allowed are the integers 1 to 8"),
+        ("minmax0", "bits=0"),
+        ("minmax8:bukcet=8", r"no key 'bukcet'; its keys: bits, bucket, rounding, seed\. Did you mean 'bucket'\?"),
+        ("minmax8:bucket=0", "bucket=0 is not possible; allowed are multiples of 8"),
+        ("minmax8:bucket=12", "bucket=12"),
+        ("minmax8:bucket=33554432", "bucket=33554432"),
+        ("minmax8:bucket=1e3", r"bucket=1000\.0"),
+        ("minmax8:bucket=column", "bucket='column'"),
+        ("minmax8:rounding=up", "rounding='up' is not known; allowed are nearest, stochastic"),
+        ("minmax8:seed=-1", "seed=-1"),
+        ("minmax8:seed=18446744073709551616", "seed="),
+        ("minmax8:bits=4", "gives 'bits' twice"),
+        ("minmax8:seed=1,seed=2", "gives 'seed' twice"),
+        ("minmax8:bucket", "'bucket' is not key=value"),
+        ("minmax8:", "is not key=value"),
+        ("none8", "none has no bits"),
+        ("none:bits=8", "none has no key 'bits'; its keys: none"),
+        ("minmax8+ef", "no decorator 'ef'"),
+        ({"bits": 8}, "lacks the key 'compressor'"),
+        ({"compressor": "minmax", "bits": True}, "bits=True"),
+        ({"bits": 8, "byteps_bits": 8, "compressor": "minmax"}, "gives 'bits' twice"),
+        (8, "a codec is a string, a dict or a Codec, not int"),
+    ],
+)
+def test_wrong_specifications(spec: Any, message: str) -> None:
+    with pytest.raises(CodecError, match=message):
+        codecs.get(spec)
+
+
+def test_parameters_are_checked_by_the_class_itself() -> None:
+    for wrong in ({"bits": 0}, {"bits": 2.0}, {"bucket": 4}, {"bucket": True}, {"rounding": "down"}, {"seed": "7"}):
+        with pytest.raises(CodecError):
+            MinMax(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("codec", "count", "nbytes"),
+    [
+        (MinMax(8, 1024), 0, 0),
+        (MinMax(8, 1024), 1, 4 + 8),
+        (MinMax(8, 1024), 1025, 1028 + 16),
+        (MinMax(4, 256), 256, 128 + 8),
+        (MinMax(3, 8), 9, 4 + 16),
+        (MinMax(1, "shard"), 1_000_003, 125_004 + 8),
+        (NoCodec(), 5, 20),
+    ],
+)
+def test_encoded_nbytes(codec: codecs.Codec, count: int, nbytes: int) -> None:
+    assert codec.encoded_nbytes(count, "float32") == nbytes
+
+
+def test_granule_and_splittable() -> None:
+    assert (MinMax(8, 256).granule, MinMax(8, 256).splittable) == (256, True)
+    assert (MinMax(8, "shard").granule, MinMax(8, "shard").splittable) == (1024, False)
+    assert (NoCodec().granule, NoCodec().splittable) == (1024, True)
+
+
+def test_encode_takes_any_shape_and_the_three_types() -> None:
+    x = (np.arange(24, dtype=np.float32) % 2 * 3).reshape(4, 6)  # ends of the range, which are exact
+    codec = MinMax(8, 8)
+    assert (codec.encode(x) == codec.encode(x.reshape(-1))).all()
+    assert (codec.encode(x[:, ::2]) == codec.encode(np.ascontiguousarray(x[:, ::2]))).all()
+    bf16 = x.astype(ml_dtypes.bfloat16)
+    wire = codec.encode(bf16)
+    assert (codec.encode(bf16.view(np.uint16), dtype="bfloat16") == wire).all()
+    decoded = codec.decode(wire, 24, "bfloat16")
+    assert decoded.dtype == np.uint16
+    assert (decoded.view(ml_dtypes.bfloat16) == bf16.reshape(-1)).all()
+    half = codec.decode(codec.encode(x.astype(np.float16)), 24, "float16")
+    assert half.dtype == np.float16 and (half == x.reshape(-1)).all()
+    assert codec.encode(np.empty(0, np.float32)).size == 0 == codec.decode(np.empty(0, np.uint8), 0, "float32").size
+
+
+def test_encode_and_decode_refuse_what_does_not_fit() -> None:
+    codec = MinMax(8, 8)
+    with pytest.raises(ArgumentError, match="float64"):
+        codec.encode(np.zeros(4))
+    with pytest.raises(ArgumentError, match="an array of int32 cannot be taken as float32"):
+        codec.encode(np.zeros(4, np.int32), dtype="float32")
+    with pytest.raises(CodecError, match="the wire of 5 float32 is 16 bytes of uint8, not 12 of uint8"):
+        codec.decode(np.zeros(12, np.uint8), 5, "float32")
+    with pytest.raises(CodecError, match="not 16 of float32"):
+        codec.decode(np.zeros(16, np.float32), 5, "float32")
+
+
+def test_stochastic_calls_differ_by_their_number() -> None:
+    codec = MinMax(4, 64, "stochastic", 7)
+    x = np.random.default_rng(0).standard_normal(640).astype(np.float32)
+    assert (codec.encode(x, call=3) == codec.encode(x, call=3)).all()
+    assert (codec.encode(x, call=3) != codec.encode(x, call=4)).any()
