@@ -1,0 +1,121 @@
+"""The layers of docs/architecture.md: what each part may import. And ``import qccl`` is quick and loads nothing large.
+
+Imports are read from the source, also those inside functions; those for the type checker alone do not count.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "qccl"
+
+#: part -> the other parts it may import; "" is qccl/__init__.py, which finds the public names when they are asked for
+MAY_IMPORT: dict[str, set[str]] = {
+    "errors": set(),
+    "intervals": set(),
+    "trace": set(),
+    "dtypes": {"errors"},
+    "codecs": {"_host", "dtypes", "errors"},
+    "schedule": {"codecs", "dtypes", "errors", "intervals"},
+    "progress": {"schedule"},
+    "contents": {"codecs", "dtypes", "intervals", "progress", "schedule"},
+    "verify": {"contents", "dtypes", "progress", "schedule"},
+    "simulate": {"progress", "schedule", "trace"},
+    "collectives": {"codecs", "dtypes", "errors", "schedule"},
+    "transports": {"dtypes", "errors"},
+    "engines": {"_host", "codecs", "dtypes", "errors", "schedule", "trace", "transports"},
+    "buffers": {"_host", "dtypes", "errors"},
+    "plan": {"buffers", "codecs", "collectives", "dtypes", "errors", "schedule"},
+    "work": {"errors"},
+    "communicator": {"buffers", "codecs", "collectives", "dtypes", "engines", "errors", "plan", "transports", "work"},
+    "launch": {"communicator", "errors", "transports"},
+    "ranks": {"communicator", "errors", "transports"},
+    "": {"codecs", "communicator", "errors", "launch", "plan", "ranks", "work"},
+    "accuracy": {"codecs", "collectives", "dtypes"},
+}
+#: the command may use every part
+MAY_IMPORT["bench"] = {*MAY_IMPORT, "_host"}
+
+#: other packages that files (or all files of a folder) may import
+PACKAGES: dict[str, set[str]] = {
+    "accuracy.py": {"numpy"},
+    "bench": {"click", "numpy"},
+    "bench/info.py": {"click", "mpi4py"},
+    "bench/plot.py": {"matplotlib"},
+    "bench/sweep.py": {"mpi4py", "numpy"},
+    "buffers.py": {"numpy"},
+    "codecs": {"numpy"},
+    "transports/loopback.py": {"numpy"},
+    "transports/mpi.py": {"mpi4py"},
+}
+
+SOURCES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """The full names of all imported modules, or of what is imported from them."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        else:
+            yield from imports(node)
+
+
+def imported_by(source: Path) -> set[str]:
+    return set(imports(ast.parse((PACKAGE / source).read_text(encoding="utf-8"))))
+
+
+def part_of(source: Path) -> str:
+    name = source.parts[0].removesuffix(".py")
+    return "" if name == "__init__" else name
+
+
+def part_named(module: str) -> str:
+    """The part that ``qccl.x.y`` belongs to; a name of the public interface belongs to the package itself."""
+    name = module.split(".")[1] if "." in module else ""
+    return name if name in MAY_IMPORT or name == "_host" else ""
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_imports_go_down(source: Path) -> None:
+    part = part_of(source)
+    assert part in MAY_IMPORT, (
+        f"qccl/{source} is a new part: say in MAY_IMPORT and docs/architecture.md what it may use"
+    )
+    used = {part_named(name) for name in imported_by(source) if name.split(".")[0] == "qccl"} - {part}
+    assert used <= MAY_IMPORT[part], f"qccl/{source} imports {sorted(used - MAY_IMPORT[part])}, which is not below it"
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=str)
+def test_packages(source: Path) -> None:
+    used = {name.split(".")[0] for name in imported_by(source)} - sys.stdlib_module_names - {"qccl"}
+    allowed = PACKAGES.get(source.as_posix(), set()) | PACKAGES.get(source.parts[0], set())
+    assert used <= allowed, f"qccl/{source} imports {sorted(used - allowed)}; PACKAGES says who may"
+
+
+def test_parts_have_an_order() -> None:
+    assert "bench" in tuple(TopologicalSorter(MAY_IMPORT).static_order())
+
+
+@pytest.mark.parametrize("module", ["qccl", "qccl.schedule", "qccl.collectives", "qccl.verify", "qccl.simulate"])
+def test_import_loads_nothing_large(module: str) -> None:
+    """Only the standard library, and no engine or transport."""
+    program = f"import sys; before = set(sys.modules); import {module}; print(*set(sys.modules) - before)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=PACKAGE.parent, capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = set(found.stdout.split())
+    assert {name.split(".")[0] for name in loaded} - sys.stdlib_module_names <= {"qccl"}
+    assert not {name for name in loaded if name.startswith(("qccl.engines", "qccl.transports", "qccl._host"))}
