@@ -5,8 +5,10 @@ transport's buffers, and the dependencies as counts and lists of successors. An 
 dependencies each node still has, and a heap of the compute operations that are ready, in program order.
 
 Dependencies hold per leg, not per Exchange: a leg whose data is ready does not wait for its neighbours. One more node,
-the gate, completes when all ranks have agreed on the call; whatever uses received data or writes the caller's output
-depends on it.
+the gate, completes when all ranks have agreed on the call. Whatever writes the caller's output or follows a transfer
+depends on it: nothing received is used before, and a rank that has not made the call yet gets no more than one window
+of messages (an MPI library that buffers small messages would take them until it has no memory left for the news that
+this rank gave up).
 """
 
 from __future__ import annotations
@@ -188,9 +190,9 @@ class Program:
         for i, (node, needed) in enumerate(zip(self.nodes, dependencies(self.nodes), strict=True)):
             for j in needed:
                 successors[j].append(i)
-            uses_received = any(self.legs[j] is not None and not self.nodes[j].is_send for j in needed)
+            follows_leg = any(self.legs[j] is not None for j in needed)
             writes_output = any(schedule.buffers[span.buffer].role is Role.OUTPUT for span in node.writes())
-            gated = not alone and (uses_received or writes_output)
+            gated = not alone and (follows_leg or writes_output)
             if gated:
                 successors[self.gate].append(i)
             counts.append(len(needed) + gated)

@@ -1,0 +1,93 @@
+"""All-reduce over MPI, below and through the communicator. Run by tests/test_mpi.py on 1 to 4 ranks in step."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from cases import NUMPY
+from mpi4py import MPI
+from threads import Caller, near_sum, outcomes, ramp
+
+import qccl
+from qccl.errors import MismatchError
+from qccl.transports.mpi import MpiTransport
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+@pytest.fixture
+def caller():
+    made = Caller(MpiTransport.world(20))
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("count", [0, 1, 63, 65, 10_007, 300_000])
+def test_the_same_bytes_as_on_loopback(caller, count):
+    def on_loopback(t):
+        other = Caller(t)
+        y = other.allreduce(ramp(t.rank, count))
+        other.close()
+        return y
+
+    y = caller.allreduce(ramp(RANK, count))
+    assert near_sum(y, SIZE)
+    assert y.tobytes() == outcomes(SIZE, on_loopback)[RANK].tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    "codec", ["minmax8", "minmax3:bucket=64,rounding=stochastic,seed=3", "minmax5:bucket=shard", "none"]
+)
+@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
+def test_the_same_bytes_through_the_communicator(dtype, codec, algorithm):
+    def reduce(comm):
+        y = None
+        for count in (1, 65, 40_003):
+            x = np.random.default_rng(comm.rank).standard_normal(count).astype(NUMPY[dtype])
+            y = comm.quantized_allreduce(x, codec=codec, algorithm=algorithm, chunk=4096)
+        return y.tobytes()
+
+    with qccl.init(timeout=20) as comm:
+        assert (comm.rank, comm.size) == (RANK, SIZE)
+        mine = reduce(comm)
+    assert mine == qccl.run_ranks(SIZE, reduce)[RANK]
+
+
+def test_runs_end_whichever_the_ranks_wait_for(caller):
+    xs = [ramp(RANK, 2000 + i) for i in range(20)]
+    ys = [np.empty_like(x) for x in xs]
+    runs = [caller.start(caller.program(len(x)), x, y) for x, y in zip(xs, ys, strict=True)]
+    for execution in runs if RANK % 2 else reversed(runs):
+        execution.run()
+    assert all(near_sum(y, SIZE) for y in ys)
+
+
+@pytest.mark.parametrize("counts", [(100, 105), (100, 3_000_000), (1 << 20, (1 << 20) + 70_000), (0, 1)])
+def test_ranks_that_disagree(counts):
+    caller = Caller(MpiTransport.world(20))
+    x = ramp(RANK, counts[RANK == SIZE - 1])
+    y = np.full_like(x, 7)
+    start = time.monotonic()
+    if SIZE == 1:
+        caller.start(caller.program(len(x)), x, y).run()
+        caller.close()
+        return
+    with pytest.raises(MismatchError, match="called allreduce") as info:
+        caller.start(caller.program(len(x)), x, y).run()
+    assert time.monotonic() - start < 5
+    assert f"count={counts[0]}," in str(info.value) and f"count={counts[1]}," in str(info.value)
+    assert (y == 7).all()
+    caller.close()
+
+
+def test_groups_of_a_split_work_at_the_same_time():
+    with qccl.init(timeout=20) as comm, comm.split(comm.rank % 2) as part:
+        x = np.ones(5000, np.float32)
+        part.quantized_allreduce(x)
+        assert (x == part.size).all()
+        comm.quantized_allreduce(x)
+        sizes = [len(range(r % 2, comm.size, 2)) for r in range(comm.size)]
+        assert np.abs(x - sum(sizes)).max() < 1e-3

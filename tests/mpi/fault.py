@@ -1,0 +1,62 @@
+"""A job of 3 ranks in which rank 1 fails, in the way that argv[1] names, while the others wait in an all-reduce."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+
+import qccl
+from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports import mpi
+
+TIMEOUT = 2.0
+mpi._FINALIZE_SECONDS = 2
+
+
+def reduce(comm: qccl.Communicator, count: int) -> None:
+    comm.quantized_allreduce(np.ones(count, np.float32), chunk=4096)
+
+
+def fail(comm: qccl.Communicator, how: str) -> None:
+    match how:
+        case "raise":
+            raise ZeroDivisionError("on purpose")
+        case "exit":
+            sys.exit(0)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "stop in the middle":
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+            while True:
+                reduce(comm, 1 << 20)
+        case "late":
+            time.sleep(TIMEOUT + 1)
+            reduce(comm, 1 << 20)
+        case "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main() -> None:
+    how = sys.argv[1]
+    comm = qccl.init(timeout=TIMEOUT)
+    reduce(comm, 1000)
+    if comm.rank == 1 and how != "late":
+        fail(comm, how)
+    start = time.monotonic()
+    try:
+        if comm.rank == 1:
+            fail(comm, how)
+        while True:
+            reduce(comm, 1 << 20)
+    except (CollectiveTimeout, PeerLost) as error:
+        seconds = time.monotonic() - start
+        sys.stdout.write(f"rank {comm.rank} raised {type(error).__name__} after {seconds:.2f} s: {error}\n")
+        sys.stdout.flush()
+
+
+main()

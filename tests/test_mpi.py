@@ -1,0 +1,51 @@
+"""Everything that needs MPI ranks: each start of mpiexec runs many checks (tests/mpi), and has a deadline."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from mpi_start import start
+
+pytestmark = pytest.mark.mpi
+
+PYTEST = ("-m", "pytest", "tests/mpi", "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider", "--tb=short")
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 4])
+def test_checks_on(n):
+    ended = start(n, *PYTEST, limit=100)
+    assert ended.status == 0, f"on {n} ranks:\n{ended.output}"
+    passed = re.findall(r"(\d+) passed", ended.output)
+    assert len(passed) == n and len(set(passed)) == 1, ended.output
+
+
+def raised(output):
+    """rank -> (error, seconds)"""
+    lines = re.findall(r"rank (\d) raised (\w+) after ([\d.]+) s", output)
+    return {int(rank): (error, float(seconds)) for rank, error, seconds in lines}
+
+
+@pytest.mark.parametrize(("how", "within"), [("raise", 1.5), ("exit", 1.5), ("stop", 4), ("stop in the middle", 5)])
+def test_a_rank_that_fails(how, within):
+    """The others raise, and the job ends: also when the failed rank never answers again."""
+    ended = start(3, "tests/mpi/fault.py", how, limit=40)
+    found = raised(ended.output)
+    assert sorted(found) == [0, 2], ended.output
+    assert all(error in ("PeerLost", "CollectiveTimeout") and s < within for error, s in found.values()), ended.output
+    assert (ended.status == 0) == (how == "exit"), ended.output
+    assert ("ZeroDivisionError: on purpose" in ended.output) == (how == "raise")
+
+
+def test_a_rank_that_is_late():
+    """It hears what the others had to say, and all end by themselves."""
+    ended = start(3, "tests/mpi/fault.py", "late", limit=40)
+    found = raised(ended.output)
+    assert sorted(found) == [0, 1, 2] and ended.status == 0, ended.output
+    assert found[1][0] == "PeerLost"
+
+
+def test_a_rank_that_dies_ends_the_job():
+    """What MPICH does with it (Open MPI, too, unless asked to survive)."""
+    ended = start(3, "tests/mpi/fault.py", "die", limit=40)
+    assert ended.status != 0 and ended.seconds < 20, ended.output
