@@ -21,7 +21,7 @@ def test_checks_on(n):
 
 
 def raised(output):
-    """rank -> (error, seconds)"""
+    """By rank: the error and the seconds it took."""
     lines = re.findall(r"rank (\d) raised (\w+) after ([\d.]+) s", output)
     return {int(rank): (error, float(seconds)) for rank, error, seconds in lines}
 

@@ -132,7 +132,7 @@ def test_refusals(transport):
 
 
 def test_mpi_errors_keep_message_and_code(transport):
-    with pytest.raises(EngineError, match="MPI: .*rank") as info:
+    with pytest.raises(EngineError, match=r"MPI: .*rank") as info:
         transport.send(transport.size, 1, buffer_of(transport, np.zeros(1, np.uint8)), 0)
     assert MPI.Get_error_class(info.value.code) == MPI.ERR_RANK
     assert isinstance(info.value.__cause__, MPI.Exception)
