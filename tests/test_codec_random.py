@@ -112,3 +112,12 @@ def test_a_shifted_start_draws_the_same_numbers() -> None:
     whole = kernel_calls.decode(codec, kernel_calls.encode(codec, x, "float32", Place()), 640, "float32")
     part = kernel_calls.encode(codec, x[192:448], "float32", Place(index=192))
     assert (kernel_calls.decode(codec, part, 256, "float32") == whole[192:448]).all()
+
+
+def test_a_value_that_is_a_code_never_rounds_up() -> None:
+    """Not even where the random number is zero, as it is for this element."""
+    place = Place(index=1631927)
+    assert oracle.random_words(1, 0, place)[0] >> 8 == 0
+    x = np.array([1, 0, 3], np.float32)
+    wire = kernel_calls.encode(MinMax(2, 8, stochastic=True), x, "float32", place)
+    assert (kernel_calls.decode(MinMax(2, 8), wire, 3, "float32") == x).all()
