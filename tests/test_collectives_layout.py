@@ -7,9 +7,9 @@ import pytest
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.layout import (
     ALIGNMENT,
+    Coded,
     Layout,
     Slots,
-    WireSizes,
     check_place,
     cut,
     exchange,
@@ -77,12 +77,12 @@ def test_slots_do_not_overlap() -> None:
 def test_slot_sizes() -> None:
     """Aligned, large enough for every chunk, and no more rows than chunks."""
     layout = cut(1000, 3, NoCodec(), 1024)
-    sizes = WireSizes(layout, NoCodec(), FLOAT32)
-    slots = sizes.slots("ring", 2, 4)
+    coded = Coded(layout, NoCodec(), FLOAT32)
+    slots = coded.slots("ring", 2, 4)
     assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == layout.chunks
     for part in range(3):
         for k in range(layout.chunks):
-            assert sizes.nbytes(part, k) == 4 * len(layout.chunk(part, k)) <= slots.slot_nbytes
+            assert coded.nbytes(part, k) == 4 * len(layout.chunk(part, k)) <= slots.slot_nbytes
 
 
 def test_peers_are_rotated() -> None:

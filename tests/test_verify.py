@@ -82,6 +82,7 @@ def rejected(schedules: list[Schedule], reason: str, **options: object) -> Verif
 # -- accepted ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_accepts_every_size_to_64(no_collector: None) -> None:
     """Every number of ranks; the sizes beyond 16 with several chunks only now and then, to save time."""
     for size in range(1, 65):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, Values, check_place, cut, pipeline
+from qccl.collectives.layout import DEFAULT_DEPTH, Coded, Values, check_place, cut, pipeline
 from qccl.collectives.rounds import AllGather, Combine, ScatterReduce
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -38,8 +38,9 @@ def two_round(
     if size == 1 or count == 0:
         return Schedule("two_round", rank, size, buffers, _alone(codec, values, count, combine))
     layout = cut(count, size, codec, chunk_elements)
-    scatter = ScatterReduce(rank, layout, codec, dtype, values.source, depth)
-    gather = AllGather(rank, size, layout, codec, dtype, depth)
+    coded = Coded(layout, codec, dtype)
+    scatter = ScatterReduce(rank, coded, values.source, depth)
+    gather = AllGather(rank, size, coded, depth)
 
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, wire=gather.wire(k), out=scatter.own(k, values.target))
@@ -48,7 +49,7 @@ def two_round(
         return gather.decode(k, values.target)
 
     # A stage that waits for the line stands one step behind the one that used it: an in-order compute lane then never
-    # holds back the encode of chunk k+1 for the transfers of chunk k. A lag must be less than the depth.
+    # holds back the encode of chunk k+1 for the transfers of chunk k. That step must be less than the depth.
     lag = min(1, depth - 1)
     ops = pipeline(layout.chunks, (0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))
     return Schedule("two_round", rank, size, buffers | scatter.buffers() | gather.buffers(), ops)
@@ -78,7 +79,7 @@ def one_shot(
     if size == 1 or count == 0:
         return Schedule("one_shot", rank, size, buffers, _alone(codec, values, count, combine))
     layout = cut(count, 1, codec, chunk_elements)
-    gather = AllGather(rank, size, layout, codec, dtype, depth)
+    gather = AllGather(rank, size, Coded(layout, codec, dtype), depth)
 
     def encode(k: int) -> Iterator[Op]:
         chunk = layout.chunk(0, k)

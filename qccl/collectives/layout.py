@@ -17,10 +17,10 @@ __all__ = [
     "ALIGNMENT",
     "DEFAULT_CHUNK",
     "DEFAULT_DEPTH",
+    "Coded",
     "Layout",
     "Slots",
     "Values",
-    "WireSizes",
     "check_place",
     "cut",
     "exchange",
@@ -102,22 +102,22 @@ class Slots:
         return Span(self.name, start, start + nbytes)
 
 
-class WireSizes:
-    """The encoded sizes of a layout's chunks, looked up once per length."""
+class Coded:
+    """A layout whose chunks go over the wire in codes: their sizes (looked up once per length) and slots for them."""
 
     def __init__(self, layout: Layout, codec: Codec, dtype: DType) -> None:
-        self._layout = layout
+        self.layout, self.codec, self.dtype = layout, codec, dtype
         lengths = {len(layout.chunk(part, k)) for part in range(layout.parts) for k in range(layout.chunks)}
         self._nbytes = {n: codec.encoded_nbytes(n, dtype) for n in lengths}
 
     def nbytes(self, part: int, k: int) -> int:
         """Bytes on the wire of chunk ``k`` of shard ``part``; 0 where the chunk is empty."""
-        return self._nbytes[len(self._layout.chunk(part, k))]
+        return self._nbytes[len(self.layout.chunk(part, k))]
 
     def slots(self, name: str, width: int, depth: int) -> Slots:
         """A ring of slots, each large enough for any chunk."""
         largest = max(self._nbytes.values())
-        return Slots(name, width, min(depth, self._layout.chunks), -(-largest // ALIGNMENT) * ALIGNMENT)
+        return Slots(name, width, min(depth, self.layout.chunks), -(-largest // ALIGNMENT) * ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from qccl.codecs.base import Codec
-from qccl.collectives.layout import Layout, Slots, WireSizes, exchange, peers_of
-from qccl.dtypes import DType
+from qccl.collectives.layout import Coded, Slots, exchange, peers_of
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Span
 
 __all__ = ["AllGather", "Combine", "ScatterReduce"]
@@ -30,12 +28,12 @@ class ScatterReduce:
     Wire slots: one for each peer in "scatter.send" and in "scatter.recv".
     """
 
-    def __init__(self, rank: int, layout: Layout, codec: Codec, dtype: DType, source: str, depth: int) -> None:
-        self._rank, self._layout, self._codec, self._source = rank, layout, codec, source
-        self._sizes = WireSizes(layout, codec, dtype)
-        self._peers = peers_of(rank, layout.parts)
-        self._send = self._sizes.slots("scatter.send", len(self._peers), depth)
-        self._recv = self._sizes.slots("scatter.recv", len(self._peers), depth)
+    def __init__(self, rank: int, coded: Coded, source: str, depth: int) -> None:
+        self._rank, self._coded, self._source = rank, coded, source
+        self._layout, self._codec = coded.layout, coded.codec
+        self._peers = peers_of(rank, coded.layout.parts)
+        self._send = coded.slots("scatter.send", len(self._peers), depth)
+        self._recv = coded.slots("scatter.recv", len(self._peers), depth)
 
     def buffers(self) -> dict[str, Buffer]:
         """The wire buffers."""
@@ -43,7 +41,7 @@ class ScatterReduce:
 
     def send(self, k: int) -> Iterator[Op]:
         """Encode chunk ``k`` of every peer's shard and exchange."""
-        wires = {p: self._send.span(k, i, self._sizes.nbytes(p, k)) for i, p in enumerate(self._peers)}
+        wires = {p: self._send.span(k, i, self._coded.nbytes(p, k)) for i, p in enumerate(self._peers)}
         for peer, wire in wires.items():
             if values := self._layout.chunk(peer, k):
                 yield Encode(self._codec, _span(self._source, values), wire, values.start)
@@ -71,24 +69,23 @@ class ScatterReduce:
         return _span(buffer, self._layout.chunk(self._rank, k))
 
     def _received(self, k: int) -> dict[int, Span]:
-        nbytes = self._sizes.nbytes(self._rank, k)
+        nbytes = self._coded.nbytes(self._rank, k)
         return {p: self._recv.span(k, i, nbytes) for i, p in enumerate(self._peers)}
 
 
 class AllGather:
     """Each rank sends one wire to all peers and gets theirs.
 
-    ``layout`` has a shard per rank, or one that is common to all ranks: then every rank sends codes of the same
+    The layout has a shard per rank, or one that is common to all ranks: then every rank sends codes of the same
     elements. Wire slots: one in "gather.send", one for each peer in "gather.recv".
     """
 
-    def __init__(self, rank: int, size: int, layout: Layout, codec: Codec, dtype: DType, depth: int) -> None:
-        self._rank, self._layout, self._codec = rank, layout, codec
-        self._shard_of = range(size) if layout.parts == size else (0,) * size
-        self._sizes = WireSizes(layout, codec, dtype)
+    def __init__(self, rank: int, size: int, coded: Coded, depth: int) -> None:
+        self._rank, self._coded = rank, coded
+        self._shard_of = range(size) if coded.layout.parts == size else (0,) * size
         self._peers = peers_of(rank, size)
-        self._send = self._sizes.slots("gather.send", 1, depth)
-        self._recv = self._sizes.slots("gather.recv", len(self._peers), depth)
+        self._send = coded.slots("gather.send", 1, depth)
+        self._recv = coded.slots("gather.recv", len(self._peers), depth)
 
     def buffers(self) -> dict[str, Buffer]:
         """The wire buffers."""
@@ -96,7 +93,7 @@ class AllGather:
 
     def wire(self, k: int) -> Span:
         """Where the own wire of chunk ``k`` is put, to be sent."""
-        return self._send.span(k, 0, self._sizes.nbytes(self._shard_of[self._rank], k))
+        return self._send.span(k, 0, self._coded.nbytes(self._shard_of[self._rank], k))
 
     def wires(self, k: int) -> tuple[Span, ...]:
         """The wires of chunk ``k`` of all ranks, in rank order."""
@@ -110,11 +107,11 @@ class AllGather:
     def decode(self, k: int, target: str) -> Iterator[Op]:
         """Decode chunk ``k`` of the peers' shards into place."""
         for peer, wire in self._received(k).items():
-            if values := self._layout.chunk(self._shard_of[peer], k):
-                yield Decode(self._codec, wire, _span(target, values))
+            if values := self._coded.layout.chunk(self._shard_of[peer], k):
+                yield Decode(self._coded.codec, wire, _span(target, values))
 
     def _received(self, k: int) -> dict[int, Span]:
-        return {p: self._recv.span(k, i, self._sizes.nbytes(self._shard_of[p], k)) for i, p in enumerate(self._peers)}
+        return {p: self._recv.span(k, i, self._coded.nbytes(self._shard_of[p], k)) for i, p in enumerate(self._peers)}
 
 
 def _span(buffer: str, elements: range) -> Span:
