@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from schedule_cases import CODEC, Mutation, all_ranks, changed, one_shot, places, rejected, shifted, two_round
 
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives import ALLREDUCE
@@ -19,17 +20,13 @@ from qccl.schedule import (
     Encode,
     Exchange,
     Leg,
-    Native,
     Op,
     Reduce,
     Role,
     Schedule,
     Span,
 )
-from qccl.verify import VerificationError, Want, allreduce, verify
-
-CODEC = MinMax(bits=4, bucket=8)
-Mutation = Callable[[list[Op]], object]
+from qccl.verify import Want, allreduce, verify
 
 
 @pytest.fixture
@@ -38,45 +35,6 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def all_ranks(name: str, size: int, count: int, **options: object) -> list[Schedule]:
-    options.setdefault("codec", CODEC)
-    options.setdefault("dtype", FLOAT32)
-    return [ALLREDUCE[name](rank, size, count, **options) for rank in range(size)]
-
-
-def two_round(depth: int = 2, in_place: bool = False) -> list[Schedule]:
-    """Three ranks, five chunks of one bucket, the same size everywhere."""
-    return all_ranks("two_round", 3, 3 * 5 * 8, chunk_elements=8, depth=depth, in_place=in_place)
-
-
-def one_shot(size: int = 3) -> list[Schedule]:
-    return all_ranks("one_shot", size, 5 * 8, chunk_elements=8, depth=2)
-
-
-def changed(schedules: list[Schedule], mutate: Mutation, ranks: tuple[int, ...] = (1,)) -> list[Schedule]:
-    """The schedules with the operations of some ranks changed in place by ``mutate``."""
-    result = list(schedules)
-    for rank in ranks:
-        ops = list(schedules[rank].ops)
-        mutate(ops)
-        result[rank] = replace(schedules[rank], ops=tuple(ops))
-    return result
-
-
-def places(ops: list[Op], kind: type) -> list[int]:
-    return [i for i, op in enumerate(ops) if isinstance(op, kind)]
-
-
-def shifted(span: Span, by: int = 1) -> Span:
-    return Span(span.buffer, span.start + by, span.stop + by)
-
-
-def rejected(schedules: list[Schedule], reason: str, **options: object) -> VerificationError:
-    with pytest.raises(VerificationError, match=reason) as caught:
-        verify(schedules, **options)
-    return caught.value
 
 
 # -- accepted ----------------------------------------------------------------------------------------------------------
@@ -444,79 +402,6 @@ def test_decoded_as_another_type() -> None:
     schedules = two_round()
     buffers = dict(schedules[0].buffers) | {"output": Buffer(120, FLOAT16, Role.OUTPUT)}
     rejected([replace(schedules[0], buffers=buffers), *schedules[1:]], "of another length or type")
-
-
-# -- native collectives ------------------------------------------------------------------------------------------------
-
-
-def hierarchical(rank: int, *, swap: bool = False, root: int = 0) -> Schedule:
-    """Two nodes of two ranks: reduce to the leader, leaders exchange codes, broadcast."""
-    node, leader = rank // 2, rank // 2 * 2
-    inside = f"node {node}"
-    values, out = Span("input", 0, 16), Span("output", 0, 16)
-    total, mine, theirs = Span("node", 0, 16), Span("wire", 0, 24), Span("wire", 64, 88)
-    ops: list[Op] = [Native("reduce", inside, values, total if rank == leader else None)]
-    if rank == leader:
-        peer = 2 - leader
-        ops += [
-            Encode(CODEC, total, mine, 0),
-            Exchange((Leg(peer, mine),), (Leg(peer, theirs),)),
-            Reduce(CODEC, (mine, theirs) if node == 0 else (theirs, mine), None, 0, None, out),
-        ]
-    ops.append(Native("broadcast", inside, out if rank == leader + root else None, out, root=root))
-    if swap:
-        ops.reverse()
-    buffers = {
-        "input": Buffer(16, FLOAT32, Role.INPUT),
-        "output": Buffer(16, FLOAT32, Role.OUTPUT),
-        "node": Buffer(16, FLOAT32, Role.WORK),
-        "wire": Buffer(128, None, Role.WORK),
-    }
-    return Schedule("hierarchical", rank, 4, buffers, tuple(ops), {inside: (leader, leader + 1)})
-
-
-def test_natives() -> None:
-    good = [hierarchical(rank) for rank in range(4)]
-    verify(good)
-    rejected([*good[:3], replace(good[3], ops=good[3].ops[:1])], "Native 1 of group 'node 1' is missing on rank 3")
-    rejected([*good[:3], hierarchical(3, root=1)], r"is broadcast \(sum, root 1\), on rank 2 broadcast \(sum, root 0\)")
-    rejected([*good[:3], hierarchical(3, swap=True)], "is broadcast .*, on rank 2 reduce")
-    rejected([*good[:3], replace(good[3], groups={})], "this rank or the root is not in it")
-
-
-def sharded(rank: int, order: tuple[str, ...] = ("reduce_scatter", "all_gather")) -> Schedule:
-    """All-reduce of three ranks by the engine: reduce-scatter, then all-gather."""
-    shard = Span("shard", 0, 5)
-    ops = {
-        "reduce_scatter": Native("reduce_scatter", "all", Span("input", 0, 15), shard),
-        "all_gather": Native("all_gather", "all", shard, Span("output", 0, 15)),
-    }
-    buffers = {
-        "input": Buffer(15, FLOAT32, Role.INPUT),
-        "output": Buffer(15, FLOAT32, Role.OUTPUT),
-        "shard": Buffer(5, FLOAT32, Role.WORK),
-    }
-    return Schedule("sharded", rank, 3, buffers, tuple(ops[kind] for kind in order), {"all": (0, 1, 2)})
-
-
-def test_natives_of_shards() -> None:
-    verify([sharded(rank) for rank in range(3)])
-    rejected([sharded(rank, ("all_gather", "reduce_scatter")) for rank in range(3)], "reads shard.*was never written")
-
-
-def two_groups(rank: int, order: tuple[str, str]) -> Schedule:
-    """The same all-reduce on two sub-communicators of both ranks."""
-    whole = {"a": Span("output", 0, 4), "b": Span("output", 4, 8)}
-    ops = tuple(Native("allreduce", name, whole[name], whole[name]) for name in order)
-    buffers = {"output": Buffer(8, FLOAT32, Role.OUTPUT)}
-    return Schedule("two groups", rank, 2, buffers, ops, {"a": (0, 1), "b": (0, 1)})
-
-
-def test_natives_in_swapped_order() -> None:
-    verify([two_groups(0, ("a", "b")), two_groups(1, ("a", "b"))])
-    bad = [two_groups(0, ("a", "b")), two_groups(1, ("b", "a"))]
-    verify(bad, rules=("mpi",))
-    rejected(bad, "deadlock under NCCL's rules: .*Native of group")
 
 
 def test_wants_of_another_collective() -> None:

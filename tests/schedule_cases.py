@@ -1,0 +1,56 @@
+"""Schedules of small all-reduces, and ways to break them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from qccl.codecs import MinMax
+from qccl.collectives import ALLREDUCE
+from qccl.dtypes import FLOAT32
+from qccl.schedule import Op, Schedule, Span
+from qccl.verify import VerificationError, verify
+
+CODEC = MinMax(bits=4, bucket=8)
+Mutation = Callable[[list[Op]], object]
+
+
+def all_ranks(name: str, size: int, count: int, **options: object) -> list[Schedule]:
+    options.setdefault("codec", CODEC)
+    options.setdefault("dtype", FLOAT32)
+    return [ALLREDUCE[name](rank, size, count, **options) for rank in range(size)]
+
+
+def two_round(depth: int = 2, in_place: bool = False) -> list[Schedule]:
+    """Three ranks, five chunks of one bucket, the same size everywhere."""
+    return all_ranks("two_round", 3, 3 * 5 * 8, chunk_elements=8, depth=depth, in_place=in_place)
+
+
+def one_shot(size: int = 3) -> list[Schedule]:
+    return all_ranks("one_shot", size, 5 * 8, chunk_elements=8, depth=2)
+
+
+def changed(schedules: list[Schedule], mutate: Mutation, ranks: tuple[int, ...] = (1,)) -> list[Schedule]:
+    """The schedules with the operations of some ranks changed in place by ``mutate``."""
+    result = list(schedules)
+    for rank in ranks:
+        ops = list(schedules[rank].ops)
+        mutate(ops)
+        result[rank] = replace(schedules[rank], ops=tuple(ops))
+    return result
+
+
+def places(ops: list[Op], kind: type) -> list[int]:
+    return [i for i, op in enumerate(ops) if isinstance(op, kind)]
+
+
+def shifted(span: Span, by: int = 1) -> Span:
+    return Span(span.buffer, span.start + by, span.stop + by)
+
+
+def rejected(schedules: list[Schedule], reason: str, **options: object) -> VerificationError:
+    with pytest.raises(VerificationError, match=reason) as caught:
+        verify(schedules, **options)
+    return caught.value
