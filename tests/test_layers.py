@@ -32,10 +32,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "transports": {"dtypes", "errors"},
     "engines": {"_host", "codecs", "dtypes", "errors", "schedule", "trace", "transports"},
     "buffers": {"_host", "dtypes", "errors"},
+    "backends": {"buffers", "dtypes", "engines", "errors", "transports"},
     "plan": {"buffers", "codecs", "collectives", "dtypes", "errors", "schedule"},
     "work": {"errors"},
-    "communicator": {"buffers", "codecs", "collectives", "dtypes", "engines", "errors", "plan", "transports", "work"},
-    "launch": {"communicator", "errors", "transports"},
+    "communicator": {
+        *("backends", "buffers", "codecs", "collectives", "dtypes", "engines", "errors", "plan", "transports", "work")
+    },
+    "launch": {"backends", "communicator", "errors", "transports"},
     "ranks": {"communicator", "errors", "transports"},
     "": {"codecs", "communicator", "errors", "launch", "plan", "ranks", "work"},
     "accuracy": {"codecs", "collectives", "dtypes"},
