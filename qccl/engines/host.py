@@ -12,10 +12,9 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
 from typing import Any, cast
 
-from qccl.engines.agreement import Channel, Kind, sequence_of
+from qccl.engines.agreement import Channel, Header, Kind, sequence_of
 from qccl.engines.program import CALLS_IN_FLIGHT, Execution, Program
 from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost, QcclError
 from qccl.schedule import Schedule
@@ -23,9 +22,8 @@ from qccl.transports.base import Transport
 
 __all__ = ["Execution", "HostEngine", "Program"]
 
-#: how long a failing rank tries to get its last message out, and waits to learn why sizes differed
+#: how long a failing rank tries to get its last message out
 _LAST_WORDS_SECONDS = 0.1
-_EXPLAIN_SECONDS = 5.0
 
 #: engines that have receives posted: they must live, because the transport holds the addresses
 _live: set[HostEngine] = set()
@@ -37,6 +35,10 @@ class HostEngine:
     After a failure everything under way has failed, the other ranks have been told, and every further use raises
     that failure.
     """
+
+    chunk_elements: int | None = None
+    #: failures show in the calls that are under way
+    failure: QcclError | None = None
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -56,6 +58,14 @@ class HostEngine:
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
         return Program(self, schedule, self._transport)
+
+    def agree(self, header: Header, timeout: float) -> None:
+        """Nothing: every call is checked."""
+
+    def check(self, timeout: float, stream: int | None = None) -> None:
+        """Raise what went wrong."""
+        if self._failure is not None:
+            raise self._failure
 
     def abort(self, reason: str) -> None:
         """Give up: the other ranks raise PeerLost with ``reason``, and everything under way here fails with it."""
@@ -127,10 +137,7 @@ class HostEngine:
                 execution.compute()
                 worked = True
                 break
-        try:
-            completed = self._transport.poll(idle=self._idle)
-        except MismatchError as error:
-            self._explain(error)
+        completed = self._transport.poll(idle=self._idle)
         if completed:
             self._idle = 0
             for owner, index in cast("list[tuple[Any, int]]", completed):
@@ -194,18 +201,6 @@ class HostEngine:
         else:
             text = f"rank {self.rank} gave up: {type(error).__name__}: {error}"
             self._fail(error if isinstance(error, QcclError) else PeerLost(text), kind, text)
-
-    def _explain(self, error: MismatchError) -> None:
-        """Where messages had unequal sizes, the headers, which come first, tell who asked for what. Raises it."""
-        limit = min(time.monotonic() + _EXPLAIN_SECONDS, self._deadline)
-        while time.monotonic() < limit and any(execution.unheard for execution in self._active):
-            completed: Sequence[Any] = ()
-            with contextlib.suppress(MismatchError):
-                completed = self._transport.poll(idle=1)
-            for owner, index in completed:
-                if owner is self._channel:
-                    self._heard(index)
-        raise error
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
         if self._failure is not None or self._closed:

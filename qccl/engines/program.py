@@ -4,17 +4,20 @@ A Program has everything that can be done beforehand: the workspace, the kernel 
 transport's buffers, and the dependencies as counts and lists of successors. An Execution adds two small lists: how many
 dependencies each node still has, and a heap of the compute operations that are ready, in program order.
 
-Dependencies hold per leg, not per Exchange: a leg whose data is ready does not wait for its neighbours. One more node,
-the gate, completes when all ranks have agreed on the call. Whatever writes the caller's output or follows a transfer
-depends on it: nothing received is used before, and a rank that has not made the call yet gets no more than one window
-of messages (an MPI library that buffers small messages would take them until it has no memory left for the news that
-this rank gave up).
+Dependencies hold per leg, not per Exchange: a leg whose data is ready does not wait for its neighbours. Gates hold back
+what the ranks' agreement must come before:
+
+- A receive is posted when its sender's header has come and agrees, so that the sizes are equal (an MPI library may
+  write past the end of a receive that is too small). The header comes before the data, so this costs no waiting.
+- Whatever writes the caller's output or follows a transfer waits for the headers of all ranks. So nothing received is
+  used before, and a rank that has not made the call yet gets one window of messages at most (a library that buffers
+  small ones would take them until it has no memory left for the news that this rank gave up).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
@@ -89,6 +92,7 @@ class Program:
         header: Header,
         deadline: float,
         trace: list[TraceEvent] | None = None,
+        streams: Sequence[int] = (),
     ) -> Execution:
         """Begin a run.
 
@@ -98,6 +102,7 @@ class Program:
             header: what the ranks must agree on; its sequence number is the next one of the group.
             deadline: in time.monotonic() seconds.
             trace: a list that gets an event per node.
+            streams: none; the host has no streams.
 
         Failures of the group come from the Execution. Raises ArgumentError for a run that cannot be begun.
         """
@@ -182,25 +187,30 @@ class Program:
         return _Leg(start, node.leg.peer, 1 + node.sequence % _TAGS_PER_CALL, prepared)
 
     def _link(self, schedule: Schedule) -> None:
-        """Counts of dependencies and lists of successors; node ``gate`` is the ranks' agreement."""
+        """Counts of dependencies and lists of successors, with the two kinds of gate (see above)."""
         self.gate = len(self.nodes)
         successors: list[list[int]] = [[] for _ in range(self.gate + 2)]
+        by_peer: list[list[int]] = [[] for _ in range(schedule.size)]
         counts = []
-        alone = schedule.size == 1
         for i, (node, needed) in enumerate(zip(self.nodes, dependencies(self.nodes), strict=True)):
             for j in needed:
                 successors[j].append(i)
             follows_leg = any(self.legs[j] is not None for j in needed)
             writes_output = any(schedule.buffers[span.buffer].role is Role.OUTPUT for span in node.writes())
-            gated = not alone and (follows_leg or writes_output)
-            if gated:
-                successors[self.gate].append(i)
-            counts.append(len(needed) + gated)
+            gates: list[list[int]] = []
+            if schedule.size > 1 and (follows_leg or writes_output):
+                gates = [successors[self.gate]]
+            elif node.leg is not None and not node.is_send:
+                gates = [by_peer[node.leg.peer]]
+            for gate in gates:
+                gate.append(i)
+            counts.append(len(needed) + len(gates))
+        self.first_receives = [tuple(nodes) for nodes in by_peer]
         self.successors = [tuple(s) for s in successors]
         self.counts = counts
         self.first = tuple(i for i, count in enumerate(counts) if not count)
         #: all nodes; among several ranks also the gate and a header to each other rank
-        self.total = self.gate + (0 if alone else schedule.size)
+        self.total = self.gate + (schedule.size if schedule.size > 1 else 0)
 
 
 class Execution:
@@ -229,6 +239,8 @@ class Execution:
         "unheard",
     )
 
+    is_ordered = False
+
     def __init__(self, program: Program, header: Header, deadline: float) -> None:
         self._program = program
         self._kernels, self._legs, self._successors = program.kernels, program.legs, program.successors
@@ -253,6 +265,9 @@ class Execution:
     def run(self) -> None:
         """Advance all that is under way until this run is done; raises CollectiveTimeout at its deadline."""
         self._program.engine.run(self)
+
+    def order(self) -> None:
+        """Nothing: there are no streams."""
 
     @property
     def what(self) -> str:
@@ -290,6 +305,11 @@ class Execution:
         if message != self._packed:
             raise disagreement(self._packed, message, self._program.transport.rank, peer)
         self.unheard.discard(peer)
+        counts = self._counts
+        for node in self._program.first_receives[peer]:
+            counts[node] -= 1
+            if not counts[node]:
+                self._launch(node)
         if not self.unheard:
             self.completed(self._program.gate)
 

@@ -1,22 +1,26 @@
-"""What a host transport gives the engine: tagged, non-blocking transfers of bytes between ranks.
+"""What a transport gives: a group of ranks, and transfers of bytes between them, on the host or on CUDA streams.
 
-One method posts, one polls. A transport keeps order only among transfers of the same peer *and* tag. It knows nothing
-of codecs, schedules or deadlines; those are the engine's.
+On the host they are tagged and non-blocking: one method posts, one polls, and order is kept only among transfers of the
+same peer *and* tag. On a device they are calls that put a group of transfers on a stream. A transport knows nothing of
+codecs, schedules or the deadlines of calls; those are the engine's.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Transport"]
+from qccl.dtypes import DType
+from qccl.errors import QcclError
+
+__all__ = ["Call", "DeviceLeg", "DeviceTransport", "Group", "Transport"]
 
 
-class Transport(Protocol):
-    """Tagged non-blocking transfers between the ranks of one group.
+class Group(Protocol):
+    """The ranks, and what is needed to set things up among them.
 
     Attributes:
-        name: "mpi" or "loopback".
+        name: of the library that carries the bytes, e.g. "mpi".
         rank, size: of this process (thread) in the group.
         local_rank, local_size: among the ranks of the same machine.
     """
@@ -26,6 +30,22 @@ class Transport(Protocol):
     size: int
     local_rank: int
     local_size: int
+
+    def split(self, color: int | None, key: int, timeout: float) -> Group | None:
+        """Collective: the transport of the ranks with the same ``color``, ordered by (key, rank); None: in none."""
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        """Collective: every rank's ``item`` in rank order. For set-up only. Raises CollectiveTimeout, PeerLost."""
+
+    def abort(self, reason: str) -> None:
+        """Give up after a failure: withdraw what is under way, so that the process can exit; never blocks."""
+
+    def close(self) -> None:
+        """Collective where the library demands it: release the group. Idempotent."""
+
+
+class Transport(Group, Protocol):
+    """Tagged non-blocking transfers between the ranks of one group, on the host."""
 
     def buffer(self, address: int, nbytes: int) -> Any:
         """Prepare ``nbytes`` at ``address`` for repeated use in send() and receive(); the caller keeps it alive."""
@@ -46,17 +66,49 @@ class Transport(Protocol):
         EngineError for other failures of the library.
         """
 
-    def split(self, color: int | None, key: int, timeout: float) -> Transport | None:
-        """Collective: the transport of the ranks with the same ``color``, ordered by (key, rank); None: in none."""
-
-    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """Collective: every rank's ``item`` in rank order. For set-up only. Raises CollectiveTimeout, PeerLost."""
+    def split(self, color: int | None, key: int, timeout: float) -> Transport | None: ...
 
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
         """Blocking uncompressed all-reduce of the library itself (``source == target``: in place); the yardstick."""
 
-    def abort(self, reason: str) -> None:
-        """Give up after a failure: withdraw what is posted, so that the process can exit; never blocks."""
 
-    def close(self) -> None:
-        """Collective where the library demands it: release the group. Idempotent."""
+#: a function and its arguments: something to be put on a stream, prepared once and done in every run
+Call = tuple[Callable[..., object], tuple[Any, ...]]
+
+
+class DeviceLeg(NamedTuple):
+    """A transfer to or from ``peer`` of ``nbytes`` at an address on the device."""
+
+    peer: int
+    address: int
+    nbytes: int
+
+
+class DeviceTransport(Group, Protocol):
+    """Transfers between the GPUs of one group's ranks, in the order of a stream.
+
+    Attributes:
+        device: number of this rank's GPU.
+        stream: where the transport's own transfers are put; all ranks put the same on it, in the same order.
+    """
+
+    device: int
+    stream: int
+
+    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+        """The calls that put transfers which belong together on ``stream``. They neither block nor allocate."""
+
+    def native(
+        self, kind: str, ranks: Sequence[int], source: int, target: int, count: int, dtype: DType, op: str, root: int,
+        stream: int,
+    ) -> list[Call]:  # fmt: skip
+        """The calls of an uncompressed collective (schedule.Native) among ``ranks``; collective at first for each."""
+
+    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
+        """Put an uncompressed all-reduce of the library itself on ``stream``; the yardstick."""
+
+    def check(self) -> None:
+        """Raise the error that the library has met since, in the background."""
+
+    def mapped(self, error: Exception) -> QcclError | None:
+        """An exception of one of these calls as one of qccl's, or None where it is not the library's."""

@@ -68,6 +68,8 @@ def test_order_of_equal_tags(transport):
 
 @pytest.mark.parametrize(("sent", "posted"), [(4, 8), (8, 4), (0, 4), (200_000, 100_000), (100_000, 200_000)])
 def test_unequal_sizes(sent, posted):
+    if sent > posted and "Open MPI" in MPI.Get_library_version():
+        pytest.skip("Open MPI writes past the end of a receive that is too small (the engine never posts one)")
     t = MpiTransport.world(20)
     try:
         x, y, other = np.ones(sent, np.uint8), np.zeros(posted, np.uint8), np.zeros(3, np.uint8)

@@ -1,0 +1,98 @@
+"""What a communicator asks of an engine: to make a program of a schedule, and to run it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from qccl.engines.agreement import Header
+from qccl.errors import QcclError
+from qccl.schedule import Schedule
+
+if TYPE_CHECKING:
+    from qccl.trace import TraceEvent
+
+__all__ = ["Engine", "Execution", "Program"]
+
+
+class Execution(Protocol):
+    """One run of a program. Failures are raised by the methods that wait, and only there.
+
+    Attributes:
+        is_ordered: the engine puts runs in order by itself, after whatever it was told to wait for: the program may be
+            started again, and the result handed on, before the run is done.
+    """
+
+    is_ordered: bool
+
+    def step(self) -> bool:
+        """Make progress, if it is the caller who makes it; whether the run is done. Never blocks for long."""
+
+    def run(self) -> None:
+        """Block until the run is done. Raises CollectiveTimeout at its deadline."""
+
+    def order(self) -> None:
+        """Where runs are ordered: let the caller's stream go on only after this run. Does not block."""
+
+    def waits_for(self) -> str:
+        """Why the run is not done, for messages."""
+
+
+class Program(Protocol):
+    """A compiled schedule with its workspace.
+
+    Attributes:
+        workspace_nbytes: bytes of the workspace.
+    """
+
+    workspace_nbytes: int
+
+    def start(
+        self,
+        bindings: Mapping[str, int],
+        *,
+        call: int,
+        header: Header,
+        deadline: float,
+        trace: list[TraceEvent] | None = None,
+        streams: Sequence[int] = (),
+    ) -> Execution:
+        """Begin a run.
+
+        Args:
+            bindings: address of each of the caller's buffers, by its name in the schedule.
+            call: the number that keys the random numbers.
+            header: what the ranks must agree on.
+            deadline: in time.monotonic() seconds.
+            trace: a list that gets an event per node.
+            streams: on CUDA, the caller's stream, and others whose work so far must be waited for.
+        """
+
+
+class Engine(Protocol):
+    """Runs schedules on one rank.
+
+    Attributes:
+        chunk_elements: elements in a chunk where the caller does not say; None: the collective's default.
+        failure: what ended the group outside any call (a watchdog's finding), or None.
+    """
+
+    chunk_elements: int | None
+
+    @property
+    def failure(self) -> QcclError | None: ...
+
+    def compile(self, schedule: Schedule) -> Program:
+        """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
+
+    def agree(self, header: Header, timeout: float) -> None:
+        """Where calls are not checked one by one: collective, on the first use of a signature. Raises MismatchError."""
+
+    def check(self, timeout: float, stream: int | None = None) -> None:
+        """Wait for all runs that need nobody's help (on CUDA, for ``stream`` too), and raise what went wrong."""
+
+    def abort(self, reason: str) -> None:
+        """Give up: everything under way fails with ``reason``, here and as far as possible on the other ranks."""
+
+    def close(self, timeout: float) -> None:
+        """Collective: leave. Idempotent."""
