@@ -49,7 +49,7 @@ class HostEngine:
         self._early: dict[tuple[int, int], bytes] = {}  # headers of calls that this rank has not made yet
         self._deadline = math.inf  # the nearest one
         self._idle = 0
-        self._failure: BaseException | None = None
+        self._failure: QcclError | None = None
         self._closed = False
         self._telling = 0  # sends under way of the news that this rank gave up or left
         self._channel = Channel(transport)
@@ -96,8 +96,11 @@ class HostEngine:
         self._queue.append(execution)
         try:
             self._admit()
+        except QcclError as error:
+            self._caught(error)
         except BaseException as error:
             self._caught(error)
+            raise
 
     def step(self) -> None:
         """Advance what is under way: at most one compute operation, and one poll."""
@@ -175,11 +178,11 @@ class HostEngine:
             for execution in self._active:
                 self._check_present(execution)
             return
-        execution_or_none = self._by_sequence.get(sequence_of(message))
-        if execution_or_none is None:
-            self._early[sequence_of(message), peer] = message
+        sequence = sequence_of(message)
+        if sequence in self._by_sequence:
+            self._by_sequence[sequence].agree(peer, message)
         else:
-            execution_or_none.agree(peer, message)
+            self._early[sequence, peer] = message
 
     def _check_present(self, execution: Execution) -> None:
         gone = sorted(execution.unheard & self._channel.left)
