@@ -10,58 +10,127 @@ import ctypes
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
-from qccl.errors import InvalidBufferError
+from qccl.errors import ArgumentError, InvalidBufferError
 
-__all__ = ["Values", "first_nonfinite", "from_array", "from_pointer", "same_or_disjoint"]
+__all__ = ["EXPONENT_BITS", "HostMemory", "Memory", "Values", "check_pointer", "from_view", "same_or_disjoint"]
 
 _DLPACK_CPU = 1
 _DLPACK_DEVICES = {2: "CUDA", 3: "CUDA pinned host", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed"}
 
 
+#: by element type, the bits that are all set in a value that is NaN or infinite
+EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+
+
 @dataclass(frozen=True, slots=True)
 class Values:
-    """``count`` elements of ``dtype`` at ``address``; ``owner`` keeps the memory alive."""
+    """``count`` elements of ``dtype`` at ``address``.
+
+    Attributes:
+        layout: shape, and strides in elements.
+        array: what the caller gave, which keeps the memory alive; None for a raw pointer.
+        view: keeps the memory alive where ``array`` alone does not.
+    """
 
     address: int
     count: int
     dtype: DType
-    layout: tuple[tuple[int, ...], tuple[int, ...]]  # shape, strides in elements
-    owner: Any
+    layout: tuple[tuple[int, ...], tuple[int, ...]]
+    array: Any = None
+    view: Any = None
 
     @property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
 
-def from_array(array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
-    """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
+class Memory(Protocol):
+    """The memory that a communicator works on: what of the caller's is in it, and where."""
 
-    Raises InvalidBufferError for another device, a layout with gaps, an element type other than float32, float16 and
-    bfloat16, and for read-only memory where it is to be written.
-    """
-    from qccl import _host
+    def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
+        """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
 
-    source = array
-    wanted = None if dtype is None else dtypes.get(dtype)
-    if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__"):
-        source, wanted = array.view("uint16"), BFLOAT16  # neither DLPack nor the buffer protocol of NumPy knows it
-    try:
-        view = _host.describe(source)
-    except (TypeError, BufferError, RuntimeError, ValueError) as error:
-        raise InvalidBufferError(
-            f"{what} is a {type(array).__name__}, which gives access to its memory neither through __dlpack__ nor "
-            f"through the buffer protocol ({error}); pass a NumPy, torch, JAX or CuPy array, or a raw pointer"
-        ) from error
-    if view.device_type != _DLPACK_CPU:
-        device = _DLPACK_DEVICES.get(view.device_type, f"DLPack device type {view.device_type}")
-        raise InvalidBufferError(
-            f"{what} is in {device} memory, but this communicator works on host memory; copy it to the host, or make "
-            f'the communicator with qccl.init(backend="cuda")'
-        )
+        Raises InvalidBufferError for another device, a layout with gaps, an element type other than float32, float16
+        and bfloat16, and for read-only memory where it is to be written.
+        """
+
+    def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
+        """``count`` elements at a raw address. Raises InvalidBufferError where that cannot be."""
+
+    def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
+        """The stream of a call on these values, and others whose work they may still wait for; () on the host.
+
+        ``stream`` is what the caller gave, or None. Raises ArgumentError where it is none.
+        """
+
+    def first_nonfinite(self, values: Values) -> int | None:
+        """Index of the first element that is NaN or infinite, or None. Waits for the values."""
+
+
+class HostMemory:
+    """Memory of this process (interface: Memory)."""
+
+    def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
+        from qccl import _host
+
+        source = array
+        wanted = None if dtype is None else dtypes.get(dtype)
+        if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__"):
+            source, wanted = array.view("uint16"), BFLOAT16  # neither DLPack nor the buffer protocol of NumPy knows it
+        try:
+            view = _host.describe(source)
+        except (TypeError, BufferError, RuntimeError, ValueError) as error:
+            raise InvalidBufferError(
+                f"{what} is a {type(array).__name__}, which gives access to its memory neither through __dlpack__ nor "
+                f"through the buffer protocol ({error}); pass a NumPy, torch, JAX or CuPy array, or a raw pointer"
+            ) from error
+        if view.device_type != _DLPACK_CPU:
+            device = _DLPACK_DEVICES.get(view.device_type, f"DLPack device type {view.device_type}")
+            raise InvalidBufferError(
+                f"{what} is in {device} memory, but this communicator works on host memory; copy it to the host, or "
+                f'make the communicator with qccl.init(backend="cuda")'
+            )
+        return from_view(view, array, wanted, writable=writable, what=what)
+
+    def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
+        """As in Memory; null, unaligned and unmapped addresses are refused."""
+        check_pointer(address, count, dtype, what)
+        for byte in (address, address + count * dtype.itemsize - 1) if count else ():
+            if not _is_mapped(byte):
+                raise InvalidBufferError(
+                    f"{what}: {count} elements of {dtype} from {address:#x} reach {byte:#x}, which is not memory of "
+                    f"this process (a device pointer, or a count too large?)"
+                )
+        return Values(address, count, dtype, ((count,), (1,)))
+
+    def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
+        if stream not in (None, 0):
+            raise ArgumentError(
+                f"stream={stream} was given, but the host backend has no streams; pass 0, or leave it out"
+            )
+        return ()
+
+    def first_nonfinite(self, values: Values) -> int | None:
+        """As in Memory; works in blocks, without a copy."""
+        import numpy as np
+
+        exponent = EXPONENT_BITS[values.dtype.name]
+        memory = (ctypes.c_char * values.nbytes).from_address(values.address)
+        bits = np.frombuffer(memoryview(memory), np.dtype(f"u{values.dtype.itemsize}"))
+        block = 1 << 20
+        for start in range(0, values.count, block):
+            found = np.flatnonzero((bits[start : start + block] & exponent) == exponent)
+            if found.size:
+                return start + int(found[0])
+        return None
+
+
+def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, what: str) -> Values:
+    """The values of a description (of _host.describe) that is known to be in the right memory; the checks of Memory."""
     element = _element_type(view.dtype, wanted, what)
     shape, strides = tuple(view.shape), tuple(view.strides)
     if not _is_dense(shape, strides):
@@ -73,11 +142,11 @@ def from_array(array: Any, *, dtype: DType | str | None = None, writable: bool, 
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
             f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert)"
         )
-    return Values(view.address, math.prod(shape), element, (shape, strides), (array, view))
+    return Values(view.address, math.prod(shape), element, (shape, strides), array, view)
 
 
-def from_pointer(address: int, count: int, dtype: DType, *, what: str) -> Values:
-    """``count`` elements at a raw host address. Raises InvalidBufferError where it is null, unaligned or unmapped."""
+def check_pointer(address: int, count: int, dtype: DType, what: str) -> None:
+    """Raise InvalidBufferError for what cannot be the address of ``count`` elements anywhere."""
     if not isinstance(address, int):
         raise InvalidBufferError(f"{what} must be an address as int, not {type(address).__name__}")
     if count > 0:
@@ -85,13 +154,6 @@ def from_pointer(address: int, count: int, dtype: DType, *, what: str) -> Values
             raise InvalidBufferError(f"{what} is a null pointer, but {count} elements were announced")
         if address % dtype.itemsize:
             raise InvalidBufferError(f"{what} {address:#x} is not aligned to {dtype} ({dtype.itemsize} bytes)")
-        for byte in (address, address + count * dtype.itemsize - 1):
-            if not _is_mapped(byte):
-                raise InvalidBufferError(
-                    f"{what}: {count} elements of {dtype} from {address:#x} reach {byte:#x}, which is not memory of "
-                    f"this process (a device pointer, or a count too large?)"
-                )
-    return Values(address, count, dtype, ((count,), (1,)), None)
 
 
 def same_or_disjoint(x: Values, out: Values) -> bool:
@@ -104,21 +166,6 @@ def same_or_disjoint(x: Values, out: Values) -> bool:
             f"the same memory (in place) or have none in common"
         )
     return False
-
-
-def first_nonfinite(values: Values) -> int | None:
-    """Index of the first element that is NaN or infinite, or None; works in blocks, without a copy."""
-    import numpy as np
-
-    exponent = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}[values.dtype.name]
-    memory = (ctypes.c_char * values.nbytes).from_address(values.address)
-    bits = np.frombuffer(memoryview(memory), np.dtype(f"u{values.dtype.itemsize}"))
-    block = 1 << 20
-    for start in range(0, values.count, block):
-        found = np.flatnonzero((bits[start : start + block] & exponent) == exponent)
-        if found.size:
-            return start + int(found[0])
-    return None
 
 
 def _element_type(found: str, wanted: DType | None, what: str) -> DType:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from qccl import buffers, codecs, dtypes
+from qccl import codecs, dtypes
+from qccl.backends import Backend, HostBackend
 from qccl.buffers import Values
 from qccl.codecs.base import Codec
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import DType
 from qccl.engines.agreement import Header
-from qccl.engines.host import HostEngine, Program
+from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError
 from qccl.plan import Plan, PlanCache, Signature
 from qccl.work import Work
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
-    from qccl.transports.base import Transport
+    from qccl.transports.base import Group
 
 __all__ = ["OPS", "Communicator", "quantized_allreduce"]
 
@@ -30,41 +32,62 @@ OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
 class Communicator:
     """A group of ranks and the collectives among them.
 
-    Ranks must call the same collectives in the same order; one thread at a time may use a communicator. Every call is
-    checked among the ranks, and no result is written before they agree. After a failure in the middle of a call the
-    communicator is unusable and every further call raises that failure again.
+    Ranks must call the same collectives in the same order; one thread at a time may use a communicator. On the host
+    every call is checked among the ranks, and no result is written before they agree; on CUDA the first call of each
+    kind is. After a failure in the middle of a call the communicator is unusable and every further call raises that
+    failure again.
 
     Attributes:
         rank, size: of this process in the group.
         local_rank, local_size: among the ranks of the same machine.
-        backend: "host".
+        backend: "host" or "cuda".
         timeout: seconds until a call that does not finish raises CollectiveTimeout.
     """
 
-    def __init__(self, transport: Transport, timeout: float) -> None:
-        if not timeout > 0:
-            raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    def __init__(
+        self, unique_id: bytes, rank: int, size: int, *, timeout: float = 60.0, device: int | None = None
+    ) -> None:
+        """Collective: rank ``rank`` of ``size`` on CUDA, by the id that get_unique_id() gave on one of them.
+
+        ``device`` is the GPU of this rank; None means the current one. Programs that a launcher started need none of
+        this: see qccl.init().
+        """
+        from qccl.backends import CudaBackend
+        from qccl.transports.nccl import NcclTransport
+
+        check_timeout(timeout)
+        self._set_up(NcclTransport.from_unique_id(unique_id, rank, size, device, timeout), timeout, CudaBackend)
+
+    def _set_up(self, transport: Group, timeout: float, backend: Callable[[Any], Backend]) -> None:
+        check_timeout(timeout)
+        made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
-        self.backend = "host"
+        self.backend = made.name
         self.timeout = timeout
         self.transport = transport
-        self._engine = HostEngine(transport)
+        self._engine, self._memory = made.engine, made.memory
+        self._make_backend = backend
         self._plans = PlanCache()
         self._sequence = 0
         self._failure: QcclError | None = None
         self._closed = False
 
     @classmethod
-    def _from_transport(cls, transport: Transport, timeout: float = 60.0) -> Communicator:
-        return cls(transport, timeout)
+    def _from_transport(
+        cls, transport: Group, timeout: float = 60.0, backend: Callable[[Any], Backend] = HostBackend
+    ) -> Communicator:
+        """A communicator over any transport (of the kind that the backend takes)."""
+        comm = cls.__new__(cls)
+        comm._set_up(transport, timeout, backend)
+        return comm
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> Communicator:
         """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was."""
         from qccl.transports.mpi import MpiTransport
 
-        return cls(MpiTransport.from_mpi(comm, timeout), timeout)
+        return cls._from_transport(MpiTransport.from_mpi(comm, timeout), timeout)
 
     def __enter__(self) -> Communicator:
         return self
@@ -93,13 +116,14 @@ class Communicator:
         chunk: int | None = None,
         nonfinite: str = "propagate",
         dtype: DType | str | None = None,
+        stream: Any = None,
         timeout: float | None = None,
         trace: list[TraceEvent] | None = None,
     ) -> Any:
         """Combine ``x`` over all ranks, with encoded traffic; every rank gets bit-identical values.
 
         Args:
-            x: array of float32, float16 or bfloat16 on the host, dense, of any shape.
+            x: array of float32, float16 or bfloat16, dense, of any shape; on CUDA in the memory of this rank's GPU.
             out: where the result goes, like ``x``; None means into ``x`` itself.
             codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
             op: "sum", "avg" (the global mean), "min" or "max", or NCCL's number for it.
@@ -109,15 +133,21 @@ class Communicator:
             nonfinite: "propagate" lets NaN and infinity through (they spoil their bucket); "error" raises
                 ArgumentError on every rank when the result has any.
             dtype: "bfloat16" reads an array of uint16 as bfloat16.
+            stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) behind which the call is put,
+                and which goes on when it is done; None means the current stream of the library that made ``x``.
             timeout: seconds for this call; None means the communicator's.
-            trace: a list that receives the call's TraceEvents.
+            trace: a list that receives the call's TraceEvents (on CUDA when synchronize() has returned).
 
         Returns:
-            The output array, or its Work. Errors: ArgumentError, CodecError and InvalidBufferError before anything is
-            sent; MismatchError, CollectiveTimeout, PeerLost and EngineError from the call.
+            The output array, or its Work. On the host the result is there; on CUDA it will be, for whatever comes later
+            on the stream, and it is known to be good after Work.synchronize() or check().
+
+        Errors: ArgumentError, CodecError and InvalidBufferError before anything is sent; MismatchError,
+        CollectiveTimeout, PeerLost and EngineError from the call.
         """
-        source = buffers.from_array(x, dtype=dtype, writable=out is None, what="x")
-        target = source if out is None else buffers.from_array(out, dtype=source.dtype, writable=True, what="out")
+        memory = self._memory
+        source = memory.from_array(x, dtype=dtype, writable=out is None, what="x")
+        target = source if out is None else memory.from_array(out, dtype=source.dtype, writable=True, what="out")
         return self._allreduce(
             source,
             target,
@@ -128,6 +158,7 @@ class Communicator:
             algorithm=algorithm,
             chunk=chunk,
             nonfinite=nonfinite,
+            stream=stream,
             timeout=timeout,
             trace=trace,
         )
@@ -143,7 +174,7 @@ class Communicator:
         algorithm: str = "auto",
         chunk: int | None = None,
     ) -> Plan:
-        """A plan of one collective ("allreduce") for ``count`` elements; arguments as in quantized_allreduce."""
+        """Collective: a plan of one collective ("allreduce") for ``count`` elements; see quantized_allreduce."""
         self._check_usable()
         if collective != "allreduce":
             raise ArgumentError(f'there is no plan for {collective!r}; the collectives are "allreduce"')
@@ -162,6 +193,19 @@ class Communicator:
             self._fail(error)
             raise
 
+    def check(self, stream: int | None = None, timeout: float | None = None) -> None:
+        """Raise what went wrong so far.
+
+        On CUDA it first waits until all calls are done, and everything on ``stream`` if given (such as the replays of a
+        graph that has calls in it): then their results are known to be good. ``timeout``: the communicator's.
+        """
+        self._check_usable()
+        try:
+            self._engine.check(self.timeout if timeout is None else timeout, stream)
+        except QcclError as error:
+            self._fail(error)
+            raise
+
     # -- groups and the end ------------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
@@ -172,7 +216,9 @@ class Communicator:
         except QcclError as error:
             self._fail(error)
             raise
-        return None if transport is None else Communicator(transport, self.timeout)
+        if transport is None:
+            return None
+        return Communicator._from_transport(transport, self.timeout, self._make_backend)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give up at once, without the other ranks: they raise PeerLost in the call they are in or make next."""
@@ -203,22 +249,23 @@ class Communicator:
         algorithm: str,
         chunk: int | None,
         nonfinite: str,
+        stream: Any,
         timeout: float | None,
         trace: list[TraceEvent] | None,
     ) -> Any:
         self._check_usable()
         if nonfinite not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={nonfinite!r} is not "propagate" or "error"')
-        if timeout is not None and not timeout > 0:
-            raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+        if timeout is not None:
+            check_timeout(timeout)
         if target.count != source.count:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
         signature = _signature(source.count, source.dtype, codec, op, algorithm, chunk)
         plan = self._plans.take(self, signature)._bind_values(source, target, result)
-        work = plan.start(timeout=timeout, trace=trace)
-        work._then(lambda: self._plans.give_back(plan))
+        work = plan.start(stream=stream, timeout=timeout, trace=trace)
+        work._when_reusable(lambda: self._plans.give_back(plan))
         if nonfinite == "error":
-            work._then(lambda: _refuse_nonfinite(target))
+            work._check_result(lambda: self._refuse_nonfinite(target))
         return work if async_op else work.wait()
 
     def _launch(
@@ -229,12 +276,33 @@ class Communicator:
         result: Any,
         *,
         keep: Any,
+        streams: tuple[int, ...],
         timeout: float | None,
         trace: list[TraceEvent] | None,
     ) -> Work:
         """Start a program on this communicator's next sequence number."""
         self._check_usable()
-        header = Header.of_call(
+        execution = program.start(
+            addresses,
+            call=self._sequence,
+            header=self._header(signature),
+            deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
+            trace=trace,
+            streams=streams,
+        )
+        self._sequence += 1
+        return Work(self, execution, result, keep)
+
+    def _agree(self, signature: Signature) -> None:
+        """Collective where the engine does not check every call: whether all ranks want this plan."""
+        try:
+            self._engine.agree(self._header(signature), self.timeout)
+        except QcclError as error:
+            self._fail(error)
+            raise
+
+    def _header(self, signature: Signature) -> Header:
+        return Header.of_call(
             sequence=self._sequence,
             collective=signature.collective,
             count=signature.count,
@@ -244,10 +312,15 @@ class Communicator:
             algorithm=signature.algorithm,
             chunk=signature.chunk,
         )
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        execution = program.start(addresses, call=self._sequence, header=header, deadline=deadline, trace=trace)
-        self._sequence += 1
-        return Work(self, execution, result, keep)
+
+    def _refuse_nonfinite(self, values: Values) -> None:
+        """Raise ArgumentError where ``values`` are not all finite; the same on every rank, as their values are."""
+        first = self._memory.first_nonfinite(values)
+        if first is not None:
+            raise ArgumentError(
+                f'the result is not finite at element {first} (and perhaps later), and nonfinite="error" was given; '
+                f"the output was written all the same"
+            )
 
     def _fail(self, error: QcclError) -> None:
         """Remember the first failure, and let the other ranks know."""
@@ -258,6 +331,8 @@ class Communicator:
     def _check_usable(self) -> None:
         if self._closed:
             raise ArgumentError("this communicator is closed; make another with qccl.init()")
+        if self._failure is None and self._engine.failure is not None:
+            self._failure = self._engine.failure
         if self._failure is not None:
             error = type(self._failure)(f"this communicator failed earlier and is unusable: {self._failure}")
             raise error from self._failure
@@ -281,15 +356,14 @@ def quantized_allreduce(
 ) -> Work | None:
     """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
 
-    ``datatype`` and ``op`` are names or NCCL's enum values; ``stream`` must be 0 on the host. The memory must stay
-    valid until the call has ended. Returns the Work with ``async_op``, otherwise None.
+    ``datatype`` and ``op`` are names or NCCL's enum values; ``stream`` 0 is CUDA's legacy default stream, and the only
+    one on the host. The memory must stay valid until the call has ended. Returns the Work with ``async_op``, otherwise
+    None.
     """
-    if stream != 0:
-        raise ArgumentError(f"stream={stream} was given, but the host backend has no streams; pass 0")
     _check_count(count)
     dtype = dtypes.get(datatype)
-    source = buffers.from_pointer(sendbuf, count, dtype, what="sendbuf")
-    target = buffers.from_pointer(recvbuf, count, dtype, what="recvbuf")
+    source = comm._memory.from_pointer(sendbuf, count, dtype, what="sendbuf")
+    target = comm._memory.from_pointer(recvbuf, count, dtype, what="recvbuf")
     work = comm._allreduce(
         source,
         target,
@@ -300,6 +374,7 @@ def quantized_allreduce(
         algorithm=algorithm,
         chunk=chunk,
         nonfinite=nonfinite,
+        stream=stream,
         timeout=timeout,
         trace=None,
     )
@@ -323,6 +398,12 @@ def _signature(
     return Signature("allreduce", count, dtypes.get(dtype), codecs.get(codec), _op_name(op), algorithm, chunk)
 
 
+def check_timeout(timeout: float) -> None:
+    """Raise ArgumentError unless ``timeout`` is a positive number."""
+    if not timeout > 0:
+        raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+
+
 def _check_count(count: int) -> None:
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise ArgumentError(f"count must be a number of elements, 0 or more, not {count!r}")
@@ -334,13 +415,3 @@ def _op_name(op: str | int) -> str:
             return name
     allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
     raise ArgumentError(f"op {op!r} is not supported; allowed are {allowed}")
-
-
-def _refuse_nonfinite(values: Values) -> None:
-    """Raise ArgumentError where ``values`` are not all finite; the same on every rank, as their values are."""
-    first = buffers.first_nonfinite(values)
-    if first is not None:
-        raise ArgumentError(
-            f'the result is not finite at element {first} (and perhaps later), and nonfinite="error" was given; '
-            f"the output was written all the same"
-        )

@@ -16,7 +16,7 @@ from qccl.schedule import Schedule
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
-    from qccl.engines.host import Program
+    from qccl.engines.base import Program
     from qccl.trace import TraceEvent
     from qccl.work import Work
 
@@ -38,8 +38,8 @@ class Signature:
     algorithm: str
     chunk: int | None
 
-    def schedule(self, rank: int, size: int, *, in_place: bool) -> Schedule:
-        """The schedule of one rank."""
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+        """The schedule of one rank; ``default_chunk`` where the caller named none (None: the collective's own)."""
         scale = 1.0 / size if self.op == "avg" else 1.0
         combine = "sum" if self.op == "avg" else self.op
         name = self.algorithm
@@ -54,7 +54,7 @@ class Signature:
             combine,
             scale=scale,
             in_place=in_place,
-            chunk_elements=self.chunk,
+            chunk_elements=default_chunk if self.chunk is None else self.chunk,
         )
 
 
@@ -70,6 +70,7 @@ class Plan:
         self._programs: dict[bool, Program] = {}
         self._bound: tuple[Values, Values, Any] | None = None
         self._work: Work | None = None
+        comm._agree(signature)
 
     def __repr__(self) -> str:
         s = self.signature
@@ -83,8 +84,9 @@ class Plan:
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Fix the arrays (as in quantized_allreduce) of the runs to come; returns the plan."""
         s = self.signature
-        source = buffers.from_array(x, dtype=s.dtype, writable=out is None, what="x")
-        target = source if out is None else buffers.from_array(out, dtype=s.dtype, writable=True, what="out")
+        memory = self._comm._memory
+        source = memory.from_array(x, dtype=s.dtype, writable=out is None, what="x")
+        target = source if out is None else memory.from_array(out, dtype=s.dtype, writable=True, what="out")
         return self._bind_values(source, target, x if out is None else out)
 
     def _bind_values(self, source: Values, target: Values, result: Any) -> Plan:
@@ -106,8 +108,8 @@ class Plan:
         self._bound = (source, target, result)
         return self
 
-    def start(self, *, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
-        """Begin one run with the bound arrays; all ranks must. Returns its Work."""
+    def start(self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
+        """Begin one run with the bound arrays; all ranks must. Arguments: see quantized_allreduce. Returns its Work."""
         if self._bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
@@ -121,13 +123,14 @@ class Plan:
             addresses,
             result,
             keep=self._bound,
+            streams=self._comm._memory.streams(stream, source, target),
             timeout=timeout,
             trace=trace,
         )
         return self._work
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the run has ended and return its output array. Raises as Work.wait() does."""
+        """Return the output array when what comes next may use it: Work.wait() of the last run."""
         if self._work is None:
             raise ArgumentError("this plan was not started; call plan.start() first")
         return self._work.wait(timeout)
@@ -137,15 +140,20 @@ class Plan:
         return self.bind(x, out).start().wait()
 
     def is_active(self) -> bool:
-        """Whether a run is under way; makes no progress."""
-        return self._work is not None and self._work._execution is not None
+        """Whether a run is under way that must end before the next (never on CUDA); makes no progress."""
+        return self._work is not None and self._work._holds_plan()
+
+    def schedule(self, *, in_place: bool) -> Schedule:
+        """What this rank does in a run."""
+        comm = self._comm
+        return self.signature.schedule(
+            comm.rank, comm.size, in_place=in_place, default_chunk=comm._engine.chunk_elements
+        )
 
     def _program(self, in_place: bool) -> Program:
         found = self._programs.get(in_place)
         if found is None:
-            comm = self._comm
-            schedule = self.signature.schedule(comm.rank, comm.size, in_place=in_place)
-            found = self._programs[in_place] = comm._engine.compile(schedule)
+            found = self._programs[in_place] = self._comm._engine.compile(self.schedule(in_place=in_place))
         return found
 
 

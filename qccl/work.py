@@ -10,7 +10,7 @@ from qccl.errors import CollectiveTimeout, PeerLost, QcclError
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
-    from qccl.engines.host import Execution
+    from qccl.engines.base import Execution
 
 __all__ = ["Work"]
 
@@ -18,7 +18,8 @@ __all__ = ["Work"]
 class Work:
     """One call of a collective: poll it, wait for it, ask what went wrong.
 
-    It keeps the arrays of the call alive. All ranks must complete the call, in any order among calls under way.
+    It keeps the arrays of the call alive. On the host all ranks must complete the call, in any order among calls under
+    way; on CUDA it completes by itself.
     """
 
     def __init__(self, comm: Communicator, execution: Execution, result: Any, keep: Any) -> None:
@@ -27,6 +28,7 @@ class Work:
         self._result = result
         self._keep = keep
         self._finish: list[Callable[[], None]] = []
+        self._checks: list[Callable[[], None]] = []
         self._exception: Exception | None = None
 
     def is_completed(self) -> bool:
@@ -40,11 +42,30 @@ class Work:
         return self._execution is None
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Block until the call has ended and return its output array.
+        """Return the output array when what comes next may use it.
+
+        On the host that is when the call has ended. On CUDA it is at once: the call's stream goes on when the call is
+        done, and the host does not wait, unless a ``timeout`` is given or the result is to be checked
+        (``nonfinite="error"``).
 
         ``timeout`` is in seconds from now; None means the call's own, counted from its start. Raises what the call
         raised, or CollectiveTimeout, after which the communicator is unusable.
         """
+        execution = self._execution
+        if execution is None or timeout is not None or self._checks or not execution.is_ordered:
+            return self._block(timeout)
+        try:
+            execution.order()
+        except QcclError as error:
+            self._conclude(error)
+            raise
+        return self._result
+
+    def synchronize(self) -> Any:
+        """Block until the call has ended and return its output array, which is known to be good. Raises as wait()."""
+        return self._block(None)
+
+    def _block(self, timeout: float | None) -> Any:
         if self._execution is not None:
             try:
                 if timeout is None:
@@ -70,17 +91,23 @@ class Work:
                 self._comm._fail(error)
                 raise error
 
-    def synchronize(self) -> Any:
-        """The same as wait(): on the host a result that has arrived is known to be good."""
-        return self.wait()
-
     def exception(self) -> Exception | None:
         """What the call raised, or None; makes no progress."""
         return self._exception
 
-    def _then(self, finish: Callable[[], None]) -> None:
-        """Run ``finish`` when the call has ended well; it may refuse the result by raising."""
-        self._finish.append(finish)
+    def _when_reusable(self, finish: Callable[[], None]) -> None:
+        """Run ``finish`` when the plan may run again: when this run has ended well, or at once if runs are ordered."""
+        if self._holds_plan():
+            self._finish.append(finish)
+        else:
+            finish()
+
+    def _check_result(self, check: Callable[[], None]) -> None:
+        """Run ``check`` when the call has ended well; it may refuse the result by raising."""
+        self._checks.append(check)
+
+    def _holds_plan(self) -> bool:
+        return self._execution is not None and not self._execution.is_ordered
 
     def _conclude(self, error: QcclError | None = None) -> None:
         """End the call."""
@@ -89,10 +116,13 @@ class Work:
         if error is not None:
             self._comm._fail(error)
         else:
+            for finish in self._finish:
+                finish()
             try:
-                for finish in self._finish:
-                    finish()
+                for check in self._checks:
+                    check()
             except QcclError as refused:
                 self._exception = refused
         self._finish.clear()
+        self._checks.clear()
         self._keep = None

@@ -1,0 +1,158 @@
+"""CUDA as CuPy and cuda-python give it: loaded here and nowhere else, or refused with all that is missing.
+
+``import qccl`` does not come here. Every other module that needs a GPU starts with require(), so that a machine without
+one gets one clear error, whatever it was that was asked for first.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+
+from qccl.errors import CollectiveTimeout, EngineError, PeerLost, QcclError
+
+__all__ = ["NCCL_VERSION", "NOT_READY", "Gpu", "bounded", "device_count", "mapped", "missing", "on_device", "require"]
+
+#: oldest versions that work
+CUPY_VERSION = 14
+NCCL_VERSION = 21800
+
+#: of cudaEventQuery
+NOT_READY = 600
+_NCCL_REMOTE_ERROR = 6
+
+_T = TypeVar("_T")
+
+
+class Gpu(NamedTuple):
+    """The libraries: CuPy, its CUDA runtime, driver and NCCL modules, and cuda-python's driver module."""
+
+    cupy: ModuleType
+    runtime: Any
+    driver: Any
+    nccl: Any
+    bindings: Any
+
+
+@cache
+def require() -> Gpu:
+    """The libraries. Raises EngineError that names everything that is missing."""
+    lacking = missing()
+    if lacking:
+        raise EngineError(f"the CUDA backend cannot be used here: {'; '.join(lacking)}")
+    import cupy
+    from cuda.bindings import driver as bindings
+    from cupy.cuda import driver, nccl, runtime
+
+    return Gpu(cupy, runtime, driver, nccl, bindings)
+
+
+def missing() -> list[str]:
+    """What keeps this machine from using CUDA, a sentence each; nothing where it can be used."""
+    lacking = []
+    try:
+        import cupy
+    except Exception as error:  # also what a half-installed CuPy raises
+        return [f"CuPy cannot be imported ({error}); install qccl[cuda12] or qccl[cuda13]"]
+    if int(cupy.__version__.split(".")[0]) < CUPY_VERSION:
+        lacking.append(f"CuPy is {cupy.__version__}, and {CUPY_VERSION} or newer is needed")
+    lacking += _missing_nccl()
+    try:
+        import cuda.bindings.driver  # noqa: F401
+    except ImportError as error:
+        lacking.append(f"cuda-python cannot be imported ({error}); install qccl[cuda12] or qccl[cuda13]")
+    try:
+        if cupy.cuda.runtime.getDeviceCount() == 0:
+            lacking.append("there is no CUDA device")
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        lacking.append(f"there is no CUDA driver, or none new enough, or no device ({error})")
+    return lacking
+
+
+def _missing_nccl() -> list[str]:
+    try:
+        from cupy.cuda import nccl
+
+        version = nccl.get_version() if nccl.available else 0
+    except Exception as error:
+        return [f"CuPy cannot load NCCL ({error}); install nvidia-nccl-cu12 or nvidia-nccl-cu13"]
+    if version == 0:
+        return ["CuPy finds no NCCL; install nvidia-nccl-cu12 or nvidia-nccl-cu13"]
+    if version < NCCL_VERSION:
+        return [f"NCCL is {version // 10000}.{version // 100 % 100}, and 2.18 or newer is needed"]
+    return []
+
+
+def device_count() -> int:
+    """The number of GPUs that can be used; 0 where CUDA cannot be."""
+    return 0 if missing() else int(require().runtime.getDeviceCount())
+
+
+@contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make ``device`` the thread's current one, as every call that concerns it needs."""
+    runtime = require().runtime
+    before = runtime.getDevice()
+    runtime.setDevice(device)
+    try:
+        yield
+    finally:
+        if before != device:
+            runtime.setDevice(before)
+
+
+def mapped(error: BaseException) -> QcclError | None:
+    """An exception of CuPy as one of qccl's, with the library's text and code; None where it is not CuPy's."""
+    gpu = require()
+    if isinstance(error, gpu.nccl.NcclError):
+        if error.status == _NCCL_REMOTE_ERROR:
+            return PeerLost(f"NCCL lost a rank ({error})")
+        return EngineError(f"NCCL: {error}", error.status)
+    if isinstance(error, gpu.runtime.CUDARuntimeError | gpu.driver.CUDADriverError):
+        return EngineError(f"CUDA: {error}", error.status)
+    return None
+
+
+def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
+    """``fn()``, which may block for ever, on a thread of its own; raises CollectiveTimeout when it takes too long.
+
+    The thread is then left behind: nothing else can be done about a library that has no timeout.
+    """
+    outcome: list[tuple[_T | None, BaseException | None]] = []
+
+    def run() -> None:
+        try:
+            require().runtime.setDevice(device)
+            outcome.append((fn(), None))
+        except BaseException as error:
+            outcome.append((None, error))
+
+    thread = threading.Thread(target=run, name=f"qccl {what}", daemon=True)
+    thread.start()
+    thread.join(timeout)
+    if not outcome:
+        raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
+    result, error = outcome[0]
+    if error is not None:
+        raise (mapped(error) or error) from error
+    return result  # type: ignore[return-value]
+
+
+def wait_for(event: int, deadline: float, what: str, check: Callable[[], None]) -> None:
+    """Wait for an event until ``deadline`` (time.monotonic()), and let ``check`` raise what went wrong meanwhile."""
+    runtime = require().runtime
+    nap = 20e-6
+    while (status := runtime.eventQuery(event)) == NOT_READY:
+        check()
+        if time.monotonic() > deadline:
+            raise CollectiveTimeout(f"{what} did not end in time")
+        time.sleep(nap)
+        nap = min(2 * nap, 1e-3)
+    if status:
+        error = runtime.CUDARuntimeError(status)
+        raise (mapped(error) or error) from error

@@ -1,0 +1,169 @@
+"""The meeting of ranks that no MPI started: a fixed, checked message over TCP, and what else can be met there."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.transports import rendezvous
+from qccl.transports.rendezvous import PORT_OFFSET, meeting_place, share
+
+MESSAGE = bytes(range(128))
+
+
+@pytest.fixture
+def port():
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(autouse=True)
+def one_meeting_for_all(monkeypatch):
+    """Ranks are processes, which each count their own meetings; here they are threads of one."""
+
+    class Frozen(int):
+        def __add__(self, other):
+            return self
+
+    monkeypatch.setattr(rendezvous, "_meetings", Frozen(1))
+
+
+def ranks(size, port, *, timeout=10.0, host="127.0.0.1", jobs=None, sizes=None):
+    """What share() returned or raised on each rank."""
+
+    def run(rank):
+        job = jobs[rank] if jobs else ""
+        try:
+            return share(
+                MESSAGE if rank == 0 else None, rank, (sizes or {}).get(rank, size), (host, port), timeout, job
+            )
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_every_rank_gets_the_message(size, host, port):
+    assert ranks(size, port, host=host) == [MESSAGE] * size
+
+
+def test_again_at_the_same_port(port):
+    for _ in range(3):
+        assert ranks(3, port) == [MESSAGE] * 3
+
+
+def test_rank_0_comes_last(port):
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(share, None, 1, 2, ("127.0.0.1", port), 10.0)
+        time.sleep(0.3)
+        share(MESSAGE, 0, 2, ("127.0.0.1", port), 10.0)
+        assert other.result(timeout=10) == MESSAGE
+
+
+def test_a_rank_that_does_not_come(port):
+    begin = time.monotonic()
+    with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\]"):
+        share(MESSAGE, 0, 3, ("127.0.0.1", port), 0.3)
+    with pytest.raises(CollectiveTimeout, match=f"127.0.0.1:{port}"):
+        share(None, 1, 3, ("127.0.0.1", port), 0.3)
+    assert time.monotonic() - begin < 5
+
+
+def test_strangers_do_not_disturb(port, monkeypatch):
+    """Callers that say nothing, too little, or something else."""
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.1)
+
+    def call(what):
+        for _ in range(100):
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=1) as connection:
+                    connection.sendall(what)
+                    time.sleep(0.3)
+                    return
+            except OSError:
+                time.sleep(0.02)
+
+    strangers = [threading.Thread(target=call, args=(what,)) for what in (b"", b"GET", b"GET / HTTP/1.1\r\n" * 8)]
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 10.0)
+        for thread in strangers:
+            thread.start()
+        time.sleep(0.1)
+        assert share(None, 1, 2, ("127.0.0.1", port), 10.0) == MESSAGE
+        assert server.result(timeout=10) == MESSAGE
+    for thread in strangers:
+        thread.join(5)
+
+
+def test_another_job_or_size_is_refused(port):
+    results = ranks(2, port, timeout=1.0, jobs=["mine", "yours"])
+    assert isinstance(results[1], MismatchError) and "another job" in str(results[1])
+    assert isinstance(results[0], CollectiveTimeout)
+    results = ranks(2, port, timeout=1.0, sizes={1: 3})
+    assert isinstance(results[1], MismatchError) and "rank 1 of 3" in str(results[1])
+
+
+def test_a_later_meeting_waits_its_turn(port, monkeypatch):
+    """A quick rank that is at the next meeting already does not take part in this one."""
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16)
+    assert rendezvous._judge(hello, 3, b"\0" * 16)[:2] == (1, rendezvous._LATER)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 512])
+def test_something_else_listens_there(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(1024)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(EngineError, match="QCCL_PORT"):
+            share(None, 1, 2, ("127.0.0.1", server.getsockname()[1]), 5.0)
+        thread.join(5)
+        with pytest.raises(EngineError, match="another program uses"):
+            share(MESSAGE, 0, 2, ("127.0.0.1", server.getsockname()[1]), 5.0)
+
+
+def test_a_damaged_message(port):
+    reply = bytearray(rendezvous._reply(rendezvous._WELCOME, MESSAGE))
+    reply[40] ^= 1
+    with pytest.raises(EngineError, match="damaged"):
+        rendezvous._understand(bytes(reply), "there")
+
+
+def test_an_address_that_does_not_exist(port):
+    with pytest.raises(PeerLost, match="MASTER_ADDR"):
+        share(None, 1, 2, ("no-such-host.invalid", port), 5.0)
+
+
+def test_meeting_place():
+    assert meeting_place({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}) == ("node1", 29500 + PORT_OFFSET)
+    assert meeting_place({"MASTER_ADDR": "node1", "MASTER_PORT": "65530"}) == ("node1", 65530 - PORT_OFFSET)
+    assert meeting_place({"MASTER_ADDR": "node1", "MASTER_PORT": "1", "QCCL_PORT": "700"}) == ("node1", 700)
+    for environ, message in (
+        ({}, "scontrol"),
+        ({"MASTER_ADDR": "node1"}, "MASTER_PORT"),
+        ({"MASTER_ADDR": "node1", "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
+        ({"MASTER_ADDR": "node1", "QCCL_PORT": "70000"}, "QCCL_PORT='70000'"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            meeting_place(environ)
+
+
+def test_a_message_too_long(port):
+    with pytest.raises(ArgumentError, match="256"):
+        share(b"x" * 257, 0, 1, ("127.0.0.1", port), 1.0)
