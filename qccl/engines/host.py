@@ -12,7 +12,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from typing import Any, cast
+from typing import Any
 
 from qccl.engines.agreement import Channel, Header, Kind, sequence_of
 from qccl.engines.program import CALLS_IN_FLIGHT, Execution, Program
@@ -140,10 +140,10 @@ class HostEngine:
                 execution.compute()
                 worked = True
                 break
-        completed = self._transport.poll(idle=self._idle)
+        completed: Any = self._transport.poll(idle=self._idle)
         if completed:
             self._idle = 0
-            for owner, index in cast("list[tuple[Any, int]]", completed):
+            for owner, index in completed:
                 if owner is self._channel:
                     self._heard(index)
                 else:
@@ -227,7 +227,8 @@ class HostEngine:
 
     def _drain(self) -> None:
         """Poll when nothing is run any more."""
-        for owner, index in cast("list[tuple[Any, int]]", self._transport.poll(idle=1)):
+        completed: Any = self._transport.poll(idle=1)
+        for owner, index in completed:
             if owner is self:
                 self._telling -= 1
             elif owner is self._channel:

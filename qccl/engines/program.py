@@ -207,7 +207,7 @@ class Program:
             counts.append(len(needed) + len(gates))
         self.first_receives = [tuple(nodes) for nodes in by_peer]
         self.successors = [tuple(s) for s in successors]
-        self.counts = counts
+        self.counts = [*counts, 0, 0]  # and of the gate and the headers, which nothing counts down
         self.first = tuple(i for i, count in enumerate(counts) if not count)
         #: all nodes; among several ranks also the gate and a header to each other rank
         self.total = self.gate + (schedule.size if schedule.size > 1 else 0)
@@ -328,8 +328,7 @@ class Execution:
             if not left:
                 self._launch(successor)
         self._left -= 1
-        if node < len(counts):
-            counts[node] = -1
+        counts[node] = -1
         if not self._left:
             self._finish()
 
