@@ -79,6 +79,9 @@ def allreduce(ctx: click.Context, /, ranks: int | None, **given: Any) -> None:
     with stoppable():
         try:
             status = _start(ranks or _DEFAULT_RANKS, options) if launcher is None else _join(launcher, ranks, options)
+        except KeyboardInterrupt:
+            click.echo("qccl-bench: stopped; its ranks and networks are gone", err=True)
+            status = 130
         except qccl.QcclError as error:
             raise click.ClickException(f"{type(error).__name__}: {error}") from error
     ctx.exit(status)

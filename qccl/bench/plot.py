@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from qccl.bench import table
 from qccl.bench.measure import Row
@@ -73,6 +73,9 @@ def _axes(axes: Any, sizes: Sequence[int], what: str) -> None:
     axes.xaxis.set_major_locator(FixedLocator(sizes if len(sizes) <= 12 else sizes[:: -(-len(sizes) // 12)]))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: format_size(round(x))))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("size (bytes)")
     axes.set_ylabel(what)
     axes.grid(True, which="major", alpha=0.3)

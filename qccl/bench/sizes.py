@@ -64,7 +64,7 @@ def parse_link(text: str) -> Link:
 
 def sweep(begin: int, end: int, step: int, factor: int | None) -> Iterator[int]:
     """The sizes from ``begin`` to ``end``: times ``factor``, or plus ``step`` where there is no factor."""
-    size = begin
-    while size <= end:
+    size, before = begin, -1
+    while before < size <= end:
         yield size
-        size = size * factor if factor is not None else size + step
+        size, before = size * factor if factor is not None else size + step, size

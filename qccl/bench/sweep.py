@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 import json
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING
@@ -161,10 +162,13 @@ def _devices(comm: Communicator) -> list[Device]:
 
 
 def _library(comm: Communicator) -> str:
-    """The name and version of the library whose all-reduce is the yardstick."""
+    """The name and version of the library whose all-reduce is the yardstick, and its algorithm if one is set."""
     if comm.transport.name != "mpi":
         return str(comm.transport.name)
     from mpi4py import MPI
 
     name, version = MPI.get_vendor()
-    return f"{name} {'.'.join(map(str, version))}"
+    chosen = {
+        key: value for key, value in os.environ.items() if "ALLREDUCE" in key.upper() and "ALGORITHM" in key.upper()
+    }
+    return " ".join([name, ".".join(map(str, version)), *(f"{key}={value}" for key, value in chosen.items())])

@@ -1,0 +1,457 @@
+"""The command qccl-bench: its flags and their errors, its table, JSON and picture, and ranks that mpiexec starts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+import qccl
+from qccl.bench import lab, params, progress, sizes, start, table
+from qccl.bench.cli import main
+from qccl.bench.codec import measure_codec
+from qccl.bench.measure import Case, Row, Side
+from qccl.bench.options import Options
+from qccl.bench.report import Device, Report
+
+LAUNCHERS = (
+    "PMI_RANK",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "RANK",
+    "WORLD_SIZE",
+    "SLURM_PROCID",
+)
+ROOT = Path(__file__).parent.parent
+
+
+def bench(*arguments: str, limit: float = 60.0, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run qccl-bench in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "qccl.bench", *arguments],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in LAUNCHERS} | environment,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=limit,
+    )
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, arguments)
+
+
+def row(codec: str = "minmax8", seconds: float = 0.004, wrong: int | None = 0, crossed: float | None = None) -> Row:
+    side = Side(seconds, wrong, None if wrong is None else 7.4e-3, crossed)
+    return Row(Case(4 << 20, qccl.dtypes.FLOAT32, "sum"), codec, "two_round", 6_340_608, side, side)
+
+
+# -- flags -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["-b", "12Q"], ["'12Q' is not a size", "64K"]),
+        (["-b", "1M", "-e", "1K"], ["1024 is less than -b 1048576"]),
+        (["-b", "0", "-e", "1K", "-f", "2"], ["-f never gets from -b 0"]),
+        (["-b", "0", "-e", "1K", "-i", "0"], ["-i 0 never gets"]),
+        (["-f", "1"], ["1 is not in the range x>=2"]),
+        (["-n", "0"], ["0 is not in the range x>=1"]),
+        (["-o", "prod"], ["'prod' is not one of sum, avg, min, max, all"]),
+        (["-d", "double"], ["'double' is not one of float, half, bfloat16, all"]),
+        (["-a", "4"], ["4 is not in the range"]),
+        (["-T", "0"], ["0.0 is not in the range x>0"]),
+        (["-g", "2"], ["2 is not possible, only 1", "--ranks"]),
+        (["-G", "1"], ["1 is not possible, only 0", "CUDA graphs"]),
+        (["--codec", "minmax9"], ["bits=9", "1 to 8"]),
+        (["--codec", "minmax8,minmux"], ["minmux", "minmax"]),
+        (["--codec", "minmax8:bukket=8"], ["bukket", "bucket"]),
+        (["--algorithm", "ring"], ["'auto', 'one_shot', 'two_round'"]),
+        (["--ranks", "0"], ["0 is not in the range x>=1"]),
+        (["--link", "fast"], ["'fast' is not a link's rate", "100mbit"]),
+        (["--json", "/nowhere/x.json"], ["'/nowhere/x.json' cannot be written"]),
+        (["--plot", "x.txt"], [".png, .svg, .pdf"]),
+    ],
+)
+def test_bad_flags_say_what_is_allowed(arguments: list[str], parts: list[str]) -> None:
+    result = invoke("allreduce", *arguments)
+    assert result.exit_code == 2
+    for part in parts:
+        assert part in " ".join(result.output.split())
+
+
+def test_nccl_tests_flags_with_their_one_value_are_accepted() -> None:
+    result = invoke("allreduce", "-t1", "-g1", "-m1", "-p0", "-z1", "-G0", "-C0", "-b2M", "-e1M")
+    assert "-e 1048576 is less than" in result.output  # the flags were read, and the sizes refused
+
+
+def test_lists_of_codecs_keep_the_commas_of_options() -> None:
+    assert params.codec_list("minmax8,minmax4:bucket=256,rounding=stochastic, seed=7,none") == (
+        "minmax8",
+        "minmax4:bucket=256,rounding=stochastic,seed=7",
+        "none",
+    )
+    assert params.list_of(("a", "b"))("all") == ("a", "b")
+
+
+def test_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(params.importlib.util, "find_spec", lambda name: None)
+    result = invoke("allreduce", "--plot", "x.png")
+    assert result.exit_code == 2 and "qccl[plot]" in result.output
+
+
+def test_link_without_root_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.shutil, "which", lambda tool: f"/sbin/{tool}")
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
+    result = invoke("allreduce", "--link", "1gbit")
+    assert result.exit_code == 2
+    assert "need root" in result.output and "sudo" in result.output
+
+
+def test_link_without_iproute2_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.shutil, "which", lambda tool: None)
+    assert "ip and tc not found; install iproute2" in invoke("allreduce", "--link", "1gbit").output
+
+
+def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(start.importlib.util, "find_spec", lambda name: None)
+    result = invoke("allreduce")
+    assert result.exit_code == 1 and "mpi4py is not installed" in result.output and "qccl[mpi]" in result.output
+
+
+def test_ranks_that_differ_from_the_launchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "4")
+    result = invoke("allreduce", "--ranks", "2")
+    assert result.exit_code == 2 and "--ranks 2, but MPICH has started 4" in result.output
+
+
+# -- sizes and links ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("0", 0), ("4096", 4096), ("64K", 65536), ("1.5M", 3 << 19), ("2g", 2 << 30), ("8KiB", 8192)]
+)
+def test_sizes(text: str, nbytes: int) -> None:
+    assert sizes.parse_size(text) == nbytes
+    assert sizes.parse_size(sizes.format_size(nbytes)) == nbytes
+
+
+@pytest.mark.parametrize("text", ["", "K", "-1", "1.5", "1e6", "0x10", "1 M"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a size"):
+        sizes.parse_size(text)
+
+
+def test_links() -> None:
+    assert sizes.parse_link("1GBIT") == sizes.Link("1gbit", 125e6, 250_000)
+    assert sizes.parse_link("100mbit").burst == 65536
+    for text in ("1gb", "10", "0gbit", "1tbit", "1kbit"):
+        with pytest.raises(ValueError, match="is not a link's rate"):
+            sizes.parse_link(text)
+
+
+def test_sweeps_are_those_of_nccl_tests() -> None:
+    assert list(sizes.sweep(8, 128, 1, 4)) == [8, 32, 128]
+    assert list(sizes.sweep(0, 10, 4, None)) == [0, 4, 8]
+    assert list(sizes.sweep(5, 5, 0, None)) == [5]
+    assert list(sizes.sweep(0, 0, 1, 2)) == [0]
+
+
+# -- table, JSON, picture ----------------------------------------------------------------------------------------------
+
+
+def test_rows_have_nccl_tests_columns_first() -> None:
+    line = table.row(row(), 4, 4.15, None, 20)
+    fields = line.split()
+    assert fields[:5] == ["16777216", "4194304", "float", "sum", "-1"]
+    assert fields[5:9] == fields[9:13] == ["4000.00", "4.19", "6.29", "0"]
+    assert fields[13:] == ["6340608", "7.4e-03", "4.15x", "minmax8"]
+    link = sizes.parse_link("1gbit")
+    fields = table.row(row(seconds=0.0513), 4, None, link, 20).split()
+    assert fields[15:] == ["-", "50724.9", "98.9", "minmax8"]
+    assert table.row(row(wrong=None), 4, 1.0, None, 20).count("N/A") == 3
+
+
+@pytest.mark.parametrize("in_lab", [False, True])
+@pytest.mark.parametrize("seconds", [0.0123, 0.05, 9.5])
+def test_columns_stand_under_their_titles(seconds: float, in_lab: bool) -> None:
+    link = sizes.parse_link("1gbit") if in_lab else None
+    title = table.header("mpi", lab=in_lab)[1]
+    line = table.row(row(seconds=seconds), 4, 10.0, link, 20)
+    assert title.index("codec") == line.index("minmax8")
+    assert len(title.removesuffix("codec")) <= 140
+    for name, number in (("size", 0), ("redop", 3), ("#wrong", 8), ("wire", 13), ("vs mpi", 15)):
+        assert line[: title.index(name) + len(name)].split()[-1] == line.split()[number]
+
+
+def test_bandwidths_are_on_the_uncompressed_size() -> None:
+    r = row(seconds=0.016777216)
+    assert table.algbw(r, r.in_place) == pytest.approx(1.0)
+    assert table.busbw(r, r.in_place, 4) == pytest.approx(1.5)
+    assert table.busbw(r, r.in_place, 1) == 0
+
+
+def test_shares_that_the_burst_would_falsify_are_not_shown() -> None:
+    r, link = row(), sizes.parse_link("1gbit")
+    assert table.line_share(r, r.in_place, link, 20) == pytest.approx(50724.864e-6 / 0.004)
+    assert table.line_share(r, r.in_place, link, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "okay", "parts"),
+    [
+        ([row()], True, ["# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 6.29"]),
+        ([row(wrong=3)], False, ["# Out of bounds values : 6 FAILED"]),
+        ([row(wrong=None)], True, ["# Out of bounds values : N/A"]),
+        ([row(), row("none")], True, ["#   minmax8            : 6.29", "#   none               : 6.29"]),
+        ([row(crossed=1.01)], True, ["# Crossed the link     : at least 101.0% of the bytes sent OK"]),
+        ([row(crossed=1.01), row(crossed=0.2)], False, ["at least 20.0%", "FAILED: traffic went past the link"]),
+    ],
+)
+def test_footers(rows: list[Row], okay: bool, parts: list[str]) -> None:
+    link = sizes.parse_link("1gbit") if rows[0].out_of_place.crossed else None
+    totals = table.totals(rows, [], 4)
+    text = "\n".join(table.footer(totals, link))
+    assert totals.okay is okay
+    for part in parts:
+        assert part in text
+
+
+def test_a_wrong_plain_all_reduce_counts_too() -> None:
+    assert not table.totals([row()], [row("mpi", wrong=1)], 4).okay
+
+
+@pytest.fixture
+def report() -> Report:
+    options = Options(minbytes=1 << 20, maxbytes=16 << 20, stepfactor=16, codecs=("minmax8",), args=("qccl-bench",))
+    made = Report(options, [Device(r, 100 + r, "here", "host x86-64-v4") for r in range(4)], "MPICH 5.0.2", None)
+    plain = row("mpi", 0.2)
+    made.add(row(), plain)
+    made.add(row("minmax4", 0.002), plain)
+    return made
+
+
+def test_json_has_nccl_tests_fields_and_ours(report: Report, tmp_path: Path) -> None:
+    report.write(str(tmp_path / "x.json"))
+    found = json.loads((tmp_path / "x.json").read_text())
+    assert found["version"] == 3
+    assert {"start_time", "args", "env", "nccl_version", "config", "errors", "end_time"} < set(found)
+    assert found["out_of_bounds"] == {"count": 0, "okay": "true"}
+    assert found["average_bus_bandwidth"]["bandwidth"] == pytest.approx((6.291456 + 2 * 6.291456) / 2)
+    assert [d["rank"] for d in found["config"]["devices"]] == [0, 1, 2, 3]
+    assert found["config"]["step_factor"] == 16 and "step_bytes" not in found["config"]
+    first = found["results"][0]
+    assert (first["size"], first["count"], first["type"], first["redop"], first["root"]) == (
+        1 << 24,
+        1 << 22,
+        "float",
+        "sum",
+        "-1",
+    )
+    assert (first["codec"], first["algorithm"], first["wire_bytes"]) == ("minmax8", "two_round", 6_340_608)
+    for mode in ("out_of_place", "in_place"):
+        side = first[mode]
+        assert side["time"] == pytest.approx(4000) and side["alg_bw"] == pytest.approx(4.194304)
+        assert side["nwrong"] == 0 and side["speedup"] == pytest.approx(50) and side["plain_time"] == pytest.approx(2e5)
+
+
+@pytest.mark.parametrize("link", [None, "1gbit"])
+def test_a_picture_is_drawn(report: Report, tmp_path: Path, link: str | None) -> None:
+    pytest.importorskip("matplotlib")
+    from qccl.bench.plot import write_plot
+
+    path = tmp_path / "x.png"
+    write_plot(str(path), report, sizes.parse_link(link) if link else None)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A stream that says whether it is a terminal."""
+
+    def __init__(self, *, tty: bool) -> None:
+        self.tty, self.text = tty, ""
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_the_bar_is_drawn_on_a_terminal_only() -> None:
+    for tty in (True, False):
+        stream = Terminal(tty=tty)
+        bar = progress.Bar(stream)
+        line = progress.encode_progress(3, 12, "64K minmax8 in place")
+        assert progress.is_progress(line) and not progress.is_progress("  65536 ...")
+        bar.feed(line)
+        bar.clear()
+        if tty:
+            assert "3/12  64K minmax8 in place" in stream.text and stream.text.endswith("\r\x1b[K")
+        else:
+            assert stream.text == ""
+
+
+# -- codec and info ----------------------------------------------------------------------------------------------------
+
+
+def test_codec_times_every_kernel_beside_memcpy(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    result = invoke("codec", "-b", "256K", "-n", "2", "--codec", "minmax8,none", "--json", str(path))
+    assert result.exit_code == 0, result.output
+    rows = [line.split() for line in result.output.splitlines() if not line.startswith("#")]
+    assert [(r[0], r[-1]) for r in rows] == [(t, c) for c in ("minmax8", "none") for t in ("float", "half", "bfloat16")]
+    assert [r[1] for r in rows] == ["1.0078"] * 3 + ["4.0000", "2.0000", "2.0000"]
+    assert 0.006 < float(rows[0][2]) < 0.009 and float(rows[3][2]) == 0
+    found = json.loads(path.read_text())["results"]
+    assert len(found) == 6 and all(r["share"]["encode"] > 0 for r in found)
+
+
+def test_codec_counts_compulsory_bytes() -> None:
+    speed = measure_codec(qccl.codecs.get("minmax8"), qccl.dtypes.FLOAT32, 1 << 16, 1, 0, sources=3)
+    values, wire = 1 << 16, 16384 + 16 * 8
+    assert speed.moved == {
+        "encode": values + wire,
+        "decode": values + wire,
+        "reduce": 4 * wire + 2 * values,
+        "copy": 2 * values,
+    }
+    assert speed.share("copy") == 1
+
+
+def test_info_names_every_part_and_why_it_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lab.os, "geteuid", lambda: 1000)
+    result = invoke("info")
+    assert result.exit_code == 0
+    lines = dict(line.split(maxsplit=1) for line in result.output.splitlines())
+    assert lines["qccl"] == qccl.__version__
+    for part in ("host engine    yes: kernels for", "cuda engine    no: ", "mpiexec ", "launcher ", "plot "):
+        assert part in result.output
+    assert "lab (--link)   no: network namespaces need root" in result.output
+
+
+# -- ranks by mpiexec --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def mpi() -> start.Mpiexec:
+    try:
+        return start.find_mpiexec()
+    except start.StartError as error:
+        pytest.skip(str(error))
+
+
+def test_settings_leave_the_users_own_alone(mpi: start.Mpiexec) -> None:
+    for name in ("MPICH", "Open MPI"):
+        settings = start.Mpiexec("mpiexec", name, "5.0").environment(1000, None, 1 << 20)
+        assert any("yield" in key.lower() for key in settings)
+        assert not any("ALLREDUCE" in key.upper() for key in settings)
+
+
+@pytest.mark.mpi
+def test_the_command_starts_ranks_and_reports(mpi: start.Mpiexec, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"x.{name}" for name in ("json", "trace")}
+    flags = [f"--{name}={path}" for name, path in files.items()]
+    done = bench("allreduce", "--ranks=3", "-b4K", "-e64K", "-f16", "-n3", "--codec=minmax8,none", *flags)
+    assert done.returncode == 0, done.stderr
+    rows = [line for line in done.stdout.splitlines() if line and not line.startswith("#")]
+    assert [line.split()[-1] for line in rows] == ["mpi", "minmax8", "none"] * 2
+    assert "# Out of bounds values : 0 OK" in done.stdout
+    assert done.stdout.count("#  Rank") == 3
+    assert "\x1e" not in done.stdout + done.stderr and done.stderr == ""
+    found = json.loads(files["json"].read_text())
+    assert found["args"][:2] == ["qccl-bench", "allreduce"] and len(found["results"]) == 4
+    assert {event["pid"] for event in json.loads(files["trace"].read_text())["traceEvents"]} == {0, 1, 2}
+
+
+@pytest.mark.mpi
+def test_under_a_launcher_its_ranks_are_used(mpi: start.Mpiexec) -> None:
+    done = subprocess.run(
+        [
+            mpi.path,
+            *mpi.options(None),
+            "-n",
+            "2",
+            sys.executable,
+            "-m",
+            "qccl.bench",
+            "allreduce",
+            "-b4K",
+            "-e4K",
+            "-n2",
+        ],
+        cwd=ROOT,
+        env=mpi.environment(2, None, 4096) | os.environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("# Out of bounds values") == 1 and done.stdout.count("#  Rank") == 2
+
+
+@pytest.mark.mpi
+def test_a_rank_that_fails_is_reported_and_none_is_left(mpi: start.Mpiexec) -> None:
+    die = (
+        "from mpi4py import MPI; import os, time; MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), 9); time.sleep(60)"
+    )
+    begin = time.monotonic()
+    command = [sys.executable, "-c", die]
+    status = start.run_ranks_by_mpiexec(3, command, lab=None, smallest=0, silence=30, on_line=lambda line: None)
+    assert status != 0 and time.monotonic() - begin < 25
+
+
+@pytest.mark.mpi
+def test_silent_ranks_are_given_up(mpi: start.Mpiexec) -> None:
+    begin = time.monotonic()
+    with pytest.raises(start.StartError, match="said nothing for 1 s"):
+        command = [sys.executable, "-c", "print('hello', flush=True); import time; time.sleep(60)"]
+        start.run_ranks_by_mpiexec(2, command, lab=None, smallest=0, silence=1, on_line=lambda line: None)
+    assert time.monotonic() - begin < 15
+
+
+@pytest.mark.mpi
+def test_broken_output_of_a_command_that_ends_is_complete(mpi: start.Mpiexec) -> None:
+    lines: list[str] = []
+    command = [sys.executable, "-c", "print('a\\nb', end='')"]
+    assert start.run_ranks_by_mpiexec(1, command, lab=None, smallest=0, silence=30, on_line=lines.append) == 0
+    assert lines == ["a", "b"]
+
+
+def test_signals_unwind_once() -> None:
+    for number, expected in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
+        before = signal.getsignal(number)
+        with pytest.raises(expected) as caught, start.stoppable():
+            try:
+                signal.raise_signal(number)
+            finally:
+                signal.raise_signal(signal.SIGINT)  # while cleaning up: ignored
+        assert signal.getsignal(number) is before
+        if expected is SystemExit:
+            assert caught.value.code == 128 + number
+
+
+def test_versions_and_names_are_read() -> None:
+    assert isinstance(main, click.Group) and set(main.commands) == {"allreduce", "codec", "info"}
+    assert "qccl-bench, version" in invoke("--version").output

@@ -1,0 +1,249 @@
+"""The lab: networks that are built, really limit and count the traffic, and are gone afterwards, whatever happens."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from qccl.bench import lab, start
+from qccl.bench.lab import Lab, LabError
+from qccl.bench.sizes import parse_link
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(lab.obstacle() is not None, reason=f"no lab here: {lab.obstacle()}"),
+]
+ROOT = Path(__file__).parent.parent
+LONG = ["allreduce", "--ranks=2", "-b16M", "-e16M", "-n500", "-c0", "--link=100mbit"]
+
+
+def traces(pid: int) -> list[str]:
+    """The namespaces and interfaces of the lab of a process."""
+    names = os.listdir("/run/netns") if Path("/run/netns").is_dir() else []
+    return [name for name in [*names, *os.listdir("/sys/class/net")] if re.search(rf"^(qccl-|qcclb|qv){pid}\b", name)]
+
+
+def within(seconds: float, condition) -> bool:
+    """Whether ``condition()`` becomes true in time."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return bool(condition())
+
+
+def workers(pid: int) -> list[int]:
+    """The processes that a run of qccl-bench started and that still run."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            marked = f"QCCL_BENCH_RUN={pid}-".encode() in (entry / "environ").read_bytes()
+            if marked and (entry / "stat").read_text().rsplit(")", 1)[1].split()[0] != "Z":
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.fixture
+def running() -> Iterator[subprocess.Popen[str]]:
+    """qccl-bench in the middle of a long run in the lab."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qccl.bench", *LONG],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        for line in process.stdout:
+            if "codec" in line and "size" in line:
+                break
+        assert within(10, lambda: len(workers(process.pid)) >= 3)
+        assert len(traces(process.pid)) == 5
+        yield process
+    finally:
+        process.kill()
+        process.communicate(timeout=20)
+        within(20, lambda: not workers(process.pid))
+        lab.remove_stale()
+
+
+def test_traffic_is_limited_and_counted_and_nothing_is_left() -> None:
+    script = (
+        "import time, numpy as np; from mpi4py import MPI; c = MPI.COMM_WORLD; a = np.zeros(1 << 20, np.uint8);"
+        "c.Barrier(); t = time.perf_counter();"
+        "[c.Sendrecv_replace(a, 1 - c.rank, source=1 - c.rank) for _ in range(8)];"
+        "print('took', time.perf_counter() - t, flush=True)"
+    )
+    lines: list[str] = []
+    with Lab(2, parse_link("400mbit")) as network:
+        assert len(traces(os.getpid())) == 5
+        before = network.shaped_nbytes()
+        status = start.run_ranks_by_mpiexec(
+            2, [sys.executable, "-c", script], lab=network, smallest=1 << 20, silence=60, on_line=lines.append
+        )
+        passed = [after - b for after, b in zip(network.shaped_nbytes(), before, strict=True)]
+    assert status == 0 and traces(os.getpid()) == []
+    assert all(8 << 20 <= n < 9.5 * (1 << 20) for n in passed)
+    took = [float(line.split()[1]) for line in lines]
+    assert len(took) == 2 and min(took) > 0.9 * (8 << 20) / 50e6
+
+
+def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "qccl.bench",
+            "allreduce",
+            "--ranks=2",
+            "-b4M",
+            "-e4M",
+            "-n5",
+            "--link=1gbit",
+            f"--json={path}",
+        ],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "# Crossed the link     : at least 1" in done.stdout
+    found = json.loads(path.read_text())
+    result = found["results"][0]
+    assert found["config"]["link"] == {"name": "1gbit", "bytes_per_second": 125e6}
+    assert result["floor"] == pytest.approx(result["wire_bytes"] / 125.0)
+    assert 0.99 < result["out_of_place"]["crossed"] < 1.2
+    assert result["out_of_place"]["time"] > 0.7 * result["floor"]
+    assert result["out_of_place"]["plain_time"] > 0.9 * (4 << 20) / 125.0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_end_everything(running: subprocess.Popen[str], number: int) -> None:
+    begin = time.monotonic()
+    running.send_signal(number)
+    running.send_signal(number)  # an impatient user
+    _, errors = running.communicate(timeout=20)
+    assert time.monotonic() - begin < 10
+    assert running.returncode == 128 + number
+    assert traces(running.pid) == [] and workers(running.pid) == []
+    assert "Traceback" not in errors
+
+
+def test_a_killed_run_is_cleaned_up_by_the_next(running: subprocess.Popen[str]) -> None:
+    running.kill()
+    running.communicate(timeout=20)
+    assert within(10, lambda: not workers(running.pid))  # they end with their parent
+    assert len(traces(running.pid)) == 5
+    with Lab(1, parse_link("1gbit")):
+        assert traces(running.pid) == []
+        assert traces(os.getpid())
+
+
+def test_a_rank_that_dies_ends_the_run(running: subprocess.Popen[str]) -> None:
+    ranks = [p for p in workers(running.pid) if b"qccl.bench.worker" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    victims = [p for p in ranks if not Path(f"/proc/{p}/cmdline").read_bytes().startswith((b"mpiexec", b"/bin/sh"))]
+    os.kill(max(victims), signal.SIGKILL)
+    running.communicate(timeout=60)
+    assert running.returncode not in (0, None)
+    assert traces(running.pid) == [] and workers(running.pid) == []
+
+
+def test_two_labs_at_once_do_not_collide() -> None:
+    script = (
+        "import sys; from qccl.bench.lab import Lab; from qccl.bench.sizes import parse_link\n"
+        "with Lab(2, parse_link('1gbit')): print('up', flush=True); sys.stdin.readline()"
+    )
+    with Lab(2, parse_link("1gbit")):
+        other = subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        assert other.stdout.readline() == "up\n"
+        assert len(traces(os.getpid())) == len(traces(other.pid)) == 5
+    assert traces(os.getpid()) == [] and len(traces(other.pid)) == 5
+    other.communicate("\n", timeout=20)
+    assert other.returncode == 0 and traces(other.pid) == []
+
+
+def test_what_was_half_built_is_removed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = lab._run, []
+
+    def failing(*command: str, check: bool = True) -> str:
+        calls.append(command)
+        if check and len(calls) == 8:
+            raise LabError("no more")
+        return real(*command, check=check)
+
+    monkeypatch.setattr(lab, "_run", failing)
+    with pytest.raises(LabError, match="no more"), Lab(3, parse_link("1gbit")):
+        pass
+    assert traces(os.getpid()) == []
+
+
+def test_what_a_lab_cannot_be() -> None:
+    with pytest.raises(LabError, match="1 to 200 ranks, not 201"):
+        Lab(201, parse_link("1gbit"))
+    with pytest.raises(LabError, match=r"tc .* failed"):
+        lab.shaped_nbytes("no-such-namespace")
+
+
+def test_control_c_on_a_terminal_restores_it() -> None:
+    master, slave = pty.openpty()
+    before = termios.tcgetattr(slave)
+
+    def take_terminal() -> None:
+        os.setsid()
+        fcntl.ioctl(slave, termios.TIOCSCTTY, 0)
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qccl.bench", *LONG],
+        cwd=ROOT,
+        stdin=slave,
+        stdout=slave,
+        stderr=slave,
+        preexec_fn=take_terminal,
+    )
+    try:
+        seen = read_until(master, b"out of place", 30)
+        assert b"[#" in seen or b"[." in seen  # the bar
+        os.write(master, b"\x03")
+        seen = read_until(master, b"stopped", 20)
+        process.wait(timeout=20)
+        assert process.returncode == 130
+        assert b"\r\x1b[K" in seen  # the bar was taken off the screen
+        assert termios.tcgetattr(slave) == before
+        assert traces(process.pid) == [] and workers(process.pid) == []
+    finally:
+        process.kill()
+        process.wait(timeout=20)
+        os.close(master)
+        os.close(slave)
+
+
+def read_until(master: int, wanted: bytes, seconds: float) -> bytes:
+    """What the terminal shows, up to and with ``wanted``."""
+    seen, deadline = b"", time.monotonic() + seconds
+    while wanted not in seen and time.monotonic() < deadline:
+        if select.select([master], [], [], 0.2)[0]:
+            seen += os.read(master, 1 << 16)
+    assert wanted in seen, seen
+    return seen
