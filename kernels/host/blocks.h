@@ -147,56 +147,72 @@ QCCL_FN u32 roomy_groups(u32 nbytes) {
   return nbytes < 8 ? 0 : (nbytes - 8) / Bits + 1;
 }
 
+// A group of packed codes as an integer at any address: of exactly `Bits` bytes where there is such an integer, which
+// vectorises, otherwise of eight.
+template <int Bits>
+struct Group {
+  typedef u64 Word __attribute__((aligned(1), may_alias));
+  static constexpr bool exact = false;
+};
+template <>
+struct Group<1> {
+  typedef u8 Word;
+  static constexpr bool exact = true;
+};
+template <>
+struct Group<2> {
+  typedef u16 Word __attribute__((aligned(1), may_alias));
+  static constexpr bool exact = true;
+};
+template <>
+struct Group<4> {
+  typedef u32 Word __attribute__((aligned(1), may_alias));
+  static constexpr bool exact = true;
+};
+typedef u64 EightCodes __attribute__((aligned(1), may_alias));
+
 // n codes (the array has room for a multiple of eight) to exactly packed_nbytes(n) bytes.
 template <int Bits>
 void pack_block(u8* __restrict codes, u32 n, u8* __restrict wire) {
-  if constexpr (Bits == 8) {
-    __builtin_memcpy(wire, codes, n);
-    return;
-  }
+  using Word = typename Group<Bits>::Word;
   const u32 groups = (n + 7) / 8, nbytes = (u32)packed_nbytes(n, Bits);
-  u64 packed[kBlock / 8];
+  const auto* eights = reinterpret_cast<const EightCodes*>(codes);
   for (u32 i = n; i < 8 * groups; ++i) codes[i] = 0;
-  for (u32 g = 0; g < groups; ++g) {
-    u64 x;
-    __builtin_memcpy(&x, codes + 8 * g, 8);
-    packed[g] = pack8<Bits>(x);
-  }
   u32 g = 0;
-  if constexpr (8 % Bits == 0) {  // a group is an integer; the compiler narrows vectors
-    for (; g < n / 8; ++g) __builtin_memcpy(wire + Bits * g, &packed[g], Bits);
+  if constexpr (Group<Bits>::exact) {
+    auto* words = reinterpret_cast<Word*>(wire);
+    for (; g < n / 8; ++g) words[g] = (Word)pack8<Bits>(eights[g]);
   } else {  // each store spills zeros into the next group, which then overwrites them
-    for (; g < roomy_groups<Bits>(nbytes); ++g) __builtin_memcpy(wire + Bits * g, &packed[g], 8);
+    u64 packed[kBlock / 8];
+    for (u32 i = 0; i < groups; ++i) packed[i] = pack8<Bits>(eights[i]);
+    for (; g < roomy_groups<Bits>(nbytes); ++g) *reinterpret_cast<Word*>(wire + Bits * g) = packed[g];
   }
-  for (; g < groups; ++g) __builtin_memcpy(wire + Bits * g, &packed[g], smaller(Bits, nbytes - Bits * g));
+  for (; g < groups; ++g) {
+    const u64 x = pack8<Bits>(eights[g]);
+    __builtin_memcpy(wire + Bits * g, &x, smaller(Bits, nbytes - Bits * g));
+  }
 }
 
 // The inverse; writes whole groups of eight codes.
 template <int Bits>
 void unpack_block(const u8* __restrict wire, u32 n, u8* __restrict codes) {
-  if constexpr (Bits == 8) {
-    __builtin_memcpy(codes, wire, n);
-    return;
-  }
+  using Word = typename Group<Bits>::Word;
   const u32 groups = (n + 7) / 8, nbytes = (u32)packed_nbytes(n, Bits);
-  u64 packed[kBlock / 8];
+  auto* eights = reinterpret_cast<EightCodes*>(codes);
   u32 g = 0;
-  if constexpr (8 % Bits == 0) {
-    for (; g < n / 8; ++g) {
-      u64 x = 0;
-      __builtin_memcpy(&x, wire + Bits * g, Bits);
-      packed[g] = x;
-    }
+  if constexpr (Group<Bits>::exact) {
+    const auto* words = reinterpret_cast<const Word*>(wire);
+    for (; g < n / 8; ++g) eights[g] = unpack8<Bits>(words[g]);
   } else {  // each load takes some of the next group along, which unpack8 ignores
-    for (; g < roomy_groups<Bits>(nbytes); ++g) __builtin_memcpy(&packed[g], wire + Bits * g, 8);
+    u64 packed[kBlock / 8];
+    const u32 roomy = roomy_groups<Bits>(nbytes);
+    for (; g < roomy; ++g) packed[g] = *reinterpret_cast<const Word*>(wire + Bits * g);
+    for (u32 i = 0; i < roomy; ++i) eights[i] = unpack8<Bits>(packed[i]);
   }
   for (; g < groups; ++g) {
-    packed[g] = 0;
-    __builtin_memcpy(&packed[g], wire + Bits * g, smaller(Bits, nbytes - Bits * g));
-  }
-  for (g = 0; g < groups; ++g) {
-    const u64 x = unpack8<Bits>(packed[g]);
-    __builtin_memcpy(codes + 8 * g, &x, 8);
+    u64 x = 0;
+    __builtin_memcpy(&x, wire + Bits * g, smaller(Bits, nbytes - Bits * g));
+    eights[g] = unpack8<Bits>(x);
   }
 }
 

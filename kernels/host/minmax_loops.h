@@ -55,7 +55,7 @@ static void pack(u32 bits, u8* codes, u32 n, u8* wire) {
     case 5: return pack_block<5>(codes, n, wire);
     case 6: return pack_block<6>(codes, n, wire);
     case 7: return pack_block<7>(codes, n, wire);
-    default: return pack_block<8>(codes, n, wire);
+    default: __builtin_memcpy(wire, codes, n);
   }
 }
 
