@@ -12,11 +12,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from qccl.errors import CollectiveTimeout, EngineError, PeerLost, QcclError
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
-__all__ = ["NCCL_VERSION", "NOT_READY", "Gpu", "bounded", "device_count", "mapped", "missing", "on_device", "require"]
+__all__ = [
+    "NOT_READY",
+    "Gpu",
+    "bounded",
+    "device_count",
+    "mapped",
+    "missing",
+    "on_device",
+    "pick_device",
+    "raise_mapped",
+    "require",
+    "wait_for",
+]
 
 #: oldest versions that work
 CUPY_VERSION = 14
@@ -93,6 +105,29 @@ def device_count() -> int:
     return 0 if missing() else int(require().runtime.getDeviceCount())
 
 
+def pick_device(device: int | None, local_rank: int | None) -> int:
+    """The GPU of this rank: ``device``, or the one with the number of the rank on its machine, or the current one.
+
+    Where only one can be seen (as when a launcher gives each rank its own), that. Raises ArgumentError, EngineError.
+    """
+    runtime = require().runtime
+    count = runtime.getDeviceCount()
+    if device is not None:
+        if not 0 <= device < count:
+            raise ArgumentError(f"device={device} does not exist; this process sees GPUs 0 to {count - 1}")
+        return device
+    if local_rank is None:
+        return int(runtime.getDevice())
+    if count == 1:
+        return 0
+    if local_rank >= count:
+        raise EngineError(
+            f"rank {local_rank} of this machine has no GPU of its own: there are {count}; start fewer ranks, or choose "
+            f"with device="
+        )
+    return local_rank
+
+
 @contextmanager
 def on_device(device: int) -> Iterator[None]:
     """Make ``device`` the thread's current one, as every call that concerns it needs."""
@@ -118,6 +153,14 @@ def mapped(error: BaseException) -> QcclError | None:
     return None
 
 
+def raise_mapped(error: BaseException) -> NoReturn:
+    """Raise an exception of CuPy as one of qccl's, and any other as it is."""
+    ours = mapped(error)
+    if ours is None:
+        raise error
+    raise ours from error
+
+
 def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
     """``fn()``, which may block for ever, on a thread of its own; raises CollectiveTimeout when it takes too long.
 
@@ -139,7 +182,7 @@ def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
         raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
     result, error = outcome[0]
     if error is not None:
-        raise (mapped(error) or error) from error
+        raise_mapped(error)
     return result  # type: ignore[return-value]
 
 
@@ -154,5 +197,4 @@ def wait_for(event: int, deadline: float, what: str, check: Callable[[], None]) 
         time.sleep(nap)
         nap = min(2 * nap, 1e-3)
     if status:
-        error = runtime.CUDARuntimeError(status)
-        raise (mapped(error) or error) from error
+        raise_mapped(runtime.CUDARuntimeError(status))

@@ -26,7 +26,7 @@ class Work:
         self._comm = comm
         self._execution: Execution | None = execution
         self._result = result
-        self._keep = keep
+        execution.kept = keep  # also where nobody holds the Work
         self._finish: list[Callable[[], None]] = []
         self._checks: list[Callable[[], None]] = []
         self._exception: Exception | None = None
@@ -125,4 +125,3 @@ class Work:
                 self._exception = refused
         self._finish.clear()
         self._checks.clear()
-        self._keep = None

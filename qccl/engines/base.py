@@ -21,9 +21,11 @@ class Execution(Protocol):
     Attributes:
         is_ordered: the engine puts runs in order by itself, after whatever it was told to wait for: the program may be
             started again, and the result handed on, before the run is done.
+        kept: what stays alive until the run is done: the caller's arrays.
     """
 
     is_ordered: bool
+    kept: object
 
     def step(self) -> bool:
         """Make progress, if it is the caller who makes it; whether the run is done. Never blocks for long."""

@@ -234,6 +234,7 @@ class Execution:
         "_successors",
         "deadline",
         "done",
+        "kept",
         "ready",
         "sequence",
         "unheard",
@@ -242,6 +243,7 @@ class Execution:
     is_ordered = False
 
     def __init__(self, program: Program, header: Header, deadline: float) -> None:
+        self.kept: object = None
         self._program = program
         self._kernels, self._legs, self._successors = program.kernels, program.legs, program.successors
         self._header = header

@@ -11,7 +11,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from qccl.dtypes import DType
-from qccl.errors import QcclError
 
 __all__ = ["Call", "DeviceLeg", "DeviceTransport", "Group", "Transport"]
 
@@ -109,6 +108,3 @@ class DeviceTransport(Group, Protocol):
 
     def check(self) -> None:
         """Raise the error that the library has met since, in the background."""
-
-    def mapped(self, error: Exception) -> QcclError | None:
-        """An exception of one of these calls as one of qccl's, or None where it is not the library's."""

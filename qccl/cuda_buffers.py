@@ -1,0 +1,241 @@
+"""What the caller holds on a GPU: addresses checked with the driver, and the streams that the data belongs to.
+
+An array tells where it is by ``__dlpack__`` or ``__cuda_array_interface__``; nothing is copied. The stream of a call is
+the one the caller names, or else the current stream of the library that made the array: torch and CuPy are asked; an
+array interface of version 3 says so itself; of any other array all that is known is that its library will order its
+work before a stream that it is given, and then that is CUDA's legacy default stream.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from qccl import dtypes
+from qccl.buffers import EXPONENT_BITS, Values, check_pointer, from_view
+from qccl.dtypes import DType
+from qccl.errors import ArgumentError, InvalidBufferError
+from qccl.gpu import on_device, require
+
+__all__ = ["CudaMemory"]
+
+#: DLPack's device types
+_CUDA, _CUDA_MANAGED = 2, 13
+_DEVICES = {1: "host memory", 3: "pinned host memory", 10: "ROCm memory"}
+#: streams as numbers: 0 and 1 are both the legacy default stream, and DLPack knows only the 1
+_LEGACY = 1
+_NO_ORDER = -1
+_MAX_VERSION = (1, 1)
+_ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16"}
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What __cuda_array_interface__ says, in the words of _host.View."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    readonly: bool
+
+
+class CudaMemory:
+    """Memory of one GPU (interface: Memory)."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+    def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
+        wanted = None if dtype is None else dtypes.get(dtype)
+        view: Any = None
+        refusal = ""
+        if hasattr(array, "__dlpack__"):
+            view, refusal = _by_dlpack(array)
+        if view is None and hasattr(array, "__cuda_array_interface__"):
+            view, refusal = _by_interface(array)
+        if view is None:
+            raise InvalidBufferError(
+                f"{what} is a {type(array).__name__}, which gives no access to memory on a GPU"
+                f"{f' ({refusal})' if refusal else ''}; pass a CuPy, torch or JAX array on GPU {self.device}, or a raw "
+                f'pointer, or make the communicator with qccl.init(backend="host")'
+            )
+        values = from_view(view, array, wanted, writable=writable, what=what)
+        if isinstance(view, _View):  # DLPack names the device, the array interface does not
+            self._check_memory(values.address, values.nbytes, what)
+        else:
+            self._check_device(view, what)
+        return values
+
+    def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
+        """As in Memory; the driver knows which addresses are whose."""
+        check_pointer(address, count, dtype, what)
+        if count:
+            self._check_memory(address, count * dtype.itemsize, what)
+        return Values(address, count, dtype, ((count,), (1,)))
+
+    def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
+        """As in Memory: the call's stream, then the producers' own where those are others."""
+        arrays = [v.array for v in {v.address: v for v in values}.values() if v.array is not None]
+        own = [_current_stream(array, self.device) for array in arrays]
+        known = [s for s in own if s is not None]
+        call = _number(stream) if stream is not None else known[0] if known else 0
+        for array, s in zip(arrays, own, strict=True):
+            if s is None and hasattr(array, "__dlpack__"):
+                _export(array, call or _LEGACY)  # its library puts its work so far before ours
+        return (call, *(s for s in dict.fromkeys(known) if (s or _LEGACY) != (call or _LEGACY)))
+
+    def first_nonfinite(self, values: Values) -> int | None:
+        """As in Memory; with a flag per element of temporary memory."""
+        if values.count == 0:
+            return None
+        cupy = require().cupy
+        with on_device(self.device):
+            memory = cupy.cuda.UnownedMemory(values.address, values.nbytes, values, self.device)
+            bits = cupy.ndarray(values.count, f"u{values.dtype.itemsize}", cupy.cuda.MemoryPointer(memory, 0))
+            exponent = bits.dtype.type(EXPONENT_BITS[values.dtype.name])
+            bad = (bits & exponent) == exponent
+            first = int(bad.argmax())
+            return first if bool(bad[first]) else None
+
+    def _check_device(self, view: Any, what: str) -> None:
+        if view.device_type not in (_CUDA, _CUDA_MANAGED):
+            where = _DEVICES.get(view.device_type, f"memory of DLPack's device type {view.device_type}")
+            raise InvalidBufferError(
+                f"{what} is in {where}, but this communicator works on GPU {self.device}; copy it there, or make the "
+                f'communicator with qccl.init(backend="host")'
+            )
+        if view.device_type == _CUDA and view.device_id != self.device:
+            raise self._elsewhere(what, view.device_id)
+
+    def _check_memory(self, address: int, nbytes: int, what: str) -> None:
+        """Ask the driver about an address. Raises InvalidBufferError."""
+        if nbytes == 0:
+            return
+        driver = require().bindings
+        attribute = driver.CUpointer_attribute
+        wanted = [
+            attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
+            attribute.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL,
+            attribute.CU_POINTER_ATTRIBUTE_IS_MANAGED,
+            attribute.CU_POINTER_ATTRIBUTE_RANGE_START_ADDR,
+            attribute.CU_POINTER_ATTRIBUTE_RANGE_SIZE,
+        ]
+        with on_device(self.device):  # a thread that has made no call yet has no context
+            status, found = driver.cuPointerGetAttributes(len(wanted), wanted, address)
+        if status != driver.CUresult.CUDA_SUCCESS:
+            raise InvalidBufferError(f"{what} {address:#x} is not memory that CUDA knows ({status.name})")
+        kind, device, managed, start, size = (int(each) for each in found)
+        if kind != int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE) and not managed:
+            raise InvalidBufferError(
+                f"{what} {address:#x} is host memory, or no memory that CUDA knows; this communicator works on GPU "
+                f"{self.device}"
+            )
+        if device != self.device and not managed:
+            raise self._elsewhere(what, device)
+        if size and not start <= address <= address + nbytes <= start + size:
+            raise InvalidBufferError(
+                f"{what}: {nbytes} bytes from {address:#x} were announced, but the allocation is the {size} bytes from "
+                f"{start:#x}"
+            )
+
+    def _elsewhere(self, what: str, device: int) -> InvalidBufferError:
+        return InvalidBufferError(
+            f"{what} is on GPU {device}, but this communicator works on GPU {self.device}; copy it there"
+        )
+
+
+class _Export:
+    """An array that exports its memory in order with a stream (DLPack's number) and not with the default one."""
+
+    def __init__(self, array: Any, stream: int) -> None:
+        self._array, self._stream = array, stream
+        self.error: Exception | None = None
+
+    def __dlpack__(self, **given: Any) -> Any:
+        try:
+            return _export(self._array, self._stream)
+        except Exception as error:
+            self.error = error
+            raise
+
+    def __dlpack_device__(self) -> Any:
+        return self._array.__dlpack_device__()
+
+
+def _export(array: Any, stream: int) -> Any:
+    """A DLPack capsule; ``stream`` as DLPack counts, which the array's work so far is put before."""
+    device = array.__dlpack_device__()[0]
+    given = {"stream": stream} if device in (_CUDA, _CUDA_MANAGED) else {}
+    try:
+        return array.__dlpack__(**given, max_version=_MAX_VERSION)
+    except TypeError:  # a library older than versions
+        return array.__dlpack__(**given)
+
+
+def _by_dlpack(array: Any) -> tuple[Any, str]:
+    """A description, or None and the reason. The address alone is wanted; order comes with each call."""
+    from qccl import _host
+
+    export = _Export(array, _NO_ORDER)
+    try:
+        return _host.describe(export), ""
+    except (TypeError, BufferError, RuntimeError, ValueError) as error:
+        return None, str(export.error or error)
+
+
+def _by_interface(array: Any) -> tuple[_View | None, str]:
+    try:
+        interface = array.__cuda_array_interface__
+    except Exception as error:
+        return None, str(error)
+    if interface.get("mask") is not None:
+        return None, "it has a mask"
+    shape = tuple(interface["shape"])
+    address, readonly = interface["data"]
+    itemsize = int(interface["typestr"][2:])
+    strides = interface.get("strides")
+    if strides is None:
+        steps, step = [], 1
+        for extent in reversed(shape):
+            steps.append(step)
+            step *= extent
+        elements = tuple(reversed(steps))
+    else:
+        elements = tuple(s // itemsize for s in strides)
+    name = _ELEMENTS.get(interface["typestr"], interface["typestr"])
+    return _View(address, shape, elements, name, readonly), ""
+
+
+def _current_stream(array: Any, device: int) -> int | None:
+    """The current stream of the library that made ``array``; None where it does not say."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(array, torch.Tensor):
+        return int(torch.cuda.current_stream(device).cuda_stream)
+    cupy = require().cupy
+    if isinstance(array, cupy.ndarray):
+        return int(cupy.cuda.get_current_stream(device).ptr)
+    if hasattr(array, "__cuda_array_interface__"):
+        try:
+            stream = array.__cuda_array_interface__.get("stream")
+        except Exception:
+            return None
+        return None if stream is None else int(stream)
+    return None
+
+
+def _number(stream: Any) -> int:
+    """A stream as a number, from a number or an object with __cuda_stream__ (or torch's cuda_stream, CuPy's ptr)."""
+    if isinstance(stream, int) and not isinstance(stream, bool) and stream >= 0:
+        return stream
+    if hasattr(stream, "__cuda_stream__"):
+        found = stream.__cuda_stream__
+        return int((found() if callable(found) else found)[1])
+    for name in ("cuda_stream", "ptr"):
+        if hasattr(stream, name):
+            return int(getattr(stream, name))
+    raise ArgumentError(
+        f"stream={stream!r} is not a CUDA stream; pass its address as an integer (0: the legacy default stream), or an "
+        f"object with __cuda_stream__"
+    )

@@ -1,0 +1,356 @@
+"""Ranks that are GPUs, through the NCCL communicators of CuPy.
+
+NCCL has no deadlines, and connects lazily: a first transfer may block the host for as long as a rank stays away. So
+everything that may block (making a communicator, splitting it, the first transfers, aborting) runs on a thread of its
+own under a deadline, and all connections are made when the communicator is. After that, calls only put work on streams,
+and what happens to it there is the engine's watchdog's to see.
+
+What is put on a communicator must be in one order on all ranks. The transport's own few collectives go on ``stream``,
+which is the engine's communication lane, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from qccl.dtypes import DType, get
+from qccl.errors import ArgumentError, EngineError, QcclError
+from qccl.gpu import bounded, mapped, on_device, pick_device, require, wait_for
+from qccl.transports.base import Call, DeviceLeg, Group
+
+__all__ = ["NcclTransport", "get_unique_id"]
+
+_UINT8 = 1
+_OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_ABORT_SECONDS = 5.0
+_IN_PROGRESS = 7
+_ALIGNMENT = 64
+_COLOR_AND_KEY = struct.Struct("<?qq")
+
+
+def get_unique_id() -> bytes:
+    """The id of a group of GPUs to be: made on one rank, brought to the others, and given to Communicator on all."""
+    return bytes(require().nccl.get_unique_id())
+
+
+class NcclTransport:
+    """The ranks of an NCCL communicator (interface: DeviceTransport)."""
+
+    name = "nccl"
+
+    def __init__(self, comm: Any, device: int, timeout: float) -> None:
+        """Collective: take over a NcclCommunicator of CuPy, and connect all ranks with each other."""
+        cuda = require().cupy.cuda
+        self.device = device
+        self._comm = comm
+        self._timeout = timeout
+        self._gone = False
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self.rank, self.size = comm.rank_id(), comm.size()
+        with on_device(device):
+            self._stream = cuda.Stream(non_blocking=True, priority=-1)  # a transfer that can start goes first
+            self._event = cuda.Event(disable_timing=True)
+        self.stream: int = self._stream.ptr
+        try:
+            bounded(device, timeout, "the first transfers", self._connect)
+            hosts = self.allgather(socket.gethostname().encode(), timeout)
+        except BaseException as error:
+            self.abort(f"the ranks could not be connected: {error}")
+            raise
+        self.local_rank = hosts[: self.rank].count(hosts[self.rank])
+        self.local_size = hosts.count(hosts[self.rank])
+
+    # -- ways to make one --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_unique_id(
+        cls, unique_id: bytes, rank: int, size: int, device: int | None, timeout: float
+    ) -> NcclTransport:  # fmt: skip
+        """Collective: rank ``rank`` of ``size``; ``device`` None means the current one."""
+        gpu = require()
+        if not isinstance(unique_id, bytes) or len(unique_id) != 128:
+            raise ArgumentError(
+                "unique_id must be the 128 bytes that qccl.get_unique_id() returned on one of the ranks"
+            )
+        if not 0 <= rank < size:
+            raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
+        chosen = pick_device(device, None)
+        make = gpu.nccl.NcclCommunicator
+        comm = bounded(chosen, timeout, "the making of the communicator", lambda: make(size, unique_id, rank))
+        return cls(comm, chosen, timeout)
+
+    @classmethod
+    def from_group(cls, group: Group, device: int | None, timeout: float) -> NcclTransport:
+        """Collective: the ranks of a host group (such as MPI's), which is used for the set-up only.
+
+        Where one rank has no GPU, all raise EngineError with that rank's reason, and none waits for it.
+        """
+        try:
+            chosen = pick_device(device, group.local_rank)
+            item = b"+" + (get_unique_id() if group.rank == 0 else b"")
+        except QcclError as error:
+            item = b"-" + str(error).encode()
+        items = group.allgather(item, timeout)
+        for rank, each in enumerate(items):
+            if each.startswith(b"-"):
+                raise EngineError(f"rank {rank}: {each[1:].decode()}")
+        return cls.from_unique_id(items[0][1:], group.rank, group.size, chosen, timeout)
+
+    @classmethod
+    def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float) -> NcclTransport:
+        """Collective: the ranks of a communicator of CuPy's, or of a bare ncclComm_t as an integer.
+
+        A new one is made of the same ranks and GPUs; the given one is used for one broadcast and left as it was.
+        """
+        given = _BareCommunicator(comm) if isinstance(comm, int) else comm
+        try:
+            device, found = given.device_id(), (given.rank_id(), given.size())
+        except Exception as error:
+            raise mapped(error) or ArgumentError(f"{comm!r} is no NCCL communicator ({error})") from error
+        if found != (rank, size):
+            raise ArgumentError(
+                f"rank {rank} of {size} was given, but the communicator says rank {found[0]} of {found[1]}"
+            )
+        unique_id = _broadcast_id(given, rank, device, timeout)
+        return cls.from_unique_id(unique_id, rank, size, device, timeout)
+
+    @classmethod
+    def from_torch(cls, group: Any, timeout: float) -> NcclTransport:
+        """Collective: the ranks of a torch process group with the backend nccl, on their current devices."""
+        import torch
+        import torch.distributed as dist
+
+        rank, size, device = dist.get_rank(group), dist.get_world_size(group), torch.cuda.current_device()
+        content = list(get_unique_id()) if rank == 0 else [0] * 128
+        message = torch.tensor(content, dtype=torch.uint8, device=f"cuda:{device}")
+        dist.broadcast(message, src=dist.get_global_rank(group, 0) if group is not None else 0, group=group)
+        return cls.from_unique_id(bytes(message.tolist()), rank, size, device, timeout)
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+        """One NCCL group: its transfers progress independently of each other."""
+        nccl, comm = require().nccl, self._comm
+        calls: list[Call] = [(nccl.groupStart, ())]
+        calls += [(comm.recv, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in receives]
+        calls += [(comm.send, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in sends]
+        return [*calls, (nccl.groupEnd, ())]
+
+    def native(
+        self, kind: str, ranks: Sequence[int], source: int, target: int, count: int, dtype: DType, op: str, root: int,
+        stream: int,
+    ) -> list[Call]:  # fmt: skip
+        comm = self._group(tuple(ranks))
+        match kind:
+            case "allreduce":
+                return [(comm.allReduce, (source, target, count, dtype.nccl, _OPS[op], stream))]
+            case "reduce":
+                return [(comm.reduce, (source, target, count, dtype.nccl, _OPS[op], root, stream))]
+            case "broadcast":
+                return [(comm.broadcast, (source or target, target or source, count, dtype.nccl, root, stream))]
+            case "reduce_scatter":
+                return [(comm.reduceScatter, (source, target, count, dtype.nccl, _OPS[op], stream))]
+            case "all_gather":
+                return [(comm.allGather, (source, target, count, dtype.nccl, stream))]
+        raise EngineError(f"NCCL has no collective {kind!r}")
+
+    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
+        self._check_alive()
+        if op not in _OPS:
+            raise ArgumentError(f"NCCL's all-reduce is compared for ops {', '.join(_OPS)}, not {op!r}")
+        self._comm.allReduce(source, target, count, get(dtype).nccl, _OPS[op], stream)
+
+    def check(self) -> None:
+        if self._gone:
+            return
+        try:
+            self._comm.check_async_error()
+        except KeyError as error:  # CuPy has no name for the codes that came after 6
+            if error.args != (_IN_PROGRESS,):
+                raise EngineError(f"NCCL failed with code {error.args}", _code(error)) from error
+        except Exception as error:
+            self._raise(error)
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        self._check_alive()
+        deadline = time.monotonic() + timeout
+        try:
+            with on_device(self.device):
+                lengths = [int.from_bytes(n, "little") for n in self._gather(len(item).to_bytes(8, "little"), deadline)]
+                items = self._gather(item.ljust(max(lengths, default=0) or 1, b"\0"), deadline)
+        except Exception as error:
+            self._raise(error)
+        return [each[:length] for each, length in zip(items, lengths, strict=True)]
+
+    def split(self, color: int | None, key: int, timeout: float) -> NcclTransport | None:
+        mine = _COLOR_AND_KEY.pack(color is not None, color or 0, key)
+        entries = [
+            _COLOR_AND_KEY.unpack(each) for each in self.allgather(mine, timeout)
+        ]  # and now nothing is under way
+        colors = sorted({c for chosen, c, _ in entries if chosen})
+        group = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
+        arguments = (-1, 0) if color is None else (colors.index(color), group.index((key, self.rank)))
+        comm = bounded(self.device, timeout, "the split", lambda: self._comm.commSplit(*arguments))
+        return None if comm is None else NcclTransport(comm, self.device, timeout)
+
+    def abort(self, reason: str) -> None:
+        """End what is under way on the device; the other ranks find out by themselves, at the latest in time."""
+        if self._gone:
+            return
+        self._gone = True
+        for comm in (*self._groups.values(), self._comm):
+            with contextlib.suppress(Exception):
+                bounded(self.device, _ABORT_SECONDS, "abort", comm.abort)
+
+    def close(self) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        for comm in (*self._groups.values(), self._comm):
+            try:
+                bounded(self.device, self._timeout, "the end of the communicator", comm.destroy)
+            except QcclError:
+                with contextlib.suppress(Exception):
+                    bounded(self.device, _ABORT_SECONDS, "abort", comm.abort)
+
+    def _connect(self) -> None:
+        """A byte to and from every rank, and a collective: NCCL makes its connections and loads its kernels."""
+        gpu = require()
+        with self._stream:
+            memory = gpu.cupy.cuda.alloc(_ALIGNMENT * (self.size + 1))
+        legs = [DeviceLeg(p, memory.ptr + _ALIGNMENT * (p + 1), 1) for p in range(self.size) if p != self.rank]
+        calls = self.exchange([DeviceLeg(leg.peer, memory.ptr, 1) for leg in legs], legs, self.stream) if legs else []
+        calls += [(self._comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, _UINT8, self.stream))]
+        for function, arguments in calls:
+            function(*arguments)
+        self._finish(time.monotonic() + self._timeout)
+
+    def _gather(self, item: bytes, deadline: float) -> list[bytes]:
+        """All ranks' items, of equal length, through the device; the host's side is pinned, so that nothing blocks."""
+        gpu = require()
+        size, slot = len(item), -(-len(item) // _ALIGNMENT) * _ALIGNMENT
+        with self._stream:
+            memory = gpu.cupy.cuda.alloc(slot * (self.size + 1))
+        host = gpu.cupy.cuda.alloc_pinned_memory(slot * (self.size + 1))
+        ctypes.memmove(host.ptr, item, size)
+        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, size, _HOST_TO_DEVICE, self.stream)
+        self._comm.allGather(memory.ptr, memory.ptr + slot, slot, _UINT8, self.stream)
+        gpu.runtime.memcpyAsync(host.ptr + slot, memory.ptr + slot, slot * self.size, _DEVICE_TO_HOST, self.stream)
+        self._finish(deadline)
+        return [ctypes.string_at(host.ptr + slot * (r + 1), size) for r in range(self.size)]
+
+    def _finish(self, deadline: float) -> None:
+        """Wait until everything on the stream is done."""
+        require().runtime.eventRecord(self._event.ptr, self.stream)
+        wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
+
+    def _group(self, ranks: tuple[int, ...]) -> Any:
+        """The communicator of some of the ranks (collective at first, for all ranks: each in its own group)."""
+        if len(ranks) == self.size:
+            return self._comm
+        if ranks not in self._groups:
+            color, key = ranks[0], ranks.index(self.rank)
+            self.allgather(b"", self._timeout)
+            split = self._comm.commSplit
+            self._groups[ranks] = bounded(self.device, self._timeout, "the split", lambda: split(color, key))
+        return self._groups[ranks]
+
+    def _check_alive(self) -> None:
+        if self._gone:
+            raise EngineError("this NCCL communicator was closed or aborted")
+
+    def _raise(self, error: Exception) -> NoReturn:
+        """Raise an error of the libraries as one of qccl's, with what NCCL itself says of the last one."""
+        ours = mapped(error)
+        if ours is None:
+            raise error
+        last = _last_error(self._comm.comm) if not self._gone else ""
+        if last:
+            text = f"{ours}: {last}"
+            ours = EngineError(text, ours.code) if isinstance(ours, EngineError) else type(ours)(text)
+        raise ours from error
+
+
+def _code(error: KeyError) -> int | None:
+    return error.args[0] if error.args and isinstance(error.args[0], int) else None
+
+
+def _library() -> ctypes.CDLL:
+    """The NCCL that is loaded."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise EngineError(f"the NCCL library of the given communicator cannot be found ({error})") from error
+
+
+def _last_error(comm: int) -> str:
+    """NCCL's own account of what went wrong last, or nothing."""
+    try:
+        function = _library().ncclGetLastError
+        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
+        return (function(comm) or b"").decode(errors="replace").strip()
+    except (EngineError, AttributeError):
+        return ""
+
+
+class _BareCommunicator:
+    """Somebody's ncclComm_t: as much of CuPy's NcclCommunicator as is needed to make another like it."""
+
+    def __init__(self, pointer: int) -> None:
+        if pointer <= 0:
+            raise ArgumentError(f"{pointer} is no pointer to an NCCL communicator")
+        self._pointer = ctypes.c_void_p(pointer)
+        self._nccl = _library()
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        status = getattr(self._nccl, name)(*arguments)
+        if status:
+            raise require().nccl.NcclError(status)
+
+    def _number(self, name: str) -> int:
+        found = ctypes.c_int()
+        self._call(name, self._pointer, ctypes.byref(found))
+        return found.value
+
+    def rank_id(self) -> int:
+        return self._number("ncclCommUserRank")
+
+    def size(self) -> int:
+        return self._number("ncclCommCount")
+
+    def device_id(self) -> int:
+        return self._number("ncclCommCuDevice")
+
+    def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
+        pointers = [ctypes.c_void_p(p) for p in (source, target)]
+        types = (ctypes.c_size_t(count), ctypes.c_int(datatype), ctypes.c_int(root))
+        self._call("ncclBroadcast", *pointers, *types, self._pointer, ctypes.c_void_p(stream))
+
+
+def _broadcast_id(comm: Any, rank: int, device: int, timeout: float) -> bytes:
+    """Rank 0's new unique id, brought to all ranks by ``comm``."""
+    gpu = require()
+
+    def broadcast() -> bytes:
+        cuda = gpu.cupy.cuda
+        stream = cuda.Stream(non_blocking=True)
+        with stream:
+            memory = cuda.alloc(128)
+        host = cuda.alloc_pinned_memory(128)
+        ctypes.memmove(host.ptr, get_unique_id() if rank == 0 else bytes(128), 128)
+        gpu.runtime.memcpyAsync(memory.ptr, host.ptr, 128, _HOST_TO_DEVICE, stream.ptr)
+        comm.broadcast(memory.ptr, memory.ptr, 128, _UINT8, 0, stream.ptr)
+        gpu.runtime.memcpyAsync(host.ptr, memory.ptr, 128, _DEVICE_TO_HOST, stream.ptr)
+        stream.synchronize()
+        return ctypes.string_at(host.ptr, 128)
+
+    return bounded(device, timeout, "the broadcast on the given communicator", broadcast)
