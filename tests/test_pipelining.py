@@ -1,0 +1,66 @@
+"""Computing and communicating overlap, in a real run of 4 ranks behind a rate-limited network."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qccl.bench import lab
+
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.skipif(lab.obstacle() is not None, reason=f"no lab here: {lab.obstacle()}"),
+]
+ROOT = Path(__file__).parent.parent
+
+
+def bench(folder: Path, *flags: str) -> tuple[dict, list[dict]]:
+    """The report and the trace of ``qccl-bench allreduce`` on 4 ranks at 1 Gbit/s."""
+    report, trace = folder / "report.json", folder / "trace.json"
+    command = [sys.executable, "-m", "qccl.bench", "allreduce", "--ranks=4", "--link=1gbit", "-c0", *flags]
+    command += ["--algorithm=two_round", f"--json={report}", f"--trace={trace}"]
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(report.read_text()), json.loads(trace.read_text())["traceEvents"]
+
+
+def spans(events: list[dict], rank: int, kind: str) -> list[tuple[int, float, float]]:
+    """(operation number, start, stop) of the events of one kind on one rank, by operation."""
+    found = []
+    for event in events:
+        match = re.match(rf"{kind} (\d+)", event["name"])
+        if event["ph"] == "X" and event["pid"] == rank and match:
+            found.append((int(match[1]), event["ts"], event["ts"] + event["dur"]))
+    return sorted(found)
+
+
+def test_the_next_chunk_is_encoded_while_one_is_sent(tmp_path):
+    """Of the encodes of the second chunk and later, most run within a send of an earlier operation."""
+    _, events = bench(tmp_path, "-b4M", "-e4M", "-n2", "-w1", "--codec=minmax8")
+    for rank in range(4):
+        encodes, sends = spans(events, rank, "encode"), spans(events, rank, "send")
+        assert len(sends) > 6 and len(encodes) > 6
+        later = [e for e in encodes if any(op < e[0] for op, _, _ in sends)]
+        covered = [e for e in later if any(op < e[0] and a <= e[1] and e[2] <= b for op, a, b in sends)]
+        assert len(later) >= 3 and len(covered) >= 0.5 * len(later), f"rank {rank}: {len(covered)} of {len(later)}"
+
+
+def test_one_single_chunk_is_slower(tmp_path):
+    """By 15% or more: then nothing overlaps within a call. Other work on the machine can hide it, so a few tries."""
+    flags = ("-b16M", "-e16M", "-n8", "-w1", "--codec=minmax8")
+    ratios = []
+    for _ in range(4):
+        chunks, _ = bench(tmp_path, *flags)
+        single, _ = bench(tmp_path, *flags, f"--chunk={1 << 30}")
+        times = [report["results"][0]["in_place"]["time"] for report in (chunks, single)]
+        ratios.append(times[1] / times[0])
+        if ratios[-1] >= 1.15:
+            return
+    pytest.fail(f"one chunk took {', '.join(f'{r:.2f}' for r in ratios)} times as long as many, not 1.15")
