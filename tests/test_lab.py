@@ -137,6 +137,27 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
     assert result["out_of_place"]["plain_time"] > 0.9 * (4 << 20) / 125.0
 
 
+def test_the_timeline_shows_encodes_during_transfers(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "qccl.bench", "allreduce", "--ranks=4", "-b8M", "-e8M", "-n2", "-c0", "--link=1gbit"]
+        + [f"--trace={path}"],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
+    for rank in range(4):
+        mine = [event for event in events if event["pid"] == rank]
+        sends = [(e["ts"], e["ts"] + e["dur"]) for e in mine if e["cat"] == "send"]
+        encodes = [(e["ts"], e["ts"] + e["dur"]) for e in mine if e["name"].startswith("encode")]
+        during = [e for e in encodes if any(begin <= e[0] and e[1] <= end for begin, end in sends)]
+        assert len(encodes) > 12 and len(during) > len(encodes) / 2
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_signals_end_everything(running: subprocess.Popen[str], number: int) -> None:
     begin = time.monotonic()

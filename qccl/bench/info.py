@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import importlib.metadata
 import importlib.util
 import os
@@ -69,22 +68,10 @@ def _host() -> str:
 
 
 def _cuda() -> str:
-    """There is no CUDA engine in this version; what one would stand on is listed all the same."""
-    names = ("cupy-cuda12x", "cupy-cuda13x", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
-    found = [f"{name} {version}" for name in names if (version := _version(name))]
-    found.append(_driver())
-    return f"no: this version of qccl has the host engine only (here: {', '.join(found)})"
+    from qccl import gpu
 
-
-def _driver() -> str:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return "no NVIDIA driver"
-    devices = ctypes.c_int(0)
-    if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(devices)) != 0:
-        return "an NVIDIA driver, but no device that works"
-    return f"{devices.value} CUDA devices"
+    lacking = gpu.missing()
+    return f"no: {'; '.join(lacking)}" if lacking else f"yes: {gpu.device_count()} devices"
 
 
 def _mpi() -> str:

@@ -30,6 +30,7 @@ __all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "shaped_n
 INTERFACE = "eth0"
 _MTU = "9000"
 _NAMESPACES = Path("/run/netns")
+_CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 _OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
 
 
@@ -47,6 +48,8 @@ def obstacle() -> str | None:
             "network namespaces need root; run it as root, for instance "
             'sudo env PATH="$PATH" qccl-bench ..., or leave --link out and measure the network there is'
         )
+    if not _may_make_networks():
+        return "this container is not allowed to make networks, although root; start it with that right (--privileged)"
     return None
 
 
@@ -126,6 +129,16 @@ def shaped_nbytes(namespace: str | None = None) -> int:
     return passed[0]
 
 
+def _may_make_networks() -> bool:
+    """Whether this process has the capabilities that namespaces and interfaces need, as Linux tells it."""
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii")
+    except OSError:
+        return False
+    found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
+    return found is not None and int(found[1], 16) & _CAPABILITIES == _CAPABILITIES
+
+
 def remove_stale() -> None:
     """Remove what runs left behind whose process is gone (killed with SIGKILL, or out of memory)."""
     for pid in set(_owners()):
@@ -177,8 +190,5 @@ def _run(*command: str, check: bool = True) -> str:
             return ""
         raise LabError(f"{' '.join(command)}: {error}") from error
     if check and done.returncode != 0:
-        raise LabError(
-            f"{' '.join(command)} failed: {done.stderr.strip()}; the kernel may lack veth, bridge or tbf, or this may "
-            f"be a container that is not allowed to make networks (for Docker: --privileged)"
-        )
+        raise LabError(f"{' '.join(command)} failed: {done.stderr.strip()}; the kernel may lack veth, bridge or tbf")
     return done.stdout

@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qccl.communicator import Communicator
+    from qccl.transports.base import Transport
 
 __all__ = ["Case", "Counts", "PlainCall", "QuantizedCall", "Row", "Side", "measure"]
 
@@ -125,7 +126,7 @@ class PlainCall:
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
         self.name, self.algorithm = comm.transport.name, ""
         self.sent = [2 * (comm.size - 1) * case.nbytes // comm.size] * comm.size
-        self._allreduce = comm.transport.allreduce
+        self._allreduce = cast("Transport", comm.transport).allreduce
 
     def is_supported(self) -> bool:
         """Whether the library can reduce this type with this operation (the same on all ranks)."""
