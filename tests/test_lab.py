@@ -31,6 +31,12 @@ ROOT = Path(__file__).parent.parent
 LONG = ["allreduce", "--ranks=2", "-b16M", "-e16M", "-n500", "-c0", "--link=100mbit"]
 
 
+def bench(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Run qccl-bench allreduce to its end."""
+    command = [sys.executable, "-m", "qccl.bench", "allreduce", *flags]
+    return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
+
+
 def traces(pid: int) -> list[str]:
     """The namespaces and interfaces of the lab of a process."""
     names = os.listdir("/run/netns") if Path("/run/netns").is_dir() else []
@@ -107,25 +113,7 @@ def test_traffic_is_limited_and_counted_and_nothing_is_left() -> None:
 
 def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "qccl.bench",
-            "allreduce",
-            "--ranks=2",
-            "-b4M",
-            "-e4M",
-            "-n5",
-            "--link=1gbit",
-            f"--json={path}",
-        ],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = bench("--ranks=2", "-b4M", "-e4M", "-n5", "--link=1gbit", f"--json={path}")
     assert done.returncode == 0, done.stderr
     assert "# Crossed the link     : at least 1" in done.stdout
     found = json.loads(path.read_text())
@@ -139,15 +127,7 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
 
 def test_the_timeline_shows_encodes_during_transfers(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    done = subprocess.run(
-        [sys.executable, "-m", "qccl.bench", "allreduce", "--ranks=4", "-b8M", "-e8M", "-n2", "-c0", "--link=1gbit"]
-        + [f"--trace={path}"],
-        cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = bench("--ranks=4", "-b8M", "-e8M", "-n2", "-c0", "--link=1gbit", f"--trace={path}")
     assert done.returncode == 0, done.stderr
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
     for rank in range(4):
