@@ -262,11 +262,14 @@ class Communicator:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
         signature = _signature(source.count, source.dtype, codec, op, algorithm, chunk)
         plan = self._plans.take(self, signature)._bind_values(source, target, result)
-        work = plan.start(stream=stream, timeout=timeout, trace=trace)
+        work = plan._start(stream=stream, timeout=timeout, trace=trace)
         work._when_reusable(lambda: self._plans.give_back(plan))
         if nonfinite == "error":
             work._check_result(lambda: self._refuse_nonfinite(target))
-        return work if async_op else work.wait()
+        if not async_op:
+            return work.wait()
+        work._detach(at_once=True)
+        return work
 
     def _launch(
         self,

@@ -109,7 +109,18 @@ class Plan:
         return self
 
     def start(self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
-        """Begin one run with the bound arrays; all ranks must. Arguments: see quantized_allreduce. Returns its Work."""
+        """Begin one run with the bound arrays; all ranks must. Arguments: see quantized_allreduce. Returns its Work.
+
+        On the host it progresses while the caller computes, if it is not waited for within a moment.
+        """
+        work = self._start(stream=stream, timeout=timeout, trace=trace)
+        work._detach(at_once=False)
+        return work
+
+    def _start(
+        self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None
+    ) -> Work:
+        """Begin a run that progresses only while it is waited for (on the host)."""
         if self._bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
@@ -137,7 +148,7 @@ class Plan:
 
     def __call__(self, x: Any, out: Any = None) -> Any:
         """Run once on ``x`` (and ``out``) and return the output array."""
-        return self.bind(x, out).start().wait()
+        return self.bind(x, out)._start().wait()
 
     def is_active(self) -> bool:
         """Whether a run is under way that must end before the next (never on CUDA); makes no progress."""

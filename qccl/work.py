@@ -32,7 +32,7 @@ class Work:
         self._exception: Exception | None = None
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, with success or not; makes progress, never blocks for long."""
+        """Whether the call has ended, with success or not; may make progress, never blocks for long."""
         if self._execution is not None:
             try:
                 if self._execution.step():
@@ -70,8 +70,8 @@ class Work:
             try:
                 if timeout is None:
                     self._execution.run()
-                else:
-                    self._run_until(self._execution, timeout)
+                elif not self._execution.run(time.monotonic() + timeout):
+                    raise CollectiveTimeout(f"{self._execution.waits_for()} for {timeout} s in wait()")
             except QcclError as error:
                 self._conclude(error)
             except BaseException:  # Ctrl-C: the engine has told the other ranks
@@ -83,17 +83,14 @@ class Work:
             raise self._exception
         return self._result
 
-    def _run_until(self, execution: Execution, timeout: float) -> None:
-        limit = time.monotonic() + timeout
-        while not execution.step():
-            if time.monotonic() > limit:
-                error = CollectiveTimeout(f"{execution.waits_for()} for {timeout} s in wait()")
-                self._comm._fail(error)
-                raise error
-
     def exception(self) -> Exception | None:
         """What the call raised, or None; makes no progress."""
         return self._exception
+
+    def _detach(self, *, at_once: bool) -> None:
+        """On the host: progress while the caller is elsewhere, at once or if this is not waited for in a moment."""
+        if self._holds_plan() and self._execution is not None:
+            self._execution.detach(at_once=at_once)
 
     def _when_reusable(self, finish: Callable[[], None]) -> None:
         """Run ``finish`` when the plan may run again: when this run has ended well, or at once if runs are ordered."""

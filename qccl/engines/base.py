@@ -30,8 +30,17 @@ class Execution(Protocol):
     def step(self) -> bool:
         """Make progress, if it is the caller who makes it; whether the run is done. Never blocks for long."""
 
-    def run(self) -> None:
-        """Block until the run is done. Raises CollectiveTimeout at its deadline."""
+    def run(self, limit: float | None = None) -> bool:
+        """Block until the run is done, or time.monotonic() has reached ``limit``; whether it is done.
+
+        Raises CollectiveTimeout at its deadline.
+        """
+
+    def detach(self, *, at_once: bool) -> None:
+        """Where runs are not ordered: progress while the caller is elsewhere.
+
+        ``at_once`` False: only if the caller does not wait for the run within a moment.
+        """
 
     def order(self) -> None:
         """Where runs are ordered: let the caller's stream go on only after this run. Does not block."""

@@ -3,6 +3,8 @@
 All runs under way on a transport advance together, whichever is waited for, because another rank may be waiting for
 another one. The loop runs any compute operation that is ready, otherwise it asks the transport what has completed,
 and the longer nothing has, the more it leaves the processor to others (Transport.poll).
+
+One thread at a time drives: the caller that waits, or else a thread of the engine's (background.py).
 """
 
 from __future__ import annotations
@@ -10,11 +12,14 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from qccl.engines.agreement import Channel, Header, Kind, sequence_of
+from qccl.engines.background import Background
 from qccl.engines.program import CALLS_IN_FLIGHT, Execution, Program
 from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost, QcclError
 from qccl.schedule import Schedule
@@ -22,6 +27,9 @@ from qccl.transports.base import Transport
 
 __all__ = ["Execution", "HostEngine", "Program"]
 
+#: polls without news that the background thread is taken to have made already: it yields soon, because its caller
+#: may need the processor, and nobody waits for it
+_BACKGROUND_IDLE = 200
 #: how long a failing rank tries to get its last message out
 _LAST_WORDS_SECONDS = 0.1
 
@@ -30,7 +38,10 @@ _live: set[HostEngine] = set()
 
 
 class HostEngine:
-    """Runs schedules on one rank of a transport. One thread at a time may use it.
+    """Runs schedules on one rank of a transport. One thread at a time may use it, beside its own.
+
+    Attributes:
+        detached: runs under way that progress without their caller.
 
     After a failure everything under way has failed, the other ranks have been told, and every further use raises
     that failure.
@@ -43,6 +54,10 @@ class HostEngine:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank = transport.rank
+        self.detached = 0
+        self._lock = threading.Lock()  # held by the thread that drives; guards everything below
+        self._wanted = 0  # callers who wait for the background thread to let go of it
+        self._background = Background(self) if transport.is_threaded else None
         self._active: list[Execution] = []  # in the order of their calls
         self._queue: deque[Execution] = deque()
         self._by_sequence: dict[int, Execution] = {}
@@ -69,7 +84,8 @@ class HostEngine:
 
     def abort(self, reason: str) -> None:
         """Give up: the other ranks raise PeerLost with ``reason``, and everything under way here fails with it."""
-        self._fail(PeerLost(reason), Kind.ABORT, reason)
+        with self._turn():
+            self._fail(PeerLost(reason), Kind.ABORT, reason)
 
     def close(self, timeout: float = 60.0) -> None:
         """Collective: leave, when all other ranks do, or at the latest after ``timeout`` seconds. Idempotent."""
@@ -77,6 +93,7 @@ class HostEngine:
             return
         if self._active or self._queue:
             self.abort(f"rank {self.rank} closed the group in the middle of a call")
+        self._end_background()
         self._closed = True
         if self._failure is None:
             try:
@@ -91,40 +108,82 @@ class HostEngine:
         """Begin, or line up, a run; its errors come from step() and run()."""
         if self._closed:
             raise ArgumentError("this engine is closed")
-        if self._failure is not None:
-            raise self._failure
-        self._queue.append(execution)
+        self._take_turn()
         try:
-            self._admit()
-        except QcclError as error:
-            self._caught(error)
-        except BaseException as error:
-            self._caught(error)
-            raise
+            if self._failure is not None:
+                raise self._failure
+            self._queue.append(execution)
+            try:
+                self._admit()
+            except QcclError as error:
+                self._caught(error)
+            except BaseException as error:
+                self._caught(error)
+                raise
+        finally:
+            self._lock.release()
+
+    def detach(self, execution: Execution, *, at_once: bool) -> None:
+        """Let a run progress without its caller: from now on, or when the caller does not wait for it soon."""
+        if self._background is None:
+            return
+        with self._turn():
+            if execution.done or execution.detached or self._failure is not None:
+                return
+            execution.detached = True
+            self.detached += 1
+        self._background.attend(at_once=at_once)
 
     def step(self) -> None:
-        """Advance what is under way: at most one compute operation, and one poll."""
-        if self._failure is not None:
-            raise self._failure
+        """Advance what is under way: at most one compute operation, and one poll; nothing if it is advancing."""
+        if not self._lock.acquire(blocking=False):
+            return
         try:
+            if self._failure is not None:
+                raise self._failure
             self._advance()
         except BaseException as error:
             self._caught(error)
             raise
+        finally:
+            self._lock.release()
 
-    def run(self, execution: Execution) -> None:
-        """Advance everything until ``execution`` is done."""
-        if self._failure is not None and not execution.done:
-            raise self._failure
+    def run(self, execution: Execution, limit: float = math.inf) -> None:
+        """Advance everything until ``execution`` is done, or time.monotonic() has reached ``limit``."""
+        if execution.done:
+            return
+        self._take_turn()
         try:
-            while not execution.done:
-                self._advance()
+            if self._failure is not None and not execution.done:
+                raise self._failure
+            if limit == math.inf:
+                while not execution.done:
+                    self._advance()
+            else:
+                while not execution.done and time.monotonic() < limit:
+                    self._advance()
         except BaseException as error:
             self._caught(error)
             raise
+        finally:
+            self._lock.release()
+
+    def drive(self) -> None:
+        """The background thread's turn: see background.Driven."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            while self.detached and not self._wanted:
+                self._advance(_BACKGROUND_IDLE)
+        except BaseException as error:  # raised again by whoever waits
+            self._caught(error)
+        finally:
+            self._lock.release()
 
     def finished(self, execution: Execution) -> None:
         """Forget a run that is done, and let in the next that waits."""
+        if execution.detached:
+            self.detached -= 1
         self._active.remove(execution)
         del self._by_sequence[execution.sequence]
         self._deadline = min((e.deadline for e in self._active), default=math.inf)
@@ -133,14 +192,36 @@ class HostEngine:
 
     # -- how it runs -------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def _take_turn(self) -> None:
+        """Acquire the lock, from the background thread if it has it."""
+        if not self._lock.acquire(blocking=False):
+            self._wanted += 1
+            try:
+                self._lock.acquire()
+            finally:
+                self._wanted -= 1
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        self._take_turn()
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _end_background(self) -> None:
+        if self._background is not None:
+            self._background.end()
+
+    def _advance(self, patience: int = 0) -> None:
+        """Run one compute operation that is ready, and poll; ``patience`` counts as polls without news before it."""
         worked = False
         for execution in self._active:
             if execution.ready:
                 execution.compute()
                 worked = True
                 break
-        completed: Any = self._transport.poll(idle=self._idle)
+        completed: Any = self._transport.poll(idle=0 if worked else self._idle + patience)
         if completed:
             self._idle = 0
             for owner, index in completed:
@@ -209,6 +290,7 @@ class HostEngine:
         if self._failure is not None or self._closed:
             return
         self._failure = error
+        self.detached = 0
         with contextlib.suppress(QcclError):
             self._tell(kind, text)
         self._flush()
@@ -244,6 +326,7 @@ class HostEngine:
 
     def _goodbye(self) -> None:
         """At the process's end: let the others know, if close() did not."""
+        self._end_background()
         if self._failure is None and not self._closed:
             if self._active:
                 self.abort(f"rank {self.rank} ended its process in the middle of a call")

@@ -16,6 +16,7 @@ what the ranks' agreement must come before:
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -220,6 +221,7 @@ class Execution:
         sequence, deadline: as given to Program.start.
         ready: heap of the compute nodes that may run.
         unheard: the ranks whose header has not come yet.
+        detached: the run progresses without its caller.
     """
 
     __slots__ = (
@@ -233,6 +235,7 @@ class Execution:
         "_program",
         "_successors",
         "deadline",
+        "detached",
         "done",
         "kept",
         "ready",
@@ -251,7 +254,7 @@ class Execution:
         self.sequence = header.sequence
         self._base = header.sequence % CALLS_IN_FLIGHT * _TAGS_PER_CALL
         self.deadline = deadline
-        self.done = False
+        self.done = self.detached = False
         self.ready: list[int] = []
         self.unheard: set[int] = set()
         self._counts = program.counts.copy()
@@ -264,9 +267,14 @@ class Execution:
             self._program.engine.step()
         return self.done
 
-    def run(self) -> None:
+    def run(self, limit: float | None = None) -> bool:
         """Advance all that is under way until this run is done; raises CollectiveTimeout at its deadline."""
-        self._program.engine.run(self)
+        self._program.engine.run(self, math.inf if limit is None else limit)
+        return self.done
+
+    def detach(self, *, at_once: bool) -> None:
+        """Let this run progress without its caller: at once, or if he does not wait for it within a moment."""
+        self._program.engine.detach(self, at_once=at_once)
 
     def order(self) -> None:
         """Nothing: there are no streams."""

@@ -44,7 +44,14 @@ class Group(Protocol):
 
 
 class Transport(Group, Protocol):
-    """Tagged non-blocking transfers between the ranks of one group, on the host."""
+    """Tagged non-blocking transfers between the ranks of one group, on the host.
+
+    Attributes:
+        is_threaded: another thread may use it than the one that made it (one at a time), whatever other threads do with
+            the library underneath.
+    """
+
+    is_threaded: bool
 
     def buffer(self, address: int, nbytes: int) -> Any:
         """Prepare ``nbytes`` at ``address`` for repeated use in send() and receive(); the caller keeps it alive."""

@@ -139,6 +139,7 @@ class LoopbackTransport:
     """One rank of a LoopbackGroup (interface: Transport)."""
 
     name = "loopback"
+    is_threaded = True
 
     def __init__(self, group: LoopbackGroup, rank: int) -> None:
         self.rank = self.local_rank = rank

@@ -89,6 +89,7 @@ class MpiTransport:
         self._statuses: list[MPI.Status] = []  # of what the last poll found
         self._late: list[Hashable] = []  # completed in a poll that raised
         self._gone = False
+        self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         hosts = self.allgather(socket.gethostname().encode(), timeout)
         self.local_rank = hosts[: self.rank].count(hosts[self.rank])
         self.local_size = hosts.count(hosts[self.rank])
