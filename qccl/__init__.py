@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qccl.launch import init
     from qccl.plan import Plan
     from qccl.ranks import run_ranks
+    from qccl.transports.nccl import get_unique_id
     from qccl.work import Work
 
 from qccl.errors import (
@@ -46,6 +47,7 @@ __all__ = [
     "QcclError",
     "Work",
     "codecs",
+    "get_unique_id",
     "init",
     "quantized_allreduce",
     "run_ranks",
@@ -55,6 +57,7 @@ _HOME = {
     "Communicator": "qccl.communicator",
     "Plan": "qccl.plan",
     "Work": "qccl.work",
+    "get_unique_id": "qccl.transports.nccl",
     "init": "qccl.launch",
     "quantized_allreduce": "qccl.communicator",
     "run_ranks": "qccl.ranks",

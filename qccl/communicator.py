@@ -22,6 +22,7 @@ from qccl.work import Work
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
     from qccl.transports.base import Group
+    from qccl.transports.nccl import NcclTransport
 
 __all__ = ["OPS", "Communicator", "quantized_allreduce"]
 
@@ -83,11 +84,48 @@ class Communicator:
         return comm
 
     @classmethod
-    def from_mpi(cls, comm: Any, timeout: float = 60.0) -> Communicator:
-        """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was."""
+    def from_mpi(
+        cls, comm: Any, timeout: float = 60.0, *, backend: str = "host", device: int | None = None
+    ) -> Communicator:
+        """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was.
+
+        With ``backend="cuda"`` MPI only brings the ranks together; ``device`` is as in qccl.init().
+        """
         from qccl.transports.mpi import MpiTransport
 
-        return cls._from_transport(MpiTransport.from_mpi(comm, timeout), timeout)
+        if backend not in ("host", "cuda"):
+            raise ArgumentError(f'backend {backend!r} does not exist; there are "host" and "cuda"')
+        transport = MpiTransport.from_mpi(comm, timeout)
+        if backend == "host":
+            return cls._from_transport(transport, timeout)
+        try:
+            return cls._on_cuda(lambda nccl: nccl.from_group(transport, device, timeout), timeout)
+        finally:
+            transport.close()
+
+    @classmethod
+    def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float = 60.0) -> Communicator:
+        """Collective: the ranks and GPUs of an NCCL communicator: a NcclCommunicator of CuPy, or an ncclComm_t as int.
+
+        It is used to bring the ranks together, and left as it was.
+        """
+        return cls._on_cuda(lambda nccl: nccl.from_nccl(comm, rank, size, timeout), timeout)
+
+    @classmethod
+    def from_torch(cls, group: Any = None, timeout: float = 60.0) -> Communicator:
+        """Collective: the ranks of a torch.distributed process group with NCCL (None: the default one).
+
+        They work on their current devices. The group brings the ranks together, and is left as it was.
+        """
+        return cls._on_cuda(lambda nccl: nccl.from_torch(group, timeout), timeout)
+
+    @classmethod
+    def _on_cuda(cls, make: Callable[[type[NcclTransport]], NcclTransport], timeout: float) -> Communicator:
+        from qccl.backends import CudaBackend
+        from qccl.transports.nccl import NcclTransport
+
+        check_timeout(timeout)
+        return cls._from_transport(make(NcclTransport), timeout, CudaBackend)
 
     def __enter__(self) -> Communicator:
         return self

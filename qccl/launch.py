@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qccl.errors import ArgumentError, EngineError
+from qccl.gpu import device_count, pick_device
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -58,25 +59,73 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
     Args:
-        backend: "host", or "auto".
+        backend: "host", "cuda", or "auto": CUDA where it can be used and this machine has a GPU for each of its ranks
+            (under MPI: on all ranks), or where a ``device`` is given; otherwise the host.
         timeout: seconds until a collective that does not finish raises CollectiveTimeout.
-        device: GPU of this rank; only for the CUDA backend.
+        device: GPU of this rank; None means the one with the rank's number on its machine.
 
     Raises:
         ArgumentError: a value that is not allowed, or a launcher whose size is not the communicator's.
         EngineError: the backend cannot be used on this machine; the message says why.
     """
-    from qccl.communicator import Communicator
+    from qccl.communicator import Communicator, check_timeout
 
-    if backend not in ("auto", "host"):
-        raise ArgumentError(f'backend {backend!r} is not available; this version has "auto" and "host"')
-    if device is not None:
+    check_timeout(timeout)
+    if backend not in ("auto", "host", "cuda"):
+        raise ArgumentError(f'backend {backend!r} does not exist; there are "auto", "host" and "cuda"')
+    if backend == "host" and device is not None:
         raise ArgumentError(f"device={device!r} was given, but the host backend has no devices; leave it out")
     launcher = detect()
-    return Communicator._from_transport(_transport(launcher, timeout), timeout=timeout)
+    if backend == "cuda" or device is not None:
+        return _on_cuda(launcher, device, timeout)
+    if backend == "auto" and (launcher is None or _meets_by_tcp(launcher)):
+        ranks_here = launcher.local_size or launcher.local_rank + 1 if launcher else 1
+        if device_count() >= ranks_here:
+            return _on_cuda(launcher, device, timeout)
+    transport = _host_transport(launcher, timeout)
+    if backend == "auto" and transport.size > 1:
+        answers = transport.allgather(b"\1" if device_count() >= transport.local_size else b"\0", timeout)
+        if all(answer == b"\1" for answer in answers):
+            return _over(transport, device, timeout)
+    return Communicator._from_transport(transport, timeout=timeout)
 
 
-def _transport(launcher: Launcher | None, timeout: float) -> Transport:
+def _on_cuda(launcher: Launcher | None, device: int | None, timeout: float) -> Communicator:
+    from qccl.communicator import Communicator
+
+    if launcher is not None and not _meets_by_tcp(launcher):
+        return _over(_host_transport(launcher, timeout), device, timeout)
+    from qccl.transports.nccl import get_unique_id
+    from qccl.transports.rendezvous import meeting_place, share
+
+    if launcher is None:
+        return Communicator(get_unique_id(), 0, 1, timeout=timeout, device=device)
+    chosen = pick_device(device, launcher.local_rank)
+    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
+    message = get_unique_id() if launcher.rank == 0 else None
+    unique_id = share(message, launcher.rank, launcher.size, meeting_place(), timeout, job)
+    return Communicator(unique_id, launcher.rank, launcher.size, timeout=timeout, device=chosen)
+
+
+def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
+    """The ranks of a host group on their GPUs; the group is given up."""
+    from qccl.backends import CudaBackend
+    from qccl.communicator import Communicator
+    from qccl.transports.nccl import NcclTransport
+
+    try:
+        transport = NcclTransport.from_group(group, device, timeout)
+    finally:
+        group.close()
+    return Communicator._from_transport(transport, timeout, CudaBackend)
+
+
+def _meets_by_tcp(launcher: Launcher) -> bool:
+    """Whether the ranks find each other at MASTER_ADDR (torchrun; srun where it is set) and not through MPI."""
+    return launcher.name == "torchrun" or (launcher.name == "srun" and "MASTER_ADDR" in os.environ)
+
+
+def _host_transport(launcher: Launcher | None, timeout: float) -> Transport:
     if launcher is None:
         from qccl.transports.loopback import LoopbackGroup
 

@@ -40,9 +40,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "communicator": {
         *("backends", "buffers", "codecs", "collectives", "dtypes", "engines", "errors", "plan", "transports", "work")
     },
-    "launch": {"backends", "communicator", "errors", "transports"},
+    "launch": {"backends", "communicator", "errors", "gpu", "transports"},
     "ranks": {"communicator", "errors", "transports"},
-    "": {"codecs", "communicator", "errors", "launch", "plan", "ranks", "work"},
+    "": {"codecs", "communicator", "errors", "launch", "plan", "ranks", "transports", "work"},
     "accuracy": {"codecs", "collectives", "dtypes"},
 }
 #: the command may use every part
@@ -62,6 +62,7 @@ PACKAGES: dict[str, set[str]] = {
     "gpu.py": {"cuda", "cupy"},
     "transports/loopback.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
+    "transports/nccl.py": {"torch"},
 }
 
 SOURCES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))
