@@ -15,7 +15,6 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 from qccl.engines.agreement import Channel, Header, Kind, sequence_of
@@ -55,7 +54,7 @@ class HostEngine:
         self._transport = transport
         self.rank = transport.rank
         self.detached = 0
-        self._lock = threading.Lock()  # held by the thread that drives; guards everything below
+        self._lock = threading.RLock()  # held by the thread that drives; guards everything below
         self._wanted = 0  # callers who wait for the background thread to let go of it
         self._background = Background(self) if transport.is_threaded else None
         self._active: list[Execution] = []  # in the order of their calls
@@ -84,8 +83,10 @@ class HostEngine:
 
     def abort(self, reason: str) -> None:
         """Give up: the other ranks raise PeerLost with ``reason``, and everything under way here fails with it."""
-        with self._turn():
-            self._fail(PeerLost(reason), Kind.ABORT, reason)
+        taken = self._take_turn(_LAST_WORDS_SECONDS)
+        self._fail(PeerLost(reason), Kind.ABORT, reason)
+        if taken:
+            self._lock.release()
 
     def close(self, timeout: float = 60.0) -> None:
         """Collective: leave, when all other ranks do, or at the latest after ``timeout`` seconds. Idempotent."""
@@ -127,12 +128,14 @@ class HostEngine:
         """Let a run progress without its caller: from now on, or when the caller does not wait for it soon."""
         if self._background is None:
             return
-        with self._turn():
-            if execution.done or execution.detached or self._failure is not None:
-                return
+        self._take_turn()
+        begun = not execution.done and not execution.detached and self._failure is None
+        if begun:
             execution.detached = True
             self.detached += 1
-        self._background.attend(at_once=at_once)
+        self._lock.release()
+        if begun:
+            self._background.attend(at_once=at_once)
 
     def step(self) -> None:
         """Advance what is under way: at most one compute operation, and one poll; nothing if it is advancing."""
@@ -192,26 +195,21 @@ class HostEngine:
 
     # -- how it runs -------------------------------------------------------------------------------------------------
 
-    def _take_turn(self) -> None:
-        """Acquire the lock, from the background thread if it has it."""
-        if not self._lock.acquire(blocking=False):
-            self._wanted += 1
-            try:
-                self._lock.acquire()
-            finally:
-                self._wanted -= 1
-
-    @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        self._take_turn()
+    def _take_turn(self, timeout: float = -1) -> bool:
+        """Acquire the lock, from the background thread if it has it; False if that took longer than ``timeout``."""
+        if self._lock.acquire(blocking=False):
+            return True
+        self._wanted += 1
         try:
-            yield
+            return self._lock.acquire(timeout=timeout)
         finally:
-            self._lock.release()
+            self._wanted -= 1
 
     def _end_background(self) -> None:
         if self._background is not None:
+            self._wanted += 1
             self._background.end()
+            self._wanted -= 1
 
     def _advance(self, patience: int = 0) -> None:
         """Run one compute operation that is ready, and poll; ``patience`` counts as polls without news before it."""

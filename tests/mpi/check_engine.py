@@ -91,3 +91,19 @@ def test_groups_of_a_split_work_at_the_same_time():
         comm.quantized_allreduce(x)
         sizes = [len(range(r % 2, comm.size, 2)) for r in range(comm.size)]
         assert np.abs(x - sum(sizes)).max() < 1e-3
+
+
+def test_calls_end_while_nobody_calls_qccl():
+    with qccl.init(timeout=20) as comm:
+        assert comm.transport.is_threaded
+        arrays = [np.ones(n, np.float32) for n in (300_000, 10, 5000)]
+        works = [comm.quantized_allreduce(x, async_op=True) for x in arrays]
+        deadline = time.monotonic() + 10
+        while any(x[0] != SIZE or x[-1] != SIZE for x in arrays):
+            time.sleep(0.002)
+            assert time.monotonic() < deadline
+        time.sleep(0.01)
+        for work in reversed(works) if RANK else works:
+            assert work.is_completed() or work.wait() is not None
+        assert all((x == SIZE).all() for x in arrays)
+        comm.quantized_allreduce(arrays[0])
