@@ -1,0 +1,333 @@
+"""The figures of the host engine: ``python bench/host.py`` (as root, on a machine that does nothing else; minutes).
+
+Sections: "lab" behind slow links, beside a plain transfer of the same bytes by the same transport and MPI's own
+all-reduce; "shared" in shared memory beside MPI's; "overlap" of an asynchronous call with a caller who sleeps or
+computes. Sides take turns within one run, in blocks of back-to-back calls; a figure is the median of the blocks' means.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from runs import print_table
+
+import qccl
+from qccl.bench.lab import Lab, shaped_nbytes
+from qccl.bench.sizes import format_size, parse_link, parse_size
+from qccl.bench.start import find_mpiexec, run_ranks_by_mpiexec
+
+RESULTS = Path(__file__).parent.parent / "docs" / "results"
+_TAG = 20_000
+_MARK = "result "
+
+
+@click.command()
+@click.option("--sections", default="lab,shared,overlap", show_default=True)
+@click.option("--links", default="100mbit,1gbit,5gbit,10gbit", show_default=True)
+@click.option("--ranks", default="2,4", show_default=True)
+@click.option("--codecs", default="minmax8,minmax4", show_default=True)
+@click.option("--sizes", default="4K,64K,1M,16M", show_default=True, help="In shared memory.")
+@click.option("--calls", default=20, show_default=True, help="Of each side, at least.")
+@click.option("--algorithm", default="auto", show_default=True)
+@click.option("--chunk", type=int, help="Elements.")
+@click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json.")
+def main(**given: Any) -> None:
+    """Measure and print tables."""
+    document = {"machine": _machine(), "lab": [], "shared": [], "overlap": []}
+    ranks = [int(n) for n in given["ranks"].split(",")]
+    shared = {key: given[key] for key in ("algorithm", "chunk", "calls")}
+    for section in given["sections"].split(","):
+        rows: list[dict[str, Any]] = document[section]
+        tasks = {
+            "lab": lambda: _lab_tasks(given["links"].split(","), given["codecs"].split(",")),
+            "shared": lambda: _shared_tasks(given["sizes"].split(","), given["codecs"].split(",")),
+            "overlap": _overlap_tasks,
+        }[section]()
+        for task in tasks:
+            for n in ranks:
+                rows.append(_run(n, task | shared))
+        _print(section, rows)
+    document["machine"]["load after"] = os.getloadavg()
+    if given["save"]:
+        RESULTS.mkdir(parents=True, exist_ok=True)
+        path = RESULTS / f"host-{date.today().isoformat()}.json"
+        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {path}")
+
+
+def _lab_tasks(links: list[str], codecs: list[str]) -> Iterator[dict[str, Any]]:
+    for link in links:
+        for codec in codecs:
+            yield {"measure": "lab", "link": link, "codec": codec, "count": 4 << 20}
+
+
+def _shared_tasks(sizes: list[str], codecs: list[str]) -> Iterator[dict[str, Any]]:
+    for size in sizes:
+        for codec in codecs:
+            yield {"measure": "shared", "link": None, "codec": codec, "count": parse_size(size) // 4}
+
+
+def _overlap_tasks() -> Iterator[dict[str, Any]]:
+    yield {"measure": "overlap", "link": "1gbit", "codec": "minmax8", "count": 4 << 20}
+
+
+def _run(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
+    """Start the ranks and return what rank 0 found."""
+    found: list[dict[str, Any]] = []
+
+    def hear(line: str) -> None:
+        if line.startswith(_MARK):
+            found.append(json.loads(line.removeprefix(_MARK)))
+        else:
+            print(line, file=sys.stderr)
+
+    command = [sys.executable, __file__, json.dumps(task)]
+    with Lab(ranks, parse_link(task["link"])) if task["link"] else contextlib.nullcontext() as lab:
+        status = run_ranks_by_mpiexec(ranks, command, lab=lab, smallest=4 * task["count"], silence=600, on_line=hear)
+    if status or not found:
+        raise SystemExit(f"the ranks failed with status {status}")
+    return task | found[0]
+
+
+def _print(section: str, rows: list[dict[str, Any]]) -> None:
+    print(f"\n{section}")
+    match section:
+        case "lab":
+            print_table(
+                ("link", "ranks", "codec", "ms", "plain transfer", "of it", "floor", "of the line", "MPI ms", "gain",
+                 "crossed", "CPU ms per rank"),
+                [
+                    (r["link"], r["ranks"], r["codec"], f"{r['qccl'] * 1e3:.2f}", f"{r['bulk'] * 1e3:.2f}",
+                     f"{r['bulk'] / r['qccl']:.1%}", f"{r['floor'] * 1e3:.2f}", f"{r['floor'] / r['qccl']:.1%}",
+                     f"{r['mpi'] * 1e3:.1f}", f"{r['mpi'] / r['qccl']:.2f}", f"{r['crossed']:.3f}",
+                     f"{r['cpu'] * 1e3:.1f}")
+                    for r in rows
+                ],
+            )  # fmt: skip
+        case "shared":
+            print_table(
+                ("ranks", "size", "codec", "us", "MPI us", "ratio"),
+                [
+                    (r["ranks"], format_size(4 * r["count"]), r["codec"], f"{r['qccl'] * 1e6:.1f}",
+                     f"{r['mpi'] * 1e6:.1f}", f"{r['qccl'] / r['mpi']:.2f}")
+                    for r in rows
+                ],
+            )  # fmt: skip
+        case "overlap":
+            print_table(
+                ("link", "ranks", "call ms", "call's CPU ms", "beside", "alone ms", "both ms", "of the larger"),
+                [
+                    (r["link"], r["ranks"], f"{r['qccl'] * 1e3:.1f}", f"{r['cpu'] * 1e3:.1f}", name,
+                     f"{side['alone'] * 1e3:.1f}", f"{side['both'] * 1e3:.1f}", f"{side['both'] / side['least']:.3f}")
+                    for r in rows
+                    for name, side in r["beside"].items()
+                ],
+            )  # fmt: skip
+
+
+def _machine() -> dict[str, Any]:
+    from qccl import _host
+
+    model = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+    )
+    mpi = find_mpiexec()
+    return {
+        "cpu": model[0] if model else "",
+        "cores": len(os.sched_getaffinity(0)),
+        "instruction set": _host.isa,
+        "mpi": f"{mpi.name} {mpi.version}",
+        "commit": commit.stdout.strip(),
+        "date": date.today().isoformat(),
+        "load before": os.getloadavg(),
+    }
+
+
+# -- one rank --------------------------------------------------------------------------------------------------------
+
+
+def rank(task: dict[str, Any]) -> None:
+    """What each rank does; rank 0 prints what was found."""
+    measure = {"lab": _measure_lab, "shared": _measure_shared, "overlap": _measure_overlap}[task["measure"]]
+    with qccl.init(backend="host", timeout=120) as comm:
+        x = np.random.default_rng(comm.rank).standard_normal(task["count"]).astype(np.float32)
+        y = np.empty_like(x)
+        plan = comm.plan(
+            "allreduce", len(x), codec=task["codec"], algorithm=task["algorithm"], chunk=task["chunk"]
+        ).bind(x, y)
+        found = measure(comm, plan, x, y, task)
+        if comm.rank == 0:
+            print(_MARK + json.dumps({"ranks": comm.size} | found), flush=True)
+
+
+def _run_plan(plan: qccl.Plan) -> Callable[[], object]:
+    return lambda: plan.start().wait()
+
+
+def _plain(comm: qccl.Communicator, x: Any, y: Any) -> Callable[[], object]:
+    source, target, allreduce = x.ctypes.data, y.ctypes.data, comm.transport.allreduce
+    return lambda: allreduce(source, target, len(x), "float32", "sum")
+
+
+def _bulk(comm: qccl.Communicator, nbytes: int) -> Callable[[], object]:
+    """A plain transfer of ``nbytes`` to each rank and from each, by the transport that qccl uses."""
+    t = comm.transport
+    out, inbox = np.ones(nbytes, np.uint8), np.zeros((t.size, nbytes), np.uint8)
+    sent = t.buffer(out.ctypes.data, nbytes)
+    got = [t.buffer(inbox[p].ctypes.data, nbytes) for p in range(t.size)]
+    peers = [(t.rank + i) % t.size for i in range(1, t.size)]
+
+    def transfer() -> None:
+        for p in peers:
+            t.receive(p, _TAG, got[p], p)
+        for p in peers:
+            t.send(p, _TAG, sent, p)
+        left, idle = 2 * len(peers), 0
+        while left:
+            completed = len(t.poll(idle=idle))
+            left -= completed
+            idle = 0 if completed else idle + 1
+
+    transfer.memory = out, inbox  # type: ignore[attr-defined]
+    return transfer
+
+
+def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
+    """Per call, of back-to-back calls after one that is not timed; the slowest rank's."""
+    comm.barrier()
+    call()
+    begin = time.perf_counter()
+    for _ in range(calls):
+        call()
+    mine = (time.perf_counter() - begin) / calls
+    return max(float(item) for item in comm.allgather(repr(mine).encode()))
+
+
+def _turns(
+    comm: qccl.Communicator, sides: dict[str, tuple[Callable[[], object], int]], blocks: int
+) -> dict[str, float]:
+    """The sides (a call, and the calls in a block) in turn; the medians of their blocks."""
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(blocks):
+        for name, (call, calls) in sides.items():
+            times[name].append(_seconds(comm, call, calls))
+    return {name: statistics.median(each) for name, each in times.items()}
+
+
+def _cpu(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
+    """The processor's seconds of a call, the mean of the ranks."""
+    comm.barrier()
+    begin = time.process_time()
+    for _ in range(calls):
+        call()
+    mine = (time.process_time() - begin) / calls
+    return statistics.fmean(float(item) for item in comm.allgather(repr(mine).encode()))
+
+
+def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
+    sent = plan.schedule(in_place=False).sent_nbytes()
+    most = max(int(item) for item in comm.allgather(str(sent).encode()))
+    run, bulk = _run_plan(plan), _bulk(comm, most // (comm.size - 1))
+    before, counted = shaped_nbytes(), 5
+    for _ in range(counted):
+        run()
+    comm.barrier()
+    crossed = (shaped_nbytes() - before) / (sent * counted)
+    blocks = 5
+    each = max(4, -(-task["calls"] // blocks))
+    found = _turns(comm, {"qccl": (run, each), "bulk": (bulk, each), "mpi": (_plain(comm, x, y), 4)}, blocks)
+    return found | {
+        "floor": most / parse_link(task["link"]).rate,
+        "crossed": crossed,
+        "cpu": _cpu(comm, run, 5),
+    }
+
+
+def _measure_shared(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
+    each = max(10, min(500, (16 << 20) // x.nbytes))
+    sides = {"qccl": (_run_plan(plan), each), "mpi": (_plain(comm, x, y), each)}
+    return _turns(comm, sides, 15)
+
+
+# -- overlap ---------------------------------------------------------------------------------------------------------
+
+
+def _measure_overlap(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
+    def call() -> None:
+        comm.quantized_allreduce(x, out=y, codec=task["codec"])
+
+    def beside(other: Callable[[], object]) -> Callable[[], object]:
+        def both() -> None:
+            work = comm.quantized_allreduce(x, out=y, codec=task["codec"], async_op=True)
+            other()
+            work.wait()
+
+        return both
+
+    blocks, each = 5, max(4, -(-task["calls"] // 5))
+    alone = _turns(comm, {"call": (call, each)}, blocks)["call"]
+    cpu = _cpu(comm, call, each)
+    cores = min(len(os.sched_getaffinity(0)), comm.size)
+    sides = {}
+    for name, other in {
+        "sleep": lambda: time.sleep(alone),
+        "NumPy": _busy(alone, _in_numpy()),
+        "Python": _busy(alone, _in_python),
+    }.items():
+        times = _turns(comm, {"other": (other, each), "both": (beside(other), each)}, blocks)
+        shared = 0.0 if name == "sleep" else (cpu + _cpu(comm, other, each)) * comm.size / cores
+        sides[name] = {
+            "alone": times["other"],
+            "both": times["both"],
+            "least": max(alone, times["other"], shared),
+        }
+    return {"qccl": alone, "cpu": cpu, "beside": sides}
+
+
+def _in_numpy() -> Callable[[], object]:
+    a = np.random.default_rng(0).standard_normal(20_000).astype(np.float32)
+    b = np.empty_like(a)
+    return lambda: np.sin(a, out=b)
+
+
+def _in_python() -> int:
+    return sum(i * i for i in range(1000))
+
+
+def _busy(seconds: float, work: Callable[[], object]) -> Callable[[], object]:
+    """As much of ``work`` as takes ``seconds`` of the processor."""
+    begin, n = time.process_time(), 0
+    while time.process_time() - begin < 0.2:
+        work()
+        n += 1
+    rounds = max(1, round(n * seconds / 0.2))
+
+    def compute() -> None:
+        for _ in range(rounds):
+            work()
+
+    return compute
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        rank(json.loads(sys.argv[1]))
+    else:
+        main()
