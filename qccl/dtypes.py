@@ -17,7 +17,7 @@ class DType:
     Attributes:
         name: as NumPy, torch and JAX spell it.
         itemsize: bytes per element.
-        code: number of the type in the kernels (``kernels/numeric.h``) and in wire headers.
+        code: number of the type in the kernels (``kernels/numeric.h``).
         nccl: value of ``ncclDataType_t``.
         mantissa_bits: stored fraction bits; half a unit in the last place is 2**-(mantissa_bits + 1).
         min_exponent: exponent of the smallest normal number.
@@ -44,7 +44,7 @@ _BY_NCCL = {dtype.nccl: dtype for dtype in DTYPES}
 
 
 def get(spec: DType | str | int) -> DType:
-    """The element type named by ``spec``: a name, NCCL's enum value, or a DType."""
+    """The element type named by ``spec``: a name, NCCL's enum value, or a DType. Raises ArgumentError for others."""
     if isinstance(spec, DType):
         return spec
     found = _BY_NAME.get(spec) if isinstance(spec, str) else _BY_NCCL.get(spec)

@@ -1,4 +1,4 @@
-"""Every error qccl raises on purpose.
+"""The errors that qccl raises on purpose, and that callers may want to tell apart.
 
     QcclError
     +-- ArgumentError      also ValueError       an argument is out of range or does not fit the others
@@ -9,7 +9,8 @@
     +-- PeerLost           also ConnectionError  another rank failed, left, or cannot be reached
     +-- EngineError                              MPI, NCCL or CUDA failed; its own message and code are kept
 
-Each message says what was given, what is allowed, and what to do.
+Each message says what was given, what is allowed, and what to do. Authors of collectives also meet
+``schedule.VerificationError``; the errors of ``qccl-bench`` are defined beside what raises them.
 """
 
 from __future__ import annotations

@@ -139,20 +139,21 @@ class _Run:
         stop = self._now + seconds
         heappush(self._agenda, (stop, number, False))
         heappush(self._agenda, (stop + latency, number, True))
-        for rank, lane, name in self._names(self._graph.events[number]):
+        for rank, lane, name in self._rows(self._graph.events[number]):
             end = stop if lane == "send" else stop + latency
             self.trace.append(TraceEvent(rank, lane, name, self._now, end))
 
-    def _names(self, event: Event) -> Iterator[tuple[int, str, str]]:
+    def _rows(self, event: Event) -> Iterator[tuple[int, str, str]]:
+        """Rank, lane and name of each line of the trace that shows an event."""
         match event:
             case Step():
-                yield event.rank, "compute", _named(self._schedules[event.rank].ops[event.op_index])
+                yield event.rank, "compute", _label(self._schedules[event.rank].ops[event.op_index])
             case Transfer():
                 yield event.source, "send", f"to {event.target}: {event.sent}"
                 yield event.target, "recv", f"from {event.source}: {event.received}"
             case Meeting():
                 for rank, i in event.op_index.items():
-                    yield rank, "comm", _named(self._schedules[rank].ops[i])
+                    yield rank, "comm", _label(self._schedules[rank].ops[i])
 
     def _step_seconds(self, number: int) -> float:
         event = self._graph.events[number]
@@ -184,7 +185,7 @@ def _nbytes(schedule: Schedule, span: Span | None) -> int:
     return 0 if span is None else len(span) * schedule.buffers[span.buffer].itemsize
 
 
-def _named(op: Op) -> str:
+def _label(op: Op) -> str:
     match op:
         case Encode():
             return f"encode {op.src}"

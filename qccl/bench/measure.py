@@ -101,7 +101,7 @@ class QuantizedCall:
         self.plan: Plan = comm.plan(
             "allreduce", case.count, case.dtype, codec=codec, op=case.op, algorithm=algorithm, chunk=chunk
         )
-        schedule = self.plan.signature.schedule(comm.rank, comm.size, in_place=True)
+        schedule = self.plan.schedule(in_place=True)
         self.name, self.algorithm = codec.spec(), schedule.name
         sent = comm.allgather(struct.pack("<q", schedule.sent_nbytes()))
         self.sent: list[int] = [struct.unpack("<q", item)[0] for item in sent]

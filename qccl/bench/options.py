@@ -9,10 +9,11 @@ from typing import Any
 
 from qccl.bench.sizes import sweep
 
-__all__ = ["DTYPES", "OPS", "Options"]
+__all__ = ["DTYPES", "NCCL_NAMES", "OPS", "Options"]
 
 #: nccl-tests' names of the element types, and ours
 DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
+NCCL_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 OPS = ("sum", "avg", "min", "max")
 
 

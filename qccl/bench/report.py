@@ -13,12 +13,11 @@ from typing import Any
 import qccl
 from qccl.bench import table
 from qccl.bench.measure import Row, Side
-from qccl.bench.options import DTYPES, Options
+from qccl.bench.options import NCCL_NAMES, Options
 from qccl.bench.sizes import Link
 
 __all__ = ["Device", "Report"]
 
-_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 #: settings of the MPI libraries and of qccl decide speeds; the rest of the environment is nobody's business
 _PREFIXES = ("FI_", "MPICH_", "MPIR_", "OMPI_MCA_", "OMP_", "PMIX_MCA_", "QCCL_", "UCX_")
 
@@ -134,7 +133,7 @@ class Report:
         result: dict[str, Any] = {
             "size": row.case.nbytes,
             "count": row.case.count,
-            "type": _NAMES[row.case.dtype.name],
+            "type": NCCL_NAMES[row.case.dtype.name],
             "redop": row.case.op,
             "root": "-1",
             "codec": row.codec,

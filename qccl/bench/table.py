@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from qccl.bench.measure import Row, Side
-from qccl.bench.options import DTYPES
+from qccl.bench.options import NCCL_NAMES
 from qccl.bench.sizes import Link
 
 __all__ = ["Totals", "algbw", "busbw", "floor_seconds", "footer", "header", "line_share", "row", "totals"]
 
-_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+#: least share of the sent bytes that a link's limiter must have counted
+_CROSSED = 0.999
 
 
 def algbw(r: Row, side: Side) -> float:
@@ -58,7 +59,7 @@ def row(r: Row, ranks: int, speedup: float | None, link: Link | None, iters: int
     if link is not None:
         share = line_share(r, r.out_of_place, link, iters)
         floor = f" {_digits(floor_seconds(r, link) * 1e6, 7)} {'-' if share is None else f'{share * 100:.1f}':>5}"
-    name = _NAMES[r.case.dtype.name]
+    name = NCCL_NAMES[r.case.dtype.name]
     return (
         f"{r.case.nbytes:>10} {r.case.count:>9} {name:>8} {r.case.op:>5} {-1:>4} {sides}"
         f" {r.wire_nbytes:>9} {error:>7} {faster:>6}{floor}  {r.codec}"
@@ -84,7 +85,7 @@ class Totals:
     @property
     def okay(self) -> bool:
         """Whether nothing was wrong, and nothing went past the limiter."""
-        return not self.wrong and (self.crossed is None or self.crossed >= 0.999)
+        return not self.wrong and (self.crossed is None or self.crossed >= _CROSSED)
 
 
 def totals(rows: Sequence[Row], plain: Sequence[Row], ranks: int) -> Totals:
@@ -111,7 +112,7 @@ def footer(t: Totals, link: Link | None) -> list[str]:
     if len(t.by_codec) > 1:
         lines += [f"#   {codec:<18} : {bandwidth:g}" for codec, bandwidth in t.by_codec.items()]
     if link is not None and t.crossed is not None:
-        verdict = "OK" if t.crossed >= 0.999 else "FAILED: traffic went past the link"
+        verdict = "OK" if t.crossed >= _CROSSED else "FAILED: traffic went past the link"
         lines.append(f"# {'Crossed the link':<20} : at least {t.crossed * 100:.1f}% of the bytes sent {verdict}")
     return [*lines, "#"]
 
