@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
-from qccl.errors import ArgumentError, CollectiveTimeout
+from qccl.communicator import Communicator, check_timeout
+from qccl.errors import CollectiveTimeout
 from qccl.transports.loopback import LoopbackGroup
-
-if TYPE_CHECKING:
-    from qccl.communicator import Communicator
 
 __all__ = ["run_ranks"]
 
@@ -28,9 +26,8 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
     raised again, with a note that names its rank, when the other ranks have ended; they fail in their next
     collective. A rank that computes for ever outside qccl cannot be stopped: after a failure it is given up.
     """
+    check_timeout(timeout)
     group = LoopbackGroup(n)
-    if not timeout > 0:
-        raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
     results: dict[int, _T] = {}
     failures: list[BaseException] = []  # in the order of time
 
@@ -40,8 +37,6 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
             failures.append(error)
 
     def run(rank: int) -> None:
-        from qccl.communicator import Communicator
-
         transport = group.transport(rank)
         try:
             with Communicator._from_transport(transport, timeout=timeout) as comm:
