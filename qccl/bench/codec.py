@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -161,10 +162,13 @@ def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: in
 
 
 def _times(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:
-    """The seconds of each operation's runs; they take turns, so that whatever disturbs one disturbs all."""
+    """The seconds of each operation's runs. They take turns, so that whatever disturbs one disturbs all, in changing
+    order, so that none always finds in the cache what the one before it left there.
+    """
     found: dict[str, list[float]] = {name: [] for name in operations}
+    order = random.Random(0)
     for turn in range(warmups + iters):
-        for name, run in operations.items():
+        for name, run in order.sample(list(operations.items()), len(operations)):
             begin = time.perf_counter()
             run()
             if turn >= warmups:

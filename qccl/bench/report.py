@@ -48,7 +48,7 @@ class Report:
     def __init__(self, options: Options, devices: Sequence[Device], plain: str, link: Link | None) -> None:
         self._options, self._link = options, link
         self.devices, self.plain = devices, plain
-        self._start = _now()
+        self._start, self._load = _now(), os.getloadavg()
         self._rows: list[tuple[Row, Row | None]] = []
 
     @property
@@ -115,6 +115,7 @@ class Report:
             "plain": self.plain,
             "link": None if self._link is None else {"name": self._link.name, "bytes_per_second": self._link.rate},
             "ranks": len(self.devices),
+            "load_average": self._load,
             "devices": [
                 {
                     "rank": d.rank,

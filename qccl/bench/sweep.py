@@ -111,6 +111,8 @@ class Sweep:
             f"# ranks {self._comm.size} minBytes {o.minbytes} maxBytes {o.maxbytes} step: {step} "
             f"warmup iters: {o.warmup_iters} iters: {o.iters} validation: {o.check} algorithm: {o.algorithm}{where}"
         )
+        load = " ".join(f"{minutes:.1f}" for minutes in os.getloadavg())
+        yield f"# load average {load}, {os.cpu_count()} cores"
         yield "#"
         yield "# Using devices"
         for d in report.devices:
