@@ -209,11 +209,6 @@ class Schedule:
         """Bytes this rank sends in its Exchanges."""
         return sum(len(leg.span) for op in self.ops if isinstance(op, Exchange) for leg in op.sends)
 
-    def peers(self) -> tuple[int, ...]:
-        """The ranks this rank exchanges data with, ascending."""
-        exchanges = (op for op in self.ops if isinstance(op, Exchange))
-        return tuple(sorted({leg.peer for op in exchanges for leg in (*op.sends, *op.recvs)}))
-
 
 @dataclass(frozen=True, slots=True)
 class Node:

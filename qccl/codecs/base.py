@@ -17,7 +17,10 @@ from qccl.errors import ArgumentError, CodecError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Codec"]
+__all__ = ["PLAIN_GRANULE", "Codec"]
+
+#: granule of codecs without buckets: as large as the usual bucket, so that all cut a vector alike
+PLAIN_GRANULE = 1024
 
 
 class Codec(ABC):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qccl.codecs.base import Codec
+from qccl.codecs.base import PLAIN_GRANULE, Codec
 from qccl.dtypes import DType
 from qccl.errors import CodecError
 
@@ -20,7 +20,6 @@ __all__ = ["MinMax"]
 
 _ROUNDINGS = ("nearest", "stochastic")
 _MAX_BUCKET = 1 << 24
-_SHARD_GRANULE = 1024
 
 
 @dataclass(frozen=True)
@@ -60,7 +59,7 @@ class MinMax(Codec):
 
     @property
     def granule(self) -> int:
-        return _SHARD_GRANULE if self.bucket == "shard" else int(self.bucket)
+        return PLAIN_GRANULE if self.bucket == "shard" else int(self.bucket)
 
     @property
     def splittable(self) -> bool:

@@ -7,7 +7,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl import dtypes
-from qccl.codecs.base import Codec
+from qccl.codecs.base import PLAIN_GRANULE, Codec
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class NoCodec(Codec):
 
     @property
     def granule(self) -> int:
-        return 1024
+        return PLAIN_GRANULE
 
     def encoded_nbytes(self, count: int, dtype: DType | str) -> int:
         return count * dtypes.get(dtype).itemsize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, Coded, Values, check_place, cut, pipeline
+from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Coded, check_place, cut, pipeline
 from qccl.collectives.rounds import AllGather, Combine, ScatterReduce
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -33,20 +33,20 @@ def two_round(
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
     """
     combine = _checked(rank, size, count, op, scale, depth)
-    values = Values.make(in_place)
-    buffers = values.buffers(count, dtype)
+    caller = CallerBuffers.make(in_place)
+    buffers = caller.buffers(count, dtype)
     if size == 1 or count == 0:
-        return Schedule("two_round", rank, size, buffers, _alone(codec, values, count, combine))
+        return Schedule("two_round", rank, size, buffers, _alone(codec, caller, count, combine))
     layout = cut(count, size, codec, chunk_elements)
     coded = Coded(layout, codec, dtype)
-    scatter = ScatterReduce(rank, coded, values.source, depth)
+    scatter = ScatterReduce(rank, coded, caller.source, depth)
     gather = AllGather(rank, size, coded, depth)
 
     def reduce(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, wire=gather.wire(k), out=scatter.own(k, values.target))
+        return scatter.reduce(k, combine, wire=gather.wire(k), out=scatter.own(k, caller.target))
 
     def decode(k: int) -> Iterator[Op]:
-        return gather.decode(k, values.target)
+        return gather.decode(k, caller.target)
 
     # A stage that waits for the line stands one step behind the one that used it: an in-order compute lane then never
     # holds back the encode of chunk k+1 for the transfers of chunk k. That step must be less than the depth.
@@ -74,20 +74,20 @@ def one_shot(
     The workspace is size x depth wire slots of one chunk each.
     """
     combine = _checked(rank, size, count, op, scale, depth)
-    values = Values.make(in_place)
-    buffers = values.buffers(count, dtype)
+    caller = CallerBuffers.make(in_place)
+    buffers = caller.buffers(count, dtype)
     if size == 1 or count == 0:
-        return Schedule("one_shot", rank, size, buffers, _alone(codec, values, count, combine))
+        return Schedule("one_shot", rank, size, buffers, _alone(codec, caller, count, combine))
     layout = cut(count, 1, codec, chunk_elements)
     gather = AllGather(rank, size, Coded(layout, codec, dtype), depth)
 
     def encode(k: int) -> Iterator[Op]:
         chunk = layout.chunk(0, k)
-        yield Encode(codec, Span(values.source, chunk.start, chunk.stop), gather.wire(k), chunk.start)
+        yield Encode(codec, Span(caller.source, chunk.start, chunk.stop), gather.wire(k), chunk.start)
 
     def reduce(k: int) -> Iterator[Op]:
         chunk = layout.chunk(0, k)
-        out = Span(values.target, chunk.start, chunk.stop)
+        out = Span(caller.target, chunk.start, chunk.stop)
         yield Reduce(codec, gather.wires(k), None, 0, None, out, combine.op, combine.scale, chunk.start)
 
     ops = pipeline(layout.chunks, (0, encode), (0, gather.exchange), (min(1, depth - 1), reduce))
@@ -103,9 +103,9 @@ def _checked(rank: int, size: int, count: int, op: str, scale: float, depth: int
     return Combine(op, scale)
 
 
-def _alone(codec: Codec, values: Values, count: int, combine: Combine) -> tuple[Op, ...]:
+def _alone(codec: Codec, caller: CallerBuffers, count: int, combine: Combine) -> tuple[Op, ...]:
     """The one operation of a rank that has no peers: an exact copy; none where there is nothing to change."""
-    if count == 0 or (values.source == values.target and combine.scale == 1.0):
+    if count == 0 or (caller.source == caller.target and combine.scale == 1.0):
         return ()
-    own, out = Span(values.source, 0, count), Span(values.target, 0, count)
+    own, out = Span(caller.source, 0, count), Span(caller.target, 0, count)
     return (Reduce(codec, (), own, 0, None, out, combine.op, combine.scale),)

@@ -17,10 +17,10 @@ __all__ = [
     "ALIGNMENT",
     "DEFAULT_CHUNK",
     "DEFAULT_DEPTH",
+    "CallerBuffers",
     "Coded",
     "Layout",
     "Slots",
-    "Values",
     "check_place",
     "cut",
     "exchange",
@@ -121,16 +121,16 @@ class Coded:
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class CallerBuffers:
     """The names of the caller's buffers: where a collective reads its values and where it writes the result."""
 
     source: str
     target: str
 
     @staticmethod
-    def make(in_place: bool) -> Values:
+    def make(in_place: bool) -> CallerBuffers:
         """In place there is one buffer, "output"; otherwise "input" as well."""
-        return Values("output" if in_place else "input", "output")
+        return CallerBuffers("output" if in_place else "input", "output")
 
     def buffers(self, count: int, dtype: DType) -> dict[str, Buffer]:
         """Both (or the one) as buffers of ``count`` elements."""
