@@ -106,9 +106,7 @@ def _in_use(port: int) -> EngineError:
     )
 
 
-def _serve(
-    server: socket.socket, message: bytes, size: int, job: bytes, deadline: float, timeout: float
-) -> None:  # fmt: skip
+def _serve(server: socket.socket, message: bytes, size: int, job: bytes, deadline: float, timeout: float) -> None:
     """Give ``message`` to each other rank, until all have it. Who is none of ours does not count."""
     served: set[int] = set()
     while len(served) < size - 1:
