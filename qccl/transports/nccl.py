@@ -257,6 +257,7 @@ class NcclTransport:
         """Wait until everything on the stream is done."""
         require().runtime.eventRecord(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
+        self._check_alive()  # what is aborted is done, too
 
     def _group(self, ranks: tuple[int, ...]) -> Any:
         """The communicator of some of the ranks (collective at first, for all ranks: each in its own group)."""
