@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
+from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import FLOAT32
 from qccl.schedule import Op, Schedule, Span
-from qccl.verify import VerificationError, verify
 
 CODEC = MinMax(bits=4, bucket=8)
 Mutation = Callable[[list[Op]], object]

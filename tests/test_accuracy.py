@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl import accuracy, codecs, dtypes
-from qccl.bench import data
+from qccl import codecs, dtypes
+from qccl.bench import accuracy, data
 
 COUNT = 3 * 1024 + 17
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import pytest
 
+from qccl.analysis.events import Ensemble, Gate, Step
 from qccl.codecs import MinMax, NoCodec
 from qccl.codecs.base import Codec
 from qccl.collectives import ALLREDUCE, choose_allreduce
 from qccl.dtypes import BFLOAT16, FLOAT32
 from qccl.errors import ArgumentError
-from qccl.progress import Ensemble, Gate, Step
 from qccl.schedule import Encode, Exchange, Reduce, Role, Schedule
 
 CODEC = MinMax(bits=4, bucket=8)

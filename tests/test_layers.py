@@ -24,10 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "dtypes": {"errors"},
     "codecs": {"_host", "dtypes", "errors"},
     "schedule": {"codecs", "dtypes", "errors", "intervals"},
-    "progress": {"schedule"},
-    "contents": {"codecs", "dtypes", "intervals", "progress", "schedule"},
-    "verify": {"contents", "dtypes", "progress", "schedule"},
-    "simulate": {"progress", "schedule", "trace"},
+    "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
     "collectives": {"codecs", "dtypes", "errors", "schedule"},
     "gpu": {"errors"},
     "transports": {"dtypes", "errors", "gpu"},
@@ -43,14 +40,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"backends", "communicator", "errors", "gpu", "transports"},
     "ranks": {"communicator", "errors", "transports"},
     "": {"codecs", "communicator", "errors", "launch", "plan", "ranks", "transports", "work"},
-    "accuracy": {"codecs", "collectives", "dtypes"},
 }
 #: the command may use every part
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "_host"}
 
 #: other packages that files (or all files of a folder) may import
 PACKAGES: dict[str, set[str]] = {
-    "accuracy.py": {"numpy"},
     "bench": {"click", "numpy"},
     "bench/info.py": {"click", "mpi4py"},
     "bench/plot.py": {"matplotlib"},
@@ -118,7 +113,9 @@ def test_parts_have_an_order() -> None:
     assert "bench" in tuple(TopologicalSorter(MAY_IMPORT).static_order())
 
 
-@pytest.mark.parametrize("module", ["qccl", "qccl.schedule", "qccl.collectives", "qccl.verify", "qccl.simulate"])
+@pytest.mark.parametrize(
+    "module", ["qccl", "qccl.schedule", "qccl.collectives", "qccl.analysis.verify", "qccl.analysis.simulate"]
+)
 def test_import_loads_nothing_large(module: str) -> None:
     """Only the standard library, and no engine or transport."""
     program = f"import sys; before = set(sys.modules); import {module}; print(*set(sys.modules) - before)"

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from qccl.analysis.events import Rules
+from qccl.analysis.simulate import Costs, Timeline, simulate
 from qccl.codecs import MinMax
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import FLOAT32
-from qccl.progress import Rules
 from qccl.schedule import Buffer, Exchange, Leg, Native, Role, Schedule, Span, VerificationError
-from qccl.simulate import Costs, Timeline, simulate
 from qccl.trace import TraceEvent, write_trace
 
 CODEC = MinMax(bits=8)

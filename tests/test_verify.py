@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 from schedule_cases import CODEC, Mutation, all_ranks, changed, one_shot, places, rejected, shifted, two_round
 
+from qccl.analysis.verify import Want, allreduce, verify
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import DTYPES, FLOAT16, FLOAT32
@@ -26,7 +27,6 @@ from qccl.schedule import (
     Schedule,
     Span,
 )
-from qccl.verify import Want, allreduce, verify
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from schedule_cases import CODEC, rejected
 
+from qccl.analysis.verify import verify
 from qccl.dtypes import FLOAT32
 from qccl.schedule import Buffer, Encode, Exchange, Leg, Native, Op, Reduce, Role, Schedule, Span
-from qccl.verify import verify
 
 
 def hierarchical(rank: int, *, swap: bool = False, root: int = 0) -> Schedule:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from qccl import accuracy
-from qccl.bench import data
+from qccl.bench import accuracy, data
 from qccl.codecs.base import Codec
 from qccl.codecs.none import NoCodec
 from qccl.dtypes import DType

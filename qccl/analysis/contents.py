@@ -12,10 +12,10 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
+from qccl.analysis.events import Event, Meeting, Step, Transfer
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
-from qccl.progress import Event, Meeting, Step, Transfer
 from qccl.schedule import Decode, Encode, Native, Op, Reduce, Role, Schedule, Span, VerificationError
 
 __all__ = ["Contents", "Want"]

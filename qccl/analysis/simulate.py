@@ -1,6 +1,6 @@
 """The simulator: how long schedules take on given links and processors, with no engine and no data.
 
-It is the event graph of ``qccl.progress`` with durations. Each rank has one processor, a link that sends one transfer
+It is the event graph of ``events`` with durations. Each rank has one processor, a link that sends one transfer
 at a time and, at the same time, receives one; among what is ready, the processor takes the first in the program and a
 link what has waited longest. It answers what a chunk size, a window or an order of stages does to overlap; it is no
 model of TCP.
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from qccl.progress import Ensemble, Event, Gate, Meeting, Rules, Step, Transfer
+from qccl.analysis.events import Ensemble, Event, Gate, Meeting, Rules, Step, Transfer
 from qccl.schedule import Decode, Encode, Exchange, Native, Op, Reduce, Schedule, Span, VerificationError
 from qccl.trace import TraceEvent
 

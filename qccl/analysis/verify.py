@@ -7,9 +7,9 @@ It looks at all ranks' schedules at once, in time that grows linearly with the o
    sources and the wire of a Reduce) does not overlap. This the derived dependencies cannot see: they lie between
    operations.
 2. The i-th send to a peer meets the i-th receive there, of the same size; Natives meet on all their ranks.
-3. Progress. Every event of the event graph (``qccl.progress``) can happen, under MPI's rules and under NCCL's, with
+3. Progress. Every event of the event graph (``events``) can happen, under MPI's rules and under NCCL's, with
    sends that complete only when received.
-4. Contents (``qccl.contents``), executed symbolically: nothing is read before it is written; codes are decoded whole,
+4. Contents (``contents``), executed symbolically: nothing is read before it is written; codes are decoded whole,
    by the codec that made them; every rank's contribution to every element of the result is in it exactly once; ranks
    that want the same result get the same bits; no random number is used twice.
 5. A wire slot is written again only when what it held has been used.
@@ -32,9 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
-from qccl.contents import Contents, Want
+from qccl.analysis.contents import Contents, Want
+from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Meeting, Rules, Step, Transfer, in_order
 from qccl.dtypes import DType
-from qccl.progress import Ensemble, Event, EventGraph, Gate, Meeting, Rules, Step, Transfer, in_order
 from qccl.schedule import (
     Decode,
     Encode,
