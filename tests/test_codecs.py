@@ -110,6 +110,13 @@ def test_encoded_nbytes(codec: codecs.Codec, count: int, nbytes: int) -> None:
     assert codec.encoded_nbytes(count, "float32") == nbytes
 
 
+def test_encoded_nbytes_of_what_cannot_be() -> None:
+    with pytest.raises(ArgumentError, match="-1"):
+        codecs.MinMax().encoded_nbytes(-1, "float32")
+    with pytest.raises(ArgumentError, match="float64"):
+        codecs.NoCodec().encoded_nbytes(1, "float64")
+
+
 def test_granule_and_splittable() -> None:
     assert (MinMax(8, 256).granule, MinMax(8, 256).splittable) == (256, True)
     assert (MinMax(8, "shard").granule, MinMax(8, "shard").splittable) == (1024, False)

@@ -39,9 +39,18 @@ class Codec(ABC):
         """Whether a shard may be cut into chunks without changing the result."""
         return True
 
+    def encoded_nbytes(self, count: int, dtype: DType | str | int) -> int:
+        """Bytes on the wire for ``count`` elements; depends on nothing else.
+
+        Raises ArgumentError for a negative count, or an element type without a code.
+        """
+        if count < 0:
+            raise ArgumentError(f"{self!r}: count is {count}; it must be 0 or more")
+        return self._nbytes(count, dtypes.get(dtype))
+
     @abstractmethod
-    def encoded_nbytes(self, count: int, dtype: DType | str) -> int:
-        """Bytes on the wire for ``count`` elements; depends on nothing else (law 2)."""
+    def _nbytes(self, count: int, dtype: DType) -> int:
+        """The size formula, for a count that is not negative."""
 
     @abstractmethod
     def spec(self) -> str:

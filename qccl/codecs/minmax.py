@@ -65,7 +65,7 @@ class MinMax(Codec):
     def splittable(self) -> bool:
         return self.bucket != "shard"
 
-    def encoded_nbytes(self, count: int, dtype: DType | str) -> int:
+    def _nbytes(self, count: int, dtype: DType) -> int:
         if count == 0:
             return 0
         buckets = 1 if self.bucket == "shard" else -(-count // int(self.bucket))

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qccl import dtypes
 from qccl.codecs.base import PLAIN_GRANULE, Codec
 from qccl.dtypes import DType
 
@@ -26,8 +25,8 @@ class NoCodec(Codec):
     def granule(self) -> int:
         return PLAIN_GRANULE
 
-    def encoded_nbytes(self, count: int, dtype: DType | str) -> int:
-        return count * dtypes.get(dtype).itemsize
+    def _nbytes(self, count: int, dtype: DType) -> int:
+        return count * dtype.itemsize
 
     def spec(self) -> str:
         return self.name
