@@ -13,7 +13,7 @@ from qccl.buffers import Values
 from qccl.codecs.base import Codec
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import DType
-from qccl.engines.agreement import Header
+from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError
 from qccl.plan import Plan, PlanCache, Signature
@@ -312,7 +312,7 @@ class Communicator:
     def _launch(
         self,
         program: Program,
-        signature: Signature,
+        text: str,
         addresses: dict[str, int],
         result: Any,
         *,
@@ -321,12 +321,12 @@ class Communicator:
         timeout: float | None,
         trace: list[TraceEvent] | None,
     ) -> Work:
-        """Start a program on this communicator's next sequence number."""
+        """Start a program on this communicator's next sequence number; ``text`` is what all ranks must agree on."""
         self._check_usable()
         execution = program.start(
             addresses,
             call=self._sequence,
-            header=self._header(signature),
+            header=Header(Kind.CALL, self._sequence, text),
             deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
             trace=trace,
             streams=streams,

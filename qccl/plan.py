@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl import buffers
 from qccl.buffers import Values
@@ -58,6 +58,16 @@ class Signature:
         )
 
 
+class _Bound(NamedTuple):
+    """The arrays of a plan's runs, and what follows from them: made once, so that a run has nothing to work out."""
+
+    source: Values
+    target: Values
+    result: Any
+    program: Program
+    addresses: dict[str, int]
+
+
 class Plan:
     """A collective made ready, in the manner of MPI-4's persistent ones: bind() once, start() and wait() many times.
 
@@ -68,8 +78,9 @@ class Plan:
         self.signature = signature
         self._comm = comm
         self._programs: dict[bool, Program] = {}
-        self._bound: tuple[Values, Values, Any] | None = None
+        self._bound: _Bound | None = None
         self._work: Work | None = None
+        self._text = comm._header(signature).text
         comm._agree(signature)
 
     def __repr__(self) -> str:
@@ -103,9 +114,11 @@ class Plan:
                 f"x and out have different layouts (shape, strides): {source.layout} and {target.layout}; "
                 f"pass arrays of one shape and order of axes"
             )
-        in_place = buffers.same_or_disjoint(source, target)
-        self._program(in_place)
-        self._bound = (source, target, result)
+        if buffers.same_or_disjoint(source, target):
+            program, addresses = self._program(True), {"output": target.address}
+        else:
+            program, addresses = self._program(False), {"input": source.address, "output": target.address}
+        self._bound = _Bound(source, target, result, program, addresses)
         return self
 
     def start(self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
@@ -125,12 +138,10 @@ class Plan:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
-        source, target, result = self._bound
-        in_place = source.address == target.address
-        addresses = {"output": target.address} if in_place else {"input": source.address, "output": target.address}
+        source, target, result, program, addresses = self._bound
         self._work = self._comm._launch(
-            self._program(in_place),
-            self.signature,
+            program,
+            self._text,
             addresses,
             result,
             keep=self._bound,

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 
 import ml_dtypes
 import numpy as np
@@ -277,3 +278,27 @@ def test_public_names_exist():
         assert getattr(qccl, name) is not None
     with pytest.raises(AttributeError, match="allreduces"):
         _ = qccl.allreduces
+
+
+def test_a_plan_that_runs_again_allocates_nothing():
+    def run(comm):
+        x, y = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)
+        plan = comm.plan("allreduce", COUNT, chunk=4096).bind(x, y)
+        if comm.rank == 0:
+            tracemalloc.start()
+        for _ in range(200):
+            plan.start().wait()
+        comm.barrier()
+        held, _ = tracemalloc.get_traced_memory()
+        comm.barrier()
+        tracemalloc.reset_peak()
+        for _ in range(100):
+            plan.start().wait()
+        comm.barrier()
+        now, peak = tracemalloc.get_traced_memory()
+        comm.barrier()
+        tracemalloc.stop()
+        return now - held, peak - held
+
+    growth, peak = qccl.run_ranks(2, run)[0]
+    assert growth < 2000 and peak < 50_000

@@ -189,7 +189,7 @@ class HostEngine:
             self.detached -= 1
         self._active.remove(execution)
         del self._by_sequence[execution.sequence]
-        self._deadline = min((e.deadline for e in self._active), default=math.inf)
+        self._deadline = min(e.deadline for e in self._active) if self._active else math.inf
         if self._queue:
             self._admit()
 

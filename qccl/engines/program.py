@@ -72,6 +72,7 @@ class Program:
         self.nodes = tuple(nodes(schedule, per_leg=True))
         self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
         self._bound = {n: i for n, i in self._numbers.items() if schedule.buffers[n].role is not Role.WORK}
+        self._bindings: dict[str, int] | None = None
         self.memory = _host.Memory(len(self._numbers))
         self._workspace = self._allocate(schedule)
         self.workspace_nbytes = self._workspace.nbytes
@@ -109,10 +110,7 @@ class Program:
         """
         if self.running:
             raise ArgumentError("this program is still running; a program has one workspace, so wait for it first")
-        if bindings.keys() != self._bound.keys():
-            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
-        for name, number in self._bound.items():
-            self.memory[number] = bindings[name]
+        self._bind(bindings)
         self.memory.call = call
         if trace is None:
             execution = Execution(self, header, deadline)
@@ -120,6 +118,16 @@ class Program:
             execution = _TracedExecution(self, header, deadline, trace)
         self.engine.start(execution)
         return execution
+
+    def _bind(self, bindings: Mapping[str, int]) -> None:
+        """Enter the caller's addresses, unless they are those of the last run."""
+        if bindings == self._bindings:
+            return
+        if bindings.keys() != self._bound.keys():
+            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
+        for name, number in self._bound.items():
+            self.memory[number] = bindings[name]
+        self._bindings = dict(bindings)
 
     def _allocate(self, schedule: Schedule) -> Block:
         """One block for all work buffers; enters their addresses into the memory table."""

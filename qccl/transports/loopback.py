@@ -78,6 +78,8 @@ class LoopbackGroup:
                 mine.setdefault(key, deque()).append(transfer)
                 return
             other = waiting.popleft()
+            if not waiting:
+                del theirs[key]
             self._copy(key, *((transfer, other) if is_send else (other, transfer)))
 
     def _copy(self, key: _Key, source: _Transfer, target: _Transfer) -> None:
