@@ -21,8 +21,10 @@ __all__ = [
     "Gpu",
     "bounded",
     "device_count",
+    "device_names",
     "mapped",
     "missing",
+    "nccl_version",
     "on_device",
     "pick_device",
     "raise_mapped",
@@ -98,6 +100,18 @@ def _missing_nccl() -> list[str]:
     if version < NCCL_VERSION:
         return [f"NCCL is {version // 10000}.{version // 100 % 100}, and 2.18 or newer is needed"]
     return []
+
+
+def nccl_version() -> str:
+    """The version of the NCCL that is loaded, e.g. "2.28.3"."""
+    version = require().nccl.get_version()
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+
+
+def device_names() -> list[str]:
+    """The names of the GPUs that can be used, in their order."""
+    runtime = require().runtime
+    return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
 
 
 def device_count() -> int:

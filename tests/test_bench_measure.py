@@ -14,6 +14,7 @@ from threads import outcomes
 import qccl
 from qccl import codecs, dtypes
 from qccl.bench import data
+from qccl.bench.arrays import arrays_of
 from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, _calls_until_overflow, measure
 from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
@@ -92,7 +93,7 @@ def test_the_error_is_the_codecs() -> None:
 def test_plain_row_is_measured_with_its_own_bound() -> None:
     def run(comm: qccl.Communicator) -> tuple[bool, Row]:
         call = PlainCall(comm, Case(3000, dtypes.FLOAT32, "avg"))
-        bfloat16 = PlainCall(comm, Case(3000, dtypes.BFLOAT16, "sum")).is_supported()
+        bfloat16 = PlainCall(comm, Case(3000, dtypes.BFLOAT16, "sum")).is_supported(arrays_of(comm))
         return bfloat16, measure(comm, call, ONCE, meter=None, before_side=lambda mode: None)
 
     bfloat16, row = qccl.run_ranks(3, run)[0]
@@ -130,8 +131,8 @@ def test_sums_in_place_are_begun_again_before_they_overflow() -> None:
         call = QuantizedCall(comm, Case(64, dtypes.FLOAT16, "sum"), codecs.get("minmax8"), "auto", None)
         bind = call.bind
 
-        def watched(x, out):
-            go = bind(x, out)
+        def watched(arrays, x, out):
+            go = bind(arrays, x, out)
             return lambda: (go(), seen.append(np.isfinite(out).all()))
 
         call.bind = watched

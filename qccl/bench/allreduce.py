@@ -60,6 +60,12 @@ _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perf
     "--algorithm", type=click.Choice(["auto", *ALLREDUCE]), default="auto", help="Of the compressed all-reduce."
 )
 @click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Elements in a step of the pipeline.")
+@click.option(
+    "--backend", type=click.Choice(["host", "cuda", "auto"]), default="host", help="Where the arrays are [host]."
+)
+@click.option(
+    "-G", "--cudagraph", type=click.IntRange(min=0), default=0, metavar="N", help="Replays of a captured call [0]."
+)
 @click.option("--ranks", type=click.IntRange(min=1), metavar="N", help=f"Processes to start here [{_DEFAULT_RANKS}].")
 @click.option("--link", callback=checked(lambda text: parse_link(text).name), metavar="RATE", help=_LINK_HELP)
 @click.option("-J", "--json", callback=checked(output_file), metavar="FILE", help="Write nccl-tests' JSON, and more.")
@@ -96,6 +102,10 @@ def _check(options: Options) -> None:
         raise click.UsageError("-i 0 never gets from -b to -e; give a step of 1 or more, or -f")
     if o.stepfactor is not None and o.minbytes == 0 and o.maxbytes > 0:
         raise click.UsageError("-f never gets from -b 0 to -e; start at 1 or more, or give -i")
+    if o.cudagraph and o.backend == "host":
+        raise click.UsageError(f"-G {o.cudagraph}: there are no CUDA graphs on the host; give --backend cuda")
+    if o.link is not None and o.backend != "host":
+        raise click.UsageError(f"--link {o.link} is for ranks on the host; leave --backend {o.backend} out")
     if o.link is not None and (reason := obstacle()):
         raise click.UsageError(f"--link {o.link}: {reason}")
 
@@ -130,7 +140,7 @@ def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
     if ranks not in (None, launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
     bar = Bar(sys.stderr)
-    with qccl.init(backend="host", timeout=options.timeout) as comm:
+    with qccl.init(backend=options.backend, timeout=options.timeout) as comm:
         try:
             return 0 if Sweep(comm, options, emit=lambda line: _show(line, bar), progress=bar.show).run() else 1
         finally:

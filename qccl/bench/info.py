@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -59,6 +60,10 @@ def _version(package: str) -> str | None:
         return None
 
 
+def _version_of(module: str) -> str:
+    return str(importlib.import_module(module).__version__)
+
+
 def _host() -> str:
     try:
         from qccl import _host
@@ -71,7 +76,9 @@ def _cuda() -> str:
     from qccl import gpu
 
     lacking = gpu.missing()
-    return f"no: {'; '.join(lacking)}" if lacking else f"yes: {gpu.device_count()} devices"
+    if lacking:
+        return f"no: {'; '.join(lacking)}"
+    return f"yes: {', '.join(gpu.device_names())}; CuPy {_version_of('cupy')}, NCCL {gpu.nccl_version()}"
 
 
 def _mpi() -> str:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qccl.bench import accuracy, data
+from qccl.bench.arrays import Arrays, arrays_of
 from qccl.codecs.base import Codec
 from qccl.codecs.none import NoCodec
 from qccl.dtypes import DType
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qccl.communicator import Communicator
-    from qccl.transports.base import Transport
 
 __all__ = ["Case", "Counts", "PlainCall", "QuantizedCall", "Row", "Side", "measure"]
 
@@ -105,7 +104,7 @@ class QuantizedCall:
         sent = comm.allgather(struct.pack("<q", schedule.sent_nbytes()))
         self.sent: list[int] = [struct.unpack("<q", item)[0] for item in sent]
 
-    def bind(self, x: NDArray[Any], out: NDArray[Any]) -> Callable[[], object]:
+    def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
         """One call from ``x`` to ``out``, ready to run."""
         plan = self.plan.bind(x, None if out is x else out)
         return lambda: plan.start().wait()
@@ -125,21 +124,20 @@ class PlainCall:
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
         self.name, self.algorithm = comm.transport.name, ""
         self.sent = [2 * (comm.size - 1) * case.nbytes // comm.size] * comm.size
-        self._allreduce = cast("Transport", comm.transport).allreduce
 
-    def is_supported(self) -> bool:
+    def is_supported(self, arrays: Arrays) -> bool:
         """Whether the library can reduce this type with this operation (the same on all ranks)."""
-        x = np.zeros(1, data.empty(0, self.case.dtype).dtype)
+        x = arrays.empty(1, self.case.dtype)
+        arrays.put(x, data.gaussian(0, 0, 1, self.case.dtype, seed=0))
         try:
-            self._allreduce(x.ctypes.data, x.ctypes.data, 1, self.case.dtype.name, self.case.op)
+            arrays.plain(x, x, 1, self.case.dtype.name, self.case.op)()
         except ArgumentError:
             return False
         return True
 
-    def bind(self, x: NDArray[Any], out: NDArray[Any]) -> Callable[[], object]:
+    def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
         """One call from ``x`` to ``out``, ready to run."""
-        source, target, case = x.ctypes.data, out.ctypes.data, self.case
-        return lambda: self._allreduce(source, target, case.count, case.dtype.name, case.op)
+        return arrays.plain(x, out, self.case.count, self.case.dtype.name, self.case.op)
 
     def bound(self, values: Sequence[NDArray[np.float32]], owner: int) -> NDArray[np.float64]:
         """Largest possible error of a stretch of the result."""
@@ -153,25 +151,28 @@ def measure(
     *,
     meter: Callable[[], int] | None,
     before_side: Callable[[str], None],
+    arrays: Arrays | None = None,
 ) -> Row:
     """Collective: measure one call out of place and in place.
 
-    ``meter`` reads this rank's link counter; ``before_side`` hears "out of place" or "in place" before each begins.
+    ``meter`` reads this rank's link counter; ``before_side`` hears "out of place" or "in place" before each begins;
+    ``arrays`` are the communicator's if not given.
     """
     case = call.case
-    x, y = data.empty(case.count, case.dtype), data.empty(case.count, case.dtype)
+    arrays = arrays_of(comm) if arrays is None else arrays
+    x, y = arrays.empty(case.count, case.dtype), arrays.empty(case.count, case.dtype)
     sides = []
     for mode, out in (("out of place", y), ("in place", x)):
         before_side(mode)
-        run = call.bind(x, out)
-        wrong, error = _check(comm, call, run, x, out, counts.checks)
-        seconds, crossed = _time(comm, call, run, x, out, counts, meter)
+        run = call.bind(arrays, x, out)
+        wrong, error = _check(comm, call, arrays, run, x, out, counts.checks)
+        seconds, crossed = _time(comm, call, arrays, run, x, out, counts, meter)
         sides.append(Side(seconds, wrong, error, crossed))
     return Row(case, call.name, call.algorithm, max(call.sent), *sides)
 
 
-def _fill(x: NDArray[Any], comm: Communicator, case: Case, seed: int) -> None:
-    x[:] = data.gaussian(comm.rank, 0, case.count, case.dtype, seed)
+def _fill(arrays: Arrays, x: Any, comm: Communicator, case: Case, seed: int) -> None:
+    arrays.put(x, data.gaussian(comm.rank, 0, case.count, case.dtype, seed))
 
 
 # -- time ------------------------------------------------------------------------------------------------------------
@@ -180,9 +181,10 @@ def _fill(x: NDArray[Any], comm: Communicator, case: Case, seed: int) -> None:
 def _time(
     comm: Communicator,
     call: QuantizedCall | PlainCall,
+    arrays: Arrays,
     run: Callable[[], object],
-    x: NDArray[Any],
-    out: NDArray[Any],
+    x: Any,
+    out: Any,
     counts: Counts,
     meter: Callable[[], int] | None,
 ) -> tuple[float, float | None]:
@@ -195,17 +197,14 @@ def _time(
     warmups = min(counts.warmups, limit // 2)
     total, crossed, left, called = 0.0, 0, counts.iters, 0
     while left:
-        n = min(left, limit - warmups)
-        _fill(x, comm, call.case, seed=0)
+        n = min(left, max(1, (limit - warmups) // arrays.calls_per_run))
+        _fill(arrays, x, comm, call.case, seed=0)
         comm.barrier()
         passed = meter() if meter else 0
         comm.barrier()
         for _ in range(warmups):
             run()
-        begin = time.perf_counter()
-        for _ in range(n):
-            run()
-        total += time.perf_counter() - begin
+        total += arrays.run(run, n)
         comm.barrier()
         crossed += (meter() if meter else 0) - passed
         left -= n
@@ -233,9 +232,10 @@ def _combined(times: Sequence[float], average: int) -> float:
 def _check(
     comm: Communicator,
     call: QuantizedCall | PlainCall,
+    arrays: Arrays,
     run: Callable[[], object],
-    x: NDArray[Any],
-    out: NDArray[Any],
+    x: Any,
+    out: Any,
     checks: int,
 ) -> tuple[int | None, float | None]:
     """The number of wrong elements and the relative L2 error of ``checks`` calls on different values."""
@@ -243,11 +243,11 @@ def _check(
         return None, None
     wrong, squares, reference = 0, 0.0, 0.0
     for seed in range(checks):
-        _fill(x, comm, call.case, seed)
+        _fill(arrays, x, comm, call.case, seed)
         if out is not x:
-            out.view(np.uint8).fill(0xFF)  # NaN, so that what is not written is noticed
+            arrays.poison(out)
         run()
-        w, s, r = _compare(comm, call, out, seed)
+        w, s, r = _compare(comm, call, arrays.get(out), seed)
         wrong, squares, reference = wrong + w, squares + s, reference + r
     return wrong, math.sqrt(squares / reference) if reference else 0.0
 

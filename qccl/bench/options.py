@@ -29,6 +29,8 @@ class Options:
         average: how the ranks' times become one: 0 rank 0's, 1 mean, 2 least, 3 greatest.
         ops, dtypes, codecs: what is measured; dtypes in nccl-tests' names.
         algorithm, chunk, timeout: as in Communicator.quantized_allreduce.
+        backend: as in qccl.init().
+        cudagraph: launches of a captured call for each timed call; 0: no graph.
         link: rate of the lab that the ranks are in, or None.
         json, plot, trace: files to write, or None.
         args: the command line.
@@ -49,6 +51,8 @@ class Options:
     algorithm: str = "auto"
     chunk: int | None = None
     timeout: float = 60.0
+    backend: str = "host"
+    cudagraph: int = 0
     link: str | None = None
     json: str | None = None
     plot: str | None = None

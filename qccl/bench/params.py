@@ -70,10 +70,9 @@ def picture_file(text: str) -> str:
 _NCCL_ONLY = (
     ("-t", "--nthreads", 1, "a rank is a process; start more with --ranks"),
     ("-g", "--ngpus", 1, "a rank is a process; start more with --ranks"),
-    ("-m", "--agg_iters", 1, "calls on the host are not aggregated"),
+    ("-m", "--agg_iters", 1, "calls are not aggregated"),
     ("-p", "--parallel_init", 0, "every rank has its own process"),
-    ("-z", "--blocking", 1, "calls on the host block"),
-    ("-G", "--cudagraph", 0, "there are no CUDA graphs on the host"),
+    ("-z", "--blocking", 1, "calls on the host block, and calls on CUDA never do"),
     ("-C", "--report_cputime", 0, "it is not measured"),
 )
 

@@ -19,22 +19,24 @@ from qccl.bench.sizes import Link
 __all__ = ["Device", "Report"]
 
 #: settings of the MPI libraries and of qccl decide speeds; the rest of the environment is nobody's business
-_PREFIXES = ("FI_", "MPICH_", "MPIR_", "OMPI_MCA_", "OMP_", "PMIX_MCA_", "QCCL_", "UCX_")
+_PREFIXES = ("FI_", "MPICH_", "MPIR_", "NCCL_", "OMPI_MCA_", "OMP_", "PMIX_MCA_", "QCCL_", "UCX_")
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a rank ran."""
+    """Where a rank ran; ``device`` and ``bus`` are the GPU's number and PCI address, -1 and "" on the host."""
 
     rank: int
     pid: int
     hostname: str
     info: str
+    device: int = -1
+    bus: str = ""
 
     @classmethod
-    def of_this_process(cls, rank: int, info: str) -> Device:
+    def of_this_process(cls, rank: int, info: str, device: int = -1, bus: str = "") -> Device:
         """The device of the calling rank; ``info`` names what computes."""
-        return cls(rank, os.getpid(), socket.gethostname(), info)
+        return cls(rank, os.getpid(), socket.gethostname(), info, device, bus)
 
 
 class Report:
@@ -49,6 +51,7 @@ class Report:
         self._options, self._link = options, link
         self.devices, self.plain = devices, plain
         self._start, self._load = _now(), os.getloadavg()
+        self._on_gpus = any(device.device >= 0 for device in devices)
         self._rows: list[tuple[Row, Row | None]] = []
 
     @property
@@ -77,7 +80,7 @@ class Report:
             "start_time": self._start,
             "args": list(self._options.args),
             "env": [f"{key}={value}" for key, value in sorted(os.environ.items()) if key.startswith(_PREFIXES)],
-            "nccl_version": None,
+            "nccl_version": self.plain.removeprefix("nccl ") if self.plain.startswith("nccl ") else None,
             "qccl_version": qccl.__version__,
             "config": self._config(),
             "results": [self._result(row, plain) for row, plain in self._rows],
@@ -99,7 +102,7 @@ class Report:
         step = {"step_bytes": o.stepbytes} if o.stepfactor is None else {"step_factor": o.stepfactor}
         return {
             "nthreads": 1,
-            "ngpus": 0,
+            "ngpus": int(self._on_gpus),
             "minimum_bytes": o.minbytes,
             "maximum_bytes": o.maxbytes,
             **step,
@@ -108,10 +111,10 @@ class Report:
             "aggregated_iterations": 1,
             "validation": o.check,
             "average": o.average,
-            "graph": 0,
-            "blocking_collectives": "true",
+            "graph": o.cudagraph,
+            "blocking_collectives": str(not self._on_gpus).lower(),
             "parallel_init": "false",
-            "backend": "host",
+            "backend": "cuda" if self._on_gpus else "host",
             "plain": self.plain,
             "link": None if self._link is None else {"name": self._link.name, "bytes_per_second": self._link.rate},
             "ranks": len(self.devices),
@@ -122,8 +125,8 @@ class Report:
                     "group": 0,
                     "pid": d.pid,
                     "hostname": d.hostname,
-                    "device": -1,
-                    "device_hex": "",
+                    "device": d.device,
+                    "device_hex": d.bus,
                     "device_info": d.info,
                 }
                 for d in self.devices

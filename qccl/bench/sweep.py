@@ -13,13 +13,15 @@ from typing import TYPE_CHECKING
 import qccl
 from qccl import codecs, dtypes
 from qccl.bench import table
-from qccl.bench.data import empty, gaussian
+from qccl.bench.arrays import Arrays, arrays_of
+from qccl.bench.data import gaussian
 from qccl.bench.lab import shaped_nbytes
 from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, measure
 from qccl.bench.options import DTYPES, Options
 from qccl.bench.progress import Progress
 from qccl.bench.report import Device, Report
 from qccl.bench.sizes import format_size, parse_link
+from qccl.gpu import nccl_version
 from qccl.trace import TraceEvent, write_trace
 
 if TYPE_CHECKING:
@@ -44,8 +46,9 @@ class Sweep:
         self._codecs = [codecs.get(spec) for spec in options.codecs]
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
         self._plain = comm.transport.name
+        self._arrays = arrays_of(comm, options.cudagraph)
         self._done = 0
-        self._report = Report(options, _devices(comm), _library(comm), self._link)
+        self._report = Report(options, _devices(comm, self._arrays), _library(comm), self._link)
 
     def run(self) -> bool:
         """Collective: all rows, all files; True where no element was wrong and no traffic went past the link."""
@@ -82,7 +85,7 @@ class Sweep:
     def _measure_plain(self, case: Case) -> Row | None:
         """None where the library has no all-reduce of this type."""
         call = PlainCall(self._comm, case)
-        if call.is_supported():
+        if call.is_supported(self._arrays):
             return self._measure(call)
         self._done += 2
         return None
@@ -94,6 +97,7 @@ class Sweep:
             self._counts,
             meter=shaped_nbytes if self._link else None,
             before_side=lambda mode: self._step(f"{format_size(call.case.nbytes)} {call.name} {mode}"),
+            arrays=self._arrays,
         )
 
     def _step(self, label: str) -> None:
@@ -142,12 +146,13 @@ class Sweep:
         """One more call of the largest size with the first codec, as all ranks' events."""
         comm, case = self._comm, list(self._cases())[-1]
         call = QuantizedCall(comm, case, self._codecs[0], self._options.algorithm, self._options.chunk)
-        x = gaussian(comm.rank, 0, case.count, case.dtype, seed=0)
-        plan = call.plan.bind(x, empty(case.count, case.dtype))
+        x, y = (self._arrays.empty(case.count, case.dtype) for _ in range(2))
+        self._arrays.put(x, gaussian(comm.rank, 0, case.count, case.dtype, seed=0))
+        plan = call.plan.bind(x, y)
         events: list[TraceEvent] = []
-        plan.start().wait()
+        plan.start().synchronize()
         comm.barrier()
-        plan.start(trace=events).wait()
+        plan.start(trace=events).synchronize()
         gathered = comm.allgather(json.dumps([asdict(event) for event in events]).encode())
         return [TraceEvent(**event) for item in gathered for event in json.loads(item)]
 
@@ -156,15 +161,15 @@ def _silent(line: str) -> None:
     pass
 
 
-def _devices(comm: Communicator) -> list[Device]:
-    from qccl import _host
-
-    mine = Device.of_this_process(comm.rank, f"host {_host.isa}")
+def _devices(comm: Communicator, arrays: Arrays) -> list[Device]:
+    mine = Device.of_this_process(comm.rank, *arrays.device())
     return [Device(**json.loads(item)) for item in comm.allgather(json.dumps(asdict(mine)).encode())]
 
 
 def _library(comm: Communicator) -> str:
     """The name and version of the library whose all-reduce is the yardstick, and its algorithm if one is set."""
+    if comm.transport.name == "nccl":
+        return f"nccl {nccl_version()}"
     if comm.transport.name != "mpi":
         return str(comm.transport.name)
     from mpi4py import MPI

@@ -16,7 +16,7 @@ def main(argument: str) -> int:
     """Measure as one rank; the exit status. Rank 0's lines go to standard output, its progress among them, marked."""
     options = Options.from_json(argument)
     try:
-        with qccl.init(backend="host", timeout=options.timeout) as comm:
+        with qccl.init(backend=options.backend, timeout=options.timeout) as comm:
             sweep = Sweep(comm, options, emit=_print, progress=lambda *step: _print(encode_progress(*step)))
             return 0 if sweep.run() else 1
     except qccl.PeerLost:

@@ -1,0 +1,163 @@
+"""The arrays that calls are measured on, and their clock: in host memory, or on a GPU with CUDA events and graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import numpy as np
+
+from qccl.bench import data
+from qccl.dtypes import DType
+from qccl.gpu import on_device, require
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from qccl.communicator import Communicator
+    from qccl.transports.base import DeviceTransport, Transport
+
+__all__ = ["Arrays", "CudaArrays", "HostArrays", "arrays_of"]
+
+
+class Arrays(Protocol):
+    """Arrays of one rank, and how long calls on them take.
+
+    Attributes:
+        calls_per_run: how often a call is made where run() is told to make it once.
+    """
+
+    calls_per_run: int
+
+    def empty(self, count: int, dtype: DType) -> Any:
+        """Memory for ``count`` elements; bfloat16 is held in uint16."""
+
+    def put(self, array: Any, values: NDArray[Any]) -> None:
+        """Set all elements."""
+
+    def poison(self, array: Any) -> None:
+        """Make every element NaN, so that what is not written is noticed."""
+
+    def get(self, array: Any) -> NDArray[Any]:
+        """The elements on the host, when the calls on them are done."""
+
+    def run(self, call: Callable[[], object], times: int) -> float:
+        """Seconds that ``times`` calls take, back to back."""
+
+    def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+        """The library's own all-reduce of two arrays."""
+
+    def device(self) -> tuple[str, int, str]:
+        """What computes, and a GPU's number and PCI address (-1 and "" on the host)."""
+
+
+def arrays_of(comm: Communicator, graph_launches: int = 0) -> Arrays:
+    """The arrays that ``comm`` works on; ``graph_launches``: see CudaArrays."""
+    return HostArrays(comm) if comm.backend == "host" else CudaArrays(comm, graph_launches)
+
+
+class HostArrays:
+    """Arrays of NumPy. Calls block, and the clock is the host's."""
+
+    calls_per_run = 1
+
+    def __init__(self, comm: Communicator) -> None:
+        self._allreduce = cast("Transport", comm.transport).allreduce
+
+    def empty(self, count: int, dtype: DType) -> Any:
+        return data.empty(count, dtype)
+
+    def put(self, array: Any, values: NDArray[Any]) -> None:
+        array[:] = values
+
+    def poison(self, array: Any) -> None:
+        array.view(np.uint8).fill(0xFF)
+
+    def get(self, array: Any) -> NDArray[Any]:
+        return cast("NDArray[Any]", array)
+
+    def run(self, call: Callable[[], object], times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            call()
+        return time.perf_counter() - begin
+
+    def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+        source, target = x.ctypes.data, out.ctypes.data
+        return lambda: self._allreduce(source, target, count, dtype, op)
+
+    def device(self) -> tuple[str, int, str]:
+        from qccl import _host
+
+        return f"host {_host.isa}", -1, ""
+
+
+class CudaArrays:
+    """Arrays of CuPy. Calls go on a stream of their own, and the clock is its events.
+
+    With ``graph_launches`` a call is captured once, and ``run`` launches the graph so often for each call (nccl-tests'
+    -G).
+    """
+
+    def __init__(self, comm: Communicator, graph_launches: int = 0) -> None:
+        self._comm = comm
+        self._transport = cast("DeviceTransport", comm.transport)
+        self._allreduce = self._transport.allreduce
+        self.calls_per_run = max(graph_launches, 1)
+        self._uses_graph = graph_launches > 0
+        self._cupy = require().cupy
+        with on_device(self._transport.device):
+            self._stream = self._cupy.cuda.Stream(non_blocking=True)
+
+    def empty(self, count: int, dtype: DType) -> Any:
+        with on_device(self._transport.device), self._stream:
+            return self._cupy.empty(count, data.empty(0, dtype).dtype)
+
+    def put(self, array: Any, values: NDArray[Any]) -> None:
+        with on_device(self._transport.device):
+            array.set(values, stream=self._stream)
+            self._stream.synchronize()
+
+    def poison(self, array: Any) -> None:
+        with on_device(self._transport.device), self._stream:
+            array.view(np.uint8).fill(0xFF)
+            self._stream.synchronize()
+
+    def get(self, array: Any) -> NDArray[Any]:
+        with on_device(self._transport.device), self._stream:
+            self._comm.check(self._stream.ptr)
+            return cast("NDArray[Any]", array.get())
+
+    def run(self, call: Callable[[], object], times: int) -> float:
+        if times == 0:
+            return 0.0
+        cuda = self._cupy.cuda
+        with on_device(self._transport.device), self._stream:
+            if self._uses_graph:
+                call = self._captured(call)
+            begin, end = cuda.Event(), cuda.Event()
+            begin.record(self._stream)
+            for _ in range(times * self.calls_per_run):
+                call()
+            end.record(self._stream)
+            self._comm.check(self._stream.ptr)
+            return float(cuda.get_elapsed_time(begin, end)) / 1e3 / self.calls_per_run
+
+    def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+        source, target, stream = x.data.ptr, out.data.ptr, self._stream.ptr
+        return lambda: self._allreduce(source, target, count, dtype, op, stream)
+
+    def device(self) -> tuple[str, int, str]:
+        runtime, number = self._cupy.cuda.runtime, self._transport.device
+        name = runtime.getDeviceProperties(number)["name"].decode()
+        return f"cuda {name}", number, runtime.deviceGetPCIBusId(number)
+
+    def _captured(self, call: Callable[[], object]) -> Callable[[], object]:
+        self._comm.check(self._stream.ptr)
+        self._stream.begin_capture()
+        try:
+            call()
+        finally:
+            graph = self._stream.end_capture()
+        return lambda: graph.launch(self._stream)
