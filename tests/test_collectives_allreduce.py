@@ -129,8 +129,9 @@ def test_next_encode_does_not_wait_for_the_exchange(name: str, depth: int) -> No
 
 
 def test_choice() -> None:
-    """One step for a few bytes or two ranks, otherwise two rounds; made of the arguments alone."""
-    assert choose_allreduce(1 << 24, 2, FLOAT32, MinMax()) == "one_shot"
+    """One step for a few bytes, otherwise two rounds; made of the arguments alone."""
+    assert choose_allreduce(1 << 14, 2, FLOAT32, MinMax()) == "one_shot"
+    assert choose_allreduce(1 << 20, 2, FLOAT32, MinMax()) == "two_round"
     assert choose_allreduce(1024, 4, FLOAT32, MinMax()) == "one_shot"
     assert choose_allreduce(1 << 20, 4, FLOAT32, MinMax()) == "two_round"
     assert choose_allreduce(1024, 64, FLOAT32, MinMax()) == "two_round"

@@ -25,9 +25,12 @@ def schedule(n, nbytes, default_chunk=None):
     return make(0, n, count, FLOAT32, CODEC, chunk_elements=default_chunk)
 
 
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_the_workspace_is_small_and_constant(n):
-    engine = HostEngine(LoopbackGroup(n).transport(0))
+def test_the_workspace_is_small_and_constant(n, shared):
+    transport = LoopbackGroup(n).transport(0)
+    transport.shares_memory = shared
+    engine = HostEngine(transport)
     work = [
         sum(b.nbytes for b in schedule(n, size, engine.chunk_elements).buffers.values() if b.role is Role.WORK)
         for size in (16 * MIB, 64 * MIB, 1024 * MIB)

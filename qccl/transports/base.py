@@ -49,9 +49,11 @@ class Transport(Group, Protocol):
     Attributes:
         is_threaded: another thread may use it than the one that made it (one at a time), whatever other threads do with
             the library underneath.
+        shares_memory: all ranks are on one machine and one network, so that no link is slower than they are.
     """
 
     is_threaded: bool
+    shares_memory: bool
 
     def buffer(self, address: int, nbytes: int) -> Any:
         """Prepare ``nbytes`` at ``address`` for repeated use in send() and receive(); the caller keeps it alive."""

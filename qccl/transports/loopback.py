@@ -142,6 +142,7 @@ class LoopbackTransport:
 
     name = "loopback"
     is_threaded = True
+    shares_memory = False  # there is no speed to gain
 
     def __init__(self, group: LoopbackGroup, rank: int) -> None:
         self.rank = self.local_rank = rank

@@ -43,6 +43,14 @@ _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILE
 _abandoned: list[MpiTransport] = []
 
 
+def _network() -> int:
+    """A number of the network that this process is in: ranks of one machine may be behind links of their own."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return 0
+
+
 def _relax(idle: int) -> None:
     """Give the processor away: ranks may share it."""
     if idle < _YIELDS:
@@ -90,7 +98,9 @@ class MpiTransport:
         self._late: list[Hashable] = []  # completed in a poll that raised
         self._gone = False
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        hosts = self.allgather(socket.gethostname().encode(), timeout)
+        places = self.allgather(f"{socket.gethostname()}\n{_network()}".encode(), timeout)
+        self.shares_memory = len(set(places)) == 1
+        hosts = [place.split(b"\n")[0] for place in places]
         self.local_rank = hosts[: self.rank].count(hosts[self.rank])
         self.local_size = hosts.count(hosts[self.rank])
         self._spins = _SPINS if self.local_size <= len(os.sched_getaffinity(0)) else 0
