@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import subprocess
 import sys
 import threading
@@ -71,6 +72,15 @@ def test_buffer_protocol():
         return np.array(x)
 
     assert close_to_sum(qccl.run_ranks(2, run)[0], 2)
+
+
+def test_ctypes_arrays():
+    def call(comm):
+        x = ((ctypes.c_float * 3) * 2)((0, 1, 2), (3, 4, 5 * comm.rank))
+        comm.quantized_allreduce(x, codec="none")
+        return [list(row) for row in x]
+
+    assert qccl.run_ranks(2, call) == [[[0, 2, 4], [6, 8, 5]]] * 2
 
 
 def test_bfloat16_as_ml_dtypes_and_as_uint16_are_the_same():
