@@ -145,6 +145,10 @@ def test_encode_and_decode_refuse_what_does_not_fit() -> None:
         codec.encode(np.zeros(4))
     with pytest.raises(ArgumentError, match="an array of int32 cannot be taken as float32"):
         codec.encode(np.zeros(4, np.int32), dtype="float32")
+    with pytest.raises(ArgumentError, match="an array of >f4 cannot be taken as float32"):
+        codec.encode(np.zeros(4, ">f4"))
+    with pytest.raises(ArgumentError, match="an array of >u2 cannot be taken as bfloat16"):
+        codec.encode(np.zeros(4, ">u2"), dtype="bfloat16")
     with pytest.raises(CodecError, match="the wire of 5 float32 is 16 bytes of uint8, not 12 of uint8"):
         codec.decode(np.zeros(12, np.uint8), 5, "float32")
     with pytest.raises(CodecError, match="not 16 of float32"):

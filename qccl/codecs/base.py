@@ -79,7 +79,8 @@ class Codec(ABC):
 
         values = np.ascontiguousarray(x)
         given = dtypes.get(values.dtype.name if dtype is None else dtype)
-        if values.dtype.name not in (given.name, "uint16" if given is dtypes.BFLOAT16 else given.name):
+        allowed = (given.name, "uint16" if given is dtypes.BFLOAT16 else given.name)
+        if values.dtype.name not in allowed or not values.dtype.isnative:  # names say nothing of the order of bytes
             raise ArgumentError(f"an array of {values.dtype} cannot be taken as {given}; convert it first")
         wire = np.empty(self.encoded_nbytes(values.size, given), np.uint8)
         memory = _memory(call, values, wire)
