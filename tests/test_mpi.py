@@ -45,6 +45,12 @@ def test_a_rank_that_is_late():
     assert found[1][0] == "PeerLost"
 
 
+def test_a_rank_that_is_late_for_a_split():
+    """MPI's own split would wait for ever for those who gave up."""
+    ended = start(3, "tests/mpi/fault.py", "late for a split", limit=40)
+    assert sorted(raised(ended.output)) == [0, 1, 2], ended.output
+
+
 def test_a_rank_that_dies_ends_the_job():
     """What MPICH does with it (Open MPI, too, unless asked to survive)."""
     ended = start(3, "tests/mpi/fault.py", "die", limit=40)

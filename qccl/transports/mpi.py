@@ -159,7 +159,9 @@ class MpiTransport:
         return self._retire(done) if done else ()
 
     def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:
-        self.allgather(b"", timeout)  # all have come: Split, which has no deadline, has nobody to wait for
+        # All have come, so Split, which has no deadline, has nobody to wait for. One byte each, because the second half
+        # of an all-gather of nothing also ends without those who have given up.
+        self.allgather(b"\0", timeout)
         try:
             comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:

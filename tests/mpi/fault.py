@@ -37,6 +37,9 @@ def fail(comm: qccl.Communicator, how: str) -> None:
         case "late":
             time.sleep(TIMEOUT + 1)
             reduce(comm, 1 << 20)
+        case "late for a split":
+            time.sleep(TIMEOUT + 1)
+            comm.split(0)
         case "die":
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -45,18 +48,22 @@ def main() -> None:
     how = sys.argv[1]
     comm = qccl.init(timeout=TIMEOUT)
     reduce(comm, 1000)
-    if comm.rank == 1 and how != "late":
+    if comm.rank == 1 and not how.startswith("late"):
         fail(comm, how)
     start = time.monotonic()
     try:
         if comm.rank == 1:
             fail(comm, how)
+        if how == "late for a split":
+            comm.split(0)
         while True:
             reduce(comm, 1 << 20)
     except (CollectiveTimeout, PeerLost) as error:
         seconds = time.monotonic() - start
         sys.stdout.write(f"rank {comm.rank} raised {type(error).__name__} after {seconds:.2f} s: {error}\n")
         sys.stdout.flush()
+    if how == "late for a split" and comm.rank != 1:
+        time.sleep(3 * TIMEOUT)  # live on: the end of the job would end the late rank's wait
 
 
 main()
