@@ -47,6 +47,15 @@ class Values:
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
+    @property
+    def order(self) -> str:
+        """Which element follows which in memory: "C" (row-major), or the axes, the slowest first, and the shape."""
+        axes = [(stride, extent) for extent, stride in zip(*self.layout, strict=True) if extent != 1]
+        slowest_first = sorted(range(len(axes)), key=lambda axis: -axes[axis][0])
+        if slowest_first == list(range(len(axes))) or not self.count:
+            return "C"
+        return f"axes {slowest_first} of {[extent for _, extent in axes]}"
+
 
 class Memory(Protocol):
     """The memory that a communicator works on: what of the caller's is in it, and where."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -147,7 +149,7 @@ class Communicator:
         x: Any,
         out: Any = None,
         *,
-        codec: str | dict[str, Any] | Codec = "minmax8",
+        codec: str | Mapping[str, Any] | Codec = "minmax8",
         op: str | int = "sum",
         async_op: bool = False,
         algorithm: str = "auto",
@@ -207,7 +209,7 @@ class Communicator:
         count: int,
         dtype: DType | str | int = "float32",
         *,
-        codec: str | dict[str, Any] | Codec = "minmax8",
+        codec: str | Mapping[str, Any] | Codec = "minmax8",
         op: str | int = "sum",
         algorithm: str = "auto",
         chunk: int | None = None,
@@ -249,6 +251,7 @@ class Communicator:
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
         self._check_usable()
+        _check_group(color, key)
         try:
             transport = self.transport.split(color, key, self.timeout)
         except QcclError as error:
@@ -281,7 +284,7 @@ class Communicator:
         target: Values,
         result: Any,
         *,
-        codec: str | dict[str, Any] | Codec,
+        codec: str | Mapping[str, Any] | Codec,
         op: str | int,
         async_op: bool,
         algorithm: str,
@@ -298,7 +301,7 @@ class Communicator:
             check_timeout(timeout)
         if target.count != source.count:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
-        signature = _signature(source.count, source.dtype, codec, op, algorithm, chunk)
+        signature = _signature(source.count, source.dtype, codec, op, algorithm, chunk, source.order)
         plan = self._plans.take(self, signature)._bind_values(source, target, result)
         work = plan._start(stream=stream, timeout=timeout, trace=trace)
         work._when_reusable(lambda: self._plans.give_back(plan))
@@ -334,25 +337,13 @@ class Communicator:
         self._sequence += 1
         return Work(self, execution, result, keep)
 
-    def _agree(self, signature: Signature) -> None:
+    def _agree(self, text: str) -> None:
         """Collective where the engine does not check every call: whether all ranks want this plan."""
         try:
-            self._engine.agree(self._header(signature), self.timeout)
+            self._engine.agree(Header(Kind.CALL, self._sequence, text), self.timeout)
         except QcclError as error:
             self._fail(error)
             raise
-
-    def _header(self, signature: Signature) -> Header:
-        return Header.of_call(
-            sequence=self._sequence,
-            collective=signature.collective,
-            count=signature.count,
-            dtype=signature.dtype,
-            op=signature.op,
-            codec=signature.codec,
-            algorithm=signature.algorithm,
-            chunk=signature.chunk,
-        )
 
     def _refuse_nonfinite(self, values: Values) -> None:
         """Raise ArgumentError where ``values`` are not all finite; the same on every rank, as their values are."""
@@ -388,7 +379,7 @@ def quantized_allreduce(
     comm: Communicator,
     stream: int = 0,
     *,
-    codec: str | dict[str, Any] | Codec = "minmax8",
+    codec: str | Mapping[str, Any] | Codec = "minmax8",
     async_op: bool = False,
     algorithm: str = "auto",
     chunk: int | None = None,
@@ -401,7 +392,7 @@ def quantized_allreduce(
     one on the host. The memory must stay valid until the call has ended. Returns the Work with ``async_op``, otherwise
     None.
     """
-    _check_count(count)
+    count = _checked_count(count)
     dtype = dtypes.get(datatype)
     source = comm._memory.from_pointer(sendbuf, count, dtype, what="sendbuf")
     target = comm._memory.from_pointer(recvbuf, count, dtype, what="recvbuf")
@@ -425,34 +416,53 @@ def quantized_allreduce(
 def _signature(
     count: int,
     dtype: DType | str | int,
-    codec: str | dict[str, Any] | Codec,
+    codec: str | Mapping[str, Any] | Codec,
     op: str | int,
     algorithm: str,
     chunk: int | None,
+    order: str = "C",
 ) -> Signature:
     """Check what does not depend on the arrays."""
-    _check_count(count)
+    count = _checked_count(count)
     if algorithm != "auto" and algorithm not in ALLREDUCE:
         raise ArgumentError(f"algorithm {algorithm!r} is not one of auto, {', '.join(ALLREDUCE)}")
-    if chunk is not None and (not isinstance(chunk, int) or chunk < 1):
+    if chunk is not None and (chunk := _integer(chunk, "chunk")) < 1:
         raise ArgumentError(f"chunk must be a positive number of elements, not {chunk!r}")
-    return Signature("allreduce", count, dtypes.get(dtype), codecs.get(codec), _op_name(op), algorithm, chunk)
+    return Signature("allreduce", count, dtypes.get(dtype), codecs.get(codec), _op_name(op), algorithm, chunk, order)
 
 
 def check_timeout(timeout: float) -> None:
-    """Raise ArgumentError unless ``timeout`` is a positive number."""
-    if not timeout > 0:
-        raise ArgumentError(f"timeout must be a positive number of seconds, not {timeout!r}")
+    """Raise ArgumentError unless ``timeout`` is a positive number of seconds that the system can wait."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ArgumentError(
+            f"timeout must be a positive number of seconds (at most {threading.TIMEOUT_MAX:g}), not {timeout!r}"
+        )
 
 
-def _check_count(count: int) -> None:
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+def _integer(value: Any, what: str) -> int:
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentError(f"{what} must be an integer, not {value!r}")
+    return operator.index(value)
+
+
+def _check_group(color: int | None, key: int) -> None:
+    """What MPI takes: a colour from 0 on, and both in 32 bits."""
+    if color is not None and not 0 <= _integer(color, "color") < 1 << 31:
+        raise ArgumentError(f"color must be 0 to 2**31 - 1, or None for no group; not {color!r}")
+    if not -(1 << 31) <= _integer(key, "key") < 1 << 31:
+        raise ArgumentError(f"key must fit in 32 bits with sign, not {key!r}")
+
+
+def _checked_count(count: int) -> int:
+    number = _integer(count, "count")
+    if number < 0:
         raise ArgumentError(f"count must be a number of elements, 0 or more, not {count!r}")
+    return number
 
 
 def _op_name(op: str | int) -> str:
     for name, number in OPS.items():
-        if op in (name, number):
+        if op == name or (op == number and not isinstance(op, bool | float)):
             return name
     allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
     raise ArgumentError(f"op {op!r} is not supported; allowed are {allowed}")

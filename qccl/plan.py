@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl import buffers
@@ -24,6 +23,9 @@ __all__ = ["Plan", "PlanCache", "Signature"]
 
 #: bytes of workspace that idle plans of one communicator may hold together
 CACHE_NBYTES = 256 << 20
+#: signatures with idle plans, and idle plans of one signature (as many calls may be under way)
+CACHE_SIGNATURES = 512
+CACHE_ALIKE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,15 @@ class Signature:
     op: str
     algorithm: str
     chunk: int | None
+    order: str = "C"  # which element follows which in memory (Values.order)
+
+    def text(self) -> str:
+        """All of it, for the ranks to compare and for messages."""
+        rest = "" if self.order == "C" else f", order={self.order}"
+        return (
+            f"{self.collective}(count={self.count}, dtype={self.dtype}, op={self.op}, codec={self.codec.spec()}, "
+            f"algorithm={self.algorithm}, chunk={self.chunk}{rest})"
+        )
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """The schedule of one rank; ``default_chunk`` where the caller named none (None: the collective's own)."""
@@ -66,6 +77,7 @@ class _Bound(NamedTuple):
     result: Any
     program: Program
     addresses: dict[str, int]
+    text: str  # what all ranks must agree on
 
 
 class Plan:
@@ -80,8 +92,7 @@ class Plan:
         self._programs: dict[bool, Program] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
-        self._text = comm._header(signature).text
-        comm._agree(signature)
+        comm._agree(signature.text())
 
     def __repr__(self) -> str:
         s = self.signature
@@ -101,24 +112,27 @@ class Plan:
         return self._bind_values(source, target, x if out is None else out)
 
     def _bind_values(self, source: Values, target: Values, result: Any) -> Plan:
+        self._comm._check_usable()
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
+        self._bound = None
         for what, values in (("x", source), ("out", target)):
             if values.count != self.signature.count:
                 raise ArgumentError(
                     f"{what} has {values.count} elements, but the plan is for {self.signature.count}; "
                     f"make a plan for each size"
                 )
-        if source.layout != target.layout and len(source.layout[0]) > 1 < len(target.layout[0]):
+        if source.order != target.order:
             raise ArgumentError(
-                f"x and out have different layouts (shape, strides): {source.layout} and {target.layout}; "
-                f"pass arrays of one shape and order of axes"
+                f"x and out lie differently in memory (shape, strides in elements): {source.layout} and "
+                f"{target.layout}; pass arrays of one shape and one order of axes"
             )
+        text = replace(self.signature, order=source.order).text()
         if buffers.same_or_disjoint(source, target):
             program, addresses = self._program(True), {"output": target.address}
         else:
             program, addresses = self._program(False), {"input": source.address, "output": target.address}
-        self._bound = _Bound(source, target, result, program, addresses)
+        self._bound = _Bound(source, target, result, program, addresses, text)
         return self
 
     def start(self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
@@ -138,10 +152,10 @@ class Plan:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
-        source, target, result, program, addresses = self._bound
+        source, target, result, program, addresses, text = self._bound
         self._work = self._comm._launch(
             program,
-            self._text,
+            text,
             addresses,
             result,
             keep=self._bound,
@@ -180,26 +194,34 @@ class Plan:
 
 
 class PlanCache:
-    """Plans that are not running, most recently used last; the oldest go when they hold too much workspace."""
+    """Plans that are not running, most recently used last; the oldest go when there are too many or too large ones."""
 
     def __init__(self) -> None:
-        self._idle: OrderedDict[Signature, list[Plan]] = OrderedDict()
+        self._idle: dict[Signature, list[Plan]] = {}
+        self._nbytes = 0  # of workspace, in all of them
 
     def take(self, comm: Communicator, signature: Signature) -> Plan:
         """An idle plan of this signature, or a new one."""
         idle = self._idle.get(signature)
-        return idle.pop() if idle else Plan(comm, signature)
+        if not idle:
+            return Plan(comm, signature)
+        plan = idle.pop()
+        self._nbytes -= plan.nbytes
+        return plan
 
     def give_back(self, plan: Plan) -> None:
         """Keep a plan that has ended, for the next call like it."""
         plan._bound = plan._work = None
-        self._idle.setdefault(plan.signature, []).append(plan)
-        self._idle.move_to_end(plan.signature)
-        held = sum(p.nbytes for plans in self._idle.values() for p in plans)
-        while held > CACHE_NBYTES and len(self._idle) > 1:
-            _, dropped = self._idle.popitem(last=False)
-            held -= sum(p.nbytes for p in dropped)
+        idle = self._idle.pop(plan.signature, [])
+        self._idle[plan.signature] = idle
+        if len(idle) < CACHE_ALIKE:
+            idle.append(plan)
+            self._nbytes += plan.nbytes
+        while len(self._idle) > CACHE_SIGNATURES or (self._nbytes > CACHE_NBYTES and len(self._idle) > 1):
+            for dropped in self._idle.pop(next(iter(self._idle))):
+                self._nbytes -= dropped.nbytes
 
     def clear(self) -> None:
         """Drop every plan."""
         self._idle.clear()
+        self._nbytes = 0

@@ -46,7 +46,11 @@ def call_with(**arguments):
         ({"op": 1}, qccl.ArgumentError, "sum (0)"),
         ({"algorithm": "ring"}, qccl.ArgumentError, "two_round"),
         ({"chunk": 0}, qccl.ArgumentError, "positive"),
+        ({"chunk": True}, qccl.ArgumentError, "integer"),
+        ({"op": False}, qccl.ArgumentError, "sum (0)"),
         ({"timeout": -1.0}, qccl.ArgumentError, "positive"),
+        ({"timeout": float("inf")}, qccl.ArgumentError, "at most"),
+        ({"timeout": "5"}, qccl.ArgumentError, "'5'"),
         ({"nonfinite": "ignore"}, qccl.ArgumentError, "propagate"),
         ({"dtype": "float16"}, qccl.InvalidBufferError, "float32"),
         ({"dtype": "float64"}, qccl.ArgumentError, "bfloat16"),
@@ -98,8 +102,8 @@ def test_out_does_not_fit():
             comm.quantized_allreduce(memory[:COUNT], out=memory[1 : COUNT + 1])
         with pytest.raises(qccl.InvalidBufferError, match="float16"):
             comm.quantized_allreduce(x, out=np.zeros(COUNT, np.float16))
-        with pytest.raises(qccl.ArgumentError, match="layouts"):
-            comm.quantized_allreduce(np.ones((30, 100), np.float32), out=np.ones((100, 30), np.float32))
+        with pytest.raises(qccl.ArgumentError, match="lie differently"):
+            comm.quantized_allreduce(np.ones((30, 100), np.float32), out=np.ones((30, 100), np.float32, order="F"))
         assert (memory == 0).all()
 
     qccl.run_ranks(2, run)
@@ -214,6 +218,16 @@ def test_closed():
         ):
             with pytest.raises(qccl.ArgumentError, match="closed"):
                 call()
+
+    qccl.run_ranks(2, run)
+
+
+def test_groups_that_cannot_be():
+    def run(comm):
+        for color, key in [(1 << 40, 0), (-1, 0), (0, 1 << 40), ("a", 0), (0, None)]:
+            with pytest.raises(qccl.ArgumentError, match=r"color|key"):
+                comm.split(color, key)
+        assert comm.split(0).size == 2
 
     qccl.run_ranks(2, run)
 

@@ -109,6 +109,30 @@ def test_out_of_place_leaves_the_input_alone():
     qccl.run_ranks(2, run)
 
 
+def test_ranks_with_other_orders_in_memory_disagree():
+    """Row-major on one rank and column-major on another would add other elements to each other."""
+
+    def run(comm):
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        y = np.asfortranarray(x)
+        comm.quantized_allreduce(y, codec="none")
+        np.testing.assert_array_equal(y, 2 * x)
+        with pytest.raises(qccl.MismatchError, match=r"axes \[1, 0\] of \[3, 4\]"):
+            comm.quantized_allreduce(y if comm.rank else x, codec="none")
+
+    qccl.run_ranks(2, run)
+
+
+def test_axes_of_length_one_and_shapes_do_not_matter():
+    def run(comm):
+        x, out = np.ones((4, 1, 5), np.float32), np.empty((1, 20), np.float32)
+        comm.quantized_allreduce(x, out=out)
+        comm.quantized_allreduce(np.asfortranarray(np.ones((1, 9), np.float32)), out=np.empty(9, np.float32))
+        assert (out == 2).all()
+
+    qccl.run_ranks(2, run)
+
+
 def test_raw_pointers_give_the_same_bits():
     def run(comm):
         x, y = ramp(comm.rank), ramp(comm.rank)
@@ -206,6 +230,28 @@ def test_plan_runs_again_and_on_other_arrays():
         np.testing.assert_array_equal(plan(ramp(comm.rank)), expected)  # in place
         assert plan.nbytes > 0
         assert "minmax4" in repr(plan)
+
+    qccl.run_ranks(2, run)
+
+
+def test_idle_plans_are_bounded():
+    def run(comm):
+        works = [comm.quantized_allreduce(np.ones(5, np.float32), async_op=True) for _ in range(40)]
+        for work in works:
+            work.wait(timeout=20.0)
+        for count in range(1, 600):
+            comm.quantized_allreduce(np.ones(count, np.float32))
+        idle = comm._plans._idle
+        assert max(map(len, idle.values())) <= 16 and len(idle) <= 512
+        assert comm._plans._nbytes == sum(plan.nbytes for plans in idle.values() for plan in plans)
+
+    qccl.run_ranks(2, run)
+
+
+def test_integers_of_numpy_are_integers():
+    def run(comm):
+        plan = comm.plan("allreduce", np.prod((3, 4)), chunk=np.int32(8), op=np.int64(0))
+        assert (plan(np.ones((3, 4), np.float32)) == 2).all()
 
     qccl.run_ranks(2, run)
 

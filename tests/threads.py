@@ -12,8 +12,9 @@ import numpy as np
 from qccl.codecs import get
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
-from qccl.engines.agreement import Header
+from qccl.engines.agreement import Header, Kind
 from qccl.engines.host import Execution, HostEngine, Program
+from qccl.plan import Signature
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 CODEC = get("minmax8:bucket=64")
@@ -56,9 +57,8 @@ class Caller:
         return self.engine.compile(two_round(t.rank, t.size, count, FLOAT32, CODEC, **arguments))
 
     def header(self, count: int, **changed: Any) -> Header:
+        sequence = changed.pop("sequence", self.sequence)
         fields = {
-            "sequence": self.sequence,
-            "collective": "allreduce",
             "count": count,
             "dtype": FLOAT32,
             "op": "sum",
@@ -66,7 +66,7 @@ class Caller:
             "algorithm": "two_round",
             "chunk": None,
         }
-        return Header.of_call(**(fields | changed))
+        return Header(Kind.CALL, sequence, Signature(**({"collective": "allreduce"} | fields | changed)).text())
 
     def start(self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, **changed: Any) -> Execution:
         execution = program.start(

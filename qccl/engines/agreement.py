@@ -16,8 +16,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from qccl.codecs.base import Codec
-from qccl.dtypes import DType
 from qccl.errors import EngineError, MismatchError, PeerLost
 from qccl.transports.base import Transport
 
@@ -49,14 +47,6 @@ def _tail(text: str) -> bytes:
     return hashlib.sha256(encoded).digest() + encoded[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
 
 
-@lru_cache(maxsize=1024)
-def _describe(
-    collective: str, count: int, dtype: str, op: str, codec: Codec | None, algorithm: str, chunk: int | None
-) -> str:
-    spec = codec.spec() if codec is not None else None
-    return f"{collective}(count={count}, dtype={dtype}, op={op}, codec={spec}, algorithm={algorithm}, chunk={chunk})"
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """One control message; two ranks agree on a call when the packed bytes are equal."""
@@ -64,23 +54,6 @@ class Header:
     kind: Kind
     sequence: int
     text: str
-
-    @classmethod
-    def of_call(
-        cls,
-        *,
-        sequence: int,
-        collective: str,
-        count: int,
-        dtype: DType,
-        op: str,
-        codec: Codec | None,
-        algorithm: str,
-        chunk: int | None,
-    ) -> Header:
-        """The header of call number ``sequence`` of a group; the rest is what the ranks must have in common."""
-        text = _describe(collective, count, dtype.name, op, codec, algorithm, chunk)
-        return cls(Kind.CALL, sequence, text)
 
     def pack(self) -> bytes:
         """HEADER_NBYTES bytes. A long text is cut, but its digest is of the whole."""
