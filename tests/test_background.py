@@ -100,8 +100,8 @@ def test_blocking_calls_start_no_thread():
         comm.plan("allreduce", 1000)(x)
         return len(progress_threads())
 
-    before = len(progress_threads())
-    assert qccl.run_ranks(2, run) == [before, before]
+    until(lambda: not progress_threads())
+    assert qccl.run_ranks(2, run) == [0, 0]
 
 
 def test_the_thread_ends_with_its_communicator():
@@ -109,8 +109,15 @@ def test_the_thread_ends_with_its_communicator():
         comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True).wait()
         assert progress_threads()
 
+    def fail(comm):
+        run(comm)
+        raise ZeroDivisionError
+
     qccl.run_ranks(2, run)
     assert not progress_threads()
+    with pytest.raises(ZeroDivisionError):
+        qccl.run_ranks(2, fail)
+    until(lambda: not progress_threads())
 
 
 def test_the_thread_sleeps_when_nothing_is_under_way():

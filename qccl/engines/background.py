@@ -22,7 +22,7 @@ _NAP_SECONDS = 1e-3
 _LOOKS = 20
 #: how long other Python threads may keep the interpreter from this one, while it drives: each poll waits for it, and
 #: Python's own 5 ms would stretch a call to many times its length beside a caller that computes in Python
-_SWITCH_SECONDS = 100e-6
+_SWITCH_SECONDS = 10e-6
 
 
 class Driven(Protocol):
@@ -39,7 +39,7 @@ class Driven(Protocol):
 
 
 class Background:
-    """The thread of one engine. All methods but the thread's own are called by the engine's user."""
+    """The thread of one engine. Methods are for the engine's user, if they do not say otherwise."""
 
     def __init__(self, engine: Driven) -> None:
         self._engine = engine
@@ -64,11 +64,15 @@ class Background:
         elif self._asleep:
             self._ring()
 
-    def end(self) -> None:
-        """Let the thread end, and wait for it. Idempotent."""
+    def dismiss(self) -> None:
+        """Let the thread end, without waiting for it. Any thread may call this. Idempotent."""
         self._ended = True
         self._ring()
-        if self._thread is not None and self._thread is not threading.current_thread():
+
+    def end(self) -> None:
+        """Let the thread end, and wait for it. Idempotent."""
+        self.dismiss()
+        if self._thread is not None:
             self._thread.join()
 
     def _ring(self) -> None:

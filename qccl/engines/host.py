@@ -29,9 +29,11 @@ __all__ = ["Execution", "HostEngine", "Program"]
 #: bytes of wire slots where ranks share memory: there a call in fewer, larger steps is a third faster at 16 MiB, and
 #: what this leaves of its gain beyond is little; behind a slow link small steps are better
 _SHARED_SLOTS_NBYTES = 3 << 20
-#: polls without news that the background thread is taken to have made already: it yields soon, because its caller
-#: may need the processor, and nobody waits for it
-_BACKGROUND_IDLE = 200
+#: polls without news that the background thread is taken to have made already, so that it naps for long at once: its
+#: caller may need the processor, and each poll makes him hand over the interpreter
+_BACKGROUND_IDLE = 1000
+#: compute operations in a row that the background thread runs before it polls, for the same reason
+_BACKGROUND_COMPUTES = 4
 #: how long a failing rank tries to get its last message out
 _LAST_WORDS_SECONDS = 0.1
 
@@ -180,7 +182,10 @@ class HostEngine:
             return
         try:
             while self.detached and not self._wanted:
-                self._advance(_BACKGROUND_IDLE)
+                for _ in range(_BACKGROUND_COMPUTES):
+                    if not self._compute():
+                        break
+                self._poll(self._idle + _BACKGROUND_IDLE if self._idle else 0)
         except BaseException as error:  # raised again by whoever waits
             self._caught(error)
         finally:
@@ -214,15 +219,22 @@ class HostEngine:
             self._background.end()
             self._wanted -= 1
 
-    def _advance(self, patience: int = 0) -> None:
-        """Run one compute operation that is ready, and poll; ``patience`` counts as polls without news before it."""
-        worked = False
+    def _advance(self) -> None:
+        """Run one compute operation that is ready, and poll."""
+        self._poll(0 if self._compute() else self._idle)
+
+    def _compute(self) -> bool:
+        """Run the first compute operation that is ready; False where there is none."""
         for execution in self._active:
             if execution.ready:
                 execution.compute()
-                worked = True
-                break
-        completed: Any = self._transport.poll(idle=0 if worked else self._idle + patience)
+                self._idle = 0
+                return True
+        return False
+
+    def _poll(self, idle: int) -> None:
+        """Act on what has completed; ``idle`` as in Transport.poll."""
+        completed: Any = self._transport.poll(idle=idle)
         if completed:
             self._idle = 0
             for owner, index in completed:
@@ -230,12 +242,12 @@ class HostEngine:
                     self._heard(index)
                 else:
                     owner.completed(index)
-        elif worked:
-            self._idle = 0
-        else:
+        elif idle:
             self._idle += 1
             if time.monotonic() > self._deadline:
                 raise self._overdue()
+        else:
+            self._idle = 1
 
     def _admit(self) -> None:
         queue = self._queue
@@ -292,6 +304,8 @@ class HostEngine:
             return
         self._failure = error
         self.detached = 0
+        if self._background is not None:
+            self._background.dismiss()
         with contextlib.suppress(QcclError):
             self._tell(kind, text)
         self._flush()
