@@ -92,7 +92,8 @@ class Plan:
         self._programs: dict[bool, Program] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
-        comm._agree(signature.text())
+        self._text = signature.text()
+        comm._agree(self._text)
 
     def __repr__(self) -> str:
         s = self.signature
@@ -127,7 +128,10 @@ class Plan:
                 f"x and out lie differently in memory (shape, strides in elements): {source.layout} and "
                 f"{target.layout}; pass arrays of one shape and one order of axes"
             )
-        text = replace(self.signature, order=source.order).text()
+        text = self._text
+        if source.order != self.signature.order:
+            text = replace(self.signature, order=source.order).text()
+            self._comm._agree(text)
         if buffers.same_or_disjoint(source, target):
             program, addresses = self._program(True), {"output": target.address}
         else:
