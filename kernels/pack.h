@@ -1,4 +1,5 @@
-// Eight codes of b bits as b bytes: code i is bits [i*b, (i+1)*b) of a little-endian integer.
+// Eight codes of b bits as b bytes: code i is bits [i*b, (i+1)*b) of a little-endian integer. `Word` is that integer, or
+// a vector of such.
 #pragma once
 
 #include "numeric.h"
@@ -13,22 +14,22 @@ QCCL_FN constexpr u64 repeat(u64 pattern, int width) {
 }
 
 // From eight codes, one per byte, to 8*b packed bits: neighbours join in three steps, as lanes of a 64-bit word.
-template <int Bits>
-QCCL_FN u64 pack8(u64 codes) {
+template <int Bits, class Word = u64>
+QCCL_FN Word pack8(Word codes) {
   if constexpr (Bits == 8) return codes;
   constexpr u64 one = (1ull << Bits) - 1, two = (1ull << 2 * Bits) - 1, four = (1ull << 4 * Bits) - 1;
-  u64 x = codes;
+  Word x = codes;
   x = (x & repeat(one, 16)) | ((x >> (8 - Bits)) & repeat(one << Bits, 16));
   x = (x & repeat(two, 32)) | ((x >> (16 - 2 * Bits)) & repeat(two << 2 * Bits, 32));
   return (x & four) | ((x >> (32 - 4 * Bits)) & (four << 4 * Bits));
 }
 
 // The inverse of pack8; bits above 8*b are ignored.
-template <int Bits>
-QCCL_FN u64 unpack8(u64 packed) {
+template <int Bits, class Word = u64>
+QCCL_FN Word unpack8(Word packed) {
   if constexpr (Bits == 8) return packed;
   constexpr u64 one = (1ull << Bits) - 1, two = (1ull << 2 * Bits) - 1, four = (1ull << 4 * Bits) - 1;
-  u64 x = packed;
+  Word x = packed;
   x = (x & four) | ((x & (four << 4 * Bits)) << (32 - 4 * Bits));
   x = (x & repeat(two, 32)) | ((x & repeat(two << 2 * Bits, 32)) << (16 - 2 * Bits));
   return (x & repeat(one, 16)) | ((x & repeat(one << Bits, 16)) << (8 - Bits));

@@ -117,6 +117,26 @@ def test_reduce(bits: int, stochastic: bool, dtype: str) -> None:
             reduce_case(rng, MinMax(bits, bucket, stochastic, seed=11), dtype)
 
 
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sources", [16, 17, 40])
+def test_reduce_of_many_sources(sources: int, bits: int) -> None:
+    """More than a loop takes at once; the own values come first, at each seam, last or not at all."""
+    rng = np.random.default_rng(sources)
+    codec, count = MinMax(bits, 64), 101
+    wires = [
+        oracle.encode(codec, hard_values("normal", count, "float32", rng), "float32", Place()) for _ in range(sources)
+    ]
+    for own_index, op in itertools.product((0, 1, 15, 16, 17, 32, sources, None), OPS):
+        if own_index is not None and own_index > sources:
+            continue
+        own = None if own_index is None else hard_values("normal", count, "float32", rng)
+        arguments = (codec, wires, own, own_index or 0, count, "float32")
+        wire, out = kernel_calls.reduce(*arguments, op=op, scale=1 / 3, encoded=True, place=Place())
+        wanted_wire, wanted_out = oracle.reduce(*arguments, op=op, scale=1 / 3, encoded=True)
+        assert_same_bits(wire, wanted_wire, f"wire of {op} of {sources} wires, own at {own_index}")
+        assert_same_bits(out, wanted_out, f"out of {op} of {sources} wires, own at {own_index}")
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_reduce_none(dtype: str) -> None:
     rng = np.random.default_rng(DTYPES.index(dtype))

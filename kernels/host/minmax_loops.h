@@ -1,7 +1,11 @@
-// The min-max codec over a whole call: buckets, blocks of a bucket, and where everything lies on the wire.
+// The min-max codec over a whole call: buckets, blocks of a bucket, and sixteen values at a time within a block.
 #pragma once
 
-#include "blocks.h"
+#include "calls.h"
+#include "combine.h"
+#include "extremes.h"
+#include "minmax_lanes.h"
+#include "walk.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -12,225 +16,300 @@ using qccl::RandomPlace;
 using qccl::ReduceCall;
 
 // The wire of one call: codes of all buckets, zeros to a multiple of four bytes, then (low, high) of each bucket.
+template <int Bits>
 struct MinMaxWire {
-  u64 count, bucket, buckets, code_nbytes, range_offset;
-  u32 bits;
+  static constexpr u32 levels = (1u << Bits) - 1;
+  u64 count, bucket, buckets, range_offset;
 
   MinMaxWire(const MinMaxParameters& codec, u64 elements)
-      : count(elements), bucket(codec.bucket ? codec.bucket : elements), bits(codec.bits) {
+      : count(elements), bucket(codec.bucket ? codec.bucket : elements) {
     buckets = (count + bucket - 1) / bucket;
-    code_nbytes = packed_nbytes(count, bits);  // whole buckets are multiples of eight elements
-    range_offset = (code_nbytes + 3) / 4 * 4;
+    range_offset = minmax_range_offset(count, Bits);
   }
 
   u64 size_of(u64 b) const { return smaller(bucket, count - b * bucket); }
-  u64 code_offset(u64 element) const { return element / 8 * bits; }
 
-  MinMaxRange range(const u8* wire, u64 b) const {
-    MinMaxRange r;
-    __builtin_memcpy(&r, wire + range_offset + 8 * b, sizeof r);
-    return r;
+  MinMaxScale scale(const u8* wire, u64 b) const {
+    MinMaxRange range;
+    __builtin_memcpy(&range, wire + range_offset + 8 * b, sizeof range);
+    return minmax_scale(range, levels);
   }
 
-  void set_range(u8* wire, u64 b, MinMaxRange r) const { __builtin_memcpy(wire + range_offset + 8 * b, &r, sizeof r); }
+  void set_range(u8* wire, u64 b, MinMaxRange range) const {
+    __builtin_memcpy(wire + range_offset + 8 * b, &range, sizeof range);
+  }
 
   void clear_padding(u8* wire) const {
-    for (u64 i = code_nbytes; i < range_offset; ++i) wire[i] = 0;
+    for (u64 i = packed_nbytes(count, Bits); i < range_offset; ++i) wire[i] = 0;
   }
 };
 
-// Scratch of one call; on the stack.
-struct alignas(64) Scratch {
-  float values[kBlock];
-  float more[kBlock];
-  u8 codes[kBlock];
-};
+constexpr u32 code_place(u32 i, int bits) { return i / 8 * bits; }
 
-static void pack(u32 bits, u8* codes, u32 n, u8* wire) {
-  switch (bits) {
-    case 1: return pack_block<1>(codes, n, wire);
-    case 2: return pack_block<2>(codes, n, wire);
-    case 3: return pack_block<3>(codes, n, wire);
-    case 4: return pack_block<4>(codes, n, wire);
-    case 5: return pack_block<5>(codes, n, wire);
-    case 6: return pack_block<6>(codes, n, wire);
-    case 7: return pack_block<7>(codes, n, wire);
-    default: __builtin_memcpy(wire, codes, n);
+// The loops over n values of a block; n is a multiple of kLanes. Left-over values go through them in a copy. They take
+// their constants by value, or each store could change them for all that the compiler knows.
+
+template <class T, int Bits, class Rounding>
+QCCL_LOOP void encode_lanes(const typename T::Storage* x, u32 n, const Rounding rounding, u32 first, u8* wire) {
+  for (u32 i = 0; i < n; i += kLanes) {
+    store_codes<Bits>(Rounding::codes(rounding, Elements<T>::load(x + i), first + i), wire + code_place(i, Bits));
   }
 }
 
-// The n codes at `wire`, one per byte: in `codes`, or where they are if they are bytes already.
-static const u8* unpack(u32 bits, const u8* wire, u32 n, u8* codes) {
-  switch (bits) {
-    case 1: unpack_block<1>(wire, n, codes); break;
-    case 2: unpack_block<2>(wire, n, codes); break;
-    case 3: unpack_block<3>(wire, n, codes); break;
-    case 4: unpack_block<4>(wire, n, codes); break;
-    case 5: unpack_block<5>(wire, n, codes); break;
-    case 6: unpack_block<6>(wire, n, codes); break;
-    case 7: unpack_block<7>(wire, n, codes); break;
-    default: return wire;
-  }
-  return codes;
-}
-
-struct Quantiser {
-  const MinMaxParameters& codec;
-  RandomPlace place;
-
-  // Codes of the n values that begin at element `begin` of the call.
-  void operator()(const float* x, u32 n, const MinMaxScale& scale, u64 begin, u8* codes) const {
-    if (minmax_is_nan(scale)) {
-      __builtin_memset(codes, 0, n);
-    } else if (!codec.stochastic) {
-      quantise_nearest(x, n, scale, codes);
-    } else {
-      for (u32 done = 0; done < n;) {  // a second turn only where the index passes a multiple of 2^32
-        const u64 index = place.index + begin + done;
-        const u32 size = (u32)smaller(n - done, (1ull << 32) - (u32)index);
-        const RandomKey key = random_key(codec.seed, place.call, place.round, place.rank, (u32)(index >> 32));
-        quantise_stochastic(x + done, size, scale, key, (u32)index, codes + done);
-        done += size;
-      }
+template <class T, int Bits>
+QCCL_LOOP void decode_lanes(const u8* wire, u32 n, const Line<Bits> line, bool accumulate, typename T::Storage* dst) {
+  const auto values = [&](u32 i) QCCL_INLINE { return Line<Bits>::load(line, wire + code_place(i, Bits)); };
+  if (accumulate) {
+    for (u32 i = 0; i < n; i += kLanes) {
+      Elements<T>::store(quiet_nans(Elements<T>::load(dst + i) + values(i)), dst + i);
     }
+  } else {
+    for (u32 i = 0; i < n; i += kLanes) Elements<T>::store(values(i), dst + i);
   }
-};
-
-// Writes what a decoder of these codes gets.
-template <class T>
-void write_values(const u8* codes, u32 n, const MinMaxScale& scale, Scratch& scratch, typename T::Storage* dst) {
-  if constexpr (T::code == Float32::code) {
-    if (!minmax_is_nan(scale)) return combine_codes<Combine::replace>(codes, n, scale, dst);
-  }
-  combine_codes<Combine::replace>(codes, n, scale, scratch.values);
-  store_block<T>(scratch.values, n, dst);
 }
 
-template <class T>
+// Some sources of a reduction, and what their codes mean in one bucket.
+template <int Bits, u32 Most>
+struct Sources {
+  const u8* codes[Most];
+  Line<Bits> lines[Most];
+};
+constexpr u32 kMostSources = 16;
+
+template <int Bits>
+using ManySources = Sources<Bits, kMostSources>;
+
+template <int Bits, u32 Few>
+QCCL_FN Sources<Bits, Few> first_of(const ManySources<Bits>& sources) {
+  Sources<Bits, Few> first;
+  __builtin_memcpy(&first.codes, sources.codes, sizeof first.codes);
+  __builtin_memcpy(&first.lines, sources.lines, sizeof first.lines);
+  return first;
+}
+
+template <class T, int Bits, Combine op, u32 Few>
+QCCL_LOOP void total_lanes(const ManySources<Bits>& all, const typename T::Storage* own, const Terms terms, float scale,
+                           u32 n, float* total) {
+  const auto sources = first_of<Bits, Few ? Few : kMostSources>(all);
+  for (u32 i = 0; i < n; i += kLanes) {
+    const auto source = [&](u32 s) QCCL_INLINE {
+      return Line<Bits>::load(sources.lines[s], sources.codes[s] + code_place(i, Bits));
+    };
+    const auto own_values = [&]() QCCL_INLINE { return Elements<T>::load(own + i); };
+    Floats sum;
+    if constexpr (Few > 0) {
+      sum = combine_few_terms<op, Few>(terms.own, source, own_values);
+    } else {
+      const auto earlier = [&]() QCCL_INLINE { return load_lanes<float>(total + i); };
+      sum = combine_terms<op>(terms, source, own_values, earlier);
+    }
+    store_lanes(sum * scale, total + i);
+  }
+}
+
+// Codes of the totals to `wire`, and their values to `out`, which may be null.
+template <class T, int Bits, class Rounding>
+QCCL_LOOP void finish_lanes(const float* total, u32 n, const Rounding rounding, const Line<Bits> line, u32 first,
+                            u8* wire, typename T::Storage* out) {
+  for (u32 i = 0; i < n; i += kLanes) {
+    const Ints codes = Rounding::codes(rounding, load_lanes<float>(total + i), first + i);
+    store_codes<Bits>(codes, wire + code_place(i, Bits));
+    if (out) Elements<T>::store(Line<Bits>::values(line, codes), out + i);
+  }
+}
+
+// The same over any n values: whole lanes, then what is left over.
+
+template <class T, int Bits, class Rounding>
+void encode_block(const typename T::Storage* x, u32 n, const Rounding& rounding, u8* wire) {
+  const u32 whole = n / kLanes * kLanes, rest = n - whole;
+  encode_lanes<T, Bits>(x, whole, rounding, 0, wire);
+  if (!rest) return;
+  typename T::Storage some[kLanes] = {};
+  SomeCodes<Bits> codes;
+  __builtin_memcpy(some, x + whole, rest * sizeof some[0]);
+  encode_lanes<T, Bits>(some, kLanes, rounding, whole, codes.bytes);
+  codes.write(wire + code_place(whole, Bits), rest);
+}
+
+template <class T, int Bits>
+void decode_block(const u8* wire, u32 n, const Line<Bits>& line, bool accumulate, typename T::Storage* dst) {
+  const u32 whole = n / kLanes * kLanes, rest = n - whole;
+  decode_lanes<T, Bits>(wire, whole, line, accumulate, dst);
+  if (!rest) return;
+  typename T::Storage some[kLanes] = {};
+  SomeCodes<Bits> codes;
+  codes.read(wire + code_place(whole, Bits), rest);
+  __builtin_memcpy(some, dst + whole, rest * sizeof some[0]);
+  decode_lanes<T, Bits>(codes.bytes, kLanes, line, accumulate, some);
+  __builtin_memcpy(dst + whole, some, rest * sizeof some[0]);
+}
+
+// `total` has room for a multiple of kLanes.
+template <class T, int Bits, Combine op, u32 Few>
+void total_block(const ManySources<Bits>& sources, const typename T::Storage* own, const Terms& terms, float scale, u32 n,
+                 float* total) {
+  const u32 whole = n / kLanes * kLanes, rest = n - whole;
+  total_lanes<T, Bits, op, Few>(sources, own, terms, scale, whole, total);
+  if (!rest) return;
+  typename T::Storage some[kLanes] = {};
+  SomeCodes<Bits> codes[kMostSources];
+  ManySources<Bits> staged = sources;
+  for (u32 s = 0; s < terms.sources; ++s) {
+    codes[s].read(sources.codes[s] + code_place(whole, Bits), rest);
+    staged.codes[s] = codes[s].bytes;
+  }
+  if (terms.own != kNoOwn) __builtin_memcpy(some, own + whole, rest * sizeof some[0]);
+  total_lanes<T, Bits, op, Few>(staged, some, terms, scale, kLanes, total + whole);
+}
+
+// Sums of few sources have loops of their own.
+template <class T, int Bits>
+void total_block(Combine op, const ManySources<Bits>& sources, const typename T::Storage* own, const Terms& terms,
+                 float scale, u32 n, float* total) {
+  const u32 few = op == Combine::sum && !terms.resumed ? terms.sources : 0;
+  const auto run = op == Combine::min   ? total_block<T, Bits, Combine::min, 0>
+                   : op == Combine::max ? total_block<T, Bits, Combine::max, 0>
+                   : few == 1           ? total_block<T, Bits, Combine::sum, 1>
+                   : few == 2           ? total_block<T, Bits, Combine::sum, 2>
+                   : few == 3           ? total_block<T, Bits, Combine::sum, 3>
+                                        : total_block<T, Bits, Combine::sum, 0>;
+  run(sources, own, terms, scale, n, total);
+}
+
+template <class T, int Bits, class Rounding>
+void finish_block(const float* total, u32 n, const Rounding& rounding, const Line<Bits>& line, u8* wire,
+                  typename T::Storage* out) {
+  const u32 whole = n / kLanes * kLanes, rest = n - whole;
+  finish_lanes<T, Bits>(total, whole, rounding, line, 0, wire, out);
+  if (!rest) return;
+  typename T::Storage some[kLanes];
+  SomeCodes<Bits> codes;
+  finish_lanes<T, Bits>(total + whole, kLanes, rounding, line, whole, codes.bytes, out ? some : nullptr);
+  codes.write(wire + code_place(whole, Bits), rest);
+  if (out) __builtin_memcpy(out + whole, some, rest * sizeof some[0]);
+}
+
+// The rounding of n values, the first of which is element `begin` of the call.
+static inline Stochastic make_stochastic(const MinMaxParameters& codec, const RandomPlace& place,
+                                         const MinMaxScale& scale, u64 begin, u32 n) {
+  const u64 index = place.index + begin;
+  const u32 high = (u32)(index >> 32), low = (u32)index;
+  const auto key = [&](u32 h) { return random_key(codec.seed, place.call, place.round, place.rank, h); };
+  return {scale, key(high), key(high + 1), low, low + (n - 1) < low};
+}
+
+template <class T, int Bits>
 void minmax_encode(const MinMaxParameters& codec, const EncodeCall& call) {
-  const MinMaxWire wire(codec, call.count);
-  const Quantiser quantise{codec, call.place};
-  const u32 levels = (1u << codec.bits) - 1;
-  Scratch scratch;
+  const MinMaxWire<Bits> wire(codec, call.count);
   for (u64 b = 0; b < wire.buckets; ++b) {
     const u64 first = b * wire.bucket, size = wire.size_of(b);
-    const bool single = size <= kBlock;
-    const float* x = nullptr;
-    KeyRange keys;
-    for (u64 at = 0; at < size; at += kBlock) {
-      const u32 n = (u32)smaller(kBlock, size - at);
-      x = as_float<T>(element<T>(call.src, first + at), n, scratch.values);
-      extend_range(x, n, keys);
-    }
-    const MinMaxRange range = minmax_range(keys.lowest, keys.highest);
-    const MinMaxScale scale = minmax_scale(range, levels);
+    Extremes<T> extremes;
+    for_blocks(size, [&](u64 at, u32 n) { extremes.extend(element<T>(call.src, first + at), n); });
+    const MinMaxRange range = extremes.range();
+    const MinMaxScale scale = minmax_scale(range, wire.levels);
     wire.set_range(call.wire, b, range);
-    for (u64 at = 0; at < size; at += kBlock) {
-      const u32 n = (u32)smaller(kBlock, size - at);
-      if (!single) x = as_float<T>(element<T>(call.src, first + at), n, scratch.values);
-      u8* to = call.wire + wire.code_offset(first + at);
-      u8* codes = codec.bits == 8 ? to : scratch.codes;
-      quantise(x, n, scale, first + at, codes);
-      if (codec.bits != 8) pack(codec.bits, codes, n, to);
-    }
+    for_blocks(size, [&](u64 at, u32 n) {
+      const u64 begin = first + at;
+      const auto* x = element<T>(call.src, begin);
+      u8* to = call.wire + minmax_code_offset(begin, Bits);
+      if (minmax_is_nan(scale)) {
+        __builtin_memset(to, 0, packed_nbytes(n, Bits));
+      } else if (codec.stochastic) {
+        encode_block<T, Bits>(x, n, make_stochastic(codec, call.place, scale, begin, n), to);
+      } else {
+        encode_block<T, Bits>(x, n, Nearest{scale}, to);
+      }
+    });
   }
   wire.clear_padding(call.wire);
 }
 
-template <class T>
+template <class T, int Bits>
 void minmax_decode(const MinMaxParameters& codec, const DecodeCall& call) {
-  const MinMaxWire wire(codec, call.count);
-  const u32 levels = (1u << codec.bits) - 1;
-  Scratch scratch;
+  const MinMaxWire<Bits> wire(codec, call.count);
+  Line<Bits> line;
   for (u64 b = 0; b < wire.buckets; ++b) {
-    const u64 first = b * wire.bucket, size = wire.size_of(b);
-    const MinMaxScale scale = minmax_scale(wire.range(call.wire, b), levels);
-    for (u64 at = 0; at < size; at += kBlock) {
-      const u32 n = (u32)smaller(kBlock, size - at);
-      const u8* codes = unpack(codec.bits, call.wire + wire.code_offset(first + at), n, scratch.codes);
-      auto* dst = element<T>(call.dst, first + at);
-      if (call.accumulate) {
-        load_block<T>(dst, n, scratch.values);
-        combine_codes<Combine::sum>(codes, n, scale, scratch.values);
-        store_block<T>(scratch.values, n, dst);
-      } else {
-        write_values<T>(codes, n, scale, scratch, dst);
-      }
-    }
+    const u64 first = b * wire.bucket;
+    line.set(wire.scale(call.wire, b));
+    for_blocks(wire.size_of(b), [&](u64 at, u32 n) {
+      const u8* codes = call.wire + minmax_code_offset(first + at, Bits);
+      decode_block<T, Bits>(codes, n, line, call.accumulate, element<T>(call.dst, first + at));
+    });
   }
 }
 
-// The scaled total of n elements from `begin`, all in bucket b, into scratch.values.
-template <class T>
-void minmax_total(const MinMaxWire& wire, const ReduceCall& call, u64 b, u64 begin, u32 n, Scratch& scratch) {
-  const u32 levels = (1u << wire.bits) - 1;
-  bool started = false;
-  for (u32 i = 0; i <= call.source_count; ++i) {
-    if (i == call.own_index && call.own) {
-      const auto* own = element<T>(call.own, begin);
-      if (!started) {
-        load_block<T>(own, n, scratch.values);
-      } else {
-        const float* x = as_float<T>(own, n, scratch.more);
-        switch (call.op) {
-          case Combine::min: combine_values<Combine::min>(x, n, scratch.values); break;
-          case Combine::max: combine_values<Combine::max>(x, n, scratch.values); break;
-          default: combine_values<Combine::sum>(x, n, scratch.values);
-        }
-      }
-      started = true;
+// The scaled total of n elements from `begin`, all in bucket b.
+template <class T, int Bits>
+void minmax_total(const MinMaxWire<Bits>& wire, const ReduceCall& call, u64 b, u64 begin, u32 n, float* total) {
+  ManySources<Bits> sources;
+  const auto* own = element<T>(call.own, begin);
+  u32 done = 0;
+  do {  // a second turn only where there are very many sources
+    const u32 count = (u32)smaller(kMostSources, call.source_count - done);
+    for (u32 i = 0; i < count; ++i) {
+      const u8* source = call.sources[done + i];
+      sources.codes[i] = source + minmax_code_offset(begin, Bits);
+      sources.lines[i].set(wire.scale(source, b));
     }
-    if (i == call.source_count) break;
-    const u8* source = call.sources[i];
-    const MinMaxScale scale = minmax_scale(wire.range(source, b), levels);
-    const u8* codes = unpack(wire.bits, source + wire.code_offset(begin), n, scratch.codes);
-    switch (started ? call.op : Combine::replace) {
-      case Combine::replace: combine_codes<Combine::replace>(codes, n, scale, scratch.values); break;
-      case Combine::min: combine_codes<Combine::min>(codes, n, scale, scratch.values); break;
-      case Combine::max: combine_codes<Combine::max>(codes, n, scale, scratch.values); break;
-      default: combine_codes<Combine::sum>(codes, n, scale, scratch.values);
-    }
-    started = true;
+    const bool last = done + count == call.source_count;
+    const bool has_own = call.own && call.own_index >= done && call.own_index < done + count + last;
+    const Terms terms{count, has_own ? call.own_index - done : kNoOwn, done > 0};
+    const float scale = last ? call.scale : 1.0f;
+    total_block<T, Bits>(call.op, sources, own, terms, scale, n, total);
+    done += count;
+  } while (done < call.source_count);
+}
+
+// To values alone.
+template <class T, int Bits>
+void minmax_reduce_to_values(const MinMaxWire<Bits>& wire, const ReduceCall& call, float* total) {
+  for (u64 b = 0; b < wire.buckets; ++b) {
+    const u64 first = b * wire.bucket;
+    for_blocks(wire.size_of(b), [&](u64 at, u32 n) {
+      minmax_total<T, Bits>(wire, call, b, first + at, n, total);
+      auto* out = element<T>(call.out, first + at);
+      for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE { store_values<T>(quiet_nans(load_lanes<float>(total + i)), out + i, lanes); });
+    });
   }
-  if (call.scale != 1.0f) scale_values(call.scale, n, scratch.values);
 }
 
 // A bucket that fits a block is one pass over memory. A larger one is summed twice: for its range, then for its codes.
-template <class T>
+template <class T, int Bits>
 void minmax_reduce(const MinMaxParameters& codec, const ReduceCall& call) {
-  const MinMaxWire wire(codec, call.count);
-  const Quantiser quantise{codec, call.place};
-  const u32 levels = (1u << codec.bits) - 1;
-  Scratch scratch;
+  const MinMaxWire<Bits> wire(codec, call.count);
+  alignas(64) float total[kBlock];
+  if (!call.wire) return minmax_reduce_to_values<T, Bits>(wire, call, total);
+  Line<Bits> line;
   for (u64 b = 0; b < wire.buckets; ++b) {
     const u64 first = b * wire.bucket, size = wire.size_of(b);
-    const bool single = size <= kBlock;
-    MinMaxScale scale{};
-    if (call.wire) {
-      KeyRange keys;
-      for (u64 at = 0; at < size; at += kBlock) {
-        const u32 n = (u32)smaller(kBlock, size - at);
-        minmax_total<T>(wire, call, b, first + at, n, scratch);
-        extend_range(scratch.values, n, keys);
-      }
-      const MinMaxRange range = minmax_range(keys.lowest, keys.highest);
-      scale = minmax_scale(range, levels);
-      wire.set_range(call.wire, b, range);
-    }
-    for (u64 at = 0; at < size; at += kBlock) {
-      const u32 n = (u32)smaller(kBlock, size - at);
+    Extremes<Float32> extremes;
+    for_blocks(size, [&](u64 at, u32 n) {
+      minmax_total<T, Bits>(wire, call, b, first + at, n, total);
+      extremes.extend(total, n);
+    });
+    const MinMaxRange range = extremes.range();
+    const MinMaxScale scale = minmax_scale(range, wire.levels);
+    wire.set_range(call.wire, b, range);
+    line.set(scale);
+    for_blocks(size, [&](u64 at, u32 n) {
       const u64 begin = first + at;
-      if (!(single && call.wire)) minmax_total<T>(wire, call, b, begin, n, scratch);
-      if (call.wire) {
-        quantise(scratch.values, n, scale, begin, scratch.codes);
-        if (call.out) write_values<T>(scratch.codes, n, scale, scratch, element<T>(call.out, begin));
-        pack(codec.bits, scratch.codes, n, call.wire + wire.code_offset(begin));
-      } else {
-        store_block<T>(scratch.values, n, element<T>(call.out, begin));
+      u8* to = call.wire + minmax_code_offset(begin, Bits);
+      auto* out = call.out ? element<T>(call.out, begin) : nullptr;
+      if (minmax_is_nan(scale)) {
+        __builtin_memset(to, 0, packed_nbytes(n, Bits));
+        if (out) decode_block<T, Bits>(to, n, line, false, out);
+        return;
       }
-    }
+      if (size > kBlock) minmax_total<T, Bits>(wire, call, b, begin, n, total);
+      if (codec.stochastic) {
+        finish_block<T, Bits>(total, n, make_stochastic(codec, call.place, scale, begin, n), line, to, out);
+      } else {
+        finish_block<T, Bits>(total, n, Nearest{scale}, line, to, out);
+      }
+    });
   }
-  if (call.wire) wire.clear_padding(call.wire);
+  wire.clear_padding(call.wire);
 }
 
 }  // namespace QCCL_NAMESPACE

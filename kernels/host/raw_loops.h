@@ -1,7 +1,10 @@
 // The codec `none`: the wire is the values themselves.
 #pragma once
 
-#include "blocks.h"
+#include "calls.h"
+#include "combine.h"
+#include "elements.h"
+#include "walk.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -14,12 +17,19 @@ void raw_encode(const EncodeCall& call) {
   __builtin_memcpy(call.wire, call.src, call.count * sizeof(typename T::Storage));
 }
 
-// One block of a wire, which has no alignment, as fp32.
+// From and to a wire, which has no alignment.
 template <class T>
-void load_wire(const u8* wire, u64 begin, u32 n, float* to) {
-  typename T::Storage values[kBlock];
-  __builtin_memcpy(values, wire + begin * sizeof values[0], n * sizeof values[0]);
-  load_block<T>(values, n, to);
+QCCL_FN Floats load_wire(const u8* wire, u64 at, u32 lanes) {
+  typename T::Storage values[kLanes] = {};
+  __builtin_memcpy(values, wire + at * sizeof values[0], lanes * sizeof values[0]);
+  return Elements<T>::load(values);
+}
+
+template <class T>
+QCCL_FN void store_wire(const Floats& x, u8* wire, u64 at, u32 lanes) {
+  typename T::Storage values[kLanes];
+  Elements<T>::store(x, values);
+  __builtin_memcpy(wire + at * sizeof values[0], values, lanes * sizeof values[0]);
 }
 
 template <class T>
@@ -28,47 +38,35 @@ void raw_decode(const DecodeCall& call) {
     __builtin_memcpy(call.dst, call.wire, call.count * sizeof(typename T::Storage));
     return;
   }
-  alignas(64) float acc[kBlock], more[kBlock];
-  for (u64 begin = 0; begin < call.count; begin += kBlock) {
-    const u32 n = (u32)smaller(kBlock, call.count - begin);
-    auto* dst = element<T>(call.dst, begin);
-    load_block<T>(dst, n, acc);
-    load_wire<T>(call.wire, begin, n, more);
-    combine_values<Combine::sum>(more, n, acc);
-    store_block<T>(acc, n, dst);
-  }
+  auto* dst = element<T>(call.dst, 0);
+  for_lanes(call.count, [&](u64 i, u32 lanes) QCCL_INLINE {
+    const Floats sum = load_values<T>(dst + i, lanes) + load_wire<T>(call.wire, i, lanes);
+    store_values<T>(quiet_nans(sum), dst + i, lanes);
+  });
+}
+
+template <class T, Combine op>
+void raw_reduce(const ReduceCall& call) {
+  const auto* own = element<T>(call.own, 0);
+  auto* out = element<T>(call.out, 0);
+  const Terms terms{call.source_count, call.own ? call.own_index : kNoOwn, false};
+  for_lanes(call.count, [&](u64 i, u32 lanes) QCCL_INLINE {
+    const auto own_values = [&]() QCCL_INLINE { return load_values<T>(own + i, lanes); };
+    const auto source = [&](u32 s) QCCL_INLINE { return load_wire<T>(call.sources[s], i, lanes); };
+    Floats sum = combine_terms<op>(terms, source, own_values, own_values);
+    if (call.scale != 1.0f) sum = sum * call.scale;
+    sum = quiet_nans(sum);
+    if (call.wire) store_wire<T>(sum, call.wire, i, lanes);
+    if (call.out) store_values<T>(sum, out + i, lanes);
+  });
 }
 
 template <class T>
 void raw_reduce(const ReduceCall& call) {
-  using Storage = typename T::Storage;
-  alignas(64) float acc[kBlock], more[kBlock];
-  alignas(64) Storage rounded[kBlock];
-  for (u64 begin = 0; begin < call.count; begin += kBlock) {
-    const u32 n = (u32)smaller(kBlock, call.count - begin);
-    bool started = false;
-    const auto take = [&] {
-      switch (started ? call.op : Combine::replace) {
-        case Combine::replace: combine_values<Combine::replace>(more, n, acc); break;
-        case Combine::min: combine_values<Combine::min>(more, n, acc); break;
-        case Combine::max: combine_values<Combine::max>(more, n, acc); break;
-        default: combine_values<Combine::sum>(more, n, acc);
-      }
-      started = true;
-    };
-    for (u32 i = 0; i <= call.source_count; ++i) {
-      if (i == call.own_index && call.own) {
-        load_block<T>(element<T>(call.own, begin), n, more);
-        take();
-      }
-      if (i == call.source_count) break;
-      load_wire<T>(call.sources[i], begin, n, more);
-      take();
-    }
-    if (call.scale != 1.0f) scale_values(call.scale, n, acc);
-    store_block<T>(acc, n, rounded);
-    if (call.wire) __builtin_memcpy(call.wire + begin * sizeof(Storage), rounded, n * sizeof(Storage));
-    if (call.out) __builtin_memcpy(element<T>(call.out, begin), rounded, n * sizeof(Storage));
+  switch (call.op) {
+    case Combine::min: return raw_reduce<T, Combine::min>(call);
+    case Combine::max: return raw_reduce<T, Combine::max>(call);
+    default: return raw_reduce<T, Combine::sum>(call);
   }
 }
 

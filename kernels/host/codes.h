@@ -1,0 +1,189 @@
+// Sixteen codes between registers, one per lane, and the wire, where they are 2 * Bits bytes. Loads read up to eight
+// bytes more, because the wire has a range behind the codes; stores write nothing more.
+#pragma once
+
+#include "../minmax_wire.h"
+#include "../pack.h"
+#include "lanes.h"
+
+namespace QCCL_NAMESPACE {
+
+typedef u8 Bytes __attribute__((vector_size(16)));
+typedef u64 Pair __attribute__((vector_size(16)));
+
+// The lowest byte of each lane; all lanes hold 0 to 255.
+QCCL_FN Bytes narrow(const Ints& x) {
+#if defined(QCCL_AVX512)
+  return (Bytes)_mm512_cvtepi32_epi8((__m512i)x.part[0]);
+#elif defined(QCCL_AVX2)
+  const __m256i words = _mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)x.part[0], (__m256i)x.part[1]), 0xd8);
+  return (Bytes)_mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+#elif defined(__SSE2__)
+  return (Bytes)_mm_packus_epi16(_mm_packs_epi32((__m128i)x.part[0], (__m128i)x.part[1]),
+                                 _mm_packs_epi32((__m128i)x.part[2], (__m128i)x.part[3]));
+#else
+  Bytes bytes;
+  for (u32 i = 0; i < kLanes; ++i) bytes[i] = (u8)x.part[i / 4][i % 4];
+  return bytes;
+#endif
+}
+
+// The inverse.
+QCCL_FN Ints widen(Bytes x) {
+#if defined(QCCL_AVX512)
+  return {(Ints::Part)_mm512_cvtepu8_epi32((__m128i)x)};
+#elif defined(QCCL_AVX2)
+  return {{(Ints::Part)_mm256_cvtepu8_epi32((__m128i)x),
+           (Ints::Part)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8))}};
+#elif defined(__SSE2__)
+  const __m128i zero{}, low = _mm_unpacklo_epi8((__m128i)x, zero), high = _mm_unpackhi_epi8((__m128i)x, zero);
+  return {{(Ints::Part)_mm_unpacklo_epi16(low, zero), (Ints::Part)_mm_unpackhi_epi16(low, zero),
+           (Ints::Part)_mm_unpacklo_epi16(high, zero), (Ints::Part)_mm_unpackhi_epi16(high, zero)}};
+#else
+  Ints y;
+  for (u32 i = 0; i < kLanes; ++i) y.part[i / 4][i % 4] = x[i];
+  return y;
+#endif
+}
+
+#if defined(QCCL_AVX512) || defined(QCCL_AVX2)
+// Where each lane's code is: the two bytes that hold it, as a shuffle of bytes, and how far up it lies in them.
+template <int Bits>
+struct CodePlaces {
+  u8 bytes[4 * kLanes] = {};
+  u32 shifts[kLanes] = {};
+
+  constexpr CodePlaces() {
+    for (u32 i = 0; i < kLanes; ++i) {
+      const u32 bit = i * Bits;
+      bytes[4 * i] = (u8)(bit / 8);
+      bytes[4 * i + 1] = (u8)(bit / 8 + 1);
+      bytes[4 * i + 2] = bytes[4 * i + 3] = 0x80;  // zero
+      shifts[i] = bit % 8;
+    }
+  }
+};
+
+// Sixteen codes, each with other bits above its own.
+template <int Bits>
+QCCL_FN Ints load_codes_with_others(const u8* from) {
+  alignas(64) static constexpr CodePlaces<Bits> places;
+  const auto* address = reinterpret_cast<const __m128i*>(from);
+  const __m128i packed = Bits <= 4 ? _mm_loadl_epi64(address) : _mm_loadu_si128(address);
+#if defined(QCCL_AVX512)
+  const __m512i all = Bits <= 4 ? _mm512_broadcastq_epi64(packed) : _mm512_broadcast_i32x4(packed);
+  const __m512i two = _mm512_shuffle_epi8(all, _mm512_load_si512(places.bytes));
+  return {(Ints::Part)_mm512_srlv_epi32(two, _mm512_load_si512(places.shifts))};
+#else
+  const __m256i all = Bits <= 4 ? _mm256_broadcastq_epi64(packed) : _mm256_broadcastsi128_si256(packed);
+  const auto part = [&](u32 p) {
+    const __m256i bytes = _mm256_load_si256(reinterpret_cast<const __m256i*>(places.bytes + 32 * p));
+    const __m256i shifts = _mm256_load_si256(reinterpret_cast<const __m256i*>(places.shifts + 8 * p));
+    return (Ints::Part)_mm256_srlv_epi32(_mm256_shuffle_epi8(all, bytes), shifts);
+  };
+  return {{part(0), part(1)}};
+#endif
+}
+
+template <int Bits>
+QCCL_FN Ints load_codes(const u8* from) {
+  if constexpr (Bits == 8) return widen((Bytes)_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return load_codes_with_others<Bits>(from) & ((1 << Bits) - 1);
+}
+
+// Which bytes of sixteen hold the codes after neighbours have joined to 8 * Bits bits in the low end of each half.
+template <int Bits>
+struct JoinedPlaces {
+  u8 bytes[16] = {};
+
+  constexpr JoinedPlaces() {
+    for (int i = 0; i < 16; ++i) bytes[i] = i < Bits ? (u8)i : i < 2 * Bits ? (u8)(8 + i - Bits) : 0x80;
+  }
+};
+
+// Neighbours join in three steps, the first two of them multiplications: the second of a pair goes Bits higher up.
+template <int Bits>
+QCCL_FN __m128i join_codes(__m128i bytes) {
+  alignas(16) static constexpr JoinedPlaces<Bits> places;
+  constexpr u64 low = (1ull << 4 * Bits) - 1;
+  const __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi16((short)(1 | 1 << (8 + Bits))), bytes);
+  const __m128i fours = _mm_madd_epi16(pairs, _mm_set1_epi32(1 | 1 << (16 + 2 * Bits)));
+  const __m128i second = _mm_srli_epi64(fours, 32 - 4 * Bits);
+  const __m128i eights = _mm_or_si128(_mm_and_si128(fours, _mm_set1_epi64x(low)),
+                                      _mm_and_si128(second, _mm_set1_epi64x(low << 4 * Bits)));
+  return _mm_shuffle_epi8(eights, _mm_load_si128(reinterpret_cast<const __m128i*>(places.bytes)));
+}
+
+// For four bits the first step is enough.
+QCCL_FN __m128i join_nibbles(__m128i bytes) {
+  const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(1 | 16 << 8));
+  return _mm_shuffle_epi8(pairs, _mm_set1_epi64x(0x0e0c0a0806040200));
+}
+
+// To 2 * Bits bytes, as one or two integers; two of them overlap.
+template <int Bits>
+QCCL_FN void store_codes(const Ints& codes, u8* to) {
+  const __m128i bytes = (__m128i)narrow(codes);
+  if constexpr (Bits == 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
+  } else if constexpr (Bits == 1) {
+    const u16 word = (u16)_mm_movemask_epi8(_mm_slli_epi16(bytes, 7));
+    __builtin_memcpy(to, &word, sizeof word);
+  } else if constexpr (Bits <= 3) {
+    const __m128i x = join_codes<Bits>(bytes);
+    const u32 first = (u32)_mm_cvtsi128_si32(x), last = (u32)_mm_cvtsi128_si32(_mm_srli_si128(x, 2 * Bits - 4));
+    __builtin_memcpy(to, &first, sizeof first);
+    if (Bits == 3) __builtin_memcpy(to + 2 * Bits - 4, &last, sizeof last);
+  } else if constexpr (Bits == 4) {
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), join_nibbles(bytes));
+  } else {
+    const __m128i x = join_codes<Bits>(bytes);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to), x);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 2 * Bits - 8), _mm_srli_si128(x, 2 * Bits - 8));
+  }
+}
+#else
+template <int Bits>
+QCCL_FN Ints load_codes(const u8* from) {
+  Bytes bytes;
+  if constexpr (Bits == 8) {
+    __builtin_memcpy(&bytes, from, sizeof bytes);
+  } else {
+    u64 first = 0, second = 0;
+    __builtin_memcpy(&first, from, 8);
+    __builtin_memcpy(&second, from + Bits, 8);
+    bytes = (Bytes)unpack8<Bits, Pair>(Pair{first, second});
+  }
+  return widen(bytes);
+}
+
+template <int Bits>
+QCCL_FN void store_codes(const Ints& codes, u8* to) {
+  const Bytes bytes = narrow(codes);
+  if constexpr (Bits == 8) {
+    __builtin_memcpy(to, &bytes, sizeof bytes);
+  } else {
+    const Pair packed = pack8<Bits, Pair>((Pair)bytes);
+    const u64 first = packed[0], second = packed[1];
+    __builtin_memcpy(to, &first, Bits);
+    __builtin_memcpy(to + Bits, &second, Bits);
+  }
+}
+#endif
+
+// The codes of less than sixteen values, with room for more.
+template <int Bits>
+struct SomeCodes {
+  u8 bytes[16] = {};
+
+  void read(const u8* from, u32 n) { __builtin_memcpy(bytes, from, packed_nbytes(n, Bits)); }
+
+  // The bits behind the last code become zeros.
+  void write(u8* to, u32 n) {
+    const u32 nbytes = (u32)packed_nbytes(n, Bits), used = n * Bits % 8;
+    if (used) bytes[nbytes - 1] &= (u8)((1u << used) - 1);
+    __builtin_memcpy(to, bytes, nbytes);
+  }
+};
+
+}  // namespace QCCL_NAMESPACE

@@ -1,0 +1,105 @@
+// Sixteen elements of a type in memory, as fp32 in registers. The results are those of T::to_float and T::from_float,
+// but a NaN that is stored has to be the quiet one.
+#pragma once
+
+#include "lanes.h"
+
+namespace QCCL_NAMESPACE {
+
+// With the quiet one, which has no sign and no payload, for every NaN.
+QCCL_FN Floats quiet_nans(const Floats& x) { return select(is_nan(x), all_lanes(float_of(kQuietNan)), x); }
+
+template <class T>
+struct Elements {
+  using Storage = typename T::Storage;
+
+  QCCL_FN Floats load(const Storage* from) {
+    alignas(64) float x[kLanes];
+    for (u32 i = 0; i < kLanes; ++i) x[i] = T::to_float(from[i]);
+    return load_lanes<float>(x);
+  }
+
+  QCCL_FN void store(const Floats& x, Storage* to) {
+    alignas(64) float values[kLanes];
+    store_lanes(x, values);
+    for (u32 i = 0; i < kLanes; ++i) to[i] = T::from_float(values[i]);
+  }
+};
+
+template <>
+struct Elements<Float32> {
+  QCCL_FN Floats load(const float* from) { return load_lanes<float>(from); }
+  QCCL_FN void store(const Floats& x, float* to) { store_lanes(x, to); }
+};
+
+#if defined(QCCL_AVX512) || defined(QCCL_AVX2)
+// The processor's own conversion equals the integer one but for the payload of NaNs.
+template <>
+struct Elements<Float16> {
+  QCCL_FN Floats load(const u16* from) {
+#if defined(QCCL_AVX512)
+    return {_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+#else
+    const auto* halves = reinterpret_cast<const __m128i*>(from);
+    return {{_mm256_cvtph_ps(_mm_loadu_si128(halves)), _mm256_cvtph_ps(_mm_loadu_si128(halves + 1))}};
+#endif
+  }
+
+  QCCL_FN void store(const Floats& x, u16* to) {
+#if defined(QCCL_AVX512)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtps_ph(x.part[0], _MM_FROUND_TO_NEAREST_INT));
+#else
+    auto* halves = reinterpret_cast<__m128i*>(to);
+    _mm_storeu_si128(halves, _mm256_cvtps_ph(x.part[0], _MM_FROUND_TO_NEAREST_INT));
+    _mm_storeu_si128(halves + 1, _mm256_cvtps_ph(x.part[1], _MM_FROUND_TO_NEAREST_INT));
+#endif
+  }
+};
+
+template <>
+struct Elements<BFloat16> {
+  QCCL_FN Floats load(const u16* from) {
+#if defined(QCCL_AVX512)
+    const Words wide{(Words::Part)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+#else
+    const auto* halves = reinterpret_cast<const __m128i*>(from);
+    const Words wide{{(Words::Part)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
+                      (Words::Part)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))}};
+#endif
+    return cast<float>(wide << 16u);
+  }
+
+  QCCL_FN void store(const Floats& x, u16* to) {
+    const Words bits = cast<u32>(x);
+    const Words rounded = bits + 0x7fffu + ((bits >> 16u) & 1u);
+    const Words kept = rounded >> 16u;
+    auto* halves = reinterpret_cast<__m256i*>(to);
+#if defined(QCCL_AVX512)
+    _mm256_storeu_si256(halves, _mm512_cvtepi32_epi16((__m512i)kept.part[0]));
+#else
+    const __m256i mixed = _mm256_packus_epi32((__m256i)kept.part[0], (__m256i)kept.part[1]);
+    _mm256_storeu_si256(halves, _mm256_permute4x64_epi64(mixed, 0xd8));
+#endif
+  }
+};
+#endif
+
+// The first `lanes` elements; the other lanes are zero.
+template <class T>
+QCCL_FN Floats load_values(const typename T::Storage* from, u32 lanes) {
+  if (lanes == kLanes) return Elements<T>::load(from);
+  typename T::Storage some[kLanes] = {};
+  __builtin_memcpy(some, from, lanes * sizeof some[0]);
+  return Elements<T>::load(some);
+}
+
+// To the first `lanes` elements.
+template <class T>
+QCCL_FN void store_values(const Floats& x, typename T::Storage* to, u32 lanes) {
+  if (lanes == kLanes) return Elements<T>::store(x, to);
+  typename T::Storage some[kLanes];
+  Elements<T>::store(x, some);
+  __builtin_memcpy(to, some, lanes * sizeof some[0]);
+}
+
+}  // namespace QCCL_NAMESPACE

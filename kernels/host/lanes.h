@@ -1,0 +1,185 @@
+// Sixteen values at a time, in as many registers as that takes: one of AVX-512, two of AVX2, four of SSE2 or NEON. Vector
+// extensions of the compiler, and intrinsics where it does not find the instruction.
+#pragma once
+
+#include "../numeric.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+// The x86-64 levels that the loops are built for (see CMakeLists.txt) by what they add.
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
+#define QCCL_AVX512 1
+#elif defined(__AVX2__) && defined(__F16C__)
+#define QCCL_AVX2 1
+#endif
+
+// For a lambda.
+#define QCCL_INLINE __attribute__((always_inline))
+
+// For a function that is a loop, which a caller is not to repeat.
+#define QCCL_LOOP __attribute__((noinline))
+
+namespace QCCL_NAMESPACE {
+
+constexpr u32 kLanes = 16;
+
+#if defined(QCCL_AVX512)
+constexpr u32 kRegisterBytes = 64;
+#elif defined(QCCL_AVX2)
+constexpr u32 kRegisterBytes = 32;
+#else
+constexpr u32 kRegisterBytes = 16;
+#endif
+
+constexpr u32 kParts = kLanes * 4 / kRegisterBytes;
+
+// 64 bytes: sixteen elements of four bytes, which most code means by lanes, or 32 of two.
+template <class E>
+struct Lanes {
+  typedef E Part __attribute__((vector_size(kRegisterBytes)));
+  Part part[kParts];
+};
+
+using Floats = Lanes<float>;
+using Ints = Lanes<i32>;
+using Words = Lanes<u32>;
+
+#define QCCL_EACH_PART for (u32 p = 0; p < kParts; ++p)
+
+#define QCCL_LANES_OPERATOR(op)                               \
+  template <class E>                                          \
+  QCCL_FN Lanes<E> operator op(Lanes<E> a, const Lanes<E>& b) { \
+    QCCL_EACH_PART a.part[p] = a.part[p] op b.part[p];        \
+    return a;                                                 \
+  }                                                           \
+  template <class E>                                          \
+  QCCL_FN Lanes<E> operator op(Lanes<E> a, E b) {             \
+    QCCL_EACH_PART a.part[p] = a.part[p] op b;                \
+    return a;                                                 \
+  }
+QCCL_LANES_OPERATOR(+)
+QCCL_LANES_OPERATOR(-)
+QCCL_LANES_OPERATOR(*)
+QCCL_LANES_OPERATOR(^)
+QCCL_LANES_OPERATOR(&)
+QCCL_LANES_OPERATOR(>>)
+QCCL_LANES_OPERATOR(<<)
+#undef QCCL_LANES_OPERATOR
+
+template <class E>
+QCCL_FN Lanes<E> all_lanes(E x) {
+  Lanes<E> lanes;
+  QCCL_EACH_PART lanes.part[p] = x - (typename Lanes<E>::Part){};
+  return lanes;
+}
+
+// The same bits as another type of four bytes.
+template <class To, class From>
+QCCL_FN Lanes<To> cast(const Lanes<From>& x) {
+  Lanes<To> y;
+  QCCL_EACH_PART y.part[p] = (typename Lanes<To>::Part)x.part[p];
+  return y;
+}
+
+// From and to sixteen elements at any address.
+template <class E>
+QCCL_FN Lanes<E> load_lanes(const void* from) {
+  Lanes<E> lanes;
+  __builtin_memcpy(&lanes, from, sizeof lanes);
+  return lanes;
+}
+
+template <class E>
+QCCL_FN void store_lanes(const Lanes<E>& lanes, void* to) {
+  __builtin_memcpy(to, &lanes, sizeof lanes);
+}
+
+QCCL_FN Words lane_numbers() {
+  alignas(64) static constexpr u32 numbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load_lanes<u32>(numbers);
+}
+
+QCCL_FN Floats to_floats(const Ints& x) {
+  Floats y;
+  QCCL_EACH_PART y.part[p] = __builtin_convertvector(x.part[p], Floats::Part);
+  return y;
+}
+
+// Towards zero.
+QCCL_FN Ints truncate(const Floats& x) {
+  Ints y;
+  QCCL_EACH_PART y.part[p] = __builtin_convertvector(x.part[p], Ints::Part);
+  return y;
+}
+
+// To the nearest, ties to the even one; for 0 <= x < 2^23. 2^23 has the last place 1, so the addition rounds.
+QCCL_FN Ints to_nearest(const Floats& x) {
+#if defined(QCCL_AVX512)
+  return {(Ints::Part)_mm512_cvtps_epi32(x.part[0])};
+#else
+  return cast<i32>(x + 0x1p23f) - 0x4b000000;
+#endif
+}
+
+// Which lanes; one bit or one whole lane each.
+#if defined(QCCL_AVX512)
+using Mask = __mmask16;
+QCCL_FN Mask is_less(const Floats& a, const Floats& b) { return _mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_LT_OQ); }
+QCCL_FN Mask is_less(const Ints& a, const Ints& b) {
+  return _mm512_cmplt_epi32_mask((__m512i)a.part[0], (__m512i)b.part[0]);
+}
+QCCL_FN Mask is_nan(const Floats& x) { return _mm512_cmp_ps_mask(x.part[0], x.part[0], _CMP_UNORD_Q); }
+QCCL_FN Mask either(Mask a, Mask b) { return a | b; }
+QCCL_FN Floats select(Mask which, const Floats& yes, const Floats& no) {
+  return {_mm512_mask_blend_ps(which, no.part[0], yes.part[0])};
+}
+QCCL_FN Ints select(Mask which, const Ints& yes, const Ints& no) {
+  return {(Ints::Part)_mm512_mask_blend_epi32(which, (__m512i)no.part[0], (__m512i)yes.part[0])};
+}
+QCCL_FN Ints subtract_where(Mask which, const Ints& a, const Ints& b) {
+  return {(Ints::Part)_mm512_mask_sub_epi32((__m512i)a.part[0], which, (__m512i)a.part[0], (__m512i)b.part[0])};
+}
+#else
+using Mask = Ints;
+QCCL_FN Mask is_less(const Floats& a, const Floats& b) {
+  Mask m;
+  QCCL_EACH_PART m.part[p] = a.part[p] < b.part[p];
+  return m;
+}
+QCCL_FN Mask is_less(const Ints& a, const Ints& b) {
+  Mask m;
+  QCCL_EACH_PART m.part[p] = a.part[p] < b.part[p];
+  return m;
+}
+QCCL_FN Mask is_nan(const Floats& x) {
+  Mask m;
+  QCCL_EACH_PART m.part[p] = x.part[p] != x.part[p];
+  return m;
+}
+QCCL_FN Mask either(Mask a, const Mask& b) {
+  QCCL_EACH_PART a.part[p] |= b.part[p];
+  return a;
+}
+template <class E>
+QCCL_FN Lanes<E> select(const Mask& which, const Lanes<E>& yes, Lanes<E> no) {
+  QCCL_EACH_PART no.part[p] = which.part[p] ? yes.part[p] : no.part[p];
+  return no;
+}
+QCCL_FN Ints subtract_where(const Mask& which, const Ints& a, const Ints& b) { return a - (which & b); }
+#endif
+
+template <class E>
+QCCL_FN Lanes<E> least(Lanes<E> a, const Lanes<E>& b) {
+  QCCL_EACH_PART a.part[p] = a.part[p] < b.part[p] ? a.part[p] : b.part[p];
+  return a;
+}
+
+template <class E>
+QCCL_FN Lanes<E> greatest(Lanes<E> a, const Lanes<E>& b) {
+  QCCL_EACH_PART a.part[p] = a.part[p] > b.part[p] ? a.part[p] : b.part[p];
+  return a;
+}
+
+}  // namespace QCCL_NAMESPACE

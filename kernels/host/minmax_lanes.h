@@ -1,0 +1,123 @@
+// The scalar math of ../minmax.h on sixteen values at a time, bit for bit the same.
+#pragma once
+
+#include "../minmax.h"
+#include "../random.h"
+#include "codes.h"
+#include "elements.h"
+
+namespace QCCL_NAMESPACE {
+
+// Values become codes.
+
+QCCL_FN Floats minmax_position(const Floats& x, const MinMaxScale& scale) {
+  return (x * scale.pre - scale.low) * scale.inverse;
+}
+
+// The scalar function's clamp has no work here: x is in the range, so the position is at most fl(width * fl(L / width)),
+// which is L or its neighbour.
+QCCL_FN Ints minmax_nearest(const Floats& x, const MinMaxScale& scale) { return to_nearest(minmax_position(x, scale)); }
+
+QCCL_FN Words random_word(RandomKey key, const Words& index) {
+  Words x = (index ^ key.low) * 0xed5ad4bbu;
+  x = (x ^ (x >> 14u) ^ key.high) * 0xac4c1b51u;
+  return (x ^ (x >> 14u)) * 0x31848babu;
+}
+
+QCCL_FN Ints minmax_stochastic(const Floats& x, const MinMaxScale& scale, const Words& random) {
+  const Floats position = minmax_position(x, scale);
+  const Ints below = truncate(position);
+  const Floats chance = to_floats(cast<i32>(random >> 8u)) * 0x1p-24f;
+  const Mask up = is_less(chance, position - to_floats(below));
+  return least(subtract_where(up, below, all_lanes(-1)), all_lanes((i32)scale.levels));
+}
+
+// The two ways to round, for the values of one block; `i` is the first lane's place in it.
+struct Nearest {
+  MinMaxScale scale;
+  QCCL_FN Ints codes(const Nearest& to, const Floats& x, u32) { return minmax_nearest(x, to.scale); }
+};
+
+struct Stochastic {
+  MinMaxScale scale;
+  RandomKey key;   // of the first element
+  RandomKey next;  // of those whose index has a greater upper half
+  u32 index;       // lower half of the first element's
+  bool wraps;      // the lower half does, within the block
+
+  QCCL_FN Ints codes(const Stochastic& to, const Floats& x, u32 i) {
+    const Words index = lane_numbers() + (to.index + i);
+    Words random = random_word(to.key, index);
+    if (__builtin_expect(to.wraps, 0)) {
+      const u32 flip = 0x80000000u;  // to compare as signed integers
+      const Mask wrapped = is_less(cast<i32>(index ^ flip), all_lanes((i32)(to.index ^ flip)));
+      random = cast<u32>(select(wrapped, cast<i32>(random_word(to.next, index)), cast<i32>(random)));
+    }
+    return minmax_stochastic(x, to.scale, random);
+  }
+};
+
+// Codes become values: by a table in registers where all codes fit one, else by arithmetic.
+
+#if defined(QCCL_AVX512)
+template <int Bits>
+constexpr bool kLookUp = Bits <= 5;
+#else
+template <int Bits>
+constexpr bool kLookUp = false;
+#endif
+
+template <int Bits, bool = kLookUp<Bits>>
+struct Line {
+  static constexpr i32 levels = (1 << Bits) - 1;
+  MinMaxScale scale;
+
+  void set(const MinMaxScale& s) { scale = s; }
+
+  QCCL_FN Floats values(const Line& line, const Ints& codes) {
+    const Mask upper = is_less(all_lanes(levels / 2), codes);
+    return walk(line.scale, upper, subtract_where(upper, codes, all_lanes(levels)));
+  }
+
+  QCCL_FN Floats load(const Line& line, const u8* wire) {
+#if defined(QCCL_AVX512)
+    if constexpr (Bits == 8) {  // while they are bytes: as signed ones, the upper half lacks 1 to be less its levels
+      const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(wire));
+      const __mmask16 upper = _mm_movepi8_mask(bytes);
+      const __m128i steps = _mm_mask_sub_epi8(bytes, upper, bytes, _mm_set1_epi8(-1));
+      return walk(line.scale, upper, {(Ints::Part)_mm512_cvtepi8_epi32(steps)});
+    }
+#endif
+    return values(line, load_codes<Bits>(wire));
+  }
+
+ private:
+  // From the upper or the lower end.
+  QCCL_FN Floats walk(const MinMaxScale& s, const Mask& upper, const Ints& steps) {
+    return (select(upper, all_lanes(s.high), all_lanes(s.low)) + to_floats(steps) * s.unit) * s.post;
+  }
+};
+
+#if defined(QCCL_AVX512)
+// The table repeats, so what is above a code's own bits does not matter.
+template <int Bits>
+struct Line<Bits, true> {
+  static constexpr u32 size = Bits == 5 ? 32 : 16;
+  alignas(64) float value[size];
+
+  void set(const MinMaxScale& scale) {
+    for (u32 i = 0; i < size; ++i) value[i] = minmax_value(i & ((1u << Bits) - 1), scale);
+  }
+
+  QCCL_FN Floats values(const Line& line, const Ints& codes) {
+    const __m512 low = _mm512_load_ps(line.value);
+    const __m512i which = (__m512i)codes.part[0];
+    if constexpr (size == 16) return {_mm512_permutexvar_ps(which, low)};
+    return {_mm512_permutex2var_ps(low, which, _mm512_load_ps(line.value + size - 16))};
+  }
+
+  QCCL_FN Floats load(const Line& line, const u8* wire) { return values(line, load_codes_with_others<Bits>(wire)); }
+};
+#endif
+
+}  // namespace QCCL_NAMESPACE
