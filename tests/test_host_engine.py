@@ -7,13 +7,14 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from threads import CODEC, Caller, near_sum, outcomes, ramp
+from threads import CODEC, Caller, address, near_sum, outcomes, ramp
 
 from qccl.dtypes import FLOAT32
 from qccl.engines.agreement import HEADER_NBYTES, Header, Kind
 from qccl.engines.program import CALLS_IN_FLIGHT
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.schedule import Buffer, Encode, Exchange, Leg, Native, Role, Schedule, Span
+from qccl.transports.loopback import LoopbackGroup
 
 
 def reduce_and_close(t):
@@ -53,6 +54,65 @@ def test_runs_end_whichever_the_ranks_wait_for(calls):
         assert results[0][i].tobytes() == results[1][i].tobytes()
         exact = ramp(i, 500 + i) + ramp(i + 1, 500 + i)
         assert np.abs(results[0][i] - exact).max() <= 4
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_runs_that_share_memory_keep_their_order(n):
+    """Whether one overwrites what another reads, or writes, or reads what another writes, wholly or in part."""
+
+    def run(t, line_up):
+        caller = Caller(t)
+        memory = np.concatenate([ramp(t.rank, 20_000), ramp(t.rank + 5, 20_000)])
+        a, between, b = memory[:20_000], memory[10_000:30_000], memory[20_000:]
+        other = np.empty_like(a)
+        runs = []
+        for x, y in ((a, b), (b, a), (between, other), (other, between), (b, other)):
+            runs.append(caller.start(caller.program(20_000, chunk_elements=1024, depth=1), x, y))
+            if not line_up:
+                runs[-1].run()
+        for execution in runs if t.rank else reversed(runs):
+            execution.run()
+        caller.close()
+        return memory.tobytes() + other.tobytes()
+
+    expected = outcomes(n, lambda t: run(t, False))
+    assert all(isinstance(e, bytes) for e in expected), expected
+    assert outcomes(n, lambda t: run(t, True)) == expected
+
+
+def test_runs_that_only_read_the_same_memory_go_on_together():
+    def run(t):
+        caller = Caller(t)
+        x = ramp(t.rank, 1000)
+        ys = [np.empty_like(x) for _ in range(3)]
+        runs = [caller.start(caller.program(1000), x, y) for y in ys]
+        together = all(e.begun for e in runs)
+        ys.append(np.empty_like(x))
+        another = caller.start(caller.program(1000), ys[0], ys[-1])
+        lined_up = another.waits_for()
+        for execution in (*runs, another):
+            execution.run()
+        caller.close()
+        return together, lined_up
+
+    assert outcomes(2, run) == [(True, "it is lined up behind calls that have not ended")] * 2
+
+
+def test_thousands_of_runs_that_end_at_once_may_be_lined_up():
+    caller = Caller(LoopbackGroup(1).transport(0))
+    x = ramp(0, 1000)
+    y = np.empty_like(x)
+    first = caller.start(caller.program(1000), x, y)
+    in_place = [caller.program(4, in_place=True) for _ in range(3000)]
+    runs = []
+    for program in in_place:
+        bindings = {"output": address(x)}
+        runs.append(program.start(bindings, call=0, header=caller.header(4), deadline=time.monotonic() + 10))
+        caller.sequence += 1
+    assert not first.done and not runs[-1].done
+    first.run()
+    assert all(e.done for e in runs)
+    caller.close()
 
 
 def test_stepping_by_hand_never_blocks():

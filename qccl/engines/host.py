@@ -68,6 +68,7 @@ class HostEngine:
         self._early: dict[tuple[int, int], bytes] = {}  # headers of calls that this rank has not made yet
         self._deadline = math.inf  # the nearest one
         self._idle = 0
+        self._admitting = False
         self._failure: QcclError | None = None
         self._closed = False
         self._telling = 0  # sends under way of the news that this rank gave up or left
@@ -250,20 +251,40 @@ class HostEngine:
             self._idle = 1
 
     def _admit(self) -> None:
-        queue = self._queue
-        while queue and (not self._active or queue[0].sequence - self._active[0].sequence < CALLS_IN_FLIGHT):
-            execution = queue.popleft()
-            self._active.append(execution)
-            self._by_sequence[execution.sequence] = execution
-            self._deadline = min(self._deadline, execution.deadline)
-            self._idle = 0
-            execution.begin(self._channel.peers)
-            for peer in self._channel.peers if self._early else ():
-                message = self._early.pop((execution.sequence, peer), None)
-                if message is not None:
-                    execution.agree(peer, message)
-            if self._channel.left:
-                self._check_present(execution)
+        """Begin the runs that may be, in the order of their calls.
+
+        No rank waits here for another one: the oldest run of the group that some rank has not ended is the first in
+        line everywhere, and begins.
+        """
+        if self._admitting:  # a run that ends at once gets here again, and so would the next, ever deeper
+            return
+        self._admitting = True
+        try:
+            while self._queue and self._may_begin(self._queue[0]):
+                self._begin(self._queue.popleft())
+        finally:
+            self._admitting = False
+
+    def _may_begin(self, execution: Execution) -> bool:
+        """Whether its messages differ from those under way in their tags, and it shares no memory that is written."""
+        active = self._active
+        return not active or (
+            execution.sequence - active[0].sequence < CALLS_IN_FLIGHT
+            and not any(execution.conflicts(other) for other in active)
+        )
+
+    def _begin(self, execution: Execution) -> None:
+        self._active.append(execution)
+        self._by_sequence[execution.sequence] = execution
+        self._deadline = min(self._deadline, execution.deadline)
+        self._idle = 0
+        execution.begin(self._channel.peers)
+        for peer in self._channel.peers if self._early else ():
+            message = self._early.pop((execution.sequence, peer), None)
+            if message is not None:
+                execution.agree(peer, message)
+        if self._channel.left:
+            self._check_present(execution)
 
     def _heard(self, peer: int) -> None:
         """Act on a control message: usually the header of a call that this rank has made, too, or will make."""

@@ -56,6 +56,7 @@ class Program:
 
     Attributes:
         workspace_nbytes: bytes of the workspace.
+        extents: of the caller's memory, first address, end, and whether it is written.
     """
 
     def __init__(self, engine: HostEngine, schedule: Schedule, transport: Transport) -> None:
@@ -71,8 +72,9 @@ class Program:
         self.running = False
         self.nodes = tuple(nodes(schedule, per_leg=True))
         self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
-        self._bound = {n: i for n, i in self._numbers.items() if schedule.buffers[n].role is not Role.WORK}
+        self._callers = {n: buffer for n, buffer in schedule.buffers.items() if buffer.role is not Role.WORK}
         self._bindings: dict[str, int] | None = None
+        self.extents: tuple[tuple[int, int, bool], ...] = ()
         self.memory = _host.Memory(len(self._numbers))
         self._workspace = self._allocate(schedule)
         self.workspace_nbytes = self._workspace.nbytes
@@ -123,11 +125,15 @@ class Program:
         """Enter the caller's addresses, unless they are those of the last run."""
         if bindings == self._bindings:
             return
-        if bindings.keys() != self._bound.keys():
-            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
-        for name, number in self._bound.items():
-            self.memory[number] = bindings[name]
+        if bindings.keys() != self._callers.keys():
+            raise ArgumentError(f"addresses are needed for {sorted(self._callers)}, not for {sorted(bindings)}")
+        for name in self._callers:
+            self.memory[self._numbers[name]] = bindings[name]
         self._bindings = dict(bindings)
+        extents = []
+        for name, buffer in self._callers.items():
+            extents.append((bindings[name], bindings[name] + buffer.nbytes, buffer.role is Role.OUTPUT))
+        self.extents = tuple(extents)
 
     def _allocate(self, schedule: Schedule) -> Block:
         """One block for all work buffers; enters their addresses into the memory table."""
@@ -227,6 +233,7 @@ class Execution:
 
     Attributes:
         sequence, deadline: as given to Program.start.
+        begun: it is not lined up any more.
         ready: heap of the compute nodes that may run.
         unheard: the ranks whose header has not come yet.
         detached: the run progresses without its caller.
@@ -235,6 +242,7 @@ class Execution:
     __slots__ = (
         "_base",
         "_counts",
+        "_extents",
         "_header",
         "_kernels",
         "_left",
@@ -242,6 +250,7 @@ class Execution:
         "_packed",
         "_program",
         "_successors",
+        "begun",
         "deadline",
         "detached",
         "done",
@@ -257,12 +266,13 @@ class Execution:
         self.kept: object = None
         self._program = program
         self._kernels, self._legs, self._successors = program.kernels, program.legs, program.successors
+        self._extents = program.extents
         self._header = header
         self._packed = header.pack()
         self.sequence = header.sequence
         self._base = header.sequence % CALLS_IN_FLIGHT * _TAGS_PER_CALL
         self.deadline = deadline
-        self.done = self.detached = False
+        self.begun = self.done = self.detached = False
         self.ready: list[int] = []
         self.unheard: set[int] = set()
         self._counts = program.counts.copy()
@@ -294,6 +304,8 @@ class Execution:
 
     def waits_for(self) -> str:
         """Why this run is not done, for messages."""
+        if not self.begun:
+            return "it is lined up behind calls that have not ended"
         if self.unheard:
             return f"rank {', '.join(map(str, sorted(self.unheard)))} did not make this call"
         counts, legs = self._counts, self._legs
@@ -302,11 +314,20 @@ class Execution:
         receives = sorted({leg.peer for leg, node in posted if not node.is_send})
         return f"waiting to send to ranks {sends} and to receive from ranks {receives}"
 
+    def conflicts(self, other: Execution) -> bool:
+        """Whether one of the two writes memory of the caller's that the other reads or writes."""
+        for start, stop, written in self._extents:
+            for first, end, also_written in other._extents:
+                if start < end and first < stop and (written or also_written):
+                    return True
+        return False
+
     # -- used by the engine ------------------------------------------------------------------------------------------
 
     def begin(self, peers: tuple[int, ...]) -> None:
         """Send the header and start everything that depends on nothing."""
         program = self._program
+        self.begun = True
         if peers:
             program.header.write(self._packed)
             self.unheard = set(peers)
