@@ -27,8 +27,8 @@ class Work:
         self._execution: Execution | None = execution
         self._result = result
         execution.kept = keep  # also where nobody holds the Work
-        self._finish: list[Callable[[], None]] = []
-        self._checks: list[Callable[[], None]] = []
+        self._finish: tuple[Callable[[], None], ...] = ()
+        self._checks: tuple[Callable[[], None], ...] = ()
         self._exception: Exception | None = None
 
     def is_completed(self) -> bool:
@@ -95,13 +95,13 @@ class Work:
     def _when_reusable(self, finish: Callable[[], None]) -> None:
         """Run ``finish`` when the plan may run again: when this run has ended well, or at once if runs are ordered."""
         if self._holds_plan():
-            self._finish.append(finish)
+            self._finish += (finish,)
         else:
             finish()
 
     def _check_result(self, check: Callable[[], None]) -> None:
         """Run ``check`` when the call has ended well; it may refuse the result by raising."""
-        self._checks.append(check)
+        self._checks += (check,)
 
     def _holds_plan(self) -> bool:
         return self._execution is not None and not self._execution.is_ordered
@@ -120,5 +120,4 @@ class Work:
                     check()
             except QcclError as refused:
                 self._exception = refused
-        self._finish.clear()
-        self._checks.clear()
+        self._finish = self._checks = ()

@@ -18,6 +18,9 @@ __all__ = ["Background", "Driven"]
 
 #: between two looks at what is under way
 _NAP_SECONDS = 1e-3
+#: the same when the caller has waited for the last runs himself, so often: he will wait for the next, too
+_LONG_NAP_SECONDS = 4e-3
+_USUAL = 20
 #: looks at nothing new after which the thread sleeps until it is called
 _LOOKS = 20
 #: how long other Python threads may keep the interpreter from this one, while it drives: each poll waits for it, and
@@ -80,18 +83,21 @@ class Background:
             self._bell.release()
 
     def _live(self) -> None:
-        engine, seen, looks = self._engine, 0, 0
+        engine, seen, looks, attended = self._engine, 0, 0, 0
         while not self._ended:
             waited = self._begun == seen  # what is detached now was so a nap ago
             seen = self._begun
             if engine.detached and (self._urgent or waited):
+                attended = 0
                 with _quick_switches:
                     engine.drive()
+            elif not waited:
+                attended += 1
             if not engine.detached:
                 self._urgent = False
             looks = 0 if engine.detached or not waited else looks + 1
             if looks < _LOOKS:
-                self._bell.acquire(timeout=_NAP_SECONDS)
+                self._bell.acquire(timeout=_NAP_SECONDS if attended < _USUAL else _LONG_NAP_SECONDS)
                 continue
             self._asleep = True  # before the last look: whoever detaches a run after it rings
             if not engine.detached and not self._ended:

@@ -165,12 +165,9 @@ class HostEngine:
         try:
             if self._failure is not None and not execution.done:
                 raise self._failure
-            if limit == math.inf:
-                while not execution.done:
-                    self._advance()
-            else:
-                while not execution.done and time.monotonic() < limit:
-                    self._advance()
+            compute, poll = self._compute, self._poll
+            while not execution.done and (limit == math.inf or time.monotonic() < limit):
+                poll(0 if compute() else self._idle)
         except BaseException as error:
             self._caught(error)
             raise

@@ -29,9 +29,8 @@ from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchE
 
 __all__ = ["MpiTransport"]
 
-#: polls in a row without news that keep the processor, if each rank of the machine has one; then it is yielded
-_SPINS = 40
-#: after so many it is left for a nap, which slow links do not notice (Linux makes it 50 us longer)
+#: polls in a row without news after which the processor is left for a nap, which slow links do not notice (Linux makes
+#: it 50 us longer); until then it is kept if each rank of the machine has one, and yielded otherwise
 _YIELDS = 200
 _NAP_SECONDS = 20e-6
 #: and after so many for a longer one
@@ -106,7 +105,7 @@ class MpiTransport:
         hosts = [place.split(b"\n")[0] for place in places]
         self.local_rank = hosts[: self.rank].count(hosts[self.rank])
         self.local_size = hosts.count(hosts[self.rank])
-        self._spins = _SPINS if self.local_size <= len(os.sched_getaffinity(0)) else 0
+        self._spins = _YIELDS if self.local_size <= len(os.sched_getaffinity(0)) else 0
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
@@ -240,10 +239,10 @@ class MpiTransport:
                 fault = MismatchError(f"rank {peer} sent {got} bytes to rank {self.rank}, which expected {expected}")
             else:
                 tokens.append(token)
-        for i in sorted(done, reverse=True):
-            requests[i], posted[i] = requests[-1], posted[-1]
-            requests.pop()
-            posted.pop()
+        for i in done if len(done) == 1 else sorted(done, reverse=True):
+            last, entry = requests.pop(), posted.pop()
+            if i < len(requests):
+                requests[i], posted[i] = last, entry
         if fault is not None:
             self._late = tokens
             raise fault
