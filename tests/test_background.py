@@ -120,6 +120,23 @@ def test_the_thread_ends_with_its_communicator():
     until(lambda: not progress_threads())
 
 
+def test_a_failed_group_leaves_neither_threads_nor_engines():
+    from qccl.engines import host
+
+    def run(comm):
+        comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True).wait()
+        if comm.rank:
+            raise ZeroDivisionError
+        comm.barrier()
+
+    before = len(host._live)
+    for _ in range(3):
+        with pytest.raises(ZeroDivisionError):
+            qccl.run_ranks(2, run)
+    until(lambda: not progress_threads())
+    assert len(host._live) == before
+
+
 def test_the_thread_sleeps_when_nothing_is_under_way():
     def run(comm):
         x = np.ones(1000, np.float32)

@@ -51,6 +51,11 @@ def test_a_rank_that_is_late_for_a_split():
     assert sorted(raised(ended.output)) == [0, 1], ended.output
 
 
+def test_a_rank_that_stays_longer_than_the_others_wait():
+    ended = start(3, "tests/mpi/fault.py", "stay", limit=40)
+    assert ended.status == 0 and sorted(re.findall(r"rank (\d) left", ended.output)) == ["0", "1", "2"], ended.output
+
+
 def test_a_rank_that_dies_ends_the_job():
     """What MPICH does with it (Open MPI, too, unless asked to survive)."""
     ended = start(3, "tests/mpi/fault.py", "die", limit=40)

@@ -40,7 +40,10 @@ class Group(Protocol):
         """Give up after a failure: withdraw what is under way, so that the process can exit; never blocks."""
 
     def close(self) -> None:
-        """Collective where the library demands it: release the group. Idempotent."""
+        """Collective where the library demands it: release the group. Idempotent.
+
+        Where transfers are under way, because other ranks have not closed, their memory is kept.
+        """
 
 
 class Transport(Group, Protocol):

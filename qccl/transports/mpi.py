@@ -41,8 +41,9 @@ _FINALIZE_SECONDS = 10
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
 
-#: transports that failed: MPI may still hold addresses in what they posted
+#: what MPI may still work on, with the memory: transports that failed, and those that were closed before the others'
 _abandoned: list[MpiTransport] = []
+_unfinished: list[MpiTransport] = []
 
 
 def _network() -> int:
@@ -213,12 +214,12 @@ class MpiTransport:
             MPI.Request.Testsome(self._requests)
 
     def close(self) -> None:
-        if self._requests:  # MPI still works on them: the communicator cannot be given back
-            self.abort("it was closed with transfers under way")
         if self._gone:
             return
         self._gone = True
-        if not MPI.Is_finalized():
+        if self._requests:  # a rank has not closed yet, and what it sends would come to another communicator
+            _unfinished.append(self)
+        elif not MPI.Is_finalized():
             with contextlib.suppress(MPI.Exception):
                 self._comm.Free()
 

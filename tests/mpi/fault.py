@@ -44,10 +44,21 @@ def fail(comm: qccl.Communicator, how: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stay(comm: qccl.Communicator) -> None:
+    """No failure: the others have long left."""
+    with comm:
+        if comm.rank == 1:
+            time.sleep(TIMEOUT + mpi._FINALIZE_SECONDS + 2)
+    sys.stdout.write(f"rank {comm.rank} left\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     how = sys.argv[1]
     comm = qccl.init(timeout=TIMEOUT)
     reduce(comm, 1000)
+    if how == "stay":
+        return stay(comm)
     if comm.rank == 1 and not how.startswith("late"):
         fail(comm, how)
     start = time.monotonic()
