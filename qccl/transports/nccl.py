@@ -109,6 +109,7 @@ class NcclTransport:
 
         A new one is made of the same ranks and GPUs; the given one is used for one broadcast and left as it was.
         """
+        require()
         given = _BareCommunicator(comm) if isinstance(comm, int) else comm
         try:
             device, found = given.device_id(), (given.rank_id(), given.size())

@@ -1,0 +1,400 @@
+"""The CUDA engine: puts the steps of schedules on streams, and watches over them.
+
+The host never waits in a call. Work is put behind the caller's stream, on a lane of its own for computing and one for
+communicating (streams.py says what waits for what), and the caller's stream goes on behind it. All runs of a
+communicator share the two lanes, so that each is ordered behind the one before; a program may be started again at once.
+
+NCCL has no deadlines, so a thread watches: it asks which runs are done, and whether NCCL has met an error. At the
+deadline of a run it aborts the communicator; then that run and all later ones fail, and so does the next call.
+
+In a stream capture the same steps go on lanes of their own, which join the capture by the caller's event. Nothing is
+allocated and nothing waits, so a call becomes part of a CUDA graph. Replays are not watched: Communicator.check() is.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+from qccl.engines import cuda_source
+from qccl.engines.agreement import Header, disagreement
+from qccl.engines.cuda_program import CudaProgram
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
+from qccl.gpu import NOT_READY, mapped, on_device, require, wait_for
+from qccl.schedule import Lane, Schedule
+from qccl.transports.base import DeviceTransport
+
+require()  # without CUDA, this module says so when it is imported
+
+__all__ = ["CudaEngine", "CudaRun"]
+
+#: how often the watching thread looks
+_WATCH_SECONDS = 0.01
+_IDLE_SECONDS = 1.0
+#: how long a failing rank waits for its own thread that is in the middle of a call
+_GRACE_SECONDS = 1.0
+_EVENTS = 32
+_HOST_TO_DEVICE = 1
+
+#: engines that may have work under way when the process ends
+_live: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
+
+
+class CudaRun:
+    """One run of a program (interface: Execution).
+
+    Attributes:
+        what: the call, for messages.
+        deadline: in time.monotonic() seconds.
+        stream: the caller's.
+        event: complete when the run is.
+        captured: it was put into a graph, and has not run.
+        on_stream: all of it has been put on its streams.
+        done, failure: what became of it.
+    """
+
+    is_ordered = True
+
+    def __init__(self, engine: CudaEngine, what: str, deadline: float, stream: int, *, captured: bool) -> None:
+        self._engine = engine
+        self.what, self.deadline, self.stream, self.captured = what, deadline, stream, captured
+        self.event: Any = None
+        self.kept: object = None
+        self.on_stream = False
+        self.done = False
+        self.failure: QcclError | None = None
+        self.finish: Callable[[], None] | None = None
+
+    def step(self) -> bool:
+        self._check()
+        self._engine.sweep()
+        self._check()
+        return self.done
+
+    def run(self, limit: float | None = None) -> bool:
+        if self.captured:
+            raise ArgumentError(f"{self.what} was put into a graph and has not run; synchronize after a replay")
+        self._engine.wait_until(lambda: self.done or self.failure is not None, self.deadline, self.what, limit)
+        self._check()
+        return self.done
+
+    def detach(self, *, at_once: bool) -> None:
+        """Nothing: it progresses by itself."""
+
+    def order(self) -> None:
+        self._check()
+        self._engine.order(self)
+
+    def waits_for(self) -> str:
+        return f"{self.what} is not done"
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+
+class CudaEngine:
+    """Runs schedules on one GPU of a transport. One thread at a time may use it."""
+
+    #: few large chunks: each costs launches and a group, some ten microseconds, and fills the GPU only when it is large
+    chunk_elements: int | None = 4 << 20
+
+    def __init__(self, transport: DeviceTransport) -> None:
+        self.transport = transport
+        self.device = transport.device
+        self.rank, self.size = transport.rank, transport.size
+        cuda = require().cupy.cuda
+        with on_device(self.device):
+            self._home, *spare = (cuda.Stream(non_blocking=True) for _ in range(3))
+            self._free = [cuda.Event(disable_timing=True) for _ in range(_EVENTS)]
+        self._capture = spare
+        self.lanes: Mapping[Lane, int] = {Lane.COMPUTE: self._home.ptr, Lane.COMM: transport.stream}
+        self.capture_lanes: Mapping[Lane, int] = {Lane.COMPUTE: spare[0].ptr, Lane.COMM: spare[1].ptr}
+        self._enqueuing = threading.RLock()
+        self._state = threading.Lock()  # of what follows; never held while anything blocks
+        self._pending: deque[CudaRun] = deque()
+        self._failure: QcclError | None = None
+        self._closed = False
+        self._agreed: set[str] = set()
+        self._captured: list[CudaProgram] = []
+        self._kernels: dict[str, Any] = {}
+        self._threads = threading.local()
+        self._wake = threading.Event()
+        self._watcher: threading.Thread | None = None
+        _live.add(self)
+
+    @property
+    def failure(self) -> QcclError | None:
+        """What ended the group, or None."""
+        return self._failure
+
+    def compile(self, schedule: Schedule) -> CudaProgram:
+        """Prepare a schedule of this rank: compile its kernels, and take its workspace."""
+        self._check_usable()
+        with self._translated(), on_device(self.device):
+            return CudaProgram(self, schedule)
+
+    def agree(self, header: Header, timeout: float) -> None:
+        """Collective, on the first use of a signature: whether all ranks mean the same call."""
+        if self.size == 1 or header.text in self._agreed:
+            return
+        self._check_usable()
+        mine = header.pack()
+        for peer, theirs in enumerate(self.transport.allgather(mine, timeout)):
+            if theirs != mine:
+                raise disagreement(mine, theirs, self.rank, peer)
+        self._agreed.add(header.text)
+
+    def check(self, timeout: float, stream: int | None = None) -> None:
+        """Wait until all runs are done, and ``stream``; raise what went wrong."""
+        deadline = time.monotonic() + timeout
+        self._check_usable()
+        if stream is not None:
+            event = self.take_event()
+            with self._translated(), on_device(self.device):
+                require().runtime.eventRecord(event.ptr, stream)
+                try:
+                    wait_for(event.ptr, deadline, "the stream", self._check_usable)
+                except CollectiveTimeout as error:
+                    self.fail(error)
+                    raise
+            with self._state:
+                self._free.append(event)
+        self.wait_until(lambda: not self._pending, deadline, "a call")
+        self._check_usable()
+        self.transport.check()
+
+    def abort(self, reason: str) -> None:
+        """Give up: everything under way here fails with ``reason``; the other ranks reach their deadlines."""
+        self.fail(PeerLost(reason))
+
+    def close(self, timeout: float) -> None:
+        """Wait until all runs are done (at the latest ``timeout`` seconds), and leave. Idempotent."""
+        if self._closed:
+            return
+        if self._failure is None:
+            with contextlib.suppress(QcclError):  # it is in the runs that failed
+                self.wait_until(lambda: not self._pending, time.monotonic() + timeout, "a call")
+        self._closed = True
+        self._wake.set()
+        if self._watcher is not None:
+            self._watcher.join(_GRACE_SECONDS)
+        _live.discard(self)
+
+    # -- used by programs and runs -----------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> Any:
+        """Memory from CuPy's pool, from the part of it that belongs to the computing lane.
+
+        What is freed there is given again only to what runs on that lane later, and every run begins and ends on it: so
+        memory is never used twice at once, whichever lanes use it.
+        """
+        with self._home:
+            return require().cupy.cuda.alloc(nbytes)
+
+    def write(self, contents: Mapping[int, bytes]) -> None:
+        """Write into memory of allocate(), behind whatever used it before."""
+        copy = require().runtime.memcpyAsync
+        for address, content in contents.items():
+            source = ctypes.create_string_buffer(content, len(content))
+            copy(address, ctypes.addressof(source), len(content), _HOST_TO_DEVICE, self._home.ptr)
+
+    def kernels(self, names: Iterable[str]) -> dict[str, int]:
+        """Kernels by their names in cuda_source: functions, compiled for this GPU when they are first asked for.
+
+        Not by CuPy's RawModule: it adds -ftz=true, and bytes would not be the host's.
+        """
+        names = tuple(dict.fromkeys(names))
+        new = [name for name in names if name not in self._kernels]
+        if new:
+            cuda = require().cupy.cuda
+            code, options = cuda_source.source(new)
+            binary, mapping = cuda.compiler.compile_using_nvrtc(code, options, name_expressions=tuple(new))
+            module = cuda.function.Module()
+            module.load(binary)
+            for name in new:
+                self._kernels[name] = module.get_function(mapping.get(name, name))
+        return {name: self._kernels[name].ptr for name in names}
+
+    def start(self, program: CudaProgram, run: CudaRun, enqueue: Callable[[Mapping[Lane, int], int], None]) -> None:
+        """Put a run on the lanes."""
+        with self._enqueuing:
+            self._check_usable()
+            run.event = self.take_event()
+            if run.captured:
+                self._captured.append(program)  # the graph holds its addresses for as long as it lives
+            else:
+                with self._state:
+                    self._pending.append(run)
+                self._watch()
+            try:
+                with self._on_device():
+                    enqueue(self.capture_lanes if run.captured else self.lanes, run.event.ptr)
+            except BaseException as error:  # part of it may be on its way
+                ours = error if isinstance(error, QcclError) else mapped(error)
+                self.fail(ours or PeerLost(f"rank {self.rank} gave up: {type(error).__name__}: {error}"))
+                if ours is None or ours is error:
+                    raise
+                raise ours from error
+            run.on_stream = True
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether what is put on ``stream`` becomes part of a graph."""
+        if stream in (0, 1):  # the legacy default stream cannot be captured
+            return False
+        with self._translated():
+            return bool(require().runtime.streamIsCapturing(stream))
+
+    def take_event(self) -> Any:
+        """An event that nobody uses."""
+        with self._state:
+            if self._free:
+                return self._free.pop()
+        return require().cupy.cuda.Event(disable_timing=True)
+
+    def order(self, run: CudaRun) -> None:
+        """Let the caller's stream wait for the run (the default stream is one of the current device)."""
+        with self._state, self._translated(), self._on_device():
+            if not run.done and run.event is not None:
+                require().runtime.streamWaitEvent(run.stream, run.event.ptr)
+
+    def sweep(self) -> None:
+        """Find out which runs are done. They end in the order in which they were started."""
+        query = require().runtime.eventQuery
+        over: list[CudaRun] = []
+        status = 0
+        with self._state:
+            while self._pending and self._pending[0].on_stream:
+                status = query(self._pending[0].event.ptr)
+                if status:
+                    break
+                over.append(self._pending.popleft())
+        for run in over:
+            if run.finish is not None:
+                run.finish()
+            run.done = True
+            with self._state:
+                self._free.append(run.event)
+                run.event = None
+            run.kept = None
+        if status not in (0, NOT_READY):
+            error = require().runtime.CUDARuntimeError(status)
+            self.fail(mapped(error) or EngineError(str(error)))
+
+    def wait_until(self, condition: Callable[[], bool], deadline: float, what: str, limit: float | None = None) -> None:
+        """Block until ``condition``, which runs that end make true, or ``limit``; at the deadline the engine fails."""
+        nap = 10e-6
+        while True:
+            self.sweep()
+            if condition() or self._failure is not None:
+                return
+            now = time.monotonic()
+            if limit is not None and now > limit:
+                return
+            if now > deadline:
+                self.fail(CollectiveTimeout(f"rank {self.rank} reached the deadline of {what}"))
+                return
+            time.sleep(nap)
+            nap = min(2 * nap, 500e-6)
+
+    # -- failure -----------------------------------------------------------------------------------------------------
+
+    def fail(self, error: QcclError) -> None:
+        """End everything; only the first reason counts."""
+        with self._state:
+            if self._failure is not None or self._closed:
+                return
+            self._failure = error
+            for run in self._pending:  # they and their arrays stay: the device may still use them
+                run.failure = error
+        patient = self._enqueuing.acquire(timeout=_GRACE_SECONDS)  # it may be held by a call that NCCL blocks
+        try:
+            self.transport.abort(str(error))
+        finally:
+            if patient:
+                self._enqueuing.release()
+
+    def _watch(self) -> None:
+        """Have a thread look after what is pending."""
+        if self._watcher is None:
+            self._watcher = threading.Thread(target=_watch_over, args=(weakref.ref(self),), daemon=True)
+            self._watcher.name = f"qccl watchdog of rank {self.rank}"
+            self._watcher.start()
+        self._wake.set()
+
+    def look(self) -> bool:
+        """One look of the watching thread; whether there is anything left to watch."""
+        self.sweep()
+        try:
+            self.transport.check()
+        except QcclError as error:
+            self.fail(error)
+        with self._state:
+            pending = list(self._pending)
+        now = time.monotonic()
+        late = next((run for run in pending if run.deadline < now), None)
+        if late is not None:
+            self.fail(CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.what}; it was aborted"))
+        if not pending:
+            self._wake.clear()
+            with self._state:
+                if self._pending:  # started between the two
+                    self._wake.set()
+        return not self._closed and self._failure is None
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise ArgumentError("this engine is closed")
+        if self._failure is not None:
+            raise self._failure
+
+    @contextlib.contextmanager
+    def _on_device(self) -> Iterator[None]:
+        """Make the GPU the thread's current one, as the driver's launches need, if it is not."""
+        before = require().runtime.getDevice()
+        if before == self.device and getattr(self._threads, "ready", False):
+            yield
+        else:
+            with on_device(self.device):
+                self._threads.ready = True
+                yield
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            ours = mapped(error)
+            if ours is None:
+                raise
+            raise ours from error
+
+
+def _watch_over(reference: weakref.ref[CudaEngine]) -> None:
+    """The watching thread. It holds the engine only while it looks, and must not disturb captures of other threads."""
+    engine = reference()
+    if engine is None:
+        return
+    gpu = require()
+    gpu.runtime.setDevice(engine.device)
+    gpu.bindings.cuThreadExchangeStreamCaptureMode(gpu.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
+    wake = engine._wake
+    while engine is not None and engine.look():
+        del engine
+        wake.wait(_IDLE_SECONDS)
+        time.sleep(_WATCH_SECONDS)
+        engine = reference()
+
+
+@atexit.register
+def _wait_for_the_last() -> None:
+    """A rank that ends its process must not take away what others still wait for."""
+    for engine in list(_live):
+        engine.close(10.0)

@@ -1,0 +1,298 @@
+"""A schedule made ready for a GPU: its workspace, its kernels and tables, and the calls that put a run on streams.
+
+Everything that a launch is told lies in memory that is written once: the jobs on the device, the arguments on the host.
+What changes from run to run are the addresses of the caller's buffers and the call's number, and those are a few words.
+So a run is a list of prepared calls, done one after the other: launch, record, wait, group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qccl.dtypes import DType
+from qccl.engines import cuda_source
+from qccl.engines.agreement import Header
+from qccl.engines.cuda_source import Launch
+from qccl.engines.streams import HOME, Step, steps
+from qccl.errors import ArgumentError, EngineError
+from qccl.gpu import require
+from qccl.schedule import Exchange, Lane, Leg, Native, Op, Role, Schedule, Span, reads, writes
+from qccl.trace import TraceEvent
+from qccl.transports.base import Call, DeviceLeg
+
+if TYPE_CHECKING:
+    from qccl.engines.cuda import CudaEngine, CudaRun
+
+__all__ = ["CudaProgram"]
+
+_ALIGNMENT = 256
+
+
+class CudaProgram:
+    """A compiled schedule with its workspace. It may be started again while it runs.
+
+    Attributes:
+        workspace_nbytes: bytes of the workspace, tables included.
+    """
+
+    def __init__(self, engine: CudaEngine, schedule: Schedule) -> None:
+        if (schedule.rank, schedule.size) != (engine.rank, engine.size):
+            raise ArgumentError(
+                f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {engine.rank} of "
+                f"{engine.size}"
+            )
+        self._engine = engine
+        self._schedule = schedule
+        self._steps = steps(schedule)
+        self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
+        self._bound = {n: i for n, i in self._numbers.items() if schedule.buffers[n].role is not Role.WORK}
+        self._launches = {s: self._launch(step.ops) for s, step in enumerate(self._steps) if _is_launch(step)}
+        self._memory = (ctypes.c_uint64 * cuda_source.MEMORY_WORDS)()
+        self._call = ctypes.c_uint64()  # the arguments of the kernel that sets the call's number
+        self._is_replay = ctypes.c_uint32()
+        self._kept: list[Any] = []  # what the arguments of launches point to
+        engine.kernels([name for launch in self._launches.values() for name in launch.kernels])  # in one compilation
+        self._prepared = self._upload()
+        cuda = require().cupy.cuda
+        self._arrival = cuda.Event(disable_timing=True)
+        self._events = {s: cuda.Event(disable_timing=True) for s, step in enumerate(self._steps) if step.records}
+        self._calls: dict[bool, list[Call]] = {}
+
+    def start(
+        self,
+        bindings: Mapping[str, int],
+        *,
+        call: int,
+        header: Header,
+        deadline: float,
+        trace: list[TraceEvent] | None = None,
+        streams: Sequence[int] = (),
+    ) -> CudaRun:
+        """Begin a run; see engines.base.Program."""
+        from qccl.engines.cuda import CudaRun
+
+        if bindings.keys() != self._bound.keys():
+            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
+        streams = tuple(streams) or (0,)
+        captured = self._engine.is_capturing(streams[0])
+        if captured and trace is not None:
+            raise ArgumentError("a call that is put into a graph cannot be traced; leave trace out")
+        run = CudaRun(self._engine, f"{header.text} (call {header.sequence})", deadline, streams[0], captured=captured)
+
+        def enqueue(lanes: Mapping[Lane, int], event: int) -> None:
+            for name, number in self._bound.items():
+                self._memory[number] = bindings[name]
+            # replays of a graph count on from here, in numbers that no call outside a graph has
+            self._call.value = call + 1 << 32 if captured else call
+            self._is_replay.value = captured
+            calls = self._traced_calls(lanes, run, trace) if trace is not None else self._calls_on(lanes, captured)
+            self._put(streams[:1] if captured else streams, lanes[HOME], calls, event)
+
+        self._engine.start(self, run, enqueue)
+        return run
+
+    # -- a run -------------------------------------------------------------------------------------------------------
+
+    def _put(self, streams: Sequence[int], home: int, calls: list[Call], event: int) -> None:
+        """Everything comes behind what is on the caller's streams, and ``event`` behind everything."""
+        runtime, arrival = require().runtime, self._arrival.ptr
+        for stream in streams:
+            runtime.eventRecord(arrival, stream)
+            runtime.streamWaitEvent(home, arrival)
+        for function, arguments in calls:
+            function(*arguments)
+        runtime.eventRecord(event, home)
+
+    def _calls_on(self, lanes: Mapping[Lane, int], captured: bool) -> list[Call]:
+        if captured not in self._calls:
+            self._calls[captured] = [c for s in range(len(self._steps)) for part in self._step(s, lanes) for c in part]
+        return self._calls[captured]
+
+    def _step(self, number: int, lanes: Mapping[Lane, int]) -> tuple[list[Call], list[Call], list[Call]]:
+        """What a step waits for, what it does, and what it tells."""
+        runtime = require().runtime
+        step = self._steps[number]
+        stream = lanes[step.lane]
+        waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in step.waits]
+        done: list[Call] = []
+        if step.records and number < len(self._steps) - 1:
+            done.append((runtime.eventRecord, (self._events[number].ptr, stream)))
+        return waits, self._work(number, stream), done
+
+    def _work(self, number: int, stream: int) -> list[Call]:
+        step = self._steps[number]
+        if number == 0:
+            return [self._count_call(stream)] if any(each.draws for each in self._launches.values()) else []
+        if number in self._prepared:
+            gpu, prepared = require(), self._prepared[number]
+            calls: list[Call] = []
+            if prepared.scratch_nbytes:
+                calls.append((gpu.runtime.memsetAsync, (prepared.scratch, 0, prepared.scratch_nbytes, stream)))
+            launch = gpu.driver.launchKernel
+            return calls + [(launch, (*kernel, stream, arguments, 0)) for kernel, arguments in prepared.launches]
+        return [call for op in step.ops for call in self._transfers(self._schedule.ops[op], stream)]
+
+    def _transfers(self, op: Op, stream: int) -> list[Call]:
+        transport = self._engine.transport
+        if isinstance(op, Exchange):
+            return transport.exchange(self._legs(op.sends), self._legs(op.recvs), stream)
+        if isinstance(op, Native):
+            return self._native(op, stream)
+        raise EngineError(f"the CUDA engine cannot run {type(op).__name__}")
+
+    def _legs(self, legs: Sequence[Leg]) -> list[DeviceLeg]:
+        buffers = self._schedule.buffers
+        for leg in legs:
+            if buffers[leg.span.buffer].role is not Role.WORK:
+                raise EngineError(f"a leg transfers {leg.span.buffer!r}; legs must be in work buffers")
+        return [DeviceLeg(leg.peer, self._address(leg.span), self._nbytes(leg.span)) for leg in legs]
+
+    def _native(self, op: Native, stream: int) -> list[Call]:
+        """A collective of the library, in the plan's workspace."""
+        span = op.dst if op.kind == "reduce_scatter" else op.src or op.dst
+        if span is None:
+            raise EngineError(f"{op.kind} of this rank has neither source nor target")
+        for each in (op.src, op.dst):
+            if each is not None and self._schedule.buffers[each.buffer].role is not Role.WORK:
+                raise EngineError(f"{op.kind} works on {each.buffer!r}; collectives of NCCL must be in work buffers")
+        dtype = self._schedule.buffers[span.buffer].dtype
+        if dtype is None:
+            raise EngineError(f"{op.kind} works on {span.buffer!r}, a buffer of bytes")
+        source, target = (0 if each is None else self._address(each) for each in (op.src, op.dst))
+        ranks = self._schedule.groups.get(op.group, tuple(range(self._schedule.size)))
+        return self._engine.transport.native(op.kind, ranks, source, target, len(span), dtype, op.op, op.root, stream)
+
+    def _count_call(self, stream: int) -> Call:
+        """Random numbers are keyed by a number on the device, which the replays of a graph count up themselves."""
+        arguments = self._pack(self._counter, self._call, self._is_replay)
+        kernel = self._engine.kernels([cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
+        return require().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, 0)
+
+    # -- a traced run ------------------------------------------------------------------------------------------------
+
+    def _traced_calls(self, lanes: Mapping[Lane, int], run: CudaRun, trace: list[TraceEvent]) -> list[Call]:
+        """The same calls, with an event before and after each step; ``trace`` is filled when the run is done."""
+        gpu = require()
+        begin, now = gpu.cupy.cuda.Event(), time.perf_counter()
+        calls: list[Call] = [(gpu.runtime.eventRecord, (begin.ptr, lanes[HOME]))]
+        events = []
+        for s, step in enumerate(self._steps):
+            waits, work, done = self._step(s, lanes)
+            if not step.ops:
+                calls += [*waits, *work, *done]
+                continue
+            start, stop = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
+            record, stream = gpu.runtime.eventRecord, lanes[step.lane]
+            calls += [*waits, (record, (start.ptr, stream)), *work, (record, (stop.ptr, stream)), *done]
+            kind = type(self._schedule.ops[step.ops[0]]).__name__.lower()
+            events.append((step.lane.value, f"{kind} {step.ops[0]}", start, stop))
+
+        def finish() -> None:
+            def at(event: Any) -> float:
+                return now + float(gpu.runtime.eventElapsedTime(begin.ptr, event.ptr)) / 1e3
+
+            trace.extend(
+                TraceEvent(self._schedule.rank, lane, name, at(start), at(stop)) for lane, name, start, stop in events
+            )
+
+        run.finish = finish
+        return calls
+
+    # -- what is made once -------------------------------------------------------------------------------------------
+
+    def _launch(self, ops: Sequence[int]) -> Launch:
+        found = [self._schedule.ops[i] for i in ops]
+        return cuda_source.launch(found, self._schedule.rank, self._dtype(found[0]), self._place)
+
+    def _dtype(self, op: Op) -> DType:
+        for span in (*writes(op), *reads(op)):
+            dtype = self._schedule.buffers[span.buffer].dtype
+            if dtype is not None:
+                return dtype
+        raise EngineError(f"{type(op).__name__} without values: all its buffers are of bytes")
+
+    def _place(self, span: Span) -> tuple[int, int]:
+        """Buffer number and byte offset."""
+        return self._numbers[span.buffer], span.start * self._schedule.buffers[span.buffer].itemsize
+
+    def _address(self, span: Span) -> int:
+        number, offset = self._place(span)
+        return int(self._memory[number]) + offset
+
+    def _nbytes(self, span: Span) -> int:
+        return len(span) * self._schedule.buffers[span.buffer].itemsize
+
+    def _upload(self) -> dict[int, _Prepared]:
+        """Take the workspace, write the tables into it, and prepare the launches of each step."""
+        layout = _Layout()
+        works = {n: layout.take(b.nbytes) for n, b in self._schedule.buffers.items() if b.role is Role.WORK}
+        counter = layout.take(cuda_source.CALL_NBYTES)
+        layout.content[counter] = bytes(cuda_source.CALL_NBYTES)
+        scratch = {s: layout.take(launch.scratch_nbytes) for s, launch in self._launches.items()}
+        tables = {
+            s: (layout.put(launch.jobs.tobytes()), layout.put(launch.sources.tobytes()))
+            for s, launch in self._launches.items()
+        }
+        self._workspace = self._engine.allocate(max(layout.nbytes, 1))
+        self.workspace_nbytes = layout.nbytes
+        base = self._workspace.ptr
+        for name, offset in works.items():
+            self._memory[self._numbers[name]] = base + offset
+        self._memory[cuda_source.CALL_WORD] = base + counter
+        self._counter = ctypes.c_uint64(base + counter)
+        self._engine.write({base + offset: content for offset, content in layout.content.items()})
+        return {
+            s: self._prepare(launch, base + tables[s][0], base + tables[s][1], base + scratch[s])
+            for s, launch in self._launches.items()
+        }
+
+    def _prepare(self, launch: Launch, jobs: int, sources: int, scratch: int) -> _Prepared:
+        kernels = self._engine.kernels(launch.kernels)
+        parameters = launch.parameters.copy()
+        parameters["scratch"] = scratch
+        blob = ctypes.create_string_buffer(parameters.tobytes())
+        arguments = self._pack(ctypes.c_uint64(jobs), ctypes.c_uint64(sources), blob, self._memory)
+        geometry = (*launch.grid, *launch.block, launch.shared)
+        return _Prepared(
+            [((kernels[name], *geometry), arguments) for name in launch.kernels], scratch, launch.scratch_nbytes
+        )
+
+    def _pack(self, *arguments: Any) -> int:
+        """The address of a launch's arguments: pointers to each of them."""
+        pointers = (ctypes.c_void_p * len(arguments))(*(ctypes.addressof(each) for each in arguments))
+        self._kept += [pointers, *arguments]
+        return ctypes.addressof(pointers)
+
+
+class _Prepared(NamedTuple):
+    """The launches of a step, each a function with its geometry, and its arguments; and memory that is zero before."""
+
+    launches: list[tuple[tuple[int, ...], int]]
+    scratch: int
+    scratch_nbytes: int
+
+
+class _Layout:
+    """Offsets of pieces of memory one after the other, and what some of them contain from the start."""
+
+    def __init__(self) -> None:
+        self.nbytes = 0
+        self.content: dict[int, bytes] = {}
+
+    def take(self, nbytes: int) -> int:
+        offset = self.nbytes
+        self.nbytes += -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+        return offset
+
+    def put(self, content: bytes) -> int:
+        offset = self.take(len(content))
+        if content:
+            self.content[offset] = content
+        return offset
+
+
+def _is_launch(step: Step) -> bool:
+    return bool(step.ops) and step.lane is Lane.COMPUTE

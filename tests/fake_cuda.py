@@ -1,0 +1,684 @@
+"""A GPU made of a random scheduler: the part of CuPy and cuda-python that qccl uses, with device memory on the host.
+
+What is put on streams is not done at once. It becomes nodes of a graph whose edges are exactly what CUDA promises (the
+order of a stream, and events), and nodes whose predecessors are done run in an order drawn at random, whenever the host
+asks whether something is done. A missing edge therefore shows as wrong bytes. Kernels do their jobs with the host's
+compiled codecs; the transfers of an NCCL group take place when both sides have come to them.
+
+Also as on a GPU: what a capture must not do raises, memory freed is given again at once (to the same stream), and a
+communicator of NCCL is made when all ranks have come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import random
+import sys
+import threading
+import time
+from collections import defaultdict, deque
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+NOT_READY = 600
+NCCL_VERSION = 22800
+DEVICES = 8
+BARRIER_SECONDS = 10.0
+
+
+class CUDARuntimeError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"cudaError{status}: fake")
+        self.status = status
+
+
+class CUDADriverError(CUDARuntimeError):
+    pass
+
+
+class NcclError(RuntimeError):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"NCCL_ERROR_{status}: fake")
+        self.status = status
+
+
+class Node:
+    """Something on a stream. ``run`` returns False while it cannot be done yet."""
+
+    def __init__(self, what: str, after: set[Node], run: Any = None) -> None:
+        self.what, self.after, self.run, self.done = what, after, run, False
+
+
+class World:
+    """All devices, their streams and events, and what is under way."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.lock = threading.RLock()
+        self.random = random.Random(seed)
+        self.local = threading.local()
+        self.numbers = itertools.count(0x1000, 16)
+        self.pending: list[Node] = []
+        self.tail: dict[int, Node | None] = {-1 - device: None for device in range(DEVICES)}
+        self.recorded: dict[int, tuple[Node | None, int | None]] = {}  # event -> node, capture
+        self.captures: dict[int, Capture] = {}  # stream -> the capture it is part of
+        self.calls: list[tuple[Any, ...]] = []  # what the host asked for, for tests of the order
+        self.memory: dict[int, Block] = {}
+        self.devices: dict[int, int] = {}  # address -> device
+        self.arenas: defaultdict[int, list[Block]] = defaultdict(list)
+        self.meetings: dict[bytes, Meeting] = {}
+        self.reused = 0  # allocations that got memory which had been given back
+        self.error = 0  # what eventQuery returns
+        self.frozen = False  # nothing runs
+
+    # -- streams ---------------------------------------------------------------------------------------------------
+
+    def stream(self, number: int) -> int:
+        """The stream of a number: each device has its own legacy default stream."""
+        return -1 - self.local.__dict__.get("device", 0) if number in (0, 1) else number
+
+    def put(self, stream: int, what: str, run: Any = None) -> Node:
+        stream = self.stream(stream)
+        with self.lock:
+            if stream not in self.tail:
+                raise CUDARuntimeError(400)
+            capture = self.captures.get(stream)
+            before = self.tail[stream] if capture is None else capture.tail[stream]
+            node = Node(what, {before} if before else set(), run)
+            if capture is None:
+                self.tail[stream] = node
+                self.pending.append(node)
+            else:
+                capture.tail[stream] = node
+                capture.nodes.append(node)
+            return node
+
+    def record(self, event: int, stream: int) -> None:
+        with self.lock:
+            self.calls.append(("record", event, stream))
+            stream = self.stream(stream)
+            if stream not in self.tail:
+                raise CUDARuntimeError(400)
+            capture = self.captures.get(stream)
+            node = self.tail[stream] if capture is None else capture.tail[stream]
+            self.recorded[event] = node, None if capture is None else id(capture)
+
+    def wait(self, stream: int, event: int) -> None:
+        with self.lock:
+            self.calls.append(("wait", stream, event))
+            stream = self.stream(stream)
+            node, captured = self.recorded[event]
+            if captured is not None and stream not in self.captures:
+                joined = next(c for c in self.captures.values() if id(c) == captured)
+                self.captures[stream] = joined
+                joined.tail[stream] = node
+                return
+            mine = self.captures.get(stream)
+            if (id(mine) if mine else None) != captured:
+                raise CUDARuntimeError(905)  # cudaErrorStreamCaptureIsolation
+            if node is not None and not node.done:
+                self.put(stream, "wait").after.add(node)
+
+    def run(self, budget: int = 20) -> None:
+        """Do some of what can be done."""
+        with self.lock:
+            for _ in range(0 if self.frozen else budget):
+                able = [n for n in self.pending if all(p.done for p in n.after)]
+                self.random.shuffle(able)
+                for node in able:
+                    if node.run is None or node.run() is not False:
+                        node.done, node.run, node.after = True, None, set()
+                        self.pending.remove(node)
+                        break
+                else:
+                    return
+
+    def finish(self, condition: Any) -> None:
+        """Run until ``condition``; other threads may have to bring what is missing."""
+        deadline = time.monotonic() + 20
+        while not condition():
+            self.run()
+            assert time.monotonic() < deadline, f"the device hangs at {[n.what for n in self.pending]}"
+
+    def is_done(self, event: int) -> bool:
+        self.run()
+        with self.lock:
+            node, captured = self.recorded.get(event, (None, None))
+            if captured is not None:
+                raise CUDARuntimeError(907)  # cudaErrorCapturedEvent
+            return node is None or node.done
+
+    def forbid_in_capture(self) -> None:
+        if self.captures:
+            raise CUDARuntimeError(900)  # cudaErrorStreamCaptureUnsupported
+
+
+class Capture:
+    def __init__(self, origin: int) -> None:
+        self.origin = origin
+        self.tail: dict[int, Node | None] = {origin: None}
+        self.nodes: list[Node] = []
+
+
+class Graph:
+    """What a capture has become; launch() puts a copy of it on a stream."""
+
+    def __init__(self, world: World, nodes: list[Node]) -> None:
+        self._world, self.nodes = world, nodes
+
+    def launch(self, stream: Stream) -> None:
+        world = self._world
+        with world.lock:
+            first = world.put(stream.ptr, "graph begins")
+            copies: dict[Node, Node] = {}
+            for node in self.nodes:
+                after = {copies[p] for p in node.after} or {first}
+                copies[node] = Node(node.what, after, node.run)
+                world.pending.append(copies[node])
+            world.put(stream.ptr, "graph ends").after.update(copies.values())
+
+
+# -- CuPy ------------------------------------------------------------------------------------------------------------
+
+
+class Stream:
+    def __init__(
+        self, world: World, priority: int | None = None, non_blocking: bool = False, ptr: int | None = None
+    ) -> None:
+        self._world, self.ptr = world, next(world.numbers) if ptr is None else ptr
+        if ptr is None:
+            world.tail[self.ptr] = None
+
+    def __enter__(self) -> Stream:
+        self._world.local.__dict__.setdefault("streams", []).append(self)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._world.local.streams.pop()
+
+    def synchronize(self) -> None:
+        self._world.forbid_in_capture()
+        node = self._world.tail[self._world.stream(self.ptr)]
+        self._world.finish(lambda: node is None or node.done)
+
+    def begin_capture(self) -> None:
+        self._world.captures[self.ptr] = Capture(self.ptr)
+
+    def end_capture(self) -> Graph:
+        world = self._world
+        capture = world.captures[self.ptr]
+        joined, queue = set(), deque([capture.tail[self.ptr]])
+        while queue:
+            node = queue.popleft()
+            if node is not None and node not in joined:
+                joined.add(node)
+                queue.extend(node.after)
+        for stream in [s for s, c in world.captures.items() if c is capture]:
+            del world.captures[stream]
+        if not joined.issuperset(capture.nodes):
+            raise CUDARuntimeError(904)  # cudaErrorStreamCaptureUnjoined
+        return Graph(world, capture.nodes)
+
+
+class Event:
+    def __init__(self, world: World, disable_timing: bool = False) -> None:
+        self._world, self.ptr = world, next(world.numbers)
+
+    def record(self, stream: Stream) -> None:
+        self._world.record(self.ptr, stream.ptr)
+
+
+class Block:
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self.content = ctypes.create_string_buffer(nbytes + 256)
+        base = ctypes.addressof(self.content)
+        self.ptr = -(-base // 256) * 256
+
+
+class Pointer:
+    """Device memory from the pool: given back when forgotten, and then given again on the same stream."""
+
+    def __init__(self, world: World, nbytes: int) -> None:
+        world.forbid_in_capture()
+        streams = world.local.__dict__.get("streams")
+        self._arena = world.arenas[streams[-1].ptr if streams else 0]
+        fitting = next((b for b in self._arena if b.nbytes >= nbytes), None)
+        if fitting is not None:
+            self._arena.remove(fitting)
+            world.reused += 1
+        self._block = fitting or Block(nbytes)
+        ctypes.memset(self._block.ptr, 0xA5, self._block.nbytes)
+        self.ptr = self._block.ptr
+        world.memory[self.ptr] = self._block
+
+    def __del__(self) -> None:
+        self._arena.append(self._block)
+
+
+class Array:
+    """cupy.ndarray, as far as it is used: device memory with a shape and an element type; NumPy computes."""
+
+    world: World  # set by modules()
+
+    def __init__(self, shape: Any, dtype: Any, memptr: Any = None, device: int = 0, code: int = 2) -> None:
+        from dlpack import Producer
+
+        count = int(np.prod(shape))
+        nbytes = count * np.dtype(dtype).itemsize
+        self._memory = memptr or Pointer(self.world, nbytes)
+        content = (ctypes.c_char * max(nbytes, 1)).from_address(self._memory.ptr)
+        self.values = np.frombuffer(content, dtype, count).reshape(shape)
+        self.device = device
+        self.data = SimpleNamespace(ptr=self._memory.ptr)
+        self.orders: list[int | None] = []  # the streams that exports were to be ordered with
+        self._producer = Producer(self.values, code, device=(2, device))
+        self.world.devices[self._memory.ptr] = device
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.values.dtype
+
+    def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> Any:
+        self.orders.append(stream)
+        return self._producer.__dlpack__(max_version=max_version)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._producer.__dlpack_device__()
+
+    def __and__(self, other: Any) -> np.ndarray:
+        return self.values & other
+
+    def view(self, dtype: Any) -> Any:
+        return self.values.view(dtype)
+
+    def set(self, values: np.ndarray, stream: Any = None) -> None:
+        self.values[...] = values
+
+    def get(self) -> np.ndarray:
+        return self.values.copy()
+
+
+def array(values: np.ndarray, device: int = 0, code: int = 2) -> Array:
+    """A copy of ``values`` on a device; ``code`` is DLPack's of the element type."""
+    made = Array(values.shape, values.dtype, device=device, code=code)
+    made.values[...] = values
+    return made
+
+
+# -- NCCL ------------------------------------------------------------------------------------------------------------
+
+
+class Meeting:
+    """What the ranks of one communicator share."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.barrier = threading.Barrier(size)
+        self.legs: defaultdict[tuple[int, int], tuple[deque[list[Any]], deque[list[Any]]]] = defaultdict(
+            lambda: (deque(), deque())
+        )
+        self.collectives: defaultdict[int, dict[int, tuple[int, int, int]]] = defaultdict(dict)
+        self.splits: defaultdict[int, dict[int, Any]] = defaultdict(dict)
+        self.children: dict[Any, Meeting] = {}
+        self.aborted: set[int] = set()
+
+
+class NcclCommunicator:
+    def __init__(self, world: World, size: int, unique_id: bytes, rank: int) -> None:
+        with world.lock:
+            meeting = world.meetings.setdefault(unique_id, Meeting(size))
+        meeting.barrier.wait(BARRIER_SECONDS)
+        self._join(world, meeting, rank)
+
+    def _join(self, world: World, meeting: Meeting, rank: int) -> None:
+        self._world, self._meeting, self._rank = world, meeting, rank
+        self._collective = itertools.count()
+        self._split = itertools.count()
+        self.asynchronous_error = 0
+        self.comm = 1
+
+    def rank_id(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._meeting.size
+
+    def device_id(self) -> int:
+        return self._rank
+
+    def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._leg(0, (self._rank, peer), address, count, datatype, stream)
+
+    def recv(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
+        self._leg(1, (peer, self._rank), address, count, datatype, stream)
+
+    def _leg(self, side: int, pair: tuple[int, int], address: int, count: int, datatype: int, stream: int) -> None:
+        assert datatype == 1 and pair[0] != pair[1]
+        group = self._world.local.group
+        assert group is not None, "a transfer outside a group"
+        group.append((self._meeting, stream, side, pair, address, count, self._rank))
+
+    def allGather(self, source: int, target: int, count: int, datatype: int, stream: int) -> None:
+        def gather(parts: dict[int, tuple[int, int, int]]) -> None:
+            for rank, (their, _, _) in parts.items():
+                ctypes.memmove(target + rank * count, their, count)
+
+        self._together(source, target, count, stream, gather)
+
+    def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
+        self._together(source, target, count, stream, lambda parts: ctypes.memmove(target, parts[root][0], count))
+
+    def allReduce(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
+        dtype = {7: np.float32, 6: np.float16}[datatype]
+        nbytes = count * np.dtype(dtype).itemsize
+
+        def reduce(parts: dict[int, tuple[int, int, int]]) -> None:
+            values = [np.frombuffer(ctypes.string_at(parts[r][0], nbytes), dtype) for r in sorted(parts)]
+            total = np.sum(values, axis=0, dtype=dtype)
+            ctypes.memmove(target, total.ctypes.data, nbytes)
+
+        self._together(source, target, nbytes, stream, reduce)
+
+    def _together(self, source: int, target: int, nbytes: int, stream: int, finish: Any) -> None:
+        meeting, number = self._meeting, next(self._collective)
+        seen: dict[str, bytes] = {}
+
+        def run() -> bool:
+            if self._rank in meeting.aborted:
+                return True
+            arrived = meeting.collectives[number]
+            if self._rank not in arrived:
+                seen["mine"] = ctypes.string_at(source, nbytes)
+                kept = ctypes.create_string_buffer(seen["mine"], nbytes or 1)
+                arrived[self._rank] = ctypes.addressof(kept), nbytes, id(kept)
+                meeting.splits[-1 - number][self._rank] = kept  # keeps it alive
+            if len(arrived) < meeting.size:
+                return False
+            finish(arrived)
+            return True
+
+        self._world.put(stream, "collective", run)
+
+    def commSplit(self, color: int, key: int) -> NcclCommunicator | None:
+        number = next(self._split)
+        with self._world.lock:
+            self._meeting.splits[number][self._rank] = color, key
+        self._meeting.barrier.wait(10)
+        entries = self._meeting.splits[number]
+        if color < 0:
+            return None
+        members = sorted((k, r) for r, (c, k) in entries.items() if c == color)
+        with self._world.lock:
+            child = self._meeting.children.setdefault((number, color), Meeting(len(members)))
+        comm = NcclCommunicator.__new__(NcclCommunicator)
+        comm._join(self._world, child, members.index((key, self._rank)))
+        return comm
+
+    def check_async_error(self) -> None:
+        if self.asynchronous_error == 7:
+            raise KeyError(7)
+        if self.asynchronous_error:
+            raise NcclError(self.asynchronous_error)
+
+    def abort(self) -> None:
+        self._world.calls.append(("abort", self._rank))
+        self._meeting.aborted.add(self._rank)
+        self.comm = 0
+
+    def destroy(self) -> None:
+        self._world.calls.append(("destroy", self._rank))
+        self.comm = 0
+
+
+def group_start(world: World) -> None:
+    assert world.local.__dict__.get("group") is None
+    world.local.group = []
+
+
+def group_end(world: World) -> None:
+    legs, world.local.group = world.local.group, None
+    world.calls.append(("group", len(legs)))
+    for stream in dict.fromkeys(leg[1] for leg in legs):
+        _put_group(world, stream, [leg for leg in legs if leg[1] == stream])
+
+
+def _put_group(world: World, stream: int, legs: list[tuple[Any, ...]]) -> None:
+    """A node that is done when all of its transfers are; each run of it (a graph has many) posts them anew."""
+    state: dict[str, list[list[Any]]] = {}
+
+    def run() -> bool:
+        if any(rank in meeting.aborted for meeting, *_, rank in legs):
+            return True
+        if "posted" not in state:
+            state["posted"] = [[address, count, False] for *_, address, count, _ in legs]
+            for (meeting, _, side, pair, *_), entry in zip(legs, state["posted"], strict=True):
+                meeting.legs[pair][side].append(entry)
+        for meeting, _, _, pair, *_ in legs:
+            sends, receives = meeting.legs[pair]
+            while sends and receives:
+                source, target = sends.popleft(), receives.popleft()
+                assert source[1] == target[1], f"a send of {source[1]} bytes meets a receive of {target[1]}"
+                ctypes.memmove(target[0], source[0], source[1])
+                source[2] = target[2] = True
+        if all(entry[2] for entry in state["posted"]):
+            state.clear()
+            return True
+        return False
+
+    world.put(stream, f"group of {len(legs)}", run)
+
+
+# -- the modules -----------------------------------------------------------------------------------------------------
+
+
+class _StreamMaker:
+    """cupy.cuda.Stream, which is called, and has the default stream as an attribute."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.null = Stream(world, ptr=0)
+
+    def __call__(self, **arguments: Any) -> Stream:
+        return Stream(self._world, **arguments)
+
+
+#: what the kernels of the checks themselves do
+_SIMPLE = {
+    "spin": lambda nanoseconds: None,
+    "copy": lambda source, target, words: ctypes.memmove(target, source, 4 * words),
+}
+
+
+class _MemoryType(IntEnum):
+    CU_MEMORYTYPE_HOST = 1
+    CU_MEMORYTYPE_DEVICE = 2
+
+
+def _pointer_attributes(world: World, count: int, wanted: list[int], address: int) -> tuple[Any, list[int]]:
+    for start, block in world.memory.items():
+        if start <= address < start + block.nbytes:
+            return _Result.CUDA_SUCCESS, [2, world.devices.get(start, 0), 0, start, block.nbytes]
+    return _Result.CUDA_SUCCESS, [0, -2, 0, 0, 0]
+
+
+class _Result(IntEnum):
+    CUDA_SUCCESS = 0
+
+
+def _copy(world: World, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    if kind == 1:  # pageable memory has been read when the call returns
+        content = ctypes.string_at(source, nbytes)
+        world.put(stream, "copy to device", lambda: ctypes.memmove(target, content, nbytes))
+    else:
+        world.put(stream, "copy", lambda: ctypes.memmove(target, source, nbytes))
+
+
+def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
+    """The modules to put into sys.modules; ``kernels(name, arguments)`` returns what a launch does."""
+    functions: dict[int, str] = {}
+
+    def module(name: str, **content: Any) -> ModuleType:
+        made = ModuleType(name)
+        made.__dict__.update(content)
+        return made
+
+    def launch(f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, args: int, extra: int) -> None:  # fmt: skip  # noqa: E501
+        world.calls.append(("launch", functions[f], stream))
+        assert gx > 0 < gy and gz > 0 < bx and extra == 0
+        world.put(stream, functions[f], kernels(functions[f], (gx, gy, gz), args))
+
+    def raw_module(*, code: str, options: tuple[str, ...]) -> Any:
+        def get_function(name: str) -> Any:
+            return lambda grid, block, arguments: world.put(
+                world.local.streams[-1].ptr, name, lambda: _SIMPLE[name](*map(int, arguments))
+            )
+
+        return SimpleNamespace(get_function=get_function)
+
+    def compile_using_nvrtc(code: str, options: tuple[str, ...], *, name_expressions: tuple[str, ...]) -> Any:
+        world.forbid_in_capture()
+        assert "#include" in code and "--fmad=false" in options
+        return b"cubin", {name: f"mangled {name}" for name in name_expressions}
+
+    class Module:
+        def load(self, binary: bytes) -> None:
+            assert binary == b"cubin"
+
+        def get_function(self, mangled: str) -> Any:
+            pointer = next(world.numbers)
+            functions[pointer] = mangled.removeprefix("mangled ")
+            return SimpleNamespace(ptr=pointer)
+
+    def copy_now(target: int, source: int, nbytes: int, kind: int) -> None:
+        world.forbid_in_capture()
+        ctypes.memmove(target, source, nbytes)
+
+    def event_query(event: int) -> int:
+        if world.is_done(event):
+            return 0
+        return world.error or NOT_READY
+
+    def set_device(device: int) -> None:
+        if not 0 <= device < DEVICES:
+            raise CUDARuntimeError(101)
+        world.local.device = device
+
+    runtime = module(
+        "cupy.cuda.runtime",
+        CUDARuntimeError=CUDARuntimeError,
+        getDevice=lambda: world.local.__dict__.get("device", 0),
+        setDevice=set_device,
+        getDeviceCount=lambda: DEVICES,
+        eventRecord=world.record,
+        eventQuery=event_query,
+        eventElapsedTime=lambda a, b: 1.0,
+        streamWaitEvent=world.wait,
+        streamIsCapturing=lambda stream: stream in world.captures,
+        memcpy=copy_now,
+        memset=ctypes.memset,
+        deviceSynchronize=lambda: world.finish(lambda: not world.pending),
+        getDeviceProperties=lambda device: {"name": b"Fake 100"},
+        deviceGetPCIBusId=lambda device: f"0000:{device:02d}:00.0",
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 12090,
+        memcpyAsync=lambda *arguments: _copy(world, *arguments),
+        memsetAsync=lambda address, value, nbytes, stream: world.put(
+            stream, "memset", lambda: ctypes.memset(address, value, nbytes)
+        ),
+    )
+    driver = module("cupy.cuda.driver", CUDADriverError=CUDADriverError, launchKernel=launch)
+    unique = itertools.count()
+    nccl = module(
+        "cupy.cuda.nccl",
+        NcclError=NcclError,
+        NcclCommunicator=lambda size, unique_id, rank: NcclCommunicator(world, size, unique_id, rank),
+        available=True,
+        get_version=lambda: NCCL_VERSION,
+        get_unique_id=lambda: next(unique).to_bytes(128, "big"),
+        groupStart=lambda: group_start(world),
+        groupEnd=lambda: group_end(world),
+    )
+    streams = _StreamMaker(world)
+    cuda = module(
+        "cupy.cuda",
+        compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc),
+        function=SimpleNamespace(Module=Module),
+        runtime=runtime,
+        driver=driver,
+        nccl=nccl,
+        Stream=streams,
+        ExternalStream=lambda ptr: Stream(world, ptr=ptr),
+        get_elapsed_time=lambda begin, end: 1.0,
+        set_allocator=lambda allocator: None,
+        Event=lambda **arguments: Event(world, **arguments),
+        alloc=lambda nbytes: Pointer(world, nbytes),
+        alloc_pinned_memory=lambda nbytes: Block(nbytes),
+        get_current_stream=lambda device=None: (world.local.__dict__.get("streams") or [streams.null])[-1],
+        UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr),
+        MemoryPointer=lambda memory, offset: memory,
+    )
+    Array.world = world
+    cupy = module(
+        "cupy",
+        __version__="14.0.0",
+        cuda=cuda,
+        ndarray=Array,
+        empty=Array,
+        RawModule=raw_module,
+    )
+    bindings = module(
+        "cuda.bindings.driver",
+        CUpointer_attribute=SimpleNamespace(
+            CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2,
+            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9,
+            CU_POINTER_ATTRIBUTE_IS_MANAGED=8,
+            CU_POINTER_ATTRIBUTE_RANGE_START_ADDR=11,
+            CU_POINTER_ATTRIBUTE_RANGE_SIZE=12,
+        ),
+        CUmemorytype=_MemoryType,
+        CUresult=_Result,
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+        cuPointerGetAttributes=lambda n, wanted, address: _pointer_attributes(world, n, wanted, address),
+        cuThreadExchangeStreamCaptureMode=lambda mode: (_Result.CUDA_SUCCESS, mode),
+    )
+    package = module("cuda", bindings=module("cuda.bindings", driver=bindings))
+    return {
+        "cupy": cupy,
+        "cupy.cuda": cuda,
+        "cupy.cuda.runtime": runtime,
+        "cupy.cuda.driver": driver,
+        "cupy.cuda.nccl": nccl,
+        "cuda": package,
+        "cuda.bindings": package.bindings,
+        "cuda.bindings.driver": bindings,
+    }
+
+
+@contextlib.contextmanager
+def installed(world: World, kernels: Any) -> Any:
+    """Put the modules in place, and forget what was made of them afterwards."""
+    from qccl import gpu
+
+    made = modules(world, kernels)
+    ours = ("qccl.engines.cuda", "qccl.engines.cuda_program", "qccl.transports.nccl", "qccl.cuda_buffers")
+    saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
+    sys.modules.update(made)
+    gpu.require.cache_clear()
+    try:
+        yield made["cupy"]
+    finally:
+        for engine in list(getattr(sys.modules.get("qccl.engines.cuda"), "_live", ())):
+            engine.close(0.1)
+        for thread in threading.enumerate():
+            if thread.name.startswith("qccl"):
+                thread.join(5)
+        gpu.require.cache_clear()
+        for name, module in saved.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module

@@ -1,0 +1,109 @@
+"""What the kernels of a launch do on the fake GPU: the jobs of its table, by the host's compiled codecs."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from qccl import _host, dtypes
+from qccl.engines import cuda_source as cs
+
+_NOWHERE = 0xFFFFFFFF
+_DTYPES = {"Float32": dtypes.FLOAT32, "Float16": dtypes.FLOAT16, "BFloat16": dtypes.BFLOAT16}
+_OPS = {"sum": 0, "min": 1, "max": 2}
+
+
+def kind_of(name: str) -> str:
+    """What a kernel does: encode, decode, reduce or copy; CALL_KERNEL is its own kind."""
+    return name.removeprefix("qccl::").partition("<")[0]
+
+
+def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], None]:
+    """What a launch of kernel ``name`` does; its arguments by value are read at once, as by cuLaunchKernel."""
+    pointers = (ctypes.c_void_p * 4).from_address(arguments)
+    if name == cs.CALL_KERNEL:
+        words, value = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
+        return _count(words, value, bool(ctypes.c_uint32.from_address(pointers[2]).value))
+    jobs, sources = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
+    parameters = np.frombuffer(ctypes.string_at(pointers[2], cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
+    memory = list((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
+    if "Pass::range" in name:  # the pass behind it does everything
+        return _touch_scratch(int(parameters["scratch"]))
+    return lambda: _run(name, grid[1], jobs, sources, parameters, memory)
+
+
+def _count(words: int, value: int, replay: bool) -> Callable[[], None]:
+    def run() -> None:
+        found = (ctypes.c_uint64 * 2).from_address(words)
+        found[0] = value + found[1] if replay else value
+        found[1] += replay
+
+    return run
+
+
+def _touch_scratch(address: int) -> Callable[[], None]:
+    """What the range pass leaves there must be gone before the next run."""
+
+    def run() -> None:
+        word = ctypes.c_uint64.from_address(address)
+        assert word.value == 0, "scratch was not zero"
+        word.value = 1
+
+    return run
+
+
+def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory: list[int]) -> None:
+    host = _host.Memory(cs.MAX_BUFFERS)
+    for i in range(cs.MAX_BUFFERS):
+        host[i] = memory[i]
+    kind = kind_of(name)
+    host.call = ctypes.c_uint64.from_address(memory[cs.CALL_WORD]).value
+    layout = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB}.get(kind, cs.DECODE_JOB)
+    table = np.frombuffer(ctypes.string_at(jobs, count * layout.itemsize), layout)
+    if kind == "copy":
+        for job in table:
+            ctypes.memmove(_address(job["dst"], memory), _address(job["wire"], memory), int(job["count"]))
+        return
+    codec = _codec(name, parameters)
+    dtype = next(_DTYPES[t] for t in re.findall(r"qccl::(\w+)", name) if t in _DTYPES)
+    for job in table:
+        n = int(job["count"])
+        if kind == "encode":
+            key = tuple(int(job[field]) for field in ("index", "round", "rank"))
+            _host.Encode(host, codec, dtype.code, _place(job["src"]), _place(job["wire"]), n, *key)()
+        elif kind == "decode":
+            accumulate = name.endswith("true>")
+            _host.Decode(host, codec, dtype.code, _place(job["wire"]), _place(job["dst"]), n, accumulate)()
+        else:
+            _reduce(name, host, codec, dtype.code, job, sources, n)
+
+
+def _reduce(name: str, host: Any, codec: Any, code: int, job: Any, sources: int, count: int) -> None:
+    first, number = int(job["first_source"]), int(job["source_count"])
+    table = np.frombuffer(ctypes.string_at(sources, (first + number) * cs.PLACE.itemsize), cs.PLACE)[first:]
+    own, wire, out = (_place(job[field]) for field in ("own", "wire", "out"))
+    op = _OPS[re.search(r"Combine::(\w+)", name)[1]]
+    index = int(job["own_index"]) if own is not None else 0
+    key = tuple(int(job[field]) for field in ("index", "round", "rank"))
+    wires = [_place(each) for each in table]
+    _host.Reduce(host, codec, code, wires, own, index, wire, out, count, op, float(job["scale"]), *key)()
+
+
+def _place(place: Any) -> tuple[int, int] | None:
+    buffer = int(place["buffer"])
+    return None if buffer == _NOWHERE else (buffer, int(place["offset"]))
+
+
+def _address(place: Any, memory: list[int]) -> int:
+    return memory[int(place["buffer"])] + int(place["offset"])
+
+
+def _codec(name: str, parameters: Any) -> Any:
+    found = re.search(r"MinMaxCodec<(\d), (true|false)>", name)
+    if found is None:
+        return _host.Raw()
+    return _host.MinMax(int(found[1]), int(parameters["bucket"]), found[2] == "true", int(parameters["seed"]))
