@@ -55,30 +55,41 @@ struct Elements<Float16> {
 #endif
   }
 };
+#endif
 
+#if defined(__SSE2__)
 template <>
 struct Elements<BFloat16> {
   QCCL_FN Floats load(const u16* from) {
 #if defined(QCCL_AVX512)
     const Words wide{(Words::Part)_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)))};
+    return cast<float>(wide << 16u);
 #else
     const auto* halves = reinterpret_cast<const __m128i*>(from);
-    const Words wide{{(Words::Part)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves)),
-                      (Words::Part)_mm256_cvtepu16_epi32(_mm_loadu_si128(halves + 1))}};
-#endif
+    const __m128i first = _mm_loadu_si128(halves), second = _mm_loadu_si128(halves + 1);
+#if defined(QCCL_AVX2)
+    const Words wide{{(Words::Part)_mm256_cvtepu16_epi32(first), (Words::Part)_mm256_cvtepu16_epi32(second)}};
     return cast<float>(wide << 16u);
+#else
+    const __m128i zero{};
+    return {{(Floats::Part)_mm_unpacklo_epi16(zero, first), (Floats::Part)_mm_unpackhi_epi16(zero, first),
+             (Floats::Part)_mm_unpacklo_epi16(zero, second), (Floats::Part)_mm_unpackhi_epi16(zero, second)}};
+#endif
+#endif
   }
 
   QCCL_FN void store(const Floats& x, u16* to) {
     const Words bits = cast<u32>(x);
-    const Words rounded = bits + 0x7fffu + ((bits >> 16u) & 1u);
-    const Words kept = rounded >> 16u;
-    auto* halves = reinterpret_cast<__m256i*>(to);
+    const Ints kept = cast<i32>(bits + 0x7fffu + ((bits >> 16u) & 1u)) >> 16;  // signed, as the packing takes them
 #if defined(QCCL_AVX512)
-    _mm256_storeu_si256(halves, _mm512_cvtepi32_epi16((__m512i)kept.part[0]));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi32_epi16((__m512i)kept.part[0]));
+#elif defined(QCCL_AVX2)
+    const __m256i mixed = _mm256_packs_epi32((__m256i)kept.part[0], (__m256i)kept.part[1]);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm256_permute4x64_epi64(mixed, 0xd8));
 #else
-    const __m256i mixed = _mm256_packus_epi32((__m256i)kept.part[0], (__m256i)kept.part[1]);
-    _mm256_storeu_si256(halves, _mm256_permute4x64_epi64(mixed, 0xd8));
+    auto* halves = reinterpret_cast<__m128i*>(to);
+    _mm_storeu_si128(halves, _mm_packs_epi32((__m128i)kept.part[0], (__m128i)kept.part[1]));
+    _mm_storeu_si128(halves + 1, _mm_packs_epi32((__m128i)kept.part[2], (__m128i)kept.part[3]));
 #endif
   }
 };

@@ -83,17 +83,24 @@ QCCL_FN Lanes<To> cast(const Lanes<From>& x) {
   return y;
 }
 
-// From and to sixteen elements at any address.
+// From and to sixteen elements at any address. One register at a time: a copy of the whole would go through memory.
 template <class E>
 QCCL_FN Lanes<E> load_lanes(const void* from) {
   Lanes<E> lanes;
-  __builtin_memcpy(&lanes, from, sizeof lanes);
+  QCCL_EACH_PART {
+    typename Lanes<E>::Part part;
+    __builtin_memcpy(&part, static_cast<const u8*>(from) + p * kRegisterBytes, kRegisterBytes);
+    lanes.part[p] = part;
+  }
   return lanes;
 }
 
 template <class E>
 QCCL_FN void store_lanes(const Lanes<E>& lanes, void* to) {
-  __builtin_memcpy(to, &lanes, sizeof lanes);
+  QCCL_EACH_PART {
+    const typename Lanes<E>::Part part = lanes.part[p];
+    __builtin_memcpy(static_cast<u8*>(to) + p * kRegisterBytes, &part, kRegisterBytes);
+  }
 }
 
 QCCL_FN Words lane_numbers() {
