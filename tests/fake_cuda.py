@@ -52,6 +52,7 @@ class Node:
 
     def __init__(self, what: str, after: set[Node], run: Any = None) -> None:
         self.what, self.after, self.run, self.done = what, after, run, False
+        self.device = -1
 
 
 class World:
@@ -89,6 +90,7 @@ class World:
             capture = self.captures.get(stream)
             before = self.tail[stream] if capture is None else capture.tail[stream]
             node = Node(what, {before} if before else set(), run)
+            node.device = self.local.__dict__.get("device", 0)
             if capture is None:
                 self.tail[stream] = node
                 self.pending.append(node)
@@ -144,6 +146,10 @@ class World:
             self.run()
             assert time.monotonic() < deadline, f"the device hangs at {[n.what for n in self.pending]}"
 
+    def is_idle(self, device: int) -> bool:
+        with self.lock:
+            return not any(node.device == device for node in self.pending)
+
     def is_done(self, event: int) -> bool:
         self.run()
         with self.lock:
@@ -178,6 +184,7 @@ class Graph:
             for node in self.nodes:
                 after = {copies[p] for p in node.after} or {first}
                 copies[node] = Node(node.what, after, node.run)
+                copies[node].device = first.device
                 world.pending.append(copies[node])
             world.put(stream.ptr, "graph ends").after.update(copies.values())
 
@@ -255,6 +262,7 @@ class Pointer:
         ctypes.memset(self._block.ptr, 0xA5, self._block.nbytes)
         self.ptr = self._block.ptr
         world.memory[self.ptr] = self._block
+        world.devices[self.ptr] = world.local.__dict__.get("device", 0)
 
     def __del__(self) -> None:
         self._arena.append(self._block)
@@ -581,7 +589,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         streamIsCapturing=lambda stream: stream in world.captures,
         memcpy=copy_now,
         memset=ctypes.memset,
-        deviceSynchronize=lambda: world.finish(lambda: not world.pending),
+        deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.local.__dict__.get("device", 0))),
         getDeviceProperties=lambda device: {"name": b"Fake 100"},
         deviceGetPCIBusId=lambda device: f"0000:{device:02d}:00.0",
         driverGetVersion=lambda: 13000,

@@ -1,0 +1,143 @@
+"""How fast the kernels move bytes, beside a copy on the device in the same run. Compulsory bytes only are counted."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from device import Mirror
+
+from qccl import codecs, dtypes
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+from qccl.engines.agreement import Header, Kind
+from qccl.gpu import require
+from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
+
+LIMIT = 0.85
+_MEASURED = ("float32", "bfloat16")
+_PEERS = 2
+_TO_DEVICE, _ON_DEVICE = 1, 3
+
+
+def _schedule(kind: str, codec: Codec, dtype: DType, count: int, jobs: int) -> tuple[Schedule, int]:
+    """``jobs`` independent operations of one launch, together larger than the cache; and the bytes they must move.
+
+    "fill" makes the wires that "decode" and "reduce" read.
+    """
+    nbytes = codec.encoded_nbytes(count, dtype)
+    slot = -(-nbytes // 64) * 64
+    buffers = {
+        "values": Buffer(jobs * count, dtype, Role.INPUT),
+        "wires": Buffer(jobs * _PEERS * slot, None, Role.OUTPUT),
+        "sums": Buffer(jobs * count, dtype, Role.OUTPUT),
+        "codes": Buffer(jobs * slot, None, Role.OUTPUT),
+    }
+    ops: list[Op] = []
+    for job in range(jobs):
+        values, sums = (Span(name, job * count, (job + 1) * count) for name in ("values", "sums"))
+        wires = [Span("wires", (job * _PEERS + p) * slot, (job * _PEERS + p) * slot + nbytes) for p in range(_PEERS)]
+        wire = Span("codes", job * slot, job * slot + nbytes)
+        match kind:
+            case "fill":
+                ops += [Encode(codec, values, each, 0) for each in wires]
+            case "encode":
+                ops.append(Encode(codec, values, wire, 0))
+            case "decode":
+                ops.append(Decode(codec, wires[0], sums))
+            case "reduce":
+                ops.append(Reduce(codec, tuple(wires), values, 1, wire, sums))
+    size = count * dtype.itemsize
+    moved = {"encode": size + nbytes, "decode": nbytes + size, "reduce": (_PEERS + 1) * nbytes + 2 * size}
+    return Schedule("bandwidth", 0, 1, buffers, tuple(ops)), jobs * moved.get(kind, 0)
+
+
+def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, Any]:
+    """Bytes per second of each kernel on ``jobs`` arrays of ``mebibytes``, and its share of the copy's."""
+    from qccl.engines.cuda import CudaEngine
+
+    gpu = require()
+    stream = gpu.cupy.cuda.Stream(non_blocking=True)
+    copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
+    figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9, "limit": LIMIT}
+    engine = CudaEngine(Mirror(1))
+    for dtype in (dtypes.FLOAT32, dtypes.BFLOAT16, dtypes.FLOAT16):
+        count = (mebibytes << 20) // dtype.itemsize
+        memory = _memory(dtype, count * jobs)
+        for spec in ("minmax8", "minmax4", "minmax8:rounding=stochastic", "none"):
+            codec = codecs.get(spec)
+            _run(engine, _schedule("fill", codec, dtype, count, jobs)[0], memory, stream)()
+            for kind in ("encode", "decode", "reduce"):
+                schedule, moved = _schedule(kind, codec, dtype, count, jobs)
+                rate = moved / _seconds(_run(engine, schedule, memory, stream), stream, repeats)
+                figures[f"{kind} {spec} {dtype}"] = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
+        del memory
+    engine.close(30)
+    slow = [
+        f"{name} {figures[name]['share_of_copy']:.0%}"
+        for name in (f"{k} minmax{b} {t}" for k in ("encode", "decode", "reduce") for b in (8, 4) for t in _MEASURED)
+        if figures[name]["share_of_copy"] < LIMIT
+    ]
+    figures["slower_than_limit"] = slow
+    return figures
+
+
+def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
+    """Bytes read and written per second by the device's own copy."""
+    gpu = require()
+    source, target = (gpu.cupy.cuda.alloc(nbytes) for _ in range(2))
+    gpu.runtime.memset(source.ptr, 1, nbytes)
+    arguments = (target.ptr, source.ptr, nbytes, _ON_DEVICE, stream.ptr)
+    return 2 * nbytes / _seconds(lambda: gpu.runtime.memcpyAsync(*arguments), stream, repeats)
+
+
+def _memory(dtype: DType, count: int) -> dict[str, Any]:
+    """All buffers, large enough for any codec; normally distributed values (zeros run faster than data does)."""
+    gpu = require()
+    nbytes = count * dtype.itemsize + (1 << 20)
+    memory = {name: gpu.cupy.cuda.alloc(nbytes) for name in ("values", "sums", "codes")}
+    memory["wires"] = gpu.cupy.cuda.alloc(_PEERS * nbytes)
+    pool = np.random.default_rng(1).standard_normal(1 << 24, dtype=np.float32)
+    if dtype is dtypes.BFLOAT16:
+        pool = (pool.view(np.uint32) >> 16).astype(np.uint16)
+    pool = pool.astype(dtype.name) if dtype is dtypes.FLOAT16 else pool
+    for start in range(0, nbytes, pool.nbytes):
+        part = min(pool.nbytes, nbytes - start)
+        gpu.runtime.memcpy(memory["values"].ptr + start, pool.ctypes.data, part, _TO_DEVICE)
+    return memory
+
+
+def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -> Callable[[], None]:
+    program = engine.compile(schedule)
+    bindings = {name: memory[name].ptr for name in schedule.buffers}
+    header = Header(Kind.CALL, 0, "bandwidth")
+
+    def run() -> None:
+        program.start(
+            bindings, call=0, header=header, deadline=time.monotonic() + 60, streams=(stream.ptr,)
+        ).order()  # fmt: skip
+
+    return run
+
+
+def _seconds(run: Callable[[], object], stream: Any, repeats: int) -> float:
+    """Time of one of ``repeats`` runs in a row, as a graph: the host's part is measured elsewhere."""
+    cuda = require().cupy.cuda
+    run()
+    stream.synchronize()
+    stream.begin_capture()
+    for _ in range(repeats):
+        run()
+    graph = stream.end_capture()
+    times = []
+    for _ in range(4):
+        begin, end = cuda.Event(), cuda.Event()
+        begin.record(stream)
+        graph.launch(stream)
+        end.record(stream)
+        stream.synchronize()
+        times.append(cuda.get_elapsed_time(begin, end) / 1e3 / repeats)
+    return statistics.median(times[1:])

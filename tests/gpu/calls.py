@@ -1,0 +1,191 @@
+"""A whole call on one GPU with an imaginary peer: order among streams, graphs, overlap, and what it costs the host."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+from device import DeviceArray, Kernels, mirrored
+
+import qccl
+from qccl.gpu import require
+
+COUNT = 200_003
+
+
+def _values(seed: int, count: int = COUNT) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(count, dtype=np.float32)
+
+
+def _expected(values: list[np.ndarray], size: int = 2, **arguments: Any) -> list[np.ndarray]:
+    """What the host gives where all ranks hold the same values, for calls one after the other."""
+
+    def run(comm: qccl.Communicator) -> list[np.ndarray]:
+        return [comm.quantized_allreduce(x.copy(), **arguments) for x in values]
+
+    return qccl.run_ranks(size, run)[0]
+
+
+def _same(found: np.ndarray, expected: np.ndarray, what: str) -> None:
+    if found.tobytes() != expected.tobytes():
+        bad = np.flatnonzero(found.view(np.uint32) != expected.view(np.uint32))
+        raise AssertionError(f"{what}: {bad.size} of {found.size} differ, first at {bad[0]}")
+
+
+def stream_order(delay: float = 0.2) -> dict[str, Any]:
+    """A producer that takes its time, the collective, a consumer; the host gets through while the producer runs."""
+    cuda, kernels = require().cupy.cuda, Kernels()
+    figures: dict[str, Any] = {}
+    [expected] = _expected([_values(1)], algorithm="one_shot")
+    for what, chunk in (("one chunk", None), ("chunks", 16_384)):
+        for name, stream in (("own stream", cuda.Stream(non_blocking=True)), ("default stream", cuda.Stream.null)):
+            with mirrored() as comm:
+                source, x, seen = (DeviceArray(v) for v in (_values(1), _values(2), np.zeros(COUNT, np.float32)))
+                comm.quantized_allreduce(x, algorithm="one_shot", chunk=chunk, stream=stream)  # now it is compiled
+                comm.check()
+                x.put(_values(2))
+                begin = time.perf_counter()
+                kernels.spin(stream, delay)
+                kernels.copy(stream, source.ptr, x.ptr, x.nbytes)
+                comm.quantized_allreduce(x, algorithm="one_shot", chunk=chunk, stream=stream)
+                kernels.copy(stream, x.ptr, seen.ptr, x.nbytes)
+                host = time.perf_counter() - begin
+                stream.synchronize()
+                _same(seen.get(), expected, f"{name}, {what}")
+                assert host < delay / 2, f"the host waited {host:.3f} s in calls that were to be put on a stream"
+                figures[f"host_seconds {name} {what}"] = host
+    figures["asynchronous"] = _async_order(kernels, delay)
+    return figures
+
+
+def _async_order(kernels: Kernels, delay: float) -> str:
+    """async_op: the stream goes on at once, and behind the call only after wait()."""
+    stream = require().cupy.cuda.Stream(non_blocking=True)
+    [expected] = _expected([_values(1)], algorithm="one_shot")
+    with mirrored() as comm:
+        x, seen = DeviceArray(_values(1)), DeviceArray(np.zeros(COUNT, np.float32))
+        work = comm.quantized_allreduce(x, algorithm="one_shot", async_op=True, stream=stream)
+        kernels.spin(stream, delay)
+        assert work.wait() is x
+        kernels.copy(stream, x.ptr, seen.ptr, x.nbytes)
+        stream.synchronize()
+        _same(seen.get(), expected, "async_op")
+        assert work.synchronize() is x and work.is_completed()
+    return "wait() orders the stream"
+
+
+def graphs() -> dict[str, Any]:
+    """A call in a graph: the same bytes as outside, on other data too; stochastic codes are fresh in each replay."""
+    cuda = require().cupy.cuda
+    stream = cuda.Stream(non_blocking=True)
+    for chunk in (None, 16_384):
+        for codec in ("minmax8", "minmax4:bucket=20000", "none"):
+            arguments = {"algorithm": "one_shot", "codec": codec, "chunk": chunk}
+            inputs = [_values(seed) for seed in (3, 4, 5)]
+            with mirrored() as comm:
+                x = DeviceArray(inputs[0])
+                call = partial(comm.quantized_allreduce, x, stream=stream, **arguments)
+                graph = _captured(stream, comm, call)
+                for seed, expected in zip((3, 4, 5), _expected(inputs, **arguments), strict=True):
+                    x.put(_values(seed))
+                    graph.launch(stream)
+                    comm.check(stream.ptr)
+                    _same(x.get(), expected, f"graph of {codec}, chunk {chunk}")
+                x.put(inputs[0])
+                comm.quantized_allreduce(x, stream=stream, **arguments)  # and calls outside go on
+                comm.check()
+                _same(x.get(), _expected([inputs[0]], **arguments)[0], "a call after replays")
+    results = set()
+    with mirrored() as comm:
+        x, out = DeviceArray(_values(6)), DeviceArray(np.zeros(COUNT, np.float32))
+
+        def call() -> None:
+            comm.quantized_allreduce(x, out, codec="minmax2:rounding=stochastic", algorithm="one_shot", stream=stream)
+
+        graph = _captured(stream, comm, call)
+        for _ in range(4):
+            graph.launch(stream)
+            comm.check(stream.ptr)
+            results.add(out.get().tobytes())
+    assert len(results) == 4, f"{len(results)} different results of 4 replays with stochastic rounding"
+    return {"stochastic_replays_differ": True}
+
+
+def _captured(stream: Any, comm: qccl.Communicator, call: Callable[[], object]) -> Any:
+    call()
+    comm.check()
+    stream.begin_capture()
+    try:
+        call()
+    finally:
+        graph = stream.end_capture()
+    return graph
+
+
+def dispatch(calls: int = 200, burst: int = 20) -> dict[str, Any]:
+    """Host time of putting a two-rank call of 1 MiB on its streams, and of replaying it as a graph."""
+    stream = require().cupy.cuda.Stream(non_blocking=True)
+    count = (1 << 20) // 4
+    figures: dict[str, Any] = {}
+    for algorithm in ("one_shot", "two_round"):
+        with mirrored() as comm:
+            x = DeviceArray(np.zeros(count, np.float32))
+            plan = comm.plan("allreduce", count, "float32", codec="minmax8", algorithm=algorithm).bind(x)
+
+            def call(plan: qccl.Plan = plan) -> None:
+                plan.start(stream=stream).wait()
+
+            graph = _captured(stream, comm, call)
+            for name, run in (("dispatch", call), ("replay", lambda graph=graph: graph.launch(stream))):
+                figures[f"{name}_us {algorithm}"] = 1e6 * _host_seconds(run, comm, stream, calls, burst)
+    figures["limits_us"] = {"dispatch": 150, "replay": 15}
+    assert figures["dispatch_us one_shot"] <= 150, f"a dispatch takes {figures['dispatch_us one_shot']:.0f} us"
+    assert figures["replay_us one_shot"] <= 15, f"a replay takes {figures['replay_us one_shot']:.1f} us"
+    return figures
+
+
+def _host_seconds(run: Callable[[], object], comm: qccl.Communicator, stream: Any, calls: int, burst: int) -> float:
+    """Median over bursts of the time of a call, with the GPU idle before each burst."""
+    times = []
+    for _ in range(calls // burst):
+        begin = time.perf_counter()
+        for _ in range(burst):
+            run()
+        times.append((time.perf_counter() - begin) / burst)
+        comm.check(stream.ptr)
+    return statistics.median(times)
+
+
+def overlap(count: int = 1 << 27, chunks: int = 16, repeats: int = 5) -> dict[str, Any]:
+    """With a slow imaginary link, chunks against one piece: encoding and reducing hide behind the transfers."""
+    arguments = {"codec": "minmax8", "algorithm": "one_shot"}
+    alone = _call_seconds(count, 0.0, count, repeats, arguments)
+    rate = alone / qccl.codecs.get("minmax8").encoded_nbytes(count, "float32")  # the line takes as long as computing
+    whole = _call_seconds(count, rate, count, repeats, arguments)
+    pipelined = _call_seconds(count, rate, count // chunks, repeats, arguments)
+    figures = {"computing_ms": alone * 1e3, "one_piece_ms": whole * 1e3, "pipelined_ms": pipelined * 1e3}
+    figures |= {"ratio": pipelined / whole, "limit": 0.8}
+    assert pipelined <= 0.8 * whole, f"pipelined {pipelined * 1e3:.2f} ms, in one piece {whole * 1e3:.2f} ms"
+    return figures
+
+
+def _call_seconds(count: int, seconds_per_byte: float, chunk: int, repeats: int, arguments: dict[str, Any]) -> float:
+    """Median time of a call on the GPU."""
+    cuda = require().cupy.cuda
+    stream = cuda.Stream(non_blocking=True)
+    with mirrored(seconds_per_byte=seconds_per_byte) as comm:
+        x, out = (DeviceArray(np.zeros(count, np.float32)) for _ in range(2))
+        x.put(np.resize(_values(7, 1 << 20), count))
+        times = []
+        for _ in range(repeats + 1):
+            begin, end = cuda.Event(), cuda.Event()
+            begin.record(stream)
+            comm.quantized_allreduce(x, out, chunk=chunk, stream=stream, **arguments)
+            end.record(stream)
+            comm.check(stream.ptr)
+            times.append(cuda.get_elapsed_time(begin, end) / 1e3)
+    return statistics.median(times[1:])

@@ -1,0 +1,213 @@
+"""The device's kernels against the host's, byte for byte: the same schedule of codec operations on both engines.
+
+``python codec_kernels.py N`` runs every N-th case and exits with 1 where bytes differ; every array then has an
+allocation of its own, for compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from device import DeviceArray, Mirror
+from kernel_calls import KINDS, hard_values
+
+from qccl import codecs, dtypes
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+from qccl.engines.agreement import Header, Kind
+from qccl.engines.host import HostEngine
+from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
+from qccl.transports.loopback import LoopbackGroup
+
+BUCKETS: tuple[int | str, ...] = (8, 64, 256, 1000, 1024, 4096, 8192, 8200, 20_000, "shard")
+_SOURCES = 3
+_VARIANTS = ("sum", "avg", "min", "max", "no wire", "no out", "no own", "in place", "one source")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A codec, an element type, and the counts of the operations."""
+
+    codec: Codec
+    dtype: DType
+    counts: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.codec.spec()} {self.dtype}"
+
+
+def cases() -> Iterator[Case]:
+    """All bits, roundings and types; every bucket with 4 and 8 bits; the codec none."""
+    for dtype in dtypes.DTYPES:
+        yield _case(codecs.NoCodec(), dtype, 1024)
+        for bits, rounding in itertools.product(range(1, 9), ("nearest", "stochastic")):
+            yield _case(codecs.MinMax(bits, 256, rounding, seed=5), dtype, 256)
+        for bits, bucket in itertools.product((4, 8), BUCKETS):
+            yield _case(codecs.MinMax(bits, bucket, "nearest"), dtype, bucket if isinstance(bucket, int) else 3000)
+        for bits, bucket in ((3, 1024), (8, 8200), (5, "shard")):
+            yield _case(
+                codecs.MinMax(bits, bucket, "stochastic", 9), dtype, bucket if isinstance(bucket, int) else 9000
+            )
+
+
+def _case(codec: Codec, dtype: DType, bucket: int) -> Case:
+    return Case(codec, dtype, (1, 7, 9, bucket - 1, bucket, bucket + 1, 2 * bucket + 13, min(40 * bucket, 50_001)))
+
+
+@dataclass
+class _Arena:
+    """Arrays put one after the other into one buffer, at addresses of every alignment."""
+
+    dtype: Any
+    step: int  # elements by which the next place is shifted against a multiple of 16 bytes
+    parts: list[np.ndarray] = field(default_factory=list)
+    size: int = 0
+
+    def add(self, values: np.ndarray) -> tuple[int, int]:
+        per_vector = 16 // np.dtype(self.dtype).itemsize
+        shift = (len(self.parts) * self.step) % per_vector
+        start = -(-self.size // per_vector) * per_vector + shift
+        self.parts += [np.zeros(start - self.size, self.dtype), values]
+        self.size = start + values.size
+        return start, self.size
+
+    def array(self) -> np.ndarray:
+        return np.concatenate([np.zeros(0, self.dtype), *self.parts])
+
+
+def build(case: Case, seed: int) -> tuple[Schedule, dict[str, np.ndarray]]:
+    """Encodes, decodes and reduces of each count, and what the buffers hold at first."""
+    rng = np.random.default_rng([seed, 17])
+    codec, dtype = case.codec, case.dtype
+    storage = np.uint16 if dtype is dtypes.BFLOAT16 else np.dtype(dtype.name)
+    kinds = itertools.cycle(KINDS)
+    step = 1 + seed % 3
+    arenas = {
+        "values": _Arena(storage, step),
+        "wires": _Arena(np.uint8, step),
+        "decoded": _Arena(storage, step + 1),
+        "added": _Arena(storage, step),
+        "sums": _Arena(storage, step),
+        "codes": _Arena(np.uint8, 5),
+    }
+
+    def place(name: str, values: np.ndarray) -> Span:
+        return Span(name, *arenas[name].add(values))
+
+    encodes: list[Op] = []
+    decodes: list[Op] = []
+    adds: list[Op] = []
+    reduces: list[Op] = []
+    for number, count in enumerate(case.counts):
+        nbytes = codec.encoded_nbytes(count, dtype)
+        wires = []
+        for _ in range(_SOURCES):
+            values = place("values", hard_values(next(kinds), count, dtype.name, rng))
+            wire = place("wires", np.full(nbytes, 0xC3, np.uint8))
+            encodes.append(Encode(codec, values, wire, index=8 * number, round=2))
+            decodes.append(Decode(codec, wire, place("decoded", np.zeros(count, storage))))
+            before = hard_values(next(kinds), count, dtype.name, rng)
+            adds.append(Decode(codec, wire, place("added", before), accumulate=True))
+            wires.append(wire)
+        variant = _VARIANTS[(number + seed) % len(_VARIANTS)]
+        own = place("values", hard_values(next(kinds), count, dtype.name, rng))
+        out = place("sums", hard_values(next(kinds), count, dtype.name, rng))
+        wire = place("codes", np.full(nbytes, 0x3C, np.uint8))
+        reduces.append(
+            Reduce(
+                codec,
+                tuple(wires[:1] if variant == "one source" else wires),
+                None if variant == "no own" else out if variant == "in place" else own,
+                1 if variant != "no own" else 0,
+                None if variant == "no wire" else wire,
+                None if variant == "no out" else out,
+                op=variant if variant in ("min", "max") else "sum",
+                scale=1 / 3 if variant == "avg" else 1.0,
+                index=8 * number,
+                round=1,
+            )
+        )
+    arrays = {name: arena.array() for name, arena in arenas.items()}
+    buffers = {
+        name: Buffer(
+            array.size, None if name in ("wires", "codes") else dtype, Role.INPUT if name == "values" else Role.OUTPUT
+        )
+        for name, array in arrays.items()
+    }
+    return Schedule("kernels", 0, 1, buffers, (*encodes, *decodes, *adds, *reduces)), arrays
+
+
+def on_host(schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dict[str, np.ndarray]:
+    arrays = {name: array.copy() for name, array in arrays.items()}
+    engine = HostEngine(LoopbackGroup(1).transport(0))
+    bindings = {name: array.ctypes.data for name, array in arrays.items()}
+    header = Header(Kind.CALL, 0, "kernels")
+    engine.compile(schedule).start(bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
+    engine.close()
+    return arrays
+
+
+def on_device(engine: Any, schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dict[str, np.ndarray]:
+    placed = {name: DeviceArray(array) for name, array in arrays.items()}
+    bindings = {name: array.ptr for name, array in placed.items()}
+    header = Header(Kind.CALL, 0, "kernels")
+    engine.compile(schedule).start(bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
+    return {name: array.get() for name, array in placed.items()}
+
+
+def difference(case: Case, schedule: Schedule, mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> str:
+    """Where the first byte differs, and which operation wrote it; nothing where all are equal."""
+    for name, expected in theirs.items():
+        bits = np.dtype(f"u{expected.itemsize}")
+        bad = np.flatnonzero(mine[name].view(bits) != expected.view(bits))
+        if not bad.size:
+            continue
+        element = int(bad[0])
+        writers = [
+            (i, type(op).__name__)
+            for i, op in enumerate(schedule.ops)
+            for span in (getattr(op, field, None) for field in ("wire", "dst", "out"))
+            if span is not None and span.buffer == name and span.start <= element < span.stop
+        ]
+        found, wanted = (x[name].view(bits)[element] for x in (mine, theirs))
+        return f"{case}: {name}[{element}] is {found:#x} and not {wanted:#x} ({bad.size} differ), written by {writers}"
+    return ""
+
+
+def check(chosen: list[Case]) -> tuple[int, list[str]]:
+    """The number of operations compared, and what differs."""
+    from qccl.engines.cuda import CudaEngine
+
+    engine = CudaEngine(Mirror(1))
+    compared, differences = 0, []
+    for seed, case in enumerate(chosen):
+        schedule, arrays = build(case, seed)
+        mine, theirs = (run(schedule, arrays, seed) for run in (lambda *a: on_device(engine, *a), on_host))
+        found = difference(case, schedule, mine, theirs)
+        if found:
+            differences.append(found)
+        compared += len(schedule.ops)
+    engine.close(30)
+    return compared, differences
+
+
+def main() -> int:
+    """For the sanitizers: every n-th case, with few elements."""
+    from qccl.gpu import require
+
+    require().cupy.cuda.set_allocator(None)  # no pool: what lies beside an array belongs to nobody
+    every = int(sys.argv[1])
+    small = [Case(c.codec, c.dtype, tuple(n for n in c.counts if n < 9000)) for c in list(cases())[::every]]
+    compared, differences = check(small)
+    print(f"{compared} operations compared", *differences, sep="\n")
+    return 1 if differences else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Arrays on a GPU, and a transport with an imaginary peer: what the checks of a single GPU are made with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from qccl.backends import CudaBackend
+from qccl.communicator import Communicator
+from qccl.gpu import require
+from qccl.transports.base import Call, DeviceLeg
+
+GUARD = 256
+_TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
+
+SOURCE = r"""
+extern "C" __global__ void spin(unsigned long long nanoseconds) {
+  unsigned long long begin, now;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+  do {
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+  } while (now - begin < nanoseconds);
+}
+extern "C" __global__ void copy(const unsigned* from, unsigned* to, unsigned long long words) {
+  for (unsigned long long i = blockIdx.x * blockDim.x + threadIdx.x; i < words; i += gridDim.x * blockDim.x) {
+    to[i] = from[i];
+  }
+}
+"""
+
+
+class DeviceArray:
+    """A copy of ``values`` on the GPU, between guard areas, ``shift`` bytes from a multiple of 256.
+
+    It shows itself by the array interface, with ``stream`` as its producer's stream where one is given.
+    """
+
+    def __init__(self, values: np.ndarray, *, shift: int = 0, stream: int | None = None) -> None:
+        self._runtime, cuda = require().runtime, require().cupy.cuda
+        self.nbytes, self.dtype, self.shape, self.stream = values.nbytes, values.dtype, values.shape, stream
+        self._memory = cuda.alloc(values.nbytes + 2 * GUARD + shift)
+        self.ptr = self._memory.ptr + GUARD + shift
+        edges = np.full(values.nbytes + 2 * GUARD + shift, 0x5A, np.uint8)
+        self._copy(self._memory.ptr, edges.ctypes.data, edges.nbytes, _TO_DEVICE)
+        self.put(values)
+
+    def put(self, values: np.ndarray) -> None:
+        values = np.ascontiguousarray(values)
+        assert values.nbytes == self.nbytes
+        self._copy(self.ptr, values.ctypes.data, values.nbytes, _TO_DEVICE)
+
+    def get(self) -> np.ndarray:
+        """The values, after everything on the GPU is done. Asserts that nothing was written around them."""
+        self._runtime.deviceSynchronize()
+        whole = np.empty(self.nbytes + 2 * GUARD, np.uint8)
+        self._copy(whole.ctypes.data, self.ptr - GUARD, whole.nbytes, _TO_HOST)
+        assert (whole[:GUARD] == 0x5A).all() and (whole[GUARD + self.nbytes :] == 0x5A).all(), "written outside"
+        return whole[GUARD : GUARD + self.nbytes].view(self.dtype).reshape(self.shape).copy()
+
+    def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
+        if nbytes:
+            self._runtime.memcpy(to, source, nbytes, kind)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        names = {"float32": "<f4", "float16": "<f2", "uint16": "<u2"}
+        interface = {"shape": self.shape, "typestr": names[self.dtype.name], "data": (self.ptr, False), "version": 3}
+        return interface | {"strides": None, "stream": self.stream}
+
+
+class Kernels:
+    """The two kernels of SOURCE, put on a stream."""
+
+    def __init__(self) -> None:
+        module = require().cupy.RawModule(code=SOURCE, options=("-std=c++17",))
+        self._spin, self._copy = (module.get_function(name) for name in ("spin", "copy"))
+
+    def spin(self, stream: Any, seconds: float) -> None:
+        """Let the stream take a while."""
+        with stream:
+            self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
+
+    def copy(self, stream: Any, source: int, target: int, nbytes: int) -> None:
+        with stream:
+            self._copy((64,), (256,), (np.uint64(source), np.uint64(target), np.uint64(nbytes // 4)))
+
+
+class Mirror:
+    """Rank 0 of a group whose other ranks hold what this one holds: it gets back what it sends (DeviceTransport).
+
+    With one_shot that is a true all-reduce of equal arrays. A transfer takes ``seconds_per_byte`` in addition, and
+    transfers come one after the other, as over a link.
+    """
+
+    name = "mirror"
+    rank = local_rank = 0
+
+    def __init__(self, size: int = 2, seconds_per_byte: float = 0.0) -> None:
+        gpu = require()
+        self.size = self.local_size = size
+        self.device = gpu.runtime.getDevice()
+        self._runtime = gpu.runtime
+        self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
+        self.stream = self._stream.ptr
+        self._kernels = Kernels() if seconds_per_byte else None
+        self._rate = seconds_per_byte
+        self._external = gpu.cupy.cuda.ExternalStream
+
+    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+        calls: list[Call] = []
+        if self._kernels is not None:
+            seconds = self._rate * sum(leg.nbytes for leg in sends)
+            calls.append((self._kernels.spin, (self._external(stream), seconds)))
+        by_peer = {leg.peer: leg for leg in sends}
+        for leg in receives:
+            nbytes = min(leg.nbytes, by_peer[leg.peer].nbytes)
+            copy = (leg.address, by_peer[leg.peer].address, nbytes, _ON_DEVICE, stream)
+            calls.append((self._runtime.memcpyAsync, copy))
+        return calls
+
+    def native(self, *arguments: Any) -> list[Call]:
+        raise NotImplementedError
+
+    def allreduce(self, *arguments: Any) -> None:
+        raise NotImplementedError
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        return [item] * self.size
+
+    def split(self, color: int | None, key: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@contextmanager
+def mirrored(size: int = 2, seconds_per_byte: float = 0.0, timeout: float = 60.0) -> Any:
+    """A communicator over a Mirror."""
+    with Communicator._from_transport(Mirror(size, seconds_per_byte), timeout, CudaBackend) as comm:
+        yield comm

@@ -1,0 +1,197 @@
+"""NCCL ranks that share one GPU, one process each, over sockets: right bytes on every rank, graphs, faults.
+
+``python ranks.py`` is one rank (of those that a launcher's variables announce); it writes what it found as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from device import DeviceArray
+from kernel_calls import hard_values
+
+import qccl
+
+#: makes processes on one GPU look like machines of their own (NCCL refuses two ranks on one GPU of one machine)
+ALONE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
+_SECONDS = 120.0
+
+#: arguments of the calls, in order; the last of each is the count
+CALLS: tuple[tuple[dict[str, Any], str, int], ...] = (
+    ({"codec": "minmax8", "algorithm": "two_round"}, "float32", 100_003),
+    ({"codec": "minmax8", "algorithm": "two_round", "chunk": 4096}, "float32", 100_003),
+    ({"codec": "minmax4", "algorithm": "two_round", "op": "avg"}, "bfloat16", 50_001),
+    ({"codec": "minmax4:rounding=stochastic,seed=3", "algorithm": "two_round", "chunk": 8192}, "float32", 70_000),
+    ({"codec": "minmax3:bucket=shard", "algorithm": "one_shot", "op": "max"}, "float16", 9_999),
+    ({"codec": "none", "algorithm": "two_round", "op": "min"}, "float32", 20_000),
+    ({"codec": "minmax8", "algorithm": "one_shot"}, "float32", 1),
+    ({"codec": "minmax8", "algorithm": "two_round"}, "float32", 2_000_000),
+)
+
+
+def _input(number: int, rank: int) -> np.ndarray:
+    _, dtype, count = CALLS[number]
+    kind = ("normal", "outliers", "special", "negative")[number % 4]
+    return hard_values(kind, count, dtype, np.random.default_rng([number, rank]))
+
+
+def _digests_on_host(size: int) -> list[str]:
+    """What all ranks must get for each call."""
+
+    def run(comm: qccl.Communicator) -> list[str]:
+        found = []
+        for number, (arguments, dtype, _) in enumerate(CALLS):
+            x = _input(number, comm.rank)
+            comm.quantized_allreduce(x, dtype=dtype if dtype == "bfloat16" else None, **arguments)
+            found.append(_digest(x))
+        return found
+
+    return qccl.run_ranks(size, run)[0]
+
+
+def _digest(x: np.ndarray) -> str:
+    import hashlib
+
+    return hashlib.sha256(x.tobytes()).hexdigest()
+
+
+def check(size: int) -> dict[str, Any]:
+    """Start ``size`` ranks and compare what they report."""
+    reports, status = _start(size, "calls")
+    assert not any(status), f"exit statuses {status}: {reports}"
+    expected = _digests_on_host(size)
+    for rank, report in enumerate(reports):
+        for number, (mine, wanted) in enumerate(zip(report["digests"], expected, strict=True)):
+            assert mine == wanted, f"rank {rank} of {size}: {CALLS[number]} differs from the host's bytes"
+        assert report["graph"] == expected[0], f"rank {rank} of {size}: the replay of a graph differs"
+        assert report["split"] == [size - 1 - rank, size], f"rank {rank} of {size}: split gave {report['split']}"
+    return {key: [r[key] for r in reports] for key in ("dispatch_us", "replay_us")}
+
+
+def check_faults() -> dict[str, Any]:
+    """A rank stays away: the others' watchdogs end the call in time, with the documented errors, and they exit."""
+    begin = time.monotonic()
+    reports, status = _start(2, "faults")
+    seconds = time.monotonic() - begin
+    assert not any(status), f"exit statuses {status}: {reports}"
+    assert reports[0]["synchronize"] == "CollectiveTimeout", reports[0]
+    assert reports[0]["next"] in ("CollectiveTimeout", "PeerLost", "EngineError"), reports[0]
+    assert reports[1]["mismatch"] == reports[0]["mismatch"] == "MismatchError", reports
+    return {"seconds": seconds, **reports[0]}
+
+
+def _start(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
+    """All ranks' reports and exit statuses."""
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    processes = []
+    for rank in range(size):
+        variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "QCCL_PORT": port, "NCCL_HOSTID": f"rank{rank}"}
+        environment = os.environ | ALONE | place | {k: str(v) for k, v in variables.items()}
+        command = [sys.executable, str(Path(__file__)), what]
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+    reports, status = [], []
+    deadline = time.monotonic() + _SECONDS
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+            lines = [line for line in out.splitlines() if line.startswith("{")]
+            reports.append(json.loads(lines[-1]) if lines else {"stderr": err[-2000:]})
+            status.append(process.returncode)
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
+    return reports, status
+
+
+# -- one rank --------------------------------------------------------------------------------------------------------
+
+
+def _calls() -> dict[str, Any]:
+    from calls import _captured, _host_seconds
+
+    from qccl.gpu import require
+
+    stream = require().cupy.cuda.Stream(non_blocking=True)
+    with qccl.init(backend="cuda", device=0, timeout=60.0) as comm:
+        digests = []
+        for number, (arguments, dtype, _) in enumerate(CALLS):
+            x = DeviceArray(_input(number, comm.rank))
+            bfloat16 = {"dtype": dtype} if dtype == "bfloat16" else {}
+            comm.quantized_allreduce(x, stream=stream, **bfloat16, **arguments)
+            comm.check()
+            digests.append(_digest(x.get()))
+        arguments, _, _ = CALLS[0]
+        x = DeviceArray(_input(0, comm.rank))
+        graph = _captured(stream, comm, lambda: comm.quantized_allreduce(x, stream=stream, **arguments))
+        x.put(_input(0, comm.rank))
+        graph.launch(stream)
+        comm.check(stream.ptr)
+        replayed = _digest(x.get())
+        sub = comm.split(0, key=-comm.rank)
+        assert sub is not None
+        y = DeviceArray(np.full(1000, 1.0, np.float32))
+        sub.quantized_allreduce(y, stream=stream)
+        sub.check()
+        assert (y.get() == comm.size).all()
+        split = [sub.rank, sub.size]
+        sub.close()
+        times = _dispatch(comm, stream, _captured, _host_seconds)
+    return {"digests": digests, "graph": replayed, "split": split, **times}
+
+
+def _dispatch(comm: qccl.Communicator, stream: Any, captured: Any, host_seconds: Any) -> dict[str, float]:
+    """Host time of a call of 1 MiB; the ranks take turns on the GPU, so its end is nobody's measure."""
+    x = DeviceArray(np.zeros((1 << 20) // 4, np.float32))
+    plan = comm.plan("allreduce", (1 << 20) // 4, "float32", codec="minmax8").bind(x)
+
+    def call() -> None:
+        plan.start(stream=stream).wait()
+
+    graph = captured(stream, comm, call)
+    return {
+        "dispatch_us": 1e6 * host_seconds(call, comm, stream, 30, 5),
+        "replay_us": 1e6 * host_seconds(lambda: graph.launch(stream), comm, stream, 30, 5),
+    }
+
+
+def _faults() -> dict[str, Any]:
+    found = {}
+    comm = qccl.init(backend="cuda", device=0, timeout=60.0)
+    x = DeviceArray(np.ones(1000, np.float32))
+    try:
+        comm.split(0).quantized_allreduce(x, codec="minmax8" if comm.rank else "minmax4")
+    except qccl.QcclError as error:
+        found["mismatch"] = type(error).__name__
+    comm.quantized_allreduce(x)  # the plan is made while all are here
+    comm.check()
+    comm.barrier()
+    if comm.rank == 1:
+        time.sleep(8)
+        return found
+    work = comm.quantized_allreduce(x, async_op=True, timeout=3.0)
+    for name, call in (("synchronize", work.synchronize), ("next", lambda: comm.quantized_allreduce(x))):
+        try:
+            call()
+        except qccl.QcclError as error:
+            found[name] = type(error).__name__
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps({"calls": _calls, "faults": _faults}[sys.argv[1]]()), flush=True)

@@ -1,0 +1,232 @@
+"""scripts/gpu-check, as far as it can be tested without a GPU: its arguments, its file, its sections on a fake GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import fake_cuda
+import fake_kernels
+import numpy as np
+import pytest
+
+import qccl
+from qccl import gpu
+from qccl.schedule import Reduce
+
+ROOT = Path(__file__).resolve().parent.parent
+PLACES = [str(ROOT / "tests" / "gpu")]
+
+
+@pytest.fixture(autouse=True)
+def modules(monkeypatch):
+    """The checks' own modules, which exist only for this test."""
+    before = set(sys.modules)
+    monkeypatch.setattr(sys, "path", PLACES + sys.path)
+    yield
+    for name in {"bandwidth", "calls", "check", "codec_kernels", "device", "ranks"} - before:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def world():
+    world = fake_cuda.World(1)
+    with fake_cuda.installed(world, fake_kernels.work):
+        yield world
+
+
+def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(ROOT / "scripts" / "gpu-check"), *arguments],
+        env=os.environ | {"PYTHON": sys.executable}, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_without_a_gpu_it_fails_and_says_why(tmp_path):
+    if not gpu.missing():
+        pytest.skip("this machine has CUDA")
+    done = gpu_check("-o", str(tmp_path / "r.json"))
+    assert done.returncode == 1
+    assert "nothing can be checked here: CuPy cannot be imported" in done.stderr
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_section_that_does_not_exist():
+    done = gpu_check("kernles")
+    assert done.returncode == 2
+    assert "there is no section kernles; the sections are kernels, streams" in done.stderr
+
+
+def test_the_file(world, tmp_path, monkeypatch, capsys):
+    import check
+
+    ran = []
+
+    def apart(name):
+        ran.append(name)
+        return {"status": "not run" if name == "memcheck" else "passed", "seconds": 1.0, "reason": "no sanitizer"}
+
+    monkeypatch.setattr(check, "run_apart", apart)
+    path = tmp_path / "new" / "results.json"
+    assert check.main(["streams", "graphs", "-o", str(path)]) == 0
+    assert ran == ["streams", "graphs"]
+    content = json.loads(path.read_text())
+    assert content["passed"] and set(content["sections"]) == {"streams", "graphs"}
+    assert content["machine"]["gpus"] == ["Fake 100"] * fake_cuda.DEVICES
+    assert content["machine"]["nccl"] == "2.28.0"
+    assert content["qccl"] == qccl.__version__ and content["commit"] and content["date"]
+    assert check.main(["memcheck", "-o", str(path)]) == 1  # a section that did not run is no success
+    assert not json.loads(path.read_text())["passed"]
+    assert "no sanitizer" in capsys.readouterr().out
+    assert check.main(["-o", str(path)]) == 1
+    assert ran[-len(check.SECTIONS) :] == list(check.SECTIONS)
+
+
+def test_the_files_name():
+    import check
+
+    now = datetime(2026, 11, 21, tzinfo=UTC)
+    path = check.default_output(["NVIDIA H100 80GB HBM3"], now)
+    assert path == ROOT / "docs" / "results" / "nvidia-h100-80gb-hbm3-2026-11-21.json"
+
+
+def test_sections_fail_by_name(monkeypatch):
+    import check
+
+    def fails():
+        raise AssertionError("below 85%", {"copy_gb_per_s": 3000})
+
+    def missing():
+        raise check.Missing("there is no compute-sanitizer")
+
+    monkeypatch.setattr(check, "SECTIONS", {"a": (fails, 1), "b": (missing, 1), "c": (lambda: {"x": 1}, 1)})
+    found = {name: check.run_section(name) for name in "abc"}
+    assert found["a"]["status"] == "failed" and found["a"]["figures"] == {"copy_gb_per_s": 3000}
+    assert "AssertionError: below 85%" in found["a"]["reason"]
+    assert found["b"]["status"] == "not run" and "compute-sanitizer" in found["b"]["reason"]
+    assert found["c"]["figures"] == {"x": 1} and found["c"]["status"] == "passed"
+
+
+def test_a_section_in_a_process_of_its_own():
+    import check
+
+    found = check.run_apart("streams")  # this process sees a GPU only if there is one
+    assert found["status"] in ("failed", "passed")
+    if gpu.missing():
+        assert "cannot be used here" in found["reason"]
+
+
+def test_kernels_on_a_fake_gpu(world):
+    """The comparison itself; it finds a wrong byte and names who wrote it."""
+    import codec_kernels
+
+    chosen = list(codec_kernels.cases())
+    assert len(chosen) > 100
+    compared, differences = codec_kernels.check(chosen[::17])
+    assert compared > 200 and differences == []
+    schedule, arrays = codec_kernels.build(chosen[5], 3)
+    right = codec_kernels.on_host(schedule, arrays, 3)
+    wrong = {name: array.copy() for name, array in right.items()}
+    place = next(op.out for op in schedule.ops if isinstance(op, Reduce) and op.out is not None and len(op.out) > 9)
+    wrong["sums"].view(np.uint32)[place.start + 7] ^= 1
+    found = codec_kernels.difference(chosen[5], schedule, wrong, right)
+    assert f"sums[{place.start + 7}]" in found and "Reduce" in found
+    every = {type(op).__name__ for op in schedule.ops}
+    assert every == {"Encode", "Decode", "Reduce"}
+
+
+def test_streams_and_graphs_on_a_fake_gpu(world):
+    import calls
+
+    assert calls.stream_order()["asynchronous"]
+    assert calls.graphs() == {"stochastic_replays_differ": True}
+
+
+def test_costs_and_overlap_on_a_fake_gpu(world, monkeypatch):
+    """They run; the fake has no times to speak of."""
+    import calls
+
+    monkeypatch.setattr(calls, "_host_seconds", lambda *arguments: 14e-6)
+    assert calls.dispatch(calls=2, burst=1)["replay_us one_shot"] == pytest.approx(14)
+    monkeypatch.setattr(calls, "_host_seconds", lambda *arguments: 151e-6)
+    with pytest.raises(AssertionError, match="a dispatch takes 151 us"):
+        calls.dispatch(calls=2, burst=1)
+    with pytest.raises(AssertionError, match="pipelined"):
+        calls.overlap(1 << 14, repeats=1)
+
+
+def test_bandwidth_on_a_fake_gpu(world):
+    import bandwidth
+
+    figures = bandwidth.measure(mebibytes=1, jobs=2, repeats=1)
+    moved = (1 << 20) + qccl.codecs.get("minmax8").encoded_nbytes(1 << 18, "float32")
+    assert figures["encode minmax8 float32"]["gb_per_s"] == pytest.approx(2 * moved / 1e-3 / 1e9)
+    assert figures["copy_gb_per_s"] == pytest.approx(4 * (1 << 20) / 1e-3 / 1e9)
+    assert set(figures["slower_than_limit"]) > {"encode minmax4 bfloat16 75%"} or figures["slower_than_limit"]
+
+
+def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
+    """All that a rank's process does, on threads: the digests are the host's."""
+    import ranks
+
+    size = 2
+    unique_id = qccl.get_unique_id()
+    local = threading.local()
+    monkeypatch.setattr(
+        qccl, "init",
+        lambda **arguments: qccl.Communicator(unique_id, local.rank, size, device=local.rank, timeout=10.0),
+    )  # fmt: skip
+    monkeypatch.setattr(ranks, "CALLS", tuple((a, d, min(n, 5000)) for a, d, n in ranks.CALLS))
+    one_at_a_time = threading.Lock()
+    import calls
+
+    captured = calls._captured
+
+    def alone(stream, comm, call):
+        call()
+        comm.check()
+        comm.barrier()
+        with one_at_a_time:
+            graph = captured(stream, _Quiet(), call)
+        comm.barrier()
+        return graph
+
+    class _Quiet:
+        def check(self):
+            pass
+
+    monkeypatch.setattr(calls, "_captured", lambda stream, comm, call: alone(stream, comm, call))
+    reports: dict[int, dict] = {}
+
+    def run(rank):
+        local.rank = rank
+        with gpu.on_device(rank):
+            reports[rank] = ranks._calls()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    monkeypatch.setattr(ranks, "_start", lambda size, what: ([reports[r] for r in range(size)], [0] * size))
+    assert set(ranks.check(size)) == {"dispatch_us", "replay_us"}
+    reports[1]["digests"][3] = "0"
+    with pytest.raises(AssertionError, match=r"rank 1 of 2: .*stochastic"):
+        ranks.check(size)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["kernels", "streams", "graphs", "dispatch", "overlap", "ranks", "faults"])
+def test_a_section(section):
+    if lacking := gpu.missing():
+        pytest.skip("; ".join(lacking))
+    import check
+
+    found = check.run_apart(section)
+    assert found["status"] == "passed", found["reason"]
