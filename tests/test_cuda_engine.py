@@ -26,6 +26,7 @@ CALLS = [
     ("minmax4:rounding=stochastic,bucket=64,seed=3", 20_000, {"algorithm": "two_round", "chunk": 1024}),
     ("minmax4:rounding=stochastic,bucket=64,seed=3", 20_000, {"algorithm": "one_shot", "chunk": 2048}),
     ("minmax3:bucket=shard", 3001, {"op": "avg"}),
+    ("minmax4:bucket=16384", 70_000, {"algorithm": "two_round", "chunk": 16_384}),
     ("none", 3, {"op": "max"}),
     ("minmax2", 0, {}),
 ]
@@ -292,14 +293,15 @@ def captured(cupy: ModuleType, comm: qccl.Communicator, call: Callable[[Any], An
 
 @pytest.mark.parametrize("codec", ["minmax8", "minmax3:bucket=shard", "none"])
 def test_a_call_in_a_graph(codec, cupy):
+    count = 40_000 if "shard" in codec else 5000  # a bucket that takes two kernels, and scratch
     arguments = {"codec": codec, "algorithm": "two_round", "chunk": 1024}
 
     def on_host(comm):
-        return [comm.quantized_allreduce(values(comm.rank, 5000, i), **arguments).tobytes() for i in range(3)]
+        return [comm.quantized_allreduce(values(comm.rank, count, i), **arguments).tobytes() for i in range(3)]
 
     def run(comm):
         with gpu.on_device(comm.rank):
-            x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
+            x = fake_cuda.array(values(comm.rank, count), comm.rank)
             comm.quantized_allreduce(x, **arguments)
             comm.check()
             comm.barrier()
@@ -309,7 +311,7 @@ def test_a_call_in_a_graph(codec, cupy):
             comm.barrier()
             found = []
             for i in range(3):
-                x.set(values(comm.rank, 5000, i))
+                x.set(values(comm.rank, count, i))
                 graph.launch(stream)
                 comm.check(stream.ptr)
                 found.append(x.get().tobytes())

@@ -43,6 +43,8 @@ _GRACE_SECONDS = 1.0
 _EVENTS = 32
 _HOST_TO_DEVICE = 1
 
+#: the kernels of this process, by device and name; they are never unloaded
+_kernels: dict[tuple[int, str], Any] = {}
 #: engines that may have work under way when the process ends
 _live: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
 
@@ -124,7 +126,6 @@ class CudaEngine:
         self._closed = False
         self._agreed: set[str] = set()
         self._captured: list[CudaProgram] = []
-        self._kernels: dict[str, Any] = {}
         self._threads = threading.local()
         self._wake = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -212,7 +213,7 @@ class CudaEngine:
         Not by CuPy's RawModule: it adds -ftz=true, and bytes would not be the host's.
         """
         names = tuple(dict.fromkeys(names))
-        new = [name for name in names if name not in self._kernels]
+        new = [name for name in names if (self.device, name) not in _kernels]
         if new:
             cuda = require().cupy.cuda
             code, options = cuda_source.source(new)
@@ -220,8 +221,8 @@ class CudaEngine:
             module = cuda.function.Module()
             module.load(binary)
             for name in new:
-                self._kernels[name] = module.get_function(mapping.get(name, name))
-        return {name: self._kernels[name].ptr for name in names}
+                _kernels[self.device, name] = module.get_function(mapping.get(name, name))
+        return {name: _kernels[self.device, name].ptr for name in names}
 
     def start(self, program: CudaProgram, run: CudaRun, enqueue: Callable[[Mapping[Lane, int], int], None]) -> None:
         """Put a run on the lanes."""

@@ -160,7 +160,7 @@ def _host_seconds(run: Callable[[], object], comm: qccl.Communicator, stream: An
     return statistics.median(times)
 
 
-def overlap(count: int = 1 << 27, chunks: int = 16, repeats: int = 5) -> dict[str, Any]:
+def overlap(count: int = 1 << 28, chunks: int = 8, repeats: int = 5) -> dict[str, Any]:
     """With a slow imaginary link, chunks against one piece: encoding and reducing hide behind the transfers."""
     arguments = {"codec": "minmax8", "algorithm": "one_shot"}
     alone = _call_seconds(count, 0.0, count, repeats, arguments)

@@ -183,6 +183,7 @@ def _faults() -> dict[str, Any]:
     comm.barrier()
     if comm.rank == 1:
         time.sleep(8)
+        comm.abort("its part is over")
         return found
     work = comm.quantized_allreduce(x, async_op=True, timeout=3.0)
     for name, call in (("synchronize", work.synchronize), ("next", lambda: comm.quantized_allreduce(x))):
