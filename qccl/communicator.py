@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qccl import codecs, dtypes
 from qccl.backends import Backend, HostBackend
@@ -17,7 +17,7 @@ from qccl.collectives import ALLREDUCE
 from qccl.dtypes import DType
 from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
-from qccl.errors import ArgumentError, PeerLost, QcclError
+from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
 from qccl.plan import Plan, PlanCache, Signature
 from qccl.work import Work
 
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from qccl.transports.nccl import NcclTransport
 
 __all__ = ["OPS", "Communicator", "quantized_allreduce"]
+
+_T = TypeVar("_T")
 
 #: reduction -> value of NCCL's ncclRedOp_t
 OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
@@ -222,16 +224,13 @@ class Communicator:
 
     def barrier(self) -> None:
         """Return when every rank has called barrier()."""
-        self.allgather(b"")
+        self._together("barrier()", lambda: None)
 
     def allgather(self, item: bytes) -> list[bytes]:
         """Every rank's ``item`` in rank order; for set-up, not for speed."""
-        self._check_usable()
-        try:
-            return self.transport.allgather(item, self.timeout)
-        except QcclError as error:
-            self._fail(error)
-            raise
+        if not isinstance(item, bytes):
+            raise ArgumentError(f"an item of allgather() must be bytes, not {type(item).__name__}")
+        return self._together("allgather()", lambda: self.transport.allgather(item, self.timeout))
 
     def check(self, stream: int | None = None, timeout: float | None = None) -> None:
         """Raise what went wrong so far.
@@ -252,11 +251,7 @@ class Communicator:
         """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
         self._check_usable()
         _check_group(color, key)
-        try:
-            transport = self.transport.split(color, key, self.timeout)
-        except QcclError as error:
-            self._fail(error)
-            raise
+        transport = self._together("split()", lambda: self.transport.split(color, key, self.timeout))
         if transport is None:
             return None
         return Communicator._from_transport(transport, self.timeout, self._make_backend)
@@ -311,6 +306,18 @@ class Communicator:
             return work.wait()
         work._detach(at_once=True)
         return work
+
+    def _together(self, what: str, act: Callable[[], _T]) -> _T:
+        """A collective of the set-up kind, as one of the group's calls; once all ranks have come, ``act`` is done."""
+        self._check_usable()
+        header = Header(Kind.CALL, self._sequence, what)
+        self._sequence += 1
+        try:
+            self._engine.meet(header, self.timeout)
+            return act()
+        except BaseException as error:  # Ctrl-C, too: the others would wait
+            self._fail(gave_up(self.rank, error))
+            raise
 
     def _launch(
         self,

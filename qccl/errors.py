@@ -24,6 +24,7 @@ __all__ = [
     "MismatchError",
     "PeerLost",
     "QcclError",
+    "gave_up",
 ]
 
 
@@ -65,3 +66,8 @@ class EngineError(QcclError):
     def __init__(self, message: str, code: int | None = None) -> None:
         super().__init__(message)
         self.code = code
+
+
+def gave_up(rank: int, error: BaseException) -> QcclError:
+    """What the other ranks, and later calls, are told of an exception that ended a call on ``rank``."""
+    return error if isinstance(error, QcclError) else PeerLost(f"rank {rank} gave up: {type(error).__name__}: {error}")

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from qccl.errors import CollectiveTimeout, PeerLost, QcclError
+from qccl.errors import CollectiveTimeout, QcclError, gave_up
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -74,8 +74,8 @@ class Work:
                     raise CollectiveTimeout(f"{self._execution.waits_for()} for {timeout} s in wait()")
             except QcclError as error:
                 self._conclude(error)
-            except BaseException:  # Ctrl-C: the engine has told the other ranks
-                self._conclude(PeerLost("this rank was interrupted in the middle of the call"))
+            except BaseException as error:  # Ctrl-C, or a fault of ours: the engine has told the other ranks
+                self._conclude(gave_up(self._comm.rank, error))
                 raise
             else:
                 self._conclude()

@@ -234,6 +234,8 @@ def test_waiting_for_a_while():
 
 
 def test_arrays_live_until_a_dropped_call_has_ended():
+    looked = threading.Event()
+
     def run(comm):
         x, y = np.ones(COUNT, np.float32), np.zeros(COUNT, np.float32)
         gone = weakref.ref(x)
@@ -242,9 +244,11 @@ def test_arrays_live_until_a_dropped_call_has_ended():
             del x
             gc.collect()
             time.sleep(0.1)
-            assert gone() is not None, "the other rank has not come yet"
+            lives = gone() is not None
+            looked.set()
+            assert lives, "the other rank has not come yet"
         else:
-            time.sleep(0.2)
+            assert looked.wait(10)
             comm.quantized_allreduce(x, out=y, async_op=True)
             del x
         until(lambda: y[-1] == 2)

@@ -37,6 +37,15 @@ def test_a_rank_that_fails(how, within):
     assert ("ZeroDivisionError: on purpose" in ended.output) == (how == "raise")
 
 
+@pytest.mark.parametrize("before", ["a barrier", "an all-gather"])
+def test_a_rank_that_raises_before(before):
+    """The others need not wait for the deadline to hear of it."""
+    ended = start(3, "tests/mpi/fault.py", f"raise before {before}", limit=40)
+    found = raised(ended.output)
+    assert sorted(found) == [0, 2], ended.output
+    assert all(error == "PeerLost" and seconds < 1.5 for error, seconds in found.values()), ended.output
+
+
 def test_a_rank_that_is_late():
     """It hears what the others had to say, and all end by themselves."""
     ended = start(3, "tests/mpi/fault.py", "late", limit=40)

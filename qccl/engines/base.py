@@ -96,6 +96,9 @@ class Engine(Protocol):
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
 
+    def meet(self, header: Header, timeout: float) -> None:
+        """Collective: return when all ranks have made this call. Raises as a run does."""
+
     def agree(self, header: Header, timeout: float) -> None:
         """Where calls are not checked one by one: collective, on the first use of a signature. Raises MismatchError."""
 

@@ -142,15 +142,19 @@ class CudaEngine:
         with self._translated(), on_device(self.device):
             return CudaProgram(self, schedule)
 
+    def meet(self, header: Header, timeout: float) -> None:
+        """Collective: return when all ranks have made this call."""
+        self._check_usable()
+        mine = header.pack()
+        for peer, theirs in enumerate(self.transport.allgather(mine, timeout) if self.size > 1 else ()):
+            if theirs != mine:
+                raise disagreement(mine, theirs, self.rank, peer)
+
     def agree(self, header: Header, timeout: float) -> None:
         """Collective, on the first use of a signature: whether all ranks mean the same call."""
         if self.size == 1 or header.text in self._agreed:
             return
-        self._check_usable()
-        mine = header.pack()
-        for peer, theirs in enumerate(self.transport.allgather(mine, timeout)):
-            if theirs != mine:
-                raise disagreement(mine, theirs, self.rank, peer)
+        self.meet(header, timeout)
         self._agreed.add(header.text)
 
     def check(self, timeout: float, stream: int | None = None) -> None:

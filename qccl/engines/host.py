@@ -20,7 +20,7 @@ from typing import Any
 from qccl.engines.agreement import Channel, Header, Kind, sequence_of
 from qccl.engines.background import Background
 from qccl.engines.program import CALLS_IN_FLIGHT, Execution, Program
-from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost, QcclError
+from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost, QcclError, gave_up
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
 
@@ -74,11 +74,19 @@ class HostEngine:
         self._closed = False
         self._telling = 0  # sends under way of the news that this rank gave up or left
         self._channel = Channel(transport)
+        self._meeting: Program | None = None
+        transport.attend = self.step
         _live.add(self)
 
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
         return Program(self, schedule, self._transport)
+
+    def meet(self, header: Header, timeout: float) -> None:
+        """Collective: return when all ranks have made this call."""
+        if self._meeting is None:
+            self._meeting = self.compile(Schedule("meeting", self.rank, self._transport.size, {}, ()))
+        self._meeting.start({}, call=0, header=header, deadline=time.monotonic() + timeout).run()
 
     def agree(self, header: Header, timeout: float) -> None:
         """Nothing: every call is checked."""
@@ -316,7 +324,7 @@ class HostEngine:
             self._fail(error, kind, str(error))
         else:
             text = f"rank {self.rank} gave up: {type(error).__name__}: {error}"
-            self._fail(error if isinstance(error, QcclError) else PeerLost(text), kind, text)
+            self._fail(gave_up(self.rank, error), kind, text)
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
         if self._failure is not None or self._closed:

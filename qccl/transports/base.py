@@ -52,10 +52,12 @@ class Transport(Group, Protocol):
     Attributes:
         is_threaded: another thread may use it than the one that made it (one at a time), whatever other threads do with
             the library underneath.
+        attend: called all the time while allgather() or split() wait; what it raises ends them. The engine sets it.
         shares_memory: all ranks are on one machine and one network, so that no link is slower than they are.
     """
 
     is_threaded: bool
+    attend: Callable[[], object]
     shares_memory: bool
 
     def buffer(self, address: int, nbytes: int) -> Any:

@@ -11,7 +11,7 @@ import ctypes
 import threading
 import time
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -113,8 +113,8 @@ class LoopbackGroup:
             for condition in self.wake:
                 condition.notify_all()
 
-    def meet(self, rank: int, item: Any, timeout: float) -> _Meeting:
-        """Collective: wait until every rank has brought its item."""
+    def meet(self, rank: int, item: Any, timeout: float, attend: Callable[[], object]) -> _Meeting:
+        """Collective: wait until every rank has brought its item, and call ``attend`` meanwhile."""
         deadline = time.monotonic() + timeout
         with self.lock:
             number = self._met[rank]
@@ -123,14 +123,18 @@ class LoopbackGroup:
             meeting.items[rank] = item
             for condition in self.wake:
                 condition.notify_all()
-            while len(meeting.items) < self.size:
+        while True:
+            with self.lock:
+                if len(meeting.items) == self.size:
+                    break
                 if self.failure is not None:
                     raise PeerLost(self.failure)
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if time.monotonic() > deadline:
                     missing = [r for r in range(self.size) if r not in meeting.items]
                     raise CollectiveTimeout(f"ranks {missing} did not come to a collective call within {timeout} s")
-                self.wake[rank].wait(left)
+                self.wake[rank].wait(_NAP_SECONDS)
+            attend()
+        with self.lock:
             meeting.leavers += 1
             if meeting.leavers == self.size:
                 del self._meetings[number]
@@ -147,6 +151,7 @@ class LoopbackTransport:
     def __init__(self, group: LoopbackGroup, rank: int) -> None:
         self.rank = self.local_rank = rank
         self.size = self.local_size = group.size
+        self.attend: Callable[[], object] = lambda: None
         self._group = group
         self._gone = False
 
@@ -177,7 +182,7 @@ class LoopbackTransport:
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> LoopbackTransport | None:
-        meeting = self._group.meet(self.rank, (color, key), timeout)
+        meeting = self._group.meet(self.rank, (color, key), timeout, self.attend)
         if color is None:
             return None
         members = sorted((k, r) for r, (c, k) in meeting.items.items() if c == color)
@@ -188,7 +193,7 @@ class LoopbackTransport:
         return group.transport(members.index((key, self.rank)))
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        items = self._group.meet(self.rank, item, timeout).items
+        items = self._group.meet(self.rank, item, timeout, self.attend).items
         return [items[r] for r in range(self.size)]
 
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
@@ -199,12 +204,12 @@ class LoopbackTransport:
         if dtype not in ("float32", "float16") or combine is None:
             raise ArgumentError(f"the plain all-reduce takes float32 or float16 and sum, min or max, not {dtype}, {op}")
         nbytes = count * np.dtype(dtype).itemsize
-        addresses = self._group.meet(self.rank, source, _YARDSTICK_SECONDS).items
+        addresses = self._group.meet(self.rank, source, _YARDSTICK_SECONDS, self.attend).items
         total = np.zeros(0, dtype)
         for rank in range(self.size):
             values = np.frombuffer(ctypes.string_at(addresses[rank], nbytes), dtype)
             total = combine(total, values) if rank else values
-        self._group.meet(self.rank, None, _YARDSTICK_SECONDS)  # all have read before anyone writes
+        self._group.meet(self.rank, None, _YARDSTICK_SECONDS, self.attend)  # all have read before anyone writes
         ctypes.memmove(target, total.ctypes.data, nbytes)
 
     def abort(self, reason: str) -> None:

@@ -20,7 +20,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
 from mpi4py import MPI
@@ -41,8 +41,9 @@ _FINALIZE_SECONDS = 10
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
 
-#: what MPI may still work on, with the memory: transports that failed, and those that were closed before the others'
-_abandoned: list[MpiTransport] = []
+#: what MPI may still work on, with the memory: transports and calls that failed, and transports that were closed before
+#: the other ranks'
+_abandoned: list[object] = []
 _unfinished: list[MpiTransport] = []
 
 
@@ -90,10 +91,11 @@ class MpiTransport:
 
     name = "mpi"
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout: float, attend: Callable[[], object] = lambda: None) -> None:
         """Take ``comm`` over; from_mpi() and world() make one."""
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
+        self.attend = attend
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._requests: list[MPI.Request] = []
         self._posted: list[tuple[Hashable, int]] = []  # token and bytes of a receive (-1: a send), per request
@@ -115,7 +117,7 @@ class MpiTransport:
             raise ArgumentError(f"comm must be an mpi4py intracommunicator, e.g. MPI.COMM_WORLD, not {comm!r}")
         try:
             duplicate, request = comm.Idup()
-            _wait(request, timeout, "the duplication of the communicator")
+            _wait(request, timeout, "the duplication of the communicator", duplicate)
         except MPI.Exception as error:
             raise _mapped(error) from error
         return cls(duplicate, timeout)
@@ -169,7 +171,7 @@ class MpiTransport:
             comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
             raise _mapped(error) from error
-        return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout)
+        return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout, self.attend)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         self._check_alive()
@@ -177,11 +179,12 @@ class MpiTransport:
         counts = memoryview(bytearray(8 * self.size)).cast("q")
         try:
             mine = memoryview(bytearray(len(item).to_bytes(8, "little")))
-            _wait(self._comm.Iallgather([mine, 8, MPI.BYTE], [counts, 8, MPI.BYTE]), timeout, "an all-gather")
+            request = self._comm.Iallgather([mine, 8, MPI.BYTE], [counts, 8, MPI.BYTE])
+            _wait(request, timeout, "an all-gather", (mine, counts), self.attend)
             lengths = list(counts)
             joined = bytearray(sum(lengths))
             request = self._comm.Iallgatherv([item, len(item), MPI.BYTE], [joined, lengths, MPI.BYTE])
-            _wait(request, timeout, "an all-gather")
+            _wait(request, timeout, "an all-gather", (item, joined, lengths), self.attend)
         except MPI.Exception as error:
             raise _mapped(error) from error
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
@@ -266,15 +269,22 @@ class MpiTransport:
         return _mapped(error)
 
 
-def _wait(request: MPI.Request, timeout: float, what: str) -> None:
-    """Test until ``request`` has completed, or raise CollectiveTimeout."""
+def _wait(
+    request: MPI.Request, timeout: float, what: str, memory: object, attend: Callable[[], object] = lambda: None
+) -> None:
+    """Test until ``request``, which works on ``memory``, has completed, or raise CollectiveTimeout."""
     deadline = time.monotonic() + timeout
     idle = 0
-    while not request.Test():
-        if time.monotonic() > deadline:
-            raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
-        idle += 1
-        _relax(idle)
+    try:
+        while not request.Test():
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
+            attend()
+            idle += 1
+            _relax(idle)
+    except BaseException:
+        _abandoned.append((request, memory))
+        raise
 
 
 def _datatype(name: str) -> MPI.Datatype:

@@ -24,7 +24,7 @@ def reduce(comm: qccl.Communicator, count: int) -> None:
 
 def fail(comm: qccl.Communicator, how: str) -> None:
     match how:
-        case "raise":
+        case "raise" | "raise before a barrier" | "raise before an all-gather":
             raise ZeroDivisionError("on purpose")
         case "exit":
             sys.exit(0)
@@ -67,6 +67,10 @@ def main() -> None:
             fail(comm, how)
         if how == "late for a split":
             comm.split(0)
+        if how == "raise before a barrier":
+            comm.barrier()
+        if how == "raise before an all-gather":
+            comm.allgather(b"")
         while True:
             reduce(comm, 1 << 20)
     except (CollectiveTimeout, PeerLost) as error:
