@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import Case
+from test_allreduce import assert_same_bits, expected, stored
 
 import qccl
 from qccl import codecs, dtypes
-from qccl.bench import accuracy, data
+from qccl.bench import accuracy, data, reference
 
 COUNT = 3 * 1024 + 17
 
@@ -97,3 +99,34 @@ def test_plain_bound_holds_for_any_order() -> None:
         for i in rng.permutation(8):
             total += values[i]
         assert (np.abs(total - exact) <= bound).all()
+
+
+@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
+@pytest.mark.parametrize("op", ["sum", "avg", "min", "max"])
+@pytest.mark.parametrize(
+    ("codec", "dtype", "kind", "size"),
+    [
+        ("minmax8:bucket=256", "float32", "outliers", 4),
+        ("minmax4:bucket=64,rounding=stochastic,seed=9", "float16", "normal", 3),
+        ("minmax3:bucket=shard,rounding=stochastic", "bfloat16", "negative", 3),
+        ("minmax1:bucket=8", "float32", "subnormal", 2),
+        ("minmax2:bucket=64", "float32", "zeros", 5),
+        ("none", "bfloat16", "normal", 3),
+        ("none", "float16", "zeros", 3),
+        ("minmax8", "float16", "normal", 1),
+    ],
+)
+def test_the_reference_of_the_benchmark_is_the_oracles(
+    codec: str, dtype: str, kind: str, size: int, op: str, algorithm: str
+) -> None:
+    """In pieces of whole buckets, and in a call that is not the first."""
+    case = Case(size, 1500, kind, dtype, op, codec, algorithm, None, False)
+    parsed, element, call = codecs.get(codec), dtypes.get(dtype), 3
+    values = [data.to_float32(stored(case.input(r)), element) for r in range(size)]
+    found = np.concatenate(
+        [
+            reference.allreduce([v[a:b] for v in values], parsed, element, op, algorithm, owner, a, call)
+            for owner, a, b in accuracy.stretches(1500, size, parsed, algorithm, 256)
+        ]
+    )
+    assert_same_bits(found, expected(case, call), str(case))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,8 @@ from threads import outcomes
 import qccl
 from qccl import codecs, dtypes
 from qccl.bench import data
-from qccl.bench.arrays import arrays_of
+from qccl.bench.arrays import Guarded, arrays_of
+from qccl.bench.check import check
 from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, _calls_until_overflow, measure
 from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
@@ -29,18 +31,24 @@ def measured(comm: qccl.Communicator, codec: str, case: Case, algorithm: str = "
 
 
 class Flipping(LoopbackTransport):
-    """Inverts one bit of the first byte of one data message that this rank sends, once."""
+    """Inverts a bit of byte ``at`` (or from the end) of a data message that this rank sends, after ``skip`` others."""
 
-    skip, bit, done = 0, 7, False
+    skip, at, bit, done = 0, 0, 7, False
+
+    def arm(self, skip: int, at: int, bit: int) -> None:
+        self.skip, self.at, self.bit, self.done = skip, at, bit, False
 
     def send(self, peer, tag, buffer, token):
         if tag != 0 and not self.done:
             self.done = self.skip == 0
             self.skip -= 1
             if self.done:
-                byte = ctypes.c_uint8.from_address(buffer[0])
-                byte.value ^= 1 << self.bit
+                flip(buffer[0] + self.at % buffer[1], self.bit)
         super().send(peer, tag, buffer, token)
+
+
+def flip(address: int, bit: int = 0) -> None:
+    ctypes.c_uint8.from_address(address).value ^= 1 << bit
 
 
 @pytest.mark.parametrize(
@@ -61,6 +69,79 @@ def test_the_top_bit_of_one_code_makes_elements_wrong(codec: str, bit: int, algo
         # The element whose code it was, and more only where other ranks' buckets moved with it.
         assert 1 <= row.out_of_place.wrong <= 1024
         assert row.in_place.wrong == 0
+
+
+#: bytes of a wire of one bucket of 64 elements: the first and the last of its codes, and its range
+CODE_BYTES, RANGE_BYTES = (0, -9), tuple(range(-8, 0))
+
+
+@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_every_flipped_bit_that_changes_a_result_is_counted(bits: int, algorithm: str) -> None:
+    """In round 1 all ranks agree on the wrong result, in round 2 they do not; in codes and in range words."""
+    case = Case(3 * 64, dtypes.FLOAT32, "sum")
+    messages = (0, 2) if algorithm == "two_round" else (0,)
+    flips = [(m, at, bit) for m in messages for at in CODE_BYTES + RANGE_BYTES for bit in range(8)]
+
+    def run(transport: LoopbackTransport) -> list[tuple[int, np.ndarray]]:
+        if transport.rank == 0:
+            transport = Flipping(transport._group, 0)
+            transport.done = True
+        with qccl.Communicator._from_transport(transport, timeout=20) as comm:
+            call = QuantizedCall(comm, case, codecs.get(f"minmax{bits}:bucket=64"), algorithm, None)
+            arrays = arrays_of(comm)
+            x, out = (Guarded(arrays, case.count, case.dtype) for _ in range(2))
+            go = call.bind(arrays, x.array, out.array)
+            found = []
+            for spoiled in [None, *flips]:
+                if spoiled is not None and transport.rank == 0:
+                    transport.arm(*spoiled)
+                found.append((check(comm, call, go, x, out, 1)[0], out.array.view(np.uint32).copy()))
+                assert transport.rank != 0 or transport.done
+            return found
+
+    ranks = outcomes(3, run)
+    for found in ranks:
+        assert isinstance(found, list), found
+    (none_wrong, clean), *_ = ranks[0]
+    assert none_wrong == 0
+    changed = 0
+    for i, spoiled in enumerate(flips, start=1):
+        differ = np.logical_or.reduce([found[i][1] != clean for found in ranks])
+        changed += bool(differ.any())
+        for found in ranks:
+            assert found[i][0] == np.count_nonzero(differ), f"message, byte, bit {spoiled}"
+    assert changed > len(flips) * 0.9
+
+
+@pytest.mark.parametrize("nbytes_after_begin", [-1, -4096, 4 * 500, 4 * 500 + 4095])
+def test_what_is_written_beside_the_output_is_counted(nbytes_after_begin: int) -> None:
+    def run(comm: qccl.Communicator) -> Row:
+        return spoiled(comm, lambda x, out: flip(out.ctypes.data + nbytes_after_begin))
+
+    for row in qccl.run_ranks(2, run):
+        assert row.out_of_place.wrong == row.in_place.wrong == 1
+
+
+def test_a_changed_input_is_counted() -> None:
+    def run(comm: qccl.Communicator) -> Row:
+        return spoiled(comm, lambda x, out: flip(x[7:].ctypes.data))
+
+    for row in qccl.run_ranks(2, run):
+        assert row.out_of_place.wrong == row.in_place.wrong == 1  # in place it is the result
+
+
+def spoiled(comm: qccl.Communicator, spoil: Callable[[np.ndarray, np.ndarray], None]) -> Row:
+    """A call after which ``spoil(x, out)`` happens on rank 1."""
+    call = QuantizedCall(comm, Case(500, dtypes.FLOAT32, "sum"), codecs.get("minmax8"), "auto", None)
+    bind = call.bind
+
+    def bind_spoiled(arrays, x, out):
+        go = bind(arrays, x, out)
+        return lambda: (go(), spoil(x, out) if comm.rank == 1 else None)
+
+    call.bind = bind_spoiled
+    return measure(comm, call, ONCE, meter=None, before_side=lambda mode: None)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])

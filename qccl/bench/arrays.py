@@ -18,7 +18,12 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.transports.base import DeviceTransport, Transport
 
-__all__ = ["Arrays", "CudaArrays", "HostArrays", "arrays_of"]
+__all__ = ["Arrays", "CudaArrays", "Guarded", "HostArrays", "arrays_of"]
+
+#: elements that are compared at a time
+_STRETCH = 1 << 17
+#: bytes before and after a guarded array: what is allocated lies as it would without
+_GUARD_NBYTES = 4096
 
 
 class Arrays(Protocol):
@@ -161,3 +166,41 @@ class CudaArrays:
         finally:
             graph = self._stream.end_capture()
         return lambda: graph.launch(self._stream)
+
+
+class Guarded:
+    """``array``, of ``count`` elements, between guard elements that nobody may write."""
+
+    def __init__(self, arrays: Arrays, count: int, dtype: DType) -> None:
+        self._arrays, self._dtype = arrays, dtype
+        guard = _GUARD_NBYTES // dtype.itemsize
+        self._inside = slice(guard, guard + count)
+        self._whole = arrays.empty(count + 2 * guard, dtype)
+        self.array = self._whole[self._inside]
+        self.poison()
+
+    def fill(self, rank: int, seed: int) -> None:
+        """Set the elements to a rank's input."""
+        self._arrays.put(self.array, data.gaussian(rank, 0, self.array.size, self._dtype, seed))
+
+    def poison(self) -> None:
+        """Make every element NaN, and the guards what they must be."""
+        self._arrays.poison(self._whole)
+
+    def get(self) -> tuple[NDArray[Any], int]:
+        """The elements on the host, when the calls on them are done, and the number of guard elements written."""
+        whole = self._arrays.get(self._whole)
+        bits = whole.view(f"u{whole.itemsize}")
+        guards = (bits[: self._inside.start], bits[self._inside.stop :])
+        untouched = (1 << 8 * whole.itemsize) - 1
+        return whole[self._inside], sum(int(np.count_nonzero(guard != untouched)) for guard in guards)
+
+    def changed(self, rank: int, seed: int) -> int:
+        """The number of elements, guards included, that are no more what fill() set."""
+        x, changed = self.get()
+        bits = f"u{x.itemsize}"
+        for start in range(0, x.size, _STRETCH):
+            stop = min(start + _STRETCH, x.size)
+            expected = data.gaussian(rank, start, stop, self._dtype, seed)
+            changed += int(np.count_nonzero(x[start:stop].view(bits) != expected.view(bits)))
+        return changed

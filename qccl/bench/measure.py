@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
@@ -11,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl.bench import accuracy, data
-from qccl.bench.arrays import Arrays, arrays_of
+from qccl.bench import accuracy, data, reference
+from qccl.bench.arrays import Arrays, Guarded, arrays_of
+from qccl.bench.check import check
 from qccl.codecs.base import Codec
 from qccl.codecs.none import NoCodec
 from qccl.dtypes import DType
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Case", "Counts", "PlainCall", "QuantizedCall", "Row", "Side", "measure"]
 
-#: elements that are checked at a time
-_STRETCH = 1 << 17
 #: doublings that Gaussian data has room for before it overflows
 _HEADROOM = {"float32": 100, "bfloat16": 100, "float16": 10}
 
@@ -61,7 +59,8 @@ class Side:
 
     Attributes:
         seconds: per call.
-        wrong: elements outside the derived bound, or not the same on all ranks; None where nothing was checked.
+        wrong: elements outside the derived bound or other than they must be, input that was changed, and guard
+            elements that were written, on all ranks; None where nothing was checked.
         error: relative L2 error of the result; None likewise.
         crossed: bytes that the link's limiter counted, per byte sent; None outside the lab.
     """
@@ -113,6 +112,13 @@ class QuantizedCall:
         """Largest possible error of a stretch of the result."""
         return accuracy.allreduce_bound(values, self.codec, self.case.dtype, self.case.op, self.algorithm, owner)
 
+    def expected(
+        self, values: Sequence[NDArray[np.float32]], owner: int, start: int, number: int
+    ) -> NDArray[Any] | None:
+        """The stretch from element ``start`` of the result of collective ``number``, to the bit."""
+        case = self.case
+        return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, owner, start, number)
+
 
 class PlainCall:
     """The uncompressed all-reduce of the library under the communicator: the yardstick. Its avg is a sum."""
@@ -143,6 +149,12 @@ class PlainCall:
         """Largest possible error of a stretch of the result."""
         return accuracy.plain_bound(values, self.case.dtype, self.case.op)
 
+    def expected(
+        self, values: Sequence[NDArray[np.float32]], owner: int, start: int, number: int
+    ) -> NDArray[Any] | None:
+        """None: the library may add in any order."""
+        return None
+
 
 def measure(
     comm: Communicator,
@@ -160,22 +172,15 @@ def measure(
     """
     case = call.case
     arrays = arrays_of(comm) if arrays is None else arrays
-    x, y = arrays.empty(case.count, case.dtype), arrays.empty(case.count, case.dtype)
+    x, y = (Guarded(arrays, case.count, case.dtype) for _ in range(2))
     sides = []
     for mode, out in (("out of place", y), ("in place", x)):
         before_side(mode)
-        run = call.bind(arrays, x, out)
-        wrong, error = _check(comm, call, arrays, run, x, out, counts.checks)
+        run = call.bind(arrays, x.array, out.array)
+        wrong, error = check(comm, call, run, x, out, counts.checks)
         seconds, crossed = _time(comm, call, arrays, run, x, out, counts, meter)
         sides.append(Side(seconds, wrong, error, crossed))
     return Row(case, call.name, call.algorithm, max(call.sent), *sides)
-
-
-def _fill(arrays: Arrays, x: Any, comm: Communicator, case: Case, seed: int) -> None:
-    arrays.put(x, data.gaussian(comm.rank, 0, case.count, case.dtype, seed))
-
-
-# -- time ------------------------------------------------------------------------------------------------------------
 
 
 def _time(
@@ -183,8 +188,8 @@ def _time(
     call: QuantizedCall | PlainCall,
     arrays: Arrays,
     run: Callable[[], object],
-    x: Any,
-    out: Any,
+    x: Guarded,
+    out: Guarded,
     counts: Counts,
     meter: Callable[[], int] | None,
 ) -> tuple[float, float | None]:
@@ -198,7 +203,7 @@ def _time(
     total, crossed, left, called = 0.0, 0, counts.iters, 0
     while left:
         n = min(left, max(1, (limit - warmups) // arrays.calls_per_run))
-        _fill(arrays, x, comm, call.case, seed=0)
+        x.fill(comm.rank, seed=0)
         comm.barrier()
         passed = meter() if meter else 0
         comm.barrier()
@@ -224,62 +229,3 @@ def _calls_until_overflow(case: Case, size: int) -> int:
 def _combined(times: Sequence[float], average: int) -> float:
     """The ranks' times as one, by nccl-tests' -a."""
     return (times[0], sum(times) / len(times), min(times), max(times))[average]
-
-
-# -- correctness -----------------------------------------------------------------------------------------------------
-
-
-def _check(
-    comm: Communicator,
-    call: QuantizedCall | PlainCall,
-    arrays: Arrays,
-    run: Callable[[], object],
-    x: Any,
-    out: Any,
-    checks: int,
-) -> tuple[int | None, float | None]:
-    """The number of wrong elements and the relative L2 error of ``checks`` calls on different values."""
-    if checks == 0:
-        return None, None
-    wrong, squares, reference = 0, 0.0, 0.0
-    for seed in range(checks):
-        _fill(arrays, x, comm, call.case, seed)
-        if out is not x:
-            arrays.poison(out)
-        run()
-        w, s, r = _compare(comm, call, arrays.get(out), seed)
-        wrong, squares, reference = wrong + w, squares + s, reference + r
-    return wrong, math.sqrt(squares / reference) if reference else 0.0
-
-
-def _compare(
-    comm: Communicator, call: QuantizedCall | PlainCall, out: NDArray[Any], seed: int
-) -> tuple[int, float, float]:
-    """Wrong elements, and the squares of error and exact result, over all ranks.
-
-    The ranks share the work: each compares a part of its own result with the bound. That is enough where all results
-    are the same bits; where their digests differ, all results of a part are brought to the rank that compares it.
-    """
-    case = call.case
-    digests = comm.allgather(hashlib.blake2b(out.data, digest_size=16).digest())
-    differ = call.identical and len(set(digests)) > 1
-    wrong, squares, reference = 0, 0.0, 0.0
-    cut = accuracy.stretches(case.count, comm.size, call.codec, call.algorithm or "two_round", _STRETCH)
-    for number, (owner, start, stop) in enumerate(cut):
-        results = [out[start:stop]]
-        if differ:
-            results = [np.frombuffer(item, out.dtype) for item in comm.allgather(results[0].tobytes())]
-        if number % comm.size != comm.rank:
-            continue
-        inputs = [data.gaussian(rank, start, stop, case.dtype, seed) for rank in range(comm.size)]
-        values = [data.to_float32(each, case.dtype) for each in inputs]
-        exact, bound = accuracy.allreduce_exact(values, case.op), call.bound(values, owner)
-        errors = [data.to_float32(result, case.dtype) - exact for result in results]
-        bad = np.logical_or.reduce([~(np.abs(error) <= bound) for error in errors])  # a NaN is bad, too
-        bits = [result.view(f"u{case.dtype.itemsize}") for result in results]
-        bad |= np.logical_or.reduce([each != bits[0] for each in bits])
-        wrong += int(np.count_nonzero(bad))
-        squares += float(errors[0] @ errors[0])
-        reference += float(exact @ exact)
-    parts = [struct.unpack("<qdd", item) for item in comm.allgather(struct.pack("<qdd", wrong, squares, reference))]
-    return sum(p[0] for p in parts), math.fsum(p[1] for p in parts), math.fsum(p[2] for p in parts)
