@@ -74,7 +74,8 @@ class Communicator:
         self._engine, self._memory = made.engine, made.memory
         self._make_backend = backend
         self._plans = PlanCache()
-        self._sequence = 0
+        self._sequence = 0  # of calls
+        self._draws = 0  # of those that may draw random numbers: a barrier more changes no result
         self._failure: QcclError | None = None
         self._closed = False
 
@@ -335,13 +336,14 @@ class Communicator:
         self._check_usable()
         execution = program.start(
             addresses,
-            call=self._sequence,
+            call=self._draws,
             header=Header(Kind.CALL, self._sequence, text),
             deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
             trace=trace,
             streams=streams,
         )
         self._sequence += 1
+        self._draws += 1
         return Work(self, execution, result, keep)
 
     def _agree(self, text: str) -> None:

@@ -433,3 +433,18 @@ def test_an_exception_that_is_none_of_ours_is_named():
             comm.quantized_allreduce(x)
 
     qccl.run_ranks(2, run, timeout=20)
+
+
+def test_set_up_calls_change_no_random_numbers():
+    def run(comm, more):
+        x = ramp(comm.rank)
+        found = []
+        for _ in range(2):
+            found.append(comm.quantized_allreduce(x, np.empty_like(x), codec="minmax2:rounding=stochastic").tobytes())
+            if more:
+                comm.barrier()
+        return found
+
+    found = qccl.run_ranks(2, lambda c: run(c, True))
+    assert found == qccl.run_ranks(2, lambda c: run(c, False))
+    assert found[0][0] != found[0][1]
