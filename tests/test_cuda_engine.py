@@ -347,8 +347,11 @@ def test_replays_draw_fresh_random_numbers(cupy):
     assert first == second
     assert len(set(first)) == 5
 
-    def on_host(comm):  # the calls outside the graph are numbers 0 and 2
-        found = [comm.quantized_allreduce(values(comm.rank, 5000), **arguments).tobytes() for _ in range(3)]
+    def on_host(comm):  # the calls outside the graph are numbers 0 and 4
+        found = []
+        for _ in range(3):
+            found.append(comm.quantized_allreduce(values(comm.rank, 5000), **arguments).tobytes())
+            comm.barrier()
         return [found[0], found[2]]
 
     assert [first[0], first[-1]] == qccl.run_ranks(2, on_host)[0]

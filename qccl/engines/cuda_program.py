@@ -54,8 +54,11 @@ class CudaProgram:
         self._call = ctypes.c_uint64()  # the arguments of the kernel that sets the call's number
         self._is_replay = ctypes.c_uint32()
         self._kept: list[Any] = []  # what the arguments of launches point to
-        engine.kernels([name for launch in self._launches.values() for name in launch.kernels])  # in one compilation
+        names = [name for launch in self._launches.values() for name in launch.kernels]
+        draws = any(launch.draws for launch in self._launches.values())
+        engine.kernels([*names, cuda_source.CALL_KERNEL] if draws else names)  # in one compilation
         self._prepared = self._upload()
+        self._count_arguments = self._pack(self._counter, self._call, self._is_replay) if draws else 0
         cuda = require().cupy.cuda
         self._arrival = cuda.Event(disable_timing=True)
         self._events = {s: cuda.Event(disable_timing=True) for s, step in enumerate(self._steps) if step.records}
@@ -86,7 +89,7 @@ class CudaProgram:
             for name, number in self._bound.items():
                 self._memory[number] = bindings[name]
             # replays of a graph count on from here, in numbers that no call outside a graph has
-            self._call.value = call + 1 << 32 if captured else call
+            self._call.value = (call + 1) << 32 if captured else call
             self._is_replay.value = captured
             calls = self._traced_calls(lanes, run, trace) if trace is not None else self._calls_on(lanes, captured)
             self._put(streams[:1] if captured else streams, lanes[HOME], calls, event)
@@ -125,7 +128,7 @@ class CudaProgram:
     def _work(self, number: int, stream: int) -> list[Call]:
         step = self._steps[number]
         if number == 0:
-            return [self._count_call(stream)] if any(each.draws for each in self._launches.values()) else []
+            return [self._count_call(stream)] if self._count_arguments else []
         if number in self._prepared:
             gpu, prepared = require(), self._prepared[number]
             calls: list[Call] = []
@@ -167,9 +170,8 @@ class CudaProgram:
 
     def _count_call(self, stream: int) -> Call:
         """Random numbers are keyed by a number on the device, which the replays of a graph count up themselves."""
-        arguments = self._pack(self._counter, self._call, self._is_replay)
         kernel = self._engine.kernels([cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
-        return require().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, arguments, 0)
+        return require().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, self._count_arguments, 0)
 
     # -- a traced run ------------------------------------------------------------------------------------------------
 
