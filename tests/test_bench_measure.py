@@ -154,6 +154,7 @@ def test_right_results_are_not_wrong(size: int, count: int) -> None:
                 ("minmax8", dtypes.FLOAT32, "sum", "auto"),
                 ("minmax5:bucket=shard", dtypes.FLOAT16, "avg", "two_round"),
                 ("minmax4:rounding=stochastic,seed=3", dtypes.BFLOAT16, "max", "one_shot"),
+                ("minmax4:bucket=64,rounding=stochastic", dtypes.FLOAT32, "sum", "two_round"),
                 ("none", dtypes.FLOAT32, "min", "two_round"),
             ]
         ]
