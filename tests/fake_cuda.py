@@ -273,9 +273,12 @@ class Array:
 
     world: World  # set by modules()
 
-    def __init__(self, shape: Any, dtype: Any, memptr: Any = None, device: int = 0, code: int = 2) -> None:
+    def __init__(
+        self, shape: Any, dtype: Any, memptr: Any = None, device: int | None = None, code: int = 2
+    ) -> None:  # fmt: skip
         from dlpack import Producer
 
+        device = self.world.local.__dict__.get("device", 0) if device is None else device
         count = int(np.prod(shape))
         nbytes = count * np.dtype(dtype).itemsize
         self._memory = memptr or Pointer(self.world, nbytes)
@@ -291,12 +294,20 @@ class Array:
     def dtype(self) -> np.dtype:
         return self.values.dtype
 
+    @property
+    def size(self) -> int:
+        return self.values.size
+
     def __dlpack__(self, *, stream: int | None = None, max_version: tuple[int, int] | None = None) -> Any:
         self.orders.append(stream)
         return self._producer.__dlpack__(max_version=max_version)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._producer.__dlpack_device__()
+
+    def __getitem__(self, which: slice) -> Array:
+        part = self.values[which]
+        return Array(part.shape, part.dtype, SimpleNamespace(ptr=part.ctypes.data, whole=self), self.device)
 
     def __and__(self, other: Any) -> np.ndarray:
         return self.values & other

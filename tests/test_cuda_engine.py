@@ -890,3 +890,38 @@ def test_which_gpu_a_rank_takes(cupy, monkeypatch):
         gpu.pick_device(None, 8)
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 1)
     assert gpu.pick_device(None, 3) == 0  # the launcher shows each rank its own
+
+
+def test_the_benchmark_on_a_gpu(cupy):
+    """qccl-bench's measure() on device arrays: right results, the plain all-reduce beside, a graph with -G."""
+    from qccl import dtypes
+    from qccl.bench.arrays import arrays_of
+    from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, measure
+
+    case = Case(3000, dtypes.FLOAT32, "sum")
+    counts = Counts(iters=2, warmups=1, checks=1)
+
+    def run(comm):
+        with gpu.on_device(comm.rank):
+            found = []
+            for call in (PlainCall(comm, case), QuantizedCall(comm, case, qccl.codecs.get("minmax8"), "auto", None)):
+                assert call.name == "minmax8" or call.is_supported(arrays_of(comm))
+                row = measure(comm, call, counts, meter=None, before_side=lambda mode: None, arrays=arrays_of(comm))
+                found += [row.out_of_place.wrong, row.in_place.wrong, row.out_of_place.seconds]
+            info, number, bus = arrays_of(comm).device()
+            return found, info, number, bus
+
+    one_call = 1e-3 / 2  # the fake's clock says 1 ms for two calls
+    expected = [0, 0, one_call] * 2
+    assert ranks(2, run) == [(expected, "cuda Fake 100", r, f"0000:{r:02d}:00.0") for r in range(2)]
+
+    def graphs(comm):
+        arrays = arrays_of(comm, graph_launches=3)
+        x = arrays.empty(3000, dtypes.FLOAT32)
+        arrays.put(x, values(0, 3000))
+        call = QuantizedCall(comm, Case(3000, dtypes.FLOAT32, "avg"), qccl.codecs.get("none"), "auto", None)
+        run = call.bind(arrays, x, x)
+        run()
+        return arrays.calls_per_run, arrays.run(run, 2)
+
+    assert one(graphs) == (3, 1e-3 / 3)
