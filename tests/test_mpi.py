@@ -60,8 +60,10 @@ def test_a_rank_that_is_late_for_a_split():
     assert sorted(raised(ended.output)) == [0, 1], ended.output
 
 
-def test_a_rank_that_stays_longer_than_the_others_wait():
-    ended = start(3, "tests/mpi/fault.py", "stay", limit=40)
+@pytest.mark.parametrize("how", ["stay", "fork"])
+def test_what_is_no_failure(how):
+    """A rank that stays longer than the others wait; children of os.fork() that end as Python does."""
+    ended = start(3, "tests/mpi/fault.py", how, limit=40)
     assert ended.status == 0 and sorted(re.findall(r"rank (\d) left", ended.output)) == ["0", "1", "2"], ended.output
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -20,7 +21,7 @@ from typing import Any
 from qccl.engines.agreement import Channel, Header, Kind, sequence_of
 from qccl.engines.background import Background
 from qccl.engines.program import CALLS_IN_FLIGHT, Execution, Program
-from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost, QcclError, gave_up
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, gave_up
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
 
@@ -40,6 +41,8 @@ _LAST_WORDS_SECONDS = 0.1
 #: engines that have receives posted: they must live, because the transport holds the addresses. One that was closed or
 #: has failed need not: its transport keeps what it still works on
 _live: set[HostEngine] = set()
+#: in a child of os.fork(), those of its parent, which nothing may be done with
+_inherited: list[HostEngine] = []
 
 
 class HostEngine:
@@ -76,6 +79,9 @@ class HostEngine:
         self._channel = Channel(transport)
         self._meeting: Program | None = None
         transport.attend = self.step
+        if not _live:  # so that it comes before what the transport does at the end of the process
+            atexit.unregister(_say_goodbye)
+            atexit.register(_say_goodbye)
         _live.add(self)
 
     def compile(self, schedule: Schedule) -> Program:
@@ -386,7 +392,20 @@ def _shared_chunk(size: int) -> int:
     return max(40 * 1024, _SHARED_SLOTS_NBYTES // (4 * (3 * size - 2)))
 
 
-@atexit.register
 def _say_goodbye() -> None:
     for engine in list(_live):
         engine._goodbye()
+
+
+def _forked() -> None:
+    """In the child of os.fork(): the group is the parent's, and so is the background thread."""
+    for engine in _live:
+        engine._lock, engine._background, engine.detached = threading.RLock(), None, 0
+        engine._failure = EngineError(
+            f"this process was forked by rank {engine.rank}; only the process that made a communicator may use it"
+        )
+    _inherited.extend(_live)
+    _live.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -10,6 +10,10 @@ What happens when a rank fails:
 After a failure the process can always exit. MPI_Finalize waits for the other ranks, and may wait for ever for one
 that hangs; so from the interpreter's exit on, a process with a failed transport ends by SIGALRM after 10 s (mpiexec
 then ends the rest of the job, a stopped process included).
+
+A process that os.fork() makes must leave MPI alone, also when it ends: there all transports are given up, and MPI is
+not finalized, unless the program has imported mpi4py.MPI before qccl (then mpi4py does it, and the child must end by
+os._exit).
 """
 
 from __future__ import annotations
@@ -19,13 +23,29 @@ import contextlib
 import os
 import signal
 import socket
+import sys
 import time
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, cast
 
-from mpi4py import MPI
+import mpi4py
 
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError
+#: whether mpi4py leaves it to us
+_finalizes = "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None
+if _finalizes:
+    mpi4py.rc.finalize = False
+
+from mpi4py import MPI  # noqa: E402
+
+from qccl.errors import (  # noqa: E402
+    ArgumentError,
+    CollectiveTimeout,
+    EngineError,
+    MismatchError,
+    PeerLost,
+    QcclError,
+)
 
 __all__ = ["MpiTransport"]
 
@@ -45,6 +65,9 @@ _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILE
 #: the other ranks'
 _abandoned: list[object] = []
 _unfinished: list[MpiTransport] = []
+#: all transports
+_open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
+_is_fork = False
 
 
 def _network() -> int:
@@ -75,11 +98,26 @@ def _mapped(error: MPI.Exception) -> QcclError:
 
 
 @atexit.register
-def _bound_finalize() -> None:
-    if _abandoned and not MPI.Is_finalized():
+def _end() -> None:
+    if _is_fork or MPI.Is_finalized():
+        return
+    if _abandoned:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         signal.alarm(_FINALIZE_SECONDS)
+    if _finalizes and MPI.Is_initialized():
+        MPI.Finalize()
+
+
+def _forked() -> None:
+    """In the child of os.fork(): MPI belongs to the parent."""
+    global _is_fork
+    _is_fork = True
+    for transport in _open:
+        transport._gone = True
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 class MpiTransport:
@@ -102,6 +140,7 @@ class MpiTransport:
         self._statuses: list[MPI.Status] = []  # of what the last poll found
         self._late: list[Hashable] = []  # completed in a poll that raised
         self._gone = False
+        _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         places = self.allgather(f"{socket.gethostname()}\n{_network()}".encode(), timeout)
         self.shares_memory = len(set(places)) == 1
@@ -115,6 +154,8 @@ class MpiTransport:
         """Collective: the ranks of an mpi4py intracommunicator, which is duplicated and left as it was."""
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ArgumentError(f"comm must be an mpi4py intracommunicator, e.g. MPI.COMM_WORLD, not {comm!r}")
+        if _is_fork:
+            raise EngineError("this process was forked by one that uses MPI, and cannot use it; start it by mpiexec")
         try:
             duplicate, request = comm.Idup()
             _wait(request, timeout, "the duplication of the communicator", duplicate)

@@ -53,12 +53,33 @@ def stay(comm: qccl.Communicator) -> None:
     sys.stdout.flush()
 
 
+def fork(comm: qccl.Communicator) -> None:
+    """No failure: a child ends while a call is under way."""
+    x = np.ones(1 << 20, np.float32)
+    with comm:
+        work = comm.quantized_allreduce(x, async_op=True)
+        child = os.fork()
+        if child == 0:
+            try:
+                work.wait()
+            except qccl.EngineError:
+                sys.exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        work.wait()
+        assert (x == 3).all()
+        comm.barrier()
+    sys.stdout.write(f"rank {comm.rank} left\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     how = sys.argv[1]
     comm = qccl.init(timeout=TIMEOUT)
     reduce(comm, 1000)
     if how == "stay":
         return stay(comm)
+    if how == "fork":
+        return fork(comm)
     if comm.rank == 1 and not how.startswith("late"):
         fail(comm, how)
     start = time.monotonic()
