@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from qccl.codecs.base import Codec
-from qccl.dtypes import DType
+from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Exchange, Leg, Op, Role, Span
 
@@ -30,8 +30,12 @@ __all__ = [
 
 #: bytes that wire slots and workspace buffers are aligned to: a cache line
 ALIGNMENT = 64
-#: elements in a chunk: 160 KiB of float32 kept slow links (0.1 to 1 Gbit/s) busiest; 512 KiB lost 2-3% of their rate
+#: elements in a chunk of 8-bit codes: 160 KiB of float32 kept slow links (0.1 to 1 Gbit/s) busiest; 512 KiB lost 2-3%
+#: of their rate. What counts is the size of the messages: as many elements of 4-bit codes, in messages half as long,
+#: took a quarter more time (4 ranks, 1 Gbit/s)
 DEFAULT_CHUNK = 40 * 1024
+#: and so many times that at most, with fewer bits: more values than that leave the cache
+_MOST_CHUNKS = 4
 #: wire slots per peer; with all chunks posted at once the second round queues behind the first in TCP
 DEFAULT_DEPTH = 4
 
@@ -72,15 +76,21 @@ def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None)
 
     A codec that cannot be split (one range for a whole shard) gets one chunk.
     """
-    wanted = DEFAULT_CHUNK if chunk_elements is None else chunk_elements
+    wanted = _default_chunk(codec) if chunk_elements is None else chunk_elements
     if wanted < 1:
-        raise ArgumentError(f"chunk_elements is {wanted}; it must be 1 or more, or None for {DEFAULT_CHUNK}")
+        raise ArgumentError(f"chunk_elements is {wanted}; it must be 1 or more, or None for the default")
     if not codec.splittable:
         return Layout(count, parts, codec.granule, 1)
     granules = -(-count // codec.granule)
     largest_shard = -(-granules // parts)
     per_chunk = max(1, wanted // codec.granule)
     return Layout(count, parts, codec.granule, max(1, -(-largest_shard // per_chunk)))
+
+
+def _default_chunk(codec: Codec) -> int:
+    """Elements whose codes take about as many bytes as DEFAULT_CHUNK has elements."""
+    times = round(DEFAULT_CHUNK / codec.encoded_nbytes(DEFAULT_CHUNK, FLOAT32))
+    return DEFAULT_CHUNK * min(max(times, 1), _MOST_CHUNKS)
 
 
 @dataclass(frozen=True, slots=True)
