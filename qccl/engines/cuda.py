@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import os
 import threading
 import time
 import weakref
@@ -40,9 +41,12 @@ _WATCH_SECONDS = 0.01
 _IDLE_SECONDS = 1.0
 #: how long a failing rank waits for its own thread that is in the middle of a call
 _GRACE_SECONDS = 1.0
+#: how long a process that ends waits for what is under way
+_EXIT_SECONDS = 10.0
 _EVENTS = 32
 _HOST_TO_DEVICE = 1
 
+_process = os.getpid()
 #: the kernels of this process, by device and name; they are never unloaded
 _kernels: dict[tuple[int, str], Any] = {}
 #: engines that may have work under way when the process ends
@@ -401,5 +405,5 @@ def _watch_over(reference: weakref.ref[CudaEngine]) -> None:
 @atexit.register
 def _wait_for_the_last() -> None:
     """A rank that ends its process must not take away what others still wait for."""
-    for engine in list(_live):
-        engine.close(10.0)
+    for engine in list(_live) if os.getpid() == _process else ():  # a forked child cannot use CUDA
+        engine.close(_EXIT_SECONDS)
