@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import ctypes
 import gc
 import weakref
 from typing import Any
@@ -22,6 +23,20 @@ def test_numpy() -> None:
     part = x[1:, ::2].T
     view = _host.describe(part)
     assert (view.address, view.shape, view.strides) == (part.ctypes.data, (2, 2), (2, 4))
+
+
+def test_arrays_of_ctypes_have_no_strides_of_their_own() -> None:
+    x = ((ctypes.c_float * 3) * 2)()
+    view = _host.describe(x)
+    assert (view.address, view.shape, view.strides) == (ctypes.addressof(x), (2, 3), (3, 1))
+    assert (view.dtype, view.readonly) == ("float32", False)
+    alive = weakref.ref(x)
+    del x
+    gc.collect()
+    assert alive() is not None
+    del view
+    gc.collect()
+    assert alive() is None
 
 
 def test_read_only_numpy() -> None:

@@ -68,11 +68,23 @@ bool refuses_writing(nb::handle object) {
   return true;
 }
 
+// What to ask for the memory: where there is only the buffer protocol, a memoryview, which always has strides. Arrays of
+// ctypes leave them out, and nanobind reads them all the same.
+nb::object with_strides(nb::handle object) {
+  if (PyObject_CheckBuffer(object.ptr()) && !nb::hasattr(object, "__dlpack__")) {
+    PyObject* view = PyMemoryView_FromObject(object.ptr());
+    if (view != nullptr) return nb::steal(view);
+    PyErr_Clear();
+  }
+  return nb::borrow(object);
+}
+
 View describe(nb::handle object) {
+  const nb::object source = with_strides(object);
   ReadOnly array;
   Writable writable;
-  if (nb::try_cast(object, writable, false)) return {ReadOnly(writable), refuses_writing(object)};
-  if (nb::try_cast(object, array, false)) return {array, true};
+  if (nb::try_cast(source, writable, false)) return {ReadOnly(writable), refuses_writing(source)};
+  if (nb::try_cast(source, array, false)) return {array, true};
   const nb::object type = nb::getattr(object.type(), "__name__");
   throw nb::type_error(("a " + nb::cast<std::string>(type) +
                         " gives no access to its memory: neither __dlpack__ nor the buffer protocol works, or its "
