@@ -1,0 +1,156 @@
+// Codes of `Bits` bits between a thread's registers and the wire. The codes of one vector of values are a *piece*.
+//
+// A piece of 1, 2, 4 or 8 bytes is stored and loaded as it is. Others go through shared memory, so that the accesses to
+// global memory are wide.
+#pragma once
+
+#include "../minmax_wire.h"
+#include "tile.h"
+
+namespace QCCL_NAMESPACE {
+
+template <u32 Nbytes>
+struct IntegerOf;
+template <>
+struct IntegerOf<1> {
+  using type = u8;
+};
+template <>
+struct IntegerOf<2> {
+  using type = u16;
+};
+template <>
+struct IntegerOf<4> {
+  using type = u32;
+};
+template <>
+struct IntegerOf<8> {
+  using type = u64;
+};
+
+template <int Bits, class T>
+struct Piece {
+  static constexpr u32 bits = Bits * kPerVector<T>;
+  static constexpr bool shares_byte = bits % 8 != 0;  // with the piece of the neighbouring lane
+  static constexpr bool direct = bits == 8 || bits == 16 || bits == 32 || bits == 64;
+  using Word = typename IntegerOf<(bits > 32 ? 8 : 4)>::type;
+};
+
+template <int Bits, class T, class S>
+using Pieces = typename Piece<Bits, T>::Word[S::vectors];
+
+template <u32 Nbytes>
+QCCL_FN u64 get_bytes(const u8* from) {
+  u64 word = 0;
+#pragma unroll
+  for (u32 i = 0; i < Nbytes; ++i) word |= (u64)from[i] << 8 * i;
+  return word;
+}
+
+template <u32 Nbytes>
+QCCL_FN void put_bytes(u8* to, u64 word) {
+#pragma unroll
+  for (u32 i = 0; i < Nbytes; ++i) to[i] = (u8)(word >> 8 * i);
+}
+
+// Between a thread's pieces and its warp's shared memory. Of two that share a byte, the even lane stores both.
+template <int Bits, class T, class S>
+QCCL_FN void stage_pieces(const Unit& unit, const Pieces<Bits, T, S>& pieces) {
+  using P = Piece<Bits, T>;
+  const u32 number = vector_number<T, S>(unit);
+  u8* first = staging() + (P::shares_byte ? number / 2 * Bits : number * P::bits / 8);
+#pragma unroll
+  for (u32 j = 0; j < S::vectors; ++j) {
+    u8* to = first + j * 4 * P::bits;
+    if constexpr (P::shares_byte) {
+      const u64 pair = pieces[j] | (u64)__shfl_xor_sync(kAllLanes, (u32)pieces[j], 1) << P::bits;
+      if (j < unit.stored && number % 2 == 0) put_bytes<Bits>(to, pair);
+    } else {
+      if (j < unit.stored) put_bytes<P::bits / 8>(to, pieces[j]);
+    }
+  }
+}
+
+template <int Bits, class T, class S>
+QCCL_FN void unstage_pieces(const Unit& unit, Pieces<Bits, T, S>& pieces) {
+  using P = Piece<Bits, T>;
+  const u32 bit = vector_number<T, S>(unit) * P::bits;
+  const u32* first = reinterpret_cast<const u32*>(staging()) + bit / 32;
+#pragma unroll
+  for (u32 j = 0; j < S::vectors; ++j) {
+    const u32* words = first + j * P::bits;
+    pieces[j] = __funnelshift_r(words[0], words[1], bit % 32);
+    if constexpr (P::bits > 32) pieces[j] |= (u64)__funnelshift_r(words[1], words[2], bit % 32) << 32;
+  }
+}
+
+// From memory to memory by all lanes of a warp, in steps of 16 bytes if the addresses allow.
+template <u32 Most>
+QCCL_FN void copy_bytes(u8* to, const u8* from, u32 nbytes) {
+  const u32 wide = is_aligned(to, 16) && is_aligned(from, 16) ? nbytes / 16 * 16 : 0;
+#pragma unroll
+  for (u32 begin = 0; begin < Most; begin += 32 * 16) {
+    const u32 i = begin + lane_number() * 16;
+    if (i < wide) *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(from + i);
+  }
+#pragma unroll 1
+  for (u32 i = wide + lane_number(); i < nbytes; i += 32) to[i] = from[i];
+}
+
+// Where the codes of this warp begin on the wire of the call.
+template <int Bits>
+QCCL_FN u64 warp_place(const Unit& unit) {
+  return minmax_code_offset(unit.warp_first, Bits);
+}
+
+// Where the first piece of this thread begins, if it is direct. The next ones are 32 pieces further on each.
+template <int Bits, class T, class S>
+QCCL_FN u64 piece_place(const Unit& unit) {
+  return minmax_code_offset(unit.first, Bits) + unit.offset / kPerVector<T> * (Piece<Bits, T>::bits / 8);
+}
+
+// To the wire of the call. All lanes of the warp take part.
+template <int Bits, class T, class S>
+QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& pieces) {
+  using P = Piece<Bits, T>;
+  if constexpr (P::direct) {
+    if (is_whole<T>(unit) && is_aligned(wire, P::bits / 8)) {
+      using Direct = typename IntegerOf<P::bits / 8>::type;
+      Direct* to = reinterpret_cast<Direct*>(wire + piece_place<Bits, T, S>(unit));
+#pragma unroll
+      for (u32 j = 0; j < S::vectors; ++j) {
+        if (j < unit.stored) to[j * 32] = (Direct)pieces[j];
+      }
+      return;
+    }
+  }
+  stage_pieces<Bits, T, S>(unit, pieces);
+  __syncwarp();
+  const u32 bits = unit.warp_size * Bits, nbytes = (bits + 7) / 8;
+  if (bits % 8 != 0 && lane_number() == 0) staging()[nbytes - 1] &= (1u << bits % 8) - 1;  // zeros behind the last code
+  __syncwarp();
+  copy_bytes<4 * S::vectors * Piece<Bits, T>::bits>(wire + warp_place<Bits>(unit), staging(), nbytes);
+  __syncwarp();
+}
+
+// From the wire of the call; codes outside of the unit may be anything. All lanes of the warp take part. A direct piece
+// that is partly outside of the unit is loaded whole, because the wire has 8 bytes or more behind the codes.
+template <int Bits, class T, class S>
+QCCL_FN void load_codes(const u8* wire, const Unit& unit, Pieces<Bits, T, S>& pieces) {
+  using P = Piece<Bits, T>;
+  if constexpr (P::direct) {
+    if (is_aligned(wire, P::bits / 8)) {
+      using Direct = typename IntegerOf<P::bits / 8>::type;
+      const Direct* from = reinterpret_cast<const Direct*>(wire + piece_place<Bits, T, S>(unit));
+#pragma unroll
+      for (u32 j = 0; j < S::vectors; ++j) pieces[j] = j < unit.vectors ? from[j * 32] : 0;
+      return;
+    }
+  }
+  copy_bytes<4 * S::vectors * Piece<Bits, T>::bits>(staging(), wire + warp_place<Bits>(unit), (u32)packed_nbytes(unit.warp_size, Bits));
+  __syncwarp();
+  unstage_pieces<Bits, T, S>(unit, pieces);
+  __syncwarp();
+}
+
+}  // namespace QCCL_NAMESPACE

@@ -1,0 +1,107 @@
+// Instructions that compute what the shared headers define, but faster; and the collectives of a warp's lanes.
+#pragma once
+
+#include "../numeric.h"
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+#define QCCL_SM80 1
+#endif
+
+namespace QCCL_NAMESPACE {
+
+constexpr u32 kAllLanes = 0xffffffffu;
+
+// The least and the greatest of some values, by their order keys.
+#ifdef QCCL_SM80
+struct Extent {
+  float low, high;
+};
+QCCL_FN Extent no_values() { return {float_of(0x7f800000u), float_of(0xff800000u)}; }
+#else
+struct Extent {
+  i32 low, high;
+};
+QCCL_FN Extent no_values() { return {0x7fffffff, -0x7fffffff - 1}; }
+#endif
+
+// The instruction orders -0 before +0, as the keys do. A NaN makes both ends NaN, whose key is that of a NaN.
+QCCL_FN void include(Extent& extent, float x) {
+#ifdef QCCL_SM80
+  asm("min.NaN.f32 %0, %0, %1;" : "+f"(extent.low) : "f"(x));
+  asm("max.NaN.f32 %0, %0, %1;" : "+f"(extent.high) : "f"(x));
+#else
+  const i32 key = order_key(bits_of(x));
+  extent.low = key < extent.low ? key : extent.low;
+  extent.high = key > extent.high ? key : extent.high;
+#endif
+}
+
+struct KeyPair {
+  i32 lowest, highest;
+};
+
+QCCL_FN void widen(KeyPair& keys, KeyPair more) {
+  keys.lowest = more.lowest < keys.lowest ? more.lowest : keys.lowest;
+  keys.highest = more.highest > keys.highest ? more.highest : keys.highest;
+}
+
+QCCL_FN KeyPair keys_of(const Extent& extent) {
+#ifdef QCCL_SM80
+  return {order_key(bits_of(extent.low)), order_key(bits_of(extent.high))};
+#else
+  return {extent.low, extent.high};
+#endif
+}
+
+// The keys of each group of `Lanes` neighbouring lanes, known to all of them.
+template <int Lanes>
+QCCL_FN KeyPair gather_lanes(KeyPair keys) {
+#ifdef QCCL_SM80
+  constexpr bool done = Lanes == 32;
+  if (done) keys = {__reduce_min_sync(kAllLanes, keys.lowest), __reduce_max_sync(kAllLanes, keys.highest)};
+#else
+  constexpr bool done = false;
+#endif
+#pragma unroll
+  for (int distance = done ? 0 : Lanes / 2; distance > 0; distance /= 2) {
+    widen(keys, {__shfl_xor_sync(kAllLanes, keys.lowest, distance), __shfl_xor_sync(kAllLanes, keys.highest, distance)});
+  }
+  return keys;
+}
+
+// Has up to 4 KiB on their way into the cache, a line of 128 bytes for each lane, without a register to wait for it.
+QCCL_FN void prefetch([[maybe_unused]] const u8* begin, [[maybe_unused]] u32 nbytes, [[maybe_unused]] u32 lane) {
+#ifdef __CUDA_ARCH__
+  if (lane * 128 < nbytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(begin + lane * 128)));
+#endif
+}
+
+// Two values of 16 bits, the first in the lower half, as T::from_float rounds them; a NaN may become another.
+template <class T>
+QCCL_FN u32 round_pair(float first, float second) {
+#ifdef QCCL_SM80
+  u32 pair;
+  if constexpr (T::code == Float16::code) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(second), "f"(first));
+  }
+  return pair;
+#else
+  return T::from_float(first) | (u32)T::from_float(second) << 16;
+#endif
+}
+
+template <class T>
+QCCL_FN float widen_half(u16 bits) {
+#ifdef __CUDA_ARCH__
+  if constexpr (T::code == Float16::code) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+#endif
+  return T::to_float(bits);
+}
+
+}  // namespace QCCL_NAMESPACE

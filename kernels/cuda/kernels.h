@@ -1,0 +1,149 @@
+// The device's kernels: encode, decode and reduce, each for all jobs of a launch.
+//
+// Template arguments: the codec, the element type, the shape of a unit of work, and what is to be done. A launch has
+// blocks of kThreads; blockIdx.y is the job, and the blocks of a job take its units in turns, any number of them.
+// Every byte that they store is the host's: built without fused multiplication and with subnormals.
+#pragma once
+
+#include "minmax.h"
+#include "raw.h"
+
+#if defined(__CUDACC__) && (__CUDA_FTZ || !__CUDA_PREC_DIV)
+#error "qccl's kernels need subnormals and exact division; compile without -ftz=true (CuPy's RawModule adds it) and fast-math"
+#endif
+
+namespace QCCL_NAMESPACE {
+
+enum class Combine { sum, min, max };
+
+// acc (op) x. A NaN on either side wins; of equal values the first stays.
+template <Combine Op>
+QCCL_FN float combine(float acc, float x) {
+  if constexpr (Op == Combine::sum) return acc + x;
+  if constexpr (Op == Combine::min) return (x < acc) | is_nan(x) ? x : acc;
+  return (x > acc) | is_nan(x) ? x : acc;
+}
+
+// What leaves any first term as it is.
+template <Combine Op>
+QCCL_FN float neutral() {
+  return Op == Combine::sum ? -0.0f : float_of(Op == Combine::min ? 0x7f800000u : 0xff800000u);
+}
+
+template <class Codec, class T, class S, Pass P>
+__global__ void __launch_bounds__(kThreads)
+encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+       const __grid_constant__ Memory memory) {
+  const EncodeJob job = jobs[blockIdx.y];
+  u8* src = resolve(memory, job.src);
+  u8* wire = resolve(memory, job.wire);
+  const Origin origin = {job.count, job.index, job.round, job.rank, job.scratch};
+  Unit unit;
+  if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
+  Values<T, S> x;
+  load_values<T, S>(src, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
+  Codec::template encode<false, P, T, S>(x, wire, unit, origin, parameters, memory);
+}
+
+template <class Codec, class T, class S, bool Accumulate>
+__global__ void __launch_bounds__(kThreads)
+decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+       const __grid_constant__ Memory memory) {
+  const DecodeJob job = jobs[blockIdx.y];
+  const u8* wire = resolve(memory, job.wire);
+  u8* dst = resolve(memory, job.dst);
+  Unit unit;
+  if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
+  typename Codec::template Wire<T, S> codes;
+  Codec::template load_wire<T, S>(wire, job.count, unit, codes);
+  Values<T, S> x;
+  if constexpr (Accumulate) {
+    load_values<T, S>(dst, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
+  }
+  Codec::template for_each_value<T, S>(
+      codes, unit, [&](u32 j, u32 i, float value) {
+        if constexpr (Accumulate) {
+          x[j][i] += value;
+        } else {
+          x[j][i] = value;
+        }
+      });
+  bool nan;
+  if constexpr (Accumulate) {
+    nan = has_nan<T, S>(x);
+  } else {
+    nan = Codec::template is_nan_wire<T, S>(codes);
+  }
+  store_values<T, S>(dst, unit, x, nan);
+}
+
+// What copy() takes as an element type.
+struct Byte {
+  using Storage = u8;
+};
+
+// `count` bytes from `wire` to `dst`: what encoding and decoding are without a codec.
+template <class S>
+__global__ void __launch_bounds__(kThreads)
+copy(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+     const __grid_constant__ Memory memory) {
+  const DecodeJob job = jobs[blockIdx.y];
+  const u8* from = resolve(memory, job.wire);
+  u8* to = resolve(memory, job.dst);
+  Unit unit;
+  if (!find_unit<Byte, S>(job.units, job.count, parameters, unit)) return;
+#pragma unroll
+  for (u32 row = 0; row < S::vectors; row += kRows<S>) {
+    uint4 vectors[kRows<S>];
+    load_rows<Byte, S>(from, unit, row, vectors);
+    store_rows<Byte, S>(to, unit, row, vectors);
+  }
+}
+
+template <class Codec, class T, class S, Pass P, Combine Op>
+__global__ void __launch_bounds__(kThreads, 2)
+reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
+       const __grid_constant__ Memory memory) {
+  const ReduceJob& job = jobs[blockIdx.y];
+  u8* own = resolve(memory, job.own);
+  Unit unit;
+  if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
+  if (own) prefetch_raw<T>(own, unit);
+  for (u32 k = 0; k < job.source_count; ++k) {
+    Codec::template prefetch_wire<T>(resolve(memory, sources[job.first_source + k]), unit);
+  }
+  Values<T, S> total;
+  for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
+  for (u32 k = 0;; ++k) {
+    if (k == job.own_index) {
+      load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
+    }
+    if (k == job.source_count) break;
+    typename Codec::template Wire<T, S> codes;
+    Codec::template load_wire<T, S>(resolve(memory, sources[job.first_source + k]), job.count, unit, codes);
+    Codec::template for_each_value<T, S>(
+        codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
+  }
+  asm volatile("" ::: "memory");  // from here on everything but the total is found again: registers are scarce
+  find_unit<T, S>(job.units, job.count, parameters, unit);
+  u8* wire = resolve(memory, job.wire);
+  u8* out = resolve(memory, job.out);
+  const Origin origin = {job.count, job.index, job.round, job.rank, job.scratch};
+  if (job.scale != 1.0f) for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] *= job.scale; });
+  bool nan;
+  if (wire) {
+    repeat_first<T, S>(total, unit);
+    nan = Codec::template encode<true, P, T, S>(total, wire, unit, origin, parameters, memory);
+  } else {
+    nan = has_nan<T, S>(total);
+  }
+  if (out && P != Pass::range) store_values<T, S>(out, unit, total, nan);
+}
+
+}  // namespace QCCL_NAMESPACE
+
+// The number of a call, where Memory::call points: `value`, or in the replays of a graph the next one each time, counted
+// from `value` in words[1].
+extern "C" __global__ void qccl_call(unsigned long long* words, unsigned long long value, unsigned replay) {
+  words[0] = replay ? value + words[1]++ : value;
+}

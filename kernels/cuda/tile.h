@@ -1,0 +1,282 @@
+// How the elements of a job are shared out: which of them a thread has in its registers, and how they get there.
+//
+// A *unit* of work is what a group of `Lanes` threads holds in registers, `Vectors` times 16 bytes of values each: a
+// bucket, or a piece of a large one. Groups of 32 lanes or fewer are within a warp; a group of 256 is a whole block.
+// Each warp has consecutive elements, in rows of a vector for each lane, so that the lanes' accesses of 16 bytes lie
+// next to each other.
+#pragma once
+
+#include "instructions.h"
+#include "jobs.h"
+
+namespace QCCL_NAMESPACE {
+
+template <int Lanes, int Vectors>
+struct Shape {
+  static_assert(Lanes == kThreads || Lanes == 32 || (Lanes < 32 && Vectors == 1));
+  static constexpr u32 lanes = Lanes, vectors = Vectors;
+  static constexpr u32 groups = kThreads / Lanes;  // in a block
+};
+
+constexpr u32 kLargestUnit = kThreads * 32;  // elements
+
+// Values in a vector, and in a row of a warp's vectors.
+template <class T>
+constexpr u32 kPerVector = 16 / sizeof(typename T::Storage);
+template <class T>
+constexpr u32 kPerRow = 32 * kPerVector<T>;
+
+// A thread's values.
+template <class T, class S>
+using Values = float[S::vectors][kPerVector<T>];
+
+QCCL_FN u32 lane_number() { return threadIdx.x % 32; }
+
+// Told by one lane to the others, so that the compiler knows that it is the same for all, and that branches on what
+// follows from it do not part them.
+QCCL_FN u32 warp_number() { return __shfl_sync(kAllLanes, threadIdx.x / 32, 0); }
+
+// What a thread has to do with a unit. Where a warp has several, its first threads' may be the last of the job, and the
+// other threads repeat that without storing anything, because all lanes of a warp work together.
+struct Unit {
+  u64 first;         // its first element in the call
+  u32 size;          // elements, at least 1
+  u32 bucket;        // its number in the call
+  u32 offset;        // where this thread's first vector begins in it; the next ones are a row further on each
+  u32 vectors;       // how many of this thread's vectors are in the unit, the last perhaps partly
+  u32 stored;        // the same, or 0
+  bool leads, last;  // this thread is to store what there is once for a bucket, for a call
+  u64 warp_first;    // first element of this warp
+  u32 warp_size;     // elements of this warp
+};
+
+template <class Number>
+QCCL_FN Number smaller(Number a, Number b) {
+  return a < b ? a : b;
+}
+
+// The unit of this thread among `units` of a job; false if the warp has none. In a block with one group either all warps
+// have one, or none has.
+template <class T, class S>
+QCCL_FN bool find_unit(u32 units, u64 count, const Parameters& parameters, Unit& unit) {
+  constexpr u32 per_warp = S::vectors * kPerRow<T>, capacity = S::lanes * S::vectors * kPerVector<T>;
+  const u32 warp = warp_number(), lane = lane_number();
+  const u32 of_warp = blockIdx.x * S::groups + warp * 32 / S::lanes;  // its first unit
+  if (of_warp >= units) return false;
+  const u32 wanted = of_warp + (S::lanes < 32 ? lane / S::lanes : 0), number = smaller(wanted, units - 1);
+  const u64 bucket_size = parameters.bucket ? parameters.bucket : count;
+  u32 part = 0;
+  unit.bucket = number;
+  if (parameters.units_per_bucket != 1) {
+    unit.bucket = number / parameters.units_per_bucket;
+    part = number % parameters.units_per_bucket;
+  }
+  const u64 start = unit.bucket * bucket_size, stop = smaller(start + bucket_size, count);
+  unit.first = start + (u64)part * capacity;
+  unit.size = (u32)smaller<u64>(stop - unit.first, capacity);
+  if constexpr (S::lanes < 32) {
+    unit.warp_first = of_warp * bucket_size;
+    unit.warp_size = (u32)smaller<u64>(32 / S::lanes * bucket_size, count - unit.warp_first);
+  } else {
+    const u32 skipped = S::lanes == 32 ? 0 : smaller(warp * per_warp, unit.size);
+    unit.warp_first = unit.first + skipped;
+    unit.warp_size = smaller(unit.size - skipped, per_warp);
+  }
+  unit.offset = (S::lanes == kThreads ? warp * per_warp : 0) + lane % S::lanes * kPerVector<T>;
+  unit.vectors = unit.offset < unit.size ? (unit.size - unit.offset + kPerRow<T> - 1) / kPerRow<T> : 0;
+  unit.stored = wanted < units ? unit.vectors : 0;
+  unit.leads = unit.offset == 0 && wanted < units && part == 0;
+  unit.last = unit.offset == 0 && wanted == units - 1;
+  return true;
+}
+
+// The number of this thread's first vector among those of its warp; the next ones are 32 further on each.
+template <class T, class S>
+QCCL_FN u32 vector_number(const Unit& unit) {
+  if constexpr (S::lanes < 32) return ((u32)(unit.first - unit.warp_first) + unit.offset) / kPerVector<T>;
+  return lane_number();
+}
+
+// Whether the warp has whole vectors only.
+template <class T>
+QCCL_FN bool is_whole(const Unit& unit) {
+  return unit.warp_size % kPerVector<T> == 0;
+}
+
+QCCL_FN bool is_aligned(const void* address, u32 alignment) {
+  return (reinterpret_cast<u64>(address) & (alignment - 1)) == 0;
+}
+
+// Shared memory of this warp, for what cannot go between registers and global memory in wide accesses.
+constexpr u32 kStagedRows = 4;
+QCCL_FN u8* staging() {
+  __shared__ __align__(16) u8 memory[kWarps][kStagedRows * 32 * 16];
+  return memory[threadIdx.x / 32];
+}
+
+// Rows of a unit that are loaded and stored together.
+template <class S>
+constexpr u32 kRows = S::vectors < kStagedRows ? S::vectors : kStagedRows;
+
+template <class T>
+QCCL_FN void prefetch_raw(const u8* values, const Unit& unit) {
+  constexpr u32 itemsize = sizeof(typename T::Storage);
+  prefetch(values + unit.warp_first * itemsize, unit.warp_size * itemsize, lane_number());
+}
+
+// kRows rows of the unit's values from `row` on, from those of the call, which lie at `values`, a multiple of the size of
+// Step. In a vector that is partly outside of the unit there are copies of a value in it; in those that are outside,
+// anything. All lanes of the warp take part.
+template <class T, class S, class Step = typename T::Storage>
+QCCL_FN void load_rows(const u8* values, const Unit& unit, u32 row, uint4 (&vectors)[kRows<S>]) {
+  using Storage = typename T::Storage;
+  if (is_aligned(values, 16) && is_whole<T>(unit)) {
+    const uint4* from = reinterpret_cast<const uint4*>(values + (unit.first + unit.offset) * sizeof(Storage));
+#pragma unroll
+    for (u32 j = 0; j < kRows<S>; ++j) {
+      vectors[j] = {};
+      if (row + j < unit.vectors) vectors[j] = from[(row + j) * 32];
+    }
+    return;
+  }
+  if (unit.warp_size == 0) return;
+  constexpr u32 steps = sizeof(Storage) / sizeof(Step);
+  const Step* from = reinterpret_cast<const Step*>(values) + unit.warp_first * steps;
+  Step* stage = reinterpret_cast<Step*>(staging());
+#pragma unroll 4
+  for (u32 i = lane_number(); i < kRows<S> * kPerRow<T> * steps; i += 32) {
+    stage[i] = from[smaller(row * kPerRow<T> + i / steps, unit.warp_size - 1) * steps + i % steps];
+  }
+  __syncwarp();
+#pragma unroll
+  for (u32 j = 0; j < kRows<S>; ++j) {
+    vectors[j] = reinterpret_cast<const uint4*>(stage)[vector_number<T, S>(unit) + j * 32];
+  }
+  __syncwarp();
+}
+
+// The inverse; only the elements in the unit are stored.
+template <class T, class S, class Step = typename T::Storage>
+QCCL_FN void store_rows(u8* values, const Unit& unit, u32 row, const uint4 (&vectors)[kRows<S>]) {
+  using Storage = typename T::Storage;
+  if (is_aligned(values, 16) && is_whole<T>(unit)) {
+    uint4* to = reinterpret_cast<uint4*>(values + (unit.first + unit.offset) * sizeof(Storage));
+#pragma unroll
+    for (u32 j = 0; j < kRows<S>; ++j) {
+      if (row + j < unit.stored) to[(row + j) * 32] = vectors[j];
+    }
+    return;
+  }
+  constexpr u32 steps = sizeof(Storage) / sizeof(Step);
+  Step* to = reinterpret_cast<Step*>(values) + (unit.warp_first + row * kPerRow<T>) * steps;
+  Step* stage = reinterpret_cast<Step*>(staging());
+#pragma unroll
+  for (u32 j = 0; j < kRows<S>; ++j) {
+    if (row + j < unit.stored) reinterpret_cast<uint4*>(stage)[vector_number<T, S>(unit) + j * 32] = vectors[j];
+  }
+  __syncwarp();
+#pragma unroll 4
+  for (u32 i = lane_number(); i < kRows<S> * kPerRow<T> * steps; i += 32) {
+    if (row * kPerRow<T> + i / steps < unit.warp_size) to[i] = stage[i];
+  }
+  __syncwarp();
+}
+
+// A vector's values.
+template <class T>
+QCCL_FN void widen(const uint4& vector, float (&x)[kPerVector<T>]) {
+  const u32 words[4] = {vector.x, vector.y, vector.z, vector.w};
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    if constexpr (T::code == Float32::code) {
+      x[i] = float_of(words[i]);
+    } else {
+      x[2 * i] = widen_half<T>((u16)words[i]);
+      x[2 * i + 1] = widen_half<T>((u16)(words[i] >> 16));
+    }
+  }
+}
+
+QCCL_FN u32 raw_bits(float x) { return bits_of(x); }
+QCCL_FN u32 raw_bits(u16 x) { return x; }
+
+// The vector of the values, rounded to the element type. `nan`: there may be NaNs; all become the quiet one.
+template <class T>
+QCCL_FN uint4 narrow(const float (&x)[kPerVector<T>], bool nan) {
+  constexpr u32 per_word = kPerVector<T> / 4;
+  u32 words[4];
+#pragma unroll
+  for (u32 i = 0; i < 4; ++i) {
+    if constexpr (T::code == Float32::code) {
+      words[i] = bits_of(x[i]);
+    } else {
+      words[i] = round_pair<T>(x[2 * i], x[2 * i + 1]);
+    }
+  }
+  if (nan) {
+    const u32 quiet = raw_bits(T::from_float(float_of(kQuietNan)));
+#pragma unroll
+    for (u32 i = 0; i < kPerVector<T>; ++i) {
+      u32& word = words[i / per_word];
+      const u32 mended = per_word == 1 ? quiet : i % 2 ? (word & 0xffffu) | quiet << 16 : (word & 0xffff0000u) | quiet;
+      word = is_nan(x[i]) ? mended : word;
+    }
+  }
+  return {words[0], words[1], words[2], words[3]};
+}
+
+// take(j, i, x) for each of the unit's values that this thread has.
+template <class T, class S, class Step = typename T::Storage, class Take>
+QCCL_FN void load_values(const u8* values, const Unit& unit, Take take) {
+#pragma unroll
+  for (u32 row = 0; row < S::vectors; row += kRows<S>) {
+    uint4 vectors[kRows<S>];
+    load_rows<T, S, Step>(values, unit, row, vectors);
+#pragma unroll
+    for (u32 j = 0; j < kRows<S>; ++j) {
+      float x[kPerVector<T>];
+      widen<T>(vectors[j], x);
+#pragma unroll
+      for (u32 i = 0; i < kPerVector<T>; ++i) take(row + j, i, x[i]);
+    }
+  }
+}
+
+template <class T, class S, class Step = typename T::Storage>
+QCCL_FN void store_values(u8* values, const Unit& unit, const Values<T, S>& x, bool nan) {
+#pragma unroll
+  for (u32 row = 0; row < S::vectors; row += kRows<S>) {
+    uint4 vectors[kRows<S>];
+#pragma unroll
+    for (u32 j = 0; j < kRows<S>; ++j) vectors[j] = narrow<T>(x[row + j], nan);
+    store_rows<T, S, Step>(values, unit, row, vectors);
+  }
+}
+
+// body(j, i) for each of a thread's values.
+template <class T, class S, class Body>
+QCCL_FN void for_each_element(Body body) {
+#pragma unroll
+  for (u32 j = 0; j < S::vectors; ++j) {
+#pragma unroll
+    for (u32 i = 0; i < kPerVector<T>; ++i) body(j, i);
+  }
+}
+
+template <class T, class S>
+QCCL_FN bool has_nan(const Values<T, S>& x) {
+  bool found = false;
+  for_each_element<T, S>([&](u32 j, u32 i) { found |= x[j][i] != x[j][i]; });
+  return found;
+}
+
+// In a vector that is partly outside of the unit: copies of its first value there.
+template <class T, class S>
+QCCL_FN void repeat_first(Values<T, S>& x, const Unit& unit) {
+  if (is_whole<T>(unit)) return;
+  for_each_element<T, S>([&](u32 j, u32 i) {
+    if (unit.offset + j * kPerRow<T> + i >= unit.size) x[j][i] = x[j][0];
+  });
+}
+
+}  // namespace QCCL_NAMESPACE

@@ -1,0 +1,345 @@
+"""What the CUDA engine launches, as data: which kernel with which geometry and jobs, and the source it comes from.
+
+A launch does several operations of one kind at once; a job is one of them. The kernels are templates in
+``kernels/cuda/kernels.h``, and a name here is the C++ expression of one instance. The structured types below are that
+folder's ``jobs.h``. Nothing here needs a GPU or its libraries, so what will be launched can be compiled, emulated and
+tested anywhere.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.dtypes import DType
+from qccl.errors import EngineError
+from qccl.schedule import Decode, Encode, Op, Reduce, Span
+
+__all__ = [
+    "CALL_KERNEL",
+    "CALL_NBYTES",
+    "CALL_WORD",
+    "DECODE_JOB",
+    "ENCODE_JOB",
+    "MAX_BUFFERS",
+    "MEMORY_WORDS",
+    "PARAMETERS",
+    "PLACE",
+    "REDUCE_JOB",
+    "THREADS",
+    "Launch",
+    "Shape",
+    "launch",
+    "source",
+]
+
+#: threads of a block, and elements that they hold in registers
+THREADS = 256
+_MOST = THREADS * 32
+
+#: the words of the struct of addresses that a kernel gets: one for each buffer, and that of the call's number
+MAX_BUFFERS = 31
+CALL_WORD = 31
+MEMORY_WORDS = 32
+
+#: sets the call's number: arguments are the address of CALL_NBYTES (the number and a count), u64 value, u32 replay
+CALL_KERNEL = "qccl_call"
+CALL_NBYTES = 16
+
+PLACE = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("unused", "<u4")])
+ENCODE_JOB = np.dtype(
+    [
+        *(("src", PLACE), ("wire", PLACE), ("count", "<u8"), ("index", "<u8")),
+        *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
+    ]
+)
+DECODE_JOB = np.dtype([("wire", PLACE), ("dst", PLACE), ("count", "<u8"), ("units", "<u4"), ("unused", "<u4")])
+REDUCE_JOB = np.dtype(
+    [
+        *(("own", PLACE), ("wire", PLACE), ("out", PLACE), ("count", "<u8"), ("index", "<u8")),
+        *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
+        *((name, "<u4") for name in ("first_source", "source_count", "own_index")),
+        ("scale", "<f4"),
+    ]
+)
+PARAMETERS = np.dtype(
+    [("seed", "<u8"), ("bucket", "<u8"), ("scratch", "<u8"), ("units_per_bucket", "<u4"), ("unused", "<u4")]
+)
+
+_NOWHERE = 0xFFFFFFFF
+_FOLDER = Path(__file__).parent.parent / "kernels"
+_OPTIONS = ("--std=c++17", "--fmad=false", f"-I{_FOLDER}")
+_TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}
+
+#: finds the buffer's number and the byte offset of a span
+Locate = Callable[[Span], tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A unit of work: ``lanes`` threads, each with ``vectors`` times 16 bytes of values (see ``tile.h``)."""
+
+    lanes: int
+    vectors: int
+
+    def __str__(self) -> str:
+        return f"qccl::Shape<{self.lanes}, {self.vectors}>"
+
+    def capacity(self, itemsize: int) -> int:
+        """Elements."""
+        return self.lanes * self.vectors * 16 // itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How the elements of a job make units: buckets of ``bucket`` (0: all elements), each of ``units`` units."""
+
+    shape: Shape
+    bucket: int
+    units_per_bucket: int = 1
+    capacity: int = 0
+
+    def units(self, count: int) -> int:
+        buckets, rest = divmod(count, self.bucket or count + 1)
+        return buckets * self.units_per_bucket + -(-rest // self.capacity)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Kernels that do several operations at once, one after the other with the same geometry and arguments.
+
+    Attributes:
+        kernels: their names; none where there is nothing to do.
+        jobs, sources: tables for the device's memory; ``sources`` may be empty.
+        parameters: passed by value, but for "scratch", an address that the engine fills in.
+        scratch_nbytes: of memory that must be zero before each run of the launch.
+        grid, block, shared: as for cuLaunchKernel.
+        draws: whether the kernels draw random numbers, and so read the call's number.
+
+    The arguments of each kernel are the addresses of ``jobs`` and ``sources``, ``parameters``, and the addresses of all
+    buffers: MEMORY_WORDS words, by value.
+    """
+
+    kernels: tuple[str, ...]
+    jobs: np.ndarray[Any, Any]
+    parameters: np.ndarray[Any, Any]
+    grid: tuple[int, int, int]
+    sources: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PLACE))
+    scratch_nbytes: int = 0
+    draws: bool = False
+    block: tuple[int, int, int] = (THREADS, 1, 1)
+    shared: int = 0
+
+
+def source(names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
+    """What NVRTC compiles so that it has the kernels ``names``, and its options, but for the architecture.
+
+    The text begins with a digest of everything it includes and with the names, so that caches of compiled code need not
+    look further. The options must not be followed by ``-ftz=true``, which CuPy's RawModule adds.
+    """
+    head = "".join(f"// {line}\n" for line in (_digest(), *names))
+    return head + '#include "cuda/kernels.h"\n', _OPTIONS
+
+
+@cache
+def _digest() -> str:
+    digest = hashlib.sha256()
+    for path in sorted((*_FOLDER.glob("*.h"), *_FOLDER.glob("cuda/*.h"))):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def launch(ops: Sequence[Op], rank: int, dtype: DType, place: Locate) -> Launch:
+    """The launch of operations of one kind.
+
+    They have the codec, and whatever else is not a span, count or index, in common. ``rank`` keys random numbers, and
+    ``dtype`` is that of the values. Raises EngineError for what the kernels cannot do.
+    """
+    match ops[0]:
+        case Encode():
+            return _encode([op for op in ops if isinstance(op, Encode) and len(op.src)], rank, dtype, place)
+        case Decode():
+            return _decode([op for op in ops if isinstance(op, Decode) and len(op.dst)], dtype, place)
+        case Reduce():
+            return _reduce([op for op in ops if isinstance(op, Reduce) and _count(op)], rank, dtype, place)
+    raise EngineError(f"{type(ops[0]).__name__} is not a thing that kernels do")
+
+
+def _encode(ops: Sequence[Encode], rank: int, dtype: DType, place: Locate) -> Launch:
+    if not ops:
+        return _nothing(ENCODE_JOB)
+    codec = ops[0].codec
+    if isinstance(codec, NoCodec):
+        return _copy([(op.src, op.wire, len(op.src)) for op in ops], dtype, place)
+    cut = _cut(codec, dtype, [len(op.src) for op in ops], ranges=True)
+    jobs = np.zeros(len(ops), ENCODE_JOB)
+    _place(jobs, place, src=[op.src for op in ops], wire=[op.wire for op in ops])
+    _number(jobs, [len(op.src) for op in ops], ops, rank)
+    names = _passes("encode", codec, dtype, cut)
+    return _made(names, jobs, codec, cut, draws=_draws(codec))
+
+
+def _decode(ops: Sequence[Decode], dtype: DType, place: Locate) -> Launch:
+    if not ops:
+        return _nothing(DECODE_JOB)
+    codec, accumulate = ops[0].codec, ops[0].accumulate
+    if isinstance(codec, NoCodec) and not accumulate:
+        return _copy([(op.wire, op.dst, len(op.dst)) for op in ops], dtype, place)
+    counts = [len(op.dst) for op in ops]
+    cut = _cut(codec, dtype, counts, ranges=False)
+    jobs = np.zeros(len(ops), DECODE_JOB)
+    _place(jobs, place, wire=[op.wire for op in ops], dst=[op.dst for op in ops])
+    jobs["count"] = counts
+    name = f"qccl::decode<{_codec(codec)}, qccl::{_TYPES[dtype.name]}, {cut.shape}, {str(accumulate).lower()}>"
+    return _made((name,), jobs, codec, cut)
+
+
+def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> Launch:
+    if not ops:
+        return _nothing(REDUCE_JOB)
+    first = ops[0]
+    if not first.srcs and first.wire is None and first.scale == 1:  # a rank alone: its values stay as they are
+        return _copy([(op.own, op.out, _count(op)) for op in ops if op.own and op.out], dtype, place)
+    cut = _cut(first.codec, dtype, [_count(op) for op in ops], ranges=first.wire is not None)
+    jobs = np.zeros(len(ops), REDUCE_JOB)
+    _place(jobs, place, **{name: [getattr(op, name) for op in ops] for name in ("own", "wire", "out")})
+    _number(jobs, [_count(op) for op in ops], ops, rank)
+    sources = np.zeros(sum(len(op.srcs) for op in ops), PLACE)
+    spans = [span for op in ops for span in op.srcs]
+    if spans:
+        sources["buffer"], sources["offset"] = zip(*(place(span) for span in spans), strict=True)
+    jobs["source_count"] = [len(op.srcs) for op in ops]
+    jobs["first_source"] = np.cumsum(jobs["source_count"]) - jobs["source_count"]
+    jobs["own_index"] = [_NOWHERE if op.own is None else op.own_index for op in ops]
+    jobs["scale"] = [op.scale for op in ops]
+    names = _passes("reduce", first.codec, dtype, cut, f", qccl::Combine::{first.op}")
+    draws = first.wire is not None and _draws(first.codec)
+    return _made(names, jobs, first.codec, cut, sources=sources, draws=draws)
+
+
+def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, place: Locate) -> Launch:
+    """Values from place to place, as bytes. Where the two are the same nothing is to be done."""
+    spans = [(a, b, count) for a, b, count in spans if place(a) != place(b)]
+    if not spans:
+        return _nothing(DECODE_JOB)
+    shape = Shape(32, 4)
+    cut = _Cut(shape, shape.capacity(1), 1, shape.capacity(1))
+    jobs = np.zeros(len(spans), DECODE_JOB)
+    _place(jobs, place, wire=[a for a, _, _ in spans], dst=[b for _, b, _ in spans])
+    jobs["count"] = [count * dtype.itemsize for _, _, count in spans]
+    return _made((f"qccl::copy<{shape}>",), jobs, NoCodec(), cut)
+
+
+def _nothing(job: np.dtype[Any]) -> Launch:
+    return Launch((), np.zeros(0, job), np.zeros((), PARAMETERS), (1, 1, 1))
+
+
+def _made(
+    names: tuple[str, ...],
+    jobs: np.ndarray[Any, Any],
+    codec: Codec,
+    cut: _Cut,
+    *,
+    sources: np.ndarray[Any, Any] | None = None,
+    draws: bool = False,
+) -> Launch:
+    """The launch of complete jobs, but for their units and scratch."""
+    counts = [int(count) for count in jobs["count"]]
+    units = [cut.units(count) for count in counts]
+    if max(units) >= 1 << 31:
+        raise EngineError(f"{max(counts)} elements are too many for one launch with {codec!r}; use smaller chunks")
+    jobs["units"] = units
+    scratch_nbytes = 0
+    if len(names) > 1:
+        buckets = [-(-count // (cut.bucket or count)) for count in counts]
+        jobs["scratch"] = np.cumsum(buckets) - buckets
+        scratch_nbytes = 8 * sum(buckets)
+    parameters = np.zeros((), PARAMETERS)
+    parameters["seed"] = codec.seed if isinstance(codec, MinMax) else 0
+    parameters["bucket"], parameters["units_per_bucket"] = cut.bucket, cut.units_per_bucket
+    groups = THREADS // cut.shape.lanes
+    grid = (-(-max(units) // groups), len(jobs), 1)
+    table = np.zeros(0, PLACE) if sources is None else sources
+    return Launch(names, jobs, parameters, grid, table, scratch_nbytes, draws)
+
+
+def _cut(codec: Codec, dtype: DType, counts: Sequence[int], *, ranges: bool) -> _Cut:
+    """The units of jobs. Where ``ranges`` are to be found, a bucket is one unit if it can be."""
+    if isinstance(codec, NoCodec):
+        shape = Shape(32, 4)
+        capacity = shape.capacity(dtype.itemsize)
+        return _Cut(shape, capacity, 1, capacity)
+    if not isinstance(codec, MinMax):
+        raise EngineError(f"there are no kernels for {codec!r}")
+    bucket = 0 if codec.bucket == "shard" else int(codec.bucket)
+    largest = bucket or max(counts)
+    shape = _shape(min(largest, _MOST if ranges else THREADS * 4), dtype.itemsize)
+    capacity = shape.capacity(dtype.itemsize)
+    return _Cut(shape, bucket, -(-largest // capacity), capacity)
+
+
+def _shape(elements: int, itemsize: int) -> Shape:
+    """The smallest that holds as many elements: part of a warp with one vector each, a warp, or a block."""
+    vectors = -(-elements * itemsize // 16)
+    if vectors <= 16:
+        return Shape(_power_of_two(vectors), 1)
+    lanes = 32 if elements <= 1024 else THREADS
+    return Shape(lanes, _power_of_two(-(-vectors // lanes)))
+
+
+def _power_of_two(number: int) -> int:
+    """The least that is not less."""
+    return 1 << (number - 1).bit_length()
+
+
+def _passes(kind: str, codec: Codec, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
+    """The kernels that make codes: one, or two where the units of a bucket must first agree on its range."""
+    needs_two = cut.units_per_bucket > 1 and cut.shape.lanes == THREADS
+    passes = ("range", "codes") if needs_two else ("whole",)
+    arguments = f"{_codec(codec)}, qccl::{_TYPES[dtype.name]}, {cut.shape}"
+    return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)
+
+
+def _codec(codec: Codec) -> str:
+    if isinstance(codec, MinMax):
+        return f"qccl::MinMaxCodec<{codec.bits}, {str(_draws(codec)).lower()}>"
+    return "qccl::RawCodec"
+
+
+def _draws(codec: Codec) -> bool:
+    return isinstance(codec, MinMax) and codec.rounding == "stochastic"
+
+
+def _count(op: Reduce) -> int:
+    values = op.out if op.own is None else op.own
+    if values is None:
+        raise EngineError("a Reduce with neither own values nor an output cannot be run: its count is not known")
+    return len(values)
+
+
+def _place(jobs: np.ndarray[Any, Any], place: Locate, **spans: Sequence[Span | None]) -> None:
+    """Fill in the places of the spans, one field each."""
+    for name, column in spans.items():
+        for job, span in zip(jobs[name], column, strict=True):
+            buffer, offset = (_NOWHERE, 0) if span is None else place(span)
+            if span is not None and not 0 <= buffer < MAX_BUFFERS:
+                raise EngineError(f"buffer number {buffer} is too high; a schedule has at most {MAX_BUFFERS} buffers")
+            job["buffer"], job["offset"] = buffer, offset
+
+
+def _number(jobs: np.ndarray[Any, Any], counts: Sequence[int], ops: Sequence[Encode | Reduce], rank: int) -> None:
+    """Fill in what keys the random numbers."""
+    bad = next((op.index for op in ops if op.index % 8), None)
+    if bad is not None:
+        raise EngineError(f"index {bad} is not a multiple of 8, as those of buckets are")
+    jobs["count"] = counts
+    jobs["index"] = [op.index for op in ops]
+    jobs["round"] = [op.round for op in ops]
+    jobs["rank"] = rank

@@ -1,0 +1,80 @@
+"""Runs the device's kernels without a device: the source that NVRTC gets, compiled by g++ with shim.h."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from qccl.engines import cuda_source
+from qccl.engines.cuda_source import Launch
+
+_SHIM = Path(__file__).with_name("shim.h")
+_OPTIONS = ("-O0", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
+
+_RUN = """
+template <class Job>
+bool run(void (*kernel)(const Job*, const qccl::Place*, qccl::Parameters, qccl::Memory), const void* const* arguments,
+         unsigned width, unsigned height, unsigned seed) {
+  return emulator::run_grid(width, height, seed, [&] {
+    kernel(static_cast<const Job*>(arguments[0]), static_cast<const qccl::Place*>(arguments[1]),
+           *static_cast<const qccl::Parameters*>(arguments[2]), *static_cast<const qccl::Memory*>(arguments[3]));
+  });
+}
+
+extern "C" bool launch(unsigned number, const void* const* arguments, unsigned width, unsigned height, unsigned seed) {
+  switch (number) {
+"""
+
+
+class Emulator:
+    """Kernels by their names in cuda_source, compiled in a few pieces at once."""
+
+    def __init__(self, names: Iterable[str], folder: Path, headers: Path | None = None) -> None:
+        """Compile into ``folder``; ``headers`` replaces the folder kernels/."""
+        pieces = 2
+        chosen = list(dict.fromkeys(names))
+        self._headers = headers
+        parts = [chosen[i::pieces] for i in range(pieces) if chosen[i::pieces]]
+        with ThreadPoolExecutor(pieces) as pool:
+            libraries = list(pool.map(self._compile, parts, (folder / f"piece{i}" for i in range(len(parts)))))
+        self._kernels = {
+            name: (library, number)
+            for part, library in zip(parts, libraries, strict=True)
+            for number, name in enumerate(part)
+        }
+
+    def _compile(self, names: Sequence[str], target: Path) -> ctypes.CDLL:
+        code, options = cuda_source.source(names)
+        if self._headers:
+            options = tuple(f"-I{self._headers}" if option.startswith("-I") else option for option in options)
+        cases = "".join(
+            f"    case {i}: return run({name}, arguments, width, height, seed);\n" for i, name in enumerate(names)
+        )
+        text = target.with_suffix(".cpp")
+        text.write_text(f"{code}{_RUN}{cases}  }}\n  return false;\n}}\n")
+        given = [option for option in options if option != "--fmad=false"]
+        command = ["g++", *given, *_OPTIONS, "-include", _SHIM, text, "-o", target.with_suffix(".so")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[:4000]
+        return ctypes.CDLL(str(target.with_suffix(".so")))
+
+    def run(self, launch: Launch, addresses: Sequence[int], call: int, seed: int = 0) -> None:
+        """As a device would, with the buffers at ``addresses``."""
+        memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
+        memory[: len(addresses)] = addresses
+        number = np.array([call, 0], np.uint64)
+        memory[cuda_source.CALL_WORD] = number.ctypes.data
+        scratch = np.zeros(max(launch.scratch_nbytes, 1), np.uint8)
+        parameters = launch.parameters.copy()
+        parameters["scratch"] = scratch.ctypes.data
+        pointers = [array.ctypes.data for array in (launch.jobs, launch.sources, parameters, memory)]
+        arguments = (ctypes.c_void_p * 4)(*pointers)
+        width, height, _ = launch.grid
+        for name in launch.kernels:
+            library, kernel = self._kernels[name]
+            assert library.launch(kernel, arguments, width, height, seed), f"{name}: threads wait for ever"

@@ -1,0 +1,152 @@
+// What nvcc gives a kernel, for g++: the threads of a block are fibers of one host thread, which leave the processor where
+// the kernel waits for others: at barriers and at what a warp's lanes do together. They go on in an order drawn at random,
+// and shared memory begins with random bytes, so a missing barrier shows as wrong results. Where threads wait for others
+// that never come, the launch fails.
+#pragma once
+
+#include <ucontext.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <random>
+#include <vector>
+
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define __align__(n) __attribute__((aligned(n)))
+#define __shared__ static __attribute__((section("shared_memory")))
+
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
+struct Index {
+  unsigned x, y, z;
+};
+static Index threadIdx, blockIdx;
+
+namespace emulator {
+
+constexpr unsigned kThreads = 256, kStack = 1 << 16;
+
+enum class State { ready, in_warp, in_block, done };
+
+struct Fiber {
+  ucontext_t context;
+  State state;
+  unsigned exchanges;  // how many values this lane has shown to the others
+  std::vector<char> stack = std::vector<char>(kStack);
+};
+
+static Fiber fibers[kThreads];
+static ucontext_t scheduler;
+static std::uint32_t shown[2][kThreads];  // in turns: a lane may be one exchange ahead of another
+static std::mt19937 random_number;
+static void (*body)();
+
+static void wait(State state) {
+  Fiber& fiber = fibers[threadIdx.x];
+  fiber.state = state;
+  swapcontext(&fiber.context, &scheduler);
+}
+
+static std::uint32_t exchange(std::uint32_t value, unsigned lane) {
+  const unsigned turn = fibers[threadIdx.x].exchanges++ % 2;
+  shown[turn][threadIdx.x] = value;
+  wait(State::in_warp);
+  return shown[turn][threadIdx.x / 32 * 32 + lane];
+}
+
+static void run_fiber() {
+  body();
+  fibers[threadIdx.x].state = State::done;
+  swapcontext(&fibers[threadIdx.x].context, &scheduler);
+}
+
+// Lets go on what waits for nobody any more: false if there is nothing of the kind.
+static bool release(unsigned begin, unsigned end, State waiting) {
+  for (unsigned i = begin; i < end; ++i) {
+    if (fibers[i].state != waiting) return false;
+  }
+  for (unsigned i = begin; i < end; ++i) fibers[i].state = State::ready;
+  return true;
+}
+
+static bool run_block() {
+  for (Fiber& fiber : fibers) {
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = kStack;
+    makecontext(&fiber.context, run_fiber, 0);
+    fiber.state = State::ready;
+    fiber.exchanges = 0;
+  }
+  for (;;) {
+    const unsigned start = random_number() % kThreads, step = random_number() % kThreads | 1;
+    for (unsigned i = 0; i < kThreads; ++i) {
+      const unsigned thread = (start + i * step) % kThreads;
+      if (fibers[thread].state != State::ready) continue;
+      threadIdx = {thread, 0, 0};
+      swapcontext(&scheduler, &fibers[thread].context);
+    }
+    bool progress = release(0, kThreads, State::in_block), over = true;
+    for (unsigned warp = 0; warp < kThreads / 32; ++warp) {
+      progress |= release(32 * warp, 32 * warp + 32, State::in_warp);
+    }
+    for (const Fiber& fiber : fibers) over &= fiber.state == State::done;
+    if (over) return true;
+    if (!progress) return false;
+  }
+}
+
+extern "C" char __start_shared_memory, __stop_shared_memory;
+
+// Runs `kernel` for all blocks; false if threads wait for ever.
+template <class Kernel>
+bool run_grid(unsigned width, unsigned height, unsigned seed, Kernel kernel) {
+  static Kernel* current;
+  current = &kernel;
+  body = [] { (*current)(); };
+  random_number.seed(seed);
+  for (unsigned y = 0; y < height; ++y) {
+    for (unsigned x = 0; x < width; ++x) {
+      for (char* at = &__start_shared_memory; at < &__stop_shared_memory; ++at) *at = (char)random_number();
+      blockIdx = {x, y, 0};
+      if (!run_block()) return false;
+    }
+  }
+  return true;
+}
+
+}  // namespace emulator
+
+inline void __syncthreads() { emulator::wait(emulator::State::in_block); }
+inline void __syncwarp() { emulator::wait(emulator::State::in_warp); }
+
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return __builtin_bit_cast(T, emulator::exchange(__builtin_bit_cast(std::uint32_t, value), lane % 32));
+}
+
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return __shfl_sync(0, value, (int)(threadIdx.x % 32) ^ mask);
+}
+
+inline unsigned atomicMax(unsigned* address, unsigned value) {
+  const unsigned before = *address;
+  if (value > before) *address = value;
+  return before;
+}
+
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const std::uint64_t bytes = low | (std::uint64_t)high << 32;
+  unsigned result = 0;
+  for (unsigned i = 0; i < 4; ++i) result |= (unsigned)(bytes >> 8 * (selector >> 4 * i & 7) & 0xff) << 8 * i;
+  return result;
+}
+
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
+  return (unsigned)((low | (std::uint64_t)high << 32) >> shift % 32);
+}

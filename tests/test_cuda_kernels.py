@@ -1,0 +1,271 @@
+"""The device's kernels, emulated on the host, against the host's own kernels and the oracle: byte for byte."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import kernel_calls
+import numpy as np
+import oracle
+import pytest
+from cases import pairwise
+from kernel_calls import KINDS, hard_values
+from oracle import Place
+
+from qccl import dtypes
+from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.dtypes import DType
+from qccl.engines import cuda_source
+from qccl.engines.cuda_source import Launch
+from qccl.schedule import Decode, Encode, Op, Reduce, Span
+
+sys.path.insert(0, str(Path(__file__).parent / "cuda"))
+from emulator import Emulator
+
+HEADERS = Path(cuda_source.__file__).parent.parent / "kernels"
+SYNCHRONISATION = re.compile(r"__sync(?:threads|warp)\(\);")
+
+RANK = 3
+GUARD = 64
+BUFFERS = 3
+VARIANTS = ("sum", "avg", "min", "max", "no wire", "no out", "no own", "in place", "one source", "own last")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A codec, an element type, a kind of Reduce, and whether all addresses are multiples of 16."""
+
+    codec: Codec
+    dtype: DType
+    variant: str
+    aligned: bool
+
+    def __str__(self) -> str:
+        return f"{self.codec.spec()}-{self.dtype}-{self.variant}-{'aligned' if self.aligned else 'anywhere'}"
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        bucket = getattr(self.codec, "bucket", 600)
+        if bucket == "shard":
+            return (9000, 1, 8192) if self.codec.seed % 2 else (13, 2000)
+        return (bucket + 5, 1, 2 * bucket) if bucket > 5000 else (1, 7, bucket - 1, bucket, bucket + 1, 3 * bucket + 13)
+
+
+class Arrays:
+    """Copies of arrays in a few buffers, with guard areas between them, as spans of one buffer each for a schedule."""
+
+    def __init__(self, aligned: bool, rng: np.random.Generator) -> None:
+        self._aligned, self._rng = aligned, rng
+        self._parts: list[list[np.ndarray]] = [[] for _ in range(BUFFERS)]
+        self._places: list[tuple[int, int, int]] = []  # buffer, offset, bytes
+
+    def add(self, content: np.ndarray) -> Span:
+        """Take a copy; if all need not be aligned it begins at any multiple of its element's size."""
+        number = len(self._places) % BUFFERS
+        start = sum(part.size for part in self._parts[number])
+        shift = 0 if self._aligned else int(self._rng.integers(0, 16 // content.itemsize)) * content.itemsize
+        offset = -(-(start + GUARD) // 16) * 16 + shift
+        self._parts[number] += [np.full(offset - start, 0xA5, np.uint8), content.view(np.uint8)]
+        self._places.append((number, offset, content.nbytes))
+        return Span(f"array {len(self._places) - 1}", 0, content.size)
+
+    def place(self, span: Span) -> tuple[int, int]:
+        return self._places[int(span.buffer.split()[1])][:2]
+
+    @cached_property
+    def buffers(self) -> list[np.ndarray]:
+        """The buffers; from here on no array can be added."""
+        buffers = []
+        for parts in self._parts:
+            content = np.concatenate([np.zeros(0, np.uint8), *parts, np.full(GUARD, 0xA5, np.uint8)])
+            room = np.empty(content.size + 16, np.uint8)
+            start = -room.ctypes.data % 16
+            room[start : start + content.size] = content
+            buffers.append(room[start : start + content.size])
+        return buffers
+
+    @property
+    def addresses(self) -> list[int]:
+        return [buffer.ctypes.data for buffer in self.buffers]
+
+    def take(self, span: Span, dtype: type[np.generic]) -> np.ndarray:
+        number, offset, nbytes = self._places[int(span.buffer.split()[1])]
+        return self.buffers[number][offset : offset + nbytes].copy().view(dtype)
+
+    def check_guards(self) -> None:
+        for number, buffer in enumerate(self.buffers):
+            outside = np.ones(buffer.size, bool)
+            for other, offset, nbytes in self._places:
+                if other == number:
+                    outside[offset : offset + nbytes] = False
+            assert (buffer[outside] == 0xA5).all(), f"buffer {number} was written outside its arrays"
+
+
+class Operations:
+    """The operations of a case, their launches, and what the host makes of the same."""
+
+    def __init__(self, case: Case, seed: int = 1) -> None:
+        self.case = case
+        self.rng = np.random.default_rng([seed, sum(map(ord, str(case)))])
+        self.arrays = Arrays(case.aligned, self.rng)
+        self.call = int(self.rng.integers(0, 1 << 40))
+        self._kinds = itertools.cycle(self.rng.permutation(KINDS))
+        self.expected: list[tuple[str, Span, np.ndarray]] = []
+        groups: list[list[Op]] = [[], [], [], []]
+        for count in case.counts:
+            for group, op in zip(groups, self._operations(count), strict=True):
+                group.append(op)
+        self.launches: list[Launch] = [
+            cuda_source.launch(group, RANK, case.dtype, self.arrays.place) for group in groups
+        ]
+
+    @property
+    def oracle_codec(self) -> oracle.MinMax | None:
+        codec = self.case.codec
+        if not isinstance(codec, MinMax):
+            return None
+        return oracle.MinMax(codec.bits, codec.bucket, codec.rounding == "stochastic", codec.seed)
+
+    def check(self, emulator: Emulator, seed: int = 0) -> None:
+        for launch in self.launches:
+            emulator.run(launch, self.arrays.addresses, self.call, seed)
+        self.arrays.check_guards()
+        for what, span, expected in self.expected:
+            found = self.arrays.take(span, expected.dtype.type)
+            kernel_calls.assert_same_bits(found, expected, f"{self.case}: {what}")
+
+    def _values(self, count: int) -> np.ndarray:
+        return hard_values(next(self._kinds), count, self.case.dtype.name, self.rng)
+
+    def _operations(self, count: int) -> Sequence[Op]:
+        case, codec, dtype = self.case, self.oracle_codec, self.case.dtype.name
+        nbytes = case.codec.encoded_nbytes(count, dtype)
+        # the upper half of the element's number changes in some
+        index = (1 << 32) - 8 * int(self.rng.integers(0, 40)) if self.rng.random() < 0.5 else 8 * count
+        places = [Place(self.call, round, RANK, index) for round in (0, 1)]
+
+        values = self._values(count)
+        wire = kernel_calls.encode(codec, values, dtype, places[0])
+        if count < 3000:
+            kernel_calls.assert_same_bits(wire, oracle.encode(codec, values, dtype, places[0]), "the host's wire")
+        target = self.arrays.add(np.full(nbytes, 0xC3, np.uint8))
+        encode = Encode(case.codec, self.arrays.add(values), target, index)
+        self._expect(f"wire of {count}", target, wire)
+
+        if self.rng.random() < 0.3:  # bytes of a stranger
+            wire = self.rng.integers(0, 256, nbytes, np.uint8)
+        source = self.arrays.add(wire)
+        decode = Decode(case.codec, source, self.arrays.add(self._values(count)))
+        self._expect(f"values of {count}", decode.dst, kernel_calls.decode(codec, wire, count, dtype))
+        before = self._values(count)
+        add = Decode(case.codec, source, self.arrays.add(before), accumulate=True)
+        self._expect(f"sum of {count}", add.dst, kernel_calls.decode(codec, wire, count, dtype, add_to=before))
+        return encode, decode, add, self._reduce(count, nbytes, places[1])
+
+    def _reduce(self, count: int, nbytes: int, place: Place) -> Reduce:
+        case, codec, dtype = self.case, self.oracle_codec, self.case.dtype.name
+        variant = case.variant
+        sources = 1 if variant == "one source" else 3
+        wires = [kernel_calls.encode(codec, self._values(count), dtype, place) for _ in range(sources)]
+        own = None if variant == "no own" else self._values(count)
+        own_index = {"no own": 0, "own last": sources, "one source": 0}.get(variant, 1)
+        op = variant if variant in ("min", "max") else "sum"
+        scale = 1 / 3 if variant == "avg" else 1.0
+        encoded, with_out = variant != "no wire", variant != "no out"
+        expected = kernel_calls.reduce(
+            codec, wires, own, own_index, count, dtype,
+            op=op, scale=scale, encoded=encoded, place=place, with_out=with_out,
+        )  # fmt: skip
+        own_span = None if own is None else self.arrays.add(own)
+        out = own_span if variant == "in place" else self.arrays.add(self._values(count)) if with_out else None
+        wire = self.arrays.add(np.full(nbytes, 0x3C, np.uint8)) if encoded else None
+        for what, span, content in (("reduced wire", wire, expected[0]), ("reduced values", out, expected[1])):
+            if span is not None and content is not None:
+                self._expect(f"{what} of {count}", span, content)
+        spans = tuple(self.arrays.add(each) for each in wires)
+        return Reduce(case.codec, spans, own_span, own_index, wire, out, op, scale, place.index, place.round)
+
+    def _expect(self, what: str, span: Span, content: np.ndarray) -> None:
+        self.expected.append((what, span, content))
+
+
+def cases() -> list[Case]:
+    """All pairs of parameters for one bucket of each kind of unit, some for the others, and the codec none."""
+    parameters = {
+        "bits": [1, 2, 3, 4, 5, 6, 7, 8],
+        "bucket": [24, 1000, 3000, 8200, "shard"],
+        "dtype": list(dtypes.DTYPES),
+        "rounding": ["nearest", "stochastic"],
+        "variant": list(VARIANTS),
+        "aligned": [True, False],
+    }
+    rows = pairwise(parameters, seed=3)
+    others = {"bits": [3, 4, 8], "bucket": [8, 64, 1024, 2048, 8192]}
+    rows += pairwise(parameters | others | {"variant": ["sum"]}, seed=4)
+    chosen = [
+        Case(MinMax(row["bits"], row["bucket"], row["rounding"], seed), row["dtype"], row["variant"], row["aligned"])
+        for seed, row in enumerate(rows)
+    ]
+    plain = [
+        Case(NoCodec(), row["dtype"], row["variant"], row["aligned"])
+        for row in pairwise({name: parameters[name] for name in ("dtype", "variant", "aligned")}, seed=5)
+    ]
+    return chosen + plain
+
+
+CASES = cases()
+
+
+@pytest.fixture(scope="module")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
+    names = (name for case in CASES for launch in Operations(case).launches for name in launch.kernels)
+    return Emulator(names, tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bytes_are_the_hosts(emulator: Emulator, case: Case) -> None:
+    Operations(case).check(emulator)
+
+
+def synchronisations() -> list[tuple[Path, int]]:
+    """Every place in the headers where threads wait for each other: file and offset."""
+    return [
+        (path.relative_to(HEADERS), match.start())
+        for path in sorted(HEADERS.glob("cuda/*.h"))
+        for match in SYNCHRONISATION.finditer(path.read_text())
+    ]
+
+
+def test_there_is_a_barrier_and_several_waits_within_warps() -> None:
+    texts = "".join(path.read_text() for path in HEADERS.glob("cuda/*.h"))
+    assert texts.count("__syncthreads();") >= 1
+    assert len(synchronisations()) > 5
+
+
+@pytest.mark.parametrize(("path", "offset"), synchronisations(), ids=str)
+def test_a_missing_synchronisation_shows(path: Path, offset: int, tmp_path: Path) -> None:
+    headers = tmp_path / "kernels"
+    shutil.copytree(HEADERS, headers, ignore=shutil.ignore_patterns("host"))
+    text = (headers / path).read_text()
+    (headers / path).write_text(text[:offset] + SYNCHRONISATION.sub("", text[offset:], count=1))
+    # values and codes go through shared memory, a bucket is a block's, and no shuffle makes up for what is missing
+    case = Case(MinMax(6, 8192, "nearest"), dtypes.FLOAT32, "sum", aligned=False)
+    reduce = Operations(case).launches[3]
+    emulator = Emulator(reduce.kernels, tmp_path, headers)
+    for seed in range(20):
+        operations = Operations(case, seed)
+        emulator.run(operations.launches[3], operations.arrays.addresses, operations.call, seed)
+        if any(
+            operations.arrays.take(span, expected.dtype.type).tobytes() != expected.tobytes()
+            for what, span, expected in operations.expected
+            if what.startswith("reduced")
+        ):
+            return
+    pytest.fail(f"nothing shows that {path} lacks what was at {offset}")
