@@ -90,8 +90,6 @@ class HostMemory:
         wanted = None if dtype is None else dtypes.get(dtype)
         if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__"):
             source, wanted = array.view("uint16"), BFLOAT16  # neither DLPack nor the buffer protocol of NumPy knows it
-        elif isinstance(array, ctypes.Array):
-            source = memoryview(array)  # with strides, which a ctypes array leaves out and nanobind reads all the same
         try:
             view = _host.describe(source)
         except (TypeError, BufferError, RuntimeError, ValueError) as error:
