@@ -1,0 +1,210 @@
+"""The device's kernels compile for every architecture, and what the assembler says of them: registers, and no spills."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import pytest
+
+from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
+from qccl.engines import cuda_source
+from qccl.schedule import Decode, Encode, Reduce, Span
+
+nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed (extra 'nvrtc')")
+
+ARCHITECTURES = (75, 80, 90, 100, 120)
+ROUNDINGS = ("nearest", "stochastic")
+OPS = ("sum", "min", "max")
+PER_PROGRAM = 12  # kernels that are compiled together
+
+#: elements per bucket: one for each shape of a unit, and one that takes two kernels
+FLOAT32_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 2048, 4096, 8192, 16384)
+HALF_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 2048, 4096, 8192, 16384)
+
+_SPAN = Span("values", 0, 100_000)
+_USAGE = re.compile(
+    r"Compiling entry function '(\S+)' for 'sm_\d+'.*?(\d+) bytes stack frame, (\d+) bytes spill stores, "
+    r"(\d+) bytes spill loads.*?Used (\d+) registers",
+    re.DOTALL,
+)
+
+
+def names(op: Encode | Decode | Reduce, dtype: DType) -> tuple[str, ...]:
+    return cuda_source.launch([op], 0, dtype, lambda span: (len(span.buffer), 0)).kernels
+
+
+def encode(codec: Codec, dtype: DType) -> tuple[str, ...]:
+    return names(Encode(codec, _SPAN, _SPAN, 0), dtype)
+
+
+def decode(codec: Codec, dtype: DType, accumulate: bool) -> tuple[str, ...]:
+    return names(Decode(codec, Span("wire", 0, 1), _SPAN, accumulate), dtype)
+
+
+def reduce(codec: Codec, dtype: DType, op: str, encoded: bool = True) -> tuple[str, ...]:
+    return names(Reduce(codec, (_SPAN,), _SPAN, 0, _SPAN if encoded else None, _SPAN, op), dtype)
+
+
+def plain() -> Iterator[str]:
+    """Those of the codec none, and the one without a codec."""
+    yield cuda_source.CALL_KERNEL
+    for dtype in DTYPES:
+        yield from encode(NoCodec(), dtype)
+        yield from decode(NoCodec(), dtype, True)
+        for op in OPS:
+            yield from reduce(NoCodec(), dtype, op)
+
+
+def of_the_default_bucket() -> Iterator[str]:
+    """All bits, element types, roundings and operations."""
+    for dtype, bits, rounding in itertools.product(DTYPES, range(1, 9), ROUNDINGS):
+        codec = MinMax(bits, rounding=rounding)
+        yield from encode(codec, dtype)
+        for op in OPS:
+            yield from reduce(codec, dtype, op)
+        for accumulate in (False, True):
+            yield from decode(codec, dtype, accumulate)
+
+
+def of_an_architecture(number: int) -> Iterator[str]:
+    """All bits, types, kinds and shapes; the rest in turns, so that all architectures together have all of it."""
+    for i, (bits, dtype) in enumerate(itertools.product(range(1, 9), DTYPES)):
+        turns = itertools.islice(itertools.cycle(itertools.product(OPS, ROUNDINGS)), i + 2 * number, i + 2 * number + 2)
+        yield from encode(MinMax(bits, rounding=ROUNDINGS[(i + number) % 2]), dtype)
+        for accumulate in (False, True):
+            yield from decode(MinMax(bits), dtype, accumulate)
+        for op, rounding in turns:
+            yield from reduce(MinMax(bits, rounding=rounding), dtype, op)
+    half = (FLOAT16, BFLOAT16)[number % 2]
+    shapes = [(bucket, FLOAT32) for bucket in FLOAT32_BUCKETS] + [(bucket, half) for bucket in HALF_BUCKETS]
+    for i, (bucket, dtype) in enumerate(shapes):
+        codec = MinMax(1 + (i + 3 * number) % 8, bucket, ROUNDINGS[(i + number) % 2])
+        yield from encode(codec, dtype)
+        yield from decode(codec, dtype, bool((i + number) % 2))
+        yield from reduce(codec, dtype, OPS[(i + number) % 3], encoded=i % 4 != 0)
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the assembler gives a kernel, bytes per thread but for the registers."""
+
+    stack: int
+    spilled: int
+    registers: int
+
+
+class Program:
+    """Kernels compiled for an architecture; ``arch`` is "sm_90" or "compute_90"."""
+
+    def __init__(self, kernels: Sequence[str], arch: str, *more: str) -> None:
+        code, options = cuda_source.source(kernels)
+        arguments = [f"--gpu-architecture={arch}", "--ptxas-options=-v", *options, *more]
+        self._handle = _checked(nvrtc.nvrtcCreateProgram(code.encode(), b"kernels.cu", 0, [], []))
+        for name in kernels:
+            _checked(nvrtc.nvrtcAddNameExpression(self._handle, name.encode()))
+        (self.status,) = nvrtc.nvrtcCompileProgram(
+            self._handle, len(arguments), [argument.encode() for argument in arguments]
+        )
+        self.log = self._text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+
+    @property
+    def failed(self) -> bool:
+        return self.status != nvrtc.nvrtcResult.NVRTC_SUCCESS
+
+    def mangled(self, name: str) -> str:
+        return str(_checked(nvrtc.nvrtcGetLoweredName(self._handle, name.encode())).decode())
+
+    def ptx(self) -> str:
+        return self._text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+
+    def _text(self, get_size, get) -> str:
+        buffer = b" " * _checked(get_size(self._handle))
+        _checked(get(self._handle, buffer))
+        return buffer.decode(errors="replace").rstrip("\0 ")
+
+    def __del__(self) -> None:
+        nvrtc.nvrtcDestroyProgram(self._handle)
+
+
+def _checked(result: tuple) -> object:
+    assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, result[0]
+    return result[1] if len(result) > 1 else None
+
+
+def supported() -> list[int]:
+    return list(_checked_list(nvrtc.nvrtcGetSupportedArchs()))
+
+
+def _checked_list(result: tuple) -> Iterable[int]:
+    assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, result[0]
+    return result[-1]
+
+
+def usage(kernels: Iterable[str], arch: int) -> dict[str, Usage]:
+    """Compile on all processors; fails with the compiler's message."""
+    chosen = list(dict.fromkeys(kernels))
+    groups = [chosen[i : i + PER_PROGRAM] for i in range(0, len(chosen), PER_PROGRAM)]
+
+    def compile(group: list[str]) -> dict[str, Usage]:
+        program = Program(group, f"sm_{arch}")
+        assert not program.failed, program.log[:3000]
+        assert "warning" not in program.log, program.log[:3000]
+        found = {
+            mangled: Usage(int(stack), int(stores) + int(loads), int(registers))
+            for mangled, stack, stores, loads, registers in _USAGE.findall(program.log)
+        }
+        return {name: found[program.mangled(name)] for name in group}
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return {name: use for each in pool.map(compile, groups) for name, use in each.items()}
+
+
+def check(found: dict[str, Usage]) -> None:
+    """No kernel spills, and two blocks of each fit a multiprocessor's 65,536 registers."""
+    spilling = {name: use for name, use in found.items() if use.stack or use.spilled}
+    assert not spilling, f"kernels use local memory: {spilling}"
+    greedy = {name: use.registers for name, use in found.items() if use.registers > 65536 // (2 * cuda_source.THREADS)}
+    assert not greedy, f"kernels use too many registers: {greedy}"
+
+
+@pytest.fixture(params=ARCHITECTURES)
+def arch(request: pytest.FixtureRequest) -> int:
+    if request.param not in supported():
+        pytest.skip(f"this NVRTC cannot compile for sm_{request.param}; it knows {supported()}")
+    return request.param
+
+
+def test_kernels_compile_without_spills(arch: int) -> None:
+    check(usage([*plain(), *of_an_architecture(ARCHITECTURES.index(arch))], arch))
+
+
+@pytest.mark.slow
+def test_all_of_the_default_bucket_compile_for_hopper() -> None:
+    found = usage(of_the_default_bucket(), 90)
+    check(found)
+    for name, use in found.items():  # four blocks at once keep enough bytes under way
+        if re.match(r"qccl::(en|de)code<qccl::MinMaxCodec<[48], false>.*(whole|false)>$", name):
+            assert use.registers <= 64, (name, use)
+
+
+def test_arithmetic_is_exact() -> None:
+    """Nothing is fused, approximate or flushed, and values go in steps of 16 bytes."""
+    codec = MinMax(8)
+    kernels = [*encode(codec, FLOAT32), *decode(codec, FLOAT32, False), *reduce(codec, BFLOAT16, "sum")]
+    ptx = Program(kernels, "compute_90").ptx()
+    for inexact in (".ftz", ".approx", "fma.rn.f32", "div.full"):
+        assert inexact not in ptx
+    assert "div.rn.f32" in ptx
+    assert ptx.count("ld.global.v4.u32") >= 16 and ptx.count("st.global.v4.u32") >= 12
+
+
+def test_a_build_that_flushes_subnormals_is_refused() -> None:
+    program = Program(encode(MinMax(8), FLOAT32), "sm_90", "-ftz=true")
+    assert program.failed
+    assert "without -ftz=true" in program.log
