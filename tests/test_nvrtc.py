@@ -1,4 +1,4 @@
-"""The device's kernels compile for every architecture, and what the assembler says of them: registers, and no spills."""
+"""The kernels compile for every architecture, and what the assembler says of them: registers, and no spills."""
 
 from __future__ import annotations
 
