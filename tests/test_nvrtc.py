@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -21,11 +22,10 @@ nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not 
 ARCHITECTURES = (75, 80, 90, 100, 120)
 ROUNDINGS = ("nearest", "stochastic")
 OPS = ("sum", "min", "max")
-PER_PROGRAM = 12  # kernels that are compiled together
+PER_PROGRAM = 16  # kernels that are compiled together
 
-#: elements per bucket: one for each shape of a unit, and one that takes two kernels
-FLOAT32_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 2048, 4096, 8192, 16384)
-HALF_BUCKETS = (8, 16, 32, 64, 128, 256, 512, 2048, 4096, 8192, 16384)
+#: elements per bucket: all shapes of a unit but the default, and one that takes two kernels
+BUCKETS = (8, 16, 32, 64, 128, 256, 512, 2048, 4096, 8192, 16384)
 
 _SPAN = Span("values", 0, 100_000)
 _USAGE = re.compile(
@@ -73,17 +73,15 @@ def of_the_default_bucket() -> Iterator[str]:
 
 
 def of_an_architecture(number: int) -> Iterator[str]:
-    """All bits, types, kinds and shapes; the rest in turns, so that all architectures together have all of it."""
+    """All bits, types, kinds and shapes, with the roundings and operations in turns."""
     for i, (bits, dtype) in enumerate(itertools.product(range(1, 9), DTYPES)):
-        turns = itertools.islice(itertools.cycle(itertools.product(OPS, ROUNDINGS)), i + 2 * number, i + 2 * number + 2)
-        yield from encode(MinMax(bits, rounding=ROUNDINGS[(i + number) % 2]), dtype)
+        codec = MinMax(bits, rounding=ROUNDINGS[(i + number) % 2])
+        yield from encode(codec, dtype)
+        yield from reduce(codec, dtype, OPS[(i // 2 + number) % 3])
         for accumulate in (False, True):
-            yield from decode(MinMax(bits), dtype, accumulate)
-        for op, rounding in turns:
-            yield from reduce(MinMax(bits, rounding=rounding), dtype, op)
+            yield from decode(codec, dtype, accumulate)
     half = (FLOAT16, BFLOAT16)[number % 2]
-    shapes = [(bucket, FLOAT32) for bucket in FLOAT32_BUCKETS] + [(bucket, half) for bucket in HALF_BUCKETS]
-    for i, (bucket, dtype) in enumerate(shapes):
+    for i, (dtype, bucket) in enumerate(itertools.product((FLOAT32, half), BUCKETS)):
         codec = MinMax(1 + (i + 3 * number) % 8, bucket, ROUNDINGS[(i + number) % 2])
         yield from encode(codec, dtype)
         yield from decode(codec, dtype, bool((i + number) % 2))
@@ -132,18 +130,13 @@ class Program:
         nvrtc.nvrtcDestroyProgram(self._handle)
 
 
-def _checked(result: tuple) -> object:
+def _checked(result: tuple) -> Any:
     assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, result[0]
     return result[1] if len(result) > 1 else None
 
 
 def supported() -> list[int]:
-    return list(_checked_list(nvrtc.nvrtcGetSupportedArchs()))
-
-
-def _checked_list(result: tuple) -> Iterable[int]:
-    assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, result[0]
-    return result[-1]
+    return list(_checked(nvrtc.nvrtcGetSupportedArchs()))
 
 
 def usage(kernels: Iterable[str], arch: int) -> dict[str, Usage]:
@@ -166,11 +159,12 @@ def usage(kernels: Iterable[str], arch: int) -> dict[str, Usage]:
 
 
 def check(found: dict[str, Usage]) -> None:
-    """No kernel spills, and two blocks of each fit a multiprocessor's 65,536 registers."""
+    """No kernel spills; and enough blocks of each have room at once in a multiprocessor's 65,536 registers."""
     spilling = {name: use for name, use in found.items() if use.stack or use.spilled}
     assert not spilling, f"kernels use local memory: {spilling}"
-    greedy = {name: use.registers for name, use in found.items() if use.registers > 65536 // (2 * cuda_source.THREADS)}
-    assert not greedy, f"kernels use too many registers: {greedy}"
+    for name, use in found.items():
+        blocks = 2 if "reduce" in name or name.endswith("true>") else 4
+        assert use.registers * blocks * cuda_source.THREADS <= 65536, f"{name} uses {use.registers} registers"
 
 
 @pytest.fixture(params=ARCHITECTURES)
@@ -180,17 +174,12 @@ def arch(request: pytest.FixtureRequest) -> int:
     return request.param
 
 
-def test_kernels_compile_without_spills(arch: int) -> None:
-    check(usage([*plain(), *of_an_architecture(ARCHITECTURES.index(arch))], arch))
-
-
 @pytest.mark.slow
-def test_all_of_the_default_bucket_compile_for_hopper() -> None:
-    found = usage(of_the_default_bucket(), 90)
-    check(found)
-    for name, use in found.items():  # four blocks at once keep enough bytes under way
-        if re.match(r"qccl::(en|de)code<qccl::MinMaxCodec<[48], false>.*(whole|false)>$", name):
-            assert use.registers <= 64, (name, use)
+def test_kernels_compile_without_spills(arch: int) -> None:
+    kernels = [*plain(), *of_an_architecture(ARCHITECTURES.index(arch))]
+    if arch == 90:  # one of them gets everything
+        kernels += of_the_default_bucket()
+    check(usage(kernels, arch))
 
 
 def test_arithmetic_is_exact() -> None:

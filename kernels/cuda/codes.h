@@ -84,7 +84,7 @@ QCCL_FN void unstage_pieces(const Unit& unit, Pieces<Bits, T, S>& pieces) {
   }
 }
 
-// From memory to memory by all lanes of a warp, in steps of 16 bytes if the addresses allow.
+// At most `Most` bytes from memory to memory by all lanes of a warp, in steps of 16 bytes if the addresses allow.
 template <u32 Most>
 QCCL_FN void copy_bytes(u8* to, const u8* from, u32 nbytes) {
   const u32 wide = is_aligned(to, 16) && is_aligned(from, 16) ? nbytes / 16 * 16 : 0;
@@ -129,7 +129,7 @@ QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& p
   const u32 bits = unit.warp_size * Bits, nbytes = (bits + 7) / 8;
   if (bits % 8 != 0 && lane_number() == 0) staging()[nbytes - 1] &= (1u << bits % 8) - 1;  // zeros behind the last code
   __syncwarp();
-  copy_bytes<4 * S::vectors * Piece<Bits, T>::bits>(wire + warp_place<Bits>(unit), staging(), nbytes);
+  copy_bytes<4 * S::vectors * P::bits>(wire + warp_place<Bits>(unit), staging(), nbytes);
   __syncwarp();
 }
 
@@ -147,7 +147,8 @@ QCCL_FN void load_codes(const u8* wire, const Unit& unit, Pieces<Bits, T, S>& pi
       return;
     }
   }
-  copy_bytes<4 * S::vectors * Piece<Bits, T>::bits>(staging(), wire + warp_place<Bits>(unit), (u32)packed_nbytes(unit.warp_size, Bits));
+  const u32 nbytes = (u32)packed_nbytes(unit.warp_size, Bits);
+  copy_bytes<4 * S::vectors * P::bits>(staging(), wire + warp_place<Bits>(unit), nbytes);
   __syncwarp();
   unstage_pieces<Bits, T, S>(unit, pieces);
   __syncwarp();

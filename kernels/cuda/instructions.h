@@ -64,7 +64,8 @@ QCCL_FN KeyPair gather_lanes(KeyPair keys) {
 #endif
 #pragma unroll
   for (int distance = done ? 0 : Lanes / 2; distance > 0; distance /= 2) {
-    widen(keys, {__shfl_xor_sync(kAllLanes, keys.lowest, distance), __shfl_xor_sync(kAllLanes, keys.highest, distance)});
+    const i32 lowest = __shfl_xor_sync(kAllLanes, keys.lowest, distance);
+    widen(keys, {lowest, __shfl_xor_sync(kAllLanes, keys.highest, distance)});
   }
   return keys;
 }

@@ -1,15 +1,15 @@
 // The device's kernels: encode, decode and reduce, each for all jobs of a launch.
 //
 // Template arguments: the codec, the element type, the shape of a unit of work, and what is to be done. A launch has
-// blocks of kThreads; blockIdx.y is the job, and the blocks of a job take its units in turns, any number of them.
-// Every byte that they store is the host's: built without fused multiplication and with subnormals.
+// blocks of kThreads, as many in x as the longest job needs for its units; blockIdx.y is the job. Every byte that they
+// store is the host's: they are built without fused multiplication (--fmad=false) and with subnormals.
 #pragma once
 
 #include "minmax.h"
 #include "raw.h"
 
 #if defined(__CUDACC__) && (__CUDA_FTZ || !__CUDA_PREC_DIV)
-#error "qccl's kernels need subnormals and exact division; compile without -ftz=true (CuPy's RawModule adds it) and fast-math"
+#error "compile without -ftz=true (which CuPy's RawModule adds) and without fast-math: the bytes must be the host's"
 #endif
 
 namespace QCCL_NAMESPACE {
@@ -31,7 +31,7 @@ QCCL_FN float neutral() {
 }
 
 template <class Codec, class T, class S, Pass P>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
 encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const EncodeJob job = jobs[blockIdx.y];
@@ -46,7 +46,7 @@ encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters p
 }
 
 template <class Codec, class T, class S, bool Accumulate>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, Accumulate ? 2 : 4)
 decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const DecodeJob job = jobs[blockIdx.y];
@@ -142,8 +142,8 @@ reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Para
 
 }  // namespace QCCL_NAMESPACE
 
-// The number of a call, where Memory::call points: `value`, or in the replays of a graph the next one each time, counted
-// from `value` in words[1].
+// The number of a call, where Memory::call points: `value`, or in the replays of a graph another one each time, from
+// `value` on, which words[1] counts.
 extern "C" __global__ void qccl_call(unsigned long long* words, unsigned long long value, unsigned replay) {
   words[0] = replay ? value + words[1]++ : value;
 }

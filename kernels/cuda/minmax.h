@@ -181,7 +181,10 @@ struct MinMaxCodec {
       keys = find_ends<T, S>(x, unit);
     }
     if constexpr (P == Pass::range) {
-      if (threadIdx.x % S::lanes == 0) atomicMax(gathered, turn_over(keys.lowest)), atomicMax(gathered + 1, turn_up(keys.highest));
+      if (threadIdx.x % S::lanes == 0) {
+        atomicMax(gathered, turn_over(keys.lowest));
+        atomicMax(gathered + 1, turn_up(keys.highest));
+      }
       return false;
     }
     const MinMaxRange range = minmax_range(keys.lowest, keys.highest);
@@ -192,7 +195,8 @@ struct MinMaxCodec {
     make_codes<T, S>(x, scale, unit, origin, parameters, memory, pieces);
     store_codes<Bits, T, S>(wire, unit, pieces);
     if constexpr (Back) {
-      for_each_value<T, S>(make_line<Bits, S>(scale), pieces, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
+      const Line line = make_line<Bits, S>(scale);
+      for_each_value<T, S>(line, pieces, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
     }
     return minmax_is_nan(scale);
   }

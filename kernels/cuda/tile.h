@@ -55,8 +55,8 @@ QCCL_FN Number smaller(Number a, Number b) {
   return a < b ? a : b;
 }
 
-// The unit of this thread among `units` of a job; false if the warp has none. In a block with one group either all warps
-// have one, or none has.
+// The unit of this thread among `units` of a job; false if the warp has none. In a block that is one group, all warps
+// have one or none has.
 template <class T, class S>
 QCCL_FN bool find_unit(u32 units, u64 count, const Parameters& parameters, Unit& unit) {
   constexpr u32 per_warp = S::vectors * kPerRow<T>, capacity = S::lanes * S::vectors * kPerVector<T>;
@@ -124,8 +124,8 @@ QCCL_FN void prefetch_raw(const u8* values, const Unit& unit) {
   prefetch(values + unit.warp_first * itemsize, unit.warp_size * itemsize, lane_number());
 }
 
-// kRows rows of the unit's values from `row` on, from those of the call, which lie at `values`, a multiple of the size of
-// Step. In a vector that is partly outside of the unit there are copies of a value in it; in those that are outside,
+// kRows rows of the unit's values from `row` on, from those of the call, which lie at `values`, a multiple of Step's
+// size. In a vector that is partly outside of the unit there are copies of a value in it; in those that are outside,
 // anything. All lanes of the warp take part.
 template <class T, class S, class Step = typename T::Storage>
 QCCL_FN void load_rows(const u8* values, const Unit& unit, u32 row, uint4 (&vectors)[kRows<S>]) {

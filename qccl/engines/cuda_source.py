@@ -197,8 +197,8 @@ def _decode(ops: Sequence[Decode], dtype: DType, place: Locate) -> Launch:
     jobs = np.zeros(len(ops), DECODE_JOB)
     _place(jobs, place, wire=[op.wire for op in ops], dst=[op.dst for op in ops])
     jobs["count"] = counts
-    name = f"qccl::decode<{_codec(codec)}, qccl::{_TYPES[dtype.name]}, {cut.shape}, {str(accumulate).lower()}>"
-    return _made((name,), jobs, codec, cut)
+    arguments = f"{_codec(codec, False)}, qccl::{_TYPES[dtype.name]}, {cut.shape}, {str(accumulate).lower()}"
+    return _made((f"qccl::decode<{arguments}>",), jobs, codec, cut)
 
 
 def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> Launch:
@@ -303,13 +303,13 @@ def _passes(kind: str, codec: Codec, dtype: DType, cut: _Cut, more: str = "") ->
     """The kernels that make codes: one, or two where the units of a bucket must first agree on its range."""
     needs_two = cut.units_per_bucket > 1 and cut.shape.lanes == THREADS
     passes = ("range", "codes") if needs_two else ("whole",)
-    arguments = f"{_codec(codec)}, qccl::{_TYPES[dtype.name]}, {cut.shape}"
+    arguments = f"{_codec(codec, _draws(codec))}, qccl::{_TYPES[dtype.name]}, {cut.shape}"
     return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)
 
 
-def _codec(codec: Codec) -> str:
+def _codec(codec: Codec, stochastic: bool) -> str:
     if isinstance(codec, MinMax):
-        return f"qccl::MinMaxCodec<{codec.bits}, {str(_draws(codec)).lower()}>"
+        return f"qccl::MinMaxCodec<{codec.bits}, {str(stochastic).lower()}>"
     return "qccl::RawCodec"
 
 

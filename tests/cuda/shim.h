@@ -1,7 +1,7 @@
-// What nvcc gives a kernel, for g++: the threads of a block are fibers of one host thread, which leave the processor where
-// the kernel waits for others: at barriers and at what a warp's lanes do together. They go on in an order drawn at random,
-// and shared memory begins with random bytes, so a missing barrier shows as wrong results. Where threads wait for others
-// that never come, the launch fails.
+// What NVRTC gives a kernel, for g++: the threads of a block are fibers of one host thread, which leave the processor
+// where the kernel waits for others, at barriers and at what the lanes of a warp do together. They go on in an order
+// drawn at random, and shared memory begins with random bytes, so that a missing barrier shows as wrong results. Where
+// threads wait for others that never come, the launch fails.
 #pragma once
 
 #include <ucontext.h>
