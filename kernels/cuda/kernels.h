@@ -31,7 +31,7 @@ QCCL_FN float neutral() {
 }
 
 template <class Codec, class T, class S, Pass P>
-__global__ void __launch_bounds__(kThreads, Codec::encode_blocks)
+__global__ void __launch_bounds__(kThreads, 4)
 encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const EncodeJob job = jobs[blockIdx.y];
@@ -92,9 +92,12 @@ copy(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters par
   u8* to = resolve(memory, job.dst);
   Unit unit;
   if (!find_unit<Byte, S>(job.units, job.count, parameters, unit)) return;
-  uint4 vectors[S::vectors];
-  load_vectors<Byte, S, S::vectors, u8>(from, unit, [&](u32 j, const uint4& vector) { vectors[j] = vector; });
-  store_rows<Byte, S>(to, unit, 0, vectors);
+#pragma unroll
+  for (u32 row = 0; row < S::vectors; row += kRows<S>) {
+    uint4 vectors[kRows<S>];
+    load_rows<Byte, S>(from, unit, row, vectors);
+    store_rows<Byte, S>(to, unit, row, vectors);
+  }
 }
 
 template <class Codec, class T, class S, Pass P, Combine Op>
@@ -113,7 +116,7 @@ reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Para
   for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
   for (u32 k = 0;; ++k) {
     if (k == job.own_index) {
-      load_values<T, S, kRows<S>>(own, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
+      load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
     }
     if (k == job.source_count) break;
     typename Codec::template Wire<T, S> codes;

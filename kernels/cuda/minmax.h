@@ -123,8 +123,6 @@ QCCL_FN RandomWords random_words(const Parameters& parameters, const Memory& mem
 
 template <int Bits, bool Stochastic>
 struct MinMaxCodec {
-  static constexpr u32 encode_blocks = Stochastic ? 3 : 4;  // that have room in a multiprocessor at once
-
   // The codes of a unit from another rank.
   template <class T, class S>
   struct Wire {

@@ -13,7 +13,7 @@ struct RawCodec {
 
   template <class T, class S>
   QCCL_FN void load_wire(const u8* wire, u64, const Unit& unit, Wire<T, S>& to) {
-    load_values<T, S, S::vectors, u8>(wire, unit, [&](u32 j, u32 i, float value) { to.x[j][i] = value; });
+    load_values<T, S, u8>(wire, unit, [&](u32 j, u32 i, float value) { to.x[j][i] = value; });
   }
 
   template <class T>

@@ -124,19 +124,23 @@ QCCL_FN void prefetch_raw(const u8* values, const Unit& unit) {
   prefetch(values + unit.warp_first * itemsize, unit.warp_size * itemsize, lane_number());
 }
 
-// Whether this warp's values can go between registers and memory in whole vectors.
-template <class T>
-QCCL_FN bool in_vectors(const u8* values, const Unit& unit) {
-  return is_aligned(values, 16) && is_whole<T>(unit);
-}
-
 // kRows rows of the unit's values from `row` on, from those of the call, which lie at `values`, a multiple of Step's
-// size, by way of shared memory. In a vector that is partly outside of the unit there are copies of a value in it; in
-// those that are outside, anything. All lanes of the warp take part.
-template <class T, class S, class Step>
-QCCL_FN void load_staged(const u8* values, const Unit& unit, u32 row, uint4 (&vectors)[kRows<S>]) {
+// size. In a vector that is partly outside of the unit there are copies of a value in it; in those that are outside,
+// anything. All lanes of the warp take part.
+template <class T, class S, class Step = typename T::Storage>
+QCCL_FN void load_rows(const u8* values, const Unit& unit, u32 row, uint4 (&vectors)[kRows<S>]) {
+  using Storage = typename T::Storage;
+  if (is_aligned(values, 16) && is_whole<T>(unit)) {
+    const uint4* from = reinterpret_cast<const uint4*>(values + (unit.first + unit.offset) * sizeof(Storage));
+#pragma unroll
+    for (u32 j = 0; j < kRows<S>; ++j) {
+      vectors[j] = {};
+      if (row + j < unit.vectors) vectors[j] = from[(row + j) * 32];
+    }
+    return;
+  }
   if (unit.warp_size == 0) return;
-  constexpr u32 steps = sizeof(typename T::Storage) / sizeof(Step);
+  constexpr u32 steps = sizeof(Storage) / sizeof(Step);
   const Step* from = reinterpret_cast<const Step*>(values) + unit.warp_first * steps;
   Step* stage = reinterpret_cast<Step*>(staging());
 #pragma unroll 4
@@ -151,40 +155,11 @@ QCCL_FN void load_staged(const u8* values, const Unit& unit, u32 row, uint4 (&ve
   __syncwarp();
 }
 
-// take(j, vector) for each vector of the unit's values, `Together` of them under way at once if they are aligned. There
-// is one branch around all, or the compiler waits for some before it asks for the others.
-template <class T, class S, u32 Together, class Step, class Take>
-QCCL_FN void load_vectors(const u8* values, const Unit& unit, Take take) {
-  if (in_vectors<T>(values, unit)) {
-    constexpr u32 nbytes = sizeof(typename T::Storage);
-    const uint4* from = reinterpret_cast<const uint4*>(values + (unit.first + unit.offset) * nbytes);
-#pragma unroll
-    for (u32 row = 0; row < S::vectors; row += Together) {
-      uint4 vectors[Together];
-#pragma unroll
-      for (u32 j = 0; j < Together; ++j) {
-        vectors[j] = {};
-        if (row + j < unit.vectors) vectors[j] = from[(row + j) * 32];
-      }
-#pragma unroll
-      for (u32 j = 0; j < Together; ++j) take(row + j, vectors[j]);
-    }
-    return;
-  }
-#pragma unroll
-  for (u32 row = 0; row < S::vectors; row += kRows<S>) {
-    uint4 vectors[kRows<S>];
-    load_staged<T, S, Step>(values, unit, row, vectors);
-#pragma unroll
-    for (u32 j = 0; j < kRows<S>; ++j) take(row + j, vectors[j]);
-  }
-}
-
-// The inverse, for kRows rows from `row` on; only the elements in the unit are stored.
+// The inverse; only the elements in the unit are stored.
 template <class T, class S, class Step = typename T::Storage>
 QCCL_FN void store_rows(u8* values, const Unit& unit, u32 row, const uint4 (&vectors)[kRows<S>]) {
   using Storage = typename T::Storage;
-  if (in_vectors<T>(values, unit)) {
+  if (is_aligned(values, 16) && is_whole<T>(unit)) {
     uint4* to = reinterpret_cast<uint4*>(values + (unit.first + unit.offset) * sizeof(Storage));
 #pragma unroll
     for (u32 j = 0; j < kRows<S>; ++j) {
@@ -251,14 +226,20 @@ QCCL_FN uint4 narrow(const float (&x)[kPerVector<T>], bool nan) {
 }
 
 // take(j, i, x) for each of the unit's values that this thread has.
-template <class T, class S, u32 Together = S::vectors, class Step = typename T::Storage, class Take>
+template <class T, class S, class Step = typename T::Storage, class Take>
 QCCL_FN void load_values(const u8* values, const Unit& unit, Take take) {
-  load_vectors<T, S, Together, Step>(values, unit, [&](u32 j, const uint4& vector) {
-    float x[kPerVector<T>];
-    widen<T>(vector, x);
 #pragma unroll
-    for (u32 i = 0; i < kPerVector<T>; ++i) take(j, i, x[i]);
-  });
+  for (u32 row = 0; row < S::vectors; row += kRows<S>) {
+    uint4 vectors[kRows<S>];
+    load_rows<T, S, Step>(values, unit, row, vectors);
+#pragma unroll
+    for (u32 j = 0; j < kRows<S>; ++j) {
+      float x[kPerVector<T>];
+      widen<T>(vectors[j], x);
+#pragma unroll
+      for (u32 i = 0; i < kPerVector<T>; ++i) take(row + j, i, x[i]);
+    }
+  }
 }
 
 template <class T, class S, class Step = typename T::Storage>
