@@ -73,6 +73,7 @@ class CudaRun:
         self.what, self.deadline, self.stream, self.captured = what, deadline, stream, captured
         self.event: Any = None
         self.kept: object = None
+        self.program: CudaProgram | None = None  # its tables are read until the run is done
         self.on_stream = False
         self.done = False
         self.failure: QcclError | None = None
@@ -240,6 +241,7 @@ class CudaEngine:
             if run.captured:
                 self._captured.append(program)  # the graph holds its addresses for as long as it lives
             else:
+                run.program = program
                 with self._state:
                     self._pending.append(run)
                 self._watch()
@@ -292,7 +294,7 @@ class CudaEngine:
             with self._state:
                 self._free.append(run.event)
                 run.event = None
-            run.kept = None
+            run.kept = run.program = None
         if status not in (0, NOT_READY):
             error = require().runtime.CUDARuntimeError(status)
             self.fail(mapped(error) or EngineError(str(error)))
