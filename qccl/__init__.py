@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from qccl import codecs
-    from qccl.communicator import Communicator, quantized_allreduce
+    from qccl.communicator import Communicator
     from qccl.launch import init
     from qccl.plan import Plan
+    from qccl.pointers import quantized_allreduce
     from qccl.ranks import run_ranks
     from qccl.transports.nccl import get_unique_id
     from qccl.work import Work
@@ -59,7 +60,7 @@ _HOME = {
     "Work": "qccl.work",
     "get_unique_id": "qccl.transports.nccl",
     "init": "qccl.launch",
-    "quantized_allreduce": "qccl.communicator",
+    "quantized_allreduce": "qccl.pointers",
     "run_ranks": "qccl.ranks",
 }
 

@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import operator
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qccl import codecs, dtypes
+from qccl.arguments import CodecLike, check_group, check_timeout
 from qccl.backends import Backend, HostBackend
 from qccl.buffers import Values
-from qccl.codecs.base import Codec
-from qccl.collectives import ALLREDUCE
+from qccl.calls import Collectives, Run
 from qccl.dtypes import DType
 from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
-from qccl.plan import Plan, PlanCache, Signature
+from qccl.plan import Plan, PlanCache
+from qccl.signatures import Signature, of_plan
 from qccl.work import Work
 
 if TYPE_CHECKING:
@@ -26,15 +24,12 @@ if TYPE_CHECKING:
     from qccl.transports.base import Group
     from qccl.transports.nccl import NcclTransport
 
-__all__ = ["OPS", "Communicator", "quantized_allreduce"]
+__all__ = ["Communicator"]
 
 _T = TypeVar("_T")
 
-#: reduction -> value of NCCL's ncclRedOp_t
-OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
 
-
-class Communicator:
+class Communicator(Collectives):
     """A group of ranks and the collectives among them.
 
     Ranks must call the same collectives in the same order; one thread at a time may use a communicator. On the host
@@ -147,81 +142,22 @@ class Communicator:
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
-    def quantized_allreduce(
-        self,
-        x: Any,
-        out: Any = None,
-        *,
-        codec: str | Mapping[str, Any] | Codec = "minmax8",
-        op: str | int = "sum",
-        async_op: bool = False,
-        algorithm: str = "auto",
-        chunk: int | None = None,
-        nonfinite: str = "propagate",
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
-    ) -> Any:
-        """Combine ``x`` over all ranks, with encoded traffic; every rank gets bit-identical values.
-
-        Args:
-            x: array of float32, float16 or bfloat16, dense, of any shape; on CUDA in the memory of this rank's GPU.
-            out: where the result goes, like ``x``; None means into ``x`` itself.
-            codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
-            op: "sum", "avg" (the global mean), "min" or "max", or NCCL's number for it.
-            async_op: return a Work at once instead of the result.
-            algorithm: "two_round", "one_shot", or "auto" (by size).
-            chunk: elements in a step of the pipeline; None means a good default.
-            nonfinite: "propagate" lets NaN and infinity through (they spoil their bucket); "error" raises
-                ArgumentError on every rank when the result has any.
-            dtype: "bfloat16" reads an array of uint16 as bfloat16.
-            stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) behind which the call is put,
-                and which goes on when it is done; None means the current stream of the library that made ``x``.
-            timeout: seconds for this call; None means the communicator's.
-            trace: a list that receives the call's TraceEvents (on CUDA when synchronize() has returned).
-
-        Returns:
-            The output array, or its Work. On the host the result is there; on CUDA it will be, for whatever comes later
-            on the stream, and it is known to be good after Work.synchronize() or check().
-
-        Errors: ArgumentError, CodecError and InvalidBufferError before anything is sent; MismatchError,
-        CollectiveTimeout, PeerLost and EngineError from the call.
-        """
-        memory = self._memory
-        source = memory.from_array(x, dtype=dtype, writable=out is None, what="x")
-        target = source if out is None else memory.from_array(out, dtype=source.dtype, writable=True, what="out")
-        return self._allreduce(
-            source,
-            target,
-            x if out is None else out,
-            codec=codec,
-            op=op,
-            async_op=async_op,
-            algorithm=algorithm,
-            chunk=chunk,
-            nonfinite=nonfinite,
-            stream=stream,
-            timeout=timeout,
-            trace=trace,
-        )
-
     def plan(
         self,
         collective: str,
         count: int,
         dtype: DType | str | int = "float32",
         *,
-        codec: str | Mapping[str, Any] | Codec = "minmax8",
-        op: str | int = "sum",
-        algorithm: str = "auto",
+        codec: CodecLike = "minmax8",
         chunk: int | None = None,
+        **parameters: Any,
     ) -> Plan:
-        """Collective: a plan of one collective ("allreduce") for ``count`` elements; see quantized_allreduce."""
+        """Collective: a plan of one collective, such as "allreduce", for a vector of ``count`` elements.
+
+        ``parameters`` are those of the collective's method ("op", "algorithm", ...).
+        """
         self._check_usable()
-        if collective != "allreduce":
-            raise ArgumentError(f'there is no plan for {collective!r}; the collectives are "allreduce"')
-        return Plan(self, _signature(count, dtype, codec, op, algorithm, chunk))
+        return Plan(self, of_plan(collective, count, dtype, codec, chunk, parameters))
 
     def barrier(self) -> None:
         """Return when every rank has called barrier()."""
@@ -251,7 +187,7 @@ class Communicator:
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
         self._check_usable()
-        _check_group(color, key)
+        check_group(color, key)
         transport = self._together("split()", lambda: self.transport.split(color, key, self.timeout))
         if transport is None:
             return None
@@ -274,36 +210,19 @@ class Communicator:
 
     # -- how a call runs ---------------------------------------------------------------------------------------------
 
-    def _allreduce(
-        self,
-        source: Values,
-        target: Values,
-        result: Any,
-        *,
-        codec: str | Mapping[str, Any] | Codec,
-        op: str | int,
-        async_op: bool,
-        algorithm: str,
-        chunk: int | None,
-        nonfinite: str,
-        stream: Any,
-        timeout: float | None,
-        trace: list[TraceEvent] | None,
-    ) -> Any:
+    def _run(self, signature: Signature, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
+        """One call of a collective: its result, or its Work."""
         self._check_usable()
-        if nonfinite not in ("propagate", "error"):
-            raise ArgumentError(f'nonfinite={nonfinite!r} is not "propagate" or "error"')
-        if timeout is not None:
-            check_timeout(timeout)
-        if target.count != source.count:
-            raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
-        signature = _signature(source.count, source.dtype, codec, op, algorithm, chunk, source.order)
-        plan = self._plans.take(self, signature)._bind_values(source, target, result)
-        work = plan._start(stream=stream, timeout=timeout, trace=trace)
+        if how.nonfinite not in ("propagate", "error"):
+            raise ArgumentError(f'nonfinite={how.nonfinite!r} is not "propagate" or "error"')
+        if how.timeout is not None:
+            check_timeout(how.timeout)
+        plan = self._plans.take(self, signature)._bind_values(arrays, result)
+        work = plan._start(stream=how.stream, timeout=how.timeout, trace=how.trace)
         work._when_reusable(lambda: self._plans.give_back(plan))
-        if nonfinite == "error":
-            work._check_result(lambda: self._refuse_nonfinite(target))
-        if not async_op:
+        if how.nonfinite == "error":
+            work._check_result(lambda: self._refuse_nonfinite(arrays["output"]))
+        if not how.async_op:
             return work.wait()
         work._detach(at_once=True)
         return work
@@ -377,101 +296,3 @@ class Communicator:
         if self._failure is not None:
             error = type(self._failure)(f"this communicator failed earlier and is unusable: {self._failure}")
             raise error from self._failure
-
-
-def quantized_allreduce(
-    sendbuf: int,
-    recvbuf: int,
-    count: int,
-    datatype: str | int | DType,
-    op: str | int,
-    comm: Communicator,
-    stream: int = 0,
-    *,
-    codec: str | Mapping[str, Any] | Codec = "minmax8",
-    async_op: bool = False,
-    algorithm: str = "auto",
-    chunk: int | None = None,
-    nonfinite: str = "propagate",
-    timeout: float | None = None,
-) -> Work | None:
-    """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
-
-    ``datatype`` and ``op`` are names or NCCL's enum values; ``stream`` 0 is CUDA's legacy default stream, and the only
-    one on the host. The memory must stay valid until the call has ended. Returns the Work with ``async_op``, otherwise
-    None.
-    """
-    count = _checked_count(count)
-    dtype = dtypes.get(datatype)
-    source = comm._memory.from_pointer(sendbuf, count, dtype, what="sendbuf")
-    target = comm._memory.from_pointer(recvbuf, count, dtype, what="recvbuf")
-    work = comm._allreduce(
-        source,
-        target,
-        None,
-        codec=codec,
-        op=op,
-        async_op=async_op,
-        algorithm=algorithm,
-        chunk=chunk,
-        nonfinite=nonfinite,
-        stream=stream,
-        timeout=timeout,
-        trace=None,
-    )
-    return work if async_op else None
-
-
-def _signature(
-    count: int,
-    dtype: DType | str | int,
-    codec: str | Mapping[str, Any] | Codec,
-    op: str | int,
-    algorithm: str,
-    chunk: int | None,
-    order: str = "C",
-) -> Signature:
-    """Check what does not depend on the arrays."""
-    count = _checked_count(count)
-    if algorithm != "auto" and algorithm not in ALLREDUCE:
-        raise ArgumentError(f"algorithm {algorithm!r} is not one of auto, {', '.join(ALLREDUCE)}")
-    if chunk is not None and (chunk := _integer(chunk, "chunk")) < 1:
-        raise ArgumentError(f"chunk must be a positive number of elements, not {chunk!r}")
-    return Signature("allreduce", count, dtypes.get(dtype), codecs.get(codec), _op_name(op), algorithm, chunk, order)
-
-
-def check_timeout(timeout: float) -> None:
-    """Raise ArgumentError unless ``timeout`` is a positive number of seconds that the system can wait."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
-        raise ArgumentError(
-            f"timeout must be a positive number of seconds (at most {threading.TIMEOUT_MAX:g}), not {timeout!r}"
-        )
-
-
-def _integer(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ArgumentError(f"{what} must be an integer, not {value!r}")
-    return operator.index(value)
-
-
-def _check_group(color: int | None, key: int) -> None:
-    """What MPI takes: a colour from 0 on, and both in 32 bits."""
-    if color is not None and not 0 <= _integer(color, "color") < 1 << 31:
-        raise ArgumentError(f"color must be 0 to 2**31 - 1, or None for no group; not {color!r}")
-    if not -(1 << 31) <= _integer(key, "key") < 1 << 31:
-        raise ArgumentError(f"key must fit in 32 bits with sign, not {key!r}")
-
-
-def _checked_count(count: int) -> int:
-    number = _integer(count, "count")
-    if number < 0:
-        raise ArgumentError(f"count must be a number of elements, 0 or more, not {count!r}")
-    return number
-
-
-def _op_name(op: str | int) -> str:
-    for name, number in OPS.items():
-        if op == name or (op == number and not isinstance(op, bool | float)):
-            return name
-    allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
-    raise ArgumentError(f"op {op!r} is not supported; allowed are {allowed}")

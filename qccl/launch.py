@@ -68,7 +68,8 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
         ArgumentError: a value that is not allowed, or a launcher whose size is not the communicator's.
         EngineError: the backend cannot be used on this machine; the message says why.
     """
-    from qccl.communicator import Communicator, check_timeout
+    from qccl.arguments import check_timeout
+    from qccl.communicator import Communicator
 
     check_timeout(timeout)
     if backend not in ("auto", "host", "cuda"):

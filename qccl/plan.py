@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qccl import buffers
 from qccl.buffers import Values
-from qccl.codecs.base import Codec
-from qccl.collectives import ALLREDUCE, choose_allreduce
-from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
+from qccl.signatures import Signature
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -19,7 +17,7 @@ if TYPE_CHECKING:
     from qccl.trace import TraceEvent
     from qccl.work import Work
 
-__all__ = ["Plan", "PlanCache", "Signature"]
+__all__ = ["Plan", "PlanCache"]
 
 #: bytes of workspace that idle plans of one communicator may hold together
 CACHE_NBYTES = 256 << 20
@@ -28,52 +26,10 @@ CACHE_SIGNATURES = 512
 CACHE_ALIKE = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """What makes two calls the same collective: everything the ranks must agree on, and how it is carried out."""
-
-    collective: str
-    count: int
-    dtype: DType
-    codec: Codec
-    op: str
-    algorithm: str
-    chunk: int | None
-    order: str = "C"  # which element follows which in memory (Values.order)
-
-    def text(self) -> str:
-        """All of it, for the ranks to compare and for messages."""
-        rest = "" if self.order == "C" else f", order={self.order}"
-        return (
-            f"{self.collective}(count={self.count}, dtype={self.dtype}, op={self.op}, codec={self.codec.spec()}, "
-            f"algorithm={self.algorithm}, chunk={self.chunk}{rest})"
-        )
-
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
-        """The schedule of one rank; ``default_chunk`` where the caller named none (None: the collective's own)."""
-        scale = 1.0 / size if self.op == "avg" else 1.0
-        combine = "sum" if self.op == "avg" else self.op
-        name = self.algorithm
-        if name == "auto":
-            name = choose_allreduce(self.count, size, self.dtype, self.codec)
-        return ALLREDUCE[name](
-            rank,
-            size,
-            self.count,
-            self.dtype,
-            self.codec,
-            combine,
-            scale=scale,
-            in_place=in_place,
-            chunk_elements=default_chunk if self.chunk is None else self.chunk,
-        )
-
-
 class _Bound(NamedTuple):
     """The arrays of a plan's runs, and what follows from them: made once, so that a run has nothing to work out."""
 
-    source: Values
-    target: Values
+    arrays: Mapping[str, Values]
     result: Any
     program: Program
     addresses: dict[str, int]
@@ -93,11 +49,11 @@ class Plan:
         self._bound: _Bound | None = None
         self._work: Work | None = None
         self._text = signature.text()
+        self._counts = signature.counts(comm.rank)
         comm._agree(self._text)
 
     def __repr__(self) -> str:
-        s = self.signature
-        return f"<Plan {s.collective} {s.count} x {s.dtype} {s.codec.spec()} {s.op} {s.algorithm}>"
+        return f"<Plan {self._text}>"
 
     @property
     def nbytes(self) -> int:
@@ -105,42 +61,51 @@ class Plan:
         return sum(program.workspace_nbytes for program in self._programs.values())
 
     def bind(self, x: Any, out: Any = None) -> Plan:
-        """Fix the arrays (as in quantized_allreduce) of the runs to come; returns the plan."""
-        s = self.signature
-        memory = self._comm._memory
-        source = memory.from_array(x, dtype=s.dtype, writable=out is None, what="x")
-        target = source if out is None else memory.from_array(out, dtype=s.dtype, writable=True, what="out")
-        return self._bind_values(source, target, x if out is None else out)
+        """Fix the arrays (as in the collective's method) of the runs to come; returns the plan."""
+        dtype, memory = self.signature.dtype, self._comm._memory
+        source = memory.from_array(x, dtype=dtype, writable=out is None, what="x")
+        target = source if out is None else memory.from_array(out, dtype=dtype, writable=True, what="out")
+        return self._bind_values({"input": source, "output": target}, x if out is None else out)
 
-    def _bind_values(self, source: Values, target: Values, result: Any) -> Plan:
+    def _bind_values(self, arrays: Mapping[str, Values], result: Any) -> Plan:
         self._comm._check_usable()
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
         self._bound = None
-        for what, values in (("x", source), ("out", target)):
-            if values.count != self.signature.count:
+        signature, text = self.signature, self._text
+        for name, count in self._counts.items():
+            if arrays[name].count != count:
                 raise ArgumentError(
-                    f"{what} has {values.count} elements, but the plan is for {self.signature.count}; "
+                    f"{_given_as(name)} has {arrays[name].count} elements, but the plan is for {count}; "
                     f"make a plan for each size"
                 )
-        if source.order != target.order:
-            raise ArgumentError(
-                f"x and out lie differently in memory (shape, strides in elements): {source.layout} and "
-                f"{target.layout}; pass arrays of one shape and one order of axes"
-            )
-        text = self._text
-        if source.order != self.signature.order:
-            text = replace(self.signature, order=source.order).text()
+        order = self._common_order(arrays)
+        if order != signature.order:
+            text = replace(signature, order=order).text()
             self._comm._agree(text)
-        if buffers.same_or_disjoint(source, target):
-            program, addresses = self._program(True), {"output": target.address}
-        else:
-            program, addresses = self._program(False), {"input": source.address, "output": target.address}
-        self._bound = _Bound(source, target, result, program, addresses, text)
+        in_place, addresses = signature.bind(arrays, self._comm.rank)
+        self._bound = _Bound(arrays, result, self._program(in_place), addresses, text)
         return self
 
+    def _common_order(self, arrays: Mapping[str, Values]) -> str:
+        """The order of the arrays' elements in memory. Raises ArgumentError where it is not the same, or must be C."""
+        (first, values), *others = arrays.items()
+        order = values.order
+        for name, other in others:
+            if other is not values and other.order != order:
+                raise ArgumentError(
+                    f"{_given_as(first)} and {_given_as(name)} lie differently in memory (shape, strides in elements): "
+                    f"{values.layout} and {other.layout}; pass arrays of one shape and one order of axes"
+                )
+        if order != "C" and not self.signature.elementwise:
+            raise ArgumentError(
+                f"{self.signature.name} takes the elements of row-major arrays, and {_given_as(first)} is not: shape "
+                f"and strides in elements are {values.layout}; pass a row-major copy"
+            )
+        return order
+
     def start(self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
-        """Begin one run with the bound arrays; all ranks must. Arguments: see quantized_allreduce. Returns its Work.
+        """Begin one run with the bound arrays; all ranks must. Arguments: see the method. Returns its Work.
 
         On the host it progresses while the caller computes, if it is not waited for within a moment.
         """
@@ -156,14 +121,14 @@ class Plan:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
-        source, target, result, program, addresses, text = self._bound
+        arrays, result, program, addresses, text = self._bound
         self._work = self._comm._launch(
             program,
             text,
             addresses,
             result,
             keep=self._bound,
-            streams=self._comm._memory.streams(stream, source, target),
+            streams=self._comm._memory.streams(stream, *arrays.values()),
             timeout=timeout,
             trace=trace,
         )
@@ -229,3 +194,8 @@ class PlanCache:
         """Drop every plan."""
         self._idle.clear()
         self._nbytes = 0
+
+
+def _given_as(name: str) -> str:
+    """What the caller knows a buffer as."""
+    return {"input": "x", "output": "out"}.get(name, name)

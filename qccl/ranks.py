@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from qccl.communicator import Communicator, check_timeout
+from qccl.arguments import check_timeout
+from qccl.communicator import Communicator
 from qccl.errors import CollectiveTimeout
 from qccl.transports.loopback import LoopbackGroup
 

@@ -32,14 +32,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buffers": {"_host", "dtypes", "errors"},
     "cuda_buffers": {"_host", "buffers", "dtypes", "errors", "gpu"},
     "backends": {"buffers", "cuda_buffers", "engines", "transports"},
-    "plan": {"buffers", "codecs", "collectives", "dtypes", "errors", "schedule"},
+    "arguments": {"codecs", "errors"},
+    "signatures": {"arguments", "buffers", "codecs", "collectives", "dtypes", "errors", "schedule"},
+    "plan": {"buffers", "errors", "schedule", "signatures"},
     "work": {"errors"},
+    "calls": {"arguments", "buffers", "dtypes", "errors", "signatures"},
     "communicator": {
-        *("backends", "buffers", "codecs", "collectives", "dtypes", "engines", "errors", "plan", "transports", "work")
+        *("arguments", "backends", "buffers", "calls", "dtypes", "engines", "errors", "plan", "signatures"),
+        *("transports", "work"),
     },
-    "launch": {"backends", "communicator", "errors", "gpu", "transports"},
-    "ranks": {"communicator", "errors", "transports"},
-    "": {"codecs", "communicator", "errors", "launch", "plan", "ranks", "transports", "work"},
+    "pointers": {"arguments", "buffers", "calls", "dtypes", "signatures"},
+    "launch": {"arguments", "backends", "communicator", "errors", "gpu", "transports"},
+    "ranks": {"arguments", "communicator", "errors", "transports"},
+    "": {"codecs", "communicator", "errors", "launch", "plan", "pointers", "ranks", "transports", "work"},
 }
 #: the command may use every part
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "_host"}

@@ -14,7 +14,7 @@ from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
 from qccl.engines.agreement import Header, Kind
 from qccl.engines.host import Execution, HostEngine, Program
-from qccl.plan import Signature
+from qccl.signatures import AllReduce
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 CODEC = get("minmax8:bucket=64")
@@ -66,7 +66,7 @@ class Caller:
             "algorithm": "two_round",
             "chunk": None,
         }
-        return Header(Kind.CALL, sequence, Signature(**({"collective": "allreduce"} | fields | changed)).text())
+        return Header(Kind.CALL, sequence, AllReduce(**(fields | changed)).text())
 
     def start(self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, **changed: Any) -> Execution:
         execution = program.start(

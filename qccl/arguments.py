@@ -1,0 +1,73 @@
+"""Checks of what a caller gives, but for his arrays: each returns the value that is meant, or raises ArgumentError."""
+
+from __future__ import annotations
+
+import operator
+import threading
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from qccl.codecs.base import Codec
+from qccl.errors import ArgumentError
+
+__all__ = ["OPS", "CodecLike", "check_group", "check_timeout", "chunk_of", "count_of", "integer", "one_of", "op_of"]
+
+#: what a codec may be given as; see qccl.codecs.get
+CodecLike = str | Mapping[str, Any] | Codec
+
+#: reduction -> value of NCCL's ncclRedOp_t
+OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
+
+
+def integer(value: Any, what: str) -> int:
+    """Any integer, but no bool."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ArgumentError(f"{what} must be an integer, not {value!r}")
+    return operator.index(value)
+
+
+def count_of(count: int, what: str = "count") -> int:
+    """A number of elements."""
+    number = integer(count, what)
+    if number < 0:
+        raise ArgumentError(f"{what} must be a number of elements, 0 or more, not {count!r}")
+    return number
+
+
+def chunk_of(chunk: int | None) -> int | None:
+    """Elements in a step of the pipeline; None means a good default."""
+    if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
+        raise ArgumentError(f"chunk must be a positive number of elements, not {chunk!r}")
+    return chunk
+
+
+def op_of(op: str | int) -> str:
+    """The name of a reduction that is given as a name or as NCCL's number."""
+    for name, number in OPS.items():
+        if op == name or (op == number and not isinstance(op, bool | float)):
+            return name
+    allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
+    raise ArgumentError(f"op {op!r} is not supported; allowed are {allowed}")
+
+
+def one_of(value: str, allowed: Collection[str], what: str) -> str:
+    """One of several names."""
+    if value not in allowed:
+        raise ArgumentError(f"{what} {value!r} is not one of {', '.join(allowed)}")
+    return value
+
+
+def check_timeout(timeout: float) -> None:
+    """Raise ArgumentError unless ``timeout`` is a positive number of seconds that the system can wait."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
+        raise ArgumentError(
+            f"timeout must be a positive number of seconds (at most {threading.TIMEOUT_MAX:g}), not {timeout!r}"
+        )
+
+
+def check_group(color: int | None, key: int) -> None:
+    """What MPI takes for a split: a colour from 0 on, and both in 32 bits."""
+    if color is not None and not 0 <= integer(color, "color") < 1 << 31:
+        raise ArgumentError(f"color must be 0 to 2**31 - 1, or None for no group; not {color!r}")
+    if not -(1 << 31) <= integer(key, "key") < 1 << 31:
+        raise ArgumentError(f"key must fit in 32 bits with sign, not {key!r}")

@@ -1,0 +1,56 @@
+"""The collectives on raw pointers, in the argument order of NCCL's."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qccl import dtypes
+from qccl.arguments import CodecLike, count_of
+from qccl.buffers import Values
+from qccl.calls import Run
+from qccl.dtypes import DType
+from qccl.signatures import AllReduce
+
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
+    from qccl.work import Work
+
+__all__ = ["quantized_allreduce"]
+
+
+def quantized_allreduce(
+    sendbuf: int,
+    recvbuf: int,
+    count: int,
+    datatype: str | int | DType,
+    op: str | int,
+    comm: Communicator,
+    stream: int = 0,
+    *,
+    codec: CodecLike = "minmax8",
+    async_op: bool = False,
+    algorithm: str = "auto",
+    chunk: int | None = None,
+    nonfinite: str = "propagate",
+    timeout: float | None = None,
+) -> Work | None:
+    """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
+
+    ``datatype`` and ``op`` are names or NCCL's enum values; ``stream`` 0 is CUDA's legacy default stream, and the only
+    one on the host. The memory must stay valid until the call has ended. Returns the Work with ``async_op``, otherwise
+    None.
+    """
+    source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
+    signature = AllReduce.make(source.count, source.dtype, codec, chunk, op=op, algorithm=algorithm)
+    run = Run(async_op, nonfinite, stream, timeout, None)
+    work = comm._run(signature, {"input": source, "output": target}, None, run)
+    return work if async_op else None
+
+
+def _pair(
+    comm: Communicator, sendbuf: int, recvbuf: int, count: int, datatype: str | int | DType
+) -> tuple[Values, Values]:
+    """The memory at both pointers."""
+    count, dtype = count_of(count), dtypes.get(datatype)
+    source = comm._memory.from_pointer(sendbuf, count, dtype, what="sendbuf")
+    return source, comm._memory.from_pointer(recvbuf, count, dtype, what="recvbuf")
