@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Coded, check_place, cut, pipeline
-from qccl.collectives.rounds import AllGather, Combine, ScatterReduce
+from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Coded, Cut, cut, cut_together, pipeline
+from qccl.collectives.rounds import AllGather, Combine, ScatterReduce, alone, checked
 from qccl.dtypes import DType
-from qccl.errors import ArgumentError
-from qccl.schedule import Encode, Op, Reduce, Schedule, Span
+from qccl.schedule import Op, Schedule
 
-__all__ = ["one_shot", "two_round"]
+__all__ = ["coalesced", "one_shot", "two_round"]
 
 
 def two_round(
@@ -32,27 +31,10 @@ def two_round(
     Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an element is quantised twice. The
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
     """
-    combine = _checked(rank, size, count, op, scale, depth)
+    combine = checked(rank, size, op, scale, depth, count)
     caller = CallerBuffers.make(in_place)
-    buffers = caller.buffers(count, dtype)
-    if size == 1 or count == 0:
-        return Schedule("two_round", rank, size, buffers, _alone(codec, caller, count, combine))
     layout = cut(count, size, codec, chunk_elements)
-    coded = Coded(layout, codec, dtype)
-    scatter = ScatterReduce(rank, coded, caller.source, depth)
-    gather = AllGather(rank, size, coded, depth)
-
-    def reduce(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, wire=gather.wire(k), out=scatter.own(k, caller.target))
-
-    def decode(k: int) -> Iterator[Op]:
-        return gather.decode(k, caller.target)
-
-    # A stage that waits for the line stands one step behind the one that used it: an in-order compute lane then never
-    # holds back the encode of chunk k+1 for the transfers of chunk k. That step must be less than the depth.
-    lag = min(1, depth - 1)
-    ops = pipeline(layout.chunks, (0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))
-    return Schedule("two_round", rank, size, buffers | scatter.buffers() | gather.buffers(), ops)
+    return _two_round(rank, size, (count,), layout, dtype, codec, combine, caller, depth)
 
 
 def one_shot(
@@ -73,39 +55,89 @@ def one_shot(
     Each rank sends size - 1 times the encoded vector in one step; an element is quantised once and the sum not at all.
     The workspace is size x depth wire slots of one chunk each.
     """
-    combine = _checked(rank, size, count, op, scale, depth)
+    combine = checked(rank, size, op, scale, depth, count)
     caller = CallerBuffers.make(in_place)
-    buffers = caller.buffers(count, dtype)
-    if size == 1 or count == 0:
-        return Schedule("one_shot", rank, size, buffers, _alone(codec, caller, count, combine))
     layout = cut(count, 1, codec, chunk_elements)
-    gather = AllGather(rank, size, Coded(layout, codec, dtype), depth)
+    return _one_shot(rank, size, (count,), layout, dtype, codec, combine, caller, depth)
 
-    def encode(k: int) -> Iterator[Op]:
-        chunk = layout.chunk(0, k)
-        yield Encode(codec, Span(caller.source, chunk.start, chunk.stop), gather.wire(k), chunk.start)
+
+def coalesced(
+    rank: int,
+    size: int,
+    counts: Sequence[int],
+    dtype: DType,
+    codec: Codec,
+    op: str = "sum",
+    *,
+    algorithm: str = "two_round",
+    scale: float = 1.0,
+    in_place: bool = False,
+    chunk_elements: int | None = None,
+    depth: int = DEFAULT_DEPTH,
+) -> Schedule:
+    """All-reduce of many arrays at once, by either algorithm: arrays share messages, but no buckets.
+
+    Each array begins with a bucket of its own. The buffers are "input 0", "output 0" and so on.
+    """
+    combine = checked(rank, size, op, scale, depth, *counts)
+    caller = CallerBuffers.make(in_place, len(counts))
+    make = {"two_round": _two_round, "one_shot": _one_shot}[algorithm]
+    layout = cut_together(counts, size if algorithm == "two_round" else 1, codec, chunk_elements)
+    return make(rank, size, counts, layout, dtype, codec, combine, caller, depth)
+
+
+def _two_round(
+    rank: int,
+    size: int,
+    counts: Sequence[int],
+    layout: Cut,
+    dtype: DType,
+    codec: Codec,
+    combine: Combine,
+    caller: CallerBuffers,
+    depth: int,
+) -> Schedule:
+    buffers = caller.buffers(counts, dtype)
+    if size == 1 or not any(counts):
+        return Schedule("two_round", rank, size, buffers, alone(codec, caller, counts, combine))
+    coded = Coded(layout, codec, dtype)
+    scatter = ScatterReduce(rank, range(size), coded, caller.source, depth)
+    gather = AllGather(rank, range(size), coded, depth)
 
     def reduce(k: int) -> Iterator[Op]:
-        chunk = layout.chunk(0, k)
-        out = Span(caller.target, chunk.start, chunk.stop)
-        yield Reduce(codec, gather.wires(k), None, 0, None, out, combine.op, combine.scale, chunk.start)
+        return scatter.reduce(k, combine, gather.wire(k), caller.target)
+
+    def decode(k: int) -> Iterator[Op]:
+        return gather.decode(k, caller.target)
+
+    # A stage that waits for the line stands one step behind the one that used it: an in-order compute lane then never
+    # holds back the encode of chunk k+1 for the transfers of chunk k. That step must be less than the depth.
+    lag = min(1, depth - 1)
+    ops = pipeline(layout.chunks, (0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))
+    return Schedule("two_round", rank, size, buffers | scatter.buffers() | gather.buffers(), ops)
+
+
+def _one_shot(
+    rank: int,
+    size: int,
+    counts: Sequence[int],
+    layout: Cut,
+    dtype: DType,
+    codec: Codec,
+    combine: Combine,
+    caller: CallerBuffers,
+    depth: int,
+) -> Schedule:
+    buffers = caller.buffers(counts, dtype)
+    if size == 1 or not any(counts):
+        return Schedule("one_shot", rank, size, buffers, alone(codec, caller, counts, combine))
+    gather = AllGather(rank, range(size), Coded(layout, codec, dtype), depth, common=True)
+
+    def encode(k: int) -> Iterator[Op]:
+        return gather.encode(k, caller.source)
+
+    def reduce(k: int) -> Iterator[Op]:
+        return gather.reduce(k, combine, caller.target)
 
     ops = pipeline(layout.chunks, (0, encode), (0, gather.exchange), (min(1, depth - 1), reduce))
     return Schedule("one_shot", rank, size, buffers | gather.buffers(), ops)
-
-
-def _checked(rank: int, size: int, count: int, op: str, scale: float, depth: int) -> Combine:
-    check_place(rank, size, count)
-    if op not in ("sum", "min", "max"):
-        raise ArgumentError(f"op is {op!r}; a schedule knows sum, min and max (an average is a sum with a scale)")
-    if depth < 1:
-        raise ArgumentError(f"depth is {depth}; there must be 1 wire slot per peer or more (2 or more to overlap)")
-    return Combine(op, scale)
-
-
-def _alone(codec: Codec, caller: CallerBuffers, count: int, combine: Combine) -> tuple[Op, ...]:
-    """The one operation of a rank that has no peers: an exact copy; none where there is nothing to change."""
-    if count == 0 or (caller.source == caller.target and combine.scale == 1.0):
-        return ()
-    own, out = Span(caller.source, 0, count), Span(caller.target, 0, count)
-    return (Reduce(codec, (), own, 0, None, out, combine.op, combine.scale),)

@@ -5,8 +5,10 @@ Everything a collective is put together from that does not depend on which colle
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
 
 from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32, DType
@@ -17,12 +19,20 @@ __all__ = [
     "ALIGNMENT",
     "DEFAULT_CHUNK",
     "DEFAULT_DEPTH",
+    "PIECE_ALIGNMENT",
+    "Arrays",
     "CallerBuffers",
     "Coded",
+    "Cut",
+    "Grouped",
     "Layout",
+    "Piece",
+    "Segments",
     "Slots",
     "check_place",
     "cut",
+    "cut_as_given",
+    "cut_together",
     "exchange",
     "peers_of",
     "pipeline",
@@ -30,6 +40,8 @@ __all__ = [
 
 #: bytes that wire slots and workspace buffers are aligned to: a cache line
 ALIGNMENT = 64
+#: bytes that the codes of several pieces in one slot are aligned to: a vector register of a GPU
+PIECE_ALIGNMENT = 16
 #: elements in a chunk of 8-bit codes: 160 KiB of float32 kept slow links (0.1 to 1 Gbit/s) busiest; 512 KiB lost 2-3%
 #: of their rate. What counts is the size of the messages: as many elements of 4-bit codes, in messages half as long,
 #: took a quarter more time (4 ranks, 1 Gbit/s)
@@ -38,6 +50,32 @@ DEFAULT_CHUNK = 40 * 1024
 _MOST_CHUNKS = 4
 #: wire slots per peer; with all chunks posted at once the second round queues behind the first in TCP
 DEFAULT_DEPTH = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Elements ``start`` to ``stop`` of an array; ``index`` is the number of the first in the whole vector."""
+
+    array: int
+    start: int
+    stop: int
+    index: int
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class Cut(Protocol):
+    """How the elements of one or several arrays are cut: in parts, and each part in equally many chunks."""
+
+    @property
+    def parts(self) -> int: ...
+
+    @property
+    def chunks(self) -> int: ...
+
+    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+        """Chunk ``k`` of a part, in order; no piece is empty, and each begins with a bucket of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +101,11 @@ class Layout:
         length = stop - start
         return self._elements(start + length * k // self.chunks, start + length * (k + 1) // self.chunks)
 
+    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+        """See Cut."""
+        chunk = self.chunk(part, k)
+        return (Piece(0, chunk.start, chunk.stop, chunk.start),) if chunk else ()
+
     def _granules(self, part: int) -> tuple[int, int]:
         total = -(-self.count // self.granule)
         return total * part // self.parts, total * (part + 1) // self.parts
@@ -71,20 +114,91 @@ class Layout:
         return range(min(start * self.granule, self.count), min(stop * self.granule, self.count))
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """Segments, each of which begins with a bucket of its own, one after the other as one vector of granules.
+
+    Attributes:
+        segments: array, first element and number of elements of each.
+        bounds: the granules at which the parts begin, and the end.
+    """
+
+    segments: tuple[tuple[int, int, int], ...]
+    bounds: tuple[int, ...]
+    granule: int
+    chunks: int
+
+    @property
+    def parts(self) -> int:
+        return len(self.bounds) - 1
+
+    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+        """See Cut."""
+        start, length = self.bounds[part], self.bounds[part + 1] - self.bounds[part]
+        return self._between(start + length * k // self.chunks, start + length * (k + 1) // self.chunks)
+
+    def _between(self, start: int, stop: int) -> tuple[Piece, ...]:
+        found, here = [], 0
+        for array, first, count in self.segments:
+            granules = -(-count // self.granule)
+            low, high = max(start, here) - here, min(stop, here + granules) - here
+            if low < high:
+                low, high = low * self.granule, min(high * self.granule, count)
+                found.append(Piece(array, first + low, first + high, here * self.granule + low))
+            here += granules
+        return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Grouped:
+    """A cut whose parts are ``parts`` groups of as many parts of another one."""
+
+    fine: Cut
+    parts: int
+
+    @property
+    def chunks(self) -> int:
+        return self.fine.chunks
+
+    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+        """See Cut."""
+        each = self.fine.parts // self.parts
+        return tuple(p for j in range(each) for p in self.fine.pieces(part * each + j, k))
+
+
 def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None) -> Layout:
     """The layout of ``count`` elements in ``parts`` shards, with chunks of at most ``chunk_elements`` or one granule.
 
     A codec that cannot be split (one range for a whole shard) gets one chunk.
     """
+    granules = -(-count // codec.granule)
+    return Layout(count, parts, codec.granule, _chunks(-(-granules // parts), codec, chunk_elements))
+
+
+def cut_together(counts: Sequence[int], parts: int, codec: Codec, chunk_elements: int | None = None) -> Segments:
+    """Several arrays as one vector, in parts as equal as possible."""
+    granules = sum(-(-count // codec.granule) for count in counts)
+    bounds = tuple(granules * part // parts for part in range(parts + 1))
+    segments = tuple((array, 0, count) for array, count in enumerate(counts))
+    return Segments(segments, bounds, codec.granule, _chunks(-(-granules // parts), codec, chunk_elements))
+
+
+def cut_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None = None) -> Segments:
+    """One array, whose parts have ``counts`` elements, each with buckets of its own."""
+    granules = [-(-count // codec.granule) for count in counts]
+    segments = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
+    bounds = tuple(accumulate(granules, initial=0))
+    return Segments(segments, bounds, codec.granule, _chunks(max(granules), codec, chunk_elements))
+
+
+def _chunks(granules: int, codec: Codec, chunk_elements: int | None) -> int:
+    """Chunks of a part of so many granules."""
     wanted = _default_chunk(codec) if chunk_elements is None else chunk_elements
     if wanted < 1:
         raise ArgumentError(f"chunk_elements is {wanted}; it must be 1 or more, or None for the default")
     if not codec.splittable:
-        return Layout(count, parts, codec.granule, 1)
-    granules = -(-count // codec.granule)
-    largest_shard = -(-granules // parts)
-    per_chunk = max(1, wanted // codec.granule)
-    return Layout(count, parts, codec.granule, max(1, -(-largest_shard // per_chunk)))
+        return 1
+    return max(1, -(-granules // max(1, wanted // codec.granule)))
 
 
 def _default_chunk(codec: Codec) -> int:
@@ -113,40 +227,82 @@ class Slots:
 
 
 class Coded:
-    """A layout whose chunks go over the wire in codes: their sizes (looked up once per length) and slots for them."""
+    """A cut whose chunks go over the wire in codes: their sizes (looked up once per length) and slots for them.
 
-    def __init__(self, layout: Layout, codec: Codec, dtype: DType) -> None:
+    The code of a chunk is the codes of its pieces, each from a multiple of PIECE_ALIGNMENT on.
+    """
+
+    def __init__(self, layout: Cut, codec: Codec, dtype: DType) -> None:
         self.layout, self.codec, self.dtype = layout, codec, dtype
-        lengths = {len(layout.chunk(part, k)) for part in range(layout.parts) for k in range(layout.chunks)}
-        self._nbytes = {n: codec.encoded_nbytes(n, dtype) for n in lengths}
+        self._sizes: dict[int, int] = {}
+        self._nbytes: dict[tuple[int, int], int] = {}
 
     def nbytes(self, part: int, k: int) -> int:
-        """Bytes on the wire of chunk ``k`` of shard ``part``; 0 where the chunk is empty."""
-        return self._nbytes[len(self.layout.chunk(part, k))]
+        """Bytes on the wire of chunk ``k`` of a part; 0 where the chunk is empty."""
+        found = self._nbytes.get((part, k))
+        if found is None:
+            found = 0
+            for piece in self.layout.pieces(part, k):
+                found = _aligned(found, PIECE_ALIGNMENT) + self._size(len(piece))
+            self._nbytes[part, k] = found
+        return found
+
+    def pieces(self, part: int, k: int, *slots: Span) -> Iterator[tuple[Piece, list[Span]]]:
+        """The pieces of a chunk, and the code of each in all of some slots that hold codes of the chunk."""
+        start = 0
+        for piece in self.layout.pieces(part, k):
+            stop = start + self._size(len(piece))
+            yield piece, [Span(slot.buffer, slot.start + start, slot.start + stop) for slot in slots]
+            start = _aligned(stop, PIECE_ALIGNMENT)
 
     def slots(self, name: str, width: int, depth: int) -> Slots:
         """A ring of slots, each large enough for any chunk."""
-        largest = max(self._nbytes.values())
-        return Slots(name, width, min(depth, self.layout.chunks), -(-largest // ALIGNMENT) * ALIGNMENT)
+        layout = self.layout
+        largest = max(self.nbytes(part, k) for part in range(layout.parts) for k in range(layout.chunks))
+        return Slots(name, width, min(depth, layout.chunks), _aligned(largest, ALIGNMENT))
+
+    def _size(self, count: int) -> int:
+        found = self._sizes.get(count)
+        if found is None:
+            found = self._sizes[count] = self.codec.encoded_nbytes(count, self.dtype)
+        return found
+
+
+def _aligned(nbytes: int, alignment: int) -> int:
+    return -(-nbytes // alignment) * alignment
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Buffers of values by the number of their array; ``first`` is the vector's element that theirs begin with."""
+
+    names: tuple[str, ...]
+    first: int = 0
+
+    def span(self, piece: Piece) -> Span:
+        """Where a piece lies."""
+        return Span(self.names[piece.array], piece.start - self.first, piece.stop - self.first)
 
 
 @dataclass(frozen=True, slots=True)
 class CallerBuffers:
-    """The names of the caller's buffers: where a collective reads its values and where it writes the result."""
+    """The caller's buffers: where a collective reads its values and where it writes the result."""
 
-    source: str
-    target: str
+    source: Arrays
+    target: Arrays
 
     @staticmethod
-    def make(in_place: bool) -> CallerBuffers:
-        """In place there is one buffer, "output"; otherwise "input" as well."""
-        return CallerBuffers("output" if in_place else "input", "output")
+    def make(in_place: bool, arrays: int | None = None) -> CallerBuffers:
+        """In place there is one buffer, "output"; otherwise "input" as well. Several arrays are "output 0", ..."""
+        numbers = [""] if arrays is None else [f" {i}" for i in range(arrays)]
+        target = Arrays(tuple(f"output{number}" for number in numbers))
+        return CallerBuffers(target if in_place else Arrays(tuple(f"input{number}" for number in numbers)), target)
 
-    def buffers(self, count: int, dtype: DType) -> dict[str, Buffer]:
-        """Both (or the one) as buffers of ``count`` elements."""
-        found = {self.target: Buffer(count, dtype, Role.OUTPUT)}
+    def buffers(self, counts: Sequence[int], dtype: DType) -> dict[str, Buffer]:
+        """All of them, of ``counts`` elements."""
+        found = {name: Buffer(n, dtype, Role.OUTPUT) for name, n in zip(self.target.names, counts, strict=True)}
         if self.source != self.target:
-            found[self.source] = Buffer(count, dtype, Role.INPUT)
+            found |= {name: Buffer(n, dtype, Role.INPUT) for name, n in zip(self.source.names, counts, strict=True)}
         return found
 
 

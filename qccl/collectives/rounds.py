@@ -1,17 +1,21 @@
-"""The rounds that all-reduce and its relatives are made of, chunk by chunk: scatter-reduce and all-gather.
+"""The rounds that collectives are made of, chunk by chunk: scatter-reduce, all-gather, relay.
 
-A round has a method per stage of the pipeline; each yields the operations of one chunk.
+A round has a method per stage of the pipeline; each yields the operations of one chunk. A round runs in a group of
+ranks, in which the rank at place ``p`` owns part ``p`` of the round's cut. A cut of fewer parts than ranks leaves the
+last places without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from qccl.collectives.layout import Coded, Slots, exchange, peers_of
+from qccl.codecs.base import Codec
+from qccl.collectives.layout import Arrays, CallerBuffers, Coded, Slots, check_place, exchange, peers_of
+from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Span
 
-__all__ = ["AllGather", "Combine", "ScatterReduce"]
+__all__ = ["AllGather", "Combine", "Relay", "ScatterReduce", "alone", "checked", "copy", "decode", "encode"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,69 +27,89 @@ class Combine:
 
 
 class ScatterReduce:
-    """Each rank sends every peer that peer's shard, and reduces the codes of its own shard that it gets.
+    """Each rank sends every owner its part, and the owners reduce the codes that they get, and their own values.
 
-    Wire slots: one for each peer in "scatter.send" and in "scatter.recv".
+    Wire slots: one for each peer in "scatter.send" and in "scatter.recv", ``name`` being "scatter".
     """
 
-    def __init__(self, rank: int, coded: Coded, source: str, depth: int) -> None:
-        self._rank, self._coded, self._source = rank, coded, source
-        self._layout, self._codec = coded.layout, coded.codec
-        self._peers = peers_of(rank, coded.layout.parts)
-        self._send = coded.slots("scatter.send", len(self._peers), depth)
-        self._recv = coded.slots("scatter.recv", len(self._peers), depth)
+    def __init__(
+        self,
+        rank: int,
+        group: Sequence[int],
+        coded: Coded,
+        source: Arrays,
+        depth: int,
+        *,
+        name: str = "scatter",
+        round_number: int = 0,
+    ) -> None:
+        self._group, self._place, self._coded, self._source = group, group.index(rank), coded, source
+        self._round = round_number
+        others = peers_of(self._place, len(group))
+        self._owners = [place for place in others if place < coded.layout.parts]
+        self._senders = others if self._place < coded.layout.parts else ()
+        self._send = coded.slots(f"{name}.send", len(self._owners), depth)
+        self._recv = coded.slots(f"{name}.recv", len(self._senders), depth)
 
     def buffers(self) -> dict[str, Buffer]:
         """The wire buffers."""
         return _buffers(self._send, self._recv)
 
     def send(self, k: int) -> Iterator[Op]:
-        """Encode chunk ``k`` of every peer's shard and exchange."""
-        wires = {p: self._send.span(k, i, self._coded.nbytes(p, k)) for i, p in enumerate(self._peers)}
-        for peer, wire in wires.items():
-            if values := self._layout.chunk(peer, k):
-                yield Encode(self._codec, _span(self._source, values), wire, values.start)
-        yield from exchange(wires, self._received(k))
+        """Encode chunk ``k`` of every owner's part and exchange."""
+        sends = {}
+        for i, place in enumerate(self._owners):
+            wire = self._send.span(k, i, self._coded.nbytes(place, k))
+            yield from encode(self._coded, place, k, self._source, wire, self._round)
+            sends[self._group[place]] = wire
+        received = self._received(k)
+        yield from exchange(sends, {self._group[place]: wire for place, wire in received.items()})
 
-    def reduce(self, k: int, combine: Combine, wire: Span | None, out: Span | None) -> Iterator[Op]:
-        """Combine the peers' codes of chunk ``k`` of the own shard with the own values, into ``wire`` and ``out``."""
-        if not (values := self._layout.chunk(self._rank, k)):
+    def reduce(self, k: int, combine: Combine, wire: Span | None, target: Arrays | None) -> Iterator[Op]:
+        """Combine the codes of chunk ``k`` of the own part with the own values, into ``wire`` and ``target``."""
+        if self._place >= self._coded.layout.parts:
             return
         received = self._received(k)
-        yield Reduce(
-            self._codec,
-            srcs=tuple(received[peer] for peer in sorted(received)),
-            own=_span(self._source, values),
-            own_index=self._rank,
-            wire=wire,
-            out=out,
-            op=combine.op,
-            scale=combine.scale,
-            index=values.start,
-        )
-
-    def own(self, k: int, buffer: str) -> Span:
-        """Chunk ``k`` of the own shard in a buffer of values."""
-        return _span(buffer, self._layout.chunk(self._rank, k))
+        wires = [received[place] for place in sorted(received)]
+        slots = wires if wire is None else [*wires, wire]
+        for piece, codes in self._coded.pieces(self._place, k, *slots):
+            yield Reduce(
+                self._coded.codec,
+                srcs=tuple(codes[: len(wires)]),
+                own=self._source.span(piece),
+                own_index=self._place,
+                wire=None if wire is None else codes[-1],
+                out=None if target is None else target.span(piece),
+                op=combine.op,
+                scale=combine.scale,
+                index=piece.index,
+                round=self._round + 1,
+            )
 
     def _received(self, k: int) -> dict[int, Span]:
-        nbytes = self._coded.nbytes(self._rank, k)
-        return {p: self._recv.span(k, i, nbytes) for i, p in enumerate(self._peers)}
+        if not self._senders:
+            return {}
+        nbytes = self._coded.nbytes(self._place, k)
+        return {place: self._recv.span(k, i, nbytes) for i, place in enumerate(self._senders)}
 
 
 class AllGather:
-    """Each rank sends one wire to all peers and gets theirs.
+    """Each owner sends one wire to all other ranks, and each rank gets those of all owners.
 
-    The layout has a shard per rank, or one that is common to all ranks: then every rank sends codes of the same
-    elements. Wire slots: one in "gather.send", one for each peer in "gather.recv".
+    With ``common`` there is one part, and every rank sends a code of it. Wire slots: one in "gather.send", one for each
+    owner in "gather.recv", ``name`` being "gather".
     """
 
-    def __init__(self, rank: int, size: int, coded: Coded, depth: int) -> None:
-        self._rank, self._coded = rank, coded
-        self._shard_of = range(size) if coded.layout.parts == size else (0,) * size
-        self._peers = peers_of(rank, size)
-        self._send = coded.slots("gather.send", 1, depth)
-        self._recv = coded.slots("gather.recv", len(self._peers), depth)
+    def __init__(
+        self, rank: int, group: Sequence[int], coded: Coded, depth: int, *, name: str = "gather", common: bool = False
+    ) -> None:
+        self._group, self._place, self._coded = group, group.index(rank), coded
+        self._part_of = (0,) * len(group) if common else range(coded.layout.parts)
+        others = peers_of(self._place, len(group))
+        self._owners = [place for place in others if place < len(self._part_of)]
+        self._receivers = others if self._place < len(self._part_of) else ()
+        self._send = coded.slots(f"{name}.send", 1 if self._receivers else 0, depth)
+        self._recv = coded.slots(f"{name}.recv", len(self._owners), depth)
 
     def buffers(self) -> dict[str, Buffer]:
         """The wire buffers."""
@@ -93,30 +117,122 @@ class AllGather:
 
     def wire(self, k: int) -> Span:
         """Where the own wire of chunk ``k`` is put, to be sent."""
-        return self._send.span(k, 0, self._coded.nbytes(self._shard_of[self._rank], k))
+        return self._send.span(k, 0, self._coded.nbytes(self._part_of[self._place], k))
 
-    def wires(self, k: int) -> tuple[Span, ...]:
-        """The wires of chunk ``k`` of all ranks, in rank order."""
-        found = self._received(k) | {self._rank: self.wire(k)}
-        return tuple(found[rank] for rank in sorted(found))
+    def encode(self, k: int, source: Arrays, keep: Arrays | None = None, round_number: int = 0) -> Iterator[Op]:
+        """Encode chunk ``k`` of the own part, if there is one; ``keep`` gets what the others will have."""
+        if self._place < len(self._part_of):
+            part = self._part_of[self._place]
+            yield from encode(self._coded, part, k, source, self.wire(k), round_number, keep)
 
     def exchange(self, k: int) -> Iterator[Op]:
         """Send the own wire of chunk ``k`` to all, and receive theirs."""
-        yield from exchange(dict.fromkeys(self._peers, self.wire(k)), self._received(k))
+        sends = (
+            dict.fromkeys((self._group[place] for place in self._receivers), self.wire(k)) if self._receivers else {}
+        )
+        yield from exchange(sends, {self._group[place]: wire for place, wire in self._received(k).items()})
 
-    def decode(self, k: int, target: str) -> Iterator[Op]:
-        """Decode chunk ``k`` of the peers' shards into place."""
-        for peer, wire in self._received(k).items():
-            if values := self._coded.layout.chunk(self._shard_of[peer], k):
-                yield Decode(self._coded.codec, wire, _span(target, values))
+    def decode(self, k: int, target: Arrays) -> Iterator[Op]:
+        """Decode chunk ``k`` of the others' parts into place."""
+        for place, slot in self._received(k).items():
+            yield from decode(self._coded, self._part_of[place], k, slot, target)
+
+    def reduce(self, k: int, combine: Combine, target: Arrays) -> Iterator[Op]:
+        """Where the part is common: combine all wires of chunk ``k``, the own one included, in the group's order."""
+        found = self._received(k) | {self._place: self.wire(k)}
+        for piece, codes in self._coded.pieces(0, k, *(found[place] for place in sorted(found))):
+            yield Reduce(
+                *(self._coded.codec, tuple(codes), None, 0, None, target.span(piece)),
+                op=combine.op,
+                scale=combine.scale,
+                index=piece.index,
+            )
 
     def _received(self, k: int) -> dict[int, Span]:
-        return {p: self._recv.span(k, i, self._coded.nbytes(self._shard_of[p], k)) for i, p in enumerate(self._peers)}
+        return {
+            place: self._recv.span(k, i, self._coded.nbytes(self._part_of[place], k))
+            for i, place in enumerate(self._owners)
+        }
 
 
-def _span(buffer: str, elements: range) -> Span:
-    return Span(buffer, elements.start, elements.stop)
+class Relay:
+    """Wires go down a tree: each rank gets them from its parent and passes them on to its children.
+
+    Wire slots: one in "relay", ``name`` being that.
+    """
+
+    def __init__(
+        self, parent: int | None, children: Sequence[int], coded: Coded, depth: int, name: str = "relay"
+    ) -> None:
+        self._parent, self._children, self._coded = parent, children, coded
+        self._slots = coded.slots(name, 1, max(depth, 2))  # one is received while another is passed on
+
+    def buffers(self) -> dict[str, Buffer]:
+        """The wire buffer."""
+        return _buffers(self._slots)
+
+    def wire(self, k: int) -> Span:
+        """The wire of chunk ``k``."""
+        return self._slots.span(k, 0, self._coded.nbytes(0, k))
+
+    def exchange(self, step: int) -> Iterator[Op]:
+        """Receive chunk ``step`` and pass on the one before; the root sends chunk ``step``."""
+        passed, received = (step, step) if self._parent is None else (step - 1, step)
+        chunks = range(self._coded.layout.chunks)
+        sends = dict.fromkeys(self._children, self.wire(passed)) if passed in chunks else {}
+        receives = {self._parent: self.wire(received)} if self._parent is not None and received in chunks else {}
+        yield from exchange(sends, receives)
+
+    def decode(self, k: int, target: Arrays) -> Iterator[Op]:
+        """Decode chunk ``k``."""
+        yield from decode(self._coded, 0, k, self.wire(k), target)
+
+
+def encode(
+    coded: Coded, part: int, k: int, source: Arrays, wire: Span, round_number: int = 0, keep: Arrays | None = None
+) -> Iterator[Op]:
+    """Encode chunk ``k`` of a part into ``wire``; ``keep`` gets the decoded values, in the same pass."""
+    for piece, (code,) in coded.pieces(part, k, wire):
+        if keep is None:
+            yield Encode(coded.codec, source.span(piece), code, piece.index, round_number)
+        else:
+            own, out = source.span(piece), keep.span(piece)
+            yield Reduce(coded.codec, (), own, 0, code, out, index=piece.index, round=round_number)
+
+
+def decode(coded: Coded, part: int, k: int, wire: Span, target: Arrays, *, accumulate: bool = False) -> Iterator[Op]:
+    """Decode chunk ``k`` of a part from ``wire``, or add it to what ``target`` holds."""
+    for piece, (code,) in coded.pieces(part, k, wire):
+        yield Decode(coded.codec, code, target.span(piece), accumulate)
+
+
+def alone(codec: Codec, caller: CallerBuffers, counts: Sequence[int], combine: Combine) -> tuple[Op, ...]:
+    """What a rank without peers does: exact copies, where there is anything to change."""
+    if caller.source == caller.target and combine.scale == 1.0:
+        return ()
+    return tuple(
+        copy(codec, Span(source, 0, count), Span(target, 0, count), combine)
+        for source, target, count in zip(caller.source.names, caller.target.names, counts, strict=True)
+        if count
+    )
+
+
+def copy(codec: Codec, source: Span, target: Span, combine: Combine | None = None) -> Op:
+    """The values themselves, not coded (``codec`` has no say in it), but scaled."""
+    combine = combine or Combine()
+    return Reduce(codec, (), source, 0, None, target, combine.op, combine.scale)
+
+
+def checked(rank: int, size: int, op: str, scale: float, depth: int, *counts: int) -> Combine:
+    """Check the arguments that all collectives have. Raises ArgumentError."""
+    for count in counts or (0,):
+        check_place(rank, size, count)
+    if op not in ("sum", "min", "max"):
+        raise ArgumentError(f"op is {op!r}; a schedule knows sum, min and max (an average is a sum with a scale)")
+    if depth < 1:
+        raise ArgumentError(f"depth is {depth}; there must be 1 wire slot per peer or more (2 or more to overlap)")
+    return Combine(op, scale)
 
 
 def _buffers(*slots: Slots) -> dict[str, Buffer]:
-    return {s.name: s.buffer() for s in slots}
+    return {s.name: s.buffer() for s in slots if s.width}
