@@ -8,7 +8,7 @@ ranks hold the same bits if they hold the same object: no arithmetic is needed t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -18,7 +18,11 @@ from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
 from qccl.schedule import Decode, Encode, Native, Op, Reduce, Role, Schedule, Span, VerificationError
 
-__all__ = ["Contents", "Want"]
+__all__ = ["Contents", "Given", "Want"]
+
+
+#: bytes that codes which travel in one transfer may be aligned to
+PADDING = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,18 @@ class Want:
     first: int = 0
     op: str = "sum"
     scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a buffer holds from the start: the inputs of ``ranks``, from element ``first`` on.
+
+    Numbers from the number of ranks on stand for inputs that several ranks have, bit for bit.
+    """
+
+    buffer: str
+    ranks: Collection[int]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +110,9 @@ class Contents:
     Buffers with Role.INPUT hold the rank's input, and where there is none (in place) those with Role.OUTPUT do.
     """
 
-    def __init__(self, schedules: Sequence[Schedule]) -> None:
+    def __init__(
+        self, schedules: Sequence[Schedule], given: Callable[[Schedule], Iterable[Given]] | None = None
+    ) -> None:
         self.schedules = schedules
         self.memory: list[dict[str, IntervalMap[_Cell]]] = []
         #: (rank, round) -> the elements whose random numbers were used
@@ -105,8 +123,11 @@ class Contents:
         self._numbers: dict[Codec, int] = {}
         for schedule in schedules:
             self.memory.append({name: IntervalMap() for name in schedule.buffers})
-            for name, size in _given(schedule):
-                self.memory[-1][name].put(_Cell(0, size, Value(1 << schedule.rank), 0))
+            for each in (given or _given)(schedule):
+                size, mask = schedule.buffers[each.buffer].size, _mask(each.ranks)
+                if size:
+                    value = self.value(("given", mask), mask, None, 1.0)
+                    self.memory[-1][each.buffer].put(_Cell(0, size, value, each.first))
 
     def happen(self, event: Event) -> None:
         """Apply an event; raises VerificationError where it reads or writes what it must not."""
@@ -114,8 +135,10 @@ class Contents:
             case Step():
                 _Place(self, event.rank, event.op_index).compute()
             case Transfer():
-                runs = _Place(self, event.source, event.send_op).read(event.sent)
-                _Place(self, event.target, event.recv_op).write(event.received, runs)
+                target, shift = event.received, event.received.start - event.sent.start
+                for run in _Place(self, event.source, event.send_op).read(event.sent, padded=True):
+                    place = Span(target.buffer, run.start + shift, run.stop + shift)
+                    _Place(self, event.target, event.recv_op).write(place, [run])
             case Meeting():
                 _meet([_Place(self, rank, i) for rank, i in event.op_index.items()])
 
@@ -186,8 +209,11 @@ class _Place:
     def fail(self, message: str) -> NoReturn:
         raise VerificationError(self.rank, self.op_index, message)
 
-    def read(self, span: Span) -> list[_Cell]:
-        """What a span holds, in as few cells as possible; fails where it was never written."""
+    def read(self, span: Span, *, padded: bool = False) -> list[_Cell]:
+        """What a span holds, in as few cells as possible; fails where it was never written.
+
+        ``padded``: there may be less than PADDING bytes between codes.
+        """
         cells = self.memory[span.buffer].covered(span.start, span.stop)
         if len(cells) == 1 and cells[0].start == span.start and cells[0].stop == span.stop:
             cells[0].unread = False
@@ -196,7 +222,7 @@ class _Place:
         position = span.start
         for cell in cells:
             cell.unread = False
-            if cell.start > position:
+            if cell.start > position and not (padded and span.start < position > cell.start - PADDING):
                 break
             last = runs[-1] if runs else None
             if last is not None and last.what is cell.what and last.offset + cell.start - last.start == cell.offset:
@@ -215,7 +241,8 @@ class _Place:
         position = span.start
         for run in runs:
             stop = position + run.stop - run.start
-            for old in cells.put(_Cell(position, stop, run.what, run.offset, self.op_index, wire)):
+            unread = wire and not _is_padding(run)
+            for old in cells.put(_Cell(position, stop, run.what, run.offset, self.op_index, unread)):
                 if old.unread:
                     self.fail(
                         f"writes {span} too early: nothing has yet read {old.what} in "
@@ -371,12 +398,21 @@ def _spread(place: _Place, dst: Span, parts: Sequence[tuple[int, list[_Cell]]]) 
         position += length
 
 
-def _given(schedule: Schedule) -> list[tuple[str, int]]:
-    """Names and sizes of the buffers that hold this rank's input from the start."""
+def _given(schedule: Schedule) -> Iterator[Given]:
+    """The rank's input in the buffers with Role.INPUT, or else in those with Role.OUTPUT: several are one vector."""
     for role in (Role.INPUT, Role.OUTPUT):
-        if found := [(name, b.size) for name, b in schedule.buffers.items() if b.role is role and b.size]:
-            return found
-    return []
+        found = [(name, b.size) for name, b in schedule.buffers.items() if b.role is role]
+        if found:
+            first = 0
+            for name, size in found:
+                yield Given(name, (schedule.rank,), first)
+                first += size
+            return
+
+
+def _is_padding(cell: _Cell) -> bool:
+    """Whether this is so little of an old code that it lay between two others and went with them."""
+    return isinstance(cell.what, Wire) and cell.stop - cell.start < min(PADDING, cell.what.nbytes)
 
 
 def _mask(ranks: Iterable[int]) -> int:

@@ -32,8 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
-from qccl.analysis.contents import Contents, Want
+from qccl.analysis.contents import Contents, Given, Want
 from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Meeting, Rules, Step, Transfer, in_order
+from qccl.analysis.expect import allreduce
 from qccl.dtypes import DType
 from qccl.schedule import (
     Decode,
@@ -50,12 +51,7 @@ from qccl.schedule import (
     writes,
 )
 
-__all__ = ["VerificationError", "Want", "allreduce", "verify"]
-
-
-def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> tuple[Want, ...]:
-    """What an all-reduce must leave in "output": all elements, combined from all ranks."""
-    return (Want(Span("output", 0, schedule.buffers["output"].size), range(schedule.size), 0, op, scale),)
+__all__ = ["Given", "VerificationError", "Want", "allreduce", "verify"]
 
 
 def verify(
@@ -63,10 +59,12 @@ def verify(
     *,
     rules: Collection[Rules] = ("mpi", "nccl"),
     expect: Callable[[Schedule], Iterable[Want]] = allreduce,
+    given: Callable[[Schedule], Iterable[Given]] | None = None,
 ) -> None:
     """Raise VerificationError unless the schedules (of all ranks, in rank order) are right under all ``rules``.
 
-    ``expect`` says what each rank must hold in the end.
+    ``expect`` says what each rank must hold in the end, and ``given`` what it has from the start (None: its own input
+    in what it only reads, or else in its outputs).
     """
     for rank, schedule in enumerate(schedules):
         if (schedule.rank, schedule.size) != (rank, len(schedules)):
@@ -78,7 +76,7 @@ def verify(
     order = _progress(schedules, graph, "mpi")
     if "nccl" in rules:
         _progress(schedules, ensemble.graph("nccl"), "nccl")
-    contents = Contents(schedules)
+    contents = Contents(schedules, given)
     for event in order:
         contents.happen(graph.events[event])
     contents.check([list(expect(schedule)) for schedule in schedules])

@@ -66,7 +66,7 @@ class Piece:
 
 
 class Cut(Protocol):
-    """How the elements of one or several arrays are cut: in parts, and each part in equally many chunks."""
+    """How the elements of one or several arrays are cut: in parts, and each part in at most ``chunks`` chunks."""
 
     @property
     def parts(self) -> int: ...
@@ -121,12 +121,17 @@ class Segments:
     Attributes:
         segments: array, first element and number of elements of each.
         bounds: the granules at which the parts begin, and the end.
+        chunks_of: chunks of each part; where others have more, its further ones are empty.
     """
 
     segments: tuple[tuple[int, int, int], ...]
     bounds: tuple[int, ...]
     granule: int
-    chunks: int
+    chunks_of: tuple[int, ...]
+
+    @property
+    def chunks(self) -> int:
+        return max(self.chunks_of)
 
     @property
     def parts(self) -> int:
@@ -134,8 +139,10 @@ class Segments:
 
     def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
         """See Cut."""
-        start, length = self.bounds[part], self.bounds[part + 1] - self.bounds[part]
-        return self._between(start + length * k // self.chunks, start + length * (k + 1) // self.chunks)
+        start, length, chunks = self.bounds[part], self.bounds[part + 1] - self.bounds[part], self.chunks_of[part]
+        if k >= chunks:
+            return ()
+        return self._between(start + length * k // chunks, start + length * (k + 1) // chunks)
 
     def _between(self, start: int, stop: int) -> tuple[Piece, ...]:
         found, here = [], 0
@@ -180,7 +187,7 @@ def cut_together(counts: Sequence[int], parts: int, codec: Codec, chunk_elements
     granules = sum(-(-count // codec.granule) for count in counts)
     bounds = tuple(granules * part // parts for part in range(parts + 1))
     segments = tuple((array, 0, count) for array, count in enumerate(counts))
-    return Segments(segments, bounds, codec.granule, _chunks(-(-granules // parts), codec, chunk_elements))
+    return Segments(segments, bounds, codec.granule, (_chunks(-(-granules // parts), codec, chunk_elements),) * parts)
 
 
 def cut_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None = None) -> Segments:
@@ -188,7 +195,8 @@ def cut_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None
     granules = [-(-count // codec.granule) for count in counts]
     segments = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
     bounds = tuple(accumulate(granules, initial=0))
-    return Segments(segments, bounds, codec.granule, _chunks(max(granules), codec, chunk_elements))
+    chunks_of = tuple(_chunks(n, codec, chunk_elements) for n in granules)
+    return Segments(segments, bounds, codec.granule, chunks_of)
 
 
 def _chunks(granules: int, codec: Codec, chunk_elements: int | None) -> int:

@@ -29,7 +29,8 @@ class Combine:
 class ScatterReduce:
     """Each rank sends every owner its part, and the owners reduce the codes that they get, and their own values.
 
-    Wire slots: one for each peer in "scatter.send" and in "scatter.recv", ``name`` being "scatter".
+    ``owners``: the ranks that own parts 0, 1, ..., if not those at places 0, 1, ... of the group. Wire slots: one for
+    each peer in "scatter.send" and in "scatter.recv", ``name`` being "scatter".
     """
 
     def __init__(
@@ -42,12 +43,16 @@ class ScatterReduce:
         *,
         name: str = "scatter",
         round_number: int = 0,
+        owners: Sequence[int] | None = None,
     ) -> None:
-        self._group, self._place, self._coded, self._source = group, group.index(rank), coded, source
-        self._round = round_number
-        others = peers_of(self._place, len(group))
-        self._owners = [place for place in others if place < coded.layout.parts]
-        self._senders = others if self._place < coded.layout.parts else ()
+        self._coded, self._source, self._round = coded, source, round_number
+        self._place = group.index(rank)
+        part_of = {owner: part for part, owner in enumerate(owners or group[: coded.layout.parts])}
+        self._part = part_of.get(rank)
+        others = [group[place] for place in peers_of(self._place, len(group))]
+        self._owners = {other: part_of[other] for other in others if other in part_of}
+        self._senders = [] if self._part is None else others
+        self._in_order = [other for other in group if other != rank]
         self._send = coded.slots(f"{name}.send", len(self._owners), depth)
         self._recv = coded.slots(f"{name}.recv", len(self._senders), depth)
 
@@ -58,21 +63,19 @@ class ScatterReduce:
     def send(self, k: int) -> Iterator[Op]:
         """Encode chunk ``k`` of every owner's part and exchange."""
         sends = {}
-        for i, place in enumerate(self._owners):
-            wire = self._send.span(k, i, self._coded.nbytes(place, k))
-            yield from encode(self._coded, place, k, self._source, wire, self._round)
-            sends[self._group[place]] = wire
-        received = self._received(k)
-        yield from exchange(sends, {self._group[place]: wire for place, wire in received.items()})
+        for i, (owner, part) in enumerate(self._owners.items()):
+            wire = sends[owner] = self._send.span(k, i, self._coded.nbytes(part, k))
+            yield from encode(self._coded, part, k, self._source, wire, self._round)
+        yield from exchange(sends, self._received(k))
 
     def reduce(self, k: int, combine: Combine, wire: Span | None, target: Arrays | None) -> Iterator[Op]:
         """Combine the codes of chunk ``k`` of the own part with the own values, into ``wire`` and ``target``."""
-        if self._place >= self._coded.layout.parts:
+        if self._part is None:
             return
         received = self._received(k)
-        wires = [received[place] for place in sorted(received)]
+        wires = [received[other] for other in self._in_order]
         slots = wires if wire is None else [*wires, wire]
-        for piece, codes in self._coded.pieces(self._place, k, *slots):
+        for piece, codes in self._coded.pieces(self._part, k, *slots):
             yield Reduce(
                 self._coded.codec,
                 srcs=tuple(codes[: len(wires)]),
@@ -87,10 +90,10 @@ class ScatterReduce:
             )
 
     def _received(self, k: int) -> dict[int, Span]:
-        if not self._senders:
+        if self._part is None:
             return {}
-        nbytes = self._coded.nbytes(self._place, k)
-        return {place: self._recv.span(k, i, nbytes) for i, place in enumerate(self._senders)}
+        nbytes = self._coded.nbytes(self._part, k)
+        return {other: self._recv.span(k, i, nbytes) for i, other in enumerate(self._senders)}
 
 
 class AllGather:

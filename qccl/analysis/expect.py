@@ -1,0 +1,93 @@
+"""What each collective must leave, and what the ranks have before: for the verifier.
+
+Parts are as in the collectives: ``counts[r]`` elements of a vector belong to rank r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from qccl.analysis.contents import Given, Want
+from qccl.schedule import Schedule, Span
+
+__all__ = [
+    "all_gather",
+    "all_to_all",
+    "allreduce",
+    "broadcast",
+    "exchanged",
+    "given_parts",
+    "given_replicas",
+    "reduce",
+    "reduce_scatter",
+]
+
+
+def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Iterator[Want]:
+    """All elements, combined from all ranks, in all outputs: which are one vector."""
+    first = 0
+    for name, buffer in schedule.buffers.items():
+        if name.startswith("output"):
+            yield Want(Span(name, 0, buffer.size), range(schedule.size), first, op, scale)
+            first += buffer.size
+
+
+def reduce_scatter(schedule: Schedule, *, counts: Sequence[int], op: str = "sum", scale: float = 1.0) -> Iterator[Want]:
+    """The own part, in "output", which in place is the whole vector."""
+    first = sum(counts[: schedule.rank])
+    start = 0 if "input" in schedule.buffers else first
+    yield Want(Span("output", start, start + counts[schedule.rank]), range(schedule.size), first, op, scale)
+
+
+def all_gather(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Want]:
+    """All parts."""
+    for rank, count in enumerate(counts):
+        first = sum(counts[:rank])
+        yield Want(Span("output", first, first + count), (rank,), first)
+
+
+def given_parts(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Given]:
+    """Before an all-gather: the own part, wherever it is."""
+    if "input" in schedule.buffers:
+        yield Given("input", (schedule.rank,), sum(counts[: schedule.rank]))
+    else:
+        yield Given("output", (schedule.rank,))
+
+
+def all_to_all(schedule: Schedule, *, counts: Sequence[Sequence[int]]) -> Iterator[Want]:
+    """Every rank's part for this one; rank r sends ``counts[r][j]`` elements to rank j."""
+    start = 0
+    for rank, parts in enumerate(counts):
+        first, count = sum(parts[: schedule.rank]), parts[schedule.rank]
+        yield Want(Span("output", start, start + count), (rank,), first)
+        start += count
+
+
+def broadcast(schedule: Schedule, *, root: int) -> Iterator[Want]:
+    """The root's values."""
+    yield Want(Span("output", 0, schedule.buffers["output"].size), (root,))
+
+
+def reduce(schedule: Schedule, *, root: int, op: str = "sum", scale: float = 1.0) -> Iterator[Want]:
+    """As in an all-reduce, but on one rank."""
+    if schedule.rank == root:
+        yield from allreduce(schedule, op=op, scale=scale)
+
+
+def given_replicas(schedule: Schedule) -> Iterator[Given]:
+    """Before a peer exchange: what to send, and models which are the same wherever they have a replica."""
+    yield Given("input", (schedule.rank,))
+    for name in schedule.buffers:
+        if name == "applied":
+            yield Given(name, (schedule.size + schedule.rank,))
+        elif name.startswith("replica "):
+            yield Given(name, (schedule.size + int(name.split()[1]),))
+
+
+def exchanged(schedule: Schedule, *, receive_from: Sequence[Collection[int]]) -> Iterator[Want]:
+    """After a peer exchange: each model with the code of its rank's "input" added, and its replicas the same bits."""
+    count, n = schedule.buffers["input"].size, schedule.size
+    if "applied" in schedule.buffers:
+        yield Want(Span("applied", 0, count), (schedule.rank, n + schedule.rank))
+    for peer in receive_from[schedule.rank]:
+        yield Want(Span(f"replica {peer}", 0, count), (peer, n + peer))
