@@ -8,7 +8,6 @@ from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.layout import (
     ALIGNMENT,
     Coded,
-    Layout,
     Slots,
     check_place,
     cut,
@@ -45,11 +44,21 @@ def test_codec_that_cannot_be_split_has_one_chunk() -> None:
     assert (layout.chunks, layout.granule) == (1, 1024)
 
 
-def test_default_chunk() -> None:
-    """16 MiB of float32 on 4 ranks: 160 KiB chunks."""
-    layout = cut(4 << 20, 4, MinMax())
-    assert layout == Layout(4 << 20, 4, 1024, 26)
-    assert 38 * 1024 <= len(layout.chunk(0, 0)) <= 40 * 1024
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("count", [0, 1, 1000, 1 << 16, 1 << 20, 4 << 20, 64 << 20])
+def test_default_chunk(count: int, size: int, bits: int) -> None:
+    """Messages of 48 to 160 KiB whatever the bits, at least 9 of a shard if they are not too small then."""
+    codec = MinMax(bits)
+    layout = cut(count, size, codec)
+    shard = codec.encoded_nbytes(len(layout.shard(0)), FLOAT32)
+    chunk = codec.encoded_nbytes(len(layout.chunk(0, 0)), FLOAT32)
+    bucket = codec.encoded_nbytes(1024, FLOAT32)
+    assert chunk <= 160 * 1024 + bucket
+    assert layout.chunks == 1 or chunk >= 24 * 1024 - bucket
+    assert layout.chunks >= 9 or chunk <= 48 * 1024 + bucket
+    assert layout.chunks == 1 or 3 * (3 * size - 2) * chunk <= (3 << 20) + 3 * (3 * size - 2) * (48 * 1024)
+    assert shard <= layout.chunks * (chunk + bucket)
 
 
 @pytest.mark.parametrize("chunk", [0, -3])

@@ -68,7 +68,8 @@ def test_chunks_hide_the_computation(size: int, rules: Rules) -> None:
 @pytest.mark.parametrize("rules", RULES)
 def test_encode_of_the_next_chunk_runs_during_the_transfer(rules: Rules) -> None:
     """In the middle of the pipeline every encode of round 1 starts before the previous chunk has gone."""
-    timeline = simulate(all_ranks("two_round", 4), Costs(encode_rate=2e9), rules=rules)
+    schedules = all_ranks("two_round", 4, chunk_elements=40 * 1024)
+    timeline = simulate(schedules, Costs(encode_rate=2e9), rules=rules)
     encodes = [e for e in timeline.on(1, "compute") if e.name.startswith("encode")]
     sends = [s for s in timeline.on(1, "send") if "scatter" in s.name]
     for k in range(1, 20):

@@ -17,7 +17,6 @@ from qccl.schedule import Buffer, Exchange, Leg, Op, Role, Span
 
 __all__ = [
     "ALIGNMENT",
-    "DEFAULT_CHUNK",
     "DEFAULT_DEPTH",
     "PIECE_ALIGNMENT",
     "Arrays",
@@ -42,14 +41,17 @@ __all__ = [
 ALIGNMENT = 64
 #: bytes that the codes of several pieces in one slot are aligned to: a vector register of a GPU
 PIECE_ALIGNMENT = 16
-#: elements in a chunk of 8-bit codes: 160 KiB of float32 kept slow links (0.1 to 1 Gbit/s) busiest; 512 KiB lost 2-3%
-#: of their rate. What counts is the size of the messages: as many elements of 4-bit codes, in messages half as long,
-#: took a quarter more time (4 ranks, 1 Gbit/s)
-DEFAULT_CHUNK = 40 * 1024
-#: and so many times that at most, with fewer bits: more values than that leave the cache
-_MOST_CHUNKS = 4
-#: wire slots per peer; with all chunks posted at once the second round queues behind the first in TCP
-DEFAULT_DEPTH = 4
+#: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better where the link is fast (10 Gbit/s,
+#: 2 ranks: 10 ms with 20 KiB, 7 with 40, 5 with 160), but the first and the last chunk overlap with nothing
+_LEAST_CHUNK = 48 << 10
+_MOST_CHUNK = 160 << 10
+#: chunks that a shard has at least, where they are not too small then: fewer lose 1% at 1 Gbit/s
+_CHUNKS = 9
+#: wire slots per peer; with all chunks posted at once the second round queues behind the first in TCP. Two to eight
+#: take the same time, so few large ones are better than many small ones
+DEFAULT_DEPTH = 3
+#: bytes of the wire slots of an all-reduce, whatever the number of ranks (unless that makes chunks too small)
+_SLOTS_NBYTES = 3 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None)
     A codec that cannot be split (one range for a whole shard) gets one chunk.
     """
     granules = -(-count // codec.granule)
-    return Layout(count, parts, codec.granule, _chunks(-(-granules // parts), codec, chunk_elements))
+    return Layout(count, parts, codec.granule, _chunks(-(-granules // parts), parts, codec, chunk_elements))
 
 
 def cut_together(counts: Sequence[int], parts: int, codec: Codec, chunk_elements: int | None = None) -> Segments:
@@ -187,7 +189,9 @@ def cut_together(counts: Sequence[int], parts: int, codec: Codec, chunk_elements
     granules = sum(-(-count // codec.granule) for count in counts)
     bounds = tuple(granules * part // parts for part in range(parts + 1))
     segments = tuple((array, 0, count) for array, count in enumerate(counts))
-    return Segments(segments, bounds, codec.granule, (_chunks(-(-granules // parts), codec, chunk_elements),) * parts)
+    return Segments(
+        segments, bounds, codec.granule, (_chunks(-(-granules // parts), parts, codec, chunk_elements),) * parts
+    )
 
 
 def cut_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None = None) -> Segments:
@@ -195,24 +199,27 @@ def cut_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None
     granules = [-(-count // codec.granule) for count in counts]
     segments = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
     bounds = tuple(accumulate(granules, initial=0))
-    chunks_of = tuple(_chunks(n, codec, chunk_elements) for n in granules)
+    chunks_of = tuple(_chunks(n, len(counts), codec, chunk_elements) for n in granules)
     return Segments(segments, bounds, codec.granule, chunks_of)
 
 
-def _chunks(granules: int, codec: Codec, chunk_elements: int | None) -> int:
-    """Chunks of a part of so many granules."""
-    wanted = _default_chunk(codec) if chunk_elements is None else chunk_elements
-    if wanted < 1:
-        raise ArgumentError(f"chunk_elements is {wanted}; it must be 1 or more, or None for the default")
+def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: int | None) -> int:
+    """Chunks of one of the ``parts``, which has so many granules."""
+    if chunk_elements is not None and chunk_elements < 1:
+        raise ArgumentError(f"chunk_elements is {chunk_elements}; it must be 1 or more, or None for the default")
     if not codec.splittable:
         return 1
-    return max(1, -(-granules // max(1, wanted // codec.granule)))
+    if chunk_elements is None:
+        return _default_chunks(granules, parts, codec)
+    return max(1, -(-granules // max(1, chunk_elements // codec.granule)))
 
 
-def _default_chunk(codec: Codec) -> int:
-    """Elements whose codes take about as many bytes as DEFAULT_CHUNK has elements."""
-    times = round(DEFAULT_CHUNK / codec.encoded_nbytes(DEFAULT_CHUNK, FLOAT32))
-    return DEFAULT_CHUNK * min(max(times, 1), _MOST_CHUNKS)
+def _default_chunks(granules: int, parts: int, codec: Codec) -> int:
+    """The same where nobody said: by the size of the codes."""
+    nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
+    most = min(_MOST_CHUNK, _SLOTS_NBYTES // (DEFAULT_DEPTH * (3 * parts - 2)))
+    chunk = max(_LEAST_CHUNK, min(-(-nbytes // _CHUNKS), most))
+    return max(1, min(-(-nbytes // chunk), granules))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,7 @@ from qccl.transports.base import Transport
 
 __all__ = ["Execution", "HostEngine", "Program"]
 
-#: bytes of wire slots where ranks share memory: there a call in fewer, larger steps is a third faster at 16 MiB, and
-#: what this leaves of its gain beyond is little; behind a slow link small steps are better
+#: bytes of wire slots where ranks share memory: there is little to overlap there, and each step costs
 _SHARED_SLOTS_NBYTES = 3 << 20
 #: polls without news that the background thread is taken to have made already, so that it naps for long at once: its
 #: caller may need the processor, and each poll makes him hand over the interpreter
@@ -389,7 +388,7 @@ class HostEngine:
 
 def _shared_chunk(size: int) -> int:
     """Elements in a chunk where ranks share memory: as many 8-bit codes as fit in each of all-reduce's slots."""
-    return max(40 * 1024, _SHARED_SLOTS_NBYTES // (4 * (3 * size - 2)))
+    return max(40 * 1024, _SHARED_SLOTS_NBYTES // (3 * (3 * size - 2)))
 
 
 def _say_goodbye() -> None:
