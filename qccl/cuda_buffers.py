@@ -175,10 +175,13 @@ def _export(array: Any, stream: int) -> Any:
 
 
 def _by_dlpack(array: Any) -> tuple[Any, str]:
-    """A description, or None and the reason. The address alone is wanted; order comes with each call."""
+    """A description, or None and the reason. The address alone is wanted; order comes with each call.
+
+    Not every library knows the stream that means "no order" (JAX takes it for one): those are told the default stream.
+    """
     from qccl import _host
 
-    export = _Export(array, _NO_ORDER)
+    export = _Export(array, _NO_ORDER if _is_torch(array) or _is_cupy(array) else _LEGACY)
     try:
         return _host.describe(export), ""
     except (TypeError, BufferError, RuntimeError, ValueError) as error:
@@ -208,14 +211,21 @@ def _by_interface(array: Any) -> tuple[_View | None, str]:
     return _View(address, shape, elements, name, readonly), ""
 
 
+def _is_torch(array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _is_cupy(array: Any) -> bool:
+    return isinstance(array, require().cupy.ndarray)
+
+
 def _current_stream(array: Any, device: int) -> int | None:
     """The current stream of the library that made ``array``; None where it does not say."""
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(array, torch.Tensor):
-        return int(torch.cuda.current_stream(device).cuda_stream)
-    cupy = require().cupy
-    if isinstance(array, cupy.ndarray):
-        return int(cupy.cuda.get_current_stream(device).ptr)
+    if _is_torch(array):
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    if _is_cupy(array):
+        return int(require().cupy.cuda.get_current_stream(device).ptr)
     if hasattr(array, "__cuda_array_interface__"):
         try:
             stream = array.__cuda_array_interface__.get("stream")

@@ -39,6 +39,8 @@ NCCL_VERSION = 21800
 #: of cudaEventQuery
 NOT_READY = 600
 _NCCL_REMOTE_ERROR = 6
+#: what CuPy raises as KeyError: NCCL's ncclInProgress and ncclTimeout
+_NAMELESS = ((7,), (8,))
 
 _T = TypeVar("_T")
 
@@ -158,6 +160,12 @@ def on_device(device: int) -> Iterator[None]:
 def mapped(error: BaseException) -> QcclError | None:
     """An exception of CuPy as one of qccl's, with the library's text and code; None where it is not CuPy's."""
     gpu = require()
+    if isinstance(error, KeyError) and error.args in _NAMELESS:
+        return EngineError(f"NCCL failed with code {error.args[0]}, which CuPy has no name for", error.args[0])
+    if isinstance(error, gpu.cupy.cuda.compiler.CompileException):
+        return EngineError(f"the kernels cannot be compiled for this GPU by the NVRTC that is installed: {error}")
+    if isinstance(error, gpu.cupy.cuda.memory.OutOfMemoryError):
+        return EngineError(f"there is not enough free memory on the GPU ({error}); smaller chunks need less workspace")
     if isinstance(error, gpu.nccl.NcclError):
         if error.status == _NCCL_REMOTE_ERROR:
             return PeerLost(f"NCCL lost a rank ({error})")
@@ -178,7 +186,8 @@ def raise_mapped(error: BaseException) -> NoReturn:
 def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
     """``fn()``, which may block for ever, on a thread of its own; raises CollectiveTimeout when it takes too long.
 
-    The thread is then left behind: nothing else can be done about a library that has no timeout.
+    The thread is then left behind: nothing else can be done about a library that has no timeout. Where the interpreter
+    is ending and starts no threads any more, the caller itself has to wait.
     """
     outcome: list[tuple[_T | None, BaseException | None]] = []
 
@@ -190,8 +199,11 @@ def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
             outcome.append((None, error))
 
     thread = threading.Thread(target=run, name=f"qccl {what}", daemon=True)
-    thread.start()
-    thread.join(timeout)
+    try:
+        thread.start()
+        thread.join(timeout)
+    except RuntimeError:
+        run()
     if not outcome:
         raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
     result, error = outcome[0]

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from qccl.errors import CollectiveTimeout, QcclError, gave_up
+from qccl.errors import ArgumentError, CollectiveTimeout, QcclError, gave_up
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -37,6 +37,8 @@ class Work:
             try:
                 if self._execution.step():
                     self._conclude()
+            except ArgumentError:  # the question was wrong; the call goes on
+                raise
             except QcclError as error:
                 self._conclude(error)
         return self._execution is None
@@ -72,6 +74,8 @@ class Work:
                     self._execution.run()
                 elif not self._execution.run(time.monotonic() + timeout):
                     raise CollectiveTimeout(f"{self._execution.waits_for()} for {timeout} s in wait()")
+            except ArgumentError:
+                raise
             except QcclError as error:
                 self._conclude(error)
             except BaseException as error:  # Ctrl-C, or a fault of ours: the engine has told the other ranks

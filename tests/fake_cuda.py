@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import os
 import random
 import sys
 import threading
@@ -45,6 +46,14 @@ class NcclError(RuntimeError):
     def __init__(self, status: int) -> None:
         super().__init__(f"NCCL_ERROR_{status}: fake")
         self.status = status
+
+
+class CompileException(Exception):
+    pass
+
+
+class OutOfMemoryError(MemoryError):
+    pass
 
 
 class Node:
@@ -505,6 +514,9 @@ class _StreamMaker:
     def __call__(self, **arguments: Any) -> Stream:
         return Stream(self._world, **arguments)
 
+    def from_external(self, stream: Any) -> Stream:
+        return Stream(self._world, ptr=stream.__cuda_stream__()[1])
+
 
 #: what the kernels of the checks themselves do
 _SIMPLE = {
@@ -625,13 +637,15 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
     streams = _StreamMaker(world)
     cuda = module(
         "cupy.cuda",
-        compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc),
+        compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc, CompileException=CompileException),
+        nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        Device=lambda: SimpleNamespace(compute_capability="90"),
         function=SimpleNamespace(Module=Module),
         runtime=runtime,
         driver=driver,
         nccl=nccl,
         Stream=streams,
-        ExternalStream=lambda ptr: Stream(world, ptr=ptr),
         get_elapsed_time=lambda begin, end: 1.0,
         set_allocator=lambda allocator: None,
         Event=lambda **arguments: Event(world, **arguments),
@@ -688,9 +702,14 @@ def installed(world: World, kernels: Any) -> Any:
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     gpu.require.cache_clear()
+    folder = os.environ.get("QCCL_CACHE_DIR")
+    os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
         yield made["cupy"]
     finally:
+        del os.environ["QCCL_CACHE_DIR"]
+        if folder is not None:
+            os.environ["QCCL_CACHE_DIR"] = folder
         for engine in list(getattr(sys.modules.get("qccl.engines.cuda"), "_live", ())):
             engine.close(0.1)
         for thread in threading.enumerate():

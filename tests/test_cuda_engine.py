@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType, SimpleNamespace
@@ -465,10 +467,10 @@ def test_the_stream_of_a_call(world, cupy):
 
 
 def test_a_library_that_does_not_tell_its_stream_is_given_ours(world, cupy):
-    """DLPack knows the legacy default stream as 1; -1 asks for the address without any order."""
+    """DLPack knows the legacy default stream as 1; -1, which asks for no order, is not known to all libraries."""
     x = OnlyDLPack(fake_cuda.array(values(0, 100)))
     assert call_streams(world, x) == ([0], [0])
-    assert set(x.orders) == {-1, 1}
+    assert set(x.orders) == {1}
     mine = cupy.cuda.Stream()
     x.orders.clear()
     assert call_streams(world, x, stream=mine.ptr) == ([mine.ptr], [mine.ptr])
@@ -486,6 +488,7 @@ def test_the_current_stream_of_torch_and_cupy(world, cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", torch)
     x = Tensor(fake_cuda.array(values(0, 100)))
     assert call_streams(world, x) == ([mine.ptr], [mine.ptr])
+    assert set(x.orders) == {-1}
 
     def run(comm):
         y = fake_cuda.array(values(0, 100))
@@ -667,17 +670,157 @@ def test_an_error_of_a_kernel(world, cupy):
     one(run)
 
 
-def test_a_call_that_cannot_be_put_on_its_streams(world, cupy):
+def test_a_call_that_cannot_be_put_on_its_streams(world, cupy, monkeypatch):
     def run(comm):
         x, out = pair()
         comm.quantized_allreduce(x, out)
         comm.check()
-        with pytest.raises(qccl.EngineError, match="400"):
-            comm.quantized_allreduce(x, out, stream=0x999)
+        for _ in range(2):  # a stream that does not exist: nothing has happened
+            with pytest.raises(qccl.EngineError, match="400"):
+                comm.quantized_allreduce(x, out, stream=0x999)
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        assert (out.get() == x.get()).all()
+
+        def fails(*arguments):
+            raise fake_cuda.CUDADriverError(719)
+
+        monkeypatch.setattr(gpu.require().driver, "launchKernel", fails)
+        comm._plans.clear()  # the plans there are have the other one
+        with pytest.raises(qccl.EngineError, match="719") as caught:
+            comm.quantized_allreduce(x, out)
+        assert caught.value.code == 719
         with pytest.raises(qccl.EngineError, match="earlier"):
             comm.quantized_allreduce(x, out)
 
     one(run)
+
+
+def test_a_group_is_closed_when_a_transfer_fails(world, cupy, monkeypatch):
+    """A group of NCCL that stays open would swallow what the thread calls later, on any communicator."""
+
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
+        comm.quantized_allreduce(x)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.5)
+            return None
+
+        def fails(*arguments):
+            raise fake_cuda.NcclError(4)
+
+        comm.transport._comm.send = fails
+        comm._plans.clear()
+        with pytest.raises(qccl.EngineError, match="NCCL_ERROR_4"):
+            comm.quantized_allreduce(x)
+        return world.local.group
+
+    assert ranks(2, run)[1] is None
+
+
+def test_a_communicator_that_is_dropped_lives_until_its_calls_are_done(world, cupy):
+    """The device still uses the workspace and the arrays, even if nobody holds the communicator or the Work."""
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = pair()
+    comm.quantized_allreduce(x, out)
+    comm.check()
+    world.frozen = True
+    comm.quantized_allreduce(x, out, async_op=True)
+    engine, array = weakref.ref(comm._engine), weakref.ref(x)
+    del comm, x
+    gc.collect()
+    time.sleep(0.1)
+    assert engine() is not None and array() is not None
+    world.frozen = False
+    deadline = time.monotonic() + 10
+    while engine() is not None or array() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        gc.collect()
+
+
+def test_what_a_failed_call_uses_stays_until_the_device_is_done(world, cupy):
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = pair()
+    comm.quantized_allreduce(x, out)
+    comm.check()
+    world.frozen = True
+    with pytest.raises(qccl.CollectiveTimeout):
+        comm.quantized_allreduce(x, out, async_op=True, timeout=0.1).synchronize()
+    array = weakref.ref(x)
+    del comm, x
+    gc.collect()
+    assert array() is not None
+    world.frozen = False
+    world.run()
+    one(lambda comm: None)  # the next communicator looks
+    gc.collect()
+    assert array() is None
+
+
+def test_a_question_that_a_capture_forbids_ends_nothing(world, cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        work = comm.quantized_allreduce(x, out, async_op=True)
+        comm._engine.look = lambda: True  # the watching thread is exempt
+        time.sleep(0.05)
+        world.error = 900
+        with pytest.raises(qccl.ArgumentError, match="captures"):
+            work.is_completed()
+        world.error, world.frozen = 0, False
+        assert work.synchronize() is out and work.exception() is None
+        del comm._engine.look
+
+    one(run)
+
+
+def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
+    """NCCL waits for graphs; it is told from where, and not aborted as well, which would free it twice."""
+    release = threading.Event()
+    monkeypatch.setattr(fake_cuda.NcclCommunicator, "destroy", lambda self: release.wait(10))
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=0.2)
+    with pytest.warns(RuntimeWarning, match="graphs"):
+        comm.close()
+    assert not any(call[0] == "abort" for call in world.calls)
+    release.set()
+
+
+def test_at_the_end_of_the_process(world, cupy):
+    """Calls are waited for and the communicator is released, on a thread that the process need not wait for."""
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = pair()
+    comm.quantized_allreduce(x, out)
+    importlib.import_module("qccl.engines.cuda")._wait_for_the_last()
+    assert (out.get() == x.get()).all()
+    assert ("destroy", 0) in world.calls
+
+
+def test_no_more_threads(cupy, monkeypatch):
+    """At its end the interpreter starts none."""
+
+    def refuses(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    assert gpu.bounded(0, 1.0, "a test", threading.get_ident) == threading.get_ident()
+
+
+def test_errors_of_the_libraries_are_ours(cupy):
+    for error, kind, code in (
+        (KeyError(8), qccl.EngineError, 8),
+        (fake_cuda.CompileException("no sm_50"), qccl.EngineError, None),
+        (fake_cuda.OutOfMemoryError("1 TB"), qccl.EngineError, None),
+        (fake_cuda.NcclError(6), qccl.PeerLost, None),
+        (fake_cuda.CUDARuntimeError(2), qccl.EngineError, 2),
+    ):
+        found = gpu.mapped(error)
+        assert type(found) is kind and getattr(found, "code", None) == code and str(error) in str(found)
+    assert gpu.mapped(KeyError("x")) is None
 
 
 def test_a_timeout_of_the_wait(world, cupy):
@@ -859,8 +1002,8 @@ def test_without_cuda_there_is_one_clear_error():
         assert comm.backend == "host"
 
 
-def test_what_is_missing_is_named(world, monkeypatch):
-    with fake_cuda.installed(world, fake_kernels.work) as cupy:
+def test_what_is_missing_is_named(world):
+    with fake_cuda.installed(world, fake_kernels.work) as cupy, pytest.MonkeyPatch.context() as monkeypatch:
         assert gpu.missing() == []
         assert gpu.device_count() == fake_cuda.DEVICES
         assert gpu.nccl_version() == "2.28.0"

@@ -22,12 +22,13 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from qccl.engines import cuda_source
+from qccl.engines import cuda_cache, cuda_source
 from qccl.engines.agreement import Header, disagreement
 from qccl.engines.cuda_program import CudaProgram
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError, gave_up
 from qccl.gpu import NOT_READY, mapped, on_device, require, wait_for
 from qccl.schedule import Lane, Schedule
 from qccl.transports.base import DeviceTransport
@@ -45,12 +46,17 @@ _GRACE_SECONDS = 1.0
 _EXIT_SECONDS = 10.0
 _EVENTS = 32
 _HOST_TO_DEVICE = 1
+#: of cudaEventQuery, when a capture that is under way does not allow it
+_IN_CAPTURE = range(900, 909)
+_COMPILERS = 16
 
 _process = os.getpid()
 #: the kernels of this process, by device and name; they are never unloaded
 _kernels: dict[tuple[int, str], Any] = {}
 #: engines that may have work under way when the process ends
 _live: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
+#: engines that failed with work under way: what the device may still use stays until it is done
+_failed: list[CudaEngine] = []
 
 
 class CudaRun:
@@ -134,6 +140,8 @@ class CudaEngine:
         self._threads = threading.local()
         self._wake = threading.Event()
         self._watcher: threading.Thread | None = None
+        self._releases = False
+        _failed[:] = [engine for engine in _failed if engine.is_busy()]
         _live.add(self)
 
     @property
@@ -198,6 +206,23 @@ class CudaEngine:
             self._watcher.join(_GRACE_SECONDS)
         _live.discard(self)
 
+    def leave(self) -> None:
+        """At the end of the process: as close(), and release the transport.
+
+        NCCL may never return from that. So it is left to the watching thread, which the process need not wait for.
+        """
+        self._releases = True
+        self.close(_EXIT_SECONDS)
+        if self._watcher is not None:
+            self._watcher.join(_EXIT_SECONDS)
+        elif not self._captured:
+            self.transport.close()
+
+    def is_busy(self) -> bool:
+        """Whether the device has not done all that it was told."""
+        query = require().runtime.eventQuery
+        return any(run.on_stream and query(run.event.ptr) == NOT_READY for run in self._pending)
+
     # -- used by programs and runs -----------------------------------------------------------------------------------
 
     def allocate(self, nbytes: int) -> Any:
@@ -209,12 +234,13 @@ class CudaEngine:
         with self._home:
             return require().cupy.cuda.alloc(nbytes)
 
-    def write(self, contents: Mapping[int, bytes]) -> None:
-        """Write into memory of allocate(), behind whatever used it before."""
+    def write(self, contents: Mapping[int, bytes]) -> list[Any]:
+        """Write into memory of allocate(), behind whatever used it before. What is returned must live until then."""
         copy = require().runtime.memcpyAsync
-        for address, content in contents.items():
-            source = ctypes.create_string_buffer(content, len(content))
-            copy(address, ctypes.addressof(source), len(content), _HOST_TO_DEVICE, self._home.ptr)
+        sources = [(address, ctypes.create_string_buffer(each, len(each))) for address, each in contents.items()]
+        for address, source in sources:
+            copy(address, ctypes.addressof(source), len(source), _HOST_TO_DEVICE, self._home.ptr)
+        return sources
 
     def kernels(self, names: Iterable[str]) -> dict[str, int]:
         """Kernels by their names in cuda_source: functions, compiled for this GPU when they are first asked for.
@@ -223,20 +249,44 @@ class CudaEngine:
         """
         names = tuple(dict.fromkeys(names))
         new = [name for name in names if (self.device, name) not in _kernels]
-        if new:
-            cuda = require().cupy.cuda
-            code, options = cuda_source.source(new)
-            binary, mapping = cuda.compiler.compile_using_nvrtc(code, options, name_expressions=tuple(new))
-            module = cuda.function.Module()
+        if len(new) > 1:  # the compiler lets go of the interpreter
+            with ThreadPoolExecutor(min(len(new), _COMPILERS, os.cpu_count() or 1)) as pool:
+                found = list(pool.map(self._compiled, new))
+        else:
+            found = [self._compiled(name) for name in new]
+        for name, (binary, mangled) in zip(new, found, strict=True):
+            module = require().cupy.cuda.function.Module()
             module.load(binary)
-            for name in new:
-                _kernels[self.device, name] = module.get_function(mapping.get(name, name))
+            _kernels[self.device, name] = module.get_function(mangled)
         return {name: _kernels[self.device, name].ptr for name in names}
 
-    def start(self, program: CudaProgram, run: CudaRun, enqueue: Callable[[Mapping[Lane, int], int], None]) -> None:
-        """Put a run on the lanes."""
+    def _compiled(self, name: str) -> tuple[bytes, str]:
+        """The binary of a kernel, and its name there."""
+        cupy = require().cupy
+        code, options = cuda_source.source([name])
+
+        def compile_it() -> tuple[bytes, str]:
+            binary, mapping = cupy.cuda.compiler.compile_using_nvrtc(code, options, name_expressions=(name,))
+            return binary, mapping.get(name, name)
+
+        with on_device(self.device):
+            version, capability = cupy.cuda.nvrtc.getVersion(), cupy.cuda.Device().compute_capability
+            how = os.environ.get("CUPY_COMPILE_WITH_PTX", "")
+            return cuda_cache.compiled([code, *options, cupy.__version__, str(version), capability, how], compile_it)
+
+    def start(
+        self,
+        program: CudaProgram,
+        run: CudaRun,
+        arrive: Callable[[Mapping[Lane, int]], None],
+        enqueue: Callable[[Mapping[Lane, int], int], None],
+    ) -> None:
+        """Put a run on the lanes: behind what ``arrive`` waits for, where errors have no consequences, ``enqueue``."""
+        lanes = self.capture_lanes if run.captured else self.lanes
         with self._enqueuing:
             self._check_usable()
+            with self._translated(), self._on_device():
+                arrive(lanes)
             run.event = self.take_event()
             if run.captured:
                 self._captured.append(program)  # the graph holds its addresses for as long as it lives
@@ -247,13 +297,13 @@ class CudaEngine:
                 self._watch()
             try:
                 with self._on_device():
-                    enqueue(self.capture_lanes if run.captured else self.lanes, run.event.ptr)
+                    enqueue(lanes, run.event.ptr)
             except BaseException as error:  # part of it may be on its way
                 ours = error if isinstance(error, QcclError) else mapped(error)
-                self.fail(ours or PeerLost(f"rank {self.rank} gave up: {type(error).__name__}: {error}"))
-                if ours is None or ours is error:
+                self.fail(ours or gave_up(self.rank, error))
+                if ours is None or self._failure is error:
                     raise
-                raise ours from error
+                raise (self._failure or ours) from error  # the reason may be another, such as the deadline
             run.on_stream = True
 
     def is_capturing(self, stream: int) -> bool:
@@ -288,16 +338,28 @@ class CudaEngine:
                     break
                 over.append(self._pending.popleft())
         for run in over:
-            if run.finish is not None:
-                run.finish()
-            run.done = True
-            with self._state:
-                self._free.append(run.event)
-                run.event = None
-            run.kept = run.program = None
+            self._conclude(run)
+        if status in _IN_CAPTURE:
+            raise ArgumentError(
+                f"whether calls are done cannot be asked while this thread captures a stream (CUDA's error {status}); "
+                f"ask before or after"
+            )
         if status not in (0, NOT_READY):
             error = require().runtime.CUDARuntimeError(status)
             self.fail(mapped(error) or EngineError(str(error)))
+
+    def _conclude(self, run: CudaRun) -> None:
+        """The end of a run."""
+        try:
+            if run.finish is not None:
+                run.finish()
+        except Exception as error:  # of a trace
+            run.failure = mapped(error) or gave_up(self.rank, error)
+        run.done = True
+        with self._state:
+            self._free.append(run.event)
+            run.event = None
+        run.kept = run.program = None
 
     def wait_until(self, condition: Callable[[], bool], deadline: float, what: str, limit: float | None = None) -> None:
         """Block until ``condition``, which runs that end make true, or ``limit``; at the deadline the engine fails."""
@@ -323,8 +385,10 @@ class CudaEngine:
             if self._failure is not None or self._closed:
                 return
             self._failure = error
-            for run in self._pending:  # they and their arrays stay: the device may still use them
+            for run in self._pending:
                 run.failure = error
+            if self._pending:
+                _failed.append(self)
         patient = self._enqueuing.acquire(timeout=_GRACE_SECONDS)  # it may be held by a call that NCCL blocks
         try:
             self.transport.abort(str(error))
@@ -342,11 +406,11 @@ class CudaEngine:
 
     def look(self) -> bool:
         """One look of the watching thread; whether there is anything left to watch."""
-        self.sweep()
         try:
+            self.sweep()
             self.transport.check()
-        except QcclError as error:
-            self.fail(error)
+        except Exception as error:
+            self.fail(mapped(error) or gave_up(self.rank, error))
         with self._state:
             pending = list(self._pending)
         now = time.monotonic()
@@ -389,7 +453,10 @@ class CudaEngine:
 
 
 def _watch_over(reference: weakref.ref[CudaEngine]) -> None:
-    """The watching thread. It holds the engine only while it looks, and must not disturb captures of other threads."""
+    """The watching thread. It must not disturb captures of other threads.
+
+    It keeps the engine, and so what the device uses, until all runs are done, even if nobody else does.
+    """
     engine = reference()
     if engine is None:
         return
@@ -398,14 +465,17 @@ def _watch_over(reference: weakref.ref[CudaEngine]) -> None:
     gpu.bindings.cuThreadExchangeStreamCaptureMode(gpu.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     wake = engine._wake
     while engine is not None and engine.look():
-        del engine
+        if not engine._pending:
+            del engine
         wake.wait(_IDLE_SECONDS)
         time.sleep(_WATCH_SECONDS)
         engine = reference()
+    if engine is not None and engine._releases:
+        engine.transport.close()
 
 
 @atexit.register
 def _wait_for_the_last() -> None:
     """A rank that ends its process must not take away what others still wait for."""
     for engine in list(_live) if os.getpid() == _process else ():  # a forked child cannot use CUDA
-        engine.close(_EXIT_SECONDS)
+        engine.leave()

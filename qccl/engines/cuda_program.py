@@ -92,22 +92,24 @@ class CudaProgram:
             self._call.value = (call + 1) << 32 if captured else call
             self._is_replay.value = captured
             calls = self._traced_calls(lanes, run, trace) if trace is not None else self._calls_on(lanes, captured)
-            self._put(streams[:1] if captured else streams, lanes[HOME], calls, event)
+            for function, arguments in calls:
+                function(*arguments)
+            require().runtime.eventRecord(event, lanes[HOME])
 
-        self._engine.start(self, run, enqueue)
+        def arrive(lanes: Mapping[Lane, int]) -> None:
+            self._arrive(streams[:1] if captured else streams, lanes[HOME])
+
+        self._engine.start(self, run, arrive, enqueue)
         return run
 
     # -- a run -------------------------------------------------------------------------------------------------------
 
-    def _put(self, streams: Sequence[int], home: int, calls: list[Call], event: int) -> None:
-        """Everything comes behind what is on the caller's streams, and ``event`` behind everything."""
+    def _arrive(self, streams: Sequence[int], home: int) -> None:
+        """Everything comes behind what is on the caller's streams."""
         runtime, arrival = require().runtime, self._arrival.ptr
         for stream in streams:
             runtime.eventRecord(arrival, stream)
             runtime.streamWaitEvent(home, arrival)
-        for function, arguments in calls:
-            function(*arguments)
-        runtime.eventRecord(event, home)
 
     def _calls_on(self, lanes: Mapping[Lane, int], captured: bool) -> list[Call]:
         if captured not in self._calls:
@@ -245,7 +247,7 @@ class CudaProgram:
             self._memory[self._numbers[name]] = base + offset
         self._memory[cuda_source.CALL_WORD] = base + counter
         self._counter = ctypes.c_uint64(base + counter)
-        self._engine.write({base + offset: content for offset, content in layout.content.items()})
+        self._kept += self._engine.write({base + offset: content for offset, content in layout.content.items()})
         return {
             s: self._prepare(launch, base + tables[s][0], base + tables[s][1], base + scratch[s])
             for s, launch in self._launches.items()

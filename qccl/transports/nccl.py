@@ -15,7 +15,9 @@ import contextlib
 import ctypes
 import socket
 import struct
+import threading
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -52,6 +54,8 @@ class NcclTransport:
         self._comm = comm
         self._timeout = timeout
         self._gone = False
+        self._asking = threading.Lock()  # held while NCCL is asked for errors: it must not lose the communicator then
+        self._lost: list[Any] = []  # memory of collectives that did not end: the device may still write there
         self._groups: dict[tuple[int, ...], Any] = {}
         self.rank, self.size = comm.rank_id(), comm.size()
         with on_device(device):
@@ -143,11 +147,10 @@ class NcclTransport:
 
     def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
         """One NCCL group: its transfers progress independently of each other."""
-        nccl, comm = require().nccl, self._comm
-        calls: list[Call] = [(nccl.groupStart, ())]
-        calls += [(comm.recv, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in receives]
+        comm = self._comm
+        calls: list[Call] = [(comm.recv, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in receives]
         calls += [(comm.send, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in sends]
-        return [*calls, (nccl.groupEnd, ())]
+        return [(_grouped, (calls,))]
 
     def native(
         self, kind: str, ranks: Sequence[int], source: int, target: int, count: int, dtype: DType, op: str, root: int,
@@ -174,15 +177,13 @@ class NcclTransport:
         self._comm.allReduce(source, target, count, get(dtype).nccl, _OPS[op], stream)
 
     def check(self) -> None:
-        if self._gone:
-            return
         try:
-            self._comm.check_async_error()
-        except KeyError as error:  # CuPy has no name for the codes that came after 6
-            if error.args != (_IN_PROGRESS,):
-                raise EngineError(f"NCCL failed with code {error.args}", _code(error)) from error
+            with self._asking:
+                if not self._gone:
+                    self._comm.check_async_error()
         except Exception as error:
-            self._raise(error)
+            if not (isinstance(error, KeyError) and error.args == (_IN_PROGRESS,)):
+                self._raise(error)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -209,24 +210,36 @@ class NcclTransport:
         return None if comm is None else NcclTransport(comm, self.device, timeout)
 
     def abort(self, reason: str) -> None:
-        """End what is under way on the device; the other ranks find out by themselves, at the latest in time."""
-        if self._gone:
+        """End what is under way on the device; the other ranks find out by themselves, at the latest in time.
+
+        NCCL ends the transfers at once. It returns only when the graphs that hold some of them are gone, too.
+        """
+        if not self._leave():
             return
-        self._gone = True
         for comm in (*self._groups.values(), self._comm):
             with contextlib.suppress(Exception):
                 bounded(self.device, _ABORT_SECONDS, "abort", comm.abort)
 
     def close(self) -> None:
-        if self._gone:
+        """Release the communicator. NCCL waits for the end of all CUDA graphs that its transfers are part of."""
+        if not self._leave():
             return
-        self._gone = True
         for comm in (*self._groups.values(), self._comm):
             try:
                 bounded(self.device, self._timeout, "the end of the communicator", comm.destroy)
-            except QcclError:
-                with contextlib.suppress(Exception):
-                    bounded(self.device, _ABORT_SECONDS, "abort", comm.abort)
+            except QcclError as error:  # and now it is NCCL's alone: to abort it as well would free it twice
+                warnings.warn(
+                    f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
+                    f"them before close()",
+                    RuntimeWarning,
+                    stacklevel=2,
+                )
+
+    def _leave(self) -> bool:
+        """Whether nobody has left before. Afterwards nothing is asked of the communicator any more."""
+        with self._asking:
+            was_here, self._gone = not self._gone, True
+        return was_here
 
     def _connect(self) -> None:
         """A byte to and from every rank, and a collective: NCCL makes its connections and loads its kernels."""
@@ -251,7 +264,9 @@ class NcclTransport:
         gpu.runtime.memcpyAsync(memory.ptr, host.ptr, size, _HOST_TO_DEVICE, self.stream)
         self._comm.allGather(memory.ptr, memory.ptr + slot, slot, _UINT8, self.stream)
         gpu.runtime.memcpyAsync(host.ptr + slot, memory.ptr + slot, slot * self.size, _DEVICE_TO_HOST, self.stream)
+        self._lost.append((memory, host))
         self._finish(deadline)
+        self._lost.pop()
         return [ctypes.string_at(host.ptr + slot * (r + 1), size) for r in range(self.size)]
 
     def _finish(self, deadline: float) -> None:
@@ -287,8 +302,15 @@ class NcclTransport:
         raise ours from error
 
 
-def _code(error: KeyError) -> int | None:
-    return error.args[0] if error.args and isinstance(error.args[0], int) else None
+def _grouped(calls: Sequence[Call]) -> None:
+    """Do ``calls`` as one NCCL group. It is closed in any case: left open, it would swallow the thread's next calls."""
+    nccl = require().nccl
+    nccl.groupStart()
+    try:
+        for function, arguments in calls:
+            function(*arguments)
+    finally:
+        nccl.groupEnd()
 
 
 def _library() -> ctypes.CDLL:

@@ -107,13 +107,12 @@ class Mirror:
         self.stream = self._stream.ptr
         self._kernels = Kernels() if seconds_per_byte else None
         self._rate = seconds_per_byte
-        self._external = gpu.cupy.cuda.ExternalStream
 
     def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
         calls: list[Call] = []
         if self._kernels is not None:
             seconds = self._rate * sum(leg.nbytes for leg in sends)
-            calls.append((self._kernels.spin, (self._external(stream), seconds)))
+            calls.append((self._kernels.spin, (_known(stream), seconds)))
         by_peer = {leg.peer: leg for leg in sends}
         for leg in receives:
             nbytes = min(leg.nbytes, by_peer[leg.peer].nbytes)
@@ -141,6 +140,16 @@ class Mirror:
 
     def close(self) -> None:
         pass
+
+
+def _known(stream: int) -> Any:
+    """A stream of CuPy's from a number."""
+
+    class Foreign:
+        def __cuda_stream__(self) -> tuple[int, int]:
+            return 0, stream
+
+    return require().cupy.cuda.Stream.from_external(Foreign())
 
 
 @contextmanager

@@ -1,0 +1,71 @@
+"""Compiled kernels on disk, so that a process need not compile what one before it has.
+
+A file holds one kernel. It is found by a digest of all that decides what the compiler makes (source, options, GPU,
+versions), written at once under its name, and checked when it is read: what is damaged is as good as absent. Nothing
+that goes wrong with the disk is an error; then kernels are compiled.
+
+The files are in QCCL_CACHE_DIR (set but empty: nowhere), or else in ``qccl`` in XDG_CACHE_HOME or ``~/.cache``. They
+may be deleted at any time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+__all__ = ["compiled", "folder"]
+
+
+def folder() -> Path | None:
+    """Where the files are; None: nowhere."""
+    chosen = os.environ.get("QCCL_CACHE_DIR")
+    if chosen is not None:
+        return Path(chosen) if chosen else None
+    base = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "qccl"
+    except RuntimeError:  # nobody's home
+        return None
+
+
+def compiled(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
+    """A kernel's binary and its mangled name: read, or made by ``make`` and written, for others with these inputs."""
+    place = folder()
+    if place is None:
+        return make()
+    digest = hashlib.sha256(json.dumps(list(inputs)).encode()).hexdigest()
+    path = place / f"{digest}.kernel"
+    found = _read(path)
+    if found is None:
+        found = make()
+        _write(path, *found)
+    return found
+
+
+def _read(path: Path) -> tuple[bytes, str] | None:
+    try:
+        head, _, binary = path.read_bytes().partition(b"\n")
+        told = json.loads(head)
+        if told["sha256"] == hashlib.sha256(binary).hexdigest():
+            return binary, str(told["name"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _write(path: Path, binary: bytes, name: str) -> None:
+    head = json.dumps({"name": name, "sha256": hashlib.sha256(binary).hexdigest()})
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".new")
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(head.encode() + b"\n" + binary)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
