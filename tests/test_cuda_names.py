@@ -75,7 +75,7 @@ def found(names: list[str], roots: dict[str, list[Any]], line: str) -> Any:
     places = [i for i, name in enumerate(names[:-1]) if name in roots]
     if (
         not places
-        or names[0] in ("torch", _UNKNOWN)
+        or names[0] in ("torch", "bindings", _UNKNOWN)
         or (names[places[-1]] in ("comm", "_comm") and "nccl.py" not in line)
     ):
         return None
