@@ -522,6 +522,7 @@ class _StreamMaker:
 _SIMPLE = {
     "spin": lambda nanoseconds: None,
     "copy": lambda source, target, words: ctypes.memmove(target, source, 4 * words),
+    "race": lambda target: None,
 }
 
 
@@ -612,6 +613,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         streamIsCapturing=lambda stream: stream in world.captures,
         memcpy=copy_now,
         memset=ctypes.memset,
+        streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),
         deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.local.__dict__.get("device", 0))),
         getDeviceProperties=lambda device: {"name": b"Fake 100"},
         deviceGetPCIBusId=lambda device: f"0000:{device:02d}:00.0",

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -218,6 +219,136 @@ def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
     reports[1]["digests"][3] = "0"
     with pytest.raises(AssertionError, match=r"rank 1 of 2: .*stochastic"):
         ranks.check(size)
+
+
+def test_what_ranks_do_when_one_stays_away(world, monkeypatch):
+    """The section "faults" as it is, but on threads, and with seconds less to wait."""
+    import ranks
+
+    size = 2
+    unique_id = qccl.get_unique_id()
+    local = threading.local()
+    monkeypatch.setattr(
+        qccl, "init",
+        lambda **arguments: qccl.Communicator(unique_id, local.rank, size, device=local.rank, timeout=10.0),
+    )  # fmt: skip
+    monkeypatch.setattr(ranks, "TIMEOUT", 0.3)
+    monkeypatch.setattr(ranks, "AWAY", 1.0)
+    reports: dict[int, dict] = {}
+
+    def run(rank):
+        local.rank = rank
+        with gpu.on_device(rank):
+            reports[rank] = ranks._faults()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    monkeypatch.setattr(ranks, "_start", lambda size, what: ([reports[r] for r in range(size)], [0] * size))
+    assert ranks.check_faults().items() >= {"synchronize": "CollectiveTimeout", "mismatch": "MismatchError"}.items()
+    monkeypatch.setattr(ranks, "_start", lambda size, what: ([reports[0], {"stderr": "a bug"}], [0, 1]))
+    with pytest.raises(AssertionError, match="a bug"):
+        ranks.check_faults()
+
+
+#: stands for Python in a rank's process: sends a report, dies, or hangs, by the rank's number
+_RANK = """#!/bin/sh
+echo "some library greets"
+case $RANK in
+0) echo '{"what": "'$2'", "host": "'$NCCL_HOSTID'", "port": "'$QCCL_PORT'", "size": "'$WORLD_SIZE'"}' ;;
+1) head -c 300000 /dev/zero | tr '\\0' x >&2; echo "it broke" >&2; exit 3 ;;
+2) exec sleep 60 ;;
+esac
+"""
+
+
+def test_the_processes_of_ranks(monkeypatch, tmp_path):
+    import ranks
+
+    program = tmp_path / "python"
+    program.write_text(_RANK)
+    program.chmod(0o755)
+    monkeypatch.setattr(ranks.sys, "executable", str(program))
+    monkeypatch.setattr(ranks, "_SECONDS", 1.5)
+    begin = time.monotonic()
+    reports, status = ranks._start(3, "calls")
+    assert time.monotonic() - begin < 20
+    assert status == [0, 3, -9]
+    assert reports[0].items() >= {"what": "calls", "host": "rank0", "size": "3"}.items() and reports[0]["port"]
+    assert reports[1]["stderr"].endswith("it broke\n") and reports[2] == {"stderr": ""}
+
+
+def test_a_section_that_takes_too_long_ends_with_all_that_it_started(monkeypatch, tmp_path):
+    import check
+
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! >{tmp_path}/child\necho half done >&2\nwait\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(check.sys, "executable", str(program))
+    monkeypatch.setattr(check, "SECTIONS", {"slow": (dict, 1.0)})
+    found = check.run_apart("slow")
+    assert found["status"] == "failed" and "not done after 1 s" in found["reason"] and "half done" in found["reason"]
+    child = int((tmp_path / "child").read_text())
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.05)
+
+
+#: stands for compute-sanitizer: runs the program on the fake GPU, and finds what is planted, or what it is told to
+_SANITIZER = """#!/bin/sh
+echo "$@" >>{folder}/calls
+if [ "$1" != --tool ]; then exit 2; fi
+tool=$2
+while [ "$1" != {python} ]; do shift; done
+shift
+{python} {folder}/on_fake.py "$@" || exit $?
+case "$2" in overrun | race) echo "========= ERROR SUMMARY: 1 error"; exit {status} ;; esac
+echo "========= ERROR SUMMARY: 0 errors"
+exit {end}
+"""
+_ON_FAKE = """import runpy, sys
+sys.path[:0] = {places!r}
+import fake_cuda, fake_kernels
+sys.argv = sys.argv[1:]
+with fake_cuda.installed(fake_cuda.World(), fake_kernels.work):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(("status", "end", "outcome"), [(99, 0, "passed"), (0, 0, "not run"), (99, 99, "failed")])
+def test_the_sanitizers(monkeypatch, tmp_path, status, end, outcome):
+    """The kernels run under the tool; a tool that does not find a planted mistake has not run at all."""
+    import check
+
+    program = tmp_path / "compute-sanitizer"
+    program.write_text(_SANITIZER.format(folder=tmp_path, python=sys.executable, status=status, end=end))
+    program.chmod(0o755)
+    places = [str(ROOT), str(ROOT / "tests"), *PLACES]
+    (tmp_path / "on_fake.py").write_text(_ON_FAKE.format(places=places))
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(check, "SECTIONS", {name: check.SECTIONS[name] for name in ("memcheck", "racecheck")})
+    for name, mistake in (("memcheck", "overrun"), ("racecheck", "race")):
+        found = check.run_section(name)
+        assert found["status"] == outcome, found
+        if outcome == "passed":
+            assert found["figures"]["operations"] > 100 and found["figures"]["finds_a_planted"] == mistake
+        elif outcome == "not run":
+            assert "planted" in found["reason"]
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert all(line.startswith(("--tool memcheck --error-exitcode 99", "--tool racecheck ")) for line in calls)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert "there is no compute-sanitizer" in check.run_section("memcheck")["reason"]
+
+
+def test_the_limits_of_the_sections():
+    """All of it fits into the 25 minutes that a borrowed GPU may be had for, and the bytes come first."""
+    import check
+
+    assert sum(limit for _, limit in check.SECTIONS.values()) < 25 * 60
+    assert next(iter(check.SECTIONS)) == "kernels"
 
 
 @pytest.mark.gpu

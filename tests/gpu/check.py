@@ -7,12 +7,14 @@ a JSON file; the exit status is 0 only if every section asked for has run and pa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -27,6 +29,8 @@ from qccl import gpu
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULT = "qccl-gpu-check-result: "
+#: compute-sanitizer's exit status when it has found something
+_FOUND = 99
 
 
 class Missing(Exception):
@@ -96,26 +100,35 @@ def bandwidth() -> dict[str, Any]:
 
 def memcheck() -> dict[str, Any]:
     """No access outside an allocation."""
-    return _sanitize("memcheck", every=7)
+    return _sanitize("memcheck", 7, "overrun")
 
 
 def racecheck() -> dict[str, Any]:
     """No races in shared memory."""
-    return _sanitize("racecheck", every=11)
+    return _sanitize("racecheck", 11, "race")
 
 
-def _sanitize(tool: str, every: int) -> dict[str, Any]:
+def _sanitize(tool: str, every: int, mistake: str) -> dict[str, Any]:
     program = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
     if program is None:
         raise Missing("there is no compute-sanitizer in PATH or /usr/local/cuda/bin")
-    command = [program, "--tool", tool, "--error-exitcode", "99", "--print-limit", "5"]
-    script = [sys.executable, str(Path(__file__).with_name("codec_kernels.py")), str(every)]
-    done = subprocess.run([*command, *script], capture_output=True, text=True, timeout=400)
-    tail = (done.stdout + done.stderr)[-1500:]
-    if "not supported" in tail and done.returncode != 0:
-        raise Missing(f"compute-sanitizer does not work on this machine: {tail[-300:]}")
-    assert done.returncode == 0, f"exit status {done.returncode}: {tail}"
-    return {"summary": next((line for line in tail.splitlines() if "SUMMARY" in line), "")}
+    status, output = _under(program, tool, mistake)
+    if status != _FOUND:  # a tool that finds nothing there shows nothing elsewhere
+        raise Missing(f"compute-sanitizer does not find a planted mistake (exit status {status}): {output[-600:]}")
+    status, output = _under(program, tool, str(every))
+    assert status == 0, f"exit status {status}: {output[-1500:]}"
+    compared = re.search(r"(\d+) operations compared", output)
+    assert compared is not None, f"nothing was compared: {output[-600:]}"
+    summary = next((line for line in output.splitlines() if "SUMMARY" in line), "")
+    return {"operations": int(compared[1]), "summary": summary.strip("= "), "finds_a_planted": mistake}
+
+
+def _under(program: str, tool: str, argument: str) -> tuple[int, str]:
+    """Exit status and output of the kernels under compute-sanitizer."""
+    command = [program, "--tool", tool, "--error-exitcode", str(_FOUND), "--print-limit", "5"]
+    command += [sys.executable, str(Path(__file__).with_name("codec_kernels.py")), argument]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # run_apart() limits it
+    return done.returncode, done.stdout
 
 
 #: section -> what runs it, and its limit in seconds
@@ -128,8 +141,8 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "bandwidth": (bandwidth, 120),
     "ranks": (ranks, 240),
     "faults": (faults, 90),
-    "memcheck": (memcheck, 400),
-    "racecheck": (racecheck, 400),
+    "memcheck": (memcheck, 240),
+    "racecheck": (racecheck, 240),
 }
 
 
@@ -149,25 +162,37 @@ def run_section(name: str) -> dict[str, Any]:
 
 
 def run_apart(name: str) -> dict[str, Any]:
-    """One section in a process of its own."""
+    """One section in a process of its own, which ends with all that it started."""
     limit = SECTIONS[name][1]
     begin = time.monotonic()
     places = (ROOT, ROOT / "tests", ROOT / "tests" / "gpu", os.environ.get("PYTHONPATH"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
     command = [sys.executable, str(Path(__file__)), "--inside", name]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    in_time = True
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    except subprocess.TimeoutExpired as error:
-        text = (error.stderr or b"")[-500:]
-        return {"status": "failed", "reason": f"not done after {limit:.0f} s: {text!r}", "seconds": limit}
-    for line in done.stdout.splitlines():
+        out, err = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        in_time = False
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    seconds = round(time.monotonic() - begin, 2)
+    if not in_time:
+        out, err = process.communicate(timeout=30)
+        return {
+            "status": "failed",
+            "reason": f"not done after {limit:.0f} s: {(out + err)[-500:]!r}",
+            "seconds": seconds,
+        }
+    for line in out.splitlines():
         if line.startswith(_RESULT):
             result: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
             if result["status"] == "failed":
-                print(done.stderr[-3000:], file=sys.stderr)
+                print(err[-3000:], file=sys.stderr)
             return result
-    seconds = round(time.monotonic() - begin, 2)
-    return {"status": "failed", "reason": f"exit status {done.returncode}: {done.stderr[-800:]}", "seconds": seconds}
+    return {"status": "failed", "reason": f"exit status {process.returncode}: {err[-800:]}", "seconds": seconds}
 
 
 def document(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:

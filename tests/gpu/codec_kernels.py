@@ -1,22 +1,20 @@
 """The device's kernels against the host's, byte for byte: the same schedule of codec operations on both engines.
 
 ``python codec_kernels.py N`` runs every N-th case and exits with 1 where bytes differ; every array then has an
-allocation of its own, for compute-sanitizer.
+allocation of its own, for compute-sanitizer. ``overrun`` and ``race`` instead of N make a mistake, which it must find.
 """
 
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from device import DeviceArray, Mirror
+from device import DeviceArray, Kernels, Mirror
 from kernel_calls import KINDS, hard_values
 
 from qccl import codecs, dtypes
@@ -26,7 +24,7 @@ from qccl.engines import cuda_source
 from qccl.engines.agreement import Header, Kind
 from qccl.engines.host import HostEngine
 from qccl.engines.streams import steps
-from qccl.gpu import on_device
+from qccl.gpu import on_device, require
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 from qccl.transports.loopback import LoopbackGroup
 
@@ -186,28 +184,16 @@ def difference(case: Case, schedule: Schedule, mine: dict[str, np.ndarray], thei
 
 
 def _compile(engine: Any, chosen: list[Case]) -> None:
-    """All kernels, on all cores: that is what takes the time."""
-    seen: set[str] = set()
-    tasks = []
+    """All kernels at once, and so on all cores: that is what takes the time."""
+    names: set[str] = set()
     for seed, case in enumerate(chosen):
         schedule, _ = build(case, seed)
-        names = {
-            name
-            for step in steps(schedule)
-            if step.ops
-            for name in cuda_source.launch(
-                [schedule.ops[i] for i in step.ops], 0, case.dtype, lambda span: (0, span.start)
-            ).kernels
-        }
-        tasks.append(sorted(names - seen))
-        seen |= names
-
-    def compile_some(names: list[str]) -> None:
-        with on_device(engine.device):
-            engine.kernels(names)
-
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(compile_some, tasks))
+        for step in steps(schedule):
+            if step.ops:
+                ops = [schedule.ops[i] for i in step.ops]
+                names |= set(cuda_source.launch(ops, 0, case.dtype, lambda span: (0, span.start)).kernels)
+    with on_device(engine.device):
+        engine.kernels(sorted(names))
 
 
 def check(chosen: list[Case]) -> tuple[int, list[str]]:
@@ -228,11 +214,23 @@ def check(chosen: list[Case]) -> tuple[int, list[str]]:
     return compared, differences
 
 
-def main() -> int:
-    """For the sanitizers: every n-th case, with few elements."""
-    from qccl.gpu import require
+def plant(mistake: str) -> None:
+    """A write past the end of an allocation, or a race in shared memory: the sanitizers must find them."""
+    cuda, kernels = require().cupy.cuda, Kernels()
+    memory = cuda.alloc(4096)
+    if mistake == "race":
+        kernels.race(cuda.Stream.null, memory.ptr)
+    else:
+        kernels.copy(cuda.Stream.null, memory.ptr, memory.ptr, 4096 + 4)
+    require().runtime.deviceSynchronize()
 
+
+def main() -> int:
+    """For the sanitizers: every n-th case, with few elements; or a mistake."""
     require().cupy.cuda.set_allocator(None)  # no pool: what lies beside an array belongs to nobody
+    if not sys.argv[1].isdecimal():
+        plant(sys.argv[1])
+        return 0
     every = int(sys.argv[1])
     small = [Case(c.codec, c.dtype, tuple(n for n in c.counts if n < 9000)) for c in list(cases())[::every]]
     compared, differences = check(small)

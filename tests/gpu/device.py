@@ -29,6 +29,11 @@ extern "C" __global__ void copy(const unsigned* from, unsigned* to, unsigned lon
     to[i] = from[i];
   }
 }
+extern "C" __global__ void race(unsigned* to) {
+  __shared__ unsigned last;
+  last = threadIdx.x;
+  to[threadIdx.x] = last;
+}
 """
 
 
@@ -63,6 +68,7 @@ class DeviceArray:
     def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
         if nbytes:
             self._runtime.memcpy(to, source, nbytes, kind)
+            self._runtime.streamSynchronize(0)  # a copy from pageable memory may return while it is still under way
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -72,11 +78,11 @@ class DeviceArray:
 
 
 class Kernels:
-    """The two kernels of SOURCE, put on a stream."""
+    """The kernels of SOURCE, put on a stream."""
 
     def __init__(self) -> None:
         module = require().cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-        self._spin, self._copy = (module.get_function(name) for name in ("spin", "copy"))
+        self._spin, self._copy, self._race = (module.get_function(name) for name in ("spin", "copy", "race"))
 
     def spin(self, stream: Any, seconds: float) -> None:
         """Let the stream take a while."""
@@ -86,6 +92,11 @@ class Kernels:
     def copy(self, stream: Any, source: int, target: int, nbytes: int) -> None:
         with stream:
             self._copy((64,), (256,), (np.uint64(source), np.uint64(target), np.uint64(nbytes // 4)))
+
+    def race(self, stream: Any, target: int) -> None:
+        """Write 4 KiB that depend on which of a block's warps is the last."""
+        with stream:
+            self._race((1,), (1024,), (np.uint64(target),))
 
 
 class Mirror:

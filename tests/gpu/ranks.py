@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ import qccl
 #: makes processes on one GPU look like machines of their own (NCCL refuses two ranks on one GPU of one machine)
 ALONE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 _SECONDS = 120.0
+#: of the call that waits for a rank in vain, and how long that rank is away, in seconds
+TIMEOUT, AWAY = 3.0, 8.0
 
 #: arguments of the calls, in order; the last of each is the count
 CALLS: tuple[tuple[dict[str, Any], str, int], ...] = (
@@ -103,20 +106,21 @@ def _start(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
-    reports, status = [], []
     deadline = time.monotonic() + _SECONDS
+    with ThreadPoolExecutor(size) as pool:  # none waits because nobody reads what it writes
+        ended = list(pool.map(lambda process: _ended(process, deadline), processes))
+    return [report for report, _ in ended], [status for _, status in ended]
+
+
+def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, Any], int]:
+    """The report and exit status of a rank, which ends at the deadline at the latest."""
     try:
-        for process in processes:
-            out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
-            lines = [line for line in out.splitlines() if line.startswith("{")]
-            reports.append(json.loads(lines[-1]) if lines else {"stderr": err[-2000:]})
-            status.append(process.returncode)
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait(10)
-    return reports, status
+        out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate(timeout=30)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    return json.loads(lines[-1]) if lines else {"stderr": err[-2000:]}, process.returncode
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
@@ -143,6 +147,7 @@ def _calls() -> dict[str, Any]:
         graph.launch(stream)
         comm.check(stream.ptr)
         replayed = _digest(x.get())
+        del graph  # NCCL waits for it at the end
         sub = comm.split(0, key=-comm.rank)
         assert sub is not None
         y = DeviceArray(np.full(1000, 1.0, np.float32))
@@ -182,10 +187,10 @@ def _faults() -> dict[str, Any]:
     comm.check()
     comm.barrier()
     if comm.rank == 1:
-        time.sleep(8)
+        time.sleep(AWAY)
         comm.abort("its part is over")
         return found
-    work = comm.quantized_allreduce(x, async_op=True, timeout=3.0)
+    work = comm.quantized_allreduce(x, async_op=True, timeout=TIMEOUT)
     for name, call in (("synchronize", work.synchronize), ("next", lambda: comm.quantized_allreduce(x))):
         try:
             call()
