@@ -7,10 +7,11 @@
 #endif
 
 #ifdef __CUDACC__
-#define QCCL_FN static __device__ __forceinline__
+#define QCCL_MEMBER __device__ __forceinline__
 #else
-#define QCCL_FN static inline __attribute__((always_inline))
+#define QCCL_MEMBER inline __attribute__((always_inline))
 #endif
+#define QCCL_FN static QCCL_MEMBER
 
 namespace QCCL_NAMESPACE {
 

@@ -28,6 +28,11 @@ class MinMax(Codec):
 
     def __init__(self, bits: int, bucket: int, stochastic: bool, seed: int) -> None: ...
 
+class BucketCodec(Codec):
+    """A codec in per-bucket form by its C++ name in ``kernels/codecs.h``; ValueError names those that there are."""
+
+    def __init__(self, name: str, bucket: int, seed: int, options: Sequence[int]) -> None: ...
+
 class Raw(Codec):
     """The codec ``none``: the wire is the values themselves."""
 
@@ -51,7 +56,7 @@ class Encode:
     def __call__(self) -> None: ...
 
 class Decode:
-    """``dst = decode(wire)``, or ``dst += decode(wire)``."""
+    """``dst = decode(wire)``, or ``dst += decode(wire)``; index, round and rank are those of the wire's Encode."""
 
     def __init__(
         self,
@@ -62,6 +67,9 @@ class Decode:
         dst: tuple[int, int],
         count: int,
         accumulate: bool,
+        index: int = 0,
+        round: int = 0,
+        rank: int = 0,
     ) -> None: ...
     def __call__(self) -> None: ...
 
@@ -69,7 +77,8 @@ class Reduce:
     """Combine ``srcs`` (wires) and ``own`` (values, before ``srcs[own_index]``); ``op`` 0 sum, 1 min, 2 max.
 
     With ``wire`` the total is encoded there and ``out`` gets its decoded value; otherwise ``out`` gets the total.
-    ``own`` and ``out`` may be the same memory. One object may not run in two threads at once.
+    ``own`` and ``out`` may be the same memory. The sources were made by ``source_ranks`` (none given: by rank 0) in
+    round ``source_round``. A sparse codec has no op but 0. One object may not run in two threads at once.
     """
 
     def __init__(
@@ -88,6 +97,8 @@ class Reduce:
         index: int,
         round: int,
         rank: int,
+        source_ranks: Sequence[int] = (),
+        source_round: int = 0,
     ) -> None: ...
     def __call__(self) -> None: ...
 

@@ -122,12 +122,19 @@ class Encode:
 
 @dataclass(frozen=True, slots=True)
 class Decode:
-    """``dst = decode(wire)``, or ``dst += decode(wire)``."""
+    """``dst = decode(wire)``, or ``dst += decode(wire)``.
+
+    ``index``, ``round`` and ``rank`` say who made the wire: those of its Encode or Reduce. Some codecs derive from them
+    which elements a wire has.
+    """
 
     codec: Codec
     wire: Span
     dst: Span
     accumulate: bool = False
+    index: int = 0
+    round: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +143,8 @@ class Reduce:
 
     ``total = op(decode(srcs[0]), ..., own, ..., decode(srcs[-1])) * scale``, where ``own`` (values, not a code) takes
     its place before ``srcs[own_index]``. With ``wire`` the total is encoded into it and ``out`` gets what a decoder
-    of ``wire`` gets; without ``wire``, ``out`` gets the total itself.
+    of ``wire`` gets; without ``wire``, ``out`` gets the total itself. ``src_ranks`` (none: rank 0 for all) made the
+    sources in round ``src_round``.
     """
 
     codec: Codec
@@ -149,6 +157,8 @@ class Reduce:
     scale: float = 1.0
     index: int = 0
     round: int = 1
+    src_ranks: tuple[int, ...] = ()
+    src_round: int = 0
 
 
 @dataclass(frozen=True, slots=True)

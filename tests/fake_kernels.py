@@ -19,7 +19,7 @@ _OPS = {"sum": 0, "min": 1, "max": 2}
 
 def kind_of(name: str) -> str:
     """What a kernel does: encode, decode, reduce or copy; CALL_KERNEL is its own kind."""
-    return name.removeprefix("qccl::").partition("<")[0]
+    return name.removeprefix("qccl::").removeprefix("bucket_").partition("<")[0]
 
 
 def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], None]:
@@ -77,7 +77,8 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
             _host.Encode(host, codec, dtype.code, _place(job["src"]), _place(job["wire"]), n, *key)()
         elif kind == "decode":
             accumulate = name.endswith("true>")
-            _host.Decode(host, codec, dtype.code, _place(job["wire"]), _place(job["dst"]), n, accumulate)()
+            key = tuple(int(job[field]) for field in ("index", "round", "rank"))
+            _host.Decode(host, codec, dtype.code, _place(job["wire"]), _place(job["dst"]), n, accumulate, *key)()
         else:
             _reduce(name, host, codec, dtype.code, job, sources, n)
 
@@ -90,7 +91,8 @@ def _reduce(name: str, host: Any, codec: Any, code: int, job: Any, sources: int,
     index = int(job["own_index"]) if own is not None else 0
     key = tuple(int(job[field]) for field in ("index", "round", "rank"))
     wires = [_place(each) for each in table]
-    _host.Reduce(host, codec, code, wires, own, index, wire, out, count, op, float(job["scale"]), *key)()
+    makers = [int(rank) for rank in table["rank"]], int(job["source_round"])
+    _host.Reduce(host, codec, code, wires, own, index, wire, out, count, op, float(job["scale"]), *key, *makers)()
 
 
 def _place(place: Any) -> tuple[int, int] | None:
@@ -103,6 +105,10 @@ def _address(place: Any, memory: list[int]) -> int:
 
 
 def _codec(name: str, parameters: Any) -> Any:
+    found = re.match(r"qccl::bucket_\w+<qccl::(\w+),", name)
+    if found:
+        options = [int(option) for option in parameters["options"]]
+        return _host.BucketCodec(found[1], int(parameters["bucket"]), int(parameters["seed"]), options)
     found = re.search(r"MinMaxCodec<(\d), (true|false)>", name)
     if found is None:
         return _host.Raw()

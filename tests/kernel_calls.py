@@ -14,6 +14,9 @@ from qccl import _host, codecs, dtypes
 DTYPES = tuple(dtype.name for dtype in dtypes.DTYPES)
 OPS = ("sum", "min", "max")
 
+#: the place of what is encoded and decoded by itself
+FIRST = Place()
+
 _GUARD = 256
 _PATTERN = 0xA5
 
@@ -48,19 +51,23 @@ class Arena:
         return base[_GUARD : _GUARD + nbytes].copy().view(dtype)
 
 
-def kernel(codec: MinMax | None) -> Any:
+def kernel(codec: oracle.Codec) -> Any:
     if codec is None:
         return _host.Raw()
+    if not isinstance(codec, MinMax):
+        return codecs.get(codec.spec).host()
     return _host.MinMax(codec.bits, 0 if codec.bucket == "shard" else codec.bucket, codec.stochastic, codec.seed)
 
 
-def wire_nbytes(codec: MinMax | None, count: int, dtype: str) -> int:
+def wire_nbytes(codec: oracle.Codec, count: int, dtype: str) -> int:
     if codec is None:
         return count * dtypes.get(dtype).itemsize
+    if not isinstance(codec, MinMax):
+        return codecs.get(codec.spec).encoded_nbytes(count, dtype)
     return codecs.MinMax(codec.bits, codec.bucket).encoded_nbytes(count, dtype)
 
 
-def encode(codec: MinMax | None, values: np.ndarray, dtype: str, place: Place) -> np.ndarray:
+def encode(codec: oracle.Codec, values: np.ndarray, dtype: str, place: Place) -> np.ndarray:
     arena = Arena(place.call)
     src = arena.add(values)
     wire = arena.add(np.zeros(wire_nbytes(codec, values.size, dtype), np.uint8))
@@ -71,19 +78,25 @@ def encode(codec: MinMax | None, values: np.ndarray, dtype: str, place: Place) -
 
 
 def decode(
-    codec: MinMax | None, wire: np.ndarray, count: int, dtype: str, add_to: np.ndarray | None = None
+    codec: oracle.Codec,
+    wire: np.ndarray,
+    count: int,
+    dtype: str,
+    add_to: np.ndarray | None = None,
+    place: Place = FIRST,
 ) -> np.ndarray:
-    arena = Arena()
+    arena = Arena(place.call)
     source = arena.add(wire)
     before = np.zeros(count, oracle.storage(dtype)) if add_to is None else add_to
     dst = arena.add(before)
     code = dtypes.get(dtype).code
-    _host.Decode(arena.memory(), kernel(codec), code, source, dst, count, add_to is not None)()
+    key = place.index, place.round, place.rank
+    _host.Decode(arena.memory(), kernel(codec), code, source, dst, count, add_to is not None, *key)()
     return arena.take(dst, before.dtype)
 
 
 def reduce(
-    codec: MinMax | None,
+    codec: oracle.Codec,
     wires: Sequence[np.ndarray],
     own: np.ndarray | None,
     own_index: int,
@@ -94,6 +107,7 @@ def reduce(
     scale: float,
     encoded: bool,
     place: Place,
+    makers: Sequence[Place] | None = None,
     in_place: bool = False,
     with_out: bool = True,
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
@@ -108,6 +122,7 @@ def reduce(
     _host.Reduce(
         arena.memory(), kernel(codec), dtypes.get(dtype).code, sources, own_place, own_index, wire, out, count,
         OPS.index(op), scale, place.index, place.round, place.rank,
+        [maker.rank for maker in makers or ()], makers[0].round if makers else 0,
     )()  # fmt: skip
     return (
         None if wire is None else arena.take(wire),

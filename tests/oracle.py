@@ -6,7 +6,9 @@ are uint8 arrays. All arithmetic is float32, one operation at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
@@ -195,35 +197,71 @@ def decode_floats(codec: MinMax, wire: np.ndarray, count: int) -> np.ndarray:
     return x
 
 
-# The three operations, for MinMax and for None, the codec that does not compress
+# The three operations, for MinMax, for None, the codec that does not compress, and for those of oracle_buckets.py
 
 
-def encode(codec: MinMax | None, values: np.ndarray, dtype: str, place: Place = Place()) -> np.ndarray:
+@dataclass(frozen=True)
+class Sparse:
+    """Some values of many; the others are zero."""
+
+    indices: np.ndarray
+    values: np.ndarray
+
+
+class Other(Protocol):
+    """A codec written elsewhere; ``spec`` is that of qccl's own."""
+
+    @property
+    def spec(self) -> str: ...
+    def encode(self, x: np.ndarray, dtype: str, place: Place) -> np.ndarray: ...
+    def decode(self, wire: np.ndarray, count: int, dtype: str, place: Place) -> np.ndarray | Sparse: ...
+
+
+Codec = MinMax | Other | None
+
+
+def encode(codec: Codec, values: np.ndarray, dtype: str, place: Place = Place()) -> np.ndarray:
     if codec is None:
         return values.view(np.uint8).copy()
-    return encode_floats(codec, to_float(values, dtype), place)
+    return encode_any(codec, to_float(values, dtype), dtype, place)
+
+
+def encode_any(codec: MinMax | Other, x: np.ndarray, dtype: str, place: Place) -> np.ndarray:
+    return encode_floats(codec, x, place) if isinstance(codec, MinMax) else codec.encode(x, dtype, place)
 
 
 def decode(
-    codec: MinMax | None, wire: np.ndarray, count: int, dtype: str, add_to: np.ndarray | None = None
+    codec: Codec,
+    wire: np.ndarray,
+    count: int,
+    dtype: str,
+    add_to: np.ndarray | None = None,
+    place: Place = Place(),
 ) -> np.ndarray:
     if codec is None and add_to is None:
         return wire.copy().view(storage(dtype))
-    x = wire_floats(codec, wire, count, dtype)
-    if add_to is not None:
-        with np.errstate(over="ignore", invalid="ignore"):
-            x = to_float(add_to, dtype) + x
-    return from_float(x, dtype)
+    term = wire_floats(codec, wire, count, dtype, place)
+    return from_float(combine("sum", None if add_to is None else to_float(add_to, dtype), term, count), dtype)
 
 
-def wire_floats(codec: MinMax | None, wire: np.ndarray, count: int, dtype: str) -> np.ndarray:
+def wire_floats(codec: Codec, wire: np.ndarray, count: int, dtype: str, place: Place) -> np.ndarray | Sparse:
     if codec is None:
         return to_float(wire.copy().view(storage(dtype)), dtype)
-    return decode_floats(codec, wire, count)
+    return decode_floats(codec, wire, count) if isinstance(codec, MinMax) else codec.decode(wire, count, dtype, place)
 
 
-def combine(op: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """``a (op) b``; NaN wins, and of equal values (+0 and -0) the first stays."""
+def combine(op: str, a: np.ndarray | None, b: np.ndarray | Sparse, count: int) -> np.ndarray:
+    """``a (op) b``; NaN wins, and of equal values (+0 and -0) the first stays.
+
+    Without ``a`` it is ``b``; sparse values are added to zeros, or where they are to ``a``.
+    """
+    if isinstance(b, Sparse):
+        total = np.zeros(count, f32) if a is None else a.copy()
+        with np.errstate(over="ignore", invalid="ignore"):
+            total[b.indices] = total[b.indices] + b.values
+        return total
+    if a is None:
+        return b
     with np.errstate(over="ignore", invalid="ignore"):
         if op == "sum":
             return a + b
@@ -232,8 +270,8 @@ def combine(op: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def reduce(
-    codec: MinMax | None,
-    wires: list[np.ndarray],
+    codec: Codec,
+    wires: Sequence[np.ndarray],
     own: np.ndarray | None,
     own_index: int,
     count: int,
@@ -243,16 +281,19 @@ def reduce(
     scale: float = 1.0,
     encoded: bool,
     place: Place = Place(),
+    makers: Sequence[Place] | None = None,
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """(wire, out); ``encoded``: whether there is a wire, whose decoded values ``out`` then holds."""
-    terms = [wire_floats(codec, wire, count, dtype) for wire in wires]
+    makers = makers or [Place(call=place.call, index=place.index)] * len(wires)
+    terms = [wire_floats(codec, wire, count, dtype, maker) for wire, maker in zip(wires, makers, strict=True)]
     if own is not None:
         if not wires and scale == 1 and not encoded:
             return None, own.copy()
         terms.insert(own_index, to_float(own, dtype))
-    total = terms[0]
-    for term in terms[1:]:
-        total = combine(op, total, term)
+    total: np.ndarray | None = None
+    for term in terms:
+        total = combine(op, total, term, count)
+    assert total is not None
     if scale != 1:
         with np.errstate(over="ignore", invalid="ignore"):
             total = total * f32(scale)
@@ -261,5 +302,5 @@ def reduce(
     if codec is None:
         out = from_float(total, dtype)
         return out.view(np.uint8).copy(), out
-    wire = encode_floats(codec, total, place)
-    return wire, from_float(decode_floats(codec, wire, count), dtype)
+    wire = encode_any(codec, total, dtype, place)
+    return wire, decode(codec, wire, count, dtype, place=place)

@@ -6,7 +6,7 @@ import itertools
 import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,11 +16,12 @@ import numpy as np
 import oracle
 import pytest
 from cases import pairwise
+from codec_table import ALL, TABLE
 from kernel_calls import KINDS, hard_values
 from oracle import Place
 
-from qccl import dtypes
-from qccl.codecs import Codec, MinMax, NoCodec
+from qccl import codecs, dtypes
+from qccl.codecs import BucketCodec, Codec, MinMax, NoCodec
 from qccl.dtypes import DType
 from qccl.engines import cuda_source
 from qccl.engines.cuda_source import Launch
@@ -35,6 +36,8 @@ SYNCHRONISATION = re.compile(r"__sync(?:threads|warp)\(\);")
 RANK = 3
 GUARD = 64
 BUFFERS = 3
+#: the oracle of each codec that goes bucket by bucket
+ORACLES = {codecs.get(codec.spec): codec for codec in ALL}
 VARIANTS = ("sum", "avg", "min", "max", "no wire", "no out", "no own", "in place", "one source", "own last")
 
 
@@ -54,7 +57,7 @@ class Case:
     def counts(self) -> tuple[int, ...]:
         bucket = getattr(self.codec, "bucket", 600)
         if bucket == "shard":
-            return (9000, 1, 8192) if self.codec.seed % 2 else (13, 2000)
+            return (9000, 1, 8192) if self.codec.kernel().seed % 2 else (13, 2000)
         return (bucket + 5, 1, 2 * bucket) if bucket > 5000 else (1, 7, bucket - 1, bucket, bucket + 1, 3 * bucket + 13)
 
 
@@ -127,8 +130,10 @@ class Operations:
         ]
 
     @property
-    def oracle_codec(self) -> oracle.MinMax | None:
+    def oracle_codec(self) -> oracle.Codec:
         codec = self.case.codec
+        if isinstance(codec, BucketCodec):
+            return ORACLES[codec]
         if not isinstance(codec, MinMax):
             return None
         return oracle.MinMax(codec.bits, codec.bucket, codec.rounding == "stochastic", codec.seed)
@@ -162,18 +167,22 @@ class Operations:
         if self.rng.random() < 0.3:  # bytes of a stranger
             wire = self.rng.integers(0, 256, nbytes, np.uint8)
         source = self.arrays.add(wire)
-        decode = Decode(case.codec, source, self.arrays.add(self._values(count)))
-        self._expect(f"values of {count}", decode.dst, kernel_calls.decode(codec, wire, count, dtype))
+        maker = {"index": index, "round": 0, "rank": RANK}
+        decode = Decode(case.codec, source, self.arrays.add(self._values(count)), **maker)
+        found = kernel_calls.decode(codec, wire, count, dtype, place=places[0])
+        self._expect(f"values of {count}", decode.dst, found)
         before = self._values(count)
-        add = Decode(case.codec, source, self.arrays.add(before), accumulate=True)
-        self._expect(f"sum of {count}", add.dst, kernel_calls.decode(codec, wire, count, dtype, add_to=before))
+        add = Decode(case.codec, source, self.arrays.add(before), accumulate=True, **maker)
+        found = kernel_calls.decode(codec, wire, count, dtype, before, places[0])
+        self._expect(f"sum of {count}", add.dst, found)
         return encode, decode, add, self._reduce(count, nbytes, places[1])
 
     def _reduce(self, count: int, nbytes: int, place: Place) -> Reduce:
         case, codec, dtype = self.case, self.oracle_codec, self.case.dtype.name
         variant = case.variant
         sources = 1 if variant == "one source" else 3
-        wires = [kernel_calls.encode(codec, self._values(count), dtype, place) for _ in range(sources)]
+        makers = [Place(place.call, 4, rank, place.index) for rank in (7, 0, RANK)[:sources]]
+        wires = [kernel_calls.encode(codec, self._values(count), dtype, maker) for maker in makers]
         own = None if variant == "no own" else self._values(count)
         own_index = {"no own": 0, "own last": sources, "one source": 0}.get(variant, 1)
         op = variant if variant in ("min", "max") else "sum"
@@ -181,7 +190,7 @@ class Operations:
         encoded, with_out = variant != "no wire", variant != "no out"
         expected = kernel_calls.reduce(
             codec, wires, own, own_index, count, dtype,
-            op=op, scale=scale, encoded=encoded, place=place, with_out=with_out,
+            op=op, scale=scale, encoded=encoded, place=place, makers=makers, with_out=with_out,
         )  # fmt: skip
         own_span = None if own is None else self.arrays.add(own)
         out = own_span if variant == "in place" else self.arrays.add(self._values(count)) if with_out else None
@@ -190,7 +199,8 @@ class Operations:
             if span is not None and content is not None:
                 self._expect(f"{what} of {count}", span, content)
         spans = tuple(self.arrays.add(each) for each in wires)
-        return Reduce(case.codec, spans, own_span, own_index, wire, out, op, scale, place.index, place.round)
+        ranks = tuple(maker.rank for maker in makers)
+        return Reduce(case.codec, spans, own_span, own_index, wire, out, op, scale, place.index, place.round, ranks, 4)
 
     def _expect(self, what: str, span: Span, content: np.ndarray) -> None:
         self.expected.append((what, span, content))
@@ -217,7 +227,18 @@ def cases() -> list[Case]:
         Case(NoCodec(), row["dtype"], row["variant"], row["aligned"])
         for row in pairwise({name: parameters[name] for name in ("dtype", "variant", "aligned")}, seed=5)
     ]
-    return chosen + plain
+    return chosen + plain + list(bucketed())
+
+
+def bucketed() -> Iterator[Case]:
+    """Each codec with each element type, the kinds of Reduce in turns, and two codecs with all of them."""
+    allowed = {False: VARIANTS, True: tuple(variant for variant in VARIANTS if variant not in ("min", "max"))}
+    for i, (codec, dtype) in enumerate(itertools.product(ORACLES, dtypes.DTYPES)):
+        variants = allowed[codec.sparse]
+        yield Case(codec, dtype, variants[i % len(variants)], i % 2 > 0)
+    for name in TABLE:
+        codec = next(each for each in ORACLES if each.name == name)
+        yield from (Case(codec, dtypes.FLOAT32, variant, True) for variant in allowed[codec.sparse])
 
 
 CASES = cases()
@@ -256,7 +277,8 @@ def test_a_missing_synchronisation_shows(path: Path, offset: int, tmp_path: Path
     text = (headers / path).read_text()
     (headers / path).write_text(text[:offset] + SYNCHRONISATION.sub("", text[offset:], count=1))
     # values and codes go through shared memory, a bucket is a block's, and no shuffle makes up for what is missing
-    case = Case(MinMax(6, 8192, "nearest"), dtypes.FLOAT32, "sum", aligned=False)
+    codec = next(iter(ORACLES)) if path.name == "team.h" else MinMax(6, 8192, "nearest")
+    case = Case(codec, dtypes.FLOAT32, "sum", aligned=False)
     reduce = Operations(case).launches[3]
     emulator = Emulator(reduce.kernels, tmp_path, headers)
     for seed in range(20):

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from codec_table import TABLE
 
+from qccl import codecs
 from qccl.codecs import Codec, MinMax, NoCodec
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
 from qccl.engines import cuda_source
@@ -59,6 +61,16 @@ def plain() -> Iterator[str]:
         yield from decode(NoCodec(), dtype, True)
         for op in OPS:
             yield from reduce(NoCodec(), dtype, op)
+
+
+def bucketed() -> Iterator[str]:
+    """Those of the codecs that go bucket by bucket."""
+    for codec, dtype in itertools.product((codecs.get(rows[0].spec) for rows in TABLE.values()), DTYPES):
+        yield from encode(codec, dtype)
+        for accumulate in (False, True):
+            yield from decode(codec, dtype, accumulate)
+        for op in OPS[: 1 if codec.sparse else 3]:
+            yield from reduce(codec, dtype, op)
 
 
 def of_the_default_bucket() -> Iterator[str]:
@@ -176,7 +188,7 @@ def arch(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.slow
 def test_kernels_compile_without_spills(arch: int) -> None:
-    kernels = [*plain(), *of_an_architecture(ARCHITECTURES.index(arch))]
+    kernels = [*plain(), *bucketed(), *of_an_architecture(ARCHITECTURES.index(arch))]
     if arch == 90:  # one of them gets everything
         kernels += of_the_default_bucket()
     check(usage(kernels, arch))

@@ -18,7 +18,7 @@ constexpr u32 kNowhere = 0xffffffffu;  // the buffer number of a place that a jo
 struct Place {
   u64 offset;  // bytes
   u32 buffer;
-  u32 unused;
+  u32 rank;  // of the wire's maker, where it is a source
 };
 
 // `units` is how many units of work (see tile.h) the job's elements make. `index` is a multiple of eight.
@@ -28,10 +28,11 @@ struct EncodeJob {
   u32 round, rank, units, scratch;
 };
 
+// `index`, `round` and `rank` are those of the wire's maker.
 struct DecodeJob {
   Place wire, dst;
-  u64 count;
-  u32 units, unused;
+  u64 count, index;
+  u32 round, rank, units, unused;
 };
 
 // The wires are sources[first_source] and the next; `own` comes before number own_index of them (kNowhere: there is
@@ -42,15 +43,18 @@ struct ReduceJob {
   u32 round, rank, units, scratch;
   u32 first_source, source_count, own_index;
   float scale;
+  u32 source_round, unused;
 };
 
 // What all jobs of a launch share. A bucket is `units_per_bucket` units; of a bucket that spans several, the kernels
-// gather the range in `scratch`: two words for each bucket from the job's number `scratch` on, zero before.
+// gather the range in `scratch`: two words for each bucket from the job's number `scratch` on, zero before. The kernels
+// of bucket.h have a bucket of floats there for each.
 struct Parameters {
   u64 seed;
   u64 bucket;  // elements; 0: all of a job
   u32* scratch;
   u32 units_per_bucket;
+  u32 options[6];  // the codec's own
   u32 unused;
 };
 
@@ -59,9 +63,9 @@ struct Memory {
   const u64* call;  // the number of the call, on the device, so that the replays of a graph differ
 };
 
-static_assert(sizeof(Place) == 16 && sizeof(EncodeJob) == 64 && sizeof(DecodeJob) == 48 && sizeof(ReduceJob) == 96,
+static_assert(sizeof(Place) == 16 && sizeof(EncodeJob) == 64 && sizeof(DecodeJob) == 64 && sizeof(ReduceJob) == 104,
               "cuda_source.py has these sizes");
-static_assert(sizeof(Parameters) == 32 && sizeof(Memory) == 256, "cuda_source.py has these sizes");
+static_assert(sizeof(Parameters) == 56 && sizeof(Memory) == 256, "cuda_source.py has these sizes");
 
 // The address of a place, null if there is none.
 QCCL_FN u8* resolve(const Memory& memory, const Place& place) {

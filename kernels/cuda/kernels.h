@@ -5,6 +5,8 @@
 // store is the host's: they are built without fused multiplication (--fmad=false) and with subnormals.
 #pragma once
 
+#include "bucket.h"
+#include "combine.h"
 #include "minmax.h"
 #include "raw.h"
 
@@ -13,22 +15,6 @@
 #endif
 
 namespace QCCL_NAMESPACE {
-
-enum class Combine { sum, min, max };
-
-// acc (op) x. A NaN on either side wins; of equal values the first stays.
-template <Combine Op>
-QCCL_FN float combine(float acc, float x) {
-  if constexpr (Op == Combine::sum) return acc + x;
-  if constexpr (Op == Combine::min) return (x < acc) | is_nan(x) ? x : acc;
-  return (x > acc) | is_nan(x) ? x : acc;
-}
-
-// What leaves any first term as it is.
-template <Combine Op>
-QCCL_FN float neutral() {
-  return Op == Combine::sum ? -0.0f : float_of(Op == Combine::min ? 0x7f800000u : 0xff800000u);
-}
 
 template <class Codec, class T, class S, Pass P>
 __global__ void __launch_bounds__(kThreads, 4)

@@ -5,7 +5,7 @@
 
 namespace qccl {
 
-// Who asks for random numbers, and for which element first.
+// Who makes a code, and from which element on: what its random numbers are keyed by.
 struct RandomPlace {
   std::uint64_t call = 0;
   std::uint64_t index = 0;
@@ -19,22 +19,29 @@ struct EncodeCall {
   std::uint64_t count;
   std::uint32_t dtype;
   RandomPlace place;
+  float* scratch;
 };
 
+// `place`: of the wire's maker.
 struct DecodeCall {
   const unsigned char* wire;
   void* dst;
   std::uint64_t count;
   std::uint32_t dtype;
   bool accumulate;
+  RandomPlace place;
+  float* scratch;
 };
 
 enum class Combine : std::uint32_t { sum = 0, min = 1, max = 2, replace = 3 };
 
-// `own` and `out` may be null; so may `wire` where `out` is not. own == out is allowed, other overlap is not.
+// `own` and `out` may be null; so may `wire` where `out` is not. own == out is allowed, other overlap is not. The sources
+// were made by `source_ranks` (null: rank 0 made all) in round `source_round`.
 struct ReduceCall {
   const unsigned char* const* sources;
+  const std::uint32_t* source_ranks;
   std::uint32_t source_count;
+  std::uint32_t source_round;
   std::uint32_t own_index;
   const void* own;
   unsigned char* wire;
@@ -44,6 +51,7 @@ struct ReduceCall {
   Combine op;
   float scale;
   RandomPlace place;
+  float* scratch;
 };
 
 // The loops of one codec. `parameters` is the codec's own struct below.
@@ -60,11 +68,32 @@ struct MinMaxParameters {
   std::uint64_t seed;
 };
 
+// The parameters of every codec in per-bucket form (../bucket.h).
+struct BucketParameters {
+  std::uint64_t bucket;
+  std::uint64_t seed;
+  std::uint32_t options[6];
+};
+
+struct BucketCodecLoops {
+  const char* name;
+  bool sparse;
+  CodecLoops loops;
+};
+
+// How many floats of scratch the loops of such a codec need for a call.
+inline std::uint64_t bucket_scratch(const BucketParameters& codec, std::uint64_t count) {
+  const std::uint64_t bucket = codec.bucket < count ? codec.bucket : count;
+  return 4 * (bucket + 64);
+}
+
 // Everything one instruction set's build offers.
 struct Isa {
   const char* name;
   CodecLoops minmax;
   CodecLoops raw;
+  const BucketCodecLoops* buckets;
+  std::uint32_t bucket_count;
 };
 
 }  // namespace qccl

@@ -1,5 +1,6 @@
 // One instruction set's build of all loops. This file is compiled once per instruction set, each time with a
 // QCCL_NAMESPACE of its own, so that the linker cannot merge a function of one with that of another.
+#include "bucket_loops.h"
 #include "minmax_loops.h"
 #include "raw_loops.h"
 
@@ -60,10 +61,14 @@ constexpr qccl::CodecLoops kRaw = {
     [](const void*, const ReduceCall& call) { QCCL_FOR_DTYPE(raw_reduce, call.dtype, call); },
 };
 
+#define QCCL_BUCKET_CODEC(Codec) {#Codec, Codec::sparse, bucket_loops<Codec>()},
+constexpr qccl::BucketCodecLoops kBuckets[] = {QCCL_BUCKET_CODECS(QCCL_BUCKET_CODEC)};
+constexpr std::uint32_t kBucketCodecs = sizeof kBuckets / sizeof kBuckets[0];
+
 }  // namespace
 
 const qccl::Isa& isa() {
-  static constexpr qccl::Isa all = {QCCL_ISA_NAME, kMinMax, kRaw};
+  static constexpr qccl::Isa all = {QCCL_ISA_NAME, kMinMax, kRaw, kBuckets, kBucketCodecs};
   return all;
 }
 

@@ -39,6 +39,9 @@ void bind_codecs(nb::module_& m) {
   nb::class_<qccl::Codec>(m, "Codec", "A codec's loops with its parameters.");
   nb::class_<qccl::MinMax, qccl::Codec>(m, "MinMax", "``bucket`` 0: one bucket per call.")
       .def(nb::init<std::int64_t, std::int64_t, bool, std::uint64_t>(), "bits"_a, "bucket"_a, "stochastic"_a, "seed"_a);
+  nb::class_<qccl::BucketCodec, qccl::Codec>(m, "BucketCodec", "A codec in per-bucket form, by its C++ name.")
+      .def(nb::init<const std::string&, std::uint64_t, std::uint64_t, const std::vector<std::uint32_t>&>(), "name"_a,
+           "bucket"_a, "seed"_a, "options"_a);
   nb::class_<qccl::Raw, qccl::Codec>(m, "Raw", "The wire is the values themselves.").def(nb::init<>());
 }
 
@@ -51,16 +54,17 @@ void bind_operations(nb::module_& m) {
            "dtype_code"_a, "src"_a, "wire"_a, "count"_a, "index"_a, "round"_a, "rank"_a)
       .def("__call__", &Encode::run, Release());
   nb::class_<Decode>(m, "Decode", "Wire -> values, or added to them.")
-      .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, bool>(), "memory"_a, "codec"_a,
-           "dtype_code"_a, "wire"_a, "dst"_a, "count"_a, "accumulate"_a)
+      .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, bool, u64, u32, u32>(), "memory"_a, "codec"_a,
+           "dtype_code"_a, "wire"_a, "dst"_a, "count"_a, "accumulate"_a, "index"_a = 0, "round"_a = 0, "rank"_a = 0)
       .def("__call__", &Decode::run, Release());
   nb::class_<Reduce>(m, "Reduce",
                      "Several wires and ``own`` values, combined in order in fp32, to a wire and its values, or to "
                      "values alone.\n\n``op``: 0 sum, 1 min, 2 max. One object may not run in two threads at once.")
       .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<Place>, std::optional<Place>, u32,
-                    std::optional<Place>, std::optional<Place>, u64, u32, float, u64, u32, u32>(),
+                    std::optional<Place>, std::optional<Place>, u64, u32, float, u64, u32, u32, std::vector<u32>, u32>(),
            "memory"_a, "codec"_a, "dtype_code"_a, "srcs"_a, "own"_a.none(), "own_index"_a, "wire"_a.none(),
-           "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a)
+           "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a,
+           "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0)
       .def("__call__", &Reduce::run, Release());
 }
 

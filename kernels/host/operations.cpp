@@ -1,5 +1,6 @@
 #include "operations.h"
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -39,6 +40,14 @@ unsigned char* resolve(const Memory& memory, const std::optional<Place>& place) 
   return place ? resolve(memory, *place) : nullptr;
 }
 
+// Of this thread; it grows to what the largest call needed.
+float* scratch(const Codec& codec, std::uint64_t count) {
+  thread_local std::vector<float> memory;
+  const std::uint64_t wanted = codec.scratch(count);
+  if (memory.size() < wanted) memory.resize(wanted);
+  return memory.data();
+}
+
 }  // namespace
 
 const Isa& loops() {
@@ -61,13 +70,30 @@ void Raw::encode(const EncodeCall& call) const { loops().raw.encode(nullptr, cal
 void Raw::decode(const DecodeCall& call) const { loops().raw.decode(nullptr, call); }
 void Raw::reduce(const ReduceCall& call) const { loops().raw.reduce(nullptr, call); }
 
+BucketCodec::BucketCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
+                         const std::vector<std::uint32_t>& options)
+    : parameters{bucket, seed, {}}, codec(nullptr) {
+  const Isa& isa = loops();
+  std::string names;
+  for (std::uint32_t i = 0; i < isa.bucket_count; ++i) {
+    if (name == isa.buckets[i].name) codec = &isa.buckets[i];
+    names += (i ? ", " : "") + std::string(isa.buckets[i].name);
+  }
+  require(codec != nullptr, "there is no codec " + name + "; allowed: " + names);
+  require(bucket >= 8 && bucket % 8 == 0 && bucket <= 1u << 24,
+          "bucket is " + std::to_string(bucket) + "; allowed: multiples of 8 from 8 to 2^24");
+  constexpr std::size_t most = sizeof parameters.options / sizeof parameters.options[0];
+  require(options.size() <= most, std::to_string(options.size()) + " options; allowed: up to " + std::to_string(most));
+  std::copy(options.begin(), options.end(), parameters.options);
+}
+
 Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place src, Place wire,
                std::uint64_t count, std::uint64_t index, std::uint32_t round, std::uint32_t rank)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
       src_(src),
       wire_(wire),
-      call_{nullptr, nullptr, count, dtype, {0, index, round, rank}} {
+      call_{nullptr, nullptr, count, dtype, {0, index, round, rank}, nullptr} {
   check_dtype(dtype);
   check_place(*memory_, src, "src");
   check_place(*memory_, wire, "wire");
@@ -79,17 +105,18 @@ void Encode::run() const {
   call.src = resolve(*memory_, src_);
   call.wire = resolve(*memory_, wire_);
   call.place.call = memory_->call;
+  call.scratch = scratch(*codec_, call.count);
   const FloatEnvironment defaults;
   codec_->encode(call);
 }
 
 Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst,
-               std::uint64_t count, bool accumulate)
+               std::uint64_t count, bool accumulate, std::uint64_t index, std::uint32_t round, std::uint32_t rank)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
       wire_(wire),
       dst_(dst),
-      call_{nullptr, nullptr, count, dtype, accumulate} {
+      call_{nullptr, nullptr, count, dtype, accumulate, {0, index, round, rank}, nullptr} {
   check_dtype(dtype);
   check_place(*memory_, wire, "wire");
   check_place(*memory_, dst, "dst");
@@ -100,6 +127,8 @@ void Decode::run() const {
   DecodeCall call = call_;
   call.wire = resolve(*memory_, wire_);
   call.dst = resolve(*memory_, dst_);
+  call.place.call = memory_->call;
+  call.scratch = scratch(*codec_, call.count);
   const FloatEnvironment defaults;
   codec_->decode(call);
 }
@@ -107,16 +136,19 @@ void Decode::run() const {
 Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
                std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
                std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
-               std::uint32_t rank)
+               std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
       sources_(std::move(sources)),
       addresses_(sources_.size()),
+      source_ranks_(std::move(source_ranks)),
       own_(own),
       wire_(wire),
       out_(out),
       call_{addresses_.data(),
+            source_ranks_.empty() ? nullptr : source_ranks_.data(),
             static_cast<std::uint32_t>(sources_.size()),
+            source_round,
             own_index,
             nullptr,
             nullptr,
@@ -125,7 +157,8 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
             dtype,
             static_cast<Combine>(op),
             scale,
-            {0, index, round, rank}} {
+            {0, index, round, rank},
+            nullptr} {
   check_dtype(dtype);
   for (const Place& source : sources_) check_place(*memory_, source, "srcs");
   if (own) check_place(*memory_, *own, "own");
@@ -136,6 +169,9 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
   require(!own || own_index <= sources_.size(), "own_index is " + std::to_string(own_index) + "; allowed: 0 to " +
                                                     std::to_string(sources_.size()) + ", the number of srcs");
   require(op <= 2, "op is " + std::to_string(op) + "; allowed: 0 (sum), 1 (min), 2 (max)");
+  require(op == 0 || !codec_->sparse(), "op is " + std::to_string(op) + "; a sparse codec allows 0 (sum) only");
+  require(source_ranks_.empty() || source_ranks_.size() == sources_.size(),
+          std::to_string(source_ranks_.size()) + " source_ranks for " + std::to_string(sources_.size()) + " srcs");
 }
 
 void Reduce::run() {
@@ -151,6 +187,7 @@ void Reduce::run() {
     std::memmove(call.out, call.own, call.count * kItemsize[call.dtype]);
     return;
   }
+  call.scratch = scratch(*codec_, call.count);
   const FloatEnvironment defaults;
   codec_->reduce(call);
 }

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,6 +23,10 @@ struct Memory {
 // A codec's loops with its parameters.
 struct Codec {
   virtual ~Codec() = default;
+  // Whether it can only be summed.
+  virtual bool sparse() const { return false; }
+  // Floats of scratch for a call.
+  virtual std::uint64_t scratch(std::uint64_t) const { return 0; }
   virtual void encode(const EncodeCall&) const = 0;
   virtual void decode(const DecodeCall&) const = 0;
   virtual void reduce(const ReduceCall&) const = 0;
@@ -39,6 +44,19 @@ struct Raw final : Codec {
   void encode(const EncodeCall&) const override;
   void decode(const DecodeCall&) const override;
   void reduce(const ReduceCall&) const override;
+};
+
+// A codec in per-bucket form, by its C++ name (../codecs.h).
+struct BucketCodec final : Codec {
+  BucketCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
+              const std::vector<std::uint32_t>& options);
+  bool sparse() const override { return codec->sparse; }
+  std::uint64_t scratch(std::uint64_t count) const override { return bucket_scratch(parameters, count); }
+  void encode(const EncodeCall& call) const override { codec->loops.encode(&parameters, call); }
+  void decode(const DecodeCall& call) const override { codec->loops.decode(&parameters, call); }
+  void reduce(const ReduceCall& call) const override { codec->loops.reduce(&parameters, call); }
+  BucketParameters parameters;
+  const BucketCodecLoops* codec;
 };
 
 // The loops chosen for this process.
@@ -66,7 +84,7 @@ class Encode {
 class Decode {
  public:
   Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst, std::uint64_t count,
-         bool accumulate);
+         bool accumulate, std::uint64_t index, std::uint32_t round, std::uint32_t rank);
   void run() const;
 
  private:
@@ -81,7 +99,7 @@ class Reduce {
   Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
          std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
          std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
-         std::uint32_t rank);
+         std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round);
   void run();
 
  private:
@@ -89,6 +107,7 @@ class Reduce {
   CodecPointer codec_;
   std::vector<Place> sources_;
   std::vector<const unsigned char*> addresses_;
+  std::vector<std::uint32_t> source_ranks_;
   std::optional<Place> own_, wire_, out_;
   ReduceCall call_;
 };

@@ -65,7 +65,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wire:
-    """A code of ``count`` elements from ``first`` on; ``value`` is what a decoder makes of it."""
+    """A code of ``count`` elements from ``first`` on, made by ``rank``; ``value`` is what a decoder makes of it."""
 
     codec: Codec
     dtype: DType | None
@@ -73,6 +73,8 @@ class Wire:
     first: int
     count: int
     nbytes: int
+    rank: int
+    round: int
 
     def __str__(self) -> str:
         return f"a code of elements {self.first}..{self.first + self.count} of {_named(self.value.ranks)}"
@@ -178,7 +180,7 @@ class Contents:
         found = self._wires.get(key)
         if found is None:
             decoded = Value(term.value.ranks, term.value.op, term.value.scale)
-            found = self._wires[key] = Wire(codec, dtype, decoded, term.first, term.count, nbytes)
+            found = self._wires[key] = Wire(codec, dtype, decoded, term.first, term.count, nbytes, rank, round_number)
         return found
 
     def _number(self, codec: Codec) -> int:
@@ -272,8 +274,8 @@ class _Place:
         key = ("joined", *((run.what, run.stop - run.start) for run in runs))
         return _Term(self.world.value(key, what.ranks, what.op, what.scale), first, len(span))
 
-    def decoded(self, codec: Codec, span: Span, dtype: DType | None) -> _Term:
-        """What the code in a wire span decodes to."""
+    def decoded(self, codec: Codec, span: Span, dtype: DType | None, maker: tuple[int, int, int]) -> _Term:
+        """What the code in a wire span decodes to; ``maker`` is whose it is taken for: rank, round, first element."""
         runs = self.read(span)
         what = runs[0].what
         if len(runs) > 1 or runs[0].offset != 0 or not isinstance(what, Wire) or what.nbytes != len(span):
@@ -283,6 +285,11 @@ class _Place:
             self.fail(f"decodes {span} with {codec!r}, but {what.codec!r} made it")
         if dtype is not None and what.dtype != dtype:
             self.fail(f"decodes {span} to {dtype}, but it was made from {what.dtype}")
+        if codec.placed and maker != (what.rank, what.round, what.first):
+            self.fail(
+                f"decodes {span} as made by rank {maker[0]} in round {maker[1]} from element {maker[2]} on, but it was "
+                f"made by rank {what.rank} in round {what.round} from element {what.first} on"
+            )
         return _Term(what.value, what.first, what.count)
 
     def combine(self, terms: Sequence[_Term], op: str, scale: float) -> _Term:
@@ -327,7 +334,7 @@ class _Place:
                 dtype = buffers[op.src.buffer].dtype
                 self.encode(op.codec, dtype, self.values(op.src), op.wire, op.index, op.round)
             case Decode():
-                term = self.decoded(op.codec, op.wire, buffers[op.dst.buffer].dtype)
+                term = self.decoded(op.codec, op.wire, buffers[op.dst.buffer].dtype, (op.rank, op.round, op.index))
                 if op.accumulate:
                     term = self.combine([self.values(op.dst), term], "sum", 1.0)
                 self.put(op.dst, term)
@@ -337,7 +344,13 @@ class _Place:
     def _reduce(self, op: Reduce) -> None:
         values = op.own or op.out
         dtype = None if values is None else self.schedule.buffers[values.buffer].dtype
-        terms = [self.decoded(op.codec, src, dtype) for src in op.srcs]
+        makers = op.src_ranks or (0,) * len(op.srcs)
+        if len(makers) != len(op.srcs):
+            self.fail(f"has {len(op.srcs)} sources, but {len(makers)} ranks that made them")
+        terms = [
+            self.decoded(op.codec, src, dtype, (maker, op.src_round, op.index))
+            for src, maker in zip(op.srcs, makers, strict=True)
+        ]
         if op.own is not None:
             terms.insert(op.own_index, self.values(op.own))
         total = self.combine(terms, op.op, op.scale)

@@ -8,15 +8,16 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from qccl.codecs.base import Codec
+from qccl.codecs.base import BucketCodec, Codec
 from qccl.codecs.minmax import MinMax
 from qccl.codecs.none import NoCodec
+from qccl.codecs.onebit import OneBit
 from qccl.errors import CodecError
 
-__all__ = ["CODECS", "Codec", "MinMax", "NoCodec", "get"]
+__all__ = ["CODECS", "BucketCodec", "Codec", "MinMax", "NoCodec", "OneBit", "get"]
 
 #: every codec by its name in a specification
-CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (MinMax, NoCodec)}
+CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (MinMax, NoCodec, OneBit)}
 
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
 
@@ -89,11 +90,19 @@ def _make(name: str, options: dict[str, Any], spec: object) -> Codec:
         if "bits" not in keys:
             raise CodecError(f"codec {spec!r}: {match[1]} has no bits; write {match[1]!r} alone")
         _add(options, "bits", match[2], spec)
-    for key in options:
-        if key not in keys:
+    given: dict[str, Any] = {}
+    for key, value in options.items():
+        field, values = kind.aliases.get(key, (key, None))
+        if field not in keys:
             allowed = _list(keys) if keys else "none"
             raise CodecError(f"codec {spec!r}: {match[1]} has no key {key!r}; its keys: {allowed}{_near(key, keys)}")
-    return kind(**options)
+        if values is not None and value not in values:
+            raise CodecError(f"codec {spec!r}: {key}={value!r} is not possible; allowed are {_list(map(str, values))}")
+        _add(given, field, value if values is None else values[value], spec)
+    for each in dataclasses.fields(kind):  # type: ignore[arg-type]
+        if each.default is dataclasses.MISSING and each.name not in given:
+            raise CodecError(f"codec {spec!r}: {match[1]} needs the key {each.name!r}; its keys: {_list(keys)}")
+    return kind(**given)
 
 
 def _list(names: Iterable[str]) -> str:

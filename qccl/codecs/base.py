@@ -2,12 +2,16 @@
 
 A codec turns ``count`` values into ``encoded_nbytes(count, dtype)`` bytes and back. It is an immutable dataclass of
 its parameters, so ``repr()`` is the constructor call, equality is equality of parameters, and a codec can be a key.
-Its arithmetic is not here: ``host()`` returns the compiled kernel object that the header in ``kernels/`` defines.
+Its arithmetic is not here: ``kernel()`` says by which C++ type the headers in ``kernels/`` have it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl import dtypes
@@ -17,10 +21,42 @@ from qccl.errors import ArgumentError, CodecError
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["PLAIN_GRANULE", "Codec"]
+__all__ = ["MAX_BUCKET", "PLAIN_GRANULE", "BucketCodec", "Codec", "Form", "Kernel"]
 
 #: granule of codecs without buckets: as large as the usual bucket, so that all cut a vector alike
 PLAIN_GRANULE = 1024
+#: elements of a bucket at most
+MAX_BUCKET = 1 << 24
+
+
+class Form(Enum):
+    """How a codec is written in ``kernels/``."""
+
+    RAW = "raw"  #: not at all: the wire is the values
+    TILES = "tiles"  #: with loops and device kernels of its own
+    BUCKETS = "buckets"  #: bucket by bucket, for the loops and kernels that all such codecs share (``bucket.h``)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What the compiled code knows of a codec.
+
+    Attributes:
+        type: its C++ type in the namespace qccl, with which it encodes.
+        form: how it is written.
+        decoder: the type with which it decodes; empty: the same.
+        bucket: elements; 0: all of a call.
+        seed, options: what else its functions are given (``BucketOptions``).
+        draws: encoding takes random numbers, and so the number of the call.
+    """
+
+    type: str
+    form: Form = Form.BUCKETS
+    decoder: str = ""
+    bucket: int = 0
+    seed: int = 0
+    options: tuple[int, ...] = ()
+    draws: bool = False
 
 
 class Codec(ABC):
@@ -28,6 +64,12 @@ class Codec(ABC):
 
     #: name in a specification, e.g. ``"minmax"``
     name: ClassVar[str]
+    #: keys of other libraries in a specification: the field, and which value of it a value there means (None: the same)
+    aliases: ClassVar[Mapping[str, tuple[str, Mapping[Any, Any] | None]]] = {}
+    #: whether a wire has some elements only, and the others are zero; such codes can be summed, but have no min or max
+    sparse: ClassVar[bool] = False
+    #: whether decoding must be told who made the wire (call, round, rank, first element), which is not in it
+    placed: ClassVar[bool] = False
 
     @property
     @abstractmethod
@@ -52,9 +94,16 @@ class Codec(ABC):
     def _nbytes(self, count: int, dtype: DType) -> int:
         """The size formula, for a count that is not negative."""
 
-    @abstractmethod
     def spec(self) -> str:
         """The canonical specification: ``get(codec.spec()) == codec``."""
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]  # of a codec that is a dataclass
+        given = [(field, getattr(self, field.name)) for field in fields]
+        options = [f"{field.name}={_spelled(value)}" for field, value in given if value != field.default]
+        return self.name + (":" + ",".join(options) if options else "")
+
+    @abstractmethod
+    def kernel(self) -> Kernel:
+        """What the compiled code knows of this codec."""
 
     @abstractmethod
     def host(self) -> Any:
@@ -87,9 +136,10 @@ class Codec(ABC):
         _host.Encode(memory, self.host(), given.code, (0, 0), (1, 0), values.size, 0, 0, 0)()
         return wire
 
-    def decode(self, wire: np.ndarray, count: int, dtype: DType | str) -> np.ndarray:
+    def decode(self, wire: np.ndarray, count: int, dtype: DType | str, call: int = 0) -> np.ndarray:
         """The ``count`` values of ``wire`` (uint8), one axis; bfloat16 comes as uint16, since NumPy has no such type.
 
+        ``call`` is that of ``encode()``; it matters where the wire does not say which elements it has (``randomk``).
         Raises CodecError where the wire has not the size of ``count`` elements; its content may be anything.
         """
         import numpy as np
@@ -104,9 +154,48 @@ class Codec(ABC):
                 f"{self!r}: the wire of {count} {given} is {expected} bytes of uint8, not {data.size} of {data.dtype}"
             )
         values = np.empty(count, np.uint16 if given is dtypes.BFLOAT16 else given.name)
-        memory = _memory(0, data, values)
+        memory = _memory(call, data, values)
         _host.Decode(memory, self.host(), given.code, (0, 0), (1, 0), count, False)()
         return values
+
+
+class BucketCodec(Codec):
+    """A codec that goes bucket by bucket, on the loops and device kernels that all such codecs share.
+
+    It has a field or property ``bucket``, and its ``kernel()`` names a struct of ``kernels/codecs.h``.
+    """
+
+    bucket: int
+
+    @property
+    def granule(self) -> int:
+        return self.bucket
+
+    @abstractmethod
+    def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
+        """Bytes of one bucket of ``count`` elements in the two parts of the wire (``bucket.h``)."""
+
+    def _nbytes(self, count: int, dtype: DType) -> int:
+        whole, rest = divmod(count, self.bucket)
+        codes, meta = (whole * nbytes for nbytes in self._sections(self.bucket, dtype))
+        if rest:
+            more = self._sections(rest, dtype)
+            codes, meta = codes + more[0], meta + more[1]
+        return -(-codes // 4) * 4 + meta if meta else codes
+
+    def host(self) -> Any:
+        return _bucket_kernel(self.kernel())
+
+
+@cache
+def _bucket_kernel(kernel: Kernel) -> Any:
+    from qccl import _host
+
+    return _host.BucketCodec(kernel.type, kernel.bucket, kernel.seed, list(kernel.options))
+
+
+def _spelled(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _memory(call: int, *arrays: np.ndarray) -> Any:

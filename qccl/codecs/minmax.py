@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qccl.codecs.base import PLAIN_GRANULE, Codec
+from qccl.codecs.base import MAX_BUCKET, PLAIN_GRANULE, Codec, Form, Kernel
+from qccl.codecs.checks import check_choice, check_integer, check_seed, is_integer
 from qccl.dtypes import DType
 from qccl.errors import CodecError
 
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["MinMax"]
 
 _ROUNDINGS = ("nearest", "stochastic")
-_MAX_BUCKET = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -43,19 +43,16 @@ class MinMax(Codec):
     name: ClassVar[str] = "minmax"
 
     def __post_init__(self) -> None:
-        if not _is_int(self.bits) or not 1 <= self.bits <= 8:
-            raise CodecError(f"minmax: bits={self.bits!r} is not possible; allowed are the integers 1 to 8")
+        check_integer(self.name, "bits", self.bits, 1, 8)
         if self.bucket != "shard" and not (
-            _is_int(self.bucket) and 8 <= int(self.bucket) <= _MAX_BUCKET and int(self.bucket) % 8 == 0
+            is_integer(self.bucket) and 8 <= int(self.bucket) <= MAX_BUCKET and int(self.bucket) % 8 == 0
         ):
             raise CodecError(
-                f"minmax: bucket={self.bucket!r} is not possible; allowed are multiples of 8 from 8 to {_MAX_BUCKET}, "
+                f"minmax: bucket={self.bucket!r} is not possible; allowed are multiples of 8 from 8 to {MAX_BUCKET}, "
                 f'and "shard" for one range per shard'
             )
-        if self.rounding not in _ROUNDINGS:
-            raise CodecError(f"minmax: rounding={self.rounding!r} is not known; allowed are {', '.join(_ROUNDINGS)}")
-        if not _is_int(self.seed) or not 0 <= self.seed < 1 << 64:
-            raise CodecError(f"minmax: seed={self.seed!r} is not possible; allowed are the integers 0 to 2**64 - 1")
+        check_choice(self.name, "rounding", self.rounding, _ROUNDINGS)
+        check_seed(self.name, self.seed)
 
     @property
     def granule(self) -> int:
@@ -77,8 +74,19 @@ class MinMax(Codec):
         options = [f"{key}={value}" for key, value in given if value != getattr(MinMax, key)]
         return f"{self.name}{self.bits}" + (":" + ",".join(options) if options else "")
 
+    def kernel(self) -> Kernel:
+        draws = self.rounding == "stochastic"
+        return Kernel(
+            type=f"MinMaxCodec<{self.bits}, {str(draws).lower()}>",
+            form=Form.TILES,
+            decoder=f"MinMaxCodec<{self.bits}, false>",
+            bucket=0 if self.bucket == "shard" else int(self.bucket),
+            seed=self.seed,
+            draws=draws,
+        )
+
     def host(self) -> Any:
-        return _kernel(self)
+        return _host_kernel(self)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """Half a step (nearest) or one step (stochastic), plus what the roundings of the arithmetic can add.
@@ -106,12 +114,8 @@ class MinMax(Codec):
         return np.repeat(bound, size)[: flat.size].reshape(np.shape(x))
 
 
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @cache
-def _kernel(codec: MinMax) -> Any:
+def _host_kernel(codec: MinMax) -> Any:
     from qccl import _host
 
     bucket = 0 if codec.bucket == "shard" else int(codec.bucket)

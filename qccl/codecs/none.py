@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qccl.codecs.base import PLAIN_GRANULE, Codec
+from qccl.codecs.base import PLAIN_GRANULE, Codec, Form, Kernel
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
@@ -28,11 +28,11 @@ class NoCodec(Codec):
     def _nbytes(self, count: int, dtype: DType) -> int:
         return count * dtype.itemsize
 
-    def spec(self) -> str:
-        return self.name
+    def kernel(self) -> Kernel:
+        return Kernel("RawCodec", Form.RAW)
 
     def host(self) -> Any:
-        return _kernel()
+        return _host_kernel()
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         import numpy as np
@@ -41,7 +41,7 @@ class NoCodec(Codec):
 
 
 @cache
-def _kernel() -> Any:
+def _host_kernel() -> Any:
     from qccl import _host
 
     return _host.Raw()

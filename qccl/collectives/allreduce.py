@@ -102,7 +102,7 @@ def _two_round(
         return Schedule("two_round", rank, size, buffers, alone(codec, caller, counts, combine))
     coded = Coded(layout, codec, dtype)
     scatter = ScatterReduce(rank, range(size), coded, caller.source, depth)
-    gather = AllGather(rank, range(size), coded, depth)
+    gather = AllGather(rank, range(size), coded, depth, round_number=1)
 
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, gather.wire(k), caller.target)

@@ -41,7 +41,7 @@ def broadcast(
         return Schedule(tree, rank, size, buffers, alone(codec, caller, (count,), Combine()))
     coded = Coded(cut(count, 1, codec, chunk_elements), codec, dtype)
     parent, children = _family(rank, size, root, tree)
-    relay = Relay(parent, children, coded, depth)
+    relay = Relay(root, parent, children, coded, depth)
     chunks = coded.layout.chunks
     if parent is None:
 
@@ -156,7 +156,7 @@ def reduce_two_round(
 
     def decode_others(k: int) -> Iterator[Op]:
         for other, wire in wires(k).items() if rank == root else ():
-            yield from decode(coded, other, k, wire, caller.target)
+            yield from decode(coded, other, k, wire, caller.target, other, 1)
 
     lag = min(1, depth - 1)
     ops = pipeline(layout.chunks, (0, scatter.send), (lag, reduce), (lag, gather), (lag + lag, decode_others))

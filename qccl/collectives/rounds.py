@@ -87,6 +87,8 @@ class ScatterReduce:
                 scale=combine.scale,
                 index=piece.index,
                 round=self._round + 1,
+                src_ranks=tuple(self._in_order),
+                src_round=self._round,
             )
 
     def _received(self, k: int) -> dict[int, Span]:
@@ -99,14 +101,22 @@ class ScatterReduce:
 class AllGather:
     """Each owner sends one wire to all other ranks, and each rank gets those of all owners.
 
-    With ``common`` there is one part, and every rank sends a code of it. Wire slots: one in "gather.send", one for each
-    owner in "gather.recv", ``name`` being "gather".
+    With ``common`` there is one part, and every rank sends a code of it. The wires are made in ``round_number``. Wire
+    slots: one in "gather.send", one for each owner in "gather.recv", ``name`` being "gather".
     """
 
     def __init__(
-        self, rank: int, group: Sequence[int], coded: Coded, depth: int, *, name: str = "gather", common: bool = False
+        self,
+        rank: int,
+        group: Sequence[int],
+        coded: Coded,
+        depth: int,
+        *,
+        name: str = "gather",
+        round_number: int = 0,
+        common: bool = False,
     ) -> None:
-        self._group, self._place, self._coded = group, group.index(rank), coded
+        self._group, self._place, self._coded, self._round = group, group.index(rank), coded, round_number
         self._part_of = (0,) * len(group) if common else range(coded.layout.parts)
         others = peers_of(self._place, len(group))
         self._owners = [place for place in others if place < len(self._part_of)]
@@ -122,11 +132,11 @@ class AllGather:
         """Where the own wire of chunk ``k`` is put, to be sent."""
         return self._send.span(k, 0, self._coded.nbytes(self._part_of[self._place], k))
 
-    def encode(self, k: int, source: Arrays, keep: Arrays | None = None, round_number: int = 0) -> Iterator[Op]:
+    def encode(self, k: int, source: Arrays, keep: Arrays | None = None) -> Iterator[Op]:
         """Encode chunk ``k`` of the own part, if there is one; ``keep`` gets what the others will have."""
         if self._place < len(self._part_of):
             part = self._part_of[self._place]
-            yield from encode(self._coded, part, k, source, self.wire(k), round_number, keep)
+            yield from encode(self._coded, part, k, source, self.wire(k), self._round, keep)
 
     def exchange(self, k: int) -> Iterator[Op]:
         """Send the own wire of chunk ``k`` to all, and receive theirs."""
@@ -138,7 +148,7 @@ class AllGather:
     def decode(self, k: int, target: Arrays) -> Iterator[Op]:
         """Decode chunk ``k`` of the others' parts into place."""
         for place, slot in self._received(k).items():
-            yield from decode(self._coded, self._part_of[place], k, slot, target)
+            yield from decode(self._coded, self._part_of[place], k, slot, target, self._group[place], self._round)
 
     def reduce(self, k: int, combine: Combine, target: Arrays) -> Iterator[Op]:
         """Where the part is common: combine all wires of chunk ``k``, the own one included, in the group's order."""
@@ -149,6 +159,8 @@ class AllGather:
                 op=combine.op,
                 scale=combine.scale,
                 index=piece.index,
+                src_ranks=tuple(self._group[place] for place in sorted(found)),
+                src_round=self._round,
             )
 
     def _received(self, k: int) -> dict[int, Span]:
@@ -159,15 +171,15 @@ class AllGather:
 
 
 class Relay:
-    """Wires go down a tree: each rank gets them from its parent and passes them on to its children.
+    """Wires go down a tree from ``root``: each rank gets them from its parent and passes them on to its children.
 
     Wire slots: one in "relay", ``name`` being that.
     """
 
     def __init__(
-        self, parent: int | None, children: Sequence[int], coded: Coded, depth: int, name: str = "relay"
+        self, root: int, parent: int | None, children: Sequence[int], coded: Coded, depth: int, name: str = "relay"
     ) -> None:
-        self._parent, self._children, self._coded = parent, children, coded
+        self._root, self._parent, self._children, self._coded = root, parent, children, coded
         self._slots = coded.slots(name, 1, max(depth, 2))  # one is received while another is passed on
 
     def buffers(self) -> dict[str, Buffer]:
@@ -188,25 +200,49 @@ class Relay:
 
     def decode(self, k: int, target: Arrays) -> Iterator[Op]:
         """Decode chunk ``k``."""
-        yield from decode(self._coded, 0, k, self.wire(k), target)
+        yield from decode(self._coded, 0, k, self.wire(k), target, self._root)
 
 
 def encode(
-    coded: Coded, part: int, k: int, source: Arrays, wire: Span, round_number: int = 0, keep: Arrays | None = None
+    coded: Coded,
+    part: int,
+    k: int,
+    source: Arrays,
+    wire: Span,
+    round_number: int = 0,
+    keep: Arrays | None = None,
+    *,
+    origin: int = 0,
 ) -> Iterator[Op]:
-    """Encode chunk ``k`` of a part into ``wire``; ``keep`` gets the decoded values, in the same pass."""
+    """Encode chunk ``k`` of a part into ``wire``; ``keep`` gets the decoded values, in the same pass.
+
+    Elements are numbered from ``origin`` on.
+    """
     for piece, (code,) in coded.pieces(part, k, wire):
+        index = piece.index - origin
         if keep is None:
-            yield Encode(coded.codec, source.span(piece), code, piece.index, round_number)
+            yield Encode(coded.codec, source.span(piece), code, index, round_number)
         else:
             own, out = source.span(piece), keep.span(piece)
-            yield Reduce(coded.codec, (), own, 0, code, out, index=piece.index, round=round_number)
+            yield Reduce(coded.codec, (), own, 0, code, out, index=index, round=round_number)
 
 
-def decode(coded: Coded, part: int, k: int, wire: Span, target: Arrays, *, accumulate: bool = False) -> Iterator[Op]:
-    """Decode chunk ``k`` of a part from ``wire``, or add it to what ``target`` holds."""
+def decode(
+    coded: Coded,
+    part: int,
+    k: int,
+    wire: Span,
+    target: Arrays,
+    maker: int,
+    round_number: int = 0,
+    *,
+    origin: int = 0,
+    accumulate: bool = False,
+) -> Iterator[Op]:
+    """Decode chunk ``k`` of a part from ``wire``, made by rank ``maker``, or add it to what ``target`` holds."""
     for piece, (code,) in coded.pieces(part, k, wire):
-        yield Decode(coded.codec, code, target.span(piece), accumulate)
+        place = (piece.index - origin, round_number, maker)
+        yield Decode(coded.codec, code, target.span(piece), accumulate, *place)
 
 
 def alone(codec: Codec, caller: CallerBuffers, counts: Sequence[int], combine: Combine) -> tuple[Op, ...]:

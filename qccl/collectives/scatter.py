@@ -127,6 +127,11 @@ def all_to_all(
     )
     send, recv = out.slots("send", len(peers), depth), back.slots("recv", len(peers), depth)
 
+    # What two ranks call an element is its number in the part; so that no random number is used twice, the number of the
+    # receiver takes the place of the round.
+    def first_of(coded: Coded, peer: int) -> int:
+        return next((piece.index for piece in coded.layout.pieces(peer, 0)), 0)
+
     def keep(k: int) -> Iterator[Op]:
         start, first, count = sum(send_counts[:rank]), sum(recv_counts[:rank]), send_counts[rank]
         if k == 0 and count:
@@ -138,12 +143,12 @@ def all_to_all(
     def post(k: int) -> Iterator[Op]:
         wires = {peer: send.span(k, i, out.nbytes(peer, k)) for i, peer in enumerate(peers)}
         for peer, wire in wires.items():
-            yield from encode(out, peer, k, caller.source, wire)
+            yield from encode(out, peer, k, caller.source, wire, peer, origin=first_of(out, peer))
         yield from exchange(wires, received(k))
 
     def take(k: int) -> Iterator[Op]:
         for peer, wire in received(k).items():
-            yield from decode(back, peer, k, wire, caller.target)
+            yield from decode(back, peer, k, wire, caller.target, peer, rank, origin=first_of(back, peer))
 
     chunks = max(out.layout.chunks, back.layout.chunks)
     ops = pipeline(chunks, (0, post), (0, keep), (min(1, depth - 1), take))

@@ -261,7 +261,9 @@ class CudaProgram:
         arguments = self._pack(ctypes.c_uint64(jobs), ctypes.c_uint64(sources), blob, self._memory)
         geometry = (*launch.grid, *launch.block, launch.shared)
         return _Prepared(
-            [((kernels[name], *geometry), arguments) for name in launch.kernels], scratch, launch.scratch_nbytes
+            [((kernels[name], *geometry), arguments) for name in launch.kernels],
+            scratch,
+            launch.scratch_nbytes * launch.clears_scratch,
         )
 
     def _pack(self, *arguments: Any) -> int:

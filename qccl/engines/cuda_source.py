@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.codecs.base import Form, Kernel
+from qccl.codecs.none import NoCodec
 from qccl.dtypes import DType
 from qccl.errors import EngineError
 from qccl.schedule import Decode, Encode, Op, Reduce, Span
@@ -43,6 +44,8 @@ __all__ = [
 #: threads of a block, and elements that they hold in registers
 THREADS = 256
 _MOST = THREADS * 32
+#: what the kernels keep for a bucket whose units must agree on its range
+_RANGE_NBYTES = 8
 
 #: the words of the struct of addresses that a kernel gets: one for each buffer, and that of the call's number
 MAX_BUFFERS = 31
@@ -53,24 +56,32 @@ MEMORY_WORDS = 32
 CALL_KERNEL = "qccl_call"
 CALL_NBYTES = 16
 
-PLACE = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("unused", "<u4")])
+PLACE = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("rank", "<u4")])
 ENCODE_JOB = np.dtype(
     [
         *(("src", PLACE), ("wire", PLACE), ("count", "<u8"), ("index", "<u8")),
         *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
     ]
 )
-DECODE_JOB = np.dtype([("wire", PLACE), ("dst", PLACE), ("count", "<u8"), ("units", "<u4"), ("unused", "<u4")])
+DECODE_JOB = np.dtype(
+    [
+        *(("wire", PLACE), ("dst", PLACE), ("count", "<u8"), ("index", "<u8")),
+        *((name, "<u4") for name in ("round", "rank", "units", "unused")),
+    ]
+)
 REDUCE_JOB = np.dtype(
     [
         *(("own", PLACE), ("wire", PLACE), ("out", PLACE), ("count", "<u8"), ("index", "<u8")),
         *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
         *((name, "<u4") for name in ("first_source", "source_count", "own_index")),
-        ("scale", "<f4"),
+        *(("scale", "<f4"), ("source_round", "<u4"), ("unused", "<u4")),
     ]
 )
 PARAMETERS = np.dtype(
-    [("seed", "<u8"), ("bucket", "<u8"), ("scratch", "<u8"), ("units_per_bucket", "<u4"), ("unused", "<u4")]
+    [
+        *(("seed", "<u8"), ("bucket", "<u8"), ("scratch", "<u8")),
+        *(("units_per_bucket", "<u4"), ("options", "<u4", 6), ("unused", "<u4")),
+    ]
 )
 
 _NOWHERE = 0xFFFFFFFF
@@ -119,7 +130,8 @@ class Launch:
         kernels: their names; none where there is nothing to do.
         jobs, sources: tables for the device's memory; ``sources`` may be empty.
         parameters: passed by value, but for "scratch", an address that the engine fills in.
-        scratch_nbytes: of memory that must be zero before each run of the launch.
+        scratch_nbytes: of memory for the kernels.
+        clears_scratch: whether that must be zero before each run of the launch.
         grid, block, shared: as for cuLaunchKernel.
         draws: whether the kernels draw random numbers, and so read the call's number.
 
@@ -133,6 +145,7 @@ class Launch:
     grid: tuple[int, int, int]
     sources: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PLACE))
     scratch_nbytes: int = 0
+    clears_scratch: bool = False
     draws: bool = False
     block: tuple[int, int, int] = (THREADS, 1, 1)
     shared: int = 0
@@ -175,30 +188,40 @@ def launch(ops: Sequence[Op], rank: int, dtype: DType, place: Locate) -> Launch:
 def _encode(ops: Sequence[Encode], rank: int, dtype: DType, place: Locate) -> Launch:
     if not ops:
         return _nothing(ENCODE_JOB)
-    codec = ops[0].codec
-    if isinstance(codec, NoCodec):
+    kernel = ops[0].codec.kernel()
+    if kernel.form is Form.RAW:
         return _copy([(op.src, op.wire, len(op.src)) for op in ops], dtype, place)
-    cut = _cut(codec, dtype, [len(op.src) for op in ops], ranges=True)
     jobs = np.zeros(len(ops), ENCODE_JOB)
     _place(jobs, place, src=[op.src for op in ops], wire=[op.wire for op in ops])
     _number(jobs, [len(op.src) for op in ops], ops, rank)
-    names = _passes("encode", codec, dtype, cut)
-    return _made(names, jobs, codec, cut, draws=_draws(codec))
+    if kernel.form is Form.BUCKETS:
+        names: tuple[str, ...] = (f"qccl::bucket_encode<{_types(kernel.type, dtype)}>",)
+        return _made(names, jobs, kernel, _whole_buckets(kernel), draws=kernel.draws)
+    cut = _cut(kernel, dtype, [len(op.src) for op in ops], ranges=True)
+    names = _passes("encode", kernel, dtype, cut)
+    return _made(names, jobs, kernel, cut, draws=kernel.draws)
 
 
 def _decode(ops: Sequence[Decode], dtype: DType, place: Locate) -> Launch:
     if not ops:
         return _nothing(DECODE_JOB)
-    codec, accumulate = ops[0].codec, ops[0].accumulate
-    if isinstance(codec, NoCodec) and not accumulate:
+    kernel, accumulate = ops[0].codec.kernel(), ops[0].accumulate
+    if kernel.form is Form.RAW and not accumulate:
         return _copy([(op.wire, op.dst, len(op.dst)) for op in ops], dtype, place)
     counts = [len(op.dst) for op in ops]
-    cut = _cut(codec, dtype, counts, ranges=False)
     jobs = np.zeros(len(ops), DECODE_JOB)
     _place(jobs, place, wire=[op.wire for op in ops], dst=[op.dst for op in ops])
     jobs["count"] = counts
-    arguments = f"{_codec(codec, False)}, qccl::{_TYPES[dtype.name]}, {cut.shape}, {str(accumulate).lower()}"
-    return _made((f"qccl::decode<{arguments}>",), jobs, codec, cut)
+    for name in ("index", "round", "rank"):
+        jobs[name] = [getattr(op, name) for op in ops]
+    types = _types(kernel.decoder or kernel.type, dtype)
+    how = str(accumulate).lower()
+    if kernel.form is Form.BUCKETS:
+        cut, name = _whole_buckets(kernel), f"qccl::bucket_decode<{types}, {how}>"
+    else:
+        cut = _cut(kernel, dtype, counts, ranges=False)
+        name = f"qccl::decode<{types}, {cut.shape}, {how}>"
+    return _made((name,), jobs, kernel, cut, draws=ops[0].codec.placed)
 
 
 def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> Launch:
@@ -207,7 +230,7 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> La
     first = ops[0]
     if not first.srcs and first.wire is None and first.scale == 1:  # a rank alone: its values stay as they are
         return _copy([(op.own, op.out, _count(op)) for op in ops if op.own and op.out], dtype, place)
-    cut = _cut(first.codec, dtype, [_count(op) for op in ops], ranges=first.wire is not None)
+    kernel = first.codec.kernel()
     jobs = np.zeros(len(ops), REDUCE_JOB)
     _place(jobs, place, **{name: [getattr(op, name) for op in ops] for name in ("own", "wire", "out")})
     _number(jobs, [_count(op) for op in ops], ops, rank)
@@ -215,13 +238,22 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> La
     spans = [span for op in ops for span in op.srcs]
     if spans:
         sources["buffer"], sources["offset"] = zip(*(place(span) for span in spans), strict=True)
+        sources["rank"] = [maker for op in ops for maker in op.src_ranks or (0,) * len(op.srcs)]
     jobs["source_count"] = [len(op.srcs) for op in ops]
     jobs["first_source"] = np.cumsum(jobs["source_count"]) - jobs["source_count"]
+    jobs["source_round"] = [op.src_round for op in ops]
     jobs["own_index"] = [_NOWHERE if op.own is None else op.own_index for op in ops]
     jobs["scale"] = [op.scale for op in ops]
-    names = _passes("reduce", first.codec, dtype, cut, f", qccl::Combine::{first.op}")
-    draws = first.wire is not None and _draws(first.codec)
-    return _made(names, jobs, first.codec, cut, sources=sources, draws=draws)
+    how = f", qccl::Combine::{first.op}"
+    draws = (first.wire is not None and kernel.draws) or first.codec.placed
+    if kernel.form is Form.BUCKETS:
+        names: tuple[str, ...] = (f"qccl::bucket_reduce<{_types(kernel.type, dtype)}{how}>",)
+        return _made(
+            names, jobs, kernel, _whole_buckets(kernel), sources=sources, draws=draws, scratch=4 * kernel.bucket
+        )
+    cut = _cut(kernel, dtype, [_count(op) for op in ops], ranges=first.wire is not None)
+    names = _passes("reduce", kernel, dtype, cut, how)
+    return _made(names, jobs, kernel, cut, sources=sources, draws=draws)
 
 
 def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, place: Locate) -> Launch:
@@ -234,7 +266,7 @@ def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, place: Locate) 
     jobs = np.zeros(len(spans), DECODE_JOB)
     _place(jobs, place, wire=[a for a, _, _ in spans], dst=[b for _, b, _ in spans])
     jobs["count"] = [count * dtype.itemsize for _, _, count in spans]
-    return _made((f"qccl::copy<{shape}>",), jobs, NoCodec(), cut)
+    return _made((f"qccl::copy<{shape}>",), jobs, NoCodec().kernel(), cut)
 
 
 def _nothing(job: np.dtype[Any]) -> Launch:
@@ -244,45 +276,50 @@ def _nothing(job: np.dtype[Any]) -> Launch:
 def _made(
     names: tuple[str, ...],
     jobs: np.ndarray[Any, Any],
-    codec: Codec,
+    kernel: Kernel,
     cut: _Cut,
     *,
     sources: np.ndarray[Any, Any] | None = None,
     draws: bool = False,
+    scratch: int = 0,
 ) -> Launch:
-    """The launch of complete jobs, but for their units and scratch."""
+    """The launch of complete jobs, but for their units and scratch, which is ``scratch`` bytes for each bucket."""
     counts = [int(count) for count in jobs["count"]]
     units = [cut.units(count) for count in counts]
     if max(units) >= 1 << 31:
-        raise EngineError(f"{max(counts)} elements are too many for one launch with {codec!r}; use smaller chunks")
+        raise EngineError(f"{max(counts)} elements are too many for one launch with {kernel}; use smaller chunks")
     jobs["units"] = units
+    ranges = len(names) > 1
     scratch_nbytes = 0
-    if len(names) > 1:
+    if ranges or scratch:
         buckets = [-(-count // (cut.bucket or count)) for count in counts]
         jobs["scratch"] = np.cumsum(buckets) - buckets
-        scratch_nbytes = 8 * sum(buckets)
+        scratch_nbytes = (scratch or _RANGE_NBYTES) * sum(buckets)
     parameters = np.zeros((), PARAMETERS)
-    parameters["seed"] = codec.seed if isinstance(codec, MinMax) else 0
+    parameters["seed"] = kernel.seed
     parameters["bucket"], parameters["units_per_bucket"] = cut.bucket, cut.units_per_bucket
+    parameters["options"][: len(kernel.options)] = kernel.options
     groups = THREADS // cut.shape.lanes
     grid = (-(-max(units) // groups), len(jobs), 1)
     table = np.zeros(0, PLACE) if sources is None else sources
-    return Launch(names, jobs, parameters, grid, table, scratch_nbytes, draws)
+    return Launch(names, jobs, parameters, grid, table, scratch_nbytes, ranges, draws)
 
 
-def _cut(codec: Codec, dtype: DType, counts: Sequence[int], *, ranges: bool) -> _Cut:
+def _whole_buckets(kernel: Kernel) -> _Cut:
+    """A block of threads for each bucket, whatever its size."""
+    return _Cut(Shape(THREADS, 1), kernel.bucket, 1, kernel.bucket)
+
+
+def _cut(kernel: Kernel, dtype: DType, counts: Sequence[int], *, ranges: bool) -> _Cut:
     """The units of jobs. Where ``ranges`` are to be found, a bucket is one unit if it can be."""
-    if isinstance(codec, NoCodec):
+    if kernel.form is Form.RAW:
         shape = Shape(32, 4)
         capacity = shape.capacity(dtype.itemsize)
         return _Cut(shape, capacity, 1, capacity)
-    if not isinstance(codec, MinMax):
-        raise EngineError(f"there are no kernels for {codec!r}")
-    bucket = 0 if codec.bucket == "shard" else int(codec.bucket)
-    largest = bucket or max(counts)
+    largest = kernel.bucket or max(counts)
     shape = _shape(min(largest, _MOST if ranges else THREADS * 4), dtype.itemsize)
     capacity = shape.capacity(dtype.itemsize)
-    return _Cut(shape, bucket, -(-largest // capacity), capacity)
+    return _Cut(shape, kernel.bucket, -(-largest // capacity), capacity)
 
 
 def _shape(elements: int, itemsize: int) -> Shape:
@@ -299,22 +336,16 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _passes(kind: str, codec: Codec, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
+def _passes(kind: str, kernel: Kernel, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
     """The kernels that make codes: one, or two where the units of a bucket must first agree on its range."""
     needs_two = cut.units_per_bucket > 1 and cut.shape.lanes == THREADS
     passes = ("range", "codes") if needs_two else ("whole",)
-    arguments = f"{_codec(codec, _draws(codec))}, qccl::{_TYPES[dtype.name]}, {cut.shape}"
+    arguments = f"{_types(kernel.type, dtype)}, {cut.shape}"
     return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)
 
 
-def _codec(codec: Codec, stochastic: bool) -> str:
-    if isinstance(codec, MinMax):
-        return f"qccl::MinMaxCodec<{codec.bits}, {str(stochastic).lower()}>"
-    return "qccl::RawCodec"
-
-
-def _draws(codec: Codec) -> bool:
-    return isinstance(codec, MinMax) and codec.rounding == "stochastic"
+def _types(codec: str, dtype: DType) -> str:
+    return f"qccl::{codec}, qccl::{_TYPES[dtype.name]}"
 
 
 def _count(op: Reduce) -> int:

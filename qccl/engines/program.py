@@ -164,8 +164,10 @@ class Program:
         match node.op:
             case Encode(codec, src, wire, index, round_):
                 kernel = _host.Encode(memory, codec.host(), code(src), at(src), at(wire), len(src), index, round_, rank)
-            case Decode(codec, wire, dst, accumulate):
-                kernel = _host.Decode(memory, codec.host(), code(dst), at(wire), at(dst), len(dst), accumulate)
+            case Decode(codec, wire, dst, accumulate, index, round_, maker):
+                kernel = _host.Decode(
+                    memory, codec.host(), code(dst), at(wire), at(dst), len(dst), accumulate, index, round_, maker
+                )
             case Reduce() as op:
                 values = op.own if op.own is not None else op.out
                 if values is None:
@@ -185,6 +187,8 @@ class Program:
                     op.index,
                     op.round,
                     rank,
+                    op.src_ranks,
+                    op.src_round,
                 )
             case _:
                 raise EngineError(f"the host engine cannot run {type(node.op).__name__} (operation {node.op_index})")

@@ -13,6 +13,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import oracle
+from codec_table import ALL
 
 FILE = Path(__file__).with_name("wire.json")
 
@@ -24,13 +25,16 @@ def values(dtype: str) -> np.ndarray:
     return oracle.from_float(x, dtype)
 
 
-def specimens() -> list[tuple[str, oracle.MinMax | None, str]]:
-    found: list[tuple[str, oracle.MinMax | None, str]] = [("none", None, dtype) for dtype in ("float32", "bfloat16")]
+def specimens() -> list[tuple[str, oracle.Codec, str]]:
+    found: list[tuple[str, oracle.Codec, str]] = [("none", None, dtype) for dtype in ("float32", "bfloat16")]
     for bits in range(1, 9):
         found.append((f"minmax{bits}:bucket=16", oracle.MinMax(bits, 16), "float32"))
         spec = f"minmax{bits}:bucket=8,rounding=stochastic,seed={bits}"
         found.append((spec, oracle.MinMax(bits, 8, True, bits), "float16"))
     found.append(("minmax4:bucket=shard", oracle.MinMax(4, "shard"), "bfloat16"))
+    for codec in ALL:
+        if codec.bucket == 16:
+            found += [(codec.spec, codec, dtype) for dtype in ("float32", "float16")]
     return found
 
 
@@ -38,8 +42,9 @@ def main() -> None:
     entries = []
     for spec, codec, dtype in specimens():
         x = values(dtype)
-        wire = oracle.encode(codec, x, dtype, oracle.Place(call=5))
-        decoded = oracle.decode(codec, wire, x.size, dtype)
+        place = oracle.Place(call=5)
+        wire = oracle.encode(codec, x, dtype, place)
+        decoded = oracle.decode(codec, wire, x.size, dtype, place=place)
         entries.append(
             {
                 "codec": spec,

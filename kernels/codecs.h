@@ -1,0 +1,6 @@
+// Every codec in per-bucket form (see bucket.h). A new one is its header and its name here.
+#pragma once
+
+#include "onebit.h"
+
+#define QCCL_BUCKET_CODECS(each) each(OneBit)

@@ -1,0 +1,148 @@
+// Encode, decode and reduce for the codecs in per-bucket form: a block of threads for each bucket of each job.
+//
+// blockIdx.x is the bucket, blockIdx.y the job. The total of a Reduce is put together in the scratch, as fp32.
+#pragma once
+
+#include "../codecs.h"
+#include "combine.h"
+#include "team.h"
+
+namespace QCCL_NAMESPACE {
+
+QCCL_FN BucketOptions bucket_options(const Parameters& p) {
+  const u32* o = p.options;
+  return {p.bucket, p.seed, {o[0], o[1], o[2], o[3], o[4], o[5]}};
+}
+
+// Elements in memory, as a codec sees them.
+template <class T>
+struct Elements {
+  const typename T::Storage* at;
+  QCCL_MEMBER float operator[](u32 i) const { return T::to_float(at[i]); }
+};
+
+template <class T>
+QCCL_FN typename T::Storage* elements(u8* base, u64 first) {
+  return reinterpret_cast<typename T::Storage*>(base) + first;
+}
+
+template <class Codec, class T, class Take>
+QCCL_FN void decode_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const Stamp& stamp, const Take& take) {
+  using Wire = BucketWire<Codec, T>;
+  Codec::template decode<T>(BlockTeam(), layout.options, stamp, wire + Wire::codes_of(layout, b),
+                            wire + Wire::meta_of(layout, b), Wire::size_of(layout, b), take);
+}
+
+template <class Codec, class T, class Values>
+QCCL_FN void encode_bucket(const BucketWire<Codec, T>& layout, const Values& x, u64 b, const Stamp& stamp, u8* wire) {
+  using Wire = BucketWire<Codec, T>;
+  Codec::template encode<T>(BlockTeam(), layout.options, stamp, x, Wire::size_of(layout, b),
+                            wire + Wire::codes_of(layout, b), wire + Wire::meta_of(layout, b));
+  if (b == 0 && threadIdx.x < layout.meta_begin - layout.codes_end) wire[layout.codes_end + threadIdx.x] = 0;
+}
+
+// The values of a wire, to where elements are; a sparse one's zeros as well.
+template <class Codec, class T>
+QCCL_FN void store_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const Stamp& stamp,
+                          typename T::Storage* to) {
+  const BlockTeam team;
+  if constexpr (Codec::sparse) {
+    team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { to[i] = T::from_float(0.0f); });
+    team.sync();
+  }
+  decode_bucket(layout, wire, b, stamp, [&](u32 i, float value) { to[i] = T::from_float(Codec::sparse ? 0.0f + value : value); });
+}
+
+template <class Codec, class T>
+__global__ void __launch_bounds__(kThreads)
+bucket_encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+              const __grid_constant__ Memory memory) {
+  const EncodeJob job = jobs[blockIdx.y];
+  const u64 b = blockIdx.x;
+  if (b >= job.units) return;
+  const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
+  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
+  const Elements<T> x = {elements<T>(resolve(memory, job.src), first)};
+  encode_bucket(layout, x, b, Stamp{*memory.call, job.index + first, job.round, job.rank}, resolve(memory, job.wire));
+}
+
+template <class Codec, class T, bool Accumulate>
+__global__ void __launch_bounds__(kThreads)
+bucket_decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+              const __grid_constant__ Memory memory) {
+  const DecodeJob job = jobs[blockIdx.y];
+  const u64 b = blockIdx.x;
+  if (b >= job.units) return;
+  const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
+  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
+  const u8* wire = resolve(memory, job.wire);
+  auto* dst = elements<T>(resolve(memory, job.dst), first);
+  const Stamp stamp = {*memory.call, job.index + first, job.round, job.rank};
+  if constexpr (Accumulate) {
+    if constexpr (Codec::sparse) {  // what is only read and stored again is no NaN but the quiet one, as on the host
+      const BlockTeam team;
+      team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { dst[i] = T::from_float(T::to_float(dst[i])); });
+      team.sync();
+    }
+    decode_bucket(layout, wire, b, stamp, [&](u32 i, float value) { dst[i] = T::from_float(T::to_float(dst[i]) + value); });
+  } else {
+    store_bucket(layout, wire, b, stamp, dst);
+  }
+}
+
+// The sources and the own values of a bucket, combined in order in `total`.
+template <class Codec, class T, Combine Op>
+QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob& job, const Place* sources, u64 b,
+                            const Memory& memory, float* total) {
+  const BlockTeam team;
+  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
+  const u32 n = BucketWire<Codec, T>::size_of(layout, b);
+  const Elements<T> own = {elements<T>(resolve(memory, job.own), first)};
+  const bool begins_with_own = job.own_index == 0;
+  team.each(n, [&](u32 i) { total[i] = begins_with_own ? own[i] : Codec::sparse ? 0.0f : neutral<Op>(); });
+  team.sync();
+  for (u32 k = 0;; ++k) {
+    if (k > 0 && k == job.own_index) {
+      team.each(n, [&](u32 i) { total[i] = combine<Op>(total[i], own[i]); });
+      team.sync();
+    }
+    if (k == job.source_count) break;
+    const Place& source = sources[job.first_source + k];
+    const Stamp stamp = {*memory.call, job.index + first, job.source_round, source.rank};
+    decode_bucket(layout, resolve(memory, source), b, stamp,
+                  [&](u32 i, float value) { total[i] = combine<Op>(total[i], value); });
+    team.sync();
+  }
+}
+
+template <class Codec, class T, Combine Op>
+__global__ void __launch_bounds__(kThreads)
+bucket_reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
+              const __grid_constant__ Memory memory) {
+  const ReduceJob& job = jobs[blockIdx.y];
+  const u64 b = blockIdx.x;
+  if (b >= job.units) return;
+  const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
+  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
+  const u32 n = BucketWire<Codec, T>::size_of(layout, b);
+  const BlockTeam team;
+  float* total = reinterpret_cast<float*>(parameters.scratch) + (job.scratch + b) * parameters.bucket;
+  combine_bucket<Codec, T, Op>(layout, job, sources, b, memory, total);
+  if (job.scale != 1.0f) {
+    team.each(n, [&](u32 i) { total[i] *= job.scale; });
+    team.sync();
+  }
+  u8* wire = resolve(memory, job.wire);
+  u8* out = resolve(memory, job.out);
+  if (!wire) {
+    team.each(n, [&](u32 i) { elements<T>(out, first)[i] = T::from_float(total[i]); });
+    return;
+  }
+  const Stamp stamp = {*memory.call, job.index + first, job.round, job.rank};
+  encode_bucket(layout, total, b, stamp, wire);
+  if (!out) return;
+  team.sync();
+  store_bucket(layout, wire, b, stamp, elements<T>(out, first));
+}
+
+}  // namespace QCCL_NAMESPACE

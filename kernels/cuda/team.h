@@ -1,0 +1,92 @@
+// The team of a codec in per-bucket form (../bucket.h) on the device: all threads of a block, each on every 256th
+// element. All of them call each function.
+#pragma once
+
+#include "../bucket.h"
+#include "../pack.h"
+#include "jobs.h"
+
+namespace QCCL_NAMESPACE {
+
+static_assert(kThreads == kSumLanes, "a lane of a sum is a thread");
+
+// Room for a value of each thread.
+QCCL_FN float* float_lanes() {
+  __shared__ float lanes[kThreads];
+  return lanes;
+}
+QCCL_FN i32* integer_lanes() {
+  __shared__ i32 lanes[kThreads];
+  return lanes;
+}
+
+class BlockTeam {
+ public:
+  QCCL_MEMBER bool leads() const { return threadIdx.x == 0; }
+  QCCL_MEMBER void sync() const { __syncthreads(); }
+
+  template <class Body>
+  QCCL_MEMBER void each(u32 n, const Body& body) const {
+    for (u32 i = threadIdx.x; i < n; i += kThreads) body(i);
+  }
+
+  template <class Term>
+  QCCL_MEMBER float sum(u32 n, const Term& term) const {
+    float total = 0.0f;
+    for (u32 tile = 0; tile < n; tile += kSumTile) {
+      float part = 0.0f;
+      for (u32 i = tile + threadIdx.x; i < n && i < tile + kSumTile; i += kThreads) part += term(i);
+      total += part;
+    }
+    return fold(float_lanes(), total, [](float a, float b) { return a + b; });
+  }
+
+  template <class Key>
+  QCCL_MEMBER i32 greatest(u32 n, const Key& key) const {
+    i32 most = -0x7fffffff - 1;
+    for (u32 i = threadIdx.x; i < n; i += kThreads) {
+      const i32 k = key(i);
+      most = k > most ? k : most;
+    }
+    return fold(integer_lanes(), most, [](i32 a, i32 b) { return a > b ? a : b; });
+  }
+
+  template <int Bits, class Code>
+  QCCL_MEMBER void pack(u32 n, const Code& code, u8* to) const {
+    for (u32 first = 8 * threadIdx.x; first < n; first += 8 * kThreads) {
+      const u32 size = n - first < 8 ? n - first : 8;
+      u64 codes = 0;
+      for (u32 j = 0; j < size; ++j) codes |= (u64)(code(first + j) & 0xffu) << 8 * j;
+      const u64 packed = pack8<Bits>(codes);
+      for (u32 j = 0; j < (size * Bits + 7) / 8; ++j) to[first / 8 * Bits + j] = (u8)(packed >> 8 * j);
+    }
+  }
+
+  template <int Bits, class Take>
+  QCCL_MEMBER void unpack(const u8* from, u32 n, const Take& take) const {
+    for (u32 first = 8 * threadIdx.x; first < n; first += 8 * kThreads) {
+      const u32 size = n - first < 8 ? n - first : 8;
+      u64 packed = 0;
+      for (u32 j = 0; j < (size * Bits + 7) / 8; ++j) packed |= (u64)from[first / 8 * Bits + j] << 8 * j;
+      const u64 codes = unpack8<Bits>(packed);
+      for (u32 j = 0; j < size; ++j) take(first + j, (u32)(codes >> 8 * j) & 0xffu);
+    }
+  }
+
+ private:
+  // What is left of the lanes' values after they are combined in halves, known to all threads.
+  template <class Value, class Combine>
+  QCCL_MEMBER Value fold(Value* lanes, Value mine, const Combine& combine) const {
+    lanes[threadIdx.x] = mine;
+    sync();
+    for (u32 half = kThreads / 2; half > 0; half /= 2) {
+      if (threadIdx.x < half) lanes[threadIdx.x] = combine(lanes[threadIdx.x], lanes[threadIdx.x + half]);
+      sync();
+    }
+    const Value result = lanes[0];
+    sync();  // the next fold writes there
+    return result;
+  }
+};
+
+}  // namespace QCCL_NAMESPACE

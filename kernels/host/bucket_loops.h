@@ -1,0 +1,227 @@
+// The codecs in per-bucket form over a whole call: one bucket after the other, its values in scratch as fp32.
+#pragma once
+
+#include "../codecs.h"
+#include "calls.h"
+#include "combine.h"
+#include "elements.h"
+#include "team.h"
+
+namespace QCCL_NAMESPACE {
+
+using qccl::BucketParameters;
+using qccl::DecodeCall;
+using qccl::EncodeCall;
+using qccl::RandomPlace;
+using qccl::ReduceCall;
+
+static inline BucketOptions bucket_options(const BucketParameters& p) {
+  const u32* o = p.options;
+  return {p.bucket, p.seed, {o[0], o[1], o[2], o[3], o[4], o[5]}};
+}
+
+static inline Stamp stamp_of(const RandomPlace& place, u64 first) {
+  return {place.call, place.index + first, place.round, place.rank};
+}
+
+// The values of n elements as fp32: where they are, or in `room`.
+template <class T>
+const float* as_floats(const typename T::Storage* from, u32 n, [[maybe_unused]] float* room) {
+  if constexpr (T::code == Float32::code) {
+    return from;
+  } else {
+    for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE { store_values<Float32>(load_values<T>(from + i, lanes), room + i, lanes); });
+    return room;
+  }
+}
+
+// n floats to elements.
+template <class T>
+void to_elements(const float* x, u32 n, typename T::Storage* to) {
+  for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE {
+    store_values<T>(quiet_nans(load_values<Float32>(x + i, lanes)), to + i, lanes);
+  });
+}
+
+// The total of some terms, which come in order.
+class Total {
+ public:
+  Total(float* at, u32 n, Combine op) : at_(at), n_(n), op_(op) {}
+
+  bool empty() const { return empty_; }
+
+  // Where a first term may be put instead of being added.
+  float* put() {
+    empty_ = false;
+    return at_;
+  }
+
+  void add(const float* x) {
+    if (empty_) {
+      __builtin_memcpy(put(), x, n_ * sizeof *x);
+    } else if (op_ == Combine::sum) {
+      add_by<Combine::sum>(x);
+    } else if (op_ == Combine::min) {
+      add_by<Combine::min>(x);
+    } else {
+      add_by<Combine::max>(x);
+    }
+  }
+
+ private:
+  template <Combine op>
+  QCCL_LOOP void add_by(const float* x) {
+    for_lanes(n_, [&](u32 i, u32 lanes) QCCL_INLINE {
+      const Floats both = combine<op>(load_values<Float32>(at_ + i, lanes), load_values<Float32>(x + i, lanes));
+      store_values<Float32>(both, at_ + i, lanes);
+    });
+  }
+
+  float* at_;
+  u32 n_;
+  Combine op_;
+  bool empty_ = true;
+};
+
+template <class Codec, class T>
+struct BucketLoops {
+  using Storage = typename T::Storage;
+  using Wire = BucketWire<Codec, T>;
+
+  // The values of bucket b of a wire, to y; with `add`, those that a sparse codec has are added to what is there.
+  QCCL_LOOP static void decode_bucket(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, bool add, float* y) {
+    const u32 n = Wire::size_of(layout, b);
+    const HostTeam team(wire + Wire::nbytes(layout));
+    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+    if (Codec::sparse && !add) __builtin_memset(y, 0, n * sizeof *y);
+    if constexpr (Codec::sparse) {
+      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n,
+                                [=](u32 i, float value) QCCL_INLINE { y[i] += value; });
+    } else {
+      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n,
+                                [=](u32 i, float value) QCCL_INLINE { y[i] = value; });
+    }
+  }
+
+  QCCL_LOOP static void encode_bucket(const Wire& layout, const float* x, u64 b, const Stamp& stamp, u8* wire, float* room) {
+    const HostTeam team(nullptr, room);
+    Codec::template encode<T>(team, layout.options, stamp, x, Wire::size_of(layout, b), wire + Wire::codes_of(layout, b),
+                              wire + Wire::meta_of(layout, b));
+  }
+
+  static void clear_padding(const Wire& layout, u8* wire) {
+    for (u64 i = layout.codes_end; i < layout.meta_begin; ++i) wire[i] = 0;
+  }
+
+  // Parts of the scratch, each with room for a bucket.
+  static float* part(const Wire& layout, float* scratch, u32 number) {
+    return scratch + number * (smaller(layout.options.bucket, layout.count) + 64);
+  }
+
+  static void encode(const void* parameters, const EncodeCall& call) {
+    const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
+    float *values = part(layout, call.scratch, 0), *room = part(layout, call.scratch, 2);
+    for (u64 b = 0; b < layout.buckets; ++b) {
+      const u64 first = Wire::first_of(layout, b);
+      const float* x = as_floats<T>(element<T>(call.src, first), Wire::size_of(layout, b), values);
+      encode_bucket(layout, x, b, stamp_of(call.place, first), call.wire, room);
+    }
+    clear_padding(layout, call.wire);
+  }
+
+  static void decode(const void* parameters, const DecodeCall& call) {
+    const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
+    float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
+    for (u64 b = 0; b < layout.buckets; ++b) {
+      const u64 first = Wire::first_of(layout, b);
+      const u32 n = Wire::size_of(layout, b);
+      Storage* dst = element<T>(call.dst, first);
+      const Stamp stamp = stamp_of(call.place, first);
+      if (!call.accumulate) {
+        decode_bucket(layout, call.wire, b, stamp, false, total);
+        to_elements<T>(total, n, dst);
+        continue;
+      }
+      Total sum(total, n, Combine::sum);
+      sum.add(as_floats<T>(dst, n, term));
+      add_bucket(layout, call.wire, b, stamp, sum, total, term);
+      to_elements<T>(total, n, dst);
+    }
+  }
+
+  static void add_bucket(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, Total& sum, float* total, float* term) {
+    if (sum.empty()) {
+      decode_bucket(layout, wire, b, stamp, false, sum.put());
+    } else if (Codec::sparse) {
+      decode_bucket(layout, wire, b, stamp, true, total);
+    } else {
+      decode_bucket(layout, wire, b, stamp, false, term);
+      sum.add(term);
+    }
+  }
+
+  static void reduce(const void* parameters, const ReduceCall& call) {
+    const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
+    float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
+    for (u64 b = 0; b < layout.buckets; ++b) {
+      const u64 first = Wire::first_of(layout, b);
+      const u32 n = Wire::size_of(layout, b);
+      Total sum(total, n, call.op);
+      for (u32 s = 0; s <= call.source_count; ++s) {
+        if (call.own && s == call.own_index) sum.add(as_floats<T>(element<T>(call.own, first), n, term));
+        if (s == call.source_count) break;
+        const u32 rank = call.source_ranks ? call.source_ranks[s] : 0;
+        const Stamp stamp = stamp_of({call.place.call, call.place.index, call.source_round, rank}, first);
+        add_bucket(layout, call.sources[s], b, stamp, sum, total, term);
+      }
+      finish(layout, call, b, first, n, total, term);
+    }
+    if (call.wire) clear_padding(layout, call.wire);
+  }
+
+  // The total, scaled, to the wire and the output.
+  static void finish(const Wire& layout, const ReduceCall& call, u64 b, u64 first, u32 n, float* total, float* term) {
+    if (call.scale != 1.0f) {
+      for (u32 i = 0; i < n; ++i) total[i] *= call.scale;
+    }
+    const float* result = total;
+    if (call.wire) {
+      const Stamp stamp = stamp_of(call.place, first);
+      encode_bucket(layout, total, b, stamp, call.wire, part(layout, call.scratch, 2));
+      if (!call.out) return;
+      decode_bucket(layout, call.wire, b, stamp, false, term);
+      result = term;
+    }
+    to_elements<T>(result, n, element<T>(call.out, first));
+  }
+};
+
+// The loops for the element type that the call names.
+template <class Codec>
+constexpr qccl::CodecLoops bucket_loops() {
+  return {
+      [](const void* parameters, const EncodeCall& call) {
+        switch (call.dtype) {
+          case Float16::code: return BucketLoops<Codec, Float16>::encode(parameters, call);
+          case BFloat16::code: return BucketLoops<Codec, BFloat16>::encode(parameters, call);
+          default: return BucketLoops<Codec, Float32>::encode(parameters, call);
+        }
+      },
+      [](const void* parameters, const DecodeCall& call) {
+        switch (call.dtype) {
+          case Float16::code: return BucketLoops<Codec, Float16>::decode(parameters, call);
+          case BFloat16::code: return BucketLoops<Codec, BFloat16>::decode(parameters, call);
+          default: return BucketLoops<Codec, Float32>::decode(parameters, call);
+        }
+      },
+      [](const void* parameters, const ReduceCall& call) {
+        switch (call.dtype) {
+          case Float16::code: return BucketLoops<Codec, Float16>::reduce(parameters, call);
+          case BFloat16::code: return BucketLoops<Codec, BFloat16>::reduce(parameters, call);
+          default: return BucketLoops<Codec, Float32>::reduce(parameters, call);
+        }
+      },
+  };
+}
+
+}  // namespace QCCL_NAMESPACE

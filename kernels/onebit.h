@@ -1,0 +1,94 @@
+// The one-bit codec: which side of zero a value is on, and for each bucket (a column, in CNTK) what the sides decode to.
+//
+// A bit is 1 for x < 0, so -0 is on the side of +0. The second part of the wire has what the sides stand for: one fp32
+// (the other side is its negative) or two (the lower side's first). A bucket with a NaN or an infinity is NaN there.
+#pragma once
+
+#include "bucket.h"
+
+namespace QCCL_NAMESPACE {
+
+struct OneBit {
+  static constexpr bool sparse = false;
+
+  // The first option.
+  static constexpr u32 kSign = 0, kScale = 1, kMean = 2, kMidpoint = 3;
+
+  struct Sides {
+    float lower, upper;
+  };
+
+  template <class T>
+  QCCL_FN u64 codes_nbytes(const BucketOptions&, u64 n) {
+    return (n + 7) / 8;
+  }
+  template <class T>
+  QCCL_FN u64 meta_nbytes(const BucketOptions& options, u64) {
+    return options.options[0] >= kMean ? 8 : 4;
+  }
+
+  // A power of two that keeps sums of as many values as a bucket has, none greater than the one of this magnitude, clear
+  // of overflow and underflow.
+  QCCL_FN float clear(i32 greatest) {
+    return greatest >= 0x5f800000 ? 0x1p-64f : greatest < 0x1f800000 ? 0x1p64f : 1.0f;
+  }
+
+  // The mean of n values whose sum, scaled by `pre`, is given. Rounding may not take it beyond the greatest of them.
+  QCCL_FN float mean_of(float sum, float n, float pre, i32 greatest) {
+    const float mean = sum / n, most = float_of((u32)greatest) * pre;
+    return (mean > most ? most : mean < -most ? -most : mean) * (1.0f / pre);
+  }
+
+  template <class Team, class Values>
+  QCCL_FN Sides find_sides(const Team& team, u32 reconstruct, const Values& x, u32 n) {
+    const i32 greatest = team.greatest(n, [&](u32 i) { return magnitude(x[i]); });
+    const float nan = float_of(kQuietNan);
+    if (greatest >= kInfinite) return {nan, nan};
+    const float pre = clear(greatest);
+    switch (reconstruct) {
+      case kSign: return {-1.0f, 1.0f};
+      case kScale: {
+        const float sum = team.sum(n, [&](u32 i) { return absolute(x[i]) * pre; });
+        const float mean = mean_of(sum, (float)n, pre, greatest);
+        return {-mean, mean};
+      }
+      case kMean: {
+        const float below = team.sum(n, [&](u32 i) { return x[i] < 0.0f ? x[i] * pre : 0.0f; });
+        const float above = team.sum(n, [&](u32 i) { return x[i] < 0.0f ? 0.0f : x[i] * pre; });
+        const float number = team.sum(n, [&](u32 i) { return x[i] < 0.0f ? 1.0f : 0.0f; });
+        const float rest = (float)n - number;
+        return {number > 0.0f ? mean_of(below, number, pre, greatest) : 0.0f,
+                rest > 0.0f ? mean_of(above, rest, pre, greatest) : 0.0f};
+      }
+      default: {
+        const i32 high = team.greatest(n, [&](u32 i) { return order_key(bits_of(x[i])); });
+        const i32 low = ~team.greatest(n, [&](u32 i) { return ~order_key(bits_of(x[i])); });
+        const float most = float_of((u32)order_key((u32)high)), least = float_of((u32)order_key((u32)low));
+        return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
+      }
+    }
+  }
+
+  template <class T, class Team, class Values>
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp&, const Values& x, u32 n, u8* codes,
+                      u8* meta) {
+    const Sides sides = find_sides(team, options.options[0], x, n);
+    const bool finite = is_finite(sides.upper);
+    if (team.leads()) {
+      const bool two = options.options[0] >= kMean;
+      if (two) store_float(meta, sides.lower);
+      store_float(meta + (two ? 4 : 0), sides.upper);
+    }
+    team.template pack<1>(n, [&](u32 i) { return (u32)(finite & (x[i] < 0.0f)); }, codes);
+  }
+
+  template <class T, class Team, class Take>
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
+                      const Take& take) {
+    const bool two = options.options[0] >= kMean;
+    const float upper = load_float(meta + (two ? 4 : 0)), lower = two ? load_float(meta) : -upper;
+    team.template unpack<1>(codes, n, [&](u32 i, u32 code) { take(i, code ? lower : upper); });
+  }
+};
+
+}  // namespace QCCL_NAMESPACE

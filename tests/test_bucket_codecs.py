@@ -1,0 +1,116 @@
+"""The codecs that go bucket by bucket, against the oracle: bit for bit, on hard data, for every element type."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import kernel_calls
+import numpy as np
+import oracle
+import pytest
+from codec_table import ALL, TABLE
+from kernel_calls import DTYPES, KINDS, OPS, assert_same_bits, hard_values
+from oracle import Place
+from oracle_buckets import Bucketed
+
+from qccl import codecs
+from qccl.codecs import BucketCodec
+
+EVERY = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.spec)
+
+
+def counts(codec: Bucketed) -> list[int]:
+    """None, one, and a few about the size of a bucket and of several."""
+    return sorted({0, 1, 7, 13, codec.bucket - 1, codec.bucket, codec.bucket + 1, 3 * codec.bucket + 13})
+
+
+def test_every_codec_has_a_row() -> None:
+    """And at most one with each parameter's value alone would not be enough: a row per value."""
+    bucketed = {name for name, kind in codecs.CODECS.items() if issubclass(kind, BucketCodec)}
+    assert set(TABLE) == bucketed
+    for codec in ALL:
+        found = codecs.get(codec.spec)
+        assert dataclasses.asdict(found) == dataclasses.asdict(codec)  # type: ignore[call-overload]
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_encode_and_decode(codec: Bucketed, dtype: str) -> None:
+    rng = np.random.default_rng([ALL.index(codec), DTYPES.index(dtype)])
+    for i, count in enumerate(counts(codec)):
+        for kind in KINDS if count < 3000 else [KINDS[i % len(KINDS)], "special", "huge"]:
+            x, before = (hard_values(kind, count, dtype, rng) for _ in range(2))
+            place = Place(*rng.integers(0, 1000, 3).tolist(), 8 * int(rng.integers(0, 1 << 33)))
+            what = f"{kind}, {count} {dtype}"
+            wire = oracle.encode(codec, x, dtype, place)
+            assert_same_bits(kernel_calls.encode(codec, x, dtype, place), wire, f"wire of {what}")
+            for add_to in (None, before):
+                found = kernel_calls.decode(codec, wire, count, dtype, add_to, place)
+                assert_same_bits(found, oracle.decode(codec, wire, count, dtype, add_to, place), f"values of {what}")
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_reduce(codec: Bucketed, dtype: str) -> None:
+    rng = np.random.default_rng([ALL.index(codec), DTYPES.index(dtype)])
+    for _ in range(8):
+        reduce_case(rng, codec, dtype)
+
+
+def reduce_case(rng: np.random.Generator, codec: Bucketed, dtype: str) -> None:
+    kind, count = str(rng.choice(KINDS)), int(rng.choice(counts(codec)[1:]))
+    place = Place(*rng.integers(0, 1000, 3).tolist(), 8 * int(rng.integers(0, 1 << 20)))
+    ranks = rng.permutation(9)[: rng.integers(0, 5)].tolist()
+    makers = [Place(place.call, 2, rank, place.index) for rank in ranks]
+    wires = [oracle.encode(codec, hard_values(kind, count, dtype, rng), dtype, maker) for maker in makers]
+    has_own = not wires or bool(rng.random() < 0.7)
+    own = hard_values(kind, count, dtype, rng) if has_own else None
+    own_index = int(rng.integers(0, len(wires) + 1)) if has_own else 0
+    op = "sum" if codecs.get(codec.spec).sparse else str(rng.choice(OPS))
+    scale = float(rng.choice([1, 1, 1 / 3]))
+    encoded = bool(rng.random() < 0.7)
+    with_out = not encoded or bool(rng.random() < 0.8)
+    arguments = (codec, wires, own, own_index, count, dtype)
+    options = {"op": op, "scale": scale, "encoded": encoded, "place": place, "makers": makers}
+    in_place = has_own and with_out and bool(rng.random() < 0.5)
+    wire, out = kernel_calls.reduce(*arguments, **options, in_place=in_place, with_out=with_out)
+    wanted_wire, wanted_out = oracle.reduce(*arguments, **options)
+    what = f"{op} * {scale} of {len(wires)} wires, own {has_own} at {own_index}: {kind}, {count} {dtype}"
+    assert_same_bits(wire, wanted_wire, f"wire of {what}")
+    assert_same_bits(out, wanted_out if with_out else None, f"out of {what}")
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_foreign_bytes_decode_as_the_oracles(codec: Bucketed, dtype: str) -> None:
+    rng = np.random.default_rng([ALL.index(codec), DTYPES.index(dtype)])
+    for count in counts(codec)[1:]:
+        wire = rng.integers(0, 256, kernel_calls.wire_nbytes(codec, count, dtype), np.uint8)
+        if rng.random() < 0.3:
+            wire[:] = rng.integers(0, 4)
+        place = Place(rank=int(rng.integers(0, 9)))
+        found = kernel_calls.decode(codec, wire, count, dtype, place=place)
+        assert_same_bits(found, oracle.decode(codec, wire, count, dtype, place=place), f"{count} {dtype}")
+
+
+@EVERY
+def test_what_is_not_finite_spoils_its_bucket_and_no_other(codec: Bucketed) -> None:
+    """Law: where the exact value is not finite the decoded one is not either."""
+    found = codecs.get(codec.spec)
+    for bad in (np.nan, -np.nan, np.inf, -np.inf):
+        x = np.random.default_rng(0).standard_normal(3 * codec.bucket).astype(np.float32)
+        spots = codec.bucket + np.arange(0, codec.bucket, max(codec.bucket // 3, 1))
+        x[spots] = bad
+        y = found.decode(found.encode(x), x.size, "float32")
+        assert not np.isfinite(y[spots]).any()
+        assert np.isfinite(y[: codec.bucket]).all() and np.isfinite(y[2 * codec.bucket :]).all()
+
+
+@EVERY
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("one NaN", "one infinity", "special", "bit patterns")])
+def test_bound_holds(codec: Bucketed, kind: str) -> None:
+    found = codecs.get(codec.spec)
+    x = hard_values(kind, 2 * codec.bucket + 13, "float32", np.random.default_rng(KINDS.index(kind)))
+    y = found.decode(found.encode(x), x.size, "float32").astype(np.float64)
+    excess = np.abs(y - x) - found.error_bound(x)
+    assert excess.max() <= 0, f"element {excess.argmax()} by {excess.max()}"
