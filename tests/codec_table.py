@@ -1,7 +1,8 @@
 """The codecs that go bucket by bucket, one row each: the oracle's, with parameters that differ in kind.
 
-Whatever is listed here is tested by test_bucket_codecs.py (against the oracle, on all element types and instruction
-sets, with foreign bytes), test_codec_golden.py (those with buckets of 16), the laws of all-reduce, the emulated device and its compiler.
+What is listed here is tested against the oracle on all element types and instruction sets, with foreign bytes
+(test_bucket_codecs.py); its wire is held (golden/, those with buckets of 16); it keeps the laws of all-reduce; and its
+device kernels are emulated and compiled.
 """
 
 from __future__ import annotations

@@ -344,7 +344,7 @@ class _Place:
     def _reduce(self, op: Reduce) -> None:
         values = op.own or op.out
         dtype = None if values is None else self.schedule.buffers[values.buffer].dtype
-        makers = op.src_ranks or (0,) * len(op.srcs)
+        makers = op.src_ranks if op.codec.placed else (0,) * len(op.srcs)
         if len(makers) != len(op.srcs):
             self.fail(f"has {len(op.srcs)} sources, but {len(makers)} ranks that made them")
         terms = [

@@ -127,8 +127,8 @@ def all_to_all(
     )
     send, recv = out.slots("send", len(peers), depth), back.slots("recv", len(peers), depth)
 
-    # What two ranks call an element is its number in the part; so that no random number is used twice, the number of the
-    # receiver takes the place of the round.
+    # Both ranks number an element by its place in the part. So that no random number is used twice, the number of the
+    # receiver stands for the round.
     def first_of(coded: Coded, peer: int) -> int:
         return next((piece.index for piece in coded.layout.pieces(peer, 0)), 0)
 
