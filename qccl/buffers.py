@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,7 +17,17 @@ from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
 
-__all__ = ["EXPONENT_BITS", "HostMemory", "Memory", "Values", "check_pointer", "from_view", "same_or_disjoint"]
+__all__ = [
+    "EXPONENT_BITS",
+    "HostMemory",
+    "Memory",
+    "Values",
+    "check_disjoint",
+    "check_pointer",
+    "from_view",
+    "is_part_of",
+    "same_or_disjoint",
+]
 
 _DLPACK_CPU = 1
 _DLPACK_DEVICES = {2: "CUDA", 3: "CUDA pinned host", 7: "Vulkan", 8: "Metal", 10: "ROCm", 13: "CUDA managed"}
@@ -46,6 +57,11 @@ class Values:
     @property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
+
+    def part(self, first: int, count: int) -> Values:
+        """``count`` of the elements (of a row-major array), from ``first`` on."""
+        address = self.address + first * self.dtype.itemsize
+        return Values(address, count, self.dtype, ((count,), (1,)), self.array, self.view)
 
     @property
     def order(self) -> str:
@@ -175,6 +191,31 @@ def same_or_disjoint(x: Values, out: Values) -> bool:
             f"the same memory (in place) or have none in common"
         )
     return False
+
+
+def is_part_of(part: Values, whole: Values, first: int) -> bool:
+    """Whether ``part`` is the elements of ``whole`` from ``first`` on. Raises InvalidBufferError on other overlaps."""
+    if not part.nbytes or part.address == whole.address + first * whole.dtype.itemsize:
+        return part.address == whole.address + first * whole.dtype.itemsize
+    check_disjoint({"x": whole, "out": part}, {"out"})
+    return False
+
+
+def check_disjoint(arrays: Mapping[str, Values], written: Collection[str]) -> None:
+    """Raise InvalidBufferError where an array in ``written`` has memory in common with another one."""
+    found = sorted((v.address, v.address + v.nbytes, name) for name, v in arrays.items() if v.nbytes)
+    end, last, end_written, last_written = 0, "", 0, ""
+    for start, stop, name in found:
+        other = last if name in written and start < end else last_written if start < end_written else ""
+        if other:
+            raise InvalidBufferError(
+                f"{other} and {name} overlap in memory, and one of them is written; pass arrays that have no memory in "
+                f"common"
+            )
+        if stop > end:
+            end, last = stop, name
+        if name in written and stop > end_written:
+            end_written, last_written = stop, name
 
 
 def _element_type(found: str, wanted: DType | None, what: str) -> DType:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl.arguments import CodecLike
 from qccl.buffers import Memory, Values
-from qccl.dtypes import DType
+from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
-from qccl.signatures import AllReduce, Signature
+from qccl.signatures import AllGather, AllReduce, AllToAll, Broadcast, Coalesced, Reduce, ReduceScatter, Signature
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -31,6 +32,8 @@ class Run(NamedTuple):
 class Collectives(ABC):
     """What a Communicator can do with arrays."""
 
+    rank: int
+    size: int
     _memory: Memory
 
     def quantized_allreduce(
@@ -80,6 +83,198 @@ class Collectives(ABC):
         signature = AllReduce.make(source.count, source.dtype, codec, chunk, source.order, op=op, algorithm=algorithm)
         run = Run(async_op, nonfinite, stream, timeout, trace)
         return self._run(signature, {"input": source, "output": target}, result, run)
+
+    def quantized_allreduce_coalesced(
+        self,
+        xs: Sequence[Any],
+        outs: Sequence[Any] | None = None,
+        *,
+        codec: CodecLike = "minmax8",
+        op: str | int = "sum",
+        async_op: bool = False,
+        algorithm: str = "auto",
+        chunk: int | None = None,
+        nonfinite: str = "propagate",
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """All-reduce of many arrays of one element type in one call, as if they were one; they are not copied.
+
+        ``xs`` and ``outs`` are lists of arrays; ``outs`` None means into ``xs`` themselves. Each array has buckets of
+        its own. Other arguments: see quantized_allreduce. Returns the list of the outputs, or its Work.
+        """
+        memory, targets = self._memory, xs if outs is None else outs
+        if len(targets) != len(xs):
+            raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
+        arrays: dict[str, Values] = {}
+        for i, (x, out) in enumerate(zip(xs, targets, strict=True)):
+            source = arrays[f"input {i}"] = memory.from_array(x, dtype=dtype, writable=outs is None, what=f"xs[{i}]")
+            dtype = source.dtype
+            arrays[f"output {i}"] = (
+                source if outs is None else memory.from_array(out, dtype=dtype, writable=True, what=f"outs[{i}]")
+            )
+        each = [arrays[f"input {i}"].count for i in range(len(xs))]
+        signature = Coalesced.make(sum(each), dtype or FLOAT32, codec, chunk, each=each, op=op, algorithm=algorithm)
+        order = signature.order_of(arrays)
+        signature = signature if order == "C" else replace(signature, order=order)
+        return self._run(signature, arrays, targets, Run(async_op, nonfinite, stream, timeout, trace))
+
+    def quantized_reduce_scatter(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        counts: Sequence[int] | None = None,
+        codec: CodecLike = "minmax8",
+        op: str | int = "sum",
+        async_op: bool = False,
+        chunk: int | None = None,
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """Combine ``x`` over all ranks, of which each rank gets one part: the first half of an all-reduce.
+
+        ``counts`` are the elements of each rank's part; None means equal parts. ``out`` is this rank's part; None means
+        to leave it where it is in ``x``, whose other parts are not changed. Other arguments: see quantized_allreduce.
+        Returns ``out`` (or ``x``), or its Work.
+        """
+        source = self._memory.from_array(x, dtype=dtype, writable=out is None, what="x")
+        signature = ReduceScatter.make(source.count, source.dtype, codec, chunk, op=op, counts=counts)
+        if out is None:
+            lengths = signature.lengths(self.size)
+            target = source.part(sum(lengths[: self.rank]), lengths[self.rank])
+        else:
+            target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
+        arrays = {"input": source, "output": target}
+        return self._run(
+            signature, arrays, x if out is None else out, Run(async_op, "propagate", stream, timeout, trace)
+        )
+
+    def quantized_all_gather(
+        self,
+        x: Any,
+        out: Any,
+        *,
+        counts: Sequence[int] | None = None,
+        codec: CodecLike = "minmax8",
+        async_op: bool = False,
+        chunk: int | None = None,
+        nonfinite: str = "propagate",
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """Put every rank's ``x`` one behind the other into ``out``, on all ranks: the second half of an all-reduce.
+
+        ``counts`` are the elements of each rank's part; None means equal parts. ``x`` may be this rank's part of
+        ``out`` itself. All ranks hold the same bits; the own part, too, is what the others decode. Other arguments: see
+        quantized_allreduce. Returns ``out``, or its Work.
+        """
+        source = self._memory.from_array(x, dtype=dtype, writable=False, what="x")
+        target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
+        signature = AllGather.make(target.count, target.dtype, codec, chunk, counts=counts)
+        return self._run(
+            signature, {"input": source, "output": target}, out, Run(async_op, nonfinite, stream, timeout, trace)
+        )
+
+    def quantized_all_to_all(
+        self,
+        x: Any,
+        out: Any,
+        *,
+        send_counts: Sequence[int] | None = None,
+        recv_counts: Sequence[int] | None = None,
+        codec: CodecLike = "minmax8",
+        async_op: bool = False,
+        chunk: int | None = None,
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """Send part j of ``x`` to rank j, for each j; ``out`` gets the parts for this rank, one behind the other.
+
+        ``send_counts`` and ``recv_counts`` are the elements that this rank sends to and gets from each rank; None means
+        equal parts. The part that it sends itself is copied as it is. Other arguments: see quantized_allreduce. Returns
+        ``out``, or its Work.
+        """
+        source = self._memory.from_array(x, dtype=dtype, writable=False, what="x")
+        target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
+        signature = AllToAll.make(
+            source.count, source.dtype, codec, chunk, send_counts=send_counts, recv_counts=recv_counts
+        )
+        return self._run(
+            signature, {"input": source, "output": target}, out, Run(async_op, "propagate", stream, timeout, trace)
+        )
+
+    def quantized_broadcast(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        root: int = 0,
+        codec: CodecLike = "minmax8",
+        async_op: bool = False,
+        algorithm: str = "auto",
+        chunk: int | None = None,
+        nonfinite: str = "propagate",
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """Give all ranks the values of ``x`` of rank ``root``.
+
+        All hold the same bits; the root, too, gets what the codes stand for. ``out`` None means into ``x`` itself;
+        where ``out`` is given, ``x`` is needed on the root alone. ``algorithm`` is "chain", "binomial" or "auto" (by
+        size). Other arguments: see quantized_allreduce. Returns the output array, or its Work.
+        """
+        if self.rank != root and out is not None:
+            x, out = out, None
+        source, target, result = self._pair(x, out, dtype)
+        signature = Broadcast.make(
+            source.count, source.dtype, codec, chunk, source.order, root=root, algorithm=algorithm
+        )
+        return self._run(
+            signature, {"input": source, "output": target}, result, Run(async_op, nonfinite, stream, timeout, trace)
+        )
+
+    def quantized_reduce(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        root: int = 0,
+        codec: CodecLike = "minmax8",
+        op: str | int = "sum",
+        async_op: bool = False,
+        algorithm: str = "auto",
+        chunk: int | None = None,
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """Combine ``x`` over all ranks, for rank ``root`` alone: it gets the result in ``out``, or in ``x`` itself.
+
+        On the other ranks ``x`` is not changed, and ``out`` is not used. ``algorithm`` is as in quantized_allreduce,
+        and so are the other arguments. Returns the output array on the root, elsewhere None; or its Work.
+        """
+        if self.rank == root:
+            source, target, result = self._pair(x, out, dtype)
+            arrays = {"input": source, "output": target}
+        else:
+            source, result = self._memory.from_array(x, dtype=dtype, writable=False, what="x"), None
+            arrays = {"input": source}
+        signature = Reduce.make(
+            source.count, source.dtype, codec, chunk, source.order, op=op, root=root, algorithm=algorithm
+        )
+        return self._run(signature, arrays, result, Run(async_op, "propagate", stream, timeout, trace))
 
     def _pair(self, x: Any, out: Any, dtype: DType | str | None) -> tuple[Values, Values, Any]:
         """The memory of both arrays (the same where ``out`` is None), and the one that is returned."""

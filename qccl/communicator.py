@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,7 +16,7 @@ from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
 from qccl.plan import Plan, PlanCache
-from qccl.signatures import Signature, of_plan
+from qccl.signatures import Signature, check_counts, of_plan
 from qccl.work import Work
 
 if TYPE_CHECKING:
@@ -217,11 +217,13 @@ class Communicator(Collectives):
             raise ArgumentError(f'nonfinite={how.nonfinite!r} is not "propagate" or "error"')
         if how.timeout is not None:
             check_timeout(how.timeout)
+        check_counts(signature, arrays, self.rank, self.size)
         plan = self._plans.take(self, signature)._bind_values(arrays, result)
         work = plan._start(stream=how.stream, timeout=how.timeout, trace=how.trace)
         work._when_reusable(lambda: self._plans.give_back(plan))
         if how.nonfinite == "error":
-            work._check_result(lambda: self._refuse_nonfinite(arrays["output"]))
+            outputs = [values for name, values in arrays.items() if name.startswith("output")]
+            work._check_result(lambda: self._refuse_nonfinite(outputs))
         if not how.async_op:
             return work.wait()
         work._detach(at_once=True)
@@ -243,6 +245,7 @@ class Communicator(Collectives):
         self,
         program: Program,
         text: str,
+        pairs: tuple[str, ...],
         addresses: dict[str, int],
         result: Any,
         *,
@@ -251,12 +254,12 @@ class Communicator(Collectives):
         timeout: float | None,
         trace: list[TraceEvent] | None,
     ) -> Work:
-        """Start a program on this communicator's next sequence number; ``text`` is what all ranks must agree on."""
+        """Start a program on this communicator's next sequence number; ``text`` and ``pairs`` are those of Header."""
         self._check_usable()
         execution = program.start(
             addresses,
             call=self._draws,
-            header=Header(Kind.CALL, self._sequence, text),
+            header=Header(Kind.CALL, self._sequence, text, pairs),
             deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
             trace=trace,
             streams=streams,
@@ -265,22 +268,24 @@ class Communicator(Collectives):
         self._draws += 1
         return Work(self, execution, result, keep)
 
-    def _agree(self, text: str) -> None:
+    def _agree(self, text: str, pairs: tuple[str, ...]) -> None:
         """Collective where the engine does not check every call: whether all ranks want this plan."""
         try:
-            self._engine.agree(Header(Kind.CALL, self._sequence, text), self.timeout)
+            self._engine.agree(Header(Kind.CALL, self._sequence, text, pairs), self.timeout)
         except QcclError as error:
             self._fail(error)
             raise
 
-    def _refuse_nonfinite(self, values: Values) -> None:
-        """Raise ArgumentError where ``values`` are not all finite; the same on every rank, as their values are."""
-        first = self._memory.first_nonfinite(values)
-        if first is not None:
-            raise ArgumentError(
-                f'the result is not finite at element {first} (and perhaps later), and nonfinite="error" was given; '
-                f"the output was written all the same"
-            )
+    def _refuse_nonfinite(self, outputs: Iterable[Values]) -> None:
+        """Raise ArgumentError where values are not all finite; the same on every rank, as their values are."""
+        for number, values in enumerate(outputs):
+            first = self._memory.first_nonfinite(values)
+            if first is not None:
+                where = f"element {first} of array {number}" if number else f"element {first}"
+                raise ArgumentError(
+                    f'the result is not finite at {where} (and perhaps later), and nonfinite="error" was given; '
+                    f"the output was written all the same"
+                )
 
     def _fail(self, error: QcclError) -> None:
         """Remember the first failure, and let the other ranks know."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qccl.buffers import Values
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
-from qccl.signatures import Signature
+from qccl.signatures import Signature, check_counts
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -49,8 +49,9 @@ class Plan:
         self._bound: _Bound | None = None
         self._work: Work | None = None
         self._text = signature.text()
-        self._counts = signature.counts(comm.rank)
-        comm._agree(self._text)
+        self._names = signature.counts(comm.rank, comm.size).keys()
+        self._pairs = signature.pairs(comm.rank, comm.size)
+        comm._agree(self._text, self._pairs)
 
     def __repr__(self) -> str:
         return f"<Plan {self._text}>"
@@ -62,47 +63,29 @@ class Plan:
 
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Fix the arrays (as in the collective's method) of the runs to come; returns the plan."""
-        dtype, memory = self.signature.dtype, self._comm._memory
-        source = memory.from_array(x, dtype=dtype, writable=out is None, what="x")
-        target = source if out is None else memory.from_array(out, dtype=dtype, writable=True, what="out")
-        return self._bind_values({"input": source, "output": target}, x if out is None else out)
+        comm, signature, given = self._comm, self.signature, {}
+        memory, dtype = comm._memory, self.signature.dtype
+        if "input" in self._names:
+            given["input"] = memory.from_array(x, dtype=dtype, writable=out is None, what="x")
+        if "output" in self._names:
+            target, what = (x, "x") if out is None else (out, "out")
+            given["output"] = memory.from_array(target, dtype=dtype, writable=True, what=what)
+        check_counts(signature, given, comm.rank, comm.size)
+        return self._bind_values(given, x if out is None else out)
 
     def _bind_values(self, arrays: Mapping[str, Values], result: Any) -> Plan:
         self._comm._check_usable()
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
         self._bound = None
-        signature, text = self.signature, self._text
-        for name, count in self._counts.items():
-            if arrays[name].count != count:
-                raise ArgumentError(
-                    f"{_given_as(name)} has {arrays[name].count} elements, but the plan is for {count}; "
-                    f"make a plan for each size"
-                )
-        order = self._common_order(arrays)
+        signature, comm, text = self.signature, self._comm, self._text
+        order = signature.order_of(arrays)
         if order != signature.order:
             text = replace(signature, order=order).text()
-            self._comm._agree(text)
-        in_place, addresses = signature.bind(arrays, self._comm.rank)
+            comm._agree(text, self._pairs)
+        in_place, addresses = signature.bind(arrays, comm.rank, comm.size)
         self._bound = _Bound(arrays, result, self._program(in_place), addresses, text)
         return self
-
-    def _common_order(self, arrays: Mapping[str, Values]) -> str:
-        """The order of the arrays' elements in memory. Raises ArgumentError where it is not the same, or must be C."""
-        (first, values), *others = arrays.items()
-        order = values.order
-        for name, other in others:
-            if other is not values and other.order != order:
-                raise ArgumentError(
-                    f"{_given_as(first)} and {_given_as(name)} lie differently in memory (shape, strides in elements): "
-                    f"{values.layout} and {other.layout}; pass arrays of one shape and one order of axes"
-                )
-        if order != "C" and not self.signature.elementwise:
-            raise ArgumentError(
-                f"{self.signature.name} takes the elements of row-major arrays, and {_given_as(first)} is not: shape "
-                f"and strides in elements are {values.layout}; pass a row-major copy"
-            )
-        return order
 
     def start(self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
         """Begin one run with the bound arrays; all ranks must. Arguments: see the method. Returns its Work.
@@ -125,6 +108,7 @@ class Plan:
         self._work = self._comm._launch(
             program,
             text,
+            self._pairs,
             addresses,
             result,
             keep=self._bound,
@@ -194,8 +178,3 @@ class PlanCache:
         """Drop every plan."""
         self._idle.clear()
         self._nbytes = 0
-
-
-def _given_as(name: str) -> str:
-    """What the caller knows a buffer as."""
-    return {"input": "x", "output": "out"}.get(name, name)

@@ -49,15 +49,20 @@ def _tail(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One control message; two ranks agree on a call when the packed bytes are equal."""
+    """One control message; two ranks agree on a call when the packed bytes are equal.
+
+    ``pairs`` are what the two must agree on beside the text, by peer: () for nothing.
+    """
 
     kind: Kind
     sequence: int
     text: str
+    pairs: tuple[str, ...] = ()
 
-    def pack(self) -> bytes:
-        """HEADER_NBYTES bytes. A long text is cut, but its digest is of the whole."""
-        return _FIXED.pack(_MAGIC, _VERSION, self.kind, self.sequence) + _tail(self.text)
+    def pack(self, peer: int | None = None) -> bytes:
+        """HEADER_NBYTES bytes for a peer, or for all. A long text is cut, but its digest is of the whole."""
+        text = self.text if peer is None or not self.pairs else self.text + self.pairs[peer]
+        return _FIXED.pack(_MAGIC, _VERSION, self.kind, self.sequence) + _tail(text)
 
     @classmethod
     def unpack(cls, message: bytes, peer: int) -> Header:

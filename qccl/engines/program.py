@@ -86,6 +86,7 @@ class Program:
             self.legs.append(self._leg(node, schedule) if is_leg else None)
         self.header = Block(HEADER_NBYTES)
         self.header_buffer = transport.buffer(self.header.address, HEADER_NBYTES)
+        self._headers: dict[int, tuple[Block, Any]] = {}  # of calls in which they differ, by peer
         self._link(schedule)
 
     def start(
@@ -120,6 +121,15 @@ class Program:
             execution = _TracedExecution(self, header, deadline, trace)
         self.engine.start(execution)
         return execution
+
+    def header_to(self, peer: int, packed: bytes) -> Any:
+        """The transport's buffer of a header that goes to ``peer`` alone."""
+        if peer not in self._headers:
+            block = Block(HEADER_NBYTES)
+            self._headers[peer] = block, self.transport.buffer(block.address, HEADER_NBYTES)
+        block, buffer = self._headers[peer]
+        block.write(packed)
+        return buffer
 
     def _bind(self, bindings: Mapping[str, int]) -> None:
         """Enter the caller's addresses, unless they are those of the last run."""
@@ -333,11 +343,16 @@ class Execution:
         program = self._program
         self.begun = True
         if peers:
-            program.header.write(self._packed)
             self.unheard = set(peers)
             token = (self, program.gate + 1)
-            for peer in peers:
-                program.transport.send(peer, CONTROL_TAG, program.header_buffer, token)
+            if self._header.pairs:
+                for peer in peers:
+                    buffer = program.header_to(peer, self._header.pack(peer))
+                    program.transport.send(peer, CONTROL_TAG, buffer, token)
+            else:
+                program.header.write(self._packed)
+                for peer in peers:
+                    program.transport.send(peer, CONTROL_TAG, program.header_buffer, token)
         for node in program.first:
             self._launch(node)
         if not self._left:
@@ -345,8 +360,9 @@ class Execution:
 
     def agree(self, peer: int, message: bytes) -> None:
         """Compare ``peer``'s header with the own one. Raises MismatchError."""
-        if message != self._packed:
-            raise disagreement(self._packed, message, self._program.transport.rank, peer)
+        mine = self._header.pack(peer) if self._header.pairs else self._packed
+        if message != mine:
+            raise disagreement(mine, message, self._program.transport.rank, peer)
         self.unheard.discard(peer)
         counts = self._counts
         for node in self._program.first_receives[peer]:

@@ -1,0 +1,136 @@
+"""What all collectives have in common: their parameters, what the ranks compare, and checks of arrays."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+from qccl import codecs, dtypes
+from qccl.arguments import CodecLike, chunk_of, count_of
+from qccl.buffers import Values, same_or_disjoint
+from qccl.codecs.base import Codec
+from qccl.dtypes import DType
+from qccl.errors import ArgumentError
+from qccl.schedule import Schedule
+
+__all__ = ["Signature", "check_counts", "common", "common_order", "given_as", "reduction", "row_major"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Signature(ABC):
+    """The parameters that every collective has.
+
+    The caller's arrays are named as the schedule's buffers are: "input", "output".
+
+    Attributes:
+        count: elements of the whole vector.
+        order: which element follows which in memory (Values.order).
+    """
+
+    #: of the collective, in Communicator.plan
+    name: ClassVar[str]
+
+    count: int
+    dtype: DType
+    codec: Codec
+    chunk: int | None
+    order: str = "C"
+
+    def text(self) -> str:
+        """What all ranks must agree on, for them to compare and for messages."""
+        return f"{self.name}({', '.join(f'{name}={value}' for name, value in self._shown().items())})"
+
+    def _shown(self) -> dict[str, Any]:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["codec"] = self.codec.spec()
+        if self.order == "C":
+            del values["order"]
+        return values
+
+    def pairs(self, rank: int, size: int) -> tuple[str, ...]:
+        """For each other rank, what the two must agree on beside the text, worded alike on both; () for nothing."""
+        return ()
+
+    def counts(self, rank: int, size: int) -> dict[str, int]:
+        """Elements that each array of this rank must have. Raises ArgumentError for what ``size`` ranks cannot do."""
+        return {"input": self.count, "output": self.count}
+
+    def order_of(self, arrays: Mapping[str, Values]) -> str:
+        """The order of the arrays' elements in memory. Raises ArgumentError where it is not the same."""
+        return common_order(arrays)
+
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
+        """Whether the call is in place, and the address of each of the schedule's buffers.
+
+        Raises InvalidBufferError where arrays overlap in a way that is not allowed.
+        """
+        source, target = arrays["input"], arrays["output"]
+        if same_or_disjoint(source, target):
+            return True, {"output": target.address}
+        return False, {"input": source.address, "output": target.address}
+
+    @abstractmethod
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+        """The schedule of one rank; ``default_chunk`` where the caller named none (None: the collective's own)."""
+
+    def _chunk(self, default: int | None) -> int | None:
+        return default if self.chunk is None else self.chunk
+
+
+def common(
+    count: int, dtype: DType | str | int, codec: CodecLike, chunk: int | None, order: str = "C"
+) -> dict[str, Any]:
+    """Check the parameters that every collective has."""
+    return {
+        "count": count_of(count),
+        "dtype": dtypes.get(dtype),
+        "codec": codecs.get(codec),
+        "chunk": chunk_of(chunk),
+        "order": order,
+    }
+
+
+def reduction(op: str, size: int) -> tuple[str, float]:
+    """What a schedule does for ``op``: how it combines, and the factor of the result."""
+    return ("sum", 1.0 / size) if op == "avg" else (op, 1.0)
+
+
+def given_as(name: str) -> str:
+    """What the caller knows a buffer as."""
+    return name.replace("input", "x").replace("output", "out")
+
+
+def check_counts(signature: Signature, arrays: Mapping[str, Values], rank: int, size: int) -> None:
+    """Raise ArgumentError where an array has not as many elements as the call needs."""
+    for name, count in signature.counts(rank, size).items():
+        if arrays[name].count != count:
+            raise ArgumentError(
+                f"{given_as(name)} has {arrays[name].count} elements, and {signature.name} of {signature.count} "
+                f"elements on {size} ranks needs {count} on rank {rank}"
+            )
+
+
+def row_major(arrays: Mapping[str, Values], name: str) -> str:
+    """The order "C". Raises ArgumentError where an array has another one."""
+    for what, values in arrays.items():
+        if values.order != "C":
+            raise ArgumentError(
+                f"{name} takes the elements of row-major arrays, and {given_as(what)} is not: shape and strides in "
+                f"elements are {values.layout}; pass a row-major copy"
+            )
+    return "C"
+
+
+def common_order(arrays: Mapping[str, Values]) -> str:
+    """The order of all arrays. Raises ArgumentError where it is not the same."""
+    (first, values), *others = arrays.items()
+    order = values.order
+    for name, other in others:
+        if other is not values and other.order != order:
+            raise ArgumentError(
+                f"{given_as(first)} and {given_as(name)} lie differently in memory (shape, strides in elements): "
+                f"{values.layout} and {other.layout}; pass arrays of one shape and one order of axes"
+            )
+    return order

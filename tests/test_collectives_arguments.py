@@ -1,0 +1,148 @@
+"""Arguments that the collectives beside all-reduce refuse: before anything is sent, or on every rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qccl
+
+
+def vector(count: int = 12, dtype: type = np.float32) -> np.ndarray:
+    return np.ones(count, dtype)
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (lambda c: c.quantized_reduce_scatter(vector(13)), "13 elements cannot be shared equally among 2 ranks"),
+        (lambda c: c.quantized_reduce_scatter(vector(), vector(5)), "out has 5 elements.* needs 6"),
+        (lambda c: c.quantized_reduce_scatter(vector(), counts=[5, 6]), r"counts=\[5, 6\] .* sum 11; .* sum 12"),
+        (lambda c: c.quantized_reduce_scatter(vector(), counts=[12]), "1 numbers .* must be 2"),
+        (lambda c: c.quantized_reduce_scatter(vector(), counts=[-1, 13]), "each of counts must be a number"),
+        (lambda c: c.quantized_reduce_scatter(vector(), op="product"), "op 'product' is not supported"),
+        (lambda c: c.quantized_reduce_scatter(np.ones((3, 4), np.float32).T), "row-major"),
+        (lambda c: c.quantized_all_gather(vector(5), vector()), "x has 5 elements.* needs 6"),
+        (lambda c: c.quantized_all_gather(vector(6), vector(12, np.float16)), "out has element type float16"),
+        (lambda c: c.quantized_all_to_all(vector(), vector(), send_counts=[6, 6]), "belong together"),
+        (
+            lambda c: c.quantized_all_to_all(vector(), vector(), send_counts=[6, 6], recv_counts=[12]),
+            "recv_counts has 1",
+        ),
+        (
+            lambda c: c.quantized_all_to_all(vector(), vector(), send_counts=[6, 6], recv_counts=[7, 5]),
+            "sends itself 6 elements and gets",
+        ),
+        (lambda c: c.quantized_broadcast(vector(), root=2), "root=2 is not a rank"),
+        (lambda c: c.quantized_broadcast(vector(), root=None), "root must be an integer, not None"),
+        (lambda c: c.quantized_broadcast(vector(), algorithm="star"), "'star' is not one of auto, chain, binomial"),
+        (lambda c: c.quantized_reduce(vector(), root=-1), "root=-1 is not a rank"),
+        (lambda c: c.quantized_reduce(vector(), algorithm="chain"), "one of auto, one_shot, two_round"),
+        (lambda c: c.quantized_allreduce_coalesced([vector()], [vector(), vector()]), "1 arrays in xs and 2 in outs"),
+        (lambda c: c.quantized_allreduce_coalesced([vector(), vector(12, np.float16)]), r"xs\[1\] has element type"),
+        (lambda c: c.plan("reduce_scatter", 12, root=1), "has no parameter 'root'; those of its plans are op, counts"),
+        (lambda c: c.plan("gather", 12), '"reduce_scatter", "all_gather"'),
+    ],
+)
+def test_refused(call, reason) -> None:
+    def run(comm: qccl.Communicator) -> None:
+        with pytest.raises((qccl.ArgumentError, qccl.InvalidBufferError), match=reason):
+            call(comm)
+        comm.barrier()  # nothing was sent, so the communicator is as good as before
+
+    qccl.run_ranks(2, run)
+
+
+def test_memory_in_common() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x = vector(24)
+        for call in (
+            lambda: comm.quantized_all_to_all(x[:12], x[6:18]),
+            lambda: comm.quantized_reduce_scatter(x[:12], x[5:11]),
+            lambda: comm.quantized_all_gather(x[3:9], x[:12]),
+            lambda: comm.quantized_allreduce_coalesced([x[:6], x[4:9]]),
+            lambda: comm.quantized_allreduce_coalesced([x[:6], x[6:12]], [x[12:18], x[8:14]]),
+        ):
+            with pytest.raises(qccl.InvalidBufferError, match="overlap"):
+                call()
+        with pytest.raises(qccl.ArgumentError, match="all in place or none"):
+            comm.quantized_allreduce_coalesced([x[:6], x[6:12]], [x[:6], x[12:18]])
+        comm.barrier()
+
+    qccl.run_ranks(2, run)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda c, x, y: c.quantized_broadcast(x, root=c.rank),
+        lambda c, x, y: c.quantized_reduce(x, root=c.rank),
+        lambda c, x, y: c.quantized_reduce_scatter(x, counts=[6, 6] if c.rank else [5, 7]),
+        lambda c, x, y: c.quantized_all_gather(y, x) if c.rank else c.quantized_reduce_scatter(x, y),
+        lambda c, x, y: (
+            c.quantized_all_to_all(x, np.empty(12, np.float32), send_counts=[6, 6], recv_counts=[6, 6])
+            if c.rank
+            else c.quantized_all_to_all(x, np.empty(12, np.float32), send_counts=[5, 7], recv_counts=[5, 7])
+        ),
+        lambda c, x, y: c.quantized_allreduce_coalesced([x, y] if c.rank else [y, x]),
+    ],
+    ids=["broadcast", "reduce", "reduce_scatter", "others", "all_to_all", "coalesced"],
+)
+def test_ranks_that_disagree(call) -> None:
+    """Every rank raises, and nothing has changed."""
+
+    def run(comm: qccl.Communicator) -> None:
+        x, y = np.arange(12, dtype=np.float32), np.arange(6, dtype=np.float32)
+        with pytest.raises(qccl.MismatchError, match="do not agree"):
+            call(comm, x, y)
+        assert (x == np.arange(12)).all() and (y == np.arange(6)).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_nonfinite_results_are_refused_everywhere() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x = vector(12)
+        if comm.rank == 1:
+            x[3] = np.inf
+        for call in (
+            lambda: comm.quantized_broadcast(x.copy(), root=1, nonfinite="error"),
+            lambda: comm.quantized_all_gather(x.copy(), np.empty(24, np.float32), nonfinite="error"),
+            lambda: comm.quantized_allreduce_coalesced([vector(3), x.copy()], nonfinite="error"),
+        ):
+            with pytest.raises(qccl.ArgumentError, match="not finite at element"):
+                call()
+
+    qccl.run_ranks(2, run)
+
+
+def test_plans_and_works() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x, part = np.arange(4000, dtype=np.float32), np.empty(1000, np.float32)
+        plan = comm.plan("reduce_scatter", 4000, codec="none")
+        for _ in range(2):
+            assert plan(x, part) is part
+            np.testing.assert_array_equal(part, 4 * np.arange(1000 * comm.rank, 1000 * (comm.rank + 1)))
+        plan = comm.plan("broadcast", 1000, codec="none", root=2)
+        y = np.full(1000, comm.rank, np.float32)
+        assert (plan(y) == 2).all()
+        work = comm.quantized_all_gather(part, out := np.empty(4000, np.float32), codec="none", async_op=True)
+        assert work.wait() is out
+        np.testing.assert_array_equal(out, 4 * x)
+        work = comm.quantized_reduce(x, codec="none", root=3, async_op=True)
+        assert (work.wait() is x) == (comm.rank == 3)
+
+    qccl.run_ranks(4, run)
+
+
+def test_column_major_arrays() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x = np.asfortranarray(np.arange(12, dtype=np.float32).reshape(3, 4) * (comm.rank + 1))
+        comm.quantized_broadcast(x, root=1, codec="none")
+        np.testing.assert_array_equal(x, np.arange(12).reshape(3, 4) * 2)
+        comm.quantized_allreduce_coalesced([x, np.ones(3, np.float32)], codec="none")
+        np.testing.assert_array_equal(x, np.arange(12).reshape(3, 4) * 4)
+        with pytest.raises(qccl.MismatchError, match="axes"):
+            comm.quantized_allreduce_coalesced([x if comm.rank else np.ascontiguousarray(x)])
+
+    qccl.run_ranks(2, run)
