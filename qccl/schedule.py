@@ -23,6 +23,8 @@ from qccl.intervals import IntervalMap
 
 __all__ = [
     "Buffer",
+    "Carried",
+    "Commit",
     "Decode",
     "Encode",
     "Exchange",
@@ -35,6 +37,7 @@ __all__ = [
     "Role",
     "Schedule",
     "Span",
+    "State",
     "VerificationError",
     "dependencies",
     "nodes",
@@ -71,6 +74,7 @@ class Role(Enum):
     INPUT = "input"  # the caller's, read only
     OUTPUT = "output"  # the caller's, written (in place: read as well)
     WORK = "work"  # the plan's workspace
+    STATE = "state"  # float32 that lasts from call to call: what the caller's key names
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +142,29 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class Carried:
+    """Float32 values that last from call to call: read from ``old``; written to ``new``, which a Commit makes last."""
+
+    old: Span
+    new: Span
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What a Reduce remembers; one value per element.
+
+    Attributes:
+        residual: what the codes of the calls before have left out, times the learning rate.
+        momentum: the running sum of the own values.
+        mu: how much of that lasts from one call to the next.
+    """
+
+    residual: Carried | None = None
+    momentum: Carried | None = None
+    mu: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce:
     """Combine several codes in one pass, in fp32 and in rank order.
 
@@ -145,6 +172,12 @@ class Reduce:
     its place before ``srcs[own_index]``. With ``wire`` the total is encoded into it and ``out`` gets what a decoder
     of ``wire`` gets; without ``wire``, ``out`` gets the total itself. ``src_ranks`` (none: rank 0 for all) made the
     sources in round ``src_round``.
+
+    With ``state`` the operation remembers, in fp32 (``lr`` is that of the run, 1 if not given):
+
+    - momentum: ``new = mu * old + own``, and ``own + mu * new`` takes the place of ``own``;
+    - residual, with ``wire``: ``old / lr`` is added to the scaled total, which is then encoded, and ``new`` is what the
+      code lacks of it, times ``lr``: the total less ``out``, or without ``out`` less the decoded value.
     """
 
     codec: Codec
@@ -159,6 +192,18 @@ class Reduce:
     round: int = 1
     src_ranks: tuple[int, ...] = ()
     src_round: int = 0
+    state: State | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Where all of ``guard`` is finite, make the new values last: copy each ``new`` to its ``old``; else do nothing.
+
+    It comes after everything before it in the program, transfers included: a run that fails changes nothing.
+    """
+
+    guard: tuple[Span, ...]
+    carried: tuple[Carried, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +238,7 @@ class Native:
     root: int = 0
 
 
-Op = Encode | Decode | Reduce | Exchange | Native
+Op = Encode | Decode | Reduce | Commit | Exchange | Native
 
 
 @dataclass(frozen=True)
@@ -253,6 +298,10 @@ def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
     return tuple(span for span in spans if span is not None)
 
 
+def _carried(state: State | None) -> tuple[Carried, ...]:
+    return () if state is None else tuple(each for each in (state.residual, state.momentum) if each is not None)
+
+
 def reads(op: Op) -> tuple[Span, ...]:
     """The spans that ``op`` reads."""
     match op:
@@ -261,7 +310,9 @@ def reads(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.wire, op.dst) if op.accumulate else (op.wire,)
         case Reduce():
-            return _present((*op.srcs, op.own))
+            return _present((*op.srcs, op.own, *(carried.old for carried in _carried(op.state))))
+        case Commit():
+            return (*op.guard, *(carried.new for carried in op.carried))
         case Exchange():
             return tuple(leg.span for leg in op.sends)
         case Native():
@@ -276,7 +327,9 @@ def writes(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.dst,)
         case Reduce():
-            return _present((op.wire, op.out))
+            return _present((op.wire, op.out, *(carried.new for carried in _carried(op.state))))
+        case Commit():
+            return tuple(carried.old for carried in op.carried)
         case Exchange():
             return tuple(leg.span for leg in op.recvs)
         case Native():
@@ -345,5 +398,7 @@ def dependencies(program: Sequence[Node]) -> list[tuple[int, ...]]:
             if span.start < span.stop:
                 _write(histories[span.buffer], span, i, found)
         found.discard(i)
+        if isinstance(node.op, Commit):
+            found = set(range(i))
         result.append(tuple(sorted(found)))
     return result

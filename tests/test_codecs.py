@@ -76,7 +76,7 @@ def test_spec_and_repr_are_inverses(codec: codecs.Codec) -> None:
         ("minmax8:", "is not key=value"),
         ("none8", "none has no bits"),
         ("none:bits=8", "none has no key 'bits'; its keys: none"),
-        ("minmax8+ef", "no decorator 'ef'"),
+        ("minmax8+eff", "no decorator 'eff'"),
         ({"bits": 8}, "lacks the key 'compressor'"),
         ({"compressor": "minmax", "bits": True}, "bits=True"),
         ({"bits": 8, "byteps_bits": 8, "compressor": "minmax"}, "gives 'bits' twice"),

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arguments": {"codecs", "errors"},
     "signatures": {"arguments", "buffers", "codecs", "collectives", "dtypes", "errors", "schedule"},
     "plan": {"buffers", "errors", "schedule", "signatures"},
+    "state": {"errors"},
     "work": {"errors"},
     "calls": {"arguments", "buffers", "dtypes", "errors", "signatures"},
     "communicator": {
@@ -60,6 +61,7 @@ PACKAGES: dict[str, set[str]] = {
     "engines/cuda_program.py": {"numpy"},
     "engines/cuda_source.py": {"numpy"},
     "gpu.py": {"cuda", "cupy"},
+    "state.py": {"numpy"},
     "transports/loopback.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
     "transports/nccl.py": {"torch"},

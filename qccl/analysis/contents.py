@@ -16,7 +16,19 @@ from qccl.analysis.events import Event, Meeting, Step, Transfer
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
-from qccl.schedule import Decode, Encode, Native, Op, Reduce, Role, Schedule, Span, VerificationError
+from qccl.schedule import (
+    Carried,
+    Commit,
+    Decode,
+    Encode,
+    Native,
+    Op,
+    Reduce,
+    Role,
+    Schedule,
+    Span,
+    VerificationError,
+)
 
 __all__ = ["Contents", "Given", "Want"]
 
@@ -130,6 +142,9 @@ class Contents:
                 if size:
                     value = self.value(("given", mask), mask, None, 1.0)
                     self.memory[-1][each.buffer].put(_Cell(0, size, value, each.first))
+            for name, size, first in _states(schedule):
+                value = self.value(("state", schedule.rank, name), _mask([schedule.rank]), None, 1.0)
+                self.memory[-1][name].put(_Cell(0, size, value, first))
 
     def happen(self, event: Event) -> None:
         """Apply an event; raises VerificationError where it reads or writes what it must not."""
@@ -157,6 +172,17 @@ class Contents:
                 model_rank, model = models.setdefault(key, (rank, bits))
                 for offset, count, _ in bits - model:
                     place.fail(f"elements {offset}..{offset + count} are not the same bits as on rank {model_rank}")
+
+    def check_state(self) -> None:
+        """Raise VerificationError where what lasts from call to call is partly of this call, or of other elements."""
+        for rank, schedule in enumerate(self.schedules):
+            for name, size, first in _states(schedule):
+                place = _Place(self, rank, None)
+                initial = self._values["state", rank, name]
+                runs = place.read(Span(name, 0, size))
+                for run in runs:
+                    if run.what is initial or run.offset != first + run.start:
+                        place.fail(f"{name}[{run.start}:{run.stop}] ends as {run.what}, element {run.offset} and on")
 
     def check_all_read(self) -> None:
         """Raise VerificationError where a code was made or received and never used."""
@@ -340,6 +366,11 @@ class _Place:
                 self.put(op.dst, term)
             case Reduce():
                 self._reduce(op)
+            case Commit():
+                for span in op.guard:
+                    self.read(span)
+                for carried in op.carried:
+                    self.write(carried.old, self.read(carried.new))
 
     def _reduce(self, op: Reduce) -> None:
         values = op.own or op.out
@@ -352,13 +383,29 @@ class _Place:
             for src, maker in zip(op.srcs, makers, strict=True)
         ]
         if op.own is not None:
-            terms.insert(op.own_index, self.values(op.own))
+            own = self.values(op.own)
+            if op.state is not None and op.state.momentum is not None:
+                own = self._remember(own, op.state.momentum, op.state.mu)
+            terms.insert(op.own_index, own)
         total = self.combine(terms, op.op, op.scale)
+        if op.state is not None and op.state.residual is not None:
+            total = self._remember(total, op.state.residual, op.wire)
         if op.wire is not None:
             wire = self.encode(op.codec, dtype, total, op.wire, op.index, op.round)
             total = _Term(wire.value, wire.first, wire.count)
         if op.out is not None:
             self.put(op.out, total)
+
+    def _remember(self, term: _Term, carried: Carried, how: object) -> _Term:
+        """What becomes of values with what was carried for them; the same computation gives what is carried next."""
+        old = self.values(carried.old)
+        if (old.first, old.count) != (term.first, term.count):
+            self.fail(f"adds {carried.old}, of element {old.first} and on, to values of element {term.first} and on")
+        value = term.value
+        corrected = self.world.value(("with", value, old.value, how), value.ranks, value.op, value.scale)
+        left = self.world.value(("left", value, old.value, how), _mask([self.rank]), None, 1.0)
+        self.put(carried.new, _Term(left, term.first, term.count))
+        return _Term(corrected, term.first, term.count)
 
     def compare(self, want: Want, runs: Sequence[_Cell]) -> None:
         """Fail unless the runs are what is wanted."""
@@ -421,6 +468,16 @@ def _given(schedule: Schedule) -> Iterator[Given]:
                 yield Given(name, (schedule.rank,), first)
                 first += size
             return
+
+
+def _states(schedule: Schedule) -> Iterator[tuple[str, int, int]]:
+    """Name, size and first element of each state buffer; those of several arrays are one vector, as the arrays are."""
+    first: defaultdict[str, int] = defaultdict(int)
+    for name, buffer in schedule.buffers.items():
+        if buffer.role is Role.STATE:
+            kind = name.split()[0]
+            yield name, buffer.size, first[kind]
+            first[kind] += buffer.size
 
 
 def _is_padding(cell: _Cell) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 
 from qccl.analysis.events import Ensemble, Event, Gate, Meeting, Rules, Step, Transfer
-from qccl.schedule import Decode, Encode, Exchange, Native, Op, Reduce, Schedule, Span, VerificationError
+from qccl.schedule import Commit, Decode, Encode, Exchange, Native, Op, Reduce, Schedule, Span, VerificationError
 from qccl.trace import TraceEvent
 
 __all__ = ["Costs", "Timeline", "simulate"]
@@ -169,6 +169,9 @@ class _Run:
                 values = _nbytes(schedule, op.out or op.own)
                 seconds = values * (len(op.srcs) + (op.own is not None)) / costs.decode_rate
                 seconds += values / costs.encode_rate if op.wire is not None else 0.0
+            case Commit():
+                values = sum(_nbytes(schedule, span) for span in (*op.guard, *(each.new for each in op.carried)))
+                seconds = values / costs.decode_rate
             case _:
                 seconds = 0.0
         return costs.overhead + seconds
@@ -194,6 +197,8 @@ def _label(op: Op) -> str:
         case Reduce():
             values = op.out or op.own
             return f"reduce {values}"
+        case Commit():
+            return "commit"
         case Native():
             return op.kind
         case Exchange():

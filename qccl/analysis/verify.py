@@ -11,7 +11,8 @@ It looks at all ranks' schedules at once, in time that grows linearly with the o
    sends that complete only when received.
 4. Contents (``contents``), executed symbolically: nothing is read before it is written; codes are decoded whole,
    by the codec that made them; every rank's contribution to every element of the result is in it exactly once; ranks
-   that want the same result get the same bits; no random number is used twice.
+   that want the same result get the same bits; no random number is used twice; what lasts from call to call
+   meets the elements that it is of, and is all replaced in the end.
 5. A wire slot is written again only when what it held has been used.
 
 **Why one execution is enough.** Two operations of a rank that touch the same memory, one of them writing, run in
@@ -35,8 +36,10 @@ from typing import NoReturn
 from qccl.analysis.contents import Contents, Given, Want
 from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Meeting, Rules, Step, Transfer, in_order
 from qccl.analysis.expect import allreduce
-from qccl.dtypes import DType
+from qccl.dtypes import FLOAT32, DType
 from qccl.schedule import (
+    Carried,
+    Commit,
     Decode,
     Encode,
     Exchange,
@@ -46,6 +49,7 @@ from qccl.schedule import (
     Role,
     Schedule,
     Span,
+    State,
     VerificationError,
     reads,
     writes,
@@ -80,6 +84,7 @@ def verify(
     for event in order:
         contents.happen(graph.events[event])
     contents.check([list(expect(schedule)) for schedule in schedules])
+    contents.check_state()
     contents.check_all_read()
 
 
@@ -141,8 +146,11 @@ class _Checker:
                 self._inside(span)
             for span in writes(op):
                 self._inside(span)
-                if self._schedule.buffers[span.buffer].role is Role.INPUT:
+                role = self._schedule.buffers[span.buffer].role
+                if role is Role.INPUT:
                     self._fail(f"writes {span}, the caller's input")
+                if role is Role.STATE and not isinstance(op, Commit):
+                    self._fail(f"writes {span}, which lasts from call to call and which only a Commit may change")
             self._check_kind(op)
 
     def _check_kind(self, op: Op) -> None:
@@ -154,6 +162,8 @@ class _Checker:
                 self._code(op, op.dst, op.wire)
             case Reduce():
                 self._reduce(op)
+            case Commit():
+                self._commit(op)
             case Exchange():
                 self._exchange(op)
             case Native():
@@ -207,6 +217,36 @@ class _Checker:
             self._fail(f"has {len(op.srcs)} codes, own {op.own} and own_index {op.own_index}")
         if op.own is not None and op.out is not None:
             self._alike(op.own, op.out)
+        if op.state is not None:
+            self._state(op, len(values), op.state)
+
+    def _state(self, op: Reduce, count: int, state: State) -> None:
+        """Check what a Reduce remembers."""
+        if op.op != "sum":
+            self._fail(f"remembers something of a reduction by {op.op}; only sums can")
+        if state.residual is not None and op.wire is None:
+            self._fail(f"has a residual, {state.residual.old}, but makes no code that could leave something out")
+        if state.momentum is not None and op.own is None:
+            self._fail(f"has a momentum, {state.momentum.old}, but no own values")
+        for each in (state.residual, state.momentum):
+            if each is not None:
+                self._carried(each, count)
+
+    def _carried(self, carried: Carried, count: int) -> None:
+        for span, role in ((carried.old, Role.STATE), (carried.new, Role.WORK)):
+            buffer = self._schedule.buffers[span.buffer]
+            if (len(span), buffer.dtype, buffer.role) != (count, FLOAT32, role):
+                self._fail(f"carries {carried.old} and {carried.new}; both must be {count} of float32, state and work")
+
+    def _commit(self, op: Commit) -> None:
+        """It comes last, after the output that guards it is there."""
+        if self._op_index != len(self._schedule.ops) - 1:
+            self._fail("commits before the end, when the run may still fail")
+        outputs = {n: b.size for n, b in self._schedule.buffers.items() if b.role is Role.OUTPUT and b.size}
+        if {span.buffer: len(span) for span in op.guard} != outputs:
+            self._fail(f"is guarded by {', '.join(map(str, op.guard))}, which is not all of the output")
+        for carried in op.carried:
+            self._carried(carried, len(carried.old))
 
     def _alike(self, src: Span, dst: Span) -> None:
         """Check that two spans of values are the same memory or disjoint, of the same length and type."""

@@ -9,48 +9,70 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qccl.codecs.base import BucketCodec, Codec
+from qccl.codecs.feedback import Decorator, ErrorFeedback, Momentum
 from qccl.codecs.minmax import MinMax
 from qccl.codecs.none import NoCodec
 from qccl.codecs.onebit import OneBit
 from qccl.errors import CodecError
 
-__all__ = ["CODECS", "BucketCodec", "Codec", "MinMax", "NoCodec", "OneBit", "get"]
+__all__ = [
+    "CODECS",
+    "DECORATORS",
+    "BucketCodec",
+    "Codec",
+    "ErrorFeedback",
+    "MinMax",
+    "Momentum",
+    "NoCodec",
+    "OneBit",
+    "get",
+]
 
 #: every codec by its name in a specification
 CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (MinMax, NoCodec, OneBit)}
 
+#: what may be around a codec, by its name in a specification
+DECORATORS: Mapping[str, type[Decorator]] = {kind.name: kind for kind in (ErrorFeedback, Momentum)}
+
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
+#: between decorators, but not in 1e+3
+_PLUS = re.compile(r"\+(?![0-9])")
+_MOMENTUM = (("momentum", "momentum_type"), "nesterov", "nesterov")
 
 
 def get(spec: str | Mapping[str, Any] | Codec) -> Codec:
     """The codec that ``spec`` names.
 
-    A string is ``name[bits][:key=value,...]``. A dict has the name under "compressor" and the same keys, each with or
+    A string is ``name[bits][:key=value,...]``, with "+ef" and "+nesterov:mu=0.9" behind it for error feedback and
+    momentum. A dict has the name under "compressor" and the same keys, each with or
     without the prefix "byteps_"; its values may be strings. Raises CodecError naming the key or value that is wrong,
     those that are possible, and the nearest.
     """
     if isinstance(spec, Codec):
         return spec
+    decorators: list[tuple[str, dict[str, Any]]]
     if isinstance(spec, str):
-        name, options = _parse_text(spec)
+        (name, options), *decorators = (_parse_text(part, spec) for part in _PLUS.split(spec))
     elif isinstance(spec, Mapping):
         name, options = _parse_mapping(spec)
+        decorators = _take_decorators(options, spec)
     else:
         raise CodecError(f"a codec is a string, a dict or a Codec, not {type(spec).__name__}; for example 'minmax8'")
-    return _make(name, options, spec)
+    codec = _make(name, options, spec)
+    for name, options in decorators:
+        codec = _decorated(codec, name, options, spec)
+    return codec
 
 
-def _parse_text(spec: str) -> tuple[str, dict[str, Any]]:
-    if "+" in spec:
-        raise CodecError(f"codec {spec!r}: there is no decorator {spec.partition('+')[2]!r}, and none other yet")
-    name, colon, text = spec.strip().partition(":")
+def _parse_text(text: str, spec: str) -> tuple[str, dict[str, Any]]:
+    name, colon, text = text.strip().partition(":")
     options: dict[str, Any] = {}
     for part in text.split(",") if colon else ():
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not (key and equals and value):
             raise CodecError(f"codec {spec!r}: {part!r} is not key=value; write it like 'minmax8:bucket=256'")
         _add(options, key, value, spec)
-    return name, options
+    return name.strip(), options
 
 
 def _parse_mapping(spec: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -103,6 +125,40 @@ def _make(name: str, options: dict[str, Any], spec: object) -> Codec:
         if each.default is dataclasses.MISSING and each.name not in given:
             raise CodecError(f"codec {spec!r}: {match[1]} needs the key {each.name!r}; its keys: {_list(keys)}")
     return kind(**given)
+
+
+def _take_decorators(options: dict[str, Any], spec: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """The decorators that a dict's options name, which are taken out of them."""
+    found: list[tuple[str, dict[str, Any]]] = []
+    for keys, name, value in ((("ef", "error_feedback_type"), "ef", "vanilla"), _MOMENTUM):
+        given = [options.pop(key) for key in keys if key in options]
+        if given and given != [value]:
+            raise CodecError(
+                f"codec {dict(spec)!r}: {keys[0]}={given[-1]!r} is not possible; there is {value!r}, once, or nothing"
+            )
+        if given:
+            found.append((name, {}))
+    mu = [options.pop(key) for key in ("mu", "momentum_mu") if key in options]
+    if mu:
+        if not found or found[-1][0] != "nesterov" or len(mu) > 1:
+            raise CodecError(f"codec {dict(spec)!r} gives mu without momentum, or twice; add momentum='nesterov'")
+        found[-1][1]["mu"] = mu[0]
+    return found
+
+
+def _decorated(codec: Codec, name: str, options: dict[str, Any], spec: object) -> Codec:
+    if name not in DECORATORS:
+        raise CodecError(
+            f"codec {spec!r}: there is no decorator {name!r}; the decorators are "
+            f"{_list(DECORATORS)}{_near(name, DECORATORS)}"
+        )
+    kind = DECORATORS[name]
+    keys = [field.name for field in dataclasses.fields(kind) if field.name != "codec"]
+    for key in options:
+        if key not in keys:
+            allowed = _list(keys) if keys else "none"
+            raise CodecError(f"codec {spec!r}: {name} has no key {key!r}; its keys: {allowed}{_near(key, keys)}")
+    return kind(codec, **options)
 
 
 def _list(names: Iterable[str]) -> str:

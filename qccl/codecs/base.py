@@ -81,6 +81,16 @@ class Codec(ABC):
         """Whether a shard may be cut into chunks without changing the result."""
         return True
 
+    @property
+    def plain(self) -> Codec:
+        """The codec by itself, without what is around it."""
+        return self
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        """What is kept from call to call, under the caller's key: "residual", "momentum"; nothing for most."""
+        return ()
+
     def encoded_nbytes(self, count: int, dtype: DType | str | int) -> int:
         """Bytes on the wire for ``count`` elements; depends on nothing else.
 

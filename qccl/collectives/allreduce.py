@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qccl.codecs.base import Codec
+from qccl.collectives.feedback import remembering
 from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Coded, Cut, cut, cut_together, pipeline
 from qccl.collectives.rounds import AllGather, Combine, ScatterReduce, alone, checked
 from qccl.dtypes import DType
@@ -34,7 +35,8 @@ def two_round(
     combine = checked(rank, size, op, scale, depth, count)
     caller = CallerBuffers.make(in_place)
     layout = cut(count, size, codec, chunk_elements)
-    return _two_round(rank, size, (count,), layout, dtype, codec, combine, caller, depth)
+    schedule = _two_round(rank, size, (count,), layout, dtype, codec.plain, combine, caller, depth)
+    return remembering(schedule, codec, scale)
 
 
 def one_shot(
@@ -58,7 +60,8 @@ def one_shot(
     combine = checked(rank, size, op, scale, depth, count)
     caller = CallerBuffers.make(in_place)
     layout = cut(count, 1, codec, chunk_elements)
-    return _one_shot(rank, size, (count,), layout, dtype, codec, combine, caller, depth)
+    schedule = _one_shot(rank, size, (count,), layout, dtype, codec.plain, combine, caller, depth)
+    return remembering(schedule, codec, scale)
 
 
 def coalesced(
@@ -83,7 +86,7 @@ def coalesced(
     caller = CallerBuffers.make(in_place, len(counts))
     make = {"two_round": _two_round, "one_shot": _one_shot}[algorithm]
     layout = cut_together(counts, size if algorithm == "two_round" else 1, codec, chunk_elements)
-    return make(rank, size, counts, layout, dtype, codec, combine, caller, depth)
+    return remembering(make(rank, size, counts, layout, dtype, codec.plain, combine, caller, depth), codec, scale)
 
 
 def _two_round(

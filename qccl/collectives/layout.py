@@ -248,6 +248,11 @@ class Coded:
     """
 
     def __init__(self, layout: Cut, codec: Codec, dtype: DType) -> None:
+        if codec.remembers:
+            raise ArgumentError(
+                f"{codec.spec()} keeps its {' and '.join(codec.remembers)} from call to call, which only all-reduce "
+                f"does; use {codec.plain.spec()}"
+            )
         self.layout, self.codec, self.dtype = layout, codec, dtype
         self._sizes: dict[int, int] = {}
         self._nbytes: dict[tuple[int, int], int] = {}

@@ -15,7 +15,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qccl.dtypes import DType
-from qccl.schedule import Decode, Encode, Exchange, Lane, Native, Node, Op, Reduce, Schedule, Span, dependencies, nodes
+from qccl.schedule import (
+    Commit,
+    Decode,
+    Encode,
+    Exchange,
+    Lane,
+    Native,
+    Node,
+    Op,
+    Reduce,
+    Schedule,
+    Span,
+    dependencies,
+    nodes,
+)
 
 __all__ = ["HOME", "Step", "lanes_of", "steps"]
 
@@ -98,8 +112,9 @@ def _kind(schedule: Schedule, op: Op) -> object:
             return Decode, codec, dtype(dst), accumulate
         case Reduce(codec, srcs, own, own_index, wire, out):
             shape = (len(srcs), own is None, own_index, wire is None, out is None, op.op, op.scale, op.round)
-            return Reduce, codec, dtype(own, out), shape
-        case Exchange() | Native():
+            state = op.state and (op.state.residual is None, op.state.momentum is None, op.state.mu)
+            return Reduce, codec, dtype(own, out), shape, state
+        case Commit() | Exchange() | Native():
             return None
 
 

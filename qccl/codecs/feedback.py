@@ -1,0 +1,121 @@
+"""Decorators of codecs that remember something from call to call: error feedback, and momentum before it.
+
+A decorated codec has the sizes and the bytes of the one inside, and is for collectives that keep the state (all-reduce,
+by a key). What they do with it is in ``docs/algorithms.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qccl.codecs.base import Codec, Kernel
+from qccl.dtypes import DType
+from qccl.errors import CodecError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Decorator", "ErrorFeedback", "Momentum"]
+
+
+@dataclass(frozen=True)
+class Decorator(Codec):
+    """A codec with something around it; one encoding by itself is that of ``codec``."""
+
+    codec: Codec
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.codec, Codec):
+            raise CodecError(
+                f"{type(self).__name__} goes around a codec, not around {self.codec!r}; write qccl.codecs.get("
+                f"'onebit+{self.name}'), or give it a Codec"
+            )
+
+    @property
+    def plain(self) -> Codec:
+        return self.codec.plain
+
+    @property
+    def granule(self) -> int:
+        return self.codec.granule
+
+    @property
+    def splittable(self) -> bool:
+        return self.codec.splittable
+
+    def _nbytes(self, count: int, dtype: DType) -> int:
+        return self.codec._nbytes(count, dtype)
+
+    def spec(self) -> str:
+        return f"{self.codec.spec()}+{self.name}"
+
+    def kernel(self) -> Kernel:
+        return self.codec.kernel()
+
+    def host(self) -> Any:
+        return self.codec.host()
+
+    def error_bound(self, x: np.ndarray) -> np.ndarray:
+        """That of one call whose state is all zeros."""
+        return self.codec.error_bound(x)
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Decorator):
+    """What a code leaves out of its values is added to the values of the next call with the same key.
+
+    Every rank keeps what the codes that it makes leave out: of what it sends, and, for its shard, of the sum.
+    """
+
+    name: ClassVar[str] = "ef"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.codec.remembers:
+            raise CodecError(
+                f"{self.codec.spec()}+ef is not possible: error feedback is next to the codec, once, and momentum "
+                f"comes behind it; write {self.codec.plain.spec()}+ef+nesterov"
+            )
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return ("residual",)
+
+
+@dataclass(frozen=True)
+class Momentum(Decorator):
+    """Nesterov's momentum of each rank's own values, before anything else: ``m = mu m + x``, then ``x + mu m``.
+
+    The optimiser must have none of its own.
+
+    Attributes:
+        mu: how much of the momentum lasts, 0 <= mu < 1.
+    """
+
+    mu: float = 0.9
+
+    name: ClassVar[str] = "nesterov"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.mu, bool) or not isinstance(self.mu, int | float) or not 0 <= self.mu < 1:
+            raise CodecError(f"nesterov: mu={self.mu!r} is not possible; allowed are numbers from 0 to below 1")
+        if "momentum" in self.codec.remembers:
+            raise CodecError(f"{self.codec.spec()}+nesterov is not possible: the codec has momentum already")
+
+    @property
+    def remembers(self) -> tuple[str, ...]:
+        return (*self.codec.remembers, "momentum")
+
+    def spec(self) -> str:
+        return f"{super().spec()}:mu={self.mu}"
+
+
+def momentum_of(codec: Codec) -> float:
+    """The ``mu`` of a codec; 0 where it has none."""
+    while isinstance(codec, Decorator):
+        if isinstance(codec, Momentum):
+            return float(codec.mu)
+        codec = codec.codec
+    return 0.0

@@ -1,0 +1,149 @@
+"""What a communicator keeps from call to call: residuals and momenta of codecs, by the caller's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from qccl.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Persistent", "StateStore", "check_lr"]
+
+
+class Persistent(Protocol):
+    """Memory that an engine's runs can use, all zeros at first.
+
+    Attributes:
+        address: on the host or the device.
+    """
+
+    address: int
+
+    def write(self, data: bytes) -> None:
+        """Put ``data`` at the start."""
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """A copy of ``nbytes`` from ``start``."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    """The state under one key.
+
+    Attributes:
+        call: what is called with it; a call like another one has another state.
+        lr: whether the calls give a learning rate; None: there was no call yet.
+        memory: by the name of the schedule's buffer, with the number of its floats.
+    """
+
+    call: str
+    lr: bool | None = None
+    memory: dict[str, tuple[Persistent, int]] = field(default_factory=dict)
+
+
+class StateStore:
+    """The state of one rank, by key."""
+
+    def __init__(self, rank: int, size: int, allocate: Callable[[int], Persistent]) -> None:
+        self._rank, self._size, self._allocate = rank, size, allocate
+        self._entries: dict[str, _Entry] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that all of it takes."""
+        return sum(4 * count for entry in self._entries.values() for _, count in entry.memory.values())
+
+    def bind(self, key: str, call: str, counts: Mapping[str, int]) -> dict[str, int]:
+        """The addresses of the state buffers (with ``counts`` floats each) of a call; zeros for a new key.
+
+        Raises ArgumentError where the state under this key is that of another call.
+        """
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = _Entry(call)
+            for name, count in counts.items():
+                entry.memory[name] = self._allocate(4 * count), count
+            self._entries[key] = entry
+        if entry.call != call or {name: count for name, (_, count) in entry.memory.items()} != counts:
+            raise ArgumentError(
+                f"the state under key={key!r} is that of {entry.call}, and this is {call}; use a key of its own for "
+                f"each array, or forget the state with reset({key!r})"
+            )
+        return {name: memory.address for name, (memory, _) in entry.memory.items()}
+
+    def check(self, key: str, lr: float | None) -> None:
+        """Raise ArgumentError unless all calls with this key give a learning rate, or none."""
+        entry = self._entries[key]
+        if entry.lr is None:
+            entry.lr = lr is not None
+        elif entry.lr != (lr is not None):
+            raise ArgumentError(
+                f"the calls with key={key!r} so far were made {'with' if entry.lr else 'without'} lr, and this one is "
+                f"not; give lr in all of them or in none, or forget the state with reset({key!r})"
+            )
+
+    def reset(self, key: str | None) -> None:
+        """Forget the state under a key (None: all). Raises ArgumentError for a key that has none."""
+        if key is None:
+            self._entries.clear()
+        elif self._entries.pop(key, None) is None:
+            raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self._entries)}")
+
+    def save(self) -> dict[str, dict[str, Any]]:
+        """Copies of everything, as NumPy arrays."""
+        import numpy as np
+
+        def values(memory: Persistent, count: int) -> np.ndarray:
+            return np.frombuffer(memory.read(0, 4 * count), np.float32).copy()
+
+        place = {"rank": self._rank, "size": self._size}
+        return {
+            key: {
+                "call": entry.call,
+                "lr": entry.lr,
+                **place,
+                "values": {n: values(*m) for n, m in entry.memory.items()},
+            }
+            for key, entry in self._entries.items()
+        }
+
+    def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Replace everything by what save() gave on this rank. Raises ArgumentError, and then changes nothing."""
+        entries = {key: self._loaded(key, each) for key, each in saved.items()}
+        self._entries = entries
+
+    def _loaded(self, key: str, saved: Mapping[str, Any]) -> _Entry:
+        import numpy as np
+
+        try:
+            place, call, lr, values = (saved["rank"], saved["size"]), saved["call"], saved["lr"], saved["values"]
+            arrays = {name: np.ascontiguousarray(each, np.float32) for name, each in values.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ArgumentError(
+                f"what is given as the state of key={key!r} is not what state_dict() returns ({error!r})"
+            ) from error
+        if place != (self._rank, self._size):
+            raise ArgumentError(
+                f"the state of key={key!r} is of rank {place[0]} of {place[1]}, and this is rank {self._rank} of "
+                f"{self._size}; residuals belong to a rank and its shard, so load each rank's own, or begin anew"
+            )
+        entry = _Entry(call, lr)
+        for name, array in arrays.items():
+            memory = self._allocate(array.nbytes)
+            memory.write(array.tobytes())
+            entry.memory[name] = memory, array.size
+        return entry
+
+
+def check_lr(lr: float | None) -> None:
+    """Raise ArgumentError unless ``lr`` is a positive number, in fp32 as well, or None."""
+    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, int | float) or not 2.0**-120 <= lr <= 2.0**120):
+        raise ArgumentError(f"lr must be a positive number (2**-120 to 2**120), the learning rate of now, not {lr!r}")
+
+
+def _listed(keys: Mapping[str, object]) -> str:
+    return ", ".join(map(repr, keys)) or "none yet"
