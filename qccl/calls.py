@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +11,17 @@ from qccl.arguments import CodecLike
 from qccl.buffers import Memory, Values
 from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
-from qccl.signatures import AllGather, AllReduce, AllToAll, Broadcast, Coalesced, Reduce, ReduceScatter, Signature
+from qccl.signatures import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Broadcast,
+    Coalesced,
+    PeerExchange,
+    Reduce,
+    ReduceScatter,
+    Signature,
+)
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -275,6 +285,50 @@ class Collectives(ABC):
             source.count, source.dtype, codec, chunk, source.order, op=op, root=root, algorithm=algorithm
         )
         return self._run(signature, arrays, result, Run(async_op, "propagate", stream, timeout, trace))
+
+    def peer_exchange(
+        self,
+        z: Any,
+        *,
+        send_to: Collection[int],
+        replicas: Mapping[int, Any],
+        applied: Any = None,
+        codec: CodecLike = "minmax8",
+        async_op: bool = False,
+        chunk: int | None = None,
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """Send the code of ``z`` to some ranks and add it to ``applied``; add others' codes to their replicas.
+
+        Collective, of all ranks; each names its peers, of any directed graph. Data goes along its edges alone.
+
+        - ``z`` is what this rank has to tell, such as the change of its model.
+        - ``send_to`` are the ranks that get the code of ``z``: those that name this rank in ``replicas``.
+        - ``replicas`` are, by rank, the arrays to which the codes that come from these ranks are added.
+        - ``applied`` is the array to which the own code is added; None: none. If it and its replicas on other ranks
+          were equal to the bit, they still are.
+
+        Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. Where one rank names another that
+        does not name it, both raise MismatchError and change nothing; the others raise it now or in their next call.
+        """
+        memory = self._memory
+        own = memory.from_array(z, dtype=dtype, writable=False, what="z")
+        arrays = {"input": own}
+        if applied is not None:
+            arrays["applied"] = memory.from_array(applied, dtype=own.dtype, writable=True, what="applied")
+        for peer, array in replicas.items():
+            what = f"replicas[{peer}]"
+            arrays[f"replica {peer}"] = memory.from_array(array, dtype=own.dtype, writable=True, what=what)
+        signature = PeerExchange.make(
+            *(own.count, own.dtype, codec, chunk, own.order),
+            send_to=send_to,
+            receive_from=replicas.keys(),
+            applied=applied is not None,
+        )
+        return self._run(signature, arrays, applied, Run(async_op, "propagate", stream, timeout, trace))
 
     def _pair(self, x: Any, out: Any, dtype: DType | str | None) -> tuple[Values, Values, Any]:
         """The memory of both arrays (the same where ``out`` is None), and the one that is returned."""

@@ -17,6 +17,7 @@ from qccl.errors import ArgumentError
 from qccl.signatures.base import Signature, check_counts, given_as
 from qccl.signatures.elementwise import AllReduce, Broadcast, Coalesced, Reduce
 from qccl.signatures.parts import AllGather, AllToAll, ReduceScatter
+from qccl.signatures.peers import PeerExchange
 
 __all__ = [
     "SIGNATURES",
@@ -25,6 +26,7 @@ __all__ = [
     "AllToAll",
     "Broadcast",
     "Coalesced",
+    "PeerExchange",
     "Reduce",
     "ReduceScatter",
     "Signature",

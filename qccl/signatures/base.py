@@ -99,6 +99,8 @@ def reduction(op: str, size: int) -> tuple[str, float]:
 
 def given_as(name: str) -> str:
     """What the caller knows a buffer as."""
+    if name.startswith("replica "):
+        return f"replicas[{name.removeprefix('replica ')}]"
     return name.replace("input", "x").replace("output", "out")
 
 
