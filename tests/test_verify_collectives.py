@@ -13,6 +13,7 @@ from qccl.analysis import expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.allreduce import coalesced
+from qccl.collectives.hierarchical import hierarchical
 from qccl.collectives.rooted import broadcast, reduce_one_shot, reduce_two_round
 from qccl.collectives.scatter import all_gather, all_to_all, reduce_scatter
 from qccl.dtypes import DTYPES, FLOAT16, FLOAT32
@@ -120,3 +121,59 @@ def test_rejects_the_wrong_expectation() -> None:
     """What is wanted of one root is not what another one gives."""
     with pytest.raises(VerificationError, match="without the contribution of rank 1"):
         verify(all_ranks(broadcast, 3, 40, FLOAT32, CODEC), expect=partial(expect.broadcast, root=1))
+
+
+# -- two levels --------------------------------------------------------------------------------------------------------
+
+
+def random_nodes(draw: random.Random, size: int) -> list[list[int]]:
+    """Ranks dealt to nodes at random, in order inside each."""
+    number = draw.randint(1, min(size, 5))
+    nodes: list[list[int]] = [[] for _ in range(number)]
+    for rank in range(size):
+        nodes[rank if rank < number else draw.randrange(number)].append(rank)
+    return nodes
+
+
+def verify_two_levels(draw: random.Random, nodes: list[list[int]]) -> None:
+    size = sum(map(len, nodes))
+    dtype, codec = random_kind(draw)
+    intra = draw.choice([NoCodec(), NoCodec(), MinMax(8, 16)])
+    op, scale = draw.choice([("sum", 1.0), ("sum", 1 / size), ("min", 1.0), ("max", 1.0)])
+    arguments = {
+        "intra": intra,
+        "nodes": nodes,
+        "parts": draw.choice([1, min(map(len, nodes))]),
+        "algorithm": draw.choice(["one_shot", "two_round"]),
+        "scale": scale,
+        "in_place": draw.random() < 0.5,
+        **random_options(draw),
+    }
+    count = draw.choice([0, 1, 8, 9, draw.randint(0, 3000)])
+    ranks = all_ranks(hierarchical, size, count, dtype, codec, op, **arguments)
+    verify(ranks, expect=partial(expect.allreduce, op=op, scale=scale))
+
+
+def test_accepts_random_nodes() -> None:
+    draw = random.Random(2)
+    for _ in range(80):
+        verify_two_levels(draw, random_nodes(draw, draw.randint(1, 9)))
+
+
+@pytest.mark.parametrize("shape", [[1] * 6, [2] * 8, [3] * 5, [1, 2, 3], [8] * 8, [16] * 4, [4, 7, 4]], ids=str)
+def test_accepts_node_sizes(shape: list[int]) -> None:
+    draw, starts = random.Random(str(shape)), [sum(shape[:i]) for i in range(len(shape))]
+    for _ in range(2):
+        verify_two_levels(draw, [list(range(s, s + n)) for s, n in zip(starts, shape, strict=True)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("algorithm", "parts", "chunks"), [("one_shot", 1, 3), ("one_shot", 8, 3), ("two_round", 8, 1)]
+)
+def test_accepts_256_ranks(algorithm: str, parts: int, chunks: int) -> None:
+    """32 nodes of 8 ranks."""
+    nodes = [list(range(8 * i, 8 * i + 8)) for i in range(32)]
+    count = 1024 * parts * chunks * (32 if algorithm == "two_round" else 1)
+    options = {"intra": NoCodec(), "nodes": nodes, "parts": parts, "algorithm": algorithm, "chunk_elements": 1024}
+    verify(all_ranks(hierarchical, 256, count, FLOAT32, MinMax(bits=4), **options))

@@ -135,6 +135,7 @@ class Contents:
         self._wires: dict[tuple[object, ...], Wire] = {}
         self._codecs: dict[int, int] = {}
         self._numbers: dict[Codec, int] = {}
+        self._draws: dict[int, bool] = {}
         for schedule in schedules:
             self.memory.append({name: IntervalMap() for name in schedule.buffers})
             for each in (given or _given)(schedule):
@@ -201,11 +202,14 @@ class Contents:
         return found
 
     def wire(self, codec: Codec, dtype: DType | None, term: _Term, nbytes: int, rank: int, round_number: int) -> Wire:
-        """The one code that this quantisation gives; ``rank`` and ``round_number`` choose its random numbers."""
-        key = (term.value, term.first, term.count, self._number(codec), str(dtype), rank, round_number)
+        """The one code that this quantisation gives; ``rank`` and ``round_number`` choose random numbers, if it draws."""
+        number = self._number(codec)
+        place = (rank, round_number) if self._draws[number] else None
+        key = (term.value, term.first, term.count, number, str(dtype), place)
         found = self._wires.get(key)
         if found is None:
-            decoded = Value(term.value.ranks, term.value.op, term.value.scale)
+            exact = codec.name == "none"
+            decoded = term.value if exact else Value(term.value.ranks, term.value.op, term.value.scale)
             found = self._wires[key] = Wire(codec, dtype, decoded, term.first, term.count, nbytes, rank, round_number)
         return found
 
@@ -214,6 +218,7 @@ class Contents:
         found = self._codecs.get(id(codec))
         if found is None:
             found = self._codecs[id(codec)] = self._numbers.setdefault(codec, len(self._numbers))
+            self._draws[found] = codec.placed or codec.kernel().draws
         return found
 
 

@@ -5,6 +5,7 @@ Everything a collective is put together from that does not depend on which colle
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -28,9 +29,11 @@ __all__ = [
     "Piece",
     "Segments",
     "Slots",
+    "Within",
     "check_place",
     "cut",
     "cut_as_given",
+    "cut_for_all",
     "cut_together",
     "exchange",
     "peers_of",
@@ -175,6 +178,23 @@ class Grouped:
         return tuple(p for j in range(each) for p in self.fine.pieces(part * each + j, k))
 
 
+@dataclass(frozen=True, slots=True)
+class Within:
+    """``parts`` parts of another cut, from part ``first`` on."""
+
+    fine: Cut
+    first: int
+    parts: int
+
+    @property
+    def chunks(self) -> int:
+        return self.fine.chunks
+
+    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+        """See Cut."""
+        return self.fine.pieces(self.first + part, k)
+
+
 def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None) -> Layout:
     """The layout of ``count`` elements in ``parts`` shards, with chunks of at most ``chunk_elements`` or one granule.
 
@@ -182,6 +202,15 @@ def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None)
     """
     granules = -(-count // codec.granule)
     return Layout(count, parts, codec.granule, _chunks(-(-granules // parts), parts, codec, chunk_elements))
+
+
+def cut_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: int | None = None) -> Layout:
+    """The layout of a vector that several codecs encode, at buckets of all of them; the last decides on the chunks."""
+    granule = math.lcm(*(codec.granule for codec in codecs))
+    whole = -(-count // granule)
+    largest = -(-whole // parts)
+    chunks = _chunks(largest * granule // codecs[-1].granule, parts, codecs[-1], chunk_elements)
+    return Layout(count, parts, granule, min(chunks, max(largest, 1)))
 
 
 def cut_together(counts: Sequence[int], parts: int, codec: Codec, chunk_elements: int | None = None) -> Segments:

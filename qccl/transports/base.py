@@ -12,7 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 from qccl.dtypes import DType
 
-__all__ = ["Call", "DeviceLeg", "DeviceTransport", "Group", "Transport"]
+__all__ = ["Call", "DeviceLeg", "DeviceTransport", "Group", "Transport", "numbered"]
+
+
+def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
+    """Equal names as equal numbers, from 0 on in the order in which they come."""
+    numbers: dict[Hashable, int] = {}
+    return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 class Group(Protocol):
@@ -22,6 +28,7 @@ class Group(Protocol):
         name: of the library that carries the bytes, e.g. "mpi".
         rank, size: of this process (thread) in the group.
         local_rank, local_size: among the ranks of the same machine.
+        nodes: of each rank, the number of its machine (and of the network it sees, where it has one of its own).
     """
 
     name: str
@@ -29,6 +36,7 @@ class Group(Protocol):
     size: int
     local_rank: int
     local_size: int
+    nodes: tuple[int, ...]
 
     def split(self, color: int | None, key: int, timeout: float) -> Group | None:
         """Collective: the transport of the ranks with the same ``color``, ordered by (key, rank); None: in none."""

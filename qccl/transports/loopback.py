@@ -151,6 +151,7 @@ class LoopbackTransport:
     def __init__(self, group: LoopbackGroup, rank: int) -> None:
         self.rank = self.local_rank = rank
         self.size = self.local_size = group.size
+        self.nodes = (0,) * group.size
         self.attend: Callable[[], object] = lambda: None
         self._group = group
         self._gone = False

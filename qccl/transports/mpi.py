@@ -46,6 +46,7 @@ from qccl.errors import (  # noqa: E402
     PeerLost,
     QcclError,
 )
+from qccl.transports.base import numbered  # noqa: E402
 
 __all__ = ["MpiTransport"]
 
@@ -143,6 +144,7 @@ class MpiTransport:
         _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         places = self.allgather(f"{socket.gethostname()}\n{_network()}".encode(), timeout)
+        self.nodes = numbered(places)
         self.shares_memory = len(set(places)) == 1
         hosts = [place.split(b"\n")[0] for place in places]
         self.local_rank = hosts[: self.rank].count(hosts[self.rank])

@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from qccl.dtypes import DType, get
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.gpu import bounded, mapped, on_device, pick_device, require, wait_for
-from qccl.transports.base import Call, DeviceLeg, Group
+from qccl.transports.base import Call, DeviceLeg, Group, numbered
 
 __all__ = ["NcclTransport", "get_unique_id"]
 
@@ -70,6 +70,7 @@ class NcclTransport:
             raise
         self.local_rank = hosts[: self.rank].count(hosts[self.rank])
         self.local_size = hosts.count(hosts[self.rank])
+        self.nodes = numbered(hosts)
 
     # -- ways to make one --------------------------------------------------------------------------------------------
 
