@@ -17,6 +17,7 @@ from qccl.signatures import (
     AllToAll,
     Broadcast,
     Coalesced,
+    Hierarchical,
     PeerExchange,
     Reduce,
     ReduceScatter,
@@ -44,6 +45,8 @@ class Collectives(ABC):
 
     rank: int
     size: int
+    backend: str
+    nodes: tuple[int, ...]
     _memory: Memory
 
     def quantized_allreduce(
@@ -285,6 +288,54 @@ class Collectives(ABC):
             source.count, source.dtype, codec, chunk, source.order, op=op, root=root, algorithm=algorithm
         )
         return self._run(signature, arrays, result, Run(async_op, "propagate", stream, timeout, trace))
+
+    def hierarchical_allreduce(
+        self,
+        x: Any,
+        out: Any = None,
+        *,
+        codec: CodecLike = "minmax8",
+        op: str | int = "sum",
+        intra: str = "none",
+        layout: str = "leader",
+        node_ids: Sequence[int] | None = None,
+        inter: str | None = None,
+        async_op: bool = False,
+        algorithm: str = "auto",
+        chunk: int | None = None,
+        nonfinite: str = "propagate",
+        dtype: DType | str | None = None,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+    ) -> Any:
+        """All-reduce in two levels: nearly exact inside nodes, and with ``codec`` between them.
+
+        - ``intra`` is how values move inside nodes: "none" (as they are), "float16" or "bfloat16".
+        - ``layout``: with "leader" the first rank of each node does all that goes between nodes, as in ByteGrad; with
+          "sharded" each rank does it for a part (as many parts as the smallest node has ranks).
+        - ``node_ids`` has a number for each rank, equal for ranks of one node; None means the machines of the ranks.
+        - ``algorithm``, "one_shot" or "two_round", is that between nodes, and "auto" one_shot for two nodes.
+        - ``inter="host"`` sends codes from host memory: the way it is on the host, and not there on CUDA.
+
+        Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
+        """
+        if inter not in (None, "host") or (inter == "host" and self.backend == "cuda"):
+            raise ArgumentError(
+                f"inter={inter!r} cannot be had with backend {self.backend!r}; leave it out: then codes go as the "
+                f"communicator's other transfers do"
+            )
+        source, target, result = self._pair(x, out, dtype)
+        signature = Hierarchical.make(
+            *(source.count, source.dtype, codec, chunk, source.order),
+            op=op,
+            intra=intra,
+            layout=layout,
+            node_ids=self.nodes if node_ids is None else node_ids,
+            algorithm=algorithm,
+        )
+        run = Run(async_op, nonfinite, stream, timeout, trace)
+        return self._run(signature, {"input": source, "output": target}, result, run)
 
     def peer_exchange(
         self,

@@ -16,7 +16,7 @@ from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
 from qccl.plan import Plan, PlanCache
-from qccl.signatures import Signature, check_counts, of_plan
+from qccl.signatures import Hierarchical, Signature, check_counts, of_plan
 from qccl.work import Work
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class Communicator(Collectives):
     Attributes:
         rank, size: of this process in the group.
         local_rank, local_size: among the ranks of the same machine.
+        nodes: of each rank, the number of its machine.
         backend: "host" or "cuda".
         timeout: seconds until a call that does not finish raises CollectiveTimeout.
     """
@@ -63,6 +64,7 @@ class Communicator(Collectives):
         made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
+        self.nodes = transport.nodes
         self.backend = made.name
         self.timeout = timeout
         self.transport = transport
@@ -157,6 +159,8 @@ class Communicator(Collectives):
         ``parameters`` are those of the collective's method ("op", "algorithm", ...).
         """
         self._check_usable()
+        if collective == Hierarchical.name:
+            parameters = {"node_ids": self.nodes, **parameters}
         return Plan(self, of_plan(collective, count, dtype, codec, chunk, parameters))
 
     def barrier(self) -> None:

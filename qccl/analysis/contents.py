@@ -202,7 +202,7 @@ class Contents:
         return found
 
     def wire(self, codec: Codec, dtype: DType | None, term: _Term, nbytes: int, rank: int, round_number: int) -> Wire:
-        """The one code that this quantisation gives; ``rank`` and ``round_number`` choose random numbers, if it draws."""
+        """The one code that this quantisation gives; ``rank`` and ``round_number`` choose its random numbers."""
         number = self._number(codec)
         place = (rank, round_number) if self._draws[number] else None
         key = (term.value, term.first, term.count, number, str(dtype), place)

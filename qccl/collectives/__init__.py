@@ -11,7 +11,7 @@ from qccl.collectives.rooted import reduce_one_shot, reduce_two_round
 from qccl.dtypes import DType
 from qccl.schedule import Schedule
 
-__all__ = ["ALLREDUCE", "REDUCE", "TREES", "choose_allreduce", "choose_reduce", "choose_tree"]
+__all__ = ["ALLREDUCE", "REDUCE", "TREES", "choose_allreduce", "choose_inter", "choose_reduce", "choose_tree"]
 
 #: the algorithms of all-reduce by name
 ALLREDUCE: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
@@ -45,6 +45,14 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
         return "one_shot" if nbytes <= _TWO_RANKS_NBYTES else "two_round"
     extra = (size - 1) * (size - 2) * nbytes
     return "one_shot" if extra <= size * _STEP_NBYTES else "two_round"
+
+
+def choose_inter(count: int, nodes: int, parts: int, dtype: DType, codec: Codec) -> str:
+    """The algorithm between nodes that "auto" stands for.
+
+    Two nodes send the same bytes either way, and one_shot quantises once, as ByteGrad has it.
+    """
+    return "one_shot" if nodes <= 2 else choose_allreduce(-(-count // parts), nodes, dtype, codec)
 
 
 def choose_reduce(count: int, size: int, dtype: DType, codec: Codec) -> str:

@@ -16,16 +16,19 @@ from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.signatures.base import Signature, check_counts, given_as
 from qccl.signatures.elementwise import AllReduce, Broadcast, Coalesced, Reduce
+from qccl.signatures.hierarchical import LAYOUTS, Hierarchical
 from qccl.signatures.parts import AllGather, AllToAll, ReduceScatter
 from qccl.signatures.peers import PeerExchange
 
 __all__ = [
+    "LAYOUTS",
     "SIGNATURES",
     "AllGather",
     "AllReduce",
     "AllToAll",
     "Broadcast",
     "Coalesced",
+    "Hierarchical",
     "PeerExchange",
     "Reduce",
     "ReduceScatter",
@@ -37,7 +40,7 @@ __all__ = [
 
 #: every collective that there can be a plan of, by name
 SIGNATURES: Mapping[str, Any] = MappingProxyType(
-    {kind.name: kind for kind in (AllReduce, ReduceScatter, AllGather, AllToAll, Broadcast, Reduce)}
+    {kind.name: kind for kind in (AllReduce, ReduceScatter, AllGather, AllToAll, Broadcast, Reduce, Hierarchical)}
 )
 
 

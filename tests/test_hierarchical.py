@@ -1,0 +1,208 @@
+"""All-reduce in two levels, to the bit, on nodes that are given: and its bytes between them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import oracle
+import pytest
+from cases import NUMPY, hard_data
+from test_allreduce import assert_same_bits, oracle_codec, shards, stored
+from test_collectives_wire import sent_by_each
+
+import qccl
+from qccl.codecs import get
+from qccl.dtypes import FLOAT32
+
+SHAPES = [
+    [0],
+    [0, 0],
+    [0, 1],
+    [0, 0, 1, 1],
+    [0, 1, 0, 1],
+    [5, 5, 5, 2, 2],
+    [0, 1, 1, 2, 2, 2],
+    [0, 0, 1, 1, 2, 2, 3, 3],
+]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on ranks of given nodes."""
+
+    node_ids: tuple[int, ...]
+    count: int
+    dtype: str
+    codec: str
+    op: str
+    layout: str
+    algorithm: str
+    chunk: int | None
+    in_place: bool
+    data: str
+
+    def input(self, rank: int) -> np.ndarray:
+        return hard_data(self.data, self.count, NUMPY[self.dtype], rank)
+
+    @property
+    def nodes(self) -> list[list[int]]:
+        ids = list(dict.fromkeys(self.node_ids))
+        return [[rank for rank, node in enumerate(self.node_ids) if node == each] for each in ids]
+
+
+def cases() -> list[Case]:
+    draw, found = random.Random(5), []
+    for i in range(48):
+        rounding = ",rounding=stochastic" if draw.random() < 0.4 else ""
+        codec = draw.choice(["none", f"minmax{draw.randint(2, 8)}:bucket={draw.choice([8, 256, 'shard'])}{rounding}"])
+        found.append(
+            Case(
+                *(tuple(SHAPES[i % len(SHAPES)]), draw.choice([0, 1, 255, 1024, 5000, draw.randint(0, 20000)])),
+                *(draw.choice(list(NUMPY)), codec, draw.choice(["sum", "avg", "min", "max"])),
+                *(draw.choice(["leader", "sharded"]), draw.choice(["one_shot", "two_round"])),
+                *(draw.choice([None, 1024, 3000]), draw.random() < 0.5),
+                draw.choice(["normal", "nonfinite", "negative", "outliers", "subnormal"]),
+            )
+        )
+    return found
+
+
+def expected(case: Case) -> np.ndarray:
+    """What every rank must hold."""
+    codec, nodes, dtype = oracle_codec(case.codec), case.nodes, case.dtype
+    inputs = [stored(case.input(rank)) for rank in range(len(case.node_ids))]
+    op, scale = ("sum", 1 / len(inputs)) if case.op == "avg" else (case.op, 1.0)
+    if len(inputs) == 1:
+        return inputs[0]
+    alone = {"op": op, "scale": scale if len(nodes) == 1 else 1.0, "encoded": False}
+    sums = [
+        inputs[node[0]]
+        if len(node) == 1
+        else oracle.reduce(
+            None, [oracle.encode(None, inputs[r], dtype) for r in node], None, 0, case.count, dtype, **alone
+        )[1]
+        for node in nodes
+    ]
+    if len(nodes) == 1:
+        return sums[0]
+    parts = 1 if case.layout == "leader" else min(map(len, nodes))
+    splits = len(nodes) if case.algorithm == "two_round" else 1
+    granule = max(get(case.codec).granule, 1024)
+    result = np.empty_like(inputs[0])
+    for number, cut in enumerate(shards(case.count, parts * splits, granule)):
+        part, split = divmod(number, splits)
+        owners = [node[part] for node in nodes]
+        count = cut.stop - cut.start
+        if not count:
+            continue
+        if splits == 1:
+            wires = [
+                oracle.encode(codec, s[cut], dtype, oracle.Place(0, 1, r, cut.start))
+                for s, r in zip(sums, owners, strict=True)
+            ]
+            result[cut] = oracle.reduce(codec, wires, None, 0, count, dtype, op=op, scale=scale, encoded=False)[1]
+            continue
+        others = [i for i in range(len(nodes)) if i != split]
+        wires = [oracle.encode(codec, sums[i][cut], dtype, oracle.Place(0, 1, owners[i], cut.start)) for i in others]
+        place = oracle.Place(0, 2, owners[split], cut.start)
+        result[cut] = oracle.reduce(
+            codec, wires, sums[split][cut], split, count, dtype, op=op, scale=scale, encoded=True, place=place
+        )[1]
+    return result
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_the_oracles_bits(case: Case) -> None:
+    options = {name: getattr(case, name) for name in ("codec", "op", "layout", "algorithm", "chunk", "node_ids")}
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        x = case.input(comm.rank)
+        if case.in_place:
+            assert comm.hierarchical_allreduce(x, **options) is x
+            return x
+        out = np.empty_like(x)
+        assert comm.hierarchical_allreduce(x, out, **options) is out
+        assert x.tobytes() == case.input(comm.rank).tobytes()
+        return out
+
+    wanted = expected(case)
+    for rank, found in enumerate(qccl.run_ranks(len(case.node_ids), run)):
+        assert_same_bits(stored(found), wanted, f"rank {rank}")
+
+
+def test_bytes_between_nodes() -> None:
+    """What owners send: (m-1) E / parts in one round, 2 (m-1)/m E / parts in two; inside nodes, the values."""
+    codec, count = get("minmax4"), 1024 * 48
+    whole, encoded = 4 * count, codec.encoded_nbytes(count, FLOAT32)
+    ids = [0, 0, 1, 1, 2, 2]
+    found = {
+        (layout, algorithm): sent_by_each(
+            6,
+            lambda c, a=algorithm, lay=layout: c.hierarchical_allreduce(
+                np.ones(count, np.float32), codec=codec, layout=lay, algorithm=a, node_ids=ids
+            ),
+        )
+        for layout in ("leader", "sharded")
+        for algorithm in ("one_shot", "two_round")
+    }
+    assert found["leader", "one_shot"] == [2 * encoded + whole, whole] * 3
+    assert found["leader", "two_round"] == [2 * 2 * encoded // 3 + whole, whole] * 3
+    assert found["sharded", "one_shot"] == [2 * encoded // 2 + whole] * 6
+    assert found["sharded", "two_round"] == [2 * 2 * encoded // 3 // 2 + whole] * 6
+
+
+def test_the_mean_is_global() -> None:
+    """Of uneven nodes: not a mean of the nodes' means."""
+
+    def run(comm: qccl.Communicator) -> float:
+        x = np.full(100, comm.rank, np.float32)
+        comm.hierarchical_allreduce(x, codec="none", op="avg", node_ids=[0, 1, 1, 1, 1])
+        return float(x[0])
+
+    assert qccl.run_ranks(5, run) == [2.0] * 5
+
+
+def test_a_plan_and_the_machines_own_nodes() -> None:
+    """Loopback ranks are all on one node, where nothing is quantised."""
+
+    def run(comm: qccl.Communicator) -> None:
+        assert comm.nodes == (0, 0, 0)
+        x = np.random.default_rng(comm.rank).standard_normal(1000).astype(np.float32)
+        plain, y = comm.quantized_allreduce(x.copy(), codec="none"), x.copy()
+        comm.plan("hierarchical_allreduce", 1000, layout="sharded")(y)
+        np.testing.assert_array_equal(y, plain)
+
+    qccl.run_ranks(3, run)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"node_ids": [0]}, "node_ids has 1 numbers; there must be 2, one for each rank"),
+        ({"node_ids": [0, 1, 1]}, "node_ids has 3 numbers"),
+        ({"node_ids": ["a", "b"]}, "each of node_ids must be an integer"),
+        ({"layout": "ring"}, "layout 'ring' is not one of leader, sharded"),
+        ({"intra": "minmax8"}, "is not one of none, float16, bfloat16"),
+        ({"inter": "gpu"}, "inter='gpu' cannot be had"),
+        ({"codec": "minmax8+ef"}, "which only all-reduce does"),
+    ],
+)
+def test_bad_arguments(arguments, reason: str) -> None:
+    def run(comm: qccl.Communicator) -> None:
+        with pytest.raises(qccl.QcclError, match=reason):
+            comm.hierarchical_allreduce(np.ones(8, np.float32), **({"node_ids": [0, 1]} | arguments))
+        comm.barrier()
+
+    qccl.run_ranks(2, run)
+
+
+def test_ranks_with_other_nodes_disagree() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x = np.ones(8, np.float32)
+        with pytest.raises(qccl.MismatchError, match=r"node_ids=\[0, 0\]"):
+            comm.hierarchical_allreduce(x, node_ids=[0, comm.rank])
+        assert (x == 1).all()
+
+    qccl.run_ranks(2, run)
