@@ -2,5 +2,6 @@
 #pragma once
 
 #include "onebit.h"
+#include "trellis.h"
 
-#define QCCL_BUCKET_CODECS(each) each(OneBit)
+#define QCCL_BUCKET_CODECS(each) each(OneBit) each(Trellis)

@@ -57,7 +57,7 @@ def test_spec_and_repr_are_inverses(codec: codecs.Codec) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("minmx8", r"there is no codec 'minmx8'; the codecs are minmax, none, onebit\. Did you mean 'minmax'\?"),
+        ("minmx8", r"there is no codec 'minmx8'; the codecs are .*trellis\. Did you mean 'minmax'\?"),
         ("", "there is no codec ''"),
         ("minmax9", "bits=9 is not possible; allowed are the integers 1 to 8"),
         ("minmax0", "bits=0"),

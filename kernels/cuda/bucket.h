@@ -6,6 +6,7 @@
 #include "../codecs.h"
 #include "combine.h"
 #include "team.h"
+#include "trellis.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -116,7 +117,7 @@ QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob&
 }
 
 template <class Codec, class T, Combine Op>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
 bucket_reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const ReduceJob& job = jobs[blockIdx.y];

@@ -6,6 +6,7 @@
 #include "combine.h"
 #include "elements.h"
 #include "team.h"
+#include "trellis_lanes.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -13,6 +13,7 @@ from qccl.codecs.feedback import Decorator, ErrorFeedback, Momentum
 from qccl.codecs.minmax import MinMax
 from qccl.codecs.none import NoCodec
 from qccl.codecs.onebit import OneBit
+from qccl.codecs.trellis import Trellis
 from qccl.errors import CodecError
 
 __all__ = [
@@ -25,11 +26,12 @@ __all__ = [
     "Momentum",
     "NoCodec",
     "OneBit",
+    "Trellis",
     "get",
 ]
 
 #: every codec by its name in a specification
-CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (MinMax, NoCodec, OneBit)}
+CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (MinMax, NoCodec, OneBit, Trellis)}
 
 #: what may be around a codec, by its name in a specification
 DECORATORS: Mapping[str, type[Decorator]] = {kind.name: kind for kind in (ErrorFeedback, Momentum)}

@@ -33,7 +33,7 @@ def specimens() -> list[tuple[str, oracle.Codec, str]]:
         found.append((spec, oracle.MinMax(bits, 8, True, bits), "float16"))
     found.append(("minmax4:bucket=shard", oracle.MinMax(4, "shard"), "bfloat16"))
     for codec in ALL:
-        if codec.bucket == 16:
+        if codec.bucket == 16 or codec.name == "trellis":
             found += [(codec.spec, codec, dtype) for dtype in ("float32", "float16")]
     return found
 

@@ -1,0 +1,324 @@
+// The trellis codec on the host: sixteen sequences at a time, bit for bit what the scalar functions of ../trellis.h give.
+#pragma once
+
+#include "../trellis.h"
+#include "codes.h"
+#include "team.h"
+
+namespace QCCL_NAMESPACE {
+
+// One bit for each lane.
+QCCL_FN u32 bits_of(const Mask& mask) {
+#if defined(QCCL_AVX512)
+  return mask;
+#else
+  u32 bits = 0;
+#if defined(QCCL_AVX2)
+  QCCL_EACH_PART bits |= (u32)_mm256_movemask_ps((__m256)mask.part[p]) << 8 * p;
+#elif defined(__SSE2__)
+  QCCL_EACH_PART bits |= (u32)_mm_movemask_ps((__m128)mask.part[p]) << 4 * p;
+#else
+  for (u32 i = 0; i < kLanes; ++i) bits |= (u32)(mask.part[i / 4][i % 4] & 1) << i;
+#endif
+  return bits;
+#endif
+}
+
+// `number` in the lanes whose bits are set, 0 in the others.
+QCCL_FN Ints where(u32 bits, i32 number) {
+#if defined(QCCL_AVX512)
+  return {(Ints::Part)_mm512_maskz_set1_epi32((__mmask16)bits, number)};
+#else
+  alignas(64) static constexpr i32 places[kLanes] = {1,   2,   4,    8,    16,   32,   64,    128,
+                                                     256, 512, 1024, 2048, 4096, 8192, 16384, 32768};
+  Ints lanes = load_lanes<i32>(places);
+  QCCL_EACH_PART lanes.part[p] = ((lanes.part[p] & (i32)bits) != 0) & number;
+  return lanes;
+#endif
+}
+
+// The greatest of numbers.
+QCCL_FN float greatest_lane(const Floats& x) {
+#if defined(QCCL_AVX512)
+  return _mm512_reduce_max_ps((__m512)x.part[0]);
+#else
+  alignas(64) float lanes[kLanes];
+  store_lanes(x, lanes);
+  for (u32 half = kLanes / 2; half; half /= 2) {
+    for (u32 i = 0; i < half; ++i) lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+  }
+  return lanes[0];
+#endif
+}
+
+QCCL_FN Floats absolute(const Floats& x) { return cast<float>(cast<i32>(x) & 0x7fffffff); }
+
+QCCL_FN Floats trellis_level(const Ints& odd, const TrellisLevels& levels) {
+  const Floats u = to_floats(odd) * levels.step;
+  return u * (u * u + 1.0f);
+}
+
+QCCL_FN Ints trellis_window(const Floats& position, const TrellisLevels& levels) {
+  const Floats z = least(greatest(position, all_lanes(-2.0f)), all_lanes(2.0f));
+  const Floats s = z * z;
+  Floats u = z * (s * 0.9056f + 0.987f);
+  const Floats below = s * (s * 0.093f + 1.6856f) + 1.0f;
+  QCCL_EACH_PART u.part[p] /= below.part[p];
+  const float half = 0.5f * (float)levels.top;
+  return least(greatest(truncate(u * half + half) - 1, all_lanes(0)), all_lanes(levels.top - 3));
+}
+
+constexpr u32 kTrellisSteps = kTrellisBucket / kTrellisSequences;
+constexpr u32 kTrellisParts = kTrellisSequences / kLanes;
+
+// What the encoder knows of a bucket. Behind the last element there is room for whole lanes of all sequences.
+struct TrellisRoom {
+  alignas(64) float x[kTrellisBucket];  // values, then distances from the centre, then positions
+  alignas(64) i32 windows[kTrellisBucket];
+  u16 turns[kTrellisSteps][kTrellisParts][4];  // for each state, in which sequences the second way there is the better
+  float distances[kTrellisBlocks];
+  u32 words[kTrellisOutliers];
+  u8 shares[kTrellisBlocks];
+};
+
+QCCL_FN u32 whole_steps(u32 n) { return (n + kTrellisSequences - 1) / kTrellisSequences * kTrellisSequences; }
+
+// The lanes from x to `end` that lie furthest apart from 0.
+QCCL_LOOP static float trellis_distance(const float* x, const float* end) {
+  Floats most = all_lanes(0.0f);
+  for (; x < end; x += kLanes) most = greatest(absolute(load_lanes<float>(x)), most);
+  return greatest_lane(most);
+}
+
+// Blocks of the bucket, as parts of x. The last may be shorter, but has whole steps.
+struct TrellisBlock {
+  u32 begin, end;
+};
+QCCL_FN TrellisBlock trellis_block(u32 b, u32 block, u32 padded) {
+  return {b * block, (b + 1) * block < padded ? (b + 1) * block : padded};
+}
+
+struct TrellisSurvey {
+  float centre;
+  bool finite;
+};
+
+// Finds the centre and the blocks' largest distances from it.
+QCCL_LOOP static TrellisSurvey trellis_survey(TrellisRoom& room, const TrellisOptions& o, u32 n, u32 padded) {
+  float low[kTrellisBlocks], high[kTrellisBlocks];
+  const u32 blocks = trellis_blocks(o, n);
+  Ints keys = all_lanes(0);
+  for (u32 b = 0; b < blocks; ++b) {
+    const TrellisBlock block = trellis_block(b, o.block, padded);
+    Floats bottom = load_lanes<float>(room.x + block.begin), top = bottom;
+    for (u32 i = block.begin; i < block.end; i += kLanes) {
+      const Floats x = load_lanes<float>(room.x + i);
+      bottom = least(x, bottom), top = greatest(x, top);
+      keys = greatest(cast<i32>(absolute(x)), keys);
+    }
+    low[b] = -greatest_lane(all_lanes(-0.0f) - bottom), high[b] = greatest_lane(top);
+  }
+  alignas(64) i32 each[kLanes];
+  store_lanes(keys, each);
+  i32 size = 0;
+  for (const i32 key : each) size = key > size ? key : size;
+  if (size >= kInfinite) return {float_of(kQuietNan), false};
+  float centre = 0.0f, least_size = float_of(kInfinite);
+  for (u32 b = 0; b < blocks && float_of((u32)size) < kTrellisHuge; ++b) {
+    const float middle = trellis_middle(low[b], high[b]);
+    if (absolute(middle) < least_size) least_size = absolute(middle), centre = middle;
+  }
+  for (u32 b = 0; b < blocks; ++b) {
+    const float above = high[b] - centre, below = centre - low[b];
+    room.distances[b] = above > below ? above : below;
+  }
+  return {centre, true};
+}
+
+static inline float trellis_largest(const TrellisRoom& room, u32 blocks) {
+  float largest = 0.0f;
+  for (u32 b = 0; b < blocks; ++b) largest = room.distances[b] > largest ? room.distances[b] : largest;
+  return largest;
+}
+
+// Takes the outliers away; returns the largest distance of the rest.
+static inline float trellis_take_outliers(TrellisRoom& room, const TrellisOptions& o, u32 blocks, u32 padded) {
+  for (u32 k = 0; k < o.outliers; ++k) room.words[k] = kTrellisNoOutlier;
+  float largest = trellis_largest(room, blocks);
+  if (largest < kTrellisTiny) return largest;
+  for (u32 k = 0; k < o.outliers && largest > 0.0f; ++k) {
+    u32 b = 0;
+    while (room.distances[b] != largest) ++b;
+    const TrellisBlock block = trellis_block(b, o.block, padded);
+    u32 i = block.begin, less;
+    while ((less = bits_of(is_less(absolute(load_lanes<float>(room.x + i)), all_lanes(largest)))) == 0xffff) i += kLanes;
+    i += (u32)__builtin_ctz(~less);
+    room.words[k] = trellis_outlier(i, room.x[i]);
+    room.x[i] = 0.0f;
+    room.distances[b] = trellis_distance(room.x + block.begin, room.x + block.end);
+    largest = trellis_largest(room, blocks);
+  }
+  return largest;
+}
+
+// From distances to positions in units, and their windows.
+QCCL_LOOP static void trellis_place(TrellisRoom& room, TrellisBlock block, float pre, float inverse,
+                                    const TrellisLevels levels) {
+  for (u32 i = block.begin; i < block.end; i += kLanes) {
+    const Floats position = load_lanes<float>(room.x + i) * pre * inverse;
+    store_lanes(position, room.x + i);
+    store_lanes(trellis_window(position, levels), room.windows + i);
+  }
+}
+
+// In which sequences the lowest bit of the last code is set, and of the one before.
+struct TrellisEnds {
+  u32 bit, before;
+};
+
+// The best ways through the trellis to each of its states, which are the lowest bits of the last two codes.
+QCCL_LOOP static TrellisEnds trellis_search(TrellisRoom& room, u32 steps, u32 part, const TrellisLevels levels) {
+  Floats cost[4] = {all_lanes(0.0f), all_lanes(1e30f), all_lanes(1e30f), all_lanes(1e30f)};
+  for (u32 t = 0; t < steps; ++t) {
+    const u32 at = t * kTrellisSequences + part * kLanes;
+    const Floats position = load_lanes<float>(room.x + at);
+    const Ints twice = load_lanes<i32>(room.windows + at) << 1;
+    Floats error[4];
+    for (i32 c = 0; c < 4; ++c) {
+      const Ints odd = twice - levels.top + ((all_lanes(2 * c) - twice) & 6);
+      error[c] = position - trellis_level(odd, levels);
+      error[c] = error[c] * error[c];
+    }
+    Floats next[4];
+    for (u32 state = 0; state < 4; ++state) {
+      const u32 bit = state / 2, before = state % 2;
+      const Floats first = cost[2 * before] + error[trellis_class(bit, before, 0)];
+      const Floats second = cost[2 * before + 1] + error[trellis_class(bit, before, 1)];
+      room.turns[t][part][state] = (u16)bits_of(is_less(second, first));
+      next[state] = least(second, first);
+    }
+    for (u32 state = 0; state < 4; ++state) cost[state] = next[state];
+  }
+  const u32 odd01 = bits_of(is_less(cost[1], cost[0])), odd23 = bits_of(is_less(cost[3], cost[2]));
+  const u32 bit = bits_of(is_less(least(cost[3], cost[2]), least(cost[1], cost[0])));
+  return {bit, (bit & odd23) | (~bit & odd01)};
+}
+
+// Back along the best way. The codes of one step after the other, the last first.
+template <int Bits>
+QCCL_LOOP void trellis_trace(const TrellisRoom& room, u32 steps, u32 part, TrellisEnds ends, u32 n, u8* codes) {
+  u32 bit = ends.bit, before = ends.before;
+  for (u32 t = steps; t-- > 0;) {
+    const u32 at = t * kTrellisSequences + part * kLanes;
+    const u16* turns = room.turns[t][part];
+    const u32 that = (bit & ((before & turns[3]) | (~before & turns[2]))) |
+                     (~bit & ((before & turns[1]) | (~before & turns[0])));
+    const Ints window = load_lanes<i32>(room.windows + at);
+    const Ints level = window + ((where(bit ^ that, 2) + where(before, 1) - window) & 3);
+    const Ints code = (level >> 2 << 1) + where(bit, 1);
+    if (at + kLanes <= n) {
+      store_codes<Bits>(code, codes + at / 8 * Bits);
+    } else if (at < n) {
+      SomeCodes<Bits> some;
+      store_codes<Bits>(code, some.bytes);
+      some.write(codes + at / 8 * Bits, n - at);
+    }
+    bit = before, before = that;
+  }
+}
+
+template <int Bits>
+void trellis_encode_bits(TrellisRoom& room, const TrellisOptions& o, u32 n, u8* codes, u8* meta) {
+  constexpr TrellisLevels levels = trellis_levels(Bits);
+  const u32 blocks = trellis_blocks(o, n), padded = whole_steps(n);
+  for (u32 i = n; i < padded; ++i) room.x[i] = room.x[n - 1];
+  __builtin_memset(room.shares, 0, sizeof room.shares);
+  const TrellisSurvey survey = trellis_survey(room, o, n, padded);
+  float largest = 0.0f;
+  if (survey.finite) {
+    for (u32 i = 0; i < padded; i += kLanes) store_lanes(load_lanes<float>(room.x + i) - survey.centre, room.x + i);
+    for (u32 i = n; i < padded; ++i) room.x[i] = 0.0f;
+    largest = trellis_take_outliers(room, o, blocks, padded);
+    const TrellisFrame frame = trellis_frame(survey.centre, largest);
+    for (u32 b = 0; b < blocks; ++b) {
+      room.shares[b] = (u8)trellis_share(room.distances[b], frame);
+      const float inverse = trellis_inverse(trellis_unit(room.shares[b], frame, levels));
+      trellis_place(room, trellis_block(b, o.block, padded), frame.pre, inverse, levels);
+    }
+    for (u32 part = 0; part < kTrellisParts; ++part) {
+      const u32 steps = padded / kTrellisSequences;
+      trellis_trace<Bits>(room, steps, part, trellis_search(room, steps, part, levels), n, codes);
+    }
+  } else {
+    for (u32 k = 0; k < o.outliers; ++k) room.words[k] = kTrellisNoOutlier;
+    __builtin_memset(codes, 0, packed_nbytes(n, Bits));
+  }
+  store_float(meta, survey.centre);
+  store_float(meta + 4, largest);
+  __builtin_memcpy(meta + kTrellisOutlierPlace, room.words, 4 * o.outliers);
+  __builtin_memcpy(meta + kTrellisOutlierPlace + 4 * o.outliers, room.shares, (blocks + 3) / 4 * 4);
+}
+
+static inline void trellis_encode(const HostTeam&, const TrellisOptions& o, const float* x, u32 n, u8* codes, u8* meta) {
+  TrellisRoom room;
+  __builtin_memcpy(room.x, x, n * sizeof *x);
+  QCCL_WITH_BITS(o.bits, trellis_encode_bits<Bits>(room, o, n, codes, meta))
+}
+
+// The codes before those of a step.
+struct TrellisPast {
+  Ints before[kTrellisParts], before_that[kTrellisParts];
+};
+
+// A block's values, to y. All of the lanes' codes may be read.
+template <int Bits>
+QCCL_LOOP void trellis_decode_lanes(const u8* codes, TrellisBlock block, float unit, const TrellisFrame frame,
+                                    TrellisPast& past, float* y) {
+  constexpr TrellisLevels levels = trellis_levels(Bits);
+  TrellisPast p = past;
+  for (u32 i = block.begin; i < block.end; i += kTrellisSequences) {
+    for (u32 part = 0; part < kTrellisParts; ++part) {
+      const u32 at = i + part * kLanes;
+      const Ints code = load_codes<Bits>(codes + at / 8 * Bits);
+      const Ints level = ((code & ~1) << 1) + (((code ^ p.before_that[part]) & 1) << 1) + (p.before[part] & 1);
+      p.before_that[part] = p.before[part], p.before[part] = code;
+      const Floats value = trellis_level((level << 1) - levels.top, levels) * unit * frame.post + frame.centre;
+      store_lanes(value, y + at);
+    }
+  }
+  past = p;
+}
+
+template <int Bits>
+void trellis_decode_bits(const TrellisOptions& o, const u8* codes, const u8* meta, u32 n, float* y) {
+  const u8* shares = meta + kTrellisOutlierPlace + 4 * o.outliers;
+  const TrellisFrame frame = trellis_frame(load_float(meta), load_float(meta + 4));
+  TrellisPast past = {};
+  const u32 padded = whole_steps(n);
+  u8 staged[kTrellisBucket * Bits / 8 + 16];
+  if (padded != n) {
+    __builtin_memcpy(staged, codes, packed_nbytes(n, Bits));
+    __builtin_memset(staged + packed_nbytes(n, Bits), 0, packed_nbytes(padded, Bits) - packed_nbytes(n, Bits));
+    codes = staged;
+  }
+  for (u32 b = 0; b < trellis_blocks(o, n); ++b) {
+    const float unit = trellis_unit(shares[b], frame, trellis_levels(Bits));
+    trellis_decode_lanes<Bits>(codes, trellis_block(b, o.block, padded), unit, frame, past, y);
+  }
+}
+
+template <class Take>
+QCCL_FN void trellis_decode(const HostTeam&, const TrellisOptions& o, const u8* codes, const u8* meta, u32 n,
+                            const Take& take) {
+  alignas(64) float y[kTrellisBucket];
+  QCCL_WITH_BITS(o.bits, trellis_decode_bits<Bits>(o, codes, meta, n, y))
+  const float centre = load_float(meta);
+  for (u32 k = o.outliers; k-- > 0;) {  // of two for the same element, the first is valid
+    const u32 word = load_word(meta + kTrellisOutlierPlace + 4 * k), element = trellis_outlier_element(word);
+    const float distance = trellis_outlier_distance(word);
+    if (element < n && distance != 0.0f) y[element] = distance + centre;
+  }
+  for (u32 i = 0; i < n; ++i) take(i, y[i]);
+}
+
+}  // namespace QCCL_NAMESPACE
