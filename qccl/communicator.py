@@ -115,11 +115,17 @@ class Communicator(Collectives):
 
     @classmethod
     def from_torch(cls, group: Any = None, timeout: float = 60.0) -> Communicator:
-        """Collective: the ranks of a torch.distributed process group with NCCL (None: the default one).
+        """Collective: the ranks of a torch.distributed process group (None: the default one).
 
-        They work on their current devices. The group brings the ranks together, and is left as it was.
+        If it has NCCL they work on their current devices, if it has only gloo on host memory. The group brings the ranks
+        together, and is left as it was.
         """
-        return cls._on_cuda(lambda nccl: nccl.from_torch(group, timeout), timeout)
+        from qccl.transports.torch import TorchTransport, backend_of
+
+        if "nccl" in backend_of(group):
+            return cls._on_cuda(lambda nccl: nccl.from_torch(group, timeout), timeout)
+        check_timeout(timeout)
+        return cls._from_transport(TorchTransport.from_group(group, timeout), timeout)
 
     @classmethod
     def _on_cuda(cls, make: Callable[[type[NcclTransport]], NcclTransport], timeout: float) -> Communicator:

@@ -65,6 +65,7 @@ PACKAGES: dict[str, set[str]] = {
     "transports/loopback.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
     "transports/nccl.py": {"torch"},
+    "transports/torch.py": {"torch"},
 }
 
 SOURCES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))

@@ -1,0 +1,301 @@
+"""Ranks that are those of a torch.distributed process group, over gloo: host memory in a torch program, without MPI.
+
+A process group of gloo is made for qccl alone, on the store of torch's default group; the program's own group brings
+the ranks together once, and is left as it was.
+
+gloo cannot be polled for transfers, so threads wait for them, one for each that is under way. And it ends the process,
+beyond any except clause, when a message is larger than the receive it meets. So the size is part of the tag: a message
+of another size meets no receive, and the headers, which are all of one size, tell the ranks that they disagree.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import os
+import queue
+import struct
+import threading
+import time
+import uuid
+import zlib
+from collections.abc import Callable, Hashable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
+from qccl.transports.base import numbered
+from qccl.transports.places import locate, place
+
+__all__ = ["TorchTransport", "backend_of"]
+
+#: gloo's own deadlines: none for transfers, and for collectives so much later than ours
+_NEVER = timedelta(days=20)
+_LATER_SECONDS = 10.0
+_EXIT_SECONDS = 2.0
+_NAP_SECONDS = 1e-3
+_POLL_SECONDS = 50e-6
+#: how long a lost rank's last messages may be behind the news, on both sides
+_LAST_WORDS_SECONDS = 0.1
+#: gloo's tags have 31 bits: the engine's are above the 16 that stand for the size, and below one that nobody uses
+_TAGS = (1 << 15) - 1
+_NOBODY = (1 << 31) - 1
+_COLOR_AND_KEY = struct.Struct("<?qq")
+
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+_process = os.getpid()
+#: transports that were not closed, or before the other ranks'
+_open: set[TorchTransport] = set()
+
+
+class TorchTransport:
+    """One rank of a gloo group (interface: Transport)."""
+
+    name = "torch"
+    is_threaded = True
+
+    def __init__(
+        self, name: str, rank: int, size: int, timeout: float, attend: Callable[[], object] = lambda: None
+    ) -> None:
+        """Collective: a group of its own, which all ranks know by ``name``; from_group() and split() make one."""
+        self.rank, self.size = rank, size
+        self.attend = attend
+        self._name = name
+        self._splits = 0
+        self._gone = False
+        self._news = threading.Condition()  # guards what follows
+        self._done: list[Hashable] = []
+        self._fault: tuple[float, RuntimeError] | None = None  # the first, and when
+        self._under_way = 0
+        self._threads: list[threading.Thread] = []
+        self._waiting = 0  # of them have nothing to do
+        self._timer: threading.Timer | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        store = dist.PrefixStore(f"qccl/{name}", dist.distributed_c10d._get_default_store())
+        try:
+            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout + _LATER_SECONDS))
+        except RuntimeError as error:
+            raise CollectiveTimeout(f"gloo did not connect {size} ranks within {timeout} s ({_text(error)})") from error
+        _open.add(self)
+        places = self.allgather(place(), timeout)
+        self.local_rank, self.local_size = locate(places, rank)
+        self.nodes = numbered(places)
+        self.shares_memory = len(set(places)) == 1
+
+    @classmethod
+    def from_group(cls, group: Any, timeout: float) -> TorchTransport:
+        """Collective: the ranks of a process group with gloo (None: the default group)."""
+        if "gloo" not in (backend := backend_of(group)):
+            raise ArgumentError(f"the process group has the backend {backend}, and host memory is sent over gloo")
+        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        try:
+            dist.broadcast(name, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return cls(bytes(name.tolist()).hex(), dist.get_rank(group), dist.get_world_size(group), timeout)
+
+    def buffer(self, address: int, nbytes: int) -> torch.Tensor:
+        return _bytes_at(address, nbytes)
+
+    def send(self, peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
+        self._post(self._group.send, peer, tag, buffer, token)
+
+    def receive(self, peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
+        self._post(self._group.recv, peer, tag, buffer, token)
+
+    def poll(self, *, idle: int) -> Sequence[Hashable]:
+        """As in Transport. What has completed comes before the news that a rank is lost."""
+        with self._news:
+            if idle and not self._done:
+                self._news.wait(_NAP_SECONDS)
+            if self._done:
+                done, self._done = self._done, []
+                return done
+            if self._fault is not None and time.monotonic() > self._fault[0] + _LAST_WORDS_SECONDS:
+                raise _lost(self._fault[1]) from self._fault[1]
+        return ()
+
+    def split(self, color: int | None, key: int, timeout: float) -> TorchTransport | None:
+        mine = _COLOR_AND_KEY.pack(color is not None, color or 0, key)
+        entries = [_COLOR_AND_KEY.unpack(each) for each in self.allgather(mine, timeout)]
+        self._splits += 1
+        if color is None:
+            return None
+        members = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
+        name = f"{self._name}/{self._splits}.{color}"
+        return TorchTransport(name, members.index((key, self.rank)), len(members), timeout, self.attend)
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        self._check_alive()
+        deadline = time.monotonic() + timeout
+        lengths = [
+            int.from_bytes(n, "little") for n in self._gather(len(item).to_bytes(8, "little"), deadline, timeout)
+        ]
+        items = self._gather(item.ljust(max(*lengths, 1), b"\0"), deadline, timeout)
+        return [each[:length] for each, length in zip(items, lengths, strict=True)]
+
+    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
+        """gloo's all-reduce, as torch programs call it; its deadline is that of the making of the group."""
+        self._check_alive()
+        if dtype not in _DTYPES or op not in _OPS:
+            raise ArgumentError(
+                f"gloo's all-reduce is compared for {', '.join(_DTYPES)} and {', '.join(_OPS)}, not for {dtype}, {op}"
+            )
+        nbytes = count * _DTYPES[dtype].itemsize
+        if source != target:
+            ctypes.memmove(target, source, nbytes)
+        options = dist.AllreduceOptions()
+        options.reduceOp = _OPS[op]
+        try:
+            self._group.allreduce([_bytes_at(target, nbytes).view(_DTYPES[dtype])], options).wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def abort(self, reason: str) -> None:
+        """As in Transport. The connections are closed in a moment, and then the other ranks know."""
+        if not self._gone:
+            self._gone = True
+            self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._break)
+            self._timer.daemon = True
+            with contextlib.suppress(RuntimeError):  # at the end of the process, which disconnects as well
+                self._timer.start()
+
+    def close(self) -> None:
+        if self._gone:
+            return
+        self._gone = True
+        with self._news:
+            is_over = self._under_way == 0  # otherwise a rank has not closed yet
+        if is_over:
+            self._dismiss()
+            self._group = None
+
+    def disconnect(self) -> None:
+        """At the end of the process: no thread may be in gloo's code, which ends the process by abort() then."""
+        self._gone = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._break()
+        if self._timer is not None and self._timer.ident is not None:
+            self._timer.join(_EXIT_SECONDS)
+
+    # -- transfers ---------------------------------------------------------------------------------------------------
+
+    def _post(self, start: Callable[..., Any], peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
+        """Start a transfer, and have a thread wait for it."""
+        self._check_alive()
+        try:
+            job = start([buffer], peer, _tag(tag, buffer.numel())), buffer, token
+        except RuntimeError as error:
+            raise _lost(error) from error
+        with self._news:
+            self._under_way += 1
+            if self._waiting:
+                self._waiting -= 1
+                self._jobs.put(job)
+                return
+            thread = threading.Thread(target=self._wait_for, args=(job,), name="qccl gloo", daemon=True)
+            self._threads.append(thread)
+        thread.start()
+
+    def _wait_for(self, job: _Job | None) -> None:
+        """A thread that waits for one transfer after the other."""
+        while job is not None:
+            error = None
+            try:
+                job[0].wait(_NEVER)
+            except RuntimeError as caught:
+                error = caught
+            with self._news:
+                self._under_way -= 1
+                self._waiting += 1
+                if error is None:
+                    self._done.append(job[2])
+                elif self._fault is None:
+                    self._fault = time.monotonic(), error
+                self._news.notify_all()
+            job = self._jobs.get()
+
+    def _break(self) -> None:
+        """Close all connections: gloo does that when a wait is too long. Then all who wait are told."""
+        with contextlib.suppress(RuntimeError):
+            if self.size > 1 and self._group is not None:
+                nothing = torch.empty(1, dtype=torch.uint8)
+                self._group.recv([nothing], (self.rank + 1) % self.size, _NOBODY).wait(timedelta(milliseconds=1))
+        self._dismiss()
+
+    def _dismiss(self) -> None:
+        """End the threads, which have nothing to wait for any more."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(_EXIT_SECONDS)
+        _open.discard(self)
+
+    # -- set-up ------------------------------------------------------------------------------------------------------
+
+    def _gather(self, item: bytes, deadline: float, timeout: float) -> list[bytes]:
+        """All ranks' items, of equal length."""
+        mine = torch.frombuffer(bytearray(item), dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in range(self.size)]
+        try:
+            work = self._group.allgather([theirs], [mine])
+            while not work.is_completed():
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
+                self.attend()
+                time.sleep(_POLL_SECONDS)
+            work.wait()
+        except RuntimeError as error:
+            raise _lost(error) from error
+        return [bytes(each.tolist()) for each in theirs]
+
+    def _check_alive(self) -> None:
+        if self._gone:
+            raise EngineError("this transport was closed or given up; make another with Communicator.from_torch()")
+
+
+#: a transfer of gloo's, its memory, and what poll() gives back
+_Job = tuple[Any, torch.Tensor, Hashable]
+
+
+def backend_of(group: Any) -> str:
+    """The backend of a process group, e.g. "gloo" or "cpu:gloo,cuda:nccl" (None: the default group)."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ArgumentError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
+    return str(dist.get_backend_config(group))
+
+
+def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    if nbytes == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _tag(tag: int, nbytes: int) -> int:
+    """One of gloo's: other sizes have other tags (but for one of 65536 pairs of sizes)."""
+    if not 0 <= tag < _TAGS:
+        raise EngineError(f"tag {tag} is not 0 to {_TAGS - 1}")
+    return tag << 16 | zlib.crc32(nbytes.to_bytes(8, "little")) & 0xFFFF
+
+
+def _text(error: RuntimeError) -> str:
+    """The first line, without the place in gloo's source."""
+    line = str(error).strip().split("\n")[0]
+    return line.partition("] ")[2] if line.startswith("[") else line
+
+
+def _lost(error: RuntimeError) -> PeerLost:
+    return PeerLost(f"gloo lost a rank ({_text(error)})")
+
+
+@atexit.register
+def _disconnect_all() -> None:
+    for transport in list(_open) if os.getpid() == _process else ():
+        transport.disconnect()

@@ -1,0 +1,153 @@
+"""One rank of tests/test_torch.py: ``torch_ranks.py WHAT``, with the variables of torchrun; prints what it found."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import qccl
+from qccl.transports.torch import TorchTransport
+
+CALLS = [
+    ("minmax8", 0, {}),
+    ("minmax8", 1, {}),
+    ("none", 1000, {"op": "max"}),
+    ("minmax4:rounding=stochastic,seed=3", 5000, {"algorithm": "one_shot"}),
+    ("minmax8", 100_003, {"algorithm": "two_round", "chunk": 4096, "op": "avg"}),
+    ("minmax3:bucket=shard", 3001, {}),
+]
+
+
+def inputs(rank: int) -> list[np.ndarray]:
+    return [np.random.default_rng([rank, i]).standard_normal(n, np.float32) for i, (_, n, _) in enumerate(CALLS)]
+
+
+def all_calls(comm: qccl.Communicator) -> list[bytes]:
+    """All under way at once."""
+    arrays = inputs(comm.rank)
+    works = [
+        comm.quantized_allreduce(x, codec=codec, async_op=True, **arguments)
+        for x, (codec, _, arguments) in zip(arrays, CALLS, strict=True)
+    ]
+    return [work.wait().tobytes() for work in works]
+
+
+def calls() -> None:
+    """The host's bytes, tensors, splits, and the group that was given goes on."""
+    with qccl.Communicator.from_torch(timeout=30) as comm:
+        assert (comm.backend, comm.transport.name) == ("host", "torch")
+        assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
+        expected = qccl.run_ranks(comm.size, all_calls)[comm.rank]
+        assert all_calls(comm) == expected
+        x = torch.full((1000,), float(comm.rank))
+        assert comm.quantized_allreduce(x) is x and (x == sum(range(comm.size))).all()
+        assert comm.allgather(bytes([comm.rank]) * comm.rank) == [bytes([r]) * r for r in range(comm.size)]
+        sub = comm.split(0 if comm.rank else None, key=-comm.rank)
+        assert (sub is None) == (comm.rank == 0)
+        if sub is not None:
+            assert (sub.rank, sub.size) == (comm.size - 1 - comm.rank, comm.size - 1)
+            y = np.ones(100, np.float32)
+            assert (sub.quantized_allreduce(y) == sub.size).all()
+            sub.close()
+        z = np.arange(9, dtype=np.float32) * (comm.rank + 1)
+        comm.transport.allreduce(z.ctypes.data, z.ctypes.data, 9, "float32", "max")
+        assert (z == np.arange(9) * comm.size).all()
+    dist.barrier()
+    if dist.get_world_size() > 2:
+        group = dist.new_group([1, 2])
+        if dist.get_rank():
+            with qccl.Communicator.from_torch(group, timeout=30) as comm:
+                assert comm.size == 2 and (comm.quantized_allreduce(np.ones(10, np.float32)) == 2).all()
+    dist.barrier()
+
+
+def mismatch() -> None:
+    """Messages of other sizes: gloo would end the process."""
+    for count, codec in ((1000 + dist.get_rank(), "minmax8"), (1000, f"minmax{4 + dist.get_rank()}")):
+        comm = qccl.Communicator.from_torch(timeout=20)
+        begin = time.monotonic()
+        try:
+            comm.quantized_allreduce(np.ones(count, np.float32), codec=codec)
+        except qccl.MismatchError as error:
+            assert "rank" in str(error)
+        else:
+            raise AssertionError("no error")
+        assert time.monotonic() - begin < 10
+        dist.barrier()
+
+
+def raises() -> None:
+    """A rank that fails: the others know at once, and a new group can be made."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    begin = time.monotonic()
+    if comm.rank == 0:
+        comm.abort("a reason of its own")
+    else:
+        try:
+            comm.quantized_allreduce(np.ones(1000, np.float32))
+        except qccl.PeerLost as error:
+            print(f"lost: {error}")
+        else:
+            raise AssertionError("no error")
+        assert time.monotonic() - begin < 10
+    dist.barrier()
+    with qccl.Communicator.from_torch(timeout=20) as comm:
+        assert (comm.quantized_allreduce(np.ones(10, np.float32)) == comm.size).all()
+
+
+def dies() -> None:
+    """A rank that is gone: the others know, and their processes end."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    if comm.rank == 0:
+        os._exit(0)
+    begin = time.monotonic()
+    try:
+        comm.quantized_allreduce(np.ones(1000, np.float32))
+    except qccl.PeerLost:
+        assert time.monotonic() - begin < 10
+        return
+    raise AssertionError("no error")
+
+
+def stays_away() -> None:
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(2)
+        return
+    try:
+        comm.quantized_allreduce(np.ones(1000, np.float32), timeout=0.5)
+    except qccl.CollectiveTimeout:
+        return
+    raise AssertionError("no error")
+
+
+def leaves() -> None:
+    """Nobody closes, and the processes end."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.quantized_allreduce(np.ones(1000, np.float32))
+    time.sleep(0.3 * comm.rank)
+
+
+def refused() -> None:
+    dist.destroy_process_group()
+    for make in (qccl.Communicator.from_torch, lambda: TorchTransport.from_group(None, 1.0)):
+        try:
+            make()
+        except qccl.ArgumentError as error:
+            assert "init_process_group" in str(error)
+        else:
+            raise AssertionError("no error")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    globals()[sys.argv[1]]()
+    print("done", flush=True)
