@@ -421,7 +421,7 @@ def test_calls_under_way_progress_in_set_up_calls():
 
 def test_an_exception_that_is_none_of_ours_is_named():
     def run(comm):
-        x = np.ones(10, np.float32)
+        x = np.ones(100_000, np.float32)  # of a small one all is sent before the first poll
         if comm.rank == 0:
             comm.transport.poll = lambda *, idle: 1 // 0
             with pytest.raises(ZeroDivisionError):

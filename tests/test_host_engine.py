@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from threads import CODEC, Caller, address, near_sum, outcomes, ramp
 
+from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
-from qccl.engines.agreement import HEADER_NBYTES, Header, Kind
+from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, Kind
 from qccl.engines.program import CALLS_IN_FLIGHT
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.schedule import Buffer, Encode, Exchange, Leg, Native, Role, Schedule, Span
@@ -282,7 +283,7 @@ def test_headers_are_exchanged_without_data():
 def test_a_header_in_bytes():
     header = Header(Kind.CALL, 5, "x" * 1000)
     packed = header.pack()
-    assert len(packed) == HEADER_NBYTES
+    assert len(packed) == HEADER_NBYTES - 4
     assert Header(Kind.CALL, 5, "x" * 999 + "y").pack() != packed, "a text that is cut differs in its digest"
     again = Header.unpack(packed, 0)
     assert (again.kind, again.sequence) == (Kind.CALL, 5) and header.text.startswith(again.text)
@@ -477,3 +478,72 @@ def test_a_run_leaves_nothing_behind():
         return left
 
     assert outcomes(2, run) == [([], [], {}, {})] * 2
+
+
+# -- small calls ---------------------------------------------------------------------------------------------------
+
+
+class Counting:
+    """A transport that counts what it sends, by tag."""
+
+    def __init__(self, transport):
+        self._transport, self.sent = transport, []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def send(self, peer, tag, buffer, token):
+        self.sent.append((peer, tag, buffer[1]))
+        self._transport.send(peer, tag, buffer, token)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_a_small_call_is_one_message_to_each_rank(n):
+    """One step; of two steps, the first. What does not fit goes by itself, and all give the same bits."""
+
+    def run(t):
+        counting = Counting(t)
+        caller = Caller(counting)
+        found, sent = [], []
+        for make, count, chunk in (
+            (one_shot, 2000, None), (one_shot, 2000, 1024), (two_round, 2000, None), (one_shot, 40_000, None)
+        ):  # fmt: skip
+            program = caller.engine.compile(make(t.rank, n, count, FLOAT32, CODEC, chunk_elements=chunk))
+            x = ramp(t.rank, count)
+            y = np.empty_like(x)
+            counting.sent.clear()
+            caller.start(program, x, y).run()
+            found.append(y)
+            sent.append([(tag != CONTROL_TAG, nbytes) for _, tag, nbytes in counting.sent])
+        caller.close()
+        return found, sent
+
+    for found, sent in outcomes(n, run):
+        code = CODEC.encoded_nbytes(2000, FLOAT32)
+        assert sent[0] == [(False, HEADER_NBYTES + code)] * (n - 1)
+        assert found[0].tobytes() == found[1].tobytes()
+        assert sorted(tag for tag, _ in sent[1]) == [False] * (n - 1) + [True] * (n - 1), "the second chunk by itself"
+        assert [tag for tag, _ in sent[2]].count(False) == n - 1
+        assert sorted(sent[3]) == sorted(
+            [(False, HEADER_NBYTES), (True, CODEC.encoded_nbytes(40_000, FLOAT32))] * (n - 1)
+        )
+        assert near_sum(found[2], n) and near_sum(found[3], n)
+
+
+@pytest.mark.parametrize("count", [1000, 40_000])
+def test_data_of_another_size_with_an_equal_header(count):
+    """Only a fault of ours, or of another program, can send it."""
+
+    def run(t):
+        if t.rank == 0:
+            caller = Caller(t)
+            caller.allreduce(ramp(0, count))
+        message = np.zeros(HEADER_NBYTES + 100, np.uint8)
+        caller = Caller(t)
+        packed = caller.header(count).pack() + (100).to_bytes(4, "little")
+        message[:HEADER_NBYTES] = np.frombuffer(packed, np.uint8)
+        t.send(0, CONTROL_TAG, t.buffer(address(message), len(message)), (caller.engine, 0))
+        time.sleep(0.5)
+
+    error = outcomes(2, run)[0]
+    assert isinstance(error, MismatchError) and "rank 1 sent 100 bytes with the header" in str(error)

@@ -1,9 +1,10 @@
 """The ranks' agreement on every call, and the news that one of them gave up or left.
 
 Each call sends one small message, its header, to every other rank, together with the first data and on a tag of its
-own, so that the check costs no round trip. Nothing that came from another rank is used, and no output is written,
-before the headers of all ranks have arrived and are equal. One receive per rank is always posted, so the same way
-carries the news that a rank gave up (then the others raise at once instead of at their deadline) or left.
+own, so that the check costs no round trip; data of up to EAGER_NBYTES is in the same message, after the header. Nothing
+that came from another rank is used, and no output is written, before the headers of all ranks have arrived and are
+equal. One receive per rank is always posted, so the same way carries the news that a rank gave up (then the others
+raise at once instead of at their deadline) or left.
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ from functools import lru_cache
 from qccl.errors import EngineError, MismatchError, PeerLost
 from qccl.transports.base import Transport
 
-__all__ = ["HEADER_NBYTES", "Block", "Channel", "Header", "Kind"]
+__all__ = ["EAGER_NBYTES", "HEADER_NBYTES", "Block", "Channel", "Header", "Kind"]
 
-#: bytes of a control message: the layout below, then text in UTF-8, zero-padded
+#: bytes of a control message: the layout below, then text in UTF-8, zero-padded, then the number of bytes of data that
+#: follow, which is the only thing that may differ between ranks that agree
 HEADER_NBYTES = 512
+#: at most so many
+EAGER_NBYTES = 8 << 10
 CONTROL_TAG = 0
 
 _MAGIC = b"qccl"
-_VERSION = 1
+_VERSION = 2
 _LAYOUT = struct.Struct("<4sHHQ32s")  # magic, version, kind, sequence, SHA-256 of the whole text
-_TEXT_NBYTES = HEADER_NBYTES - _LAYOUT.size
+_AGREED_NBYTES = HEADER_NBYTES - 4
+_TEXT_NBYTES = _AGREED_NBYTES - _LAYOUT.size
 _FIXED = struct.Struct("<4sHHQ")
+_SLOT_NBYTES = HEADER_NBYTES + EAGER_NBYTES
 
 
 class Kind(IntEnum):
@@ -49,7 +55,7 @@ def _tail(text: str) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """One control message; two ranks agree on a call when the packed bytes are equal.
+    """What a control message says; two ranks agree on a call when the packed bytes are equal.
 
     ``pairs`` are what the two must agree on beside the text, by peer: () for nothing.
     """
@@ -60,7 +66,10 @@ class Header:
     pairs: tuple[str, ...] = ()
 
     def pack(self, peer: int | None = None) -> bytes:
-        """HEADER_NBYTES bytes for a peer, or for all. A long text is cut, but its digest is of the whole."""
+        """A message for a peer, or for all, without its last part: how many bytes follow.
+
+        A long text is cut, but its digest is of the whole.
+        """
         text = self.text if peer is None or not self.pairs else self.text + self.pairs[peer]
         return _FIXED.pack(_MAGIC, _VERSION, self.kind, self.sequence) + _tail(text)
 
@@ -73,7 +82,7 @@ class Header:
                 f"rank {peer} sent a control message that this version of qccl cannot read (starts with "
                 f"{message[:8]!r}); every rank must run the same version"
             )
-        text = message[_LAYOUT.size :].rstrip(b"\0").decode(errors="replace")
+        text = message[_LAYOUT.size : _AGREED_NBYTES].rstrip(b"\0").decode(errors="replace")
         return cls(Kind(kind), sequence, text)
 
 
@@ -83,6 +92,11 @@ _CALL = _FIXED.pack(_MAGIC, _VERSION, Kind.CALL, 0)[:8]
 def sequence_of(message: bytes) -> int:
     """The number of the call whose header this is."""
     return int.from_bytes(message[8:16], "little")
+
+
+def data_nbytes(nbytes: int) -> bytes:
+    """The end of a control message that so many bytes of data follow."""
+    return nbytes.to_bytes(4, "little")
 
 
 class Block:
@@ -95,9 +109,9 @@ class Block:
         self.address = -(-base // 64) * 64
         self._view = memoryview(self._memory).cast("B")[self.address - base :][:nbytes]
 
-    def write(self, data: bytes) -> None:
-        """Put ``data`` at the start."""
-        self._view[: len(data)] = data
+    def write(self, data: bytes, start: int = 0) -> None:
+        """Put ``data`` at ``start``."""
+        self._view[start : start + len(data)] = data
 
     def read(self, start: int, nbytes: int) -> bytes:
         """A copy of ``nbytes`` from ``start``."""
@@ -116,23 +130,26 @@ class Channel:
         self._transport = transport
         self.peers = tuple(p for p in range(transport.size) if p != transport.rank)
         self.left: set[int] = set()
-        self._inbox = Block(HEADER_NBYTES * transport.size)
+        self._inbox = Block(_SLOT_NBYTES * transport.size)
         self._outbox = Block(HEADER_NBYTES)
         self._buffers = {}
         for peer in self.peers:
-            self._buffers[peer] = transport.buffer(self._inbox.address + HEADER_NBYTES * peer, HEADER_NBYTES)
+            self._buffers[peer] = transport.buffer(self._inbox.address + _SLOT_NBYTES * peer, _SLOT_NBYTES)
             self._listen(peer)
 
     def _listen(self, peer: int) -> None:
-        self._transport.receive(peer, CONTROL_TAG, self._buffers[peer], (self, peer))
+        self._transport.receive(peer, CONTROL_TAG, self._buffers[peer], (self, peer), at_most=True)
 
     def take(self, peer: int) -> bytes | None:
-        """The message that has just come from ``peer``, if it is a call's header; otherwise act on it.
+        """The message that has just come from ``peer``, with its data, if it is a call's; otherwise act on it.
 
         Raises PeerLost or MismatchError, with the text that the sender gave, when it gave up.
         """
-        message = self._inbox.read(HEADER_NBYTES * peer, HEADER_NBYTES)
+        message = self._inbox.read(_SLOT_NBYTES * peer, HEADER_NBYTES)
         if message.startswith(_CALL):
+            nbytes = int.from_bytes(message[_AGREED_NBYTES:], "little")
+            if nbytes:
+                message += self._inbox.read(_SLOT_NBYTES * peer + HEADER_NBYTES, nbytes)
             self._listen(peer)
             return message
         header = Header.unpack(message, peer)
@@ -143,7 +160,7 @@ class Channel:
 
     def tell(self, kind: Kind, text: str, token: Hashable) -> int:
         """Start sending the same news to all other ranks (at most once); the number of sends under way."""
-        self._outbox.write(Header(kind, 0, text).pack())
+        self._outbox.write(Header(kind, 0, text).pack() + data_nbytes(0))
         buffer = self._transport.buffer(self._outbox.address, HEADER_NBYTES)
         for peer in self.peers:
             self._transport.send(peer, CONTROL_TAG, buffer, token)

@@ -181,7 +181,10 @@ class HostEngine:
                 raise self._failure
             compute, poll = self._compute, self._poll
             while not execution.done and (limit == math.inf or time.monotonic() < limit):
-                poll(0 if compute() else self._idle)
+                if not compute():
+                    poll(self._idle)
+                elif not execution.done:
+                    poll(0)
         except BaseException as error:
             self._caught(error)
             raise

@@ -8,7 +8,8 @@ Dependencies hold per leg, not per Exchange: a leg whose data is ready does not 
 what the ranks' agreement must come before:
 
 - A receive is posted when its sender's header has come and agrees, so that the sizes are equal (an MPI library may
-  write past the end of a receive that is too small). The header comes before the data, so this costs no waiting.
+  write past the end of a receive that is too small). The header comes before the data, so this costs no waiting. Where
+  the first data for a peer is small and waits for nobody, it is in the header's own message (an eager leg).
 - Whatever writes the caller's output or follows a transfer waits for the headers of all ranks. So nothing received is
   used before, and a rank that has not made the call yet gets one window of messages at most (a library that buffers
   small ones would take them until it has no memory left for the news that this rank gave up).
@@ -16,6 +17,7 @@ what the ranks' agreement must come before:
 
 from __future__ import annotations
 
+import ctypes
 import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -23,8 +25,16 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
-from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Block, Header, disagreement
-from qccl.errors import ArgumentError, EngineError
+from qccl.engines.agreement import (
+    CONTROL_TAG,
+    EAGER_NBYTES,
+    HEADER_NBYTES,
+    Block,
+    Header,
+    data_nbytes,
+    disagreement,
+)
+from qccl.errors import ArgumentError, EngineError, MismatchError
 from qccl.schedule import Decode, Encode, Node, Reduce, Role, Schedule, Span, dependencies, nodes
 
 if TYPE_CHECKING:
@@ -32,7 +42,7 @@ if TYPE_CHECKING:
     from qccl.trace import TraceEvent
     from qccl.transports.base import Transport
 
-__all__ = ["CALLS_IN_FLIGHT", "Execution", "Program"]
+__all__ = ["CALLS_IN_FLIGHT", "Eager", "Execution", "Leg", "Program"]
 
 #: calls that may have messages under way at once, so that their tags differ
 CALLS_IN_FLIGHT = 16
@@ -42,13 +52,34 @@ _OPS = {"sum": 0, "min": 1, "max": 2}
 
 
 @dataclass(frozen=True, slots=True)
-class _Leg:
+class Leg:
     """A transfer made ready; ``tag`` is counted from the first tag of the call."""
 
     start: Callable[[int, int, Any, Hashable], None]
     peer: int
     tag: int
     buffer: Any
+    address: int
+    nbytes: int
+
+
+class Eager:
+    """A control message with data: ``nbytes`` from ``source``, for one peer or several."""
+
+    __slots__ = ("_block", "_sequence", "_source", "buffer", "nbytes")
+
+    def __init__(self, transport: Transport, source: int, nbytes: int) -> None:
+        self._source, self.nbytes = source, nbytes
+        self._block = Block(HEADER_NBYTES + nbytes)
+        self.buffer = transport.buffer(self._block.address, HEADER_NBYTES + nbytes)
+        self._sequence = -1
+
+    def fill(self, packed: bytes, sequence: int) -> None:
+        """Put the header of a call and its data into the message, once for all peers."""
+        if sequence != self._sequence:
+            self._sequence = sequence
+            self._block.write(packed + data_nbytes(self.nbytes))
+            ctypes.memmove(self._block.address + HEADER_NBYTES, self._source, self.nbytes)
 
 
 class Program:
@@ -66,6 +97,7 @@ class Program:
                 f"{transport.size}"
             )
         from qccl import _host
+        from qccl.engines.onestep import OneStep
 
         self.engine = engine
         self.transport = transport
@@ -79,7 +111,7 @@ class Program:
         self._workspace = self._allocate(schedule)
         self.workspace_nbytes = self._workspace.nbytes
         self.kernels: list[Callable[[], None] | None] = []
-        self.legs: list[_Leg | None] = []
+        self.legs: list[Leg | None] = []
         for node in self.nodes:
             is_leg = node.leg is not None
             self.kernels.append(None if is_leg else self._kernel(node, schedule))
@@ -88,6 +120,21 @@ class Program:
         self.header_buffer = transport.buffer(self.header.address, HEADER_NBYTES)
         self._headers: dict[int, tuple[Block, Any]] = {}  # of calls in which they differ, by peer
         self._link(schedule)
+        #: nodes that may have to wait for another rank
+        self.waiting = self._waiting()
+        #: sends whose data goes with the header (unless headers differ), their peers, and those that get a header alone
+        self.eager = self._eager_sends()
+        self.with_data = {self.legs[i].peer for i in self.eager}  # type: ignore[union-attr]
+        self.bare_peers = tuple(p for p in range(schedule.size) if p != schedule.rank and p not in self.with_data)
+        #: by peer, the receive whose data may come with the header
+        self.first_data = {
+            leg.peer: i
+            for i, (leg, node) in enumerate(zip(self.legs, self.nodes, strict=True))
+            if leg is not None and not node.is_send and not node.sequence
+        }
+        #: all nodes; among several ranks also the gate and the headers without data
+        self.total = self.gate + (1 + len(self.bare_peers) if schedule.size > 1 else 0)
+        self.one_step = OneStep.of(self)
 
     def start(
         self,
@@ -113,12 +160,17 @@ class Program:
         """
         if self.running:
             raise ArgumentError("this program is still running; a program has one workspace, so wait for it first")
+        from qccl.engines.onestep import OneStepExecution
+
         self._bind(bindings)
         self.memory.call = call
-        if trace is None:
-            execution = Execution(self, header, deadline)
-        else:
+        execution: Execution
+        if trace is not None:
             execution = _TracedExecution(self, header, deadline, trace)
+        elif self.one_step is not None and not header.pairs:
+            execution = OneStepExecution(self, header, deadline, self.one_step)
+        else:
+            execution = Execution(self, header, deadline)
         self.engine.start(execution)
         return execution
 
@@ -204,16 +256,17 @@ class Program:
                 raise EngineError(f"the host engine cannot run {type(node.op).__name__} (operation {node.op_index})")
         return kernel
 
-    def _leg(self, node: Node, schedule: Schedule) -> _Leg:
+    def _leg(self, node: Node, schedule: Schedule) -> Leg:
         assert node.leg is not None
         span = node.leg.span
         buffer = schedule.buffers[span.buffer]
         if buffer.role is not Role.WORK:
             raise EngineError(f"operation {node.op_index} transfers {span.buffer!r}; legs must be in work buffers")
         address = self.memory[self._numbers[span.buffer]] + span.start * buffer.itemsize
+        nbytes = len(span) * buffer.itemsize
         start = self.transport.send if node.is_send else self.transport.receive
-        prepared = self.transport.buffer(address, len(span) * buffer.itemsize)
-        return _Leg(start, node.leg.peer, 1 + node.sequence % _TAGS_PER_CALL, prepared)
+        prepared = self.transport.buffer(address, nbytes)
+        return Leg(start, node.leg.peer, 1 + node.sequence % _TAGS_PER_CALL, prepared, address, nbytes)
 
     def _link(self, schedule: Schedule) -> None:
         """Counts of dependencies and lists of successors, with the two kinds of gate (see above)."""
@@ -238,8 +291,26 @@ class Program:
         self.successors = [tuple(s) for s in successors]
         self.counts = [*counts, 0, 0]  # and of the gate and the headers, which nothing counts down
         self.first = tuple(i for i, count in enumerate(counts) if not count)
-        #: all nodes; among several ranks also the gate and a header to each other rank
-        self.total = self.gate + (schedule.size if schedule.size > 1 else 0)
+
+    def _waiting(self) -> set[int]:
+        found = set(self.successors[self.gate])
+        for i, leg in enumerate(self.legs):
+            if i in found or leg is not None:
+                found.update(self.successors[i])
+        return found
+
+    def _eager_sends(self) -> dict[int, Eager]:
+        """The first send to each peer, where it is small and waits for no other rank."""
+        found: dict[int, Eager] = {}
+        messages: dict[int, Eager] = {}  # by address: the same data may go to several peers
+        for i, (leg, node) in enumerate(zip(self.legs, self.nodes, strict=True)):
+            if leg is None or not node.is_send or node.sequence or i in self.waiting or leg.nbytes > EAGER_NBYTES:
+                continue
+            message = messages.get(leg.address)
+            if message is None or message.nbytes != leg.nbytes:
+                message = messages[leg.address] = Eager(self.transport, leg.address, leg.nbytes)
+            found[i] = message
+        return found
 
 
 class Execution:
@@ -256,6 +327,8 @@ class Execution:
     __slots__ = (
         "_base",
         "_counts",
+        "_data",
+        "_eager",
         "_extents",
         "_header",
         "_kernels",
@@ -280,6 +353,8 @@ class Execution:
         self.kept: object = None
         self._program = program
         self._kernels, self._legs, self._successors = program.kernels, program.legs, program.successors
+        self._eager = {} if header.pairs else program.eager  # whose messages may be for several peers
+        self._data: dict[int, bytes] = {}  # that came with headers, by the receive it is for
         self._extents = program.extents
         self._header = header
         self._packed = header.pack()
@@ -290,7 +365,7 @@ class Execution:
         self.ready: list[int] = []
         self.unheard: set[int] = set()
         self._counts = program.counts.copy()
-        self._left = program.total
+        self._left = program.total + (len(program.with_data) if header.pairs else 0)
         program.running = True
 
     def step(self) -> bool:
@@ -342,17 +417,16 @@ class Execution:
         """Send the header and start everything that depends on nothing."""
         program = self._program
         self.begun = True
-        if peers:
-            self.unheard = set(peers)
-            token = (self, program.gate + 1)
-            if self._header.pairs:
-                for peer in peers:
-                    buffer = program.header_to(peer, self._header.pack(peer))
-                    program.transport.send(peer, CONTROL_TAG, buffer, token)
-            else:
-                program.header.write(self._packed)
-                for peer in peers:
-                    program.transport.send(peer, CONTROL_TAG, program.header_buffer, token)
+        self.unheard = set(peers)
+        token = (self, program.gate + 1)
+        if self._header.pairs:
+            for peer in peers:
+                buffer = program.header_to(peer, self._header.pack(peer) + data_nbytes(0))
+                program.transport.send(peer, CONTROL_TAG, buffer, token)
+        elif program.bare_peers:
+            program.header.write(self._packed + data_nbytes(0))
+            for peer in program.bare_peers:
+                program.transport.send(peer, CONTROL_TAG, program.header_buffer, token)
         for node in program.first:
             self._launch(node)
         if not self._left:
@@ -361,9 +435,11 @@ class Execution:
     def agree(self, peer: int, message: bytes) -> None:
         """Compare ``peer``'s header with the own one. Raises MismatchError."""
         mine = self._header.pack(peer) if self._header.pairs else self._packed
-        if message != mine:
+        if not message.startswith(mine):
             raise disagreement(mine, message, self._program.transport.rank, peer)
         self.unheard.discard(peer)
+        if len(message) > HEADER_NBYTES:
+            self._keep(peer, message[HEADER_NBYTES:])
         counts = self._counts
         for node in self._program.first_receives[peer]:
             counts[node] -= 1
@@ -371,6 +447,17 @@ class Execution:
                 self._launch(node)
         if not self.unheard:
             self.completed(self._program.gate)
+
+    def _keep(self, peer: int, data: bytes) -> None:
+        """Data that came with ``peer``'s header, until it can be put where it belongs."""
+        node = self._program.first_data.get(peer)
+        leg = None if node is None else self._legs[node]
+        if node is None or leg is None or leg.nbytes != len(data):
+            expected = "none" if leg is None else leg.nbytes
+            raise MismatchError(
+                f"rank {peer} sent {len(data)} bytes with the header of a call, expected are {expected}"
+            )
+        self._data[node] = data
 
     def compute(self) -> None:
         """Run the first compute operation that is ready."""
@@ -395,6 +482,13 @@ class Execution:
         leg = self._legs[node]
         if leg is None:
             heappush(self.ready, node)
+        elif node in self._eager:
+            message = self._eager[node]
+            message.fill(self._packed, self.sequence)
+            leg.start(leg.peer, CONTROL_TAG, message.buffer, (self, node))
+        elif node in self._data:
+            ctypes.memmove(leg.address, self._data.pop(node), leg.nbytes)
+            self.completed(node)
         else:
             leg.start(leg.peer, self._base + leg.tag, leg.buffer, (self, node))
 

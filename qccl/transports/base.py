@@ -74,8 +74,8 @@ class Transport(Group, Protocol):
     def send(self, peer: int, tag: int, buffer: Any, token: Hashable) -> None:
         """Start sending; ``token`` comes back from poll() when the buffer may be written again."""
 
-    def receive(self, peer: int, tag: int, buffer: Any, token: Hashable) -> None:
-        """Start receiving exactly the buffer's size; ``token`` comes back from poll() when the bytes are there."""
+    def receive(self, peer: int, tag: int, buffer: Any, token: Hashable, *, at_most: bool = False) -> None:
+        """Start receiving the buffer's size, or ``at_most`` that; poll() gives ``token`` when the bytes are there."""
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
         """Tokens completed since the last poll; never blocks longer than about a millisecond.

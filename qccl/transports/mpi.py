@@ -58,6 +58,8 @@ _NAP_SECONDS = 20e-6
 _NAPS = 1000
 _LONG_NAP_SECONDS = 150e-6
 _FINALIZE_SECONDS = 10
+#: in place of the bytes of a receive: a send, and a receive that may get less than there is room for
+_SEND, _ANY = -1, -2
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
@@ -137,7 +139,7 @@ class MpiTransport:
         self.attend = attend
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self._requests: list[MPI.Request] = []
-        self._posted: list[tuple[Hashable, int]] = []  # token and bytes of a receive (-1: a send), per request
+        self._posted: list[tuple[Hashable, int]] = []  # token and bytes (or as below) of each request
         self._statuses: list[MPI.Status] = []  # of what the last poll found
         self._late: list[Hashable] = []  # completed in a poll that raised
         self._gone = False
@@ -176,20 +178,22 @@ class MpiTransport:
         return [MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE]
 
     def send(self, peer: int, tag: int, buffer: list[Any], token: Hashable) -> None:
-        self._check_alive()
+        if self._gone or MPI.Is_finalized():
+            self._check_alive()
         try:
             self._requests.append(self._comm.Isend(buffer, peer, tag))
         except MPI.Exception as error:
             raise _mapped(error) from error
-        self._posted.append((token, -1))
+        self._posted.append((token, _SEND))
 
-    def receive(self, peer: int, tag: int, buffer: list[Any], token: Hashable) -> None:
-        self._check_alive()
+    def receive(self, peer: int, tag: int, buffer: list[Any], token: Hashable, *, at_most: bool = False) -> None:
+        if self._gone or MPI.Is_finalized():
+            self._check_alive()
         try:
             self._requests.append(self._comm.Irecv(buffer, peer, tag))
         except MPI.Exception as error:
             raise _mapped(error) from error
-        self._posted.append((token, buffer[1]))
+        self._posted.append((token, _ANY if at_most else buffer[1]))
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
         if idle > self._spins:
@@ -255,7 +259,7 @@ class MpiTransport:
             return
         with contextlib.suppress(MPI.Exception):
             for request, (_, expected) in zip(self._requests, self._posted, strict=True):
-                if expected >= 0 and request != MPI.REQUEST_NULL:
+                if expected != _SEND and request != MPI.REQUEST_NULL:
                     request.Cancel()
             MPI.Request.Testsome(self._requests)
 
