@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qccl import codecs
     from qccl.communicator import Communicator
+    from qccl.decentralized import LowPrecisionDecentralized
     from qccl.launch import init
     from qccl.plan import Plan
     from qccl.pointers import quantized_allreduce
@@ -42,6 +43,7 @@ __all__ = [
     "Communicator",
     "EngineError",
     "InvalidBufferError",
+    "LowPrecisionDecentralized",
     "MismatchError",
     "PeerLost",
     "Plan",
@@ -56,6 +58,7 @@ __all__ = [
 
 _HOME = {
     "Communicator": "qccl.communicator",
+    "LowPrecisionDecentralized": "qccl.decentralized",
     "Plan": "qccl.plan",
     "Work": "qccl.work",
     "get_unique_id": "qccl.transports.nccl",

@@ -43,9 +43,22 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("transports", "work"),
     },
     "pointers": {"arguments", "buffers", "calls", "dtypes", "signatures"},
+    "weights": {"errors"},
+    "decentralized": {"arguments", "codecs", "communicator", "errors", "weights"},
     "launch": {"arguments", "backends", "communicator", "errors", "gpu", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
-    "": {"codecs", "communicator", "errors", "launch", "plan", "pointers", "ranks", "transports", "work"},
+    "": {
+        "codecs",
+        "communicator",
+        "decentralized",
+        "errors",
+        "launch",
+        "plan",
+        "pointers",
+        "ranks",
+        "transports",
+        "work",
+    },
 }
 #: the command may use every part
 MAY_IMPORT["bench"] = {*MAY_IMPORT, "_host"}
@@ -65,6 +78,7 @@ PACKAGES: dict[str, set[str]] = {
     "transports/loopback.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
     "transports/nccl.py": {"torch"},
+    "weights.py": {"numpy"},
     "transports/torch.py": {"torch"},
 }
 

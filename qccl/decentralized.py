@@ -1,0 +1,105 @@
+"""Decentralised SGD in low precision: each rank tells its peers, in codes, how its model changed."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from qccl import codecs
+from qccl.arguments import CodecLike
+from qccl.communicator import Communicator
+from qccl.errors import ArgumentError, MismatchError
+from qccl.weights import matrix, spectral_gap
+
+__all__ = ["LowPrecisionDecentralized"]
+
+
+class LowPrecisionDecentralized:
+    """The models of all ranks drift towards each other while each follows its own gradients.
+
+    A step on rank i, with weights W and a replica of each peer's model (that codes alone keep up to date)::
+
+        z = sum over j of W[i][j] x_j - lr g_i - x_i        x_j are the replicas
+        x_i += Q(z)                                         Q(z) goes to the peers, which add it to their replicas
+
+    Since every rank adds what its codes say, not what it meant, replicas equal models to the bit, always. With
+    ``codec="none"`` this is decentralised SGD in full precision.
+
+    Attributes:
+        model: the array that was given, with the current model.
+        weights: W.
+        spectral_gap: 1 less the second largest absolute eigenvalue of W: how fast models come together (0: never).
+        peers: the ranks that this one averages with, fixed for its life.
+        replicas: their models.
+        steps: how many were made.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        model: Any,
+        *,
+        weights: str | Sequence[Sequence[float]] | Any = "ring",
+        codec: CodecLike = "minmax8",
+    ) -> None:
+        """Collective. Models may differ; the peers' are asked for, exactly, once.
+
+        ``model`` is a mutable array (NumPy, CuPy, torch) and is changed in place. ``weights`` are "ring", "complete",
+        "hypercube", "torus", "exponential" (distances 1, 2, 4, ... both ways), "one_peer" (pairs), or a symmetric
+        matrix whose rows sum to 1, the same on all ranks.
+        """
+        self.comm, self.model = comm, model
+        self.weights = matrix(weights, comm.size)
+        self.spectral_gap = spectral_gap(self.weights)
+        self._codec = codecs.get(codec)
+        self._row = [float(w) for w in self.weights[comm.rank]]
+        self.peers = tuple(rank for rank, w in enumerate(self._row) if w and rank != comm.rank)
+        self.steps = 0
+        self._check_agreement()
+        self.replicas = {peer: _blank(model) for peer in self.peers}
+        comm.peer_exchange(model, send_to=self.peers, replicas=self.replicas, codec="none")
+
+    def step(self, gradient: Any, lr: float) -> Any:
+        """Collective: one step with the gradient of this rank's model; returns the model."""
+        if gradient.shape != self.model.shape:
+            raise ArgumentError(f"the gradient has shape {gradient.shape}, and the model {self.model.shape}")
+        z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * lr
+        for peer, replica in self.replicas.items():
+            z += replica * self._row[peer]
+        self.comm.peer_exchange(z, send_to=self.peers, replicas=self.replicas, applied=self.model, codec=self._codec)
+        self.steps += 1
+        return self.model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copies of all that a later run on as many ranks needs to go on, to the bit (codecs that draw draw others)."""
+        replicas = {peer: _copy(replica) for peer, replica in self.replicas.items()}
+        return {"model": _copy(self.model), "replicas": replicas, "steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state_dict() of the same rank, with the same peers. All ranks must, from the same step."""
+        if tuple(state["replicas"]) != self.peers:
+            raise ArgumentError(f"the state has replicas of ranks {list(state['replicas'])}; peers are {self.peers}")
+        self.model[...] = state["model"]
+        for peer, replica in state["replicas"].items():
+            self.replicas[peer][...] = replica
+        self.steps = int(state["steps"])
+
+    def _check_agreement(self) -> None:
+        """Raise MismatchError, on all ranks, where they do not have the same weights and codec."""
+        said = self.weights.tobytes() + self._codec.spec().encode()
+        found = self.comm.allgather(hashlib.sha256(said).digest())
+        others = [rank for rank, digest in enumerate(found) if digest != found[0]]
+        if others:
+            raise MismatchError(f"ranks {others} have other weights, or another codec, than rank 0")
+
+
+def _copy(array: Any) -> Any:
+    return array.clone() if hasattr(array, "clone") else array.copy()
+
+
+def _blank(like: Any) -> Any:
+    """An array of -0: whatever is added to it is what it then holds, to the bit."""
+    blank = _copy(like)
+    blank[...] = -0.0
+    return blank

@@ -1,0 +1,117 @@
+"""Weights of decentralised averaging: who averages with whom, and how much each counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from qccl.errors import ArgumentError
+
+__all__ = ["TOPOLOGIES", "matrix", "spectral_gap"]
+
+Matrix = NDArray[np.float64]
+
+_TOLERANCE = 1e-6
+
+
+def matrix(weights: str | Sequence[Sequence[float]] | Any, size: int) -> Matrix:
+    """The ``size`` x ``size`` matrix of a named topology, or a given one. Raises ArgumentError where it will not do.
+
+    It must be symmetric, and its rows must sum to 1 without a negative entry.
+    """
+    if isinstance(weights, str):
+        if weights not in TOPOLOGIES:
+            raise ArgumentError(f"weights {weights!r} are not one of {', '.join(TOPOLOGIES)}, nor a matrix")
+        return TOPOLOGIES[weights](size)
+    try:
+        w = np.asarray(weights, np.float64)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"weights are neither the name of a topology nor a matrix of numbers: {error}") from error
+    if w.shape != (size, size):
+        raise ArgumentError(f"weights have shape {w.shape}; {size} ranks need ({size}, {size})")
+    _check(w)
+    return w
+
+
+def _check(w: Matrix) -> None:
+    if not (w >= 0).all():  # also where one is NaN
+        i, j = np.argwhere(~(w >= 0))[0]
+        raise ArgumentError(f"weights[{i}][{j}] is {w[i, j]:g}; weights must not be negative")
+    sums = w.sum(axis=1)
+    if (off := np.abs(sums - 1) > _TOLERANCE).any():
+        row = int(np.flatnonzero(off)[0])
+        raise ArgumentError(f"row {row} of the weights sums to {sums[row]:g}; every row must sum to 1")
+    if (off := np.abs(w - w.T) > _TOLERANCE).any():
+        i, j = np.argwhere(off)[0]
+        raise ArgumentError(
+            f"weights[{i}][{j}] is {w[i, j]:g} and weights[{j}][{i}] is {w[j, i]:g}; the matrix must be symmetric "
+            f"(then its columns sum to 1, too, and the mean of the models is kept)"
+        )
+
+
+def spectral_gap(w: Matrix) -> float:
+    """1 less the second largest absolute eigenvalue: differences between the ranks shrink by so much in a step.
+
+    0 where some ranks never hear of others.
+    """
+    values = np.sort(np.abs(np.linalg.eigvalsh(w)))
+    return float(1.0 - values[-2]) if len(values) > 1 else 1.0
+
+
+def _shifts(size: int, shifts: Sequence[int]) -> Matrix:
+    """Equal weights for a rank itself and those at some distances, in both directions; the same rank counts once."""
+    peers = {shift % size for distance in shifts for shift in (distance, -distance)} | {0}
+    w = np.zeros((size, size))
+    for rank in range(size):
+        for shift in peers:
+            w[rank, (rank + shift) % size] = 1 / len(peers)
+    return w
+
+
+def _exponential(size: int) -> Matrix:
+    return _shifts(size, [1 << j for j in range((size - 1).bit_length())])
+
+
+def _hypercube(size: int) -> Matrix:
+    if size & (size - 1):
+        raise ArgumentError(f"a hypercube has a power of two of ranks, not {size}")
+    w, steps = np.eye(size), [1 << j for j in range(size.bit_length() - 1)]
+    for rank in range(size):
+        for step in steps:
+            w[rank, rank ^ step] = 1
+    return w / (len(steps) + 1)
+
+
+def _torus(size: int) -> Matrix:
+    """Rows times columns, as square as can be; each rank with those above, below, left and right."""
+    rows = next(n for n in range(int(size**0.5), 0, -1) if size % n == 0)
+    columns = size // rows
+    w = np.eye(size)
+    for rank in range(size):
+        i, j = divmod(rank, columns)
+        for di, dj in ((1, 0), (-1, 0), (0, 1), (0, -1)):
+            w[rank, (i + di) % rows * columns + (j + dj) % columns] = 1
+    return np.asarray(w / w.sum(axis=1, keepdims=True))
+
+
+def _one_peer(size: int) -> Matrix:
+    if size % 2 and size > 1:
+        raise ArgumentError(f"one_peer needs an even number of ranks, not {size}")
+    w = np.eye(size)
+    for rank in range(size if size > 1 else 0):
+        w[rank, [rank, rank ^ 1]] = 0.5
+    return w
+
+
+#: weights by name, for a number of ranks
+TOPOLOGIES: dict[str, Callable[[int], Matrix]] = {
+    "ring": lambda size: _shifts(size, [1]),
+    "complete": lambda size: np.full((size, size), 1 / size),
+    "hypercube": _hypercube,
+    "torus": _torus,
+    "exponential": _exponential,
+    "one_peer": _one_peer,
+}

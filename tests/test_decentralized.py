@@ -1,0 +1,173 @@
+"""Training on scikit-learn's handwritten digits: decentralised in low precision, naively so, and in two levels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl.codecs import get
+from qccl.engines.agreement import CONTROL_TAG
+from qccl.weights import matrix
+
+RANKS, STEPS, LR = 8, 300, 0.5
+
+
+class Digits:
+    """Logistic regression; each rank has some of the classes only, the sorted data in equal shares."""
+
+    def __init__(self, x: np.ndarray, y: np.ndarray) -> None:
+        order = np.argsort(y, kind="stable")
+        self.x, self.y = (x[order] / 16).astype(np.float32), np.eye(10, dtype=np.float32)[y[order]]
+        self.parameters = x.shape[1] * 10 + 10
+
+    def share(self, rank: int) -> slice:
+        n = len(self.x)
+        return slice(rank * n // RANKS, (rank + 1) * n // RANKS)
+
+    def probabilities(self, model: np.ndarray, part: slice) -> np.ndarray:
+        scores = self.x[part] @ model[:-10].reshape(-1, 10) + model[-10:]
+        powers = np.exp(scores - scores.max(axis=1, keepdims=True))
+        return powers / powers.sum(axis=1, keepdims=True)
+
+    def gradient(self, model: np.ndarray, rank: int) -> np.ndarray:
+        part = self.share(rank)
+        off = (self.probabilities(model, part) - self.y[part]) / len(self.y[part])
+        return np.concatenate([(self.x[part].T @ off).reshape(-1), off.sum(axis=0)]).astype(np.float32)
+
+    def loss(self, model: np.ndarray) -> float:
+        found = (self.probabilities(model, slice(None)) * self.y).sum(axis=1)
+        return float(-np.log(np.maximum(found, 1e-30)).mean())
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    datasets = pytest.importorskip("sklearn.datasets", reason="the handwritten digits come with scikit-learn")
+    return Digits(*datasets.load_digits(return_X_y=True))
+
+
+def decentralised(digits: Digits, codec: str, steps: int = STEPS) -> tuple[np.ndarray, int]:
+    """The models of all ranks, and the bytes that one sent."""
+
+    def run(comm: qccl.Communicator) -> tuple[np.ndarray, int, dict[int, np.ndarray]]:
+        transport: Any = comm.transport
+        send, total = transport.send, 0
+
+        def counting(peer: int, tag: int, buffer: tuple[int, int], token: object) -> None:
+            nonlocal total
+            total += 0 if tag == CONTROL_TAG else buffer[1]
+            send(peer, tag, buffer, token)
+
+        transport.send = counting
+        sgd = qccl.LowPrecisionDecentralized(comm, np.zeros(digits.parameters, np.float32), codec=codec)
+        for _ in range(steps):
+            sgd.step(digits.gradient(sgd.model, comm.rank), LR)
+        return sgd.model, total, sgd.replicas
+
+    found = qccl.run_ranks(RANKS, run)
+    for _, _, replicas in found:
+        assert len(replicas) == 2
+        for peer, replica in replicas.items():
+            assert replica.tobytes() == found[peer][0].tobytes()
+    return np.stack([model for model, _, _ in found]), found[0][1]
+
+
+def naive(digits: Digits, codec: str) -> np.ndarray:
+    """Decentralised SGD whose ranks send each other the codes of their models."""
+    code, weights = get(codec), matrix("ring", RANKS)
+    models = np.zeros((RANKS, digits.parameters), np.float32)
+    for _ in range(STEPS):
+        seen = np.stack([code.decode(code.encode(model), model.size, "float32") for model in models])
+        gradients = np.stack([digits.gradient(model, rank) for rank, model in enumerate(models)])
+        models = (weights @ seen).astype(np.float32) - LR * gradients
+    return models
+
+
+def test_low_precision_is_as_good_and_the_naive_way_is_not(digits: Digits) -> None:
+    full, full_bytes = decentralised(digits, "none")
+    low, low_bytes = decentralised(digits, "minmax8")
+    wanted, found = digits.loss(full.mean(axis=0)), digits.loss(low.mean(axis=0))
+    assert wanted < 0.4  # of 2.3 at the start: it has learned
+    assert abs(found / wanted - 1) < 0.01
+    assert max(map(digits.loss, low)) < 1.01 * max(map(digits.loss, full))
+    assert low_bytes <= 0.27 * full_bytes
+    assert digits.loss(naive(digits, "minmax8").mean(axis=0)) > 1.15 * wanted
+
+
+@pytest.mark.parametrize("layout", ["leader", "sharded"])
+def test_two_levels_match_full_precision(digits: Digits, layout: str) -> None:
+    """Gradients averaged over two nodes of four ranks, in 8 bits between them."""
+    exact = np.zeros(digits.parameters, np.float32)
+    for _ in range(STEPS):
+        exact -= LR * np.mean([digits.gradient(exact, rank) for rank in range(RANKS)], axis=0, dtype=np.float32)
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        model = np.zeros(digits.parameters, np.float32)
+        for _ in range(STEPS):
+            gradient = digits.gradient(model, comm.rank)
+            comm.hierarchical_allreduce(gradient, op="avg", layout=layout, node_ids=[0, 0, 0, 0, 1, 1, 1, 1])
+            model -= LR * gradient
+        return model
+
+    models = qccl.run_ranks(RANKS, run)
+    assert all(model.tobytes() == models[0].tobytes() for model in models)
+    assert abs(digits.loss(models[0]) / digits.loss(exact) - 1) < 0.01
+
+
+# -- without data ------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_is_what_the_formulas_say() -> None:
+    """Models that start apart; full precision, against the formulas in double precision."""
+    n, weights = 4, [[0.5, 0.3, 0.2, 0], [0.3, 0.4, 0, 0.3], [0.2, 0, 0.8, 0], [0, 0.3, 0, 0.7]]
+    rng = np.random.default_rng(0)
+    models, gradients = rng.standard_normal((2, n, 50)).astype(np.float32)
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        sgd = qccl.LowPrecisionDecentralized(comm, models[comm.rank].copy(), weights=weights, codec="none")
+        assert sgd.peers == tuple(p for p in range(n) if weights[comm.rank][p] and p != comm.rank)
+        assert sgd.spectral_gap == pytest.approx(1 - np.sort(np.abs(np.linalg.eigvalsh(np.array(weights))))[-2])
+        for peer, replica in sgd.replicas.items():
+            assert replica.tobytes() == models[peer].tobytes()
+        return sgd.step(gradients[comm.rank], 0.25)
+
+    wanted = np.array(weights) @ models.astype(np.float64) - 0.25 * gradients
+    np.testing.assert_allclose(np.stack(qccl.run_ranks(n, run)), wanted, atol=1e-5)
+
+
+def test_goes_on_from_a_state() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        def gradient(step: int) -> np.ndarray:
+            return np.random.default_rng([comm.rank, step]).standard_normal((5, 7)).astype(np.float32)
+
+        sgd = qccl.LowPrecisionDecentralized(comm, np.ones((5, 7), np.float32))
+        for step in range(3):
+            sgd.step(gradient(step), 0.1)
+        state = sgd.state_dict()
+        sgd.step(gradient(3), 0.1)
+        other = qccl.LowPrecisionDecentralized(comm, np.full((5, 7), 9, np.float32))
+        other.load_state_dict(state)
+        assert other.steps == 3 and other.step(gradient(3), 0.1).tobytes() == sgd.model.tobytes()
+        with pytest.raises(qccl.ArgumentError, match=r"replicas of ranks \[7\]"):
+            other.load_state_dict(state | {"replicas": {7: state["model"]}})
+
+    qccl.run_ranks(3, run)
+
+
+def test_refused() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        model = np.ones(5, np.float32)
+        with pytest.raises(qccl.ArgumentError, match=r"row 1 of the weights sums to 0\.9"):
+            qccl.LowPrecisionDecentralized(comm, model, weights=[[0.5, 0.5], [0.5, 0.4]])
+        with pytest.raises(qccl.MismatchError, match=r"ranks \[1\] have other weights"):
+            qccl.LowPrecisionDecentralized(comm, model, codec="minmax8" if comm.rank else "minmax4")
+        sgd = qccl.LowPrecisionDecentralized(comm, model)
+        with pytest.raises(qccl.ArgumentError, match=r"the gradient has shape \(4,\), and the model \(5,\)"):
+            sgd.step(np.ones(4, np.float32), 0.1)
+        with pytest.raises(qccl.InvalidBufferError, match="z has element type float64"):
+            sgd.step(np.ones(5), 0.1)
+        assert (model == 1).all() and sgd.steps == 0
+
+    qccl.run_ranks(2, run)
