@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from qccl.errors import ArgumentError, EngineError
+from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.gpu import device_count, pick_device
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
     Args:
-        backend: "host", "cuda", or "auto": CUDA where it can be used and this machine has a GPU for each of its ranks
-            (under MPI: on all ranks), or where a ``device`` is given; otherwise the host.
+        backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
+            or where a ``device`` is given; otherwise the host. The ranks decide together.
         timeout: seconds until a collective that does not finish raises CollectiveTimeout.
         device: GPU of this rank; None means the one with the rank's number on its machine.
 
@@ -77,13 +77,14 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
     if backend == "host" and device is not None:
         raise ArgumentError(f"device={device!r} was given, but the host backend has no devices; leave it out")
     launcher = detect()
-    if backend == "cuda" or device is not None:
-        return _on_cuda(launcher, device, timeout)
-    if backend == "auto" and (launcher is None or _meets_by_tcp(launcher)):
-        ranks_here = launcher.local_size or launcher.local_rank + 1 if launcher else 1
-        if device_count() >= ranks_here:
-            return _on_cuda(launcher, device, timeout)
+    must = backend == "cuda" or device is not None
+    if backend != "host" and (launcher is None or _meets_by_tcp(launcher)):
+        comm = _by_tcp(launcher or Launcher("", 0, 1, 0, 1), device, timeout, must=must)
+        if comm is not None:
+            return comm
     transport = _host_transport(launcher, timeout)
+    if must:
+        return _over(transport, device, timeout)
     if backend == "auto" and transport.size > 1:
         answers = transport.allgather(b"\1" if device_count() >= transport.local_size else b"\0", timeout)
         if all(answer == b"\1" for answer in answers):
@@ -91,21 +92,63 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
     return Communicator._from_transport(transport, timeout=timeout)
 
 
-def _on_cuda(launcher: Launcher | None, device: int | None, timeout: float) -> Communicator:
+def _by_tcp(launcher: Launcher, device: int | None, timeout: float, *, must: bool) -> Communicator | None:
+    """The ranks on their GPUs, where they meet over TCP or there is only one; None: not all can, and none ``must``.
+
+    Each brings what it was asked for, and what keeps it from a GPU, so that all do the same.
+    """
     from qccl.communicator import Communicator
+    from qccl.transports.rendezvous import CAPACITY, meet, meeting_place
 
-    if launcher is not None and not _meets_by_tcp(launcher):
-        return _over(_host_transport(launcher, timeout), device, timeout)
+    chosen, reason = None, ""
+    try:
+        here = launcher.local_size or launcher.local_rank + 1
+        if not must and (count := device_count()) < here:
+            reason = f"its machine has {count} usable GPUs for {here} ranks"
+        else:
+            chosen = pick_device(device, launcher.local_rank if launcher.name else None)
+    except QcclError as error:
+        if launcher.size == 1:
+            raise
+        reason = str(error)
+    note = (b"!" if must else b"?") + reason.encode()[: CAPACITY // 2]
+    if launcher.size == 1:
+        answer = _decide([note])
+    else:
+        job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
+        answer = meet(note, _decide, launcher.rank, launcher.size, meeting_place(), timeout, job)
+    kind, content = answer[:1], answer[1:]
+    if kind == _YES:
+        return Communicator(content, launcher.rank, launcher.size, timeout=timeout, device=chosen)
+    if kind == _MIXED:
+        raise MismatchError(content.decode(errors="replace"))
+    if must:
+        raise EngineError(content.decode(errors="replace"))
+    return None
+
+
+#: answers to all ranks: NCCL's id of their group; why not; that they were asked for different things
+_YES, _NO, _MIXED = b"+", b"-", b"x"
+
+
+def _decide(notes: Sequence[bytes]) -> bytes:
+    """Rank 0's answer to what all ranks have brought."""
+    must = [rank for rank, note in enumerate(notes) if note[:1] == b"!"]
+    if 0 < len(must) < len(notes):
+        others = next(rank for rank in range(len(notes)) if rank not in must)
+        return (
+            _MIXED
+            + (
+                f'rank {must[0]} called init() with backend="cuda" or a device, and rank {others} with backend="auto"; '
+                f"all ranks must be given the same"
+            ).encode()
+        )
+    for rank, note in enumerate(notes):
+        if note[1:]:
+            return _NO + f"rank {rank}: {note[1:].decode(errors='replace')}".encode()
     from qccl.transports.nccl import get_unique_id
-    from qccl.transports.rendezvous import meeting_place, share
 
-    if launcher is None:
-        return Communicator(get_unique_id(), 0, 1, timeout=timeout, device=device)
-    chosen = pick_device(device, launcher.local_rank)
-    job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
-    message = get_unique_id() if launcher.rank == 0 else None
-    unique_id = share(message, launcher.rank, launcher.size, meeting_place(), timeout, job)
-    return Communicator(unique_id, launcher.rank, launcher.size, timeout=timeout, device=chosen)
+    return _YES + get_unique_id()
 
 
 def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
@@ -136,7 +179,8 @@ def _host_transport(launcher: Launcher | None, timeout: float) -> Transport:
     except ImportError as error:
         raise EngineError(
             f"{launcher.name} started {launcher.size} ranks, but MPI cannot be used here ({error}); "
-            f"install qccl[mpi], or mpi4py alone where the machine has its own MPI"
+            f"install qccl[mpi], or mpi4py alone where the machine has its own MPI, or take the ranks of a torch "
+            f"group with gloo by Communicator.from_torch()"
         ) from error
     transport = MpiTransport.world(timeout)
     check_size(launcher, transport.size)

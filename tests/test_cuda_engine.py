@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import socket
 import subprocess
 import sys
 import threading
@@ -20,8 +21,9 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl import gpu
+from qccl import gpu, launch
 from qccl.engines import streams
+from qccl.transports import rendezvous
 
 CALLS = [
     ("minmax8", 5000, {"algorithm": "two_round", "chunk": 1024}),
@@ -937,6 +939,44 @@ def test_init(launcher, cupy, monkeypatch):
         qccl.init(backend="host", device=0)
     with pytest.raises(qccl.ArgumentError, match="GPUs 0 to 7"):
         qccl.init(backend="cuda", device=8)
+
+
+def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
+    """One machine has too few GPUs: all ranks go to the host, or all say whose fault it is."""
+
+    class One(int):  # ranks are processes, which each count their own meetings; here they are threads of one
+        def __add__(self, other):
+            return self
+
+    def inits(*arguments):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("QCCL_PORT", str(probe.getsockname()[1]))
+
+        def run(rank):
+            must, device, local_size = arguments[rank]
+            launcher = launch.Launcher("torchrun", rank, len(arguments), rank, local_size)
+            try:
+                comm = launch._by_tcp(launcher, device, 10.0, must=must)
+            except qccl.QcclError as error:
+                return type(error), str(error)
+            if comm is None:
+                return "host"
+            with comm:
+                return comm.backend, comm.rank, comm.transport.device
+
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            return list(pool.map(run, range(len(arguments))))
+
+    monkeypatch.setattr(rendezvous, "_meetings", One(1))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert inits((False, None, 2), (False, None, 2)) == [("cuda", 0, 0), ("cuda", 1, 1)]
+    assert inits((True, 4, 2), (True, 7, 2)) == [("cuda", 0, 4), ("cuda", 1, 7)]
+    assert inits((False, None, 2), (False, None, 9), (False, None, 2)) == ["host"] * 3
+    for kind, text in inits((True, None, 3), (True, None, 3), (True, 99, 3)):
+        assert kind is qccl.EngineError and text.startswith("rank 2: device=99")
+    for kind, text in inits((False, None, 2), (True, None, 2)):
+        assert kind is qccl.MismatchError and "rank 1 called" in text and "rank 0 with" in text
 
 
 def test_bad_ids(cupy):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 import threading
 import time
@@ -12,9 +13,14 @@ import pytest
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import rendezvous
-from qccl.transports.rendezvous import PORT_OFFSET, meeting_place, share
+from qccl.transports.rendezvous import PORT_OFFSET, meet, meeting_place
 
 MESSAGE = bytes(range(128))
+
+
+def share(message, rank, *arguments):
+    """A meeting with an answer that does not depend on the notes."""
+    return meet(b"here", lambda notes: message, rank, *arguments)
 
 
 @pytest.fixture
@@ -115,7 +121,7 @@ def test_another_job_or_size_is_refused(port):
 
 def test_a_later_meeting_waits_its_turn(port, monkeypatch):
     """A quick rank that is at the next meeting already does not take part in this one."""
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16)
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16, 0, b"")
     assert rendezvous._judge(hello, 3, b"\0" * 16)[:2] == (1, rendezvous._LATER)
 
 
@@ -164,6 +170,43 @@ def test_meeting_place():
             meeting_place(environ)
 
 
-def test_a_message_too_long(port):
+def test_what_is_too_long(port):
     with pytest.raises(ArgumentError, match="256"):
         share(b"x" * 257, 0, 1, ("127.0.0.1", port), 1.0)
+    with pytest.raises(ArgumentError, match="256"):
+        meet(b"x" * 257, lambda notes: b"", 1, 2, ("127.0.0.1", port), 1.0)
+
+
+def test_the_answer_depends_on_all_notes(port):
+    def run(rank):
+        note = bytes([rank]) * 50 * rank
+        return meet(note, lambda notes: hashlib.sha256(b"|".join(notes)).digest(), rank, 4, ("127.0.0.1", port), 10.0)
+
+    expected = hashlib.sha256(b"|".join(bytes([rank]) * 50 * rank for rank in range(4))).digest()
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(run, range(4))) == [expected] * 4
+
+
+def test_who_waits_in_vain_learns_why(port):
+    """Two of three have come."""
+    results = ranks(3, port, timeout=0.5, sizes={2: 4})
+    assert "ranks [2]" in str(results[0]) and "not every rank came" in str(results[1])
+    assert all(isinstance(each, CollectiveTimeout) for each in results[:2])
+
+
+def test_a_rank_that_is_cut_off_calls_again(port):
+    """Its first connection ends before the answer, and the second gets it."""
+    hello = (rendezvous._MAGIC, rendezvous._VERSION, 1, 3, rendezvous._meetings, hashlib.sha256(b"").digest()[:16])
+    with ThreadPoolExecutor(3) as pool:
+        found = [pool.submit(share, MESSAGE, 0, 3, ("127.0.0.1", port), 10.0)]
+        while True:
+            try:
+                connection = socket.create_connection(("127.0.0.1", port), timeout=5)
+                break
+            except OSError:
+                time.sleep(0.01)
+        connection.sendall(rendezvous._HELLO.pack(*hello, 0, b""))
+        time.sleep(0.1)
+        connection.close()
+        found += [pool.submit(share, None, rank, 3, ("127.0.0.1", port), 10.0) for rank in (2, 1)]
+        assert [each.result(timeout=10) for each in found] == [MESSAGE] * 3

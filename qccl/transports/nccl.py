@@ -133,11 +133,6 @@ class NcclTransport:
         import torch
         import torch.distributed as dist
 
-        if "nccl" not in (backend := str(dist.get_backend(group))):
-            raise ArgumentError(
-                f"the process group has the backend {backend}, and qccl takes over groups with NCCL; for host memory "
-                f"use qccl.init() under mpiexec"
-            )
         rank, size, device = dist.get_rank(group), dist.get_world_size(group), torch.cuda.current_device()
         content = list(get_unique_id()) if rank == 0 else [0] * 128
         message = torch.tensor(content, dtype=torch.uint8, device=f"cuda:{device}")

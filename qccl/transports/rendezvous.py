@@ -1,9 +1,9 @@
-"""One small message from rank 0 to all ranks over TCP: how the ranks of a launcher without MPI find each other.
+"""A few bytes from each rank to rank 0, and its answer to all, over TCP: how ranks meet where there is no MPI.
 
 torchrun and scripts for Slurm name a meeting place in MASTER_ADDR and MASTER_PORT. MASTER_PORT itself belongs to
 torchrun's own store, so rank 0 listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set. Each other rank
-says who it is and gets the message; both directions are of fixed size and checked, and nothing received is executed or
-unpickled. Every wait has a deadline.
+says who it is, leaves its note, and gets the answer when all have come; both directions are of fixed size and checked,
+and nothing received is executed or unpickled. Every wait has a deadline.
 """
 
 from __future__ import annotations
@@ -15,20 +15,21 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 
-__all__ = ["PORT_OFFSET", "meeting_place", "share"]
+__all__ = ["CAPACITY", "PORT_OFFSET", "meet", "meeting_place"]
 
 PORT_OFFSET = 17
-#: largest message
+#: largest note, and largest answer
 CAPACITY = 256
 
 _MAGIC = b"qccl/rdv"
-_HELLO = struct.Struct("<8sIIII16s")  # magic, version, rank, size, number of the meeting, job
+#: magic, version, rank, size, number of the meeting, job, length, note
+_HELLO = struct.Struct(f"<8sIIII16sI{CAPACITY}s")
 _REPLY = struct.Struct(f"<8sIII{CAPACITY}s32s")  # magic, version, verdict, length, message, SHA-256 of what precedes
-_VERSION = 1
+_VERSION = 2
 _WELCOME, _LATER, _REFUSED = range(3)
 _ACKNOWLEDGE = b"\x06"
 
@@ -58,25 +59,38 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return host, port
 
 
-def share(message: bytes | None, rank: int, size: int, place: tuple[str, int], timeout: float, job: str = "") -> bytes:
-    """Collective: the ``message`` of rank 0 (at most CAPACITY bytes; None on the others), on every rank.
+def meet(
+    note: bytes,
+    decide: Callable[[Sequence[bytes]], bytes],
+    rank: int,
+    size: int,
+    place: tuple[str, int],
+    timeout: float,
+    job: str = "",
+) -> bytes:
+    """Collective: what ``decide`` makes of all ranks' notes, in rank order, on rank 0; returned on every rank.
 
-    ``place`` is host and port of rank 0. Ranks of another ``job``, size or meeting (this function's number of calls in
-    the process) are not mixed up with ours. Raises CollectiveTimeout, and MismatchError or EngineError where who is met
-    is not who was expected.
+    Note and answer have at most CAPACITY bytes. ``place`` is host and port of rank 0. Ranks of another ``job``, size or
+    meeting (this function's number of calls in the process) are not mixed up with ours. Raises CollectiveTimeout, and
+    MismatchError or EngineError where who is met is not who was expected.
     """
     global _meetings
     _meetings += 1
     deadline = time.monotonic() + timeout
     digest = hashlib.sha256(job.encode()).digest()[:16]
     if rank:
-        return _ask(_HELLO.pack(_MAGIC, _VERSION, rank, size, _meetings, digest), place, deadline, timeout)
-    if message is None or len(message) > CAPACITY:
-        raise ArgumentError(f"rank 0 must bring a message of at most {CAPACITY} bytes")
-    if size > 1:
-        with _listen(place) as server:
-            _serve(server, message, size, digest, deadline, timeout)
-    return message
+        hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, _meetings, digest, len(_fitting(note)), note)
+        return _ask(hello, place, deadline, timeout)
+    if size == 1:
+        return _fitting(decide([note]))
+    with _listen(place) as server:
+        return _serve(server, note, decide, size, digest, deadline, timeout)
+
+
+def _fitting(content: bytes) -> bytes:
+    if len(content) > CAPACITY:
+        raise ArgumentError(f"{len(content)} bytes cannot be said in a meeting, which takes at most {CAPACITY}")
+    return content
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------------------------
@@ -106,34 +120,81 @@ def _in_use(port: int) -> EngineError:
     )
 
 
-def _serve(server: socket.socket, message: bytes, size: int, job: bytes, deadline: float, timeout: float) -> None:
-    """Give ``message`` to each other rank, until all have it. Who is none of ours does not count."""
+def _serve(
+    server: socket.socket,
+    note: bytes,
+    decide: Callable[[Sequence[bytes]], bytes],
+    size: int,
+    job: bytes,
+    deadline: float,
+    timeout: float,
+) -> bytes:
+    """Hear all other ranks, and answer them, until all have the answer. Who is none of ours does not count."""
+    notes = {0: note}
+    callers: dict[int, socket.socket] = {}
     served: set[int] = set()
-    while len(served) < size - 1:
-        missing = sorted(set(range(1, size)) - served)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s")
-        server.settimeout(left)
-        try:
-            caller, _ = server.accept()
-        except TimeoutError:
-            continue
-        with caller, contextlib.suppress(OSError):
-            caller.settimeout(min(_PATIENCE_SECONDS, max(left, 0.01)))
-            rank, verdict, text = _judge(_receive(caller, _HELLO.size), size, job)
-            if verdict is None:
+    answer: bytes | None = None
+    try:
+        while len(served) < size - 1:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                missing = sorted(set(range(size)) - set(notes) or set(range(1, size)) - served)
+                raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s")
+            server.settimeout(left)
+            try:
+                caller, _ = server.accept()
+            except TimeoutError:
                 continue
-            caller.sendall(_reply(verdict, message if verdict == _WELCOME else text.encode()[:CAPACITY]))
-            if _receive(caller, 1) == _ACKNOWLEDGE and verdict == _WELCOME:
+            heard = _hear(caller, size, job, min(_PATIENCE_SECONDS, left))
+            if heard is None:
+                caller.close()
+                continue
+            if heard[0] in callers:  # it has lost the other connection
+                callers.pop(heard[0]).close()
+            callers[heard[0]], notes[heard[0]] = caller, heard[1]
+            if len(notes) == size:
+                answer = _fitting(decide([notes[r] for r in range(size)])) if answer is None else answer
+                served |= _answer(callers, answer)
+    finally:
+        for caller in callers.values():
+            caller.close()
+    assert answer is not None  # size > 1
+    return answer
+
+
+def _hear(caller: socket.socket, size: int, job: bytes, patience: float) -> tuple[int, bytes] | None:
+    """The rank of a caller, and its note; None where it is none of this meeting, and has been told so."""
+    with contextlib.suppress(OSError):
+        caller.settimeout(max(patience, 0.01))
+        hello = _receive(caller, _HELLO.size)
+        rank, verdict, text = _judge(hello, size, job)
+        if verdict == _WELCOME:
+            length, note = _HELLO.unpack(hello)[-2:]
+            return rank, note[:length]
+        if verdict is not None:
+            caller.sendall(_reply(verdict, text.encode()[:CAPACITY]))
+            _receive(caller, 1)
+    return None
+
+
+def _answer(callers: dict[int, socket.socket], answer: bytes) -> set[int]:
+    """The ranks that have got the answer; who has not will call again."""
+    served = set()
+    while callers:
+        rank, caller = callers.popitem()
+        with caller, contextlib.suppress(OSError):
+            caller.settimeout(_PATIENCE_SECONDS)
+            caller.sendall(_reply(_WELCOME, answer))
+            if _receive(caller, 1) == _ACKNOWLEDGE:
                 served.add(rank)
+    return served
 
 
 def _judge(hello: bytes, size: int, job: bytes) -> tuple[int, int | None, str]:
     """The caller's rank, what it is told (None: nothing, it does not speak our language), and why."""
     if len(hello) < _HELLO.size:
         return 0, None, ""
-    magic, version, rank, their_size, meeting, their_job = _HELLO.unpack(hello)
+    magic, version, rank, their_size, meeting, their_job, _, _ = _HELLO.unpack(hello)
     if magic != _MAGIC:
         return 0, None, ""
     if version != _VERSION:
@@ -160,8 +221,11 @@ def _some(ranks: list[int]) -> str:
 def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) -> bytes:
     """Call until rank 0 answers."""
     where = f"{place[0]}:{place[1]}"
+    has_met = False
     while True:
         left = deadline - time.monotonic()
+        if left <= 0 and has_met:
+            raise CollectiveTimeout(f"rank 0 was met at {where}, but not every rank came there within {timeout} s")
         if left <= 0:
             raise CollectiveTimeout(
                 f"rank 0 did not answer at {where} within {timeout} s; check MASTER_ADDR, and that the port is not "
@@ -171,6 +235,7 @@ def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) 
             with socket.create_connection(place, timeout=left) as server:
                 server.settimeout(left)
                 server.sendall(hello)
+                has_met = True
                 reply = _receive(server, _REPLY.size)
                 if len(reply) == _REPLY.size:
                     verdict, content = _understand(reply, where)

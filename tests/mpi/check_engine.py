@@ -50,7 +50,7 @@ def test_the_same_bytes_through_the_communicator(dtype, codec, algorithm):
             y = comm.quantized_allreduce(x, codec=codec, algorithm=algorithm, chunk=4096)
         return y.tobytes()
 
-    with qccl.init(timeout=20) as comm:
+    with qccl.init(backend="host", timeout=20) as comm:
         assert (comm.rank, comm.size) == (RANK, SIZE)
         mine = reduce(comm)
     assert mine == qccl.run_ranks(SIZE, reduce)[RANK]
@@ -84,7 +84,7 @@ def test_ranks_that_disagree(counts):
 
 
 def test_groups_of_a_split_work_at_the_same_time():
-    with qccl.init(timeout=20) as comm, comm.split(comm.rank % 2) as part:
+    with qccl.init(backend="host", timeout=20) as comm, comm.split(comm.rank % 2) as part:
         x = np.ones(5000, np.float32)
         part.quantized_allreduce(x)
         assert (x == part.size).all()
@@ -94,7 +94,7 @@ def test_groups_of_a_split_work_at_the_same_time():
 
 
 def test_calls_end_while_nobody_calls_qccl():
-    with qccl.init(timeout=20) as comm:
+    with qccl.init(backend="host", timeout=20) as comm:
         assert comm.transport.is_threaded
         arrays = [np.ones(n, np.float32) for n in (300_000, 10, 5000)]
         works = [comm.quantized_allreduce(x, async_op=True) for x in arrays]

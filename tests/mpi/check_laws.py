@@ -14,7 +14,7 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 @pytest.fixture(scope="module")
 def comm():
-    with qccl.init(timeout=30) as comm:
+    with qccl.init(backend="host", timeout=30) as comm:
         yield comm
 
 
