@@ -1,10 +1,10 @@
 """The ranks' agreement on every call, and the news that one of them gave up or left.
 
 Each call sends one small message, its header, to every other rank, together with the first data and on a tag of its
-own, so that the check costs no round trip; data of up to EAGER_NBYTES is in the same message, after the header. Nothing
-that came from another rank is used, and no output is written, before the headers of all ranks have arrived and are
-equal. One receive per rank is always posted, so the same way carries the news that a rank gave up (then the others
-raise at once instead of at their deadline) or left.
+own, so that the check costs no round trip; where the transport can, a little data is in the same message, after the
+header. Nothing that came from another rank is used, and no output is written, before the headers of all ranks have
+arrived and are equal. One receive per rank is always posted, so the same way carries the news that a rank gave up (then
+the others raise at once instead of at their deadline) or left.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from functools import lru_cache
 from qccl.errors import EngineError, MismatchError, PeerLost
 from qccl.transports.base import Transport
 
-__all__ = ["EAGER_NBYTES", "HEADER_NBYTES", "Block", "Channel", "Header", "Kind"]
+__all__ = ["HEADER_NBYTES", "Block", "Channel", "Header", "Kind"]
 
 #: bytes of a control message: the layout below, then text in UTF-8, zero-padded, then the number of bytes of data that
 #: follow, which is the only thing that may differ between ranks that agree
 HEADER_NBYTES = 512
-#: at most so many
-EAGER_NBYTES = 8 << 10
 CONTROL_TAG = 0
 
 _MAGIC = b"qccl"
@@ -35,7 +33,6 @@ _LAYOUT = struct.Struct("<4sHHQ32s")  # magic, version, kind, sequence, SHA-256 
 _AGREED_NBYTES = HEADER_NBYTES - 4
 _TEXT_NBYTES = _AGREED_NBYTES - _LAYOUT.size
 _FIXED = struct.Struct("<4sHHQ")
-_SLOT_NBYTES = HEADER_NBYTES + EAGER_NBYTES
 
 
 class Kind(IntEnum):
@@ -130,11 +127,12 @@ class Channel:
         self._transport = transport
         self.peers = tuple(p for p in range(transport.size) if p != transport.rank)
         self.left: set[int] = set()
-        self._inbox = Block(_SLOT_NBYTES * transport.size)
+        self._slot_nbytes = HEADER_NBYTES + transport.eager_nbytes
+        self._inbox = Block(self._slot_nbytes * transport.size)
         self._outbox = Block(HEADER_NBYTES)
         self._buffers = {}
         for peer in self.peers:
-            self._buffers[peer] = transport.buffer(self._inbox.address + _SLOT_NBYTES * peer, _SLOT_NBYTES)
+            self._buffers[peer] = transport.buffer(self._inbox.address + self._slot_nbytes * peer, self._slot_nbytes)
             self._listen(peer)
 
     def _listen(self, peer: int) -> None:
@@ -145,11 +143,11 @@ class Channel:
 
         Raises PeerLost or MismatchError, with the text that the sender gave, when it gave up.
         """
-        message = self._inbox.read(_SLOT_NBYTES * peer, HEADER_NBYTES)
+        message = self._inbox.read(self._slot_nbytes * peer, HEADER_NBYTES)
         if message.startswith(_CALL):
             nbytes = int.from_bytes(message[_AGREED_NBYTES:], "little")
             if nbytes:
-                message += self._inbox.read(_SLOT_NBYTES * peer + HEADER_NBYTES, nbytes)
+                message += self._inbox.read(self._slot_nbytes * peer + HEADER_NBYTES, nbytes)
             self._listen(peer)
             return message
         header = Header.unpack(message, peer)

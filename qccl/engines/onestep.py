@@ -9,7 +9,7 @@ import ctypes
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
-from qccl.engines.agreement import CONTROL_TAG, EAGER_NBYTES, HEADER_NBYTES, Header, disagreement
+from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, disagreement
 from qccl.engines.program import Eager, Execution, Leg
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class OneStep(NamedTuple):
                 continue
             if i in program.eager:
                 sends.append((leg.peer, program.eager[i]))
-            elif not node.is_send and not node.sequence and program.counts[i] == 1 and leg.nbytes <= EAGER_NBYTES:
+            elif not node.is_send and not node.sequence and program.counts[i] == 1:
                 receives[leg.peer] = i, leg
             else:
                 return None

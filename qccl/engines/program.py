@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.engines.agreement import (
     CONTROL_TAG,
-    EAGER_NBYTES,
     HEADER_NBYTES,
     Block,
     Header,
@@ -301,10 +300,11 @@ class Program:
 
     def _eager_sends(self) -> dict[int, Eager]:
         """The first send to each peer, where it is small and waits for no other rank."""
+        most = self.transport.eager_nbytes
         found: dict[int, Eager] = {}
         messages: dict[int, Eager] = {}  # by address: the same data may go to several peers
         for i, (leg, node) in enumerate(zip(self.legs, self.nodes, strict=True)):
-            if leg is None or not node.is_send or node.sequence or i in self.waiting or leg.nbytes > EAGER_NBYTES:
+            if leg is None or not node.is_send or node.sequence or i in self.waiting or leg.nbytes > most:
                 continue
             message = messages.get(leg.address)
             if message is None or message.nbytes != leg.nbytes:

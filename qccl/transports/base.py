@@ -61,11 +61,13 @@ class Transport(Group, Protocol):
         is_threaded: another thread may use it than the one that made it (one at a time), whatever other threads do with
             the library underneath.
         attend: called all the time while allgather() or split() wait; what it raises ends them. The engine sets it.
+        eager_nbytes: what a message may have less than the receive that it meets: as much data may go with a header.
         shares_memory: all ranks are on one machine and one network, so that no link is slower than they are.
     """
 
     is_threaded: bool
     attend: Callable[[], object]
+    eager_nbytes: int
     shares_memory: bool
 
     def buffer(self, address: int, nbytes: int) -> Any:
@@ -75,7 +77,10 @@ class Transport(Group, Protocol):
         """Start sending; ``token`` comes back from poll() when the buffer may be written again."""
 
     def receive(self, peer: int, tag: int, buffer: Any, token: Hashable, *, at_most: bool = False) -> None:
-        """Start receiving the buffer's size, or ``at_most`` that; poll() gives ``token`` when the bytes are there."""
+        """Start receiving the buffer's size, or ``at_most`` that; poll() gives ``token`` when the bytes are there.
+
+        With ``eager_nbytes`` 0 only exactly.
+        """
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
         """Tokens completed since the last poll; never blocks longer than about a millisecond.

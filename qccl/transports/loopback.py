@@ -146,6 +146,7 @@ class LoopbackTransport:
     """One rank of a LoopbackGroup (interface: Transport)."""
 
     name = "loopback"
+    eager_nbytes = 8 << 10
     is_threaded = True
     shares_memory = False  # there is no speed to gain
 

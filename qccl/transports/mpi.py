@@ -131,6 +131,7 @@ class MpiTransport:
     """
 
     name = "mpi"
+    eager_nbytes = 8 << 10
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, attend: Callable[[], object] = lambda: None) -> None:
         """Take ``comm`` over; from_mpi() and world() make one."""

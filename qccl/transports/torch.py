@@ -58,6 +58,7 @@ class TorchTransport:
     """One rank of a gloo group (interface: Transport)."""
 
     name = "torch"
+    eager_nbytes = 0
     is_threaded = True
 
     def __init__(
@@ -106,7 +107,7 @@ class TorchTransport:
     def send(self, peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
         self._post(self._group.send, peer, tag, buffer, token)
 
-    def receive(self, peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
+    def receive(self, peer: int, tag: int, buffer: torch.Tensor, token: Hashable, *, at_most: bool = False) -> None:
         self._post(self._group.recv, peer, tag, buffer, token)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
