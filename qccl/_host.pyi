@@ -15,6 +15,7 @@ class Memory:
     """The base addresses of a program's buffers, shared by its operations; storing one rebinds the buffer."""
 
     call: int
+    lr: float
     def __init__(self, buffers: int) -> None: ...
     def __len__(self) -> int: ...
     def __getitem__(self, buffer: int, /) -> int: ...
@@ -78,7 +79,8 @@ class Reduce:
 
     With ``wire`` the total is encoded there and ``out`` gets its decoded value; otherwise ``out`` gets the total.
     ``own`` and ``out`` may be the same memory. The sources were made by ``source_ranks`` (none given: by rank 0) in
-    round ``source_round``. A sparse codec has no op but 0. One object may not run in two threads at once.
+    round ``source_round``. A sparse codec has no op but 0. ``residual`` and ``momentum`` are where floats that last are
+    read and written (schedule.State). One object may not run in two threads at once.
     """
 
     def __init__(
@@ -99,6 +101,20 @@ class Reduce:
         rank: int,
         source_ranks: Sequence[int] = (),
         source_round: int = 0,
+        residual: tuple[tuple[int, int], tuple[int, int]] | None = None,
+        momentum: tuple[tuple[int, int], tuple[int, int]] | None = None,
+        mu: float = 0.0,
+    ) -> None: ...
+    def __call__(self) -> None: ...
+
+class Commit:
+    """Copy ``(from, to, bytes)`` if all of ``guard``, ``(dtype_code, place, count)``, is finite; otherwise nothing."""
+
+    def __init__(
+        self,
+        memory: Memory,
+        guard: Sequence[tuple[int, tuple[int, int], int]],
+        copies: Sequence[tuple[tuple[int, int], tuple[int, int], int]],
     ) -> None: ...
     def __call__(self) -> None: ...
 

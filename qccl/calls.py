@@ -31,13 +31,15 @@ __all__ = ["Collectives", "Run"]
 
 
 class Run(NamedTuple):
-    """How a call is run, which changes nothing in what it computes; see Collectives.quantized_allreduce."""
+    """How a call is run, and what a stateful codec is told of it; see Collectives.quantized_allreduce."""
 
     async_op: bool
     nonfinite: str
     stream: Any
     timeout: float | None
     trace: list[TraceEvent] | None
+    key: str | None = None
+    lr: float | None = None
 
 
 class Collectives(ABC):
@@ -55,6 +57,8 @@ class Collectives(ABC):
         out: Any = None,
         *,
         codec: CodecLike = "minmax8",
+        key: str | None = None,
+        lr: float | None = None,
         op: str | int = "sum",
         async_op: bool = False,
         algorithm: str = "auto",
@@ -71,6 +75,10 @@ class Collectives(ABC):
             x: array of float32, float16 or bfloat16, dense, of any shape; on CUDA in the memory of this rank's GPU.
             out: where the result goes, like ``x``; None means into ``x`` itself.
             codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
+            key: what ``x`` is, such as "layer1.weight"; needed by codecs with "+ef" or "+nesterov", which keep state
+                under it.
+            lr: the learning rate that the result will be multiplied by, where it changes from step to step: what codes
+                left out in earlier steps then counts for what it would have done.
             op: "sum", "avg" (the global mean), "min" or "max", or NCCL's number for it.
             async_op: return a Work at once instead of the result.
             algorithm: "two_round", "one_shot", or "auto" (by size).
@@ -94,7 +102,7 @@ class Collectives(ABC):
         if target.count != source.count:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
         signature = AllReduce.make(source.count, source.dtype, codec, chunk, source.order, op=op, algorithm=algorithm)
-        run = Run(async_op, nonfinite, stream, timeout, trace)
+        run = Run(async_op, nonfinite, stream, timeout, trace, key, lr)
         return self._run(signature, {"input": source, "output": target}, result, run)
 
     def quantized_allreduce_coalesced(
@@ -103,6 +111,8 @@ class Collectives(ABC):
         outs: Sequence[Any] | None = None,
         *,
         codec: CodecLike = "minmax8",
+        key: str | None = None,
+        lr: float | None = None,
         op: str | int = "sum",
         async_op: bool = False,
         algorithm: str = "auto",
@@ -132,7 +142,7 @@ class Collectives(ABC):
         signature = Coalesced.make(sum(each), dtype or FLOAT32, codec, chunk, each=each, op=op, algorithm=algorithm)
         order = signature.order_of(arrays)
         signature = signature if order == "C" else replace(signature, order=order)
-        return self._run(signature, arrays, targets, Run(async_op, nonfinite, stream, timeout, trace))
+        return self._run(signature, arrays, targets, Run(async_op, nonfinite, stream, timeout, trace, key, lr))
 
     def quantized_reduce_scatter(
         self,

@@ -17,6 +17,7 @@ from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
 from qccl.plan import Plan, PlanCache
 from qccl.signatures import Hierarchical, Signature, check_counts, of_plan
+from qccl.state import StateStore, check_key
 from qccl.work import Work
 
 if TYPE_CHECKING:
@@ -71,6 +72,7 @@ class Communicator(Collectives):
         self._engine, self._memory = made.engine, made.memory
         self._make_backend = backend
         self._plans = PlanCache()
+        self._state = StateStore(self.rank, self.size, self._engine.persistent)
         self._sequence = 0  # of calls
         self._draws = 0  # of those that may draw random numbers: a barrier more changes no result
         self._failure: QcclError | None = None
@@ -158,6 +160,7 @@ class Communicator(Collectives):
         *,
         codec: CodecLike = "minmax8",
         chunk: int | None = None,
+        key: str | None = None,
         **parameters: Any,
     ) -> Plan:
         """Collective: a plan of one collective, such as "allreduce", for a vector of ``count`` elements.
@@ -167,7 +170,9 @@ class Communicator(Collectives):
         self._check_usable()
         if collective == Hierarchical.name:
             parameters = {"node_ids": self.nodes, **parameters}
-        return Plan(self, of_plan(collective, count, dtype, codec, chunk, parameters))
+        signature = of_plan(collective, count, dtype, codec, chunk, parameters)
+        check_key(signature.codec, key)
+        return Plan(self, signature, key)
 
     def barrier(self) -> None:
         """Return when every rank has called barrier()."""
@@ -191,6 +196,30 @@ class Communicator(Collectives):
         except QcclError as error:
             self._fail(error)
             raise
+
+    # -- what lasts from call to call --------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """What this rank's stateful codecs keep, by key, as copies in NumPy arrays; waits for calls under way.
+
+        It can be taken after a failure too, and then is that of the last calls that ended well.
+        """
+        self._engine.settle(self.timeout)
+        return self._state.save()
+
+    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put back what state_dict() returned on this rank of a group of this size; replaces all keys.
+
+        Raises ArgumentError for anything else, and then changes nothing.
+        """
+        self._check_usable()
+        self._engine.settle(self.timeout)
+        self._state.load(saved)
+
+    def reset(self, key: str | None = None) -> None:
+        """Forget what stateful codecs keep under ``key`` (None: under all keys); all ranks should."""
+        self._engine.settle(self.timeout)
+        self._state.reset(key)
 
     # -- groups and the end ------------------------------------------------------------------------------------------
 
@@ -228,8 +257,9 @@ class Communicator(Collectives):
         if how.timeout is not None:
             check_timeout(how.timeout)
         check_counts(signature, arrays, self.rank, self.size)
-        plan = self._plans.take(self, signature)._bind_values(arrays, result)
-        work = plan._start(stream=how.stream, timeout=how.timeout, trace=how.trace)
+        check_key(signature.codec, how.key)
+        plan = self._plans.take(self, signature)._bind_values(arrays, result, how.key)
+        work = plan._start(stream=how.stream, timeout=how.timeout, trace=how.trace, lr=how.lr)
         work._when_reusable(lambda: self._plans.give_back(plan))
         if how.nonfinite == "error":
             outputs = [values for name, values in arrays.items() if name.startswith("output")]
@@ -263,6 +293,7 @@ class Communicator(Collectives):
         streams: tuple[int, ...],
         timeout: float | None,
         trace: list[TraceEvent] | None,
+        lr: float | None,
     ) -> Work:
         """Start a program on this communicator's next sequence number; ``text`` and ``pairs`` are those of Header."""
         self._check_usable()
@@ -273,6 +304,7 @@ class Communicator(Collectives):
             deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
             trace=trace,
             streams=streams,
+            lr=1.0 if lr is None else lr,
         )
         self._sequence += 1
         self._draws += 1

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl.buffers import Values
 from qccl.errors import ArgumentError
-from qccl.schedule import Schedule
+from qccl.schedule import Role, Schedule
 from qccl.signatures import Signature, check_counts
+from qccl.state import check_key, check_lr
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -26,12 +27,20 @@ CACHE_SIGNATURES = 512
 CACHE_ALIKE = 16
 
 
+class _Compiled(NamedTuple):
+    """A program, and what it remembers from run to run: the call that its state is of, and floats in each buffer."""
+
+    program: Program
+    remembered: str
+    state: Mapping[str, int]
+
+
 class _Bound(NamedTuple):
     """The arrays of a plan's runs, and what follows from them: made once, so that a run has nothing to work out."""
 
     arrays: Mapping[str, Values]
     result: Any
-    program: Program
+    compiled: _Compiled
     addresses: dict[str, int]
     text: str  # what all ranks must agree on
 
@@ -39,13 +48,15 @@ class _Bound(NamedTuple):
 class Plan:
     """A collective made ready, in the manner of MPI-4's persistent ones: bind() once, start() and wait() many times.
 
-    Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait.
+    Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait. ``key`` names
+    what it is run on where the codec keeps something from run to run.
     """
 
-    def __init__(self, comm: Communicator, signature: Signature) -> None:
+    def __init__(self, comm: Communicator, signature: Signature, key: str | None = None) -> None:
         self.signature = signature
+        self._key = key
         self._comm = comm
-        self._programs: dict[bool, Program] = {}
+        self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
         self._text = signature.text()
@@ -59,7 +70,7 @@ class Plan:
     @property
     def nbytes(self) -> int:
         """Bytes of workspace held."""
-        return sum(program.workspace_nbytes for program in self._programs.values())
+        return sum(compiled.program.workspace_nbytes for compiled in self._programs.values())
 
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Fix the arrays (as in the collective's method) of the runs to come; returns the plan."""
@@ -71,13 +82,14 @@ class Plan:
             target, what = (x, "x") if out is None else (out, "out")
             given["output"] = memory.from_array(target, dtype=dtype, writable=True, what=what)
         check_counts(signature, given, comm.rank, comm.size)
-        return self._bind_values(given, x if out is None else out)
+        return self._bind_values(given, x if out is None else out, self._key)
 
-    def _bind_values(self, arrays: Mapping[str, Values], result: Any) -> Plan:
+    def _bind_values(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> Plan:
         self._comm._check_usable()
+        check_key(self.signature.codec, key)
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
-        self._bound = None
+        self._bound, self._key = None, key
         signature, comm, text = self.signature, self._comm, self._text
         order = signature.order_of(arrays)
         if order != signature.order:
@@ -87,31 +99,51 @@ class Plan:
         self._bound = _Bound(arrays, result, self._program(in_place), addresses, text)
         return self
 
-    def start(self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None) -> Work:
+    def start(
+        self,
+        *,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+        lr: float | None = None,
+    ) -> Work:
         """Begin one run with the bound arrays; all ranks must. Arguments: see the method. Returns its Work.
 
         On the host it progresses while the caller computes, if it is not waited for within a moment.
         """
-        work = self._start(stream=stream, timeout=timeout, trace=trace)
+        work = self._start(stream=stream, timeout=timeout, trace=trace, lr=lr)
         work._detach(at_once=False)
         return work
 
     def _start(
-        self, *, stream: Any = None, timeout: float | None = None, trace: list[TraceEvent] | None = None
+        self,
+        *,
+        stream: Any = None,
+        timeout: float | None = None,
+        trace: list[TraceEvent] | None = None,
+        lr: float | None = None,
     ) -> Work:
         """Begin a run that progresses only while it is waited for (on the host)."""
         if self._bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
-        arrays, result, program, addresses, text = self._bound
+        arrays, result, compiled, addresses, text = self._bound
+        keep: Any = self._bound
+        if self._key is not None and self.signature.codec.remembers:
+            check_lr(lr)
+            state = self._comm._state.take(self._key, compiled.remembered, compiled.state, lr)
+            addresses = addresses | {name: memory.address for name, memory in state.items()}
+            text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
+            keep = self._bound, state
         self._work = self._comm._launch(
-            program,
+            compiled.program,
             text,
             self._pairs,
             addresses,
             result,
-            keep=self._bound,
+            keep=keep,
+            lr=lr,
             streams=self._comm._memory.streams(stream, *arrays.values()),
             timeout=timeout,
             trace=trace,
@@ -124,9 +156,9 @@ class Plan:
             raise ArgumentError("this plan was not started; call plan.start() first")
         return self._work.wait(timeout)
 
-    def __call__(self, x: Any, out: Any = None) -> Any:
+    def __call__(self, x: Any, out: Any = None, *, lr: float | None = None) -> Any:
         """Run once on ``x`` (and ``out``) and return the output array."""
-        return self.bind(x, out)._start().wait()
+        return self.bind(x, out)._start(lr=lr).wait()
 
     def is_active(self) -> bool:
         """Whether a run is under way that must end before the next (never on CUDA); makes no progress."""
@@ -139,10 +171,14 @@ class Plan:
             comm.rank, comm.size, in_place=in_place, default_chunk=comm._engine.chunk_elements
         )
 
-    def _program(self, in_place: bool) -> Program:
+    def _program(self, in_place: bool) -> _Compiled:
         found = self._programs.get(in_place)
         if found is None:
-            found = self._programs[in_place] = self._comm._engine.compile(self.schedule(in_place=in_place))
+            schedule = self.schedule(in_place=in_place)
+            state = {name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE}
+            remembered = self.signature.remembered(schedule.name)
+            found = _Compiled(self._comm._engine.compile(schedule), remembered, state)
+            self._programs[in_place] = found
         return found
 
 

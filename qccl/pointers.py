@@ -28,6 +28,8 @@ def quantized_allreduce(
     stream: int = 0,
     *,
     codec: CodecLike = "minmax8",
+    key: str | None = None,
+    lr: float | None = None,
     async_op: bool = False,
     algorithm: str = "auto",
     chunk: int | None = None,
@@ -42,7 +44,7 @@ def quantized_allreduce(
     """
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
     signature = AllReduce.make(source.count, source.dtype, codec, chunk, op=op, algorithm=algorithm)
-    run = Run(async_op, nonfinite, stream, timeout, None)
+    run = Run(async_op, nonfinite, stream, timeout, None, key, lr)
     work = comm._run(signature, {"input": source, "output": target}, None, run)
     return work if async_op else None
 

@@ -4,30 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
+from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Persistent", "StateStore", "check_lr"]
+    from qccl.engines.base import Persistent
 
-
-class Persistent(Protocol):
-    """Memory that an engine's runs can use, all zeros at first.
-
-    Attributes:
-        address: on the host or the device.
-    """
-
-    address: int
-
-    def write(self, data: bytes) -> None:
-        """Put ``data`` at the start."""
-
-    def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``start``."""
+__all__ = ["StateStore", "check_key", "check_lr"]
 
 
 @dataclass(slots=True)
@@ -57,10 +44,11 @@ class StateStore:
         """Bytes that all of it takes."""
         return sum(4 * count for entry in self._entries.values() for _, count in entry.memory.values())
 
-    def bind(self, key: str, call: str, counts: Mapping[str, int]) -> dict[str, int]:
-        """The addresses of the state buffers (with ``counts`` floats each) of a call; zeros for a new key.
+    def take(self, key: str, call: str, counts: Mapping[str, int], lr: float | None) -> dict[str, Persistent]:
+        """The memory of a call's state buffers (with ``counts`` floats each); zeros for a new key.
 
-        Raises ArgumentError where the state under this key is that of another call.
+        Raises ArgumentError where the state under this key is that of another call, or of calls with a learning rate
+        and this one has none, or the reverse.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -73,11 +61,6 @@ class StateStore:
                 f"the state under key={key!r} is that of {entry.call}, and this is {call}; use a key of its own for "
                 f"each array, or forget the state with reset({key!r})"
             )
-        return {name: memory.address for name, (memory, _) in entry.memory.items()}
-
-    def check(self, key: str, lr: float | None) -> None:
-        """Raise ArgumentError unless all calls with this key give a learning rate, or none."""
-        entry = self._entries[key]
         if entry.lr is None:
             entry.lr = lr is not None
         elif entry.lr != (lr is not None):
@@ -85,6 +68,7 @@ class StateStore:
                 f"the calls with key={key!r} so far were made {'with' if entry.lr else 'without'} lr, and this one is "
                 f"not; give lr in all of them or in none, or forget the state with reset({key!r})"
             )
+        return {name: memory for name, (memory, _) in entry.memory.items()}
 
     def reset(self, key: str | None) -> None:
         """Forget the state under a key (None: all). Raises ArgumentError for a key that has none."""
@@ -137,6 +121,17 @@ class StateStore:
             memory.write(array.tobytes())
             entry.memory[name] = memory, array.size
         return entry
+
+
+def check_key(codec: Codec, key: str | None) -> None:
+    """Raise ArgumentError unless ``key`` is a string, or None where the codec keeps nothing."""
+    if key is None and codec.remembers:
+        raise ArgumentError(
+            f"{codec.spec()} keeps its {' and '.join(codec.remembers)} from call to call, so it must know what it is "
+            f"given; name that with key=, alike on all ranks and in all steps, such as key='layer1.weight'"
+        )
+    if key is not None and not isinstance(key, str):
+        raise ArgumentError(f"key must be a string that names what is reduced, not {key!r}")
 
 
 def check_lr(lr: float | None) -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from schedule_cases import changed, places, rejected
 
 from qccl.analysis.expect import allreduce
 from qccl.analysis.verify import verify
@@ -18,7 +19,6 @@ from qccl.collectives.scatter import reduce_scatter
 from qccl.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from qccl.errors import ArgumentError
 from qccl.schedule import Carried, Commit, Encode, Exchange, Op, Reduce, Role, Schedule, Span, dependencies, nodes
-from tests.schedule_cases import changed, places, rejected
 
 PLAIN = MinMax(bits=4, bucket=8)
 BOTH = Momentum(ErrorFeedback(PLAIN), 0.5)

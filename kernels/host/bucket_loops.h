@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../codecs.h"
+#include "../state.h"
 #include "calls.h"
 #include "combine.h"
 #include "elements.h"
@@ -15,6 +16,7 @@ using qccl::DecodeCall;
 using qccl::EncodeCall;
 using qccl::RandomPlace;
 using qccl::ReduceCall;
+using qccl::StateCall;
 
 static inline BucketOptions bucket_options(const BucketParameters& p) {
   const u32* o = p.options;
@@ -83,6 +85,29 @@ class Total {
   Combine op_;
   bool empty_ = true;
 };
+
+// The own values with their momentum, which goes on; n from element `first` of the call.
+QCCL_LOOP static inline void add_momentum(const StateCall& state, u64 first, const float* own, u32 n, float* to) {
+  const float *old = state.momentum + first, mu = state.mu;
+  float* next = state.new_momentum + first;
+#pragma GCC ivdep
+  for (u32 i = 0; i < n; ++i) {
+    const float x = own[i], m = next_momentum(mu, old[i], x);
+    next[i] = m;
+    to[i] = with_momentum(mu, m, x);
+  }
+}
+
+QCCL_LOOP static inline void add_residual(const StateCall& state, u64 first, u32 n, float* total) {
+  const float *old = state.residual + first, inverse_lr = 1.0f / state.lr;
+  for (u32 i = 0; i < n; ++i) total[i] = with_residual(total[i], old[i], inverse_lr);
+}
+
+QCCL_LOOP static inline void keep_residual(const StateCall& state, u64 first, u32 n, const float* total,
+                                           const float* decoded) {
+  float *next = state.new_residual + first, lr = state.lr;
+  for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
+}
 
 template <class Codec, class T>
 struct BucketLoops {
@@ -169,7 +194,14 @@ struct BucketLoops {
       const u32 n = Wire::size_of(layout, b);
       Total sum(total, n, call.op);
       for (u32 s = 0; s <= call.source_count; ++s) {
-        if (call.own && s == call.own_index) sum.add(as_floats<T>(element<T>(call.own, first), n, term));
+        if (call.own && s == call.own_index) {
+          const float* own = as_floats<T>(element<T>(call.own, first), n, term);
+          if (call.state && call.state->momentum) {
+            add_momentum(*call.state, first, own, n, term);
+            own = term;
+          }
+          sum.add(own);
+        }
         if (s == call.source_count) break;
         const u32 rank = call.source_ranks ? call.source_ranks[s] : 0;
         const Stamp stamp = stamp_of({call.place.call, call.place.index, call.source_round, rank}, first);
@@ -185,19 +217,29 @@ struct BucketLoops {
     if (call.scale != 1.0f) {
       for (u32 i = 0; i < n; ++i) total[i] *= call.scale;
     }
-    const float* result = total;
-    if (call.wire) {
-      const Stamp stamp = stamp_of(call.place, first);
-      encode_bucket(layout, total, b, stamp, call.wire, part(layout, call.scratch, 2));
-      if (!call.out) return;
-      decode_bucket(layout, call.wire, b, stamp, false, term);
-      result = term;
-    }
-    to_elements<T>(result, n, element<T>(call.out, first));
+    Storage* out = call.out ? element<T>(call.out, first) : nullptr;
+    if (!call.wire) return to_elements<T>(total, n, out);
+    const bool residual = call.state && call.state->residual;
+    if (residual) add_residual(*call.state, first, n, total);
+    const Stamp stamp = stamp_of(call.place, first);
+    encode_bucket(layout, total, b, stamp, call.wire, part(layout, call.scratch, 2));
+    if (!out && !residual) return;
+    decode_bucket(layout, call.wire, b, stamp, false, term);
+    if (out) to_elements<T>(term, n, out);
+    if (residual) keep_residual(*call.state, first, n, total, out ? as_floats<T>(out, n, term) : term);
   }
 };
 
 // The loops for the element type that the call names.
+template <class Codec>
+void bucket_reduce(const void* parameters, const ReduceCall& call) {
+  switch (call.dtype) {
+    case Float16::code: return BucketLoops<Codec, Float16>::reduce(parameters, call);
+    case BFloat16::code: return BucketLoops<Codec, BFloat16>::reduce(parameters, call);
+    default: return BucketLoops<Codec, Float32>::reduce(parameters, call);
+  }
+}
+
 template <class Codec>
 constexpr qccl::CodecLoops bucket_loops() {
   return {
@@ -215,13 +257,7 @@ constexpr qccl::CodecLoops bucket_loops() {
           default: return BucketLoops<Codec, Float32>::decode(parameters, call);
         }
       },
-      [](const void* parameters, const ReduceCall& call) {
-        switch (call.dtype) {
-          case Float16::code: return BucketLoops<Codec, Float16>::reduce(parameters, call);
-          case BFloat16::code: return BucketLoops<Codec, BFloat16>::reduce(parameters, call);
-          default: return BucketLoops<Codec, Float32>::reduce(parameters, call);
-        }
-      },
+      bucket_reduce<Codec>,
   };
 }
 

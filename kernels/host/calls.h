@@ -35,8 +35,18 @@ struct DecodeCall {
 
 enum class Combine : std::uint32_t { sum = 0, min = 1, max = 2, replace = 3 };
 
+// What a Reduce remembers, in fp32, one value per element: read from the old, written to the new. Both of a pair may be
+// null.
+struct StateCall {
+  const float* residual;
+  float* new_residual;
+  const float* momentum;
+  float* new_momentum;
+  float mu, lr;
+};
+
 // `own` and `out` may be null; so may `wire` where `out` is not. own == out is allowed, other overlap is not. The sources
-// were made by `source_ranks` (null: rank 0 made all) in round `source_round`.
+// were made by `source_ranks` (null: rank 0 made all) in round `source_round`. `state` is usually null.
 struct ReduceCall {
   const unsigned char* const* sources;
   const std::uint32_t* source_ranks;
@@ -52,13 +62,16 @@ struct ReduceCall {
   float scale;
   RandomPlace place;
   float* scratch;
+  const StateCall* state;
 };
+
+using ReduceLoop = void (*)(const void* parameters, const ReduceCall&);
 
 // The loops of one codec. `parameters` is the codec's own struct below.
 struct CodecLoops {
   void (*encode)(const void* parameters, const EncodeCall&);
   void (*decode)(const void* parameters, const DecodeCall&);
-  void (*reduce)(const void* parameters, const ReduceCall&);
+  ReduceLoop reduce;
 };
 
 struct MinMaxParameters {
@@ -92,6 +105,9 @@ struct Isa {
   const char* name;
   CodecLoops minmax;
   CodecLoops raw;
+  // reductions with state, of codecs whose loops have none; the parameters are those of the per-bucket form
+  ReduceLoop minmax_state;
+  ReduceLoop raw_state;
   const BucketCodecLoops* buckets;
   std::uint32_t bucket_count;
 };

@@ -1,5 +1,6 @@
 // One instruction set's build of all loops. This file is compiled once per instruction set, each time with a
 // QCCL_NAMESPACE of its own, so that the linker cannot merge a function of one with that of another.
+#include "../bucket_forms.h"
 #include "bucket_loops.h"
 #include "minmax_loops.h"
 #include "raw_loops.h"
@@ -68,7 +69,13 @@ constexpr std::uint32_t kBucketCodecs = sizeof kBuckets / sizeof kBuckets[0];
 }  // namespace
 
 const qccl::Isa& isa() {
-  static constexpr qccl::Isa all = {QCCL_ISA_NAME, kMinMax, kRaw, kBuckets, kBucketCodecs};
+  static constexpr qccl::Isa all = {QCCL_ISA_NAME,
+                                      kMinMax,
+                                      kRaw,
+                                      bucket_reduce<MinMaxBuckets>,
+                                      bucket_reduce<RawBuckets>,
+                                      kBuckets,
+                                      kBucketCodecs};
   return all;
 }
 

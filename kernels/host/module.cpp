@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 #include <sched.h>
 
@@ -32,7 +33,8 @@ void bind_memory(nb::module_& m) {
       .def("__getitem__", [](qccl::Memory& memory, std::size_t buffer) { return slot(memory, buffer); })
       .def("__setitem__",
            [](qccl::Memory& memory, std::size_t buffer, std::uintptr_t address) { slot(memory, buffer) = address; })
-      .def_rw("call", &qccl::Memory::call, "Number of the collective call; keys the random numbers.");
+      .def_rw("call", &qccl::Memory::call, "Number of the collective call; keys the random numbers.")
+      .def_rw("lr", &qccl::Memory::lr, "Learning rate of the call, for residuals; 1 if there is none.");
 }
 
 void bind_codecs(nb::module_& m) {
@@ -61,11 +63,17 @@ void bind_operations(nb::module_& m) {
                      "Several wires and ``own`` values, combined in order in fp32, to a wire and its values, or to "
                      "values alone.\n\n``op``: 0 sum, 1 min, 2 max. One object may not run in two threads at once.")
       .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<Place>, std::optional<Place>, u32,
-                    std::optional<Place>, std::optional<Place>, u64, u32, float, u64, u32, u32, std::vector<u32>, u32>(),
+                    std::optional<Place>, std::optional<Place>, u64, u32, float, u64, u32, u32, std::vector<u32>, u32,
+                    Carried, Carried, float>(),
            "memory"_a, "codec"_a, "dtype_code"_a, "srcs"_a, "own"_a.none(), "own_index"_a, "wire"_a.none(),
            "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a,
-           "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0)
+           "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0, "residual"_a = nb::none(),
+           "momentum"_a = nb::none(), "mu"_a = 0.0f)
       .def("__call__", &Reduce::run, Release());
+  nb::class_<Commit>(m, "Commit", "Copies (from, to, bytes), if all of ``guard`` (dtype_code, place, count) is finite.")
+      .def(nb::init<MemoryPointer, std::vector<std::tuple<u32, Place, u64>>, std::vector<std::tuple<Place, Place, u64>>>(),
+           "memory"_a, "guard"_a, "copies"_a)
+      .def("__call__", &Commit::run, Release());
 }
 
 void copy(std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes) {

@@ -41,11 +41,27 @@ unsigned char* resolve(const Memory& memory, const std::optional<Place>& place) 
 }
 
 // Of this thread; it grows to what the largest call needed.
-float* scratch(const Codec& codec, std::uint64_t count) {
+float* scratch(std::uint64_t wanted) {
   thread_local std::vector<float> memory;
-  const std::uint64_t wanted = codec.scratch(count);
   if (memory.size() < wanted) memory.resize(wanted);
   return memory.data();
+}
+
+// Whether in no value all bits of the exponent are set.
+template <class Bits>
+bool all_finite(const unsigned char* values, std::uint64_t count, Bits exponent) {
+  constexpr std::uint64_t block = 4096;
+  for (std::uint64_t at = 0; at < count; at += block) {
+    const std::uint64_t n = std::min(block, count - at);
+    unsigned found = 0;
+    for (std::uint64_t i = 0; i < n; ++i) {
+      Bits bits;
+      std::memcpy(&bits, values + (at + i) * sizeof bits, sizeof bits);
+      found |= (bits & exponent) == exponent;
+    }
+    if (found) return false;
+  }
+  return true;
 }
 
 }  // namespace
@@ -64,11 +80,21 @@ MinMax::MinMax(std::int64_t bits, std::int64_t bucket, bool stochastic, std::uin
 
 void MinMax::encode(const EncodeCall& call) const { loops().minmax.encode(&parameters, call); }
 void MinMax::decode(const DecodeCall& call) const { loops().minmax.decode(&parameters, call); }
-void MinMax::reduce(const ReduceCall& call) const { loops().minmax.reduce(&parameters, call); }
+void MinMax::reduce(const ReduceCall& call) const {
+  if (!call.state) return loops().minmax.reduce(&parameters, call);
+  const BucketParameters in_buckets = buckets(call.count);
+  loops().minmax_state(&in_buckets, call);
+}
+
+BucketParameters MinMax::buckets(std::uint64_t count) const {
+  return {parameters.bucket ? parameters.bucket : count, parameters.seed, {parameters.bits, parameters.stochastic}};
+}
 
 void Raw::encode(const EncodeCall& call) const { loops().raw.encode(nullptr, call); }
 void Raw::decode(const DecodeCall& call) const { loops().raw.decode(nullptr, call); }
-void Raw::reduce(const ReduceCall& call) const { loops().raw.reduce(nullptr, call); }
+void Raw::reduce(const ReduceCall& call) const {
+  call.state ? loops().raw_state(&kBuckets, call) : loops().raw.reduce(nullptr, call);
+}
 
 BucketCodec::BucketCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
                          const std::vector<std::uint32_t>& options)
@@ -105,7 +131,7 @@ void Encode::run() const {
   call.src = resolve(*memory_, src_);
   call.wire = resolve(*memory_, wire_);
   call.place.call = memory_->call;
-  call.scratch = scratch(*codec_, call.count);
+  call.scratch = scratch(codec_->scratch(call.count));
   const FloatEnvironment defaults;
   codec_->encode(call);
 }
@@ -128,7 +154,7 @@ void Decode::run() const {
   call.wire = resolve(*memory_, wire_);
   call.dst = resolve(*memory_, dst_);
   call.place.call = memory_->call;
-  call.scratch = scratch(*codec_, call.count);
+  call.scratch = scratch(codec_->scratch(call.count));
   const FloatEnvironment defaults;
   codec_->decode(call);
 }
@@ -136,7 +162,8 @@ void Decode::run() const {
 Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
                std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
                std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
-               std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round)
+               std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round,
+               Carried residual, Carried momentum, float mu)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
       sources_(std::move(sources)),
@@ -145,6 +172,9 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
       own_(own),
       wire_(wire),
       out_(out),
+      residual_(residual),
+      momentum_(momentum),
+      mu_(mu),
       call_{addresses_.data(),
             source_ranks_.empty() ? nullptr : source_ranks_.data(),
             static_cast<std::uint32_t>(sources_.size()),
@@ -158,8 +188,17 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
             static_cast<Combine>(op),
             scale,
             {0, index, round, rank},
+            nullptr,
             nullptr} {
   check_dtype(dtype);
+  for (const Carried& carried : {residual_, momentum_}) {
+    if (!carried) continue;
+    check_place(*memory_, carried->first, "state");
+    check_place(*memory_, carried->second, "state");
+    require(op == 0, "op is " + std::to_string(op) + "; a reduction with state allows 0 (sum) only");
+  }
+  require(!residual_ || wire, "there is a residual, but no wire that could leave something out");
+  require(!momentum_ || own, "there is a momentum, but no own values");
   for (const Place& source : sources_) check_place(*memory_, source, "srcs");
   if (own) check_place(*memory_, *own, "own");
   if (wire) check_place(*memory_, *wire, "wire");
@@ -183,13 +222,52 @@ void Reduce::run() {
   call.wire = resolve(*memory_, wire_);
   call.out = resolve(*memory_, out_);
   call.place.call = memory_->call;
-  if (sources_.empty() && !wire_ && call.scale == 1.0f) {  // one rank alone: its values stay as they are, bit for bit
+  const StateCall state = resolve_state();
+  if (residual_ || momentum_) call.state = &state;
+  if (sources_.empty() && !wire_ && call.scale == 1.0f && !call.state) {  // one rank alone: its values stay as they are, bit for bit
     std::memmove(call.out, call.own, call.count * kItemsize[call.dtype]);
     return;
   }
-  call.scratch = scratch(*codec_, call.count);
+  call.scratch = scratch(call.state ? codec_->state_scratch(call.count) : codec_->scratch(call.count));
   const FloatEnvironment defaults;
   codec_->reduce(call);
+}
+
+StateCall Reduce::resolve_state() const {
+  StateCall state = {nullptr, nullptr, nullptr, nullptr, mu_, memory_->lr};
+  if (residual_) {
+    state.residual = reinterpret_cast<const float*>(resolve(*memory_, residual_->first));
+    state.new_residual = reinterpret_cast<float*>(resolve(*memory_, residual_->second));
+  }
+  if (momentum_) {
+    state.momentum = reinterpret_cast<const float*>(resolve(*memory_, momentum_->first));
+    state.new_momentum = reinterpret_cast<float*>(resolve(*memory_, momentum_->second));
+  }
+  return state;
+}
+
+Commit::Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard,
+               std::vector<std::tuple<Place, Place, std::uint64_t>> copies)
+    : memory_(std::move(memory)), guard_(std::move(guard)), copies_(std::move(copies)) {
+  for (const auto& [dtype, place, count] : guard_) {
+    check_dtype(dtype);
+    check_place(*memory_, place, "guard");
+  }
+  for (const auto& [from, to, nbytes] : copies_) {
+    check_place(*memory_, from, "copies");
+    check_place(*memory_, to, "copies");
+  }
+}
+
+void Commit::run() const {
+  for (const auto& [dtype, place, count] : guard_) {
+    const unsigned char* values = resolve(*memory_, place);
+    const bool finite = dtype == 0   ? all_finite<std::uint32_t>(values, count, 0x7f800000u)
+                        : dtype == 1 ? all_finite<std::uint16_t>(values, count, 0x7c00u)
+                                     : all_finite<std::uint16_t>(values, count, 0x7f80u);
+    if (!finite) return;
+  }
+  for (const auto& [from, to, nbytes] : copies_) std::memcpy(resolve(*memory_, to), resolve(*memory_, from), nbytes);
 }
 
 }  // namespace qccl

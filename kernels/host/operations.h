@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -18,6 +19,7 @@ struct Memory {
   explicit Memory(std::size_t buffers) : addresses(buffers, 0) {}
   std::vector<std::uintptr_t> addresses;
   std::uint64_t call = 0;
+  float lr = 1.0f;  // of the run, for residuals
 };
 
 // A codec's loops with its parameters.
@@ -29,6 +31,8 @@ struct Codec {
   virtual std::uint64_t scratch(std::uint64_t) const { return 0; }
   virtual void encode(const EncodeCall&) const = 0;
   virtual void decode(const DecodeCall&) const = 0;
+  // Of a reduction with state, more floats of scratch may be needed.
+  virtual std::uint64_t state_scratch(std::uint64_t count) const { return scratch(count); }
   virtual void reduce(const ReduceCall&) const = 0;
 };
 
@@ -37,6 +41,9 @@ struct MinMax final : Codec {
   void encode(const EncodeCall&) const override;
   void decode(const DecodeCall&) const override;
   void reduce(const ReduceCall&) const override;
+  std::uint64_t state_scratch(std::uint64_t count) const override { return bucket_scratch(buckets(count), count); }
+  // In per-bucket form (../bucket_forms.h).
+  BucketParameters buckets(std::uint64_t count) const;
   MinMaxParameters parameters;
 };
 
@@ -44,6 +51,8 @@ struct Raw final : Codec {
   void encode(const EncodeCall&) const override;
   void decode(const DecodeCall&) const override;
   void reduce(const ReduceCall&) const override;
+  std::uint64_t state_scratch(std::uint64_t count) const override { return bucket_scratch(kBuckets, count); }
+  static constexpr BucketParameters kBuckets = {2048, 0, {}};
 };
 
 // A codec in per-bucket form, by its C++ name (../codecs.h).
@@ -66,6 +75,9 @@ const Isa& loops();
 using Place = std::pair<std::uint32_t, std::uint64_t>;
 using MemoryPointer = std::shared_ptr<Memory>;
 using CodecPointer = std::shared_ptr<const Codec>;
+
+// Where a Reduce reads what it remembers, and where it writes what it will.
+using Carried = std::optional<std::pair<Place, Place>>;
 
 // Each constructor throws std::invalid_argument; run() throws std::runtime_error where a buffer has no address.
 class Encode {
@@ -99,17 +111,36 @@ class Reduce {
   Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
          std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
          std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
-         std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round);
+         std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round, Carried residual,
+         Carried momentum, float mu);
   void run();
 
  private:
+  StateCall resolve_state() const;
+
   MemoryPointer memory_;
   CodecPointer codec_;
   std::vector<Place> sources_;
   std::vector<const unsigned char*> addresses_;
   std::vector<std::uint32_t> source_ranks_;
   std::optional<Place> own_, wire_, out_;
+  Carried residual_, momentum_;
+  float mu_;
   ReduceCall call_;
+};
+
+// Where all values of some places are finite, copies from place to place; otherwise nothing.
+class Commit {
+ public:
+  // `guard`: element type, place, elements. `copies`: from, to, bytes.
+  Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard,
+         std::vector<std::tuple<Place, Place, std::uint64_t>> copies);
+  void run() const;
+
+ private:
+  MemoryPointer memory_;
+  std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard_;
+  std::vector<std::tuple<Place, Place, std::uint64_t>> copies_;
 };
 
 }  // namespace qccl

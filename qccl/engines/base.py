@@ -12,7 +12,7 @@ from qccl.schedule import Schedule
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
 
-__all__ = ["Engine", "Execution", "Program"]
+__all__ = ["Engine", "Execution", "Persistent", "Program"]
 
 
 class Execution(Protocol):
@@ -49,6 +49,22 @@ class Execution(Protocol):
         """Why the run is not done, for messages."""
 
 
+class Persistent(Protocol):
+    """Memory that lasts from run to run, of zeros at first.
+
+    Attributes:
+        address: where runs find it.
+    """
+
+    address: int
+
+    def write(self, data: bytes) -> None:
+        """Put ``data`` at the start, when no run uses it."""
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """A copy of ``nbytes`` from ``start``, when no run uses it."""
+
+
 class Program(Protocol):
     """A compiled schedule with its workspace.
 
@@ -67,6 +83,7 @@ class Program(Protocol):
         deadline: float,
         trace: list[TraceEvent] | None = None,
         streams: Sequence[int] = (),
+        lr: float = 1.0,
     ) -> Execution:
         """Begin a run.
 
@@ -77,6 +94,7 @@ class Program(Protocol):
             deadline: in time.monotonic() seconds.
             trace: a list that gets an event per node.
             streams: on CUDA, the caller's stream, and others whose work so far must be waited for.
+            lr: the learning rate that residuals count by (schedule.Reduce).
         """
 
 
@@ -95,6 +113,12 @@ class Engine(Protocol):
 
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
+
+    def persistent(self, nbytes: int) -> Persistent:
+        """Memory for what lasts from run to run."""
+
+    def settle(self, timeout: float) -> None:
+        """Return when no run is under way, or the group has failed. Raises CollectiveTimeout."""
 
     def meet(self, header: Header, timeout: float) -> None:
         """Collective: return when all ranks have made this call. Raises as a run does."""

@@ -45,7 +45,7 @@ _GRACE_SECONDS = 1.0
 #: how long a process that ends waits for what is under way
 _EXIT_SECONDS = 10.0
 _EVENTS = 32
-_HOST_TO_DEVICE = 1
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 #: of cudaEventQuery, when a capture that is under way does not allow it
 _IN_CAPTURE = range(900, 909)
 _COMPILERS = 16
@@ -113,6 +113,30 @@ class CudaRun:
             raise self.failure
 
 
+class DeviceState:
+    """Memory on the device that lasts from run to run (interface: Persistent)."""
+
+    def __init__(self, engine: CudaEngine, nbytes: int) -> None:
+        self._engine = engine
+        self._memory = engine.allocate(max(nbytes, 1))
+        self._written: list[Any] = []
+        self.address: int = self._memory.ptr
+        require().runtime.memsetAsync(self.address, 0, nbytes, engine.home)
+
+    def write(self, data: bytes) -> None:
+        """Put ``data`` at the start, before the runs to come."""
+        with on_device(self._engine.device):
+            self._written = self._engine.write({self.address: data})
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """A copy of ``nbytes`` from ``start``."""
+        runtime, copy, home = require().runtime, ctypes.create_string_buffer(nbytes), self._engine.home
+        with on_device(self._engine.device):
+            runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, _DEVICE_TO_HOST, home)
+            runtime.streamSynchronize(home)
+        return copy.raw
+
+
 class CudaEngine:
     """Runs schedules on one GPU of a transport. One thread at a time may use it."""
 
@@ -154,6 +178,17 @@ class CudaEngine:
         self._check_usable()
         with self._translated(), on_device(self.device):
             return CudaProgram(self, schedule)
+
+    def persistent(self, nbytes: int) -> DeviceState:
+        """Memory for what lasts from run to run."""
+        self._check_usable()
+        with self._translated(), on_device(self.device):
+            return DeviceState(self, nbytes)
+
+    def settle(self, timeout: float) -> None:
+        """Return when no run is under way, or the group has failed."""
+        if self._failure is None:
+            self.check(timeout)
 
     def meet(self, header: Header, timeout: float) -> None:
         """Collective: return when all ranks have made this call."""
@@ -224,6 +259,11 @@ class CudaEngine:
         return any(run.on_stream and query(run.event.ptr) == NOT_READY for run in self._pending)
 
     # -- used by programs and runs -----------------------------------------------------------------------------------
+
+    @property
+    def home(self) -> int:
+        """The stream on which every run begins and ends."""
+        return int(self._home.ptr)
 
     def allocate(self, nbytes: int) -> Any:
         """Memory from CuPy's pool, from the part of it that belongs to the computing lane.

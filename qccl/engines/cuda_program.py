@@ -73,6 +73,7 @@ class CudaProgram:
         deadline: float,
         trace: list[TraceEvent] | None = None,
         streams: Sequence[int] = (),
+        lr: float = 1.0,
     ) -> CudaRun:
         """Begin a run; see engines.base.Program."""
         from qccl.engines.cuda import CudaRun

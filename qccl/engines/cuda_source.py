@@ -21,7 +21,7 @@ from qccl.codecs.base import Form, Kernel
 from qccl.codecs.none import NoCodec
 from qccl.dtypes import DType
 from qccl.errors import EngineError
-from qccl.schedule import Decode, Encode, Op, Reduce, Span
+from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Span, State
 
 __all__ = [
     "CALL_KERNEL",
@@ -176,6 +176,8 @@ def launch(ops: Sequence[Op], rank: int, dtype: DType, place: Locate) -> Launch:
     ``dtype`` is that of the values. Raises EngineError for what the kernels cannot do.
     """
     match ops[0]:
+        case Commit() | Reduce(state=State()):
+            raise EngineError("error feedback and momentum do not run on a GPU yet; use the codec without them there")
         case Encode():
             return _encode([op for op in ops if isinstance(op, Encode) and len(op.src)], rank, dtype, place)
         case Decode():

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from typing import Any
 
-from qccl.engines.agreement import Channel, Header, Kind, sequence_of
+from qccl.engines.agreement import Block, Channel, Header, Kind, sequence_of
 from qccl.engines.background import Background
 from qccl.engines.program import CALLS_IN_FLIGHT, Execution, Program
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, gave_up
@@ -86,6 +86,18 @@ class HostEngine:
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
         return Program(self, schedule, self._transport)
+
+    def persistent(self, nbytes: int) -> Block:
+        """Memory for what lasts from run to run."""
+        return Block(nbytes)
+
+    def settle(self, timeout: float) -> None:
+        """Return when no run is under way, or the group has failed."""
+        limit = time.monotonic() + timeout
+        while self._failure is None and (under_way := [*self._active, *self._queue]):
+            self.run(under_way[-1], limit)
+            if time.monotonic() >= limit:
+                raise CollectiveTimeout(f"{under_way[-1].what} was not done after {timeout} s")
 
     def meet(self, header: Header, timeout: float) -> None:
         """Collective: return when all ranks have made this call."""

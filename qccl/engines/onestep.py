@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, disagreement
 from qccl.engines.program import Eager, Execution, Leg
+from qccl.schedule import Commit
 
 if TYPE_CHECKING:
     from qccl.engines.program import Program
@@ -26,12 +27,14 @@ class OneStep(NamedTuple):
         sends: message to each other rank.
         receives: by rank, the node and the leg of its data.
         after: what is computed when the data of all ranks is there.
+        last: what is computed when the sends have ended, too.
     """
 
     before: tuple[Callable[[], None], ...]
     sends: tuple[tuple[int, Eager], ...]
     receives: dict[int, tuple[int, Leg]]
     after: tuple[Callable[[], None], ...]
+    last: tuple[Callable[[], None], ...]
 
     @staticmethod
     def of(program: Program) -> OneStep | None:
@@ -50,9 +53,10 @@ class OneStep(NamedTuple):
         if program.bare_peers or len(receives) != len(sends) or not sends:
             return None
         kernels = program.kernels
+        last = {i for i, node in enumerate(program.nodes) if isinstance(node.op, Commit)}
         before = tuple(k for i, k in enumerate(kernels) if k is not None and i not in program.waiting)
-        after = tuple(k for i, k in enumerate(kernels) if k is not None and i in program.waiting)
-        return OneStep(before, tuple(sends), receives, after)
+        after = tuple(k for i, k in enumerate(kernels) if k is not None and i in program.waiting and i not in last)
+        return OneStep(before, tuple(sends), receives, after, tuple(k for i in last if (k := kernels[i]) is not None))
 
 
 class OneStepExecution(Execution):
@@ -110,3 +114,8 @@ class OneStepExecution(Execution):
             kernel()
         if not self._sending:
             self._finish()
+
+    def _finish(self) -> None:
+        for kernel in self._steps.last:
+            kernel()
+        super()._finish()

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any
 
+from qccl.dtypes import FLOAT32
 from qccl.engines.agreement import (
     CONTROL_TAG,
     HEADER_NBYTES,
@@ -34,7 +35,7 @@ from qccl.engines.agreement import (
     disagreement,
 )
 from qccl.errors import ArgumentError, EngineError, MismatchError
-from qccl.schedule import Decode, Encode, Node, Reduce, Role, Schedule, Span, dependencies, nodes
+from qccl.schedule import Carried, Commit, Decode, Encode, Node, Reduce, Role, Schedule, Span, dependencies, nodes
 
 if TYPE_CHECKING:
     from qccl.engines.host import HostEngine
@@ -144,6 +145,7 @@ class Program:
         deadline: float,
         trace: list[TraceEvent] | None = None,
         streams: Sequence[int] = (),
+        lr: float = 1.0,
     ) -> Execution:
         """Begin a run.
 
@@ -154,6 +156,7 @@ class Program:
             deadline: in time.monotonic() seconds.
             trace: a list that gets an event per node.
             streams: none; the host has no streams.
+            lr: the learning rate that residuals count by.
 
         Failures of the group come from the Execution. Raises ArgumentError for a run that cannot be begun.
         """
@@ -162,7 +165,7 @@ class Program:
         from qccl.engines.onestep import OneStepExecution
 
         self._bind(bindings)
-        self.memory.call = call
+        self.memory.call, self.memory.lr = call, lr
         execution: Execution
         if trace is not None:
             execution = _TracedExecution(self, header, deadline, trace)
@@ -193,7 +196,7 @@ class Program:
         self._bindings = dict(bindings)
         extents = []
         for name, buffer in self._callers.items():
-            extents.append((bindings[name], bindings[name] + buffer.nbytes, buffer.role is Role.OUTPUT))
+            extents.append((bindings[name], bindings[name] + buffer.nbytes, buffer.role in (Role.OUTPUT, Role.STATE)))
         self.extents = tuple(extents)
 
     def _allocate(self, schedule: Schedule) -> Block:
@@ -219,6 +222,16 @@ class Program:
             if dtype is None:
                 raise EngineError(f"operation {node.op_index} takes values from {span.buffer!r}, a buffer of bytes")
             return dtype.code
+
+        def state(op: Reduce) -> tuple[Any, Any, float]:
+            def places(carried: Carried | None) -> Any:
+                return None if carried is None else (at(carried.old), at(carried.new))
+
+            return (
+                (None, None, 0.0)
+                if op.state is None
+                else (places(op.state.residual), places(op.state.momentum), op.state.mu)
+            )
 
         memory, rank = self.memory, schedule.rank
         kernel: Callable[[], None]
@@ -250,7 +263,11 @@ class Program:
                     rank,
                     op.src_ranks,
                     op.src_round,
+                    *state(op),
                 )
+            case Commit(guard, carried):
+                copies = [(at(each.new), at(each.old), len(each.new) * FLOAT32.itemsize) for each in carried]
+                kernel = _host.Commit(memory, [(code(span), at(span), len(span)) for span in guard], copies)
             case _:
                 raise EngineError(f"the host engine cannot run {type(node.op).__name__} (operation {node.op_index})")
         return kernel

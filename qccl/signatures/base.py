@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from qccl import codecs, dtypes
@@ -31,12 +31,27 @@ class Signature(ABC):
 
     #: of the collective, in Communicator.plan
     name: ClassVar[str]
+    #: whether it has a schedule for codecs that keep something from call to call
+    keeps_state: ClassVar[bool] = False
 
     count: int
     dtype: DType
     codec: Codec
     chunk: int | None
     order: str = "C"
+
+    def __post_init__(self) -> None:
+        if self.codec.remembers:
+            self._check_state()
+
+    def _check_state(self) -> None:
+        codec, op = self.codec, getattr(self, "op", "sum")
+        if not self.keeps_state or op not in ("sum", "avg"):
+            what = f"{self.name} with op {op}" if self.keeps_state else self.name
+            raise ArgumentError(
+                f"{codec.spec()} keeps its {' and '.join(codec.remembers)} from call to call, which {what} does not; "
+                f"use {codec.plain.spec()}, or an all-reduce with op sum or avg"
+            )
 
     def text(self) -> str:
         """What all ranks must agree on, for them to compare and for messages."""
@@ -48,6 +63,11 @@ class Signature(ABC):
         if self.order == "C":
             del values["order"]
         return values
+
+    def remembered(self, algorithm: str) -> str:
+        """The call, for telling whose state it is: chunks do not matter to it, but what "auto" stands for."""
+        changed = {"chunk": None, "algorithm": algorithm} if hasattr(self, "algorithm") else {"chunk": None}
+        return replace(self, **changed).text()
 
     def pairs(self, rank: int, size: int) -> tuple[str, ...]:
         """For each other rank, what the two must agree on beside the text, worded alike on both; () for nothing."""

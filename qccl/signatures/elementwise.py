@@ -23,6 +23,7 @@ class AllReduce(Signature):
     """Parameters of quantized_allreduce."""
 
     name = "allreduce"
+    keeps_state = True
 
     op: str
     algorithm: str
@@ -136,6 +137,7 @@ class Coalesced(Signature):
     """Parameters of quantized_allreduce_coalesced; the arrays are "input 0", "output 0", "input 1", ..."""
 
     name = "allreduce_coalesced"
+    keeps_state = True
 
     each: tuple[int, ...]
     op: str

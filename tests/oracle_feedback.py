@@ -1,0 +1,123 @@
+"""All-reduce with error feedback and momentum in NumPy: it knows shards, rounds and formulas, but no schedules."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import oracle
+from codec_table import TABLE
+from oracle import Place, f32, from_float, to_float
+from test_allreduce import shards
+
+from qccl.codecs import get
+from qccl.codecs.feedback import momentum_of
+
+Codec = oracle.Codec
+
+
+def oracle_codec(spec: str) -> Codec:
+    """The oracle's codec for what is inside of ``spec``."""
+    codec = get(spec).plain
+    if codec.name == "none":
+        return None
+    fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
+    if codec.name == "minmax":
+        return oracle.MinMax(fields["bits"], fields["bucket"], fields["rounding"] == "stochastic", fields["seed"])
+    return type(TABLE[codec.name][0])(**fields)
+
+
+@dataclass
+class Rank:
+    """What one rank keeps; fp32 of the vector's length, or None where its codec keeps none of that kind."""
+
+    residual: np.ndarray | None
+    momentum: np.ndarray | None
+
+
+@dataclass
+class Group:
+    """All ranks of an all-reduce of ``count`` elements, step after step."""
+
+    spec: str
+    ranks: int
+    count: int
+    dtype: str
+    algorithm: str
+    op: str = "sum"
+    call: int = 0
+    kept: list[Rank] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        remembers = get(self.spec).remembers
+
+        def zeros(kind: str) -> np.ndarray | None:
+            return np.zeros(self.count, f32) if kind in remembers else None
+
+        self.kept = [Rank(zeros("residual"), zeros("momentum")) for _ in range(self.ranks)]
+
+    def step(self, inputs: list[np.ndarray], lr: float = 1.0) -> np.ndarray:
+        """The result of one call; what is kept changes if it is finite. bfloat16 is uint16."""
+        with np.errstate(all="ignore"):
+            return self._step(inputs, f32(lr))
+
+    def _step(self, inputs: list[np.ndarray], lr: np.float32) -> np.ndarray:
+        kept = [Rank(*(None if a is None else a.copy() for a in (k.residual, k.momentum))) for k in self.kept]
+        values = [self._with_momentum(k, to_float(x, self.dtype)) for k, x in zip(kept, inputs, strict=True)]
+        scale = f32(1 / self.ranks) if self.op == "avg" else f32(1)
+        if self.ranks == 1:
+            result = from_float(values[0] * scale, self.dtype) if kept[0].momentum is not None else inputs[0].copy()
+        elif self.algorithm == "one_shot":
+            terms = [
+                self._coded(k, x, slice(0, self.count), r, 0, lr)
+                for r, (k, x) in enumerate(zip(kept, values, strict=True))
+            ]
+            result = from_float(total(terms) * scale if scale != 1 else total(terms), self.dtype)
+        else:
+            result = np.empty_like(inputs[0])
+            for owner, shard in enumerate(shards(self.count, self.ranks, get(self.spec).granule)):
+                if shard.start == shard.stop:
+                    continue
+                terms = [
+                    x[shard] if r == owner else self._coded(k, x, shard, r, 0, lr)
+                    for r, (k, x) in enumerate(zip(kept, values, strict=True))
+                ]
+                x = np.empty(self.count, f32)
+                x[shard] = total(terms) * scale if scale != 1 else total(terms)
+                decoded = self._coded(kept[owner], x, shard, owner, 1, lr)
+                result[shard] = from_float(decoded, self.dtype)
+        self.call += 1
+        if np.isfinite(to_float(result, self.dtype)).all():
+            self.kept = kept
+        return result
+
+    def _with_momentum(self, kept: Rank, x: np.ndarray) -> np.ndarray:
+        """``m = mu m + x``, then ``x + mu m``."""
+        if kept.momentum is None:
+            return x
+        mu = f32(momentum_of(get(self.spec)))
+        kept.momentum = mu * kept.momentum + x
+        return x + mu * kept.momentum
+
+    def _coded(self, kept: Rank, x: np.ndarray, part: slice, rank: int, round_: int, lr: np.float32) -> np.ndarray:
+        """What a decoder makes of a part of ``x`` and its residual; round 1 also goes through the element type."""
+        codec, place = oracle_codec(self.spec), Place(self.call, round_, rank, part.start)
+        v = x[part] if kept.residual is None else x[part] + kept.residual[part] * (f32(1) / lr)
+        if codec is None:
+            decoded = to_float(from_float(v, self.dtype), self.dtype)
+        else:
+            wire = oracle.encode_any(codec, v, self.dtype, place)
+            decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, self.dtype, place), v.size)
+        if kept.residual is not None:
+            received = to_float(from_float(decoded, self.dtype), self.dtype) if round_ else decoded
+            kept.residual[part] = (v - received) * lr
+        return decoded
+
+
+def total(terms: list[np.ndarray]) -> np.ndarray:
+    """In rank order, beginning with the first term itself."""
+    result = terms[0]
+    for term in terms[1:]:
+        result = result + term
+    return result

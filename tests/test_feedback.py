@@ -1,0 +1,352 @@
+"""All-reduce with error feedback and momentum: results and state bit for bit, and what becomes of the state."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from cases import NUMPY, hard_data
+from oracle_feedback import Group
+from test_allreduce import assert_same_bits, stored
+
+import qccl
+from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+
+CODECS = [
+    "minmax2:bucket=64+ef",
+    "minmax8:bucket=shard+ef+nesterov",
+    "minmax3:bucket=8,rounding=stochastic,seed=4+ef",
+    "minmax5:bucket=4096,rounding=stochastic,seed=9+ef+nesterov:mu=0.5",
+    "onebit:bucket=32,reconstruct=scale+ef+nesterov:mu=0.5",
+    "onebit:bucket=128,reconstruct=mean+ef",
+    "onebit+nesterov",
+    "none+ef",
+    "none+nesterov:mu=0.25",
+]
+LENGTHS = [0, 1, 63, 65, 1000, 9001]
+
+
+def steps(
+    ranks: int, count: int, dtype: str, number: int, kinds: tuple[str, ...] = ("normal",)
+) -> list[list[np.ndarray]]:
+    """What each rank puts into each of some calls."""
+    data = []
+    for step in range(number):
+        kind = kinds[step % len(kinds)]
+        data.append([hard_data(kind, count, NUMPY[dtype], 100 * step + rank) for rank in range(ranks)])
+    return data
+
+
+def run(comm: qccl.Communicator, calls: list[list[np.ndarray]], lrs: list[float | None], **arguments: Any) -> list:
+    """The results of some calls with one key, every second one in place."""
+    results = []
+    for step, (inputs, lr) in enumerate(zip(calls, lrs, strict=True)):
+        x = inputs[comm.rank].copy()
+        out = x if step % 2 else np.empty_like(x)
+        comm.quantized_allreduce(x, out=out, key="a", lr=lr, **arguments)
+        results.append(stored(out).copy())
+    return results
+
+
+def assert_equals_oracle(group: Group, found: list, wanted: list[np.ndarray], state: dict, rank: int) -> None:
+    for step, (y, expected) in enumerate(zip(found, wanted, strict=True)):
+        assert_same_bits(y, expected, f"rank {rank}, step {step}")
+    kept = group.kept[rank]
+    expected_state = {"residual": None if group.ranks == 1 else kept.residual, "momentum": kept.momentum}
+    for kind, values in expected_state.items():
+        if values is None or not group.count:
+            assert kind not in state["values"]
+        else:
+            assert_same_bits(state["values"][kind], values, f"rank {rank}, {kind}")
+
+
+def cases() -> list[tuple]:
+    draw = random.Random(3)
+    rows = itertools.product(CODECS, ["two_round", "one_shot"], [1, 2, 3, 4])
+    return [
+        (
+            *(codec, algorithm, ranks, draw.choice(LENGTHS), draw.choice([*NUMPY])),
+            *(draw.choice(["sum", "avg"]), draw.choice([None, 64, 300]), draw.random() < 0.3),
+        )
+        for codec, algorithm, ranks in rows
+    ]
+
+
+@pytest.mark.parametrize("codec, algorithm, ranks, count, dtype, op, chunk, changing", cases())
+def test_results_and_state_are_the_oracles(codec, algorithm, ranks, count, dtype, op, chunk, changing):
+    kinds = ("normal", "outliers", "zeros", "negative")
+    calls, lrs = steps(ranks, count, dtype, 4, kinds), [0.1, 0.1, 0.02, 3.0] if changing else [None] * 4
+    group = Group(codec, ranks, count, dtype, algorithm, op)
+    wanted = [group.step([stored(x) for x in xs], lr or 1.0) for xs, lr in zip(calls, lrs, strict=True)]
+    arguments = {"codec": codec, "algorithm": algorithm, "op": op, "chunk": chunk}
+    found = qccl.run_ranks(ranks, lambda comm: (run(comm, calls, lrs, **arguments), comm.state_dict()))
+    for rank, (results, state) in enumerate(found):
+        assert_equals_oracle(group, results, wanted, state["a"], rank)
+
+
+@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
+@pytest.mark.parametrize("spoil", [np.nan, np.inf, -np.inf])
+def test_a_step_that_is_not_finite_leaves_the_state_on_every_rank(algorithm, spoil):
+    ranks, count, codec = 3, 700, "minmax2:bucket=64+ef+nesterov"
+    calls = steps(ranks, count, "float32", 5)
+    calls[2][1][333] = spoil
+    group = Group(codec, ranks, count, "float32", algorithm)
+
+    def states(comm: qccl.Communicator) -> tuple[list, list]:
+        results, kept = [], []
+        for xs in calls:
+            results += [
+                stored(comm.quantized_allreduce(xs[comm.rank].copy(), codec=codec, key="a", algorithm=algorithm))
+            ]
+            kept.append(comm.state_dict())
+        return results, kept
+
+    wanted = [group.step(xs) for xs in calls]
+    assert not np.isfinite(wanted[2]).all() and np.isfinite(wanted[4]).all()
+    for rank, (results, kept) in enumerate(qccl.run_ranks(ranks, states)):
+        assert_equals_oracle(group, results, wanted, kept[-1]["a"], rank)
+        for kind in ("residual", "momentum"):
+            before, after, later = (kept[step]["a"]["values"][kind] for step in (1, 2, 3))
+            assert_same_bits(after, before, f"rank {rank}, {kind}")
+            assert (later != before).any()
+
+
+def test_chunks_do_not_matter():
+    calls = steps(3, 5000, "float16", 3)
+
+    def both(comm: qccl.Communicator) -> tuple[list, dict]:
+        found, state = [], {}
+        for chunk in (None, 64, 1000):
+            found.append(run(comm, calls, [None] * 3, codec="onebit:bucket=64,reconstruct=mean+ef", chunk=chunk))
+            state[chunk] = comm.state_dict()["a"]["values"]["residual"]
+            comm.reset("a")
+        assert all(state[None].tobytes() == each.tobytes() for each in state.values())
+        return found
+
+    for found in qccl.run_ranks(3, both):
+        for others in found[1:]:
+            assert [y.tobytes() for y in others] == [y.tobytes() for y in found[0]]
+
+
+def test_several_arrays_under_one_key():
+    counts, ranks, codec = [700, 0, 65, 3000], 3, "minmax2:bucket=64+ef+nesterov:mu=0.5"
+
+    def calls(comm: qccl.Communicator) -> tuple:
+        rng = np.random.default_rng(comm.rank)
+        data = [[rng.standard_normal(n).astype(np.float32) for n in counts] for _ in range(3)]
+        for xs in data:
+            ys = comm.quantized_allreduce_coalesced(
+                [x.copy() for x in xs], codec=codec, key="all", algorithm="one_shot"
+            )
+        singles = []
+        for i in range(len(counts)):
+            for xs in data:
+                y = comm.quantized_allreduce(xs[i].copy(), codec=codec, key=str(i), algorithm="one_shot")
+            singles.append(y)
+        state = comm.state_dict()
+        for i in (0, 2, 3):
+            for kind in ("residual", "momentum"):
+                assert np.array_equal(state["all"]["values"][f"{kind} {i}"], state[str(i)]["values"][kind])
+        return ys, singles
+
+    for together, singles in qccl.run_ranks(ranks, calls):
+        for a, b in zip(together, singles, strict=True):
+            assert_same_bits(a, b, "coalesced")
+
+
+def test_state_goes_on_after_it_was_saved_and_loaded():
+    calls, codec = steps(2, 500, "float32", 6), "onebit:bucket=64,reconstruct=scale+ef+nesterov"
+
+    def first(comm: qccl.Communicator) -> tuple:
+        start = run(comm, calls[:3], [0.5] * 3, codec=codec)
+        saved = comm.state_dict()
+        rest = run(comm, calls[3:], [0.25] * 3, codec=codec)
+        assert any((saved["a"]["values"][k] != comm.state_dict()["a"]["values"][k]).any() for k in ("residual",))
+        comm.load_state_dict(saved)
+        again = run(comm, calls[3:], [0.25] * 3, codec=codec)
+        assert [a.tobytes() for a in rest] == [a.tobytes() for a in again]
+        return saved, start, rest
+
+    saved = qccl.run_ranks(2, first)
+
+    def second(comm: qccl.Communicator) -> list:
+        comm.load_state_dict(saved[comm.rank][0])
+        return run(comm, calls[3:], [0.25] * 3, codec=codec)
+
+    for rank, results in enumerate(qccl.run_ranks(2, second)):
+        assert [y.tobytes() for y in results] == [y.tobytes() for y in saved[rank][2]]
+
+
+def test_reset_is_a_new_beginning():
+    calls, codec = steps(2, 500, "float32", 2), "minmax2:bucket=64+ef"
+
+    def again(comm: qccl.Communicator) -> None:
+        first = run(comm, calls, [None] * 2, codec=codec)
+        comm.quantized_allreduce(calls[0][comm.rank].copy(), codec=codec, key="b")
+        comm.reset("a")
+        assert set(comm.state_dict()) == {"b"}
+        assert [y.tobytes() for y in run(comm, calls, [None] * 2, codec=codec)] == [y.tobytes() for y in first]
+        comm.reset()
+        assert comm.state_dict() == {}
+        with pytest.raises(ArgumentError, match=r"no state under key='a'; the keys are none yet"):
+            comm.reset("a")
+
+    qccl.run_ranks(2, again)
+
+
+def test_calls_under_way_with_one_key_are_in_order():
+    calls, codec = steps(3, 20_000, "float32", 6), "minmax4:bucket=64+ef"
+
+    def both(comm: qccl.Communicator) -> None:
+        one_by_one = run(comm, calls, [None] * 6, codec=codec)
+        kept = comm.state_dict()["a"]["values"]["residual"]
+        comm.reset()
+        arrays = [xs[comm.rank].copy() for xs in calls]
+        works = [comm.quantized_allreduce(x, codec=codec, key="a", async_op=True) for x in arrays]
+        assert comm.state_dict()["a"]["values"]["residual"].tobytes() == kept.tobytes()  # waits for all
+        for work, x, wanted in zip(works, arrays, one_by_one, strict=True):
+            work.wait()
+            assert x.tobytes() == wanted.tobytes()
+
+    qccl.run_ranks(3, both)
+
+
+def test_plans_have_a_key():
+    calls, codec = steps(2, 300, "float32", 3), "minmax2:bucket=64+ef+nesterov"
+
+    def both(comm: qccl.Communicator) -> None:
+        wanted = run(comm, calls, [0.5, 0.25, 0.25], codec=codec)
+        comm.reset()
+        plan = comm.plan("allreduce", 300, codec=codec, key="p")
+        found = [plan(xs[comm.rank].copy(), lr=lr) for xs, lr in zip(calls, [0.5, 0.25, 0.25], strict=True)]
+        assert [y.tobytes() for y in found] == [y.tobytes() for y in wanted]
+        x = np.empty(300, np.float32)
+        plan.bind(x)
+        comm.reset("p")  # after bind: the next run begins anew
+        x[:] = calls[0][comm.rank]
+        plan.start(lr=0.5).wait()
+        assert x.tobytes() == wanted[0].tobytes()
+        with pytest.raises(ArgumentError, match="name that with key="):
+            comm.plan("allreduce", 300, codec=codec)
+
+    qccl.run_ranks(2, both)
+
+
+@pytest.mark.parametrize(
+    "arguments, reason",
+    [
+        ({"key": None}, r"minmax2\+ef keeps its residual from call to call.*key='layer1.weight'"),
+        ({"key": 3}, "key must be a string that names what is reduced, not 3"),
+        ({"key": b"a"}, "key must be a string"),
+        ({"op": "max"}, r"allreduce with op max does not; use minmax2, or an all-reduce with op sum or avg"),
+        ({"op": 3}, "op min does not"),
+        ({"lr": 0}, "lr must be a positive number"),
+        ({"lr": -1.0}, "lr must be"),
+        ({"lr": float("nan")}, "lr must be"),
+        ({"lr": float("inf")}, "lr must be"),
+        ({"lr": "0.1"}, "lr must be"),
+        ({"lr": True}, "lr must be"),
+        ({"codec": "minmax3+ef"}, r"key='a' is that of allreduce\(count=100.*minmax2\+ef.*and this is.*minmax3\+ef"),
+        ({"codec": "minmax2+ef+nesterov"}, r"forget the state with reset\('a'\)"),
+        ({"op": "avg"}, "op=sum.*and this is.*op=avg"),
+        ({"algorithm": "two_round"}, "algorithm=one_shot.*and this is.*algorithm=two_round"),
+        ({"x": np.zeros(99, np.float32)}, "count=100.*and this is.*count=99.*use a key of its own for each array"),
+        ({"x": np.zeros(100, np.float16)}, "dtype=float32.*and this is.*dtype=float16"),
+        ({"x": np.zeros((10, 10), np.float32).T}, "and this is.*order=axes"),
+        ({"lr": 0.5}, "the calls with key='a' so far were made without lr, and this one is not"),
+    ],
+    ids=str,
+)
+def test_what_a_call_may_not_be(arguments, reason):
+    def calls(comm: qccl.Communicator) -> None:
+        given = {"codec": "minmax2+ef", "key": "a", "algorithm": "one_shot"}
+        comm.quantized_allreduce(np.ones(100, np.float32), **given)
+        before = comm.state_dict()
+        given |= arguments
+        x = given.pop("x", np.ones(100, np.float32))
+        with pytest.raises(ArgumentError, match=reason):
+            comm.quantized_allreduce(x, **given)
+        after = comm.state_dict()["a"]["values"]["residual"]
+        assert after.tobytes() == before["a"]["values"]["residual"].tobytes()
+        comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a", algorithm="one_shot")
+
+    qccl.run_ranks(2, calls)
+
+
+def test_keys_and_learning_rates_of_plain_codecs_do_nothing():
+    def call(comm: qccl.Communicator) -> None:
+        for key in ("a", None):
+            assert comm.quantized_allreduce(np.ones(3, np.float32), key=key, lr=0.5, codec="none")[0] == 2
+        assert comm.state_dict() == {}
+
+    qccl.run_ranks(2, call)
+
+
+@pytest.mark.parametrize("changed", [{"key": "b"}, {"lr": 0.5}, {"codec": "minmax2+nesterov"}], ids=str)
+def test_ranks_must_agree_on_what_the_state_follows_from(changed):
+    def call(comm: qccl.Communicator) -> None:
+        given = {"codec": "minmax2+ef", "key": "a", "lr": 0.25} | (changed if comm.rank else {})
+        comm.quantized_allreduce(np.ones(100, np.float32), **given)
+
+    with pytest.raises(MismatchError, match="do not agree"):
+        qccl.run_ranks(2, call)
+
+
+def test_other_collectives_refuse_state():
+    def call(comm: qccl.Communicator) -> None:
+        x = np.ones(100, np.float32)
+        for method in (comm.quantized_reduce_scatter, comm.quantized_broadcast, comm.quantized_reduce):
+            with pytest.raises(ArgumentError, match=r"onebit\+ef keeps its residual.*does not; use onebit"):
+                method(x, codec="onebit+ef")
+
+    for ranks in (1, 2):
+        qccl.run_ranks(ranks, call)
+
+
+def test_a_call_that_fails_changes_nothing():
+    codec = "minmax2:bucket=64+ef"
+
+    def call(comm: qccl.Communicator) -> None:
+        comm.quantized_allreduce(np.arange(300, dtype=np.float32), codec=codec, key="a")
+        before = comm.state_dict()
+        if comm.rank == 0:
+            with pytest.raises((CollectiveTimeout, PeerLost)):
+                comm.quantized_allreduce(np.ones(300, np.float32), codec=codec, key="a", timeout=0.2)
+        else:
+            with pytest.raises(PeerLost):  # rank 0 gave up
+                comm.barrier()
+        after = comm.state_dict()
+        assert after["a"]["values"]["residual"].tobytes() == before["a"]["values"]["residual"].tobytes()
+        assert after["a"]["values"]["residual"].any()
+
+    with pytest.raises((CollectiveTimeout, PeerLost, MismatchError)):
+        qccl.run_ranks(2, call)
+
+
+@pytest.mark.parametrize(
+    "spoil, reason",
+    [
+        (lambda s: s | {"a": {}}, "what is given as the state of key='a' is not what state_dict.. returns"),
+        (lambda s: s | {"a": 3}, "is not what state_dict"),
+        (lambda s: s | {"a": s["a"] | {"rank": 1 - s["a"]["rank"]}}, "is of rank . of 2, and this is rank . of 2"),
+        (lambda s: s | {"a": s["a"] | {"size": 3}}, "of 3, and this is"),
+        (lambda s: s | {"a": s["a"] | {"values": {"residual": "x"}}}, "is not what state_dict"),
+    ],
+)
+def test_wrong_states_are_not_loaded(spoil, reason):
+    def call(comm: qccl.Communicator) -> None:
+        comm.quantized_allreduce(np.arange(100, dtype=np.float32), codec="minmax2+ef", key="a")
+        saved = comm.state_dict()
+        with pytest.raises(ArgumentError, match=reason):
+            comm.load_state_dict(spoil(saved))
+        assert comm.state_dict()["a"]["values"]["residual"].tobytes() == saved["a"]["values"]["residual"].tobytes()
+        short = saved["a"] | {"values": {"residual": saved["a"]["values"]["residual"][:50]}}
+        comm.load_state_dict({"a": short})
+        with pytest.raises(ArgumentError, match=re.escape("forget the state with reset('a')")):
+            comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a")
+
+    qccl.run_ranks(2, call)
