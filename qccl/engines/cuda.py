@@ -285,12 +285,14 @@ class CudaEngine:
     def kernels(self, names: Iterable[str]) -> dict[str, int]:
         """Kernels by their names in cuda_source: functions, compiled for this GPU when they are first asked for.
 
+        The GPU must be the thread's current one.
         Not by CuPy's RawModule: it adds -ftz=true, and bytes would not be the host's.
         """
         names = tuple(dict.fromkeys(names))
         new = [name for name in names if (self.device, name) not in _kernels]
         if len(new) > 1:  # the compiler lets go of the interpreter
-            with ThreadPoolExecutor(min(len(new), _COMPILERS, os.cpu_count() or 1)) as pool:
+            threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), require().runtime.setDevice
+            with ThreadPoolExecutor(threads, initializer=setting, initargs=(self.device,)) as pool:
                 found = list(pool.map(self._compiled, new))
         else:
             found = [self._compiled(name) for name in new]
@@ -309,10 +311,9 @@ class CudaEngine:
             binary, mapping = cupy.cuda.compiler.compile_using_nvrtc(code, options, name_expressions=(name,))
             return binary, mapping.get(name, name)
 
-        with on_device(self.device):
-            version, capability = cupy.cuda.nvrtc.getVersion(), cupy.cuda.Device().compute_capability
-            how = os.environ.get("CUPY_COMPILE_WITH_PTX", "")
-            return cuda_cache.compiled([code, *options, cupy.__version__, str(version), capability, how], compile_it)
+        version, capability = cupy.cuda.nvrtc.getVersion(), cupy.cuda.Device().compute_capability
+        how = os.environ.get("CUPY_COMPILE_WITH_PTX", "")
+        return cuda_cache.compiled([code, *options, cupy.__version__, str(version), capability, how], compile_it)
 
     def start(
         self,

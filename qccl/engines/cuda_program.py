@@ -56,7 +56,7 @@ class CudaProgram:
         self._kept: list[Any] = []  # what the arguments of launches point to
         names = [name for launch in self._launches.values() for name in launch.kernels]
         draws = any(launch.draws for launch in self._launches.values())
-        engine.kernels([*names, cuda_source.CALL_KERNEL] if draws else names)  # in one compilation
+        engine.kernels([*names, cuda_source.CALL_KERNEL] if draws else names)  # compiled together
         self._prepared = self._upload()
         self._count_arguments = self._pack(self._counter, self._call, self._is_replay) if draws else 0
         cuda = require().cupy.cuda
