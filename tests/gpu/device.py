@@ -112,6 +112,7 @@ class Mirror:
     def __init__(self, size: int = 2, seconds_per_byte: float = 0.0) -> None:
         gpu = require()
         self.size = self.local_size = size
+        self.nodes = (0,) * size
         self.device = gpu.runtime.getDevice()
         self._runtime = gpu.runtime
         self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
