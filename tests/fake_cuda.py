@@ -80,6 +80,8 @@ class World:
         self.memory: dict[int, Block] = {}
         self.devices: dict[int, int] = {}  # address -> device
         self.arenas: defaultdict[int, list[Block]] = defaultdict(list)
+        self.event_devices: dict[int, int] = {}
+        self.stream_devices: dict[int, int] = {}
         self.meetings: dict[bytes, Meeting] = {}
         self.reused = 0  # allocations that got memory which had been given back
         self.error = 0  # what eventQuery returns
@@ -112,6 +114,8 @@ class World:
         with self.lock:
             self.calls.append(("record", event, stream))
             stream = self.stream(stream)
+            if self.stream_devices.get(stream, -1 - stream) != self.event_devices[event]:
+                raise CUDARuntimeError(400)  # an event and a stream of different devices
             if stream not in self.tail:
                 raise CUDARuntimeError(400)
             capture = self.captures.get(stream)
@@ -167,6 +171,12 @@ class World:
                 raise CUDARuntimeError(907)  # cudaErrorCapturedEvent
             return node is None or node.done
 
+    def is_empty(self, stream: int) -> bool:
+        self.run()
+        with self.lock:
+            node = self.tail[self.stream(stream)]
+            return node is None or node.done
+
     def forbid_in_capture(self) -> None:
         if self.captures:
             raise CUDARuntimeError(900)  # cudaErrorStreamCaptureUnsupported
@@ -208,6 +218,7 @@ class Stream:
         self._world, self.ptr = world, next(world.numbers) if ptr is None else ptr
         if ptr is None:
             world.tail[self.ptr] = None
+            world.stream_devices[self.ptr] = world.local.__dict__.get("device", 0)
 
     def __enter__(self) -> Stream:
         self._world.local.__dict__.setdefault("streams", []).append(self)
@@ -243,6 +254,7 @@ class Stream:
 class Event:
     def __init__(self, world: World, disable_timing: bool = False) -> None:
         self._world, self.ptr = world, next(world.numbers)
+        world.event_devices[self.ptr] = world.local.__dict__.get("device", 0)
 
     def record(self, stream: Stream) -> None:
         self._world.record(self.ptr, stream.ptr)
@@ -613,6 +625,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         streamIsCapturing=lambda stream: stream in world.captures,
         memcpy=copy_now,
         memset=ctypes.memset,
+        streamQuery=lambda stream: 0 if world.is_empty(stream) else NOT_READY,
         streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),
         deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.local.__dict__.get("device", 0))),
         getDeviceProperties=lambda device: {"name": b"Fake 100"},

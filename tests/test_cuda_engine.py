@@ -792,6 +792,20 @@ def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
     release.set()
 
 
+def test_events_are_of_the_communicators_gpu(world, cupy):
+    """Also where the thread's current one is another, and more calls are under way than there are events ready."""
+    with qccl.Communicator(qccl.get_unique_id(), 0, 1, device=3, timeout=10.0) as comm:
+        x, out = (fake_cuda.array(values(0, 100, seed), 3) for seed in range(2))
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        works = [comm.quantized_allreduce(x, out, async_op=True) for _ in range(50)]
+        world.frozen = False
+        assert gpu.require().runtime.getDevice() == 0
+        assert all(work.synchronize() is out for work in works)
+        assert (out.get() == x.get()).all()
+
+
 def test_at_the_end_of_the_process(world, cupy):
     """Calls are waited for and the communicator is released, on a thread that the process need not wait for."""
     comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)

@@ -255,8 +255,8 @@ class CudaEngine:
 
     def is_busy(self) -> bool:
         """Whether the device has not done all that it was told."""
-        query = require().runtime.eventQuery
-        return any(run.on_stream and query(run.event.ptr) == NOT_READY for run in self._pending)
+        query = require().runtime.streamQuery
+        return any(query(lane) == NOT_READY for lane in self.lanes.values())
 
     # -- used by programs and runs -----------------------------------------------------------------------------------
 
@@ -359,7 +359,8 @@ class CudaEngine:
         with self._state:
             if self._free:
                 return self._free.pop()
-        return require().cupy.cuda.Event(disable_timing=True)
+        with on_device(self.device):
+            return require().cupy.cuda.Event(disable_timing=True)
 
     def order(self, run: CudaRun) -> None:
         """Let the caller's stream wait for the run (the default stream is one of the current device)."""
