@@ -30,6 +30,11 @@ _VARIABLES = {
 }
 
 
+#: all ranks have GPUs; one has none; they were asked for different things
+_YES, _NO, _MIXED = b"+", b"-", b"x"
+_REASON_NBYTES = 220
+
+
 @dataclass(frozen=True, slots=True)
 class Launcher:
     """What started the ranks, and what it says of this one; ``local_size`` 0 means it does not say."""
@@ -83,11 +88,13 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
         if comm is not None:
             return comm
     transport = _host_transport(launcher, timeout)
-    if must:
-        return _over(transport, device, timeout)
-    if backend == "auto" and transport.size > 1:
-        answers = transport.allgather(b"\1" if device_count() >= transport.local_size else b"\0", timeout)
-        if all(answer == b"\1" for answer in answers):
+    if launcher is not None and backend != "host" and not _meets_by_tcp(launcher):
+        reason = "" if must else _too_few(transport.local_size)
+        kind, text = _verdict(transport.allgather(_note(must, reason), timeout))
+        if kind == _MIXED:
+            transport.close()
+            raise MismatchError(text)
+        if kind == _YES:
             return _over(transport, device, timeout)
     return Communicator._from_transport(transport, timeout=timeout)
 
@@ -98,20 +105,18 @@ def _by_tcp(launcher: Launcher, device: int | None, timeout: float, *, must: boo
     Each brings what it was asked for, and what keeps it from a GPU, so that all do the same.
     """
     from qccl.communicator import Communicator
-    from qccl.transports.rendezvous import CAPACITY, meet, meeting_place
+    from qccl.transports.rendezvous import meet, meeting_place
 
     chosen, reason = None, ""
     try:
-        here = launcher.local_size or launcher.local_rank + 1
-        if not must and (count := device_count()) < here:
-            reason = f"its machine has {count} usable GPUs for {here} ranks"
-        else:
+        reason = "" if must else _too_few(launcher.local_size or launcher.local_rank + 1)
+        if not reason:
             chosen = pick_device(device, launcher.local_rank if launcher.name else None)
     except QcclError as error:
         if launcher.size == 1:
             raise
         reason = str(error)
-    note = (b"!" if must else b"?") + reason.encode()[: CAPACITY // 2]
+    note = _note(must, reason)
     if launcher.size == 1:
         answer = _decide([note])
     else:
@@ -127,28 +132,40 @@ def _by_tcp(launcher: Launcher, device: int | None, timeout: float, *, must: boo
     return None
 
 
-#: answers to all ranks: NCCL's id of their group; why not; that they were asked for different things
-_YES, _NO, _MIXED = b"+", b"-", b"x"
+def _too_few(ranks: int) -> str:
+    """Why this machine has no GPU for each of its ranks; nothing where it has."""
+    count = device_count()
+    return "" if count >= ranks else f"its machine has {count} usable GPUs for {ranks} ranks"
 
 
-def _decide(notes: Sequence[bytes]) -> bytes:
-    """Rank 0's answer to what all ranks have brought."""
+def _note(must: bool, reason: str) -> bytes:
+    """What a rank brings: whether it was asked for GPUs, and what keeps it from one."""
+    return (b"!" if must else b"?") + reason.encode()[:_REASON_NBYTES]
+
+
+def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
+    """What follows from all ranks' notes, and why."""
     must = [rank for rank, note in enumerate(notes) if note[:1] == b"!"]
     if 0 < len(must) < len(notes):
-        others = next(rank for rank in range(len(notes)) if rank not in must)
-        return (
-            _MIXED
-            + (
-                f'rank {must[0]} called init() with backend="cuda" or a device, and rank {others} with backend="auto"; '
-                f"all ranks must be given the same"
-            ).encode()
+        other = next(rank for rank in range(len(notes)) if rank not in must)
+        return _MIXED, (
+            f'rank {must[0]} called init() with backend="cuda" or a device, and rank {other} with backend="auto"; all '
+            f"ranks must be given the same"
         )
     for rank, note in enumerate(notes):
         if note[1:]:
-            return _NO + f"rank {rank}: {note[1:].decode(errors='replace')}".encode()
+            return _NO, f"rank {rank}: {note[1:].decode(errors='replace')}"
+    return _YES, ""
+
+
+def _decide(notes: Sequence[bytes]) -> bytes:
+    """Rank 0's answer to all ranks: the verdict, and NCCL's id of their group, or why not."""
+    kind, text = _verdict(notes)
+    if kind != _YES:
+        return kind + text.encode()
     from qccl.transports.nccl import get_unique_id
 
-    return _YES + get_unique_id()
+    return kind + get_unique_id()
 
 
 def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
