@@ -4,7 +4,8 @@
 // device a block of threads (cuda/team.h). The functions see memory only through the team and what they are given, so
 // one text serves both, and both make the same bytes. See docs/adding-a-codec.md for a walk through one.
 //
-//   static constexpr bool sparse;            // decoding gives some elements only; the others are zero
+//   static constexpr bool sparse;            // decoding gives some elements only; the others are zero. T is the call's
+//                                            // element type then, for values on the wire; others must not look at it
 //   codes_nbytes<T>(options, n)              // bytes of a bucket of n elements in the first part of the wire
 //   meta_nbytes<T>(options, n)               // and in the second; a multiple of four, or 0
 //   encode<T>(team, options, stamp, x, n, codes, meta)      // x[i] is value i, in fp32
@@ -12,6 +13,7 @@
 #pragma once
 
 #include "numeric.h"
+#include "random.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -27,6 +29,23 @@ struct Stamp {
   u64 call, index;
   u32 round, rank;
 };
+
+// Random words for the elements of a bucket. Within it the upper half of the index changes at most once.
+struct Draws {
+  RandomKey key, next;
+  u32 index;
+  QCCL_MEMBER u32 word(u32 i) const {
+    const u32 here = index + i;
+    const RandomKey chosen = {here < index ? next.low : key.low, here < index ? next.high : key.high};
+    return random_word(chosen, here);
+  }
+};
+
+QCCL_FN Draws make_draws(u64 seed, const Stamp& stamp) {
+  const u32 high = (u32)(stamp.index >> 32);
+  return {random_key(seed, stamp.call, stamp.round, stamp.rank, high),
+          random_key(seed, stamp.call, stamp.round, stamp.rank, high + 1), (u32)stamp.index};
+}
 
 // Sums over a bucket are made by this many lanes, whatever the team: lane j adds the terms j, j + 256, ... of a tile,
 // beginning with +0, and then the sums of its tiles; the lanes are folded in halves.

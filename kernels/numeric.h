@@ -31,6 +31,15 @@ QCCL_FN float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 QCCL_FN u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 #endif
 
+// Rounded to nearest even, as IEEE has it.
+QCCL_FN float square_root(float x) {
+#ifdef __CUDACC__
+  return __fsqrt_rn(x);
+#else
+  return __builtin_sqrtf(x);
+#endif
+}
+
 QCCL_FN bool is_nan(float x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; }
 QCCL_FN bool is_finite(float x) { return (bits_of(x) & 0x7fffffffu) < 0x7f800000u; }
 

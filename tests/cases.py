@@ -30,6 +30,21 @@ PARAMETERS = {
 }
 
 
+#: codecs that go bucket by bucket; each is paired with every other parameter's value
+BUCKETED = [
+    f"cast:dtype=float8_e5m2,bucket={BUCKET}",
+    f"cast:dtype=bfloat16,bucket={BUCKET}",
+    f"dithering:k=7,bucket={BUCKET},seed=5",
+    f"dithering:k=5,partition=natural,norm=l2,bucket={BUCKET}",
+    f"onebit:bucket={BUCKET}",
+    "onebit:reconstruct=mean,bucket=8",
+    f"randomk:k=0.1,scale=true,block={BUCKET},seed=5",
+    "randomk:k=3,block=40",
+    f"topk:k=0.05,block={BUCKET}",
+    "topk:k=3,block=40",
+]
+
+
 @dataclass(frozen=True)
 class Case:
     """One all-reduce: what is called, and on which data."""
@@ -98,6 +113,9 @@ def law_cases(max_ranks: int = 8) -> list[Case]:
     if max_ranks < 8:
         parameters["ranks"] = list(range(1, max_ranks + 1))
     cases = [_case(row) for row in pairwise(parameters, seed=1)]
+    varied = ("data", "length", "ranks", "dtype", "in_place", "algorithm", "chunk")
+    rows = pairwise({"codec": BUCKETED, "op": ["sum", "avg"]} | {name: parameters[name] for name in varied}, seed=2)
+    cases += [Case(**row) for row in rows]
     for i, (ranks, length, dtype) in enumerate(
         itertools.product(parameters["ranks"], [0, 1, 1000, 5000], ["float32", "float16", "bfloat16"])
     ):

@@ -7,9 +7,12 @@ device kernels are emulated and compiled.
 
 from __future__ import annotations
 
-from oracle_buckets import Bucketed, OneBit
+import itertools
+
+from oracle_buckets import Bucketed, Cast, Dithering, OneBit, RandomK, TopK
 from oracle_trellis import Trellis
 
+TYPES = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2")
 RECONSTRUCTIONS = ("sign", "scale", "mean", "midpoint")
 
 #: bits, bucket, block, outliers
@@ -20,7 +23,22 @@ TRELLIS = (
 
 #: by the name of the codec
 TABLE: dict[str, list[Bucketed]] = {
+    "cast": [Cast(dtype, bucket) for dtype, bucket in itertools.product(TYPES, (8, 16, 1024))],
+    "dithering": [
+        *(Dithering(k, partition, norm, 16, 7) for k, partition, norm in [(1, "linear", "max"), (5, "natural", "l2")]),
+        *(Dithering(k, "linear", norm, 256, k) for k, norm in itertools.product((3, 4, 15, 31, 127), ("max", "l2"))),
+        *(Dithering(k, "natural", norm, 256, k) for k, norm in itertools.product((1, 7, 31), ("max", "l2"))),
+        Dithering(63, "linear", "l2", 8200),
+    ],
     "onebit": [OneBit(bucket, reconstruct) for bucket in (8, 16, 1024, 8200) for reconstruct in RECONSTRUCTIONS],
+    "randomk": [
+        *(RandomK(k, block, 3, scale) for k, block, scale in [(3, 16, False), (0.3, 16, True), (0.01, 1000, True)]),
+        *(RandomK(k, block, 3, scale) for k, block, scale in [(40, 40, False), (1, 8, True), (0.9, 1024, False)]),
+    ],
+    "topk": [
+        *(TopK(k, block) for k, block in [(3, 16), (0.3, 16), (1, 8), (8, 8), (0.02, 256), (0.5, 264), (7, 1024)]),
+        *(TopK(k, block) for k, block in [(0.01, 8200), (0.999, 1024), (0.002, 65544)]),
+    ],
     "trellis": [Trellis(*parameters) for parameters in TRELLIS],
 }
 

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from oracle import NAN, Place, Sparse, f32, pack, unpack
+from oracle import NAN, Place, Sparse, f32, from_float, mix, pack, random_words, storage, to_float, unpack
+
+from qccl.codecs import Codec
 
 NO_BYTES = np.zeros(0, np.uint8)
 
@@ -125,3 +127,233 @@ class OneBit(Bucketed):
         sides = meta.view("<f4")
         lower = sides[0] if sides.size == 2 else -sides[0]
         return np.where(unpack(codes, count, 1) == 1, lower, sides[-1]).astype(f32)
+
+
+def every_number(mantissa: int, bias: int, specials: int) -> np.ndarray:
+    """The 8-bit floats without sign, in order of their codes, but for the last ``specials`` ones."""
+    codes = np.arange(128 - specials)
+    exponent, fraction = codes >> mantissa, (codes & ((1 << mantissa) - 1)) / 2.0**mantissa
+    return np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
+
+
+#: mantissa, bias, and what the last codes are
+FLOAT8 = {"float8_e4m3": (3, 7, [np.nan]), "float8_e5m2": (2, 15, [np.inf, np.nan, np.nan, np.nan])}
+
+
+@dataclass(frozen=True)
+class Cast(Bucketed):
+    dtype: str = "float16"
+    bucket: int = 1024
+    name: ClassVar[str] = "cast"
+
+    def sizes(self, count: int, dtype: str) -> tuple[int, int]:
+        return (count, 4) if self.dtype in FLOAT8 else (2 * count, 0)
+
+    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        if self.dtype not in FLOAT8:
+            return from_float(x, self.dtype).view(np.uint8), NO_BYTES
+        if not np.isfinite(x).all():
+            return np.zeros(x.size, np.uint8), numbers(NAN)
+        mantissa, bias, specials = FLOAT8[self.dtype]
+        table = every_number(mantissa, bias, len(specials))
+        unit = 2.0**-126
+        while abs(x).max() > table[-1] * unit:
+            unit *= 2
+        scaled = abs(x.astype(np.float64)) / unit
+        upper = np.searchsorted(table, scaled)
+        lower = np.maximum(upper - 1, 0)
+        to_lower, to_upper = scaled - table[lower], table[upper] - scaled
+        down = (to_lower < to_upper) | ((to_lower == to_upper) & (lower % 2 == 0))
+        codes = np.where(down, lower, upper)
+        codes = np.where(table[codes] * unit >= 2.0**128, codes - 1, codes) | np.where(np.signbit(x), 128, 0)
+        return codes.astype(np.uint8), numbers(unit)
+
+    def decode_bucket(
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+    ) -> np.ndarray | Sparse:
+        if self.dtype not in FLOAT8:
+            return to_float(codes.view(storage(self.dtype)), self.dtype)
+        mantissa, bias, specials = FLOAT8[self.dtype]
+        table = np.array([*every_number(mantissa, bias, len(specials)), *specials], f32)
+        table = np.concatenate([table, -table])
+        with np.errstate(all="ignore"):
+            return table[codes] * meta.view("<f4")[0]
+
+
+@dataclass(frozen=True)
+class Dithering(Bucketed):
+    k: int
+    partition: str = "linear"
+    norm: str = "max"
+    bucket: int = 1024
+    seed: int = 0
+    name: ClassVar[str] = "dithering"
+
+    @property
+    def bits(self) -> int:
+        return 1 + len(f"{self.k:b}")
+
+    def sizes(self, count: int, dtype: str) -> tuple[int, int]:
+        return (count * self.bits + 7) // 8, 4
+
+    def measure(self, x: np.ndarray) -> np.float32:
+        most = abs(x).max()
+        if self.norm == "max":
+            return most
+        exponent = int(np.clip(np.frexp(most)[1] - 1, -126, 126)) if most > 0 else -126
+        pre, post = f32(2.0**-exponent), f32(2.0**exponent)
+        with np.errstate(over="ignore", under="ignore"):
+            norm = np.sqrt(sum_of((x * pre) * (x * pre))) * post
+        return min(norm, np.finfo(f32).max)
+
+    def scale(self, norm: np.float32) -> tuple[np.float32, np.float32, np.float32]:
+        """(power of two, what a value is multiplied by, value of the unit), after multiplying by that power."""
+        pre = f32(2.0**-100) if norm > f32(2.0**100) else f32(2.0**100) if norm < f32(2.0**-100) else f32(1)
+        parts = f32(self.k if self.partition == "linear" else 1)
+        with np.errstate(invalid="ignore"):
+            scaled = norm * pre
+            return pre, parts / scaled if scaled > 0 else f32(0), scaled / parts
+
+    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        if not np.isfinite(x).all():
+            return np.zeros((x.size * self.bits + 7) // 8, np.uint8), numbers(NAN)
+        norm = self.measure(x)
+        pre, inverse, _ = self.scale(norm)
+        with np.errstate(under="ignore"):
+            y = abs(x) * pre * inverse
+        chance = (random_words(x.size, self.seed, place) >> 8).astype(f32) * f32(2.0**-24)
+        if self.partition == "linear":
+            below = np.floor(y)
+            level = below + (chance < y - below)
+        else:
+            levels = np.array([0, *(2.0 ** (j - self.k) for j in range(1, self.k + 1))], f32)
+            number = np.searchsorted(levels, y, "right") - 1
+            gap = np.diff(levels, append=f32(2))[number]
+            with np.errstate(under="ignore"):
+                level = number + (chance * gap < y - levels[number])
+        codes = np.minimum(level, self.k).astype(np.int64) | (x < 0).astype(np.int64) << (self.bits - 1)
+        return pack(codes, self.bits), numbers(norm)
+
+    def decode_bucket(
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+    ) -> np.ndarray | Sparse:
+        found = unpack(codes, count, self.bits)
+        level, negative = found % 2 ** (self.bits - 1), found >= 2 ** (self.bits - 1)
+        weight = level if self.partition == "linear" else np.where(level > 0, 2.0 ** (level - self.k), 0)
+        with np.errstate(all="ignore"):
+            pre, _, unit = self.scale(meta.view("<f4")[0])
+            value = np.minimum(weight.astype(f32) * unit, meta.view("<f4")[0] * pre) * (f32(1) / pre)
+        return np.where(negative, -value, value)
+
+
+class BlockSparse(Bucketed):
+    """``k`` values of a block, in the type of the call."""
+
+    k: float
+    block: int
+
+    @property
+    def bucket(self) -> int:  # type: ignore[override]
+        return self.block
+
+    def kept(self, count: int) -> int:
+        if self.k < 1:
+            return -(-max(1, round(self.k * self.block)) * count // self.block)
+        return min(int(self.k), count)
+
+    def spoiled(self, values: np.ndarray, count: int, dtype: str) -> Sparse | None:
+        if np.isnan(to_float(values[:1], dtype))[0]:
+            return Sparse(np.arange(count), np.full(count, NAN))
+        return None
+
+
+@dataclass(frozen=True)
+class TopK(BlockSparse):
+    k: float
+    block: int = 16384
+    name: ClassVar[str] = "topk"
+
+    @property
+    def index_type(self) -> str:
+        return "u1" if self.block <= 256 else "<u2" if self.block <= 65536 else "<u4"
+
+    def sizes(self, count: int, dtype: str) -> tuple[int, int]:
+        each = np.dtype(storage(dtype)).itemsize, np.dtype(self.index_type).itemsize
+        return self.kept(count) * each[0], self.kept(count) * each[1]
+
+    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        keep = self.kept(x.size)
+        if np.isfinite(x).all():
+            chosen = np.sort(np.argsort(-abs(x), kind="stable")[:keep])
+            values = x[chosen]
+        else:
+            chosen, values = np.zeros(keep, np.int64), np.full(keep, NAN)
+        return from_float(values, dtype).view(np.uint8), chosen.astype(self.index_type).view(np.uint8)
+
+    def decode_bucket(
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+    ) -> np.ndarray | Sparse:
+        values, indices = codes.view(storage(dtype)), meta.view(self.index_type).astype(np.int64)
+        before = np.maximum.accumulate(np.concatenate([[-1], indices[:-1]]))
+        good = (indices > before) & (indices < count)
+        return self.spoiled(values, count, dtype) or Sparse(indices[good], to_float(values, dtype)[good])
+
+
+@dataclass(frozen=True)
+class RandomK(BlockSparse):
+    k: float
+    block: int = 16384
+    seed: int = 0
+    scale: bool = False
+    name: ClassVar[str] = "randomk"
+
+    def sizes(self, count: int, dtype: str) -> tuple[int, int]:
+        return self.kept(count) * np.dtype(storage(dtype)).itemsize, 0
+
+    def indices(self, count: int, place: Place) -> np.ndarray:
+        key = mix(mix(mix(mix(0, self.seed), place.call), (place.round << 32) | place.rank), place.index)
+        bits = (count - 1).bit_length()
+        high_bits, low_bits = bits // 2, bits - bits // 2
+
+        def word(turn: int, half: int) -> int:
+            x = (((turn << 24 | half) ^ key) & 0xFFFFFFFF) * 0xED5AD4BB & 0xFFFFFFFF
+            x = (x ^ x >> 14 ^ key >> 32) * 0xAC4C1B51 & 0xFFFFFFFF
+            return ((x ^ x >> 14) * 0x31848BAB & 0xFFFFFFFF) >> 8
+
+        def permuted(number: int) -> int:
+            low, high = number % (1 << low_bits), number >> low_bits
+            for turn in range(6):
+                if turn % 2 == 0:
+                    low ^= word(turn, high) % (1 << low_bits)
+                else:
+                    high ^= word(turn, low) % (1 << high_bits)
+            return high << low_bits | low
+
+        found = []
+        for j in range(self.kept(count)):
+            number = permuted(j)
+            while number >= count:
+                number = permuted(number)
+            found.append((number + key % count) % count)
+        return np.array(found, np.int64)
+
+    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+        values = x[self.indices(x.size, place)] if np.isfinite(x).all() else np.full(self.kept(x.size), NAN)
+        return from_float(values, dtype).view(np.uint8), NO_BYTES
+
+    def decode_bucket(
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+    ) -> np.ndarray | Sparse:
+        values = codes.view(storage(dtype))
+        factor = f32(count) / f32(self.kept(count)) if self.scale else f32(1)
+        with np.errstate(all="ignore"):
+            found = Sparse(self.indices(count, place), to_float(values, dtype) * factor)
+        return self.spoiled(values, count, dtype) or found
+
+
+KINDS = {kind.name: kind for kind in (Cast, Dithering, OneBit, RandomK, TopK)}
+
+
+def oracle_of(codec: Codec) -> Bucketed:
+    """The oracle of one of qccl's codecs that go bucket by bucket."""
+    return KINDS[codec.name](**dataclasses.asdict(codec))  # type: ignore[call-overload]

@@ -8,16 +8,19 @@ import numpy as np
 import oracle
 import pytest
 from cases import BUCKET, Case, law_cases
+from oracle_buckets import oracle_of
 
 import qccl
-from qccl.codecs import get
+from qccl.codecs import BucketCodec, get
 from qccl.dtypes import get as dtype_of
 
 
-def oracle_codec(spec: str) -> oracle.MinMax | None:
+def oracle_codec(spec: str) -> oracle.Codec:
     codec = get(spec)
     if codec.name == "none":
         return None
+    if isinstance(codec, BucketCodec):
+        return oracle_of(codec)
     return oracle.MinMax(codec.bits, codec.bucket, codec.rounding == "stochastic", codec.seed)
 
 
@@ -41,18 +44,18 @@ def expected(case: Case, call: int = 0) -> np.ndarray:
     if n == 1:
         return inputs[0]
     if case.algorithm == "one_shot":
-        wires = [oracle.encode(codec, x, dtype, oracle.Place(call, 0, r)) for r, x in enumerate(inputs)]
-        return oracle.reduce(codec, wires, None, 0, size, encoded=False, **common)[1]
+        makers = [oracle.Place(call, 0, rank) for rank in range(n)]
+        wires = [oracle.encode(codec, x, dtype, maker) for x, maker in zip(inputs, makers, strict=True)]
+        return oracle.reduce(codec, wires, None, 0, size, encoded=False, makers=makers, **common)[1]
     result = np.empty_like(inputs[0])
     for owner, shard in enumerate(shards(size, n, get(case.codec).granule)):
-        wires = [
-            oracle.encode(codec, inputs[r][shard], dtype, oracle.Place(call, 0, r, shard.start))
-            for r in range(n)
-            if r != owner
-        ]
+        makers = [oracle.Place(call, 0, rank, shard.start) for rank in range(n) if rank != owner]
+        wires = [oracle.encode(codec, inputs[maker.rank][shard], dtype, maker) for maker in makers]
         place = oracle.Place(call, 1, owner, shard.start)
         own, count = inputs[owner][shard], shard.stop - shard.start
-        result[shard] = oracle.reduce(codec, wires, own, owner, count, encoded=True, place=place, **common)[1]
+        result[shard] = oracle.reduce(
+            codec, wires, own, owner, count, encoded=True, place=place, makers=makers, **common
+        )[1]
     return result
 
 

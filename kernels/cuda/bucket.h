@@ -55,7 +55,7 @@ QCCL_FN void store_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u6
 }
 
 template <class Codec, class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
 bucket_encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const EncodeJob job = jobs[blockIdx.y];
@@ -68,7 +68,7 @@ bucket_encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Param
 }
 
 template <class Codec, class T, bool Accumulate>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
 bucket_decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const DecodeJob job = jobs[blockIdx.y];
@@ -117,7 +117,7 @@ QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob&
 }
 
 template <class Codec, class T, Combine Op>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 2)
 bucket_reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const ReduceJob& job = jobs[blockIdx.y];

@@ -73,7 +73,90 @@ class BlockTeam {
     }
   }
 
+  template <class Half>
+  QCCL_MEMBER void pack_halves(u32 n, const Half& half, u8* to) const {
+    for (u32 i = threadIdx.x; i < n; i += kThreads) {
+      const u16 bits = half(i);
+      to[2 * i] = (u8)bits, to[2 * i + 1] = (u8)(bits >> 8);
+    }
+  }
+  template <class Take>
+  QCCL_MEMBER void unpack_halves(const u8* from, u32 n, const Take& take) const {
+    for (u32 i = threadIdx.x; i < n; i += kThreads) take(i, (u16)(from[2 * i] | (u32)from[2 * i + 1] << 8));
+  }
+
+  // In each step eight more bits of the last key that is kept are found.
+  template <class Key, class Emit>
+  QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
+    u32 least = 0, above = 0;  // of the last key, what is found; and how many are greater than all that begin so
+    u32* counts = reinterpret_cast<u32*>(integer_lanes());
+    for (int shift = 24; shift >= 0; shift -= 8) {
+      counts[threadIdx.x] = 0;
+      sync();
+      for (u32 i = threadIdx.x; i < n; i += kThreads) {
+        const u32 k = (u32)key(i);
+        if ((u64)k >> (shift + 8) == (u64)least >> (shift + 8)) atomicAdd(&counts[k >> shift & 0xffu], 1u);
+      }
+      sync();
+      u32 digit = 0xff;
+      while (above + counts[digit] < keep) above += counts[digit--];
+      least |= digit << shift;
+      sync();
+    }
+    // each thread has consecutive elements
+    const u32 share = (n + kThreads - 1) / kThreads;
+    const u32 begin = share * threadIdx.x < n ? share * threadIdx.x : n, end = begin + share < n ? begin + share : n;
+    u32 greater = 0, equal = 0;
+    for (u32 i = begin; i < end; ++i) {
+      const u32 k = (u32)key(i);
+      greater += k > least;
+      equal += k == least;
+    }
+    const auto add = [](u32 a, u32 b) { return a + b; };
+    u32 ties = before(equal, 0u, add);
+    greater = before(greater, 0u, add);
+    for (u32 i = begin; i < end; ++i) {
+      const u32 k = (u32)key(i);
+      if (k > least || (k == least && ties < keep - above)) emit(greater + (ties < keep - above ? ties : keep - above), i);
+      greater += k > least;
+      ties += k == least;
+    }
+  }
+
+  template <class Index, class Body>
+  QCCL_MEMBER void ascending(u32 n, const Index& index, const Body& body) const {
+    const u32 share = (n + kThreads - 1) / kThreads;
+    const u32 begin = share * threadIdx.x < n ? share * threadIdx.x : n, end = begin + share < n ? begin + share : n;
+    u32 most = 0;  // one more than the greatest; 0: there is none
+    bool full = false;
+    for (u32 j = begin; j < end; ++j) {
+      const u32 i = index(j);
+      full |= i == 0xffffffffu;
+      most = i + 1 > most ? i + 1 : most;
+    }
+    const auto greater = [](u32 a, u32 b) { return a > b ? a : b; };
+    u32 next = before(full ? 0xffffffffu : most, 0u, greater);
+    for (u32 j = begin; j < end; ++j) {
+      const u32 i = index(j);
+      if (i < next || i == 0xffffffffu) continue;
+      next = i + 1;
+      body(j, i);
+    }
+  }
+
  private:
+  // What the values of the threads before this one make, combined in order from `first` on.
+  template <class Combine>
+  QCCL_MEMBER u32 before(u32 mine, u32 first, const Combine& combine) const {
+    u32* lanes = reinterpret_cast<u32*>(integer_lanes());
+    lanes[threadIdx.x] = mine;
+    sync();
+    u32 all = first;
+    for (u32 i = 0; i < threadIdx.x; ++i) all = combine(all, lanes[i]);
+    sync();
+    return all;
+  }
+
   // What is left of the lanes' values after they are combined in halves, known to all threads.
   template <class Value, class Combine>
   QCCL_MEMBER Value fold(Value* lanes, Value mine, const Combine& combine) const {

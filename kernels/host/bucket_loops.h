@@ -109,13 +109,14 @@ QCCL_LOOP static inline void keep_residual(const StateCall& state, u64 first, u3
   for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
 }
 
+// One bucket. `T` is the call's element type where the wire has values of it, as those of sparse codecs have, and Float32
+// otherwise, so that there is one text for all types.
 template <class Codec, class T>
-struct BucketLoops {
-  using Storage = typename T::Storage;
+struct OneBucket {
   using Wire = BucketWire<Codec, T>;
 
   // The values of bucket b of a wire, to y; with `add`, those that a sparse codec has are added to what is there.
-  QCCL_LOOP static void decode_bucket(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, bool add, float* y) {
+  QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, bool add, float* y) {
     const u32 n = Wire::size_of(layout, b);
     const HostTeam team(wire + Wire::nbytes(layout));
     const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
@@ -129,11 +130,27 @@ struct BucketLoops {
     }
   }
 
-  QCCL_LOOP static void encode_bucket(const Wire& layout, const float* x, u64 b, const Stamp& stamp, u8* wire, float* room) {
+  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const Stamp& stamp, u8* wire, float* room) {
     const HostTeam team(nullptr, room);
     Codec::template encode<T>(team, layout.options, stamp, x, Wire::size_of(layout, b), wire + Wire::codes_of(layout, b),
                               wire + Wire::meta_of(layout, b));
   }
+};
+
+template <bool Sparse, class T>
+struct TypeOnWire {
+  using Type = Float32;
+};
+template <class T>
+struct TypeOnWire<true, T> {
+  using Type = T;
+};
+
+template <class Codec, class T>
+struct BucketLoops {
+  using Storage = typename T::Storage;
+  using Bucket = OneBucket<Codec, typename TypeOnWire<Codec::sparse, T>::Type>;
+  using Wire = typename Bucket::Wire;
 
   static void clear_padding(const Wire& layout, u8* wire) {
     for (u64 i = layout.codes_end; i < layout.meta_begin; ++i) wire[i] = 0;
@@ -150,7 +167,7 @@ struct BucketLoops {
     for (u64 b = 0; b < layout.buckets; ++b) {
       const u64 first = Wire::first_of(layout, b);
       const float* x = as_floats<T>(element<T>(call.src, first), Wire::size_of(layout, b), values);
-      encode_bucket(layout, x, b, stamp_of(call.place, first), call.wire, room);
+      Bucket::encode(layout, x, b, stamp_of(call.place, first), call.wire, room);
     }
     clear_padding(layout, call.wire);
   }
@@ -164,7 +181,7 @@ struct BucketLoops {
       Storage* dst = element<T>(call.dst, first);
       const Stamp stamp = stamp_of(call.place, first);
       if (!call.accumulate) {
-        decode_bucket(layout, call.wire, b, stamp, false, total);
+        Bucket::decode(layout, call.wire, b, stamp, false, total);
         to_elements<T>(total, n, dst);
         continue;
       }
@@ -177,11 +194,11 @@ struct BucketLoops {
 
   static void add_bucket(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, Total& sum, float* total, float* term) {
     if (sum.empty()) {
-      decode_bucket(layout, wire, b, stamp, false, sum.put());
+      Bucket::decode(layout, wire, b, stamp, false, sum.put());
     } else if (Codec::sparse) {
-      decode_bucket(layout, wire, b, stamp, true, total);
+      Bucket::decode(layout, wire, b, stamp, true, total);
     } else {
-      decode_bucket(layout, wire, b, stamp, false, term);
+      Bucket::decode(layout, wire, b, stamp, false, term);
       sum.add(term);
     }
   }
@@ -222,9 +239,9 @@ struct BucketLoops {
     const bool residual = call.state && call.state->residual;
     if (residual) add_residual(*call.state, first, n, total);
     const Stamp stamp = stamp_of(call.place, first);
-    encode_bucket(layout, total, b, stamp, call.wire, part(layout, call.scratch, 2));
+    Bucket::encode(layout, total, b, stamp, call.wire, part(layout, call.scratch, 2));
     if (!out && !residual) return;
-    decode_bucket(layout, call.wire, b, stamp, false, term);
+    Bucket::decode(layout, call.wire, b, stamp, false, term);
     if (out) to_elements<T>(term, n, out);
     if (residual) keep_residual(*call.state, first, n, total, out ? as_floats<T>(out, n, term) : term);
   }

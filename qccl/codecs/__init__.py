@@ -9,10 +9,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from qccl.codecs.base import BucketCodec, Codec
+from qccl.codecs.cast import Cast
+from qccl.codecs.dithering import Dithering
 from qccl.codecs.feedback import Decorator, ErrorFeedback, Momentum
 from qccl.codecs.minmax import MinMax
 from qccl.codecs.none import NoCodec
 from qccl.codecs.onebit import OneBit
+from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
 from qccl.errors import CodecError
 
@@ -20,18 +23,24 @@ __all__ = [
     "CODECS",
     "DECORATORS",
     "BucketCodec",
+    "Cast",
     "Codec",
+    "Dithering",
     "ErrorFeedback",
     "MinMax",
     "Momentum",
     "NoCodec",
     "OneBit",
+    "RandomK",
+    "TopK",
     "Trellis",
     "get",
 ]
 
 #: every codec by its name in a specification
-CODECS: Mapping[str, type[Codec]] = {codec.name: codec for codec in (MinMax, NoCodec, OneBit, Trellis)}
+CODECS: Mapping[str, type[Codec]] = {
+    codec.name: codec for codec in (NoCodec, Cast, MinMax, OneBit, Dithering, TopK, RandomK, Trellis)
+}
 
 #: what may be around a codec, by its name in a specification
 DECORATORS: Mapping[str, type[Decorator]] = {kind.name: kind for kind in (ErrorFeedback, Momentum)}

@@ -41,6 +41,11 @@ class Signature(ABC):
     order: str = "C"
 
     def __post_init__(self) -> None:
+        codec, op = self.codec, getattr(self, "op", "sum")
+        if codec.plain.sparse and op in ("min", "max"):
+            raise ArgumentError(
+                f"op {op!r} is not possible with {codec.spec()}, which says nothing of most elements; use sum or avg"
+            )
         if self.codec.remembers:
             self._check_state()
 

@@ -140,6 +140,12 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
   return before;
 }
 
+inline unsigned atomicAdd(unsigned* address, unsigned value) {
+  const unsigned before = *address;
+  *address += value;
+  return before;
+}
+
 inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
   const std::uint64_t bytes = low | (std::uint64_t)high << 32;
   unsigned result = 0;

@@ -1,0 +1,77 @@
+// The random-k codec: some values of a block, drawn at random without replacement, in the call's element type.
+//
+// Which ones follows from the seed, the call, the round, the rank that encodes and the block's first element, so indices
+// need not be sent. Value j is that of element (P(j) + R) mod n, where R is a random number and P a permutation of
+// 0, ..., n-1: a Feistel network on as many bits as n - 1 has, walked until it gives a number below n.
+#pragma once
+
+#include "sparse.h"
+
+namespace QCCL_NAMESPACE {
+
+struct RandomPick {
+  RandomKey key;
+  u32 n, low_bits, high_bits, rotation;
+};
+
+QCCL_FN RandomPick make_pick(u64 seed, const Stamp& stamp, u32 n) {
+  const u64 key = mix(mix(mix(mix(0, seed), stamp.call), (u64)stamp.round << 32 | stamp.rank), stamp.index);
+  u32 bits = 0;
+  while ((n - 1) >> bits) ++bits;
+  return {{(u32)key, (u32)(key >> 32)}, n, bits - bits / 2, bits / 2, (u32)(key % n)};
+}
+
+// One pass through the network: the halves change in turns.
+QCCL_FN u32 shuffle(const RandomPick& pick, u32 number) {
+  const u32 low_mask = (1u << pick.low_bits) - 1, high_mask = (1u << pick.high_bits) - 1;
+  u32 low = number & low_mask, high = number >> pick.low_bits;
+  for (u32 turn = 0; turn < 6; turn += 2) {
+    low ^= (random_word(pick.key, turn << 24 | high) >> 8) & low_mask;
+    high ^= (random_word(pick.key, (turn + 1) << 24 | low) >> 8) & high_mask;
+  }
+  return high << pick.low_bits | low;
+}
+
+QCCL_FN u32 picked(const RandomPick& pick, u32 j) {
+  u32 number = j;
+  do {
+    number = shuffle(pick, number);
+  } while (number >= pick.n);
+  const u32 turned = number + pick.rotation;
+  return turned < pick.n ? turned : turned - pick.n;
+}
+
+struct RandomK {
+  static constexpr bool sparse = true;
+
+  template <class T>
+  QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
+    return kept(options, n) * sizeof(typename T::Storage);
+  }
+  template <class T>
+  QCCL_FN u64 meta_nbytes(const BucketOptions&, u64) {
+    return 0;
+  }
+
+  template <class T, class Team, class Values>
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp& stamp, const Values& x, u32 n, u8* codes,
+                      u8*) {
+    const u32 keep = (u32)kept(options, n);
+    if (encode_spoiled<T>(team, x, n, keep, codes)) return;
+    const RandomPick pick = make_pick(options.seed, stamp, n);
+    team.each(keep, [&](u32 j) { store_kept<T>(codes, j, x[picked(pick, j)]); });
+  }
+
+  // The third option: values are multiplied by what share of them is kept, so that the mean is right.
+  template <class T, class Team, class Take>
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp& stamp, const u8* codes, const u8*, u32 n,
+                      const Take& take) {
+    if (decode_spoiled<T>(team, codes, n, take)) return;
+    const u32 keep = (u32)kept(options, n);
+    const float factor = options.options[2] ? (float)n / (float)keep : 1.0f;
+    const RandomPick pick = make_pick(options.seed, stamp, n);
+    team.each(keep, [&](u32 j) { take(picked(pick, j), load_kept<T>(codes, j) * factor); });
+  }
+};
+
+}  // namespace QCCL_NAMESPACE

@@ -1,0 +1,63 @@
+// The top-k codec: the values of a block that are farthest from zero, and where they are.
+//
+// Of equal magnitudes the lower index is kept. The first part of the wire has the values, in the call's element type and
+// the order of their indices; the second the indices, in the narrowest of one, two and four bytes. A decoder ignores an
+// index that is not in the block or not greater than all before it.
+#pragma once
+
+#include "sparse.h"
+
+namespace QCCL_NAMESPACE {
+
+struct TopK {
+  static constexpr bool sparse = true;
+
+  QCCL_FN u32 index_nbytes(const BucketOptions& options) {
+    return options.bucket <= 256 ? 1 : options.bucket <= 65536 ? 2 : 4;
+  }
+
+  template <class T>
+  QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
+    return kept(options, n) * sizeof(typename T::Storage);
+  }
+  template <class T>
+  QCCL_FN u64 meta_nbytes(const BucketOptions& options, u64 n) {
+    return kept(options, n) * index_nbytes(options);
+  }
+
+  QCCL_FN void store_index(u8* at, u32 nbytes, u32 j, u32 index) {
+    if (nbytes == 1) return store_number<1>(at + j, index);
+    if (nbytes == 2) return store_number<2>(at + 2 * j, index);
+    store_number<4>(at + 4 * j, index);
+  }
+  QCCL_FN u32 load_index(const u8* at, u32 nbytes, u32 j) {
+    if (nbytes == 1) return load_number<1>(at + j);
+    if (nbytes == 2) return load_number<2>(at + 2 * j);
+    return load_number<4>(at + 4 * j);
+  }
+
+  template <class T, class Team, class Values>
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp&, const Values& x, u32 n, u8* codes,
+                      u8* meta) {
+    const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
+    if (encode_spoiled<T>(team, x, n, keep, codes)) {
+      return team.each(keep, [&](u32 j) { store_index(meta, nbytes, j, 0); });
+    }
+    team.select(n, keep, [&](u32 i) { return magnitude(x[i]); }, [&](u32 j, u32 i) {
+      store_kept<T>(codes, j, x[i]);
+      store_index(meta, nbytes, j, i);
+    });
+  }
+
+  template <class T, class Team, class Take>
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
+                      const Take& take) {
+    if (decode_spoiled<T>(team, codes, n, take)) return;
+    const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
+    team.ascending(keep, [&](u32 j) { return load_index(meta, nbytes, j); }, [&](u32 j, u32 i) {
+      if (i < n) take(i, load_kept<T>(codes, j));
+    });
+  }
+};
+
+}  // namespace QCCL_NAMESPACE

@@ -1,0 +1,85 @@
+"""Values as numbers of another, shorter type: two of 16 bits, two of 8 bits with a scale per bucket.
+
+The arithmetic is ``kernels/cast.h``; the bytes are ``docs/wire-format.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qccl.codecs.base import BucketCodec, Kernel
+from qccl.codecs.checks import check_bucket, check_choice
+from qccl.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Cast"]
+
+_TYPES = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2")  # numbered as in the header
+#: bits of the mantissa, the exponent of the least normal number, and the greatest number (of 8 bits: in units)
+_SHAPES = {
+    "float16": (10, -14, 65504.0),
+    "bfloat16": (7, -126, 3.3895313892515355e38),
+    "float8_e4m3": (3, -6, 448.0),
+    "float8_e5m2": (2, -14, 57344.0),
+}
+
+
+@dataclass(frozen=True)
+class Cast(BucketCodec):
+    """A conversion of type; the sums are still made in fp32.
+
+    Attributes:
+        dtype: "float16" (values beyond 65504 become infinite), "bfloat16", or "float8_e4m3" and "float8_e5m2", whose
+            buckets are scaled by a power of two so that their greatest number fits.
+        bucket: elements that share a scale, a multiple of 8 up to 2**24; without scales, what shards and chunks are
+            multiples of.
+
+    Raises CodecError for other values.
+    """
+
+    dtype: str = "float16"
+    bucket: int = 1024
+
+    name: ClassVar[str] = "cast"
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, "dtype", self.dtype, _TYPES)
+        check_bucket(self.name, "bucket", self.bucket)
+
+    @property
+    def _is_scaled(self) -> bool:
+        return self.dtype.startswith("float8")
+
+    def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
+        return (count, 4) if self._is_scaled else (2 * count, 0)
+
+    def kernel(self) -> Kernel:
+        return Kernel("Cast", bucket=self.bucket, options=(_TYPES.index(self.dtype),))
+
+    def error_bound(self, x: np.ndarray) -> np.ndarray:
+        """Half a last place of the number, which among subnormals is that of the least normal one.
+
+        Scaling is exact, but the scale is no less than ``2**-126``. Where a value would round beyond the greatest
+        float32 it is rounded down instead, by a last place at most; without scales the bound is infinite where a value
+        rounds beyond the greatest number.
+        """
+        import numpy as np
+
+        mantissa, least, greatest = _SHAPES[self.dtype]
+        flat = np.abs(np.asarray(x, dtype=np.float64).reshape(-1))
+        unit = np.ones(flat.size)
+        if self._is_scaled and flat.size:
+            most = np.maximum.reduceat(flat, np.arange(0, flat.size, self.bucket))
+            with np.errstate(divide="ignore"):
+                exponent = np.maximum(np.ceil(np.log2(most / greatest)), -126)
+            unit = np.repeat(2.0**exponent, self.bucket)[: flat.size]
+        places = np.maximum(np.frexp(flat / unit)[1] - 1, least) - mantissa
+        bound: np.ndarray = 2.0 ** (places - 1) * unit + (2.0**-149 if self._is_scaled else 0.0)
+        if self._is_scaled:
+            bound *= np.where(flat + bound >= 2.0**128, 2, 1)
+        else:
+            bound[flat + bound > greatest] = np.inf
+        return bound.reshape(np.shape(x))

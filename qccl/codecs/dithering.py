@@ -1,0 +1,98 @@
+"""Each value at random to one of the levels around it, so that the mean is the value (QSGD, BytePS).
+
+The arithmetic is ``kernels/dithering.h``; the bytes are ``docs/wire-format.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qccl.codecs.base import BucketCodec, Kernel
+from qccl.codecs.checks import check_bucket, check_choice, check_integer, check_seed
+from qccl.dtypes import DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["Dithering"]
+
+_PARTITIONS = ("linear", "natural")
+_NORMS = ("max", "l2")
+_GREATEST = 3.4028234663852886e38
+_MOST_LEVELS = {"linear": 127, "natural": 31}
+
+
+@dataclass(frozen=True)
+class Dithering(BucketCodec):
+    """Sign and level of ``abs(x) / norm``, unbiased; a bucket of zeros is exact.
+
+    Attributes:
+        k: levels but for zero: 1 to 127 (linear) or 31 (natural); a code has 1 bit more than k has. 1, 3, 7, 15, ...
+            use their bits fully.
+        partition: "linear", k equal parts, or "natural", powers of two: 2**(1 - k), ..., 1/2, 1.
+        norm: "max" or "l2", of the bucket.
+        bucket: elements that share a norm, a multiple of 8 up to 2**24.
+        seed: of the random numbers, 0 to 2**64 - 1.
+
+    Raises CodecError for other values.
+    """
+
+    k: int
+    partition: str = "linear"
+    norm: str = "max"
+    bucket: int = 1024
+    seed: int = 0
+
+    name: ClassVar[str] = "dithering"
+    aliases: ClassVar = {
+        "normalize": ("norm", {"max": "max", "l2": "l2", 0: "max", 1: "l2"}),
+        "partition": ("partition", {"linear": "linear", "natural": "natural", 0: "linear", 1: "natural"}),
+    }
+
+    def __post_init__(self) -> None:
+        check_choice(self.name, "partition", self.partition, _PARTITIONS)
+        check_choice(self.name, "norm", self.norm, _NORMS)
+        check_integer(self.name, "k", self.k, 1, _MOST_LEVELS[self.partition])
+        check_bucket(self.name, "bucket", self.bucket)
+        check_seed(self.name, self.seed)
+
+    @property
+    def bits(self) -> int:
+        """Of a code: a sign and a level from 0 to k."""
+        return 1 + self.k.bit_length()
+
+    def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
+        return -(-count * self.bits // 8), 4
+
+    def kernel(self) -> Kernel:
+        options = (self.k, _PARTITIONS.index(self.partition), _NORMS.index(self.norm))
+        return Kernel("Dithering", bucket=self.bucket, seed=self.seed, options=options, draws=True)
+
+    def error_bound(self, x: np.ndarray) -> np.ndarray:
+        """The distance of the levels around the value: ``norm / k``, or next to a power of two, that power.
+
+        The position and the value of a level are off by some roundings, ``8 * 2**-24`` of the value, after which the
+        distance above may also be that of the next two levels; a norm by those of its sum (see ``onebit``).
+        """
+        import numpy as np
+
+        flat = np.abs(np.asarray(x, dtype=np.float64).reshape(-1))
+        if not flat.size:
+            return np.zeros(np.shape(x))
+        starts = np.arange(0, flat.size, self.bucket)
+        norm = np.maximum.reduceat(flat, starts)
+        if self.norm == "l2":
+            with np.errstate(invalid="ignore"):
+                scaled = flat / np.repeat(np.where(norm > 0, norm, 1.0), self.bucket)[: flat.size]
+            norm = np.minimum(norm * np.sqrt(np.add.reduceat(scaled**2, starts)), _GREATEST)
+        norms = np.repeat(norm, self.bucket)[: flat.size]
+        slack = (24 + self.bucket / 2048) * 2.0**-24
+        if self.partition == "linear":
+            gap = norms / self.k
+        else:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                exponent = np.floor(np.log2(np.where(norms > 0, flat * (1 + slack) / norms, 0.0)))
+            gap = norms * 2.0 ** np.clip(exponent, 1 - self.k, 0)
+        bound = gap * (1 + slack) + flat * slack + 2.0**-148
+        return np.where(norms > 0, bound, 0.0).reshape(np.shape(x))

@@ -1,0 +1,143 @@
+"""Some values of each block, and zero for the others: the greatest ones, or some drawn at random (BytePS).
+
+The arithmetic is ``kernels/topk.h`` and ``kernels/randomk.h``; the bytes are ``docs/wire-format.md``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from qccl.codecs.base import BucketCodec, Kernel
+from qccl.codecs.checks import check_bucket, check_flag, check_seed
+from qccl.dtypes import DType
+from qccl.errors import CodecError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["RandomK", "TopK"]
+
+_GREATEST = 3.4028e38
+
+
+class _Sparse(BucketCodec):
+    """``k`` elements of each ``block``."""
+
+    k: float
+    block: int
+
+    sparse: ClassVar[bool] = True
+
+    def _check(self) -> None:
+        check_bucket(self.name, "block", self.block)
+        number = isinstance(self.k, int | float) and not isinstance(self.k, bool)
+        if not number or not (0 < self.k < 1 or (self.k == int(self.k) and 1 <= self.k <= self.block)):
+            raise CodecError(
+                f"{self.name}: k={self.k!r} is not possible; allowed are a fraction between 0 and 1, or the number of "
+                f"elements to keep of each block, 1 to {self.block}"
+            )
+
+    @property
+    def bucket(self) -> int:  # type: ignore[override]
+        return self.block
+
+    @property
+    def _most(self) -> int:
+        """Elements kept of a whole block."""
+        return max(1, round(self.k * self.block)) if self.k < 1 else int(self.k)
+
+    def kept(self, count: int) -> int:
+        """Elements kept of a block of ``count``: a fraction is rounded up in the last one."""
+        return -(-self._most * count // self.block) if self.k < 1 else min(self._most, count)
+
+    @property
+    def _options(self) -> tuple[int, int]:
+        return self._most, int(self.k < 1)
+
+
+@dataclass(frozen=True)
+class TopK(_Sparse):
+    """The values farthest from zero, with their indices; of equal ones those of lower index.
+
+    Attributes:
+        k: elements to keep of each block: a fraction if less than 1, otherwise a count.
+        block: elements, a multiple of 8 up to 2**24. Indices take 1 byte up to 256, 2 up to 65536, otherwise 4.
+
+    Raises CodecError for other values.
+    """
+
+    k: float
+    block: int = 16384
+
+    name: ClassVar[str] = "topk"
+
+    def __post_init__(self) -> None:
+        self._check()
+
+    def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
+        index_nbytes = 1 if self.block <= 1 << 8 else 2 if self.block <= 1 << 16 else 4
+        return self.kept(count) * dtype.itemsize, self.kept(count) * index_nbytes
+
+    def kernel(self) -> Kernel:
+        return Kernel("TopK", bucket=self.block, options=self._options)
+
+    def error_bound(self, x: np.ndarray) -> np.ndarray:
+        """Nothing for what is kept (in its own type), the value itself for the rest."""
+        import numpy as np
+
+        flat = np.abs(np.asarray(x, dtype=np.float64).reshape(-1))
+        bound = flat.copy()
+        for start in range(0, flat.size, self.block):
+            part = flat[start : start + self.block]
+            order = np.argsort(-part, kind="stable")
+            bound[start + order[: self.kept(part.size)]] = 0.0
+        return bound.reshape(np.shape(x))
+
+
+@dataclass(frozen=True)
+class RandomK(_Sparse):
+    """Values drawn at random without replacement; their indices follow from the seed and are not sent.
+
+    Attributes:
+        k: elements to keep of each block: a fraction if less than 1, otherwise a count.
+        block: elements, a multiple of 8 up to 2**24.
+        seed: of the random numbers, 0 to 2**64 - 1.
+        scale: whether values are divided by the share that is kept, so that the mean is right.
+
+    Raises CodecError for other values.
+    """
+
+    k: float
+    block: int = 16384
+    seed: int = 0
+    scale: bool = False
+
+    name: ClassVar[str] = "randomk"
+    aliases: ClassVar = {"scaling": ("scale", None)}
+    placed: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        self._check()
+        check_seed(self.name, self.seed)
+        check_flag(self.name, "scale", self.scale)
+
+    def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
+        return self.kept(count) * dtype.itemsize, 0
+
+    def kernel(self) -> Kernel:
+        options = (*self._options, int(self.scale))
+        return Kernel("RandomK", bucket=self.block, seed=self.seed, options=options, draws=True)
+
+    def error_bound(self, x: np.ndarray) -> np.ndarray:
+        """The value itself, for it may not be drawn; scaled, if it is drawn, what it is multiplied by less one."""
+        import numpy as np
+
+        flat = np.abs(np.asarray(x, dtype=np.float64).reshape(-1))
+        bound = flat.copy()
+        for start in range(0, flat.size if self.scale else 0, self.block):
+            part = flat[start : start + self.block]
+            factor = np.float64(part.size) / self.kept(part.size)
+            most = np.where(part * factor < _GREATEST, part * max(1.0, factor - 1) * (1 + 2.0**-22) + 2.0**-149, np.inf)
+            bound[start : start + part.size] = most
+        return bound.reshape(np.shape(x))
