@@ -45,15 +45,15 @@ _QUIET = 0.05
 @click.option("--algorithm", default="auto", show_default=True)
 @click.option("--chunk", type=int, help="Elements.")
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
-@click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json.")
+@click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json, or renew in it what was measured.")
 def main(**given: Any) -> None:
     """Measure and print tables."""
-    document = {"machine": _machine(), "lab": [], "shared": [], "overlap": []}
+    document: dict[str, Any] = {"machine": _machine(), "lab": [], "shared": [], "overlap": []}
     until = time.monotonic() + given["patience"]
     ranks = [int(n) for n in given["ranks"].split(",")]
     shared = {key: given[key] for key in ("algorithm", "chunk", "calls")}
     for section in given["sections"].split(","):
-        rows: list[dict[str, Any]] = document[section]
+        rows = document[section]
         tasks = {
             "lab": lambda: _lab_tasks(given["links"].split(","), given["codecs"].split(",")),
             "shared": lambda: _shared_tasks(given["sizes"].split(","), given["codecs"].split(",")),
@@ -65,10 +65,26 @@ def main(**given: Any) -> None:
         _print(section, rows)
     document["machine"]["load after"] = os.getloadavg()
     if given["save"]:
-        RESULTS.mkdir(parents=True, exist_ok=True)
-        path = RESULTS / f"host-{date.today().isoformat()}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
+        _save(document)
+
+
+def _save(document: dict[str, Any]) -> None:
+    """Write today's file; where there is one, rows of the same kind are replaced, and the others stay."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    path = RESULTS / f"host-{date.today().isoformat()}.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for section in ("lab", "shared", "overlap"):
+            renewed = [_kind(row) for row in document[section]]
+            document[section] += [row for row in before[section] if _kind(row) not in renewed]
+            document[section].sort(key=lambda row: (parse_link(row["link"]).rate if row["link"] else 0, row["count"]))
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What a row is a measurement of."""
+    return tuple(row[key] for key in ("ranks", "link", "codec", "count", "algorithm", "chunk"))
 
 
 def _lab_tasks(links: list[str], codecs: list[str]) -> Iterator[dict[str, Any]]:
