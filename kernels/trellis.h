@@ -60,9 +60,19 @@ QCCL_FN TrellisFrame trellis_frame(float centre, float scale) {
   return {centre, scale, tiny ? 0x1p100f : 1.0f, tiny ? 0x1p-100f : 1.0f};
 }
 
-// The middle of a block. Of a bucket's blocks' middles the one nearest to zero, and of equal ones the first, is its
-// centre: so a common offset is taken out, and no outlier moves it.
+// The middle of a block. The median of a bucket's blocks' middles is its centre: so a common offset is taken out, and no
+// outlier moves it.
 QCCL_FN float trellis_middle(float low, float high) { return low + (high - low) * 0.5f; }
+
+// How many numbers come before number b, in order.
+QCCL_FN u32 trellis_rank(const float* numbers, u32 n, u32 b) {
+  u32 rank = 0;
+  for (u32 i = 0; i < n; ++i) rank += (numbers[i] < numbers[b]) | ((numbers[i] == numbers[b]) & (i < b));
+  return rank;
+}
+
+// The rank of the median of n; the lesser one of two.
+QCCL_FN u32 trellis_median(u32 n) { return (n - 1) / 2; }
 
 // A block's largest distance as a share of the bucket's, rounded up to a float with four bits of mantissa: its exponent
 // and mantissa, counted so that 255 is all of it and 1 the least share there is. 0 is for no distance at all.

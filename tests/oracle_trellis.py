@@ -66,7 +66,7 @@ class Trellis(Bucketed):
         middles = (
             [x[b].min() + (x[b].max() - x[b].min()) * f32(0.5) for b in blocks] if abs(x).max() < HUGE else [f32(0)]
         )
-        centre = min(middles, key=abs) + f32(0)
+        centre = sorted(middles)[(len(middles) - 1) // 2] + f32(0)
         d = x - centre
         for k in range(self.outliers if abs(d).max() >= TINY else 0):
             i = int(abs(d).argmax())

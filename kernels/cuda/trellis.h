@@ -53,14 +53,15 @@ QCCL_FN float trellis_find_distances(const BlockTeam& team, TrellisRoom& room, c
   return largest;
 }
 
-QCCL_FN float trellis_find_centre(const TrellisRoom& room, u32 blocks) {
-  float centre = 0.0f, least_size = float_of(kInfinite);
-#pragma unroll 1
-  for (u32 b = 0; b < blocks; ++b) {
-    const float middle = trellis_middle(room.low[b], room.high[b]);
-    if (absolute(middle) < least_size) least_size = absolute(middle), centre = middle;
-  }
-  return centre;
+// The median of the blocks' middles, which go to `low`.
+QCCL_FN float trellis_find_centre(const BlockTeam& team, TrellisRoom& room, u32 blocks) {
+  trellis_each(blocks, [&](u32 b) { room.low[b] = trellis_middle(room.low[b], room.high[b]); });
+  team.sync();
+  trellis_each(blocks, [&](u32 b) {
+    if (trellis_rank(room.low, blocks, b) == trellis_median(blocks)) room.high[0] = room.low[b];
+  });
+  team.sync();
+  return room.high[0];
 }
 
 // Takes the largest distances away, each time the first of the largest.
@@ -132,7 +133,7 @@ QCCL_FN bool trellis_place(const BlockTeam& team, TrellisRoom& room, const Trell
   float centre = finite ? 0.0f : float_of(kQuietNan);
   if (finite && float_of((u32)size) < kTrellisHuge) {
     trellis_find_ends(team, room, o, n);
-    centre = trellis_find_centre(room, blocks);
+    centre = trellis_find_centre(team, room, blocks);
   }
   trellis_each(padded, [&](u32 i) { room.x[i] = finite && i < n ? room.x[i] - centre : 0.0f; });
   team.sync();

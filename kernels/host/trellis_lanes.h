@@ -123,10 +123,13 @@ QCCL_LOOP static TrellisSurvey trellis_survey(TrellisRoom& room, const TrellisOp
   i32 size = 0;
   for (const i32 key : each) size = key > size ? key : size;
   if (size >= kInfinite) return {float_of(kQuietNan), false};
-  float centre = 0.0f, least_size = float_of(kInfinite);
-  for (u32 b = 0; b < blocks && float_of((u32)size) < kTrellisHuge; ++b) {
-    const float middle = trellis_middle(low[b], high[b]);
-    if (absolute(middle) < least_size) least_size = absolute(middle), centre = middle;
+  float centre = 0.0f;
+  if (float_of((u32)size) < kTrellisHuge) {
+    float middles[kTrellisBlocks];
+    for (u32 b = 0; b < blocks; ++b) middles[b] = trellis_middle(low[b], high[b]);
+    u32 b = 0;
+    while (trellis_rank(middles, blocks, b) != trellis_median(blocks)) ++b;
+    centre = middles[b];
   }
   for (u32 b = 0; b < blocks; ++b) {
     const float above = high[b] - centre, below = centre - low[b];
