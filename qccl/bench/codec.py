@@ -14,7 +14,7 @@ import click
 import qccl
 from qccl import codecs, dtypes
 from qccl.bench.options import DTYPES
-from qccl.bench.params import checked, codec_list, list_of, output_file
+from qccl.bench.params import checked, codec_list, list_of, output_file, picture_file
 from qccl.bench.sizes import parse_size
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
@@ -82,28 +82,43 @@ class Speed:
     help=_TYPES_HELP,
 )
 @click.option(
-    "--codec", "specs", callback=checked(codec_list), default=_CODECS, metavar="LIST", help=f"What to time [{_CODECS}]."
+    "--codec",
+    "specs",
+    callback=checked(codec_list),
+    metavar="LIST",
+    help=f"What to measure [{_CODECS}; with --frontier all].",
 )
 @click.option("--sources", type=click.IntRange(min=1), default=3, metavar="N", help="Codes that a reduce combines [3].")
+@click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
+@click.option("--plot", "picture", callback=checked(picture_file), metavar="FILE", help="With --frontier: a picture.")
 @click.option("-J", "--json", "path", callback=checked(output_file), metavar="FILE", help="Write the figures.")
 def codec(
     size: int,
     iters: int,
     warmup_iters: int,
     names: Sequence[str],
-    specs: Sequence[str],
+    specs: Sequence[str] | None,
     sources: int,
+    frontier: bool,
+    picture: str | None,
     path: str | None,
 ) -> None:
     """Time encode, decode and the fused reduce of each codec on one core, in turns with memcpy.
 
     GB/s are of values; the share compares the bytes that an operation must move with those that memcpy moves. A
     reduce combines --sources codes and the own values, encodes the sum and writes its decoded value.
+
+    With --frontier nothing is timed: a table has the errors of codecs on values of several kinds by their bytes, with
+    those of other systems' formulas in brackets.
     """
+    if picture is not None and not frontier:
+        raise click.UsageError("--plot draws errors against bytes; give --frontier too")
     try:
         from qccl import _host
     except ImportError as error:
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
+    if frontier:
+        return _frontier(specs, picture, path)
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
     click.echo(
@@ -113,7 +128,7 @@ def codec(
     for line in _header(sources):
         click.echo(line)
     found = []
-    for spec in specs:
+    for spec in specs or codec_list(_CODECS):
         for name in names:
             speed = measure_codec(codecs.get(spec), dtypes.get(DTYPES[name]), size, iters, warmup_iters, sources)
             found.append(speed)
@@ -123,6 +138,26 @@ def codec(
             shares = [{op: speed.share(op) for op in ("encode", "decode", "reduce")} for speed in found]
             results = [asdict(speed) | {"share": share} for speed, share in zip(found, shares, strict=True)]
             json.dump({"qccl_version": qccl.__version__, "isa": _host.isa, "results": results}, file, indent=1)
+        click.echo(f"# Wrote {path}")
+
+
+def _frontier(specs: Sequence[str] | None, picture: str | None, path: str | None) -> None:
+    """Measure errors; print, draw and write them."""
+    from qccl.bench import frontier
+
+    points = frontier.measure(specs or frontier.FRONTIER)
+    click.echo(f"# qccl-bench {qccl.__version__} codec --frontier, {frontier.COUNT} float32 of each kind")
+    click.echo("# relative L2 error of one encode and decode; in brackets: other systems' formulas")
+    for line in frontier.table(points):
+        click.echo(line)
+    if picture is not None:
+        from qccl.bench.plot import write_frontier
+
+        write_frontier(picture, points)
+        click.echo(f"# Wrote {picture}")
+    if path is not None:
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump({"qccl_version": qccl.__version__, "results": [asdict(p) for p in points]}, file, indent=1)
         click.echo(f"# Wrote {path}")
 
 

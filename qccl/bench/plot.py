@@ -1,4 +1,4 @@
-"""A picture of a run: time and bus bandwidth over size, a line per codec, the plain all-reduce and the link's floor."""
+"""Pictures: of a run, time and bus bandwidth over size, and of codecs, their errors over their bytes."""
 
 from __future__ import annotations
 
@@ -9,15 +9,21 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from qccl.bench import table
+from qccl.bench.frontier import Point, shannon
 from qccl.bench.measure import Row
 from qccl.bench.report import Report
+from qccl.bench.samples import SAMPLES
 from qccl.bench.sizes import Link, format_size
 
-__all__ = ["write_plot"]
+__all__ = ["write_frontier", "write_plot"]
 
 #: told apart also without colour, by mark
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKS = ("o", "s", "^", "D", "v", "P")
+#: of codecs, the best first
+_LINES = ("#D55E00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#E69F00")
+#: of other systems
+_OTHERS = ("x", "+", "s", "^", "D", "v", "P", "*", "<", ">")
 
 
 def write_plot(path: str, report: Report, link: Link | None) -> None:
@@ -79,3 +85,50 @@ def _axes(axes: Any, sizes: Sequence[int], what: str) -> None:
     axes.set_xlabel("size (bytes)")
     axes.set_ylabel(what)
     axes.grid(True, which="major", alpha=0.3)
+
+
+def write_frontier(path: str, points: Sequence[Point]) -> None:
+    """Write a picture of errors against bytes, a panel for each sample."""
+    figure = Figure(figsize=(13.5, 8.6), layout="constrained")
+    for axes, sample in zip(figure.subplots(2, 3, sharex=True).reshape(-1), SAMPLES, strict=True):
+        _draw_sample(axes, sample, points)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, fontsize=9)
+    for axes in figure.axes[3:]:
+        axes.set_xlabel("bytes per element")
+    figure.supylabel("relative L2 error of one encode and decode", fontsize=10)
+    figure.savefig(path, dpi=130)
+
+
+def _draw_sample(axes: Any, sample: str, points: Sequence[Point]) -> None:
+    """Our codecs as lines over their bits, others as marks; Shannon's bound where the values are Gaussian."""
+    families: dict[tuple[bool, str], list[Point]] = {}
+    for point in points:
+        families.setdefault((point.ours, point.family), []).append(point)
+    ours = sorted((family for family in families if family[0]), key=lambda f: _rank(families[f]))
+    others = sorted(family for family in families if not family[0])
+    for i, family in enumerate(ours):
+        _draw_family(axes, sample, families[family], _LINES[i % len(_LINES)], "o-", 4, family[1])
+    for i, family in enumerate(others):
+        _draw_family(axes, sample, families[family], "#555555", _OTHERS[i % len(_OTHERS)], 7, family[1])
+    if sample.startswith("Gaussian"):
+        densities = [i / 50 for i in range(3, 66)]
+        axes.plot(densities, [shannon(d) for d in densities], "k--", linewidth=1, label="Shannon's bound, Gaussian")
+    axes.set_title(sample, fontsize=10)
+    axes.set_yscale("log")
+    axes.set_xlim(0.06, 1.3)
+    axes.set_ylim(top=min(axes.get_ylim()[1], 15))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axes.grid(True, which="major", alpha=0.3)
+
+
+def _rank(points: Sequence[Point]) -> tuple[bool, float]:
+    """Single points last, and lines that are nearer to Shannon's bound first."""
+    return len(points) == 1, min(p.errors["Gaussian"] / shannon(p.density) for p in points)
+
+
+def _draw_family(
+    axes: Any, sample: str, points: Sequence[Point], colour: str, style: str, size: float, label: str
+) -> None:
+    x, y = [p.density for p in points], [p.errors[sample] for p in points]
+    axes.plot(x, y, style, color=colour, markersize=size, linewidth=1.4, markerfacecolor="none", label=label)

@@ -105,11 +105,13 @@ class Codec(ABC):
         """The size formula, for a count that is not negative."""
 
     def spec(self) -> str:
-        """The canonical specification: ``get(codec.spec()) == codec``."""
+        """The canonical specification: ``get(codec.spec()) == codec``. Bits go with the name."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # of a codec that is a dataclass
-        given = [(field, getattr(self, field.name)) for field in fields]
-        options = [f"{field.name}={_spelled(value)}" for field, value in given if value != field.default]
-        return self.name + (":" + ",".join(options) if options else "")
+        given = {field.name: getattr(self, field.name) for field in fields}
+        bits = given.pop("bits", "")
+        changed = [field.name for field in fields if field.name in given and given[field.name] != field.default]
+        options = [f"{name}={_spelled(given[name])}" for name in changed]
+        return f"{self.name}{bits}" + (":" + ",".join(options) if options else "")
 
     @abstractmethod
     def kernel(self) -> Kernel:
