@@ -252,3 +252,26 @@ def read_until(master: int, wanted: bytes, seconds: float) -> bytes:
             seen += os.read(master, 1 << 16)
     assert wanted in seen, seen
     return seen
+
+
+@pytest.mark.parametrize("link_per_rank", [False, True])
+def test_ranks_of_a_node_share_memory_and_only_others_the_link(link_per_rank: bool) -> None:
+    """Two nodes of two ranks: MPI knows them, and what stays on a node passes no limiter."""
+    program = (
+        "from mpi4py import MPI; import numpy as np; c = MPI.COMM_WORLD\n"
+        "node = c.Split_type(MPI.COMM_TYPE_SHARED); assert node.allgather(c.rank) == [c.rank % 2, c.rank % 2 + 2]\n"
+        "x = np.zeros(1 << 20, np.uint8); node.Bcast(x); c.Barrier()\n"
+        "c.Send(x, c.rank + 1) if c.rank in (0, 2) else c.Recv(x, c.rank - 1)\n"
+    )
+    with Lab(4, parse_link("1gbit"), 2, link_per_rank=link_per_rank) as network:
+        status = start.run_ranks_by_mpiexec(
+            4, [sys.executable, "-c", program], lab=network, smallest=0, silence=60, on_line=print
+        )
+        passed = network.shaped_nbytes()
+    assert status == 0 and len(passed) == (4 if link_per_rank else 2)
+    assert 2 << 20 <= sum(passed) < 2.2 * (1 << 20)
+
+
+def test_nodes_that_cannot_be() -> None:
+    with pytest.raises(LabError, match="4 ranks make 1 to 4 nodes, not 5"):
+        Lab(4, parse_link("1gbit"), 5)

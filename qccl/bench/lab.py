@@ -1,9 +1,9 @@
-"""A slow network on one machine: every rank in a network namespace of its own, behind a rate-limited link.
+"""A slow network on one machine: every rank (or node of several) in a network namespace, behind a rate-limited link.
 
     with Lab(4, parse_link("1gbit")) as lab:
         subprocess.run(["mpiexec", "-n", "4", *lab.enter("PMI_RANK"), "python", "train.py"], env=...)
 
-The ranks' interfaces (``eth0``) meet in a bridge; a token bucket at each limits what the rank sends. Everything is
+Their interfaces (``eth0``) meet in a bridge; a token bucket at each limits what is sent. Everything is
 named after the process that made it, so that runs do not collide, and what a killed run left behind is known as such
 and removed by the next one. Linux, with ``ip`` and ``tc``, as root.
 """
@@ -56,16 +56,23 @@ def obstacle() -> str | None:
 class Lab:
     """The network of ``ranks`` ranks, each sending at ``link``'s rate; a context manager.
 
+    With ``nodes``, rank r is on node r modulo ``nodes``, and the ranks of a node share a namespace and its link; with
+    ``link_per_rank`` each still has its own, as where every GPU has a network card.
+
     Attributes:
+        nodes, links: how many there are.
         bridge: interface in this process's namespace that joins the ranks.
         address: of the bridge, for launchers whose ranks call back to it.
     """
 
-    def __init__(self, ranks: int, link: Link) -> None:
+    def __init__(self, ranks: int, link: Link, nodes: int | None = None, *, link_per_rank: bool = False) -> None:
         if not 1 <= ranks <= 200:
             raise LabError(f"a lab has room for 1 to 200 ranks, not {ranks}")
+        if nodes is not None and not 1 <= nodes <= ranks:
+            raise LabError(f"{ranks} ranks make 1 to {ranks} nodes, not {nodes}")
         pid = os.getpid()
-        self.ranks, self.link = ranks, link
+        self.ranks, self.link, self.nodes = ranks, link, ranks if nodes is None else nodes
+        self.links = ranks if link_per_rank else self.nodes
         self.bridge = f"qcclb{pid}"
         # 198.18.0.0/15 is set apart for benchmarks (RFC 2544); every run takes a /24 of it.
         self._subnet = f"198.{18 + (pid >> 8 & 1)}.{pid & 255}"
@@ -87,32 +94,32 @@ class Lab:
         self.close()
 
     def enter(self, variable: str) -> list[str]:
-        """The words before a rank's command that put it into its namespace; ``variable`` holds its rank."""
-        script = f'exec ip netns exec "{_prefix(os.getpid())}${variable}" "$@"'
+        """The words before a rank's command that put it into its namespace; ``variable`` holds the rank's number."""
+        script = f'exec ip netns exec "{_prefix(os.getpid())}$(({variable} % {self.links}))" "$@"'
         return ["/bin/sh", "-c", script, "sh"]
 
     def shaped_nbytes(self) -> list[int]:
-        """The bytes that have passed each rank's rate limiter."""
-        return [shaped_nbytes(self._namespace(rank)) for rank in range(self.ranks)]
+        """The bytes that have passed the rate limiter of each rank (or node)."""
+        return [shaped_nbytes(self._namespace(node)) for node in range(self.links)]
 
     def close(self) -> None:
         """Kill what still runs in the namespaces, and remove them. Idempotent."""
         _remove(os.getpid())
 
-    def _namespace(self, rank: int) -> str:
-        return f"{_prefix(os.getpid())}{rank}"
+    def _namespace(self, node: int) -> str:
+        return f"{_prefix(os.getpid())}{node}"
 
     def _build(self) -> None:
         _run("ip", "link", "add", self.bridge, "type", "bridge", "forward_delay", "0")
         _run("ip", "address", "add", f"{self.address}/24", "dev", self.bridge)
         _run("ip", "link", "set", self.bridge, "mtu", _MTU, "up")
-        for rank in range(self.ranks):
-            name, outside = self._namespace(rank), f"qv{os.getpid()}.{rank}"
+        for node in range(self.links):
+            name, outside = self._namespace(node), f"qv{os.getpid()}.{node}"
             inside = ("ip", "-n", name)
             _run("ip", "netns", "add", name)
             _run("ip", "link", "add", outside, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _run("ip", "link", "set", outside, "master", self.bridge, "up")
-            _run(*inside, "address", "add", f"{self._subnet}.{rank + 1}/24", "dev", INTERFACE)
+            _run(*inside, "address", "add", f"{self._subnet}.{node + 1}/24", "dev", INTERFACE)
             _run(*inside, "link", "set", INTERFACE, "mtu", _MTU, "up")
             _run(*inside, "link", "set", "lo", "up")
             limiter = ("tbf", "rate", self.link.name, "burst", str(self.link.burst), "latency", "100ms")

@@ -55,6 +55,10 @@ class Mpiexec:
         """The options that all runs need: more ranks than cores are allowed, and no traffic past the lab's links."""
         if self.name != "Open MPI":
             return []
+        if lab and lab.nodes < lab.ranks:
+            raise StartError(
+                "Open MPI takes all ranks of this machine for one node; use MPICH (qccl[mpi]) with --nodes"
+            )
         tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", INTERFACE]
         return ["--oversubscribe", "--bind-to", "none", *(tcp if lab else [])]
 
@@ -74,10 +78,15 @@ class Mpiexec:
 
 
 def _mpich(lab: Lab | None, yields: bool) -> dict[str, str]:
-    """MPICH's settings; empty ones are not made. Without NOLOCAL and a netmod over TCP traffic bypasses the links."""
+    """MPICH's settings; empty ones are not made. Without NOLOCAL and a netmod over TCP traffic bypasses the links.
+
+    NUM_CLIQUES makes nodes of the ranks, by their number modulo that of the nodes, as the lab does.
+    """
+    shared = lab is not None and lab.nodes < lab.ranks
     return {
         "MPIR_CVAR_POLLS_BEFORE_YIELD": "10" if yields else "",
-        "MPIR_CVAR_NOLOCAL": "1" if lab else "",
+        "MPIR_CVAR_NOLOCAL": "1" if lab and not shared else "",
+        "MPIR_CVAR_NUM_CLIQUES": str(lab.nodes) if lab and shared else "",
         "MPIR_CVAR_CH4_NETMOD": "ofi" if lab else "",
         "FI_PROVIDER": "tcp" if lab else "",
         "FI_TCP_IFACE": INTERFACE if lab else "",

@@ -208,8 +208,10 @@ def cut_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements:
     """The layout of a vector that several codecs encode, at buckets of all of them; the last decides on the chunks."""
     granule = math.lcm(*(codec.granule for codec in codecs))
     whole = -(-count // granule)
-    largest = -(-whole // parts)
-    chunks = _chunks(largest * granule // codecs[-1].granule, parts, codecs[-1], chunk_elements)
+    largest, last = -(-whole // parts), codecs[-1]
+    if chunk_elements is None:  # small: the first and the last chunk pass through more stages than in one level
+        chunk_elements = max(1, count * _LEAST_CHUNK // max(last.encoded_nbytes(count, FLOAT32), 1))
+    chunks = _chunks(largest * granule // last.granule, parts, last, chunk_elements)
     return Layout(count, parts, granule, min(chunks, max(largest, 1)))
 
 
