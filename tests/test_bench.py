@@ -18,6 +18,7 @@ import qccl
 from qccl.bench import lab, params, progress, sizes, start, table
 from qccl.bench.cli import main
 from qccl.bench.codec import measure_codec
+from qccl.bench.kinds import KINDS
 from qccl.bench.measure import Case, Row, Side
 from qccl.bench.options import Options
 from qccl.bench.report import Device, Report
@@ -455,5 +456,43 @@ def test_signals_unwind_once() -> None:
 
 
 def test_versions_and_names_are_read() -> None:
-    assert isinstance(main, click.Group) and set(main.commands) == {"allreduce", "codec", "info"}
+    assert isinstance(main, click.Group) and set(main.commands) == {*KINDS, "codec", "info"}
     assert "qccl-bench, version" in invoke("--version").output
+
+
+# -- the other collectives ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", [name for name in KINDS if name != "allreduce"])
+def test_every_collective_is_timed_and_checked(name: str, tmp_path: Path) -> None:
+    """Results are right, a flipped sign would show, and busbw is what the factor makes of the time."""
+    path = tmp_path / "x.json"
+    codecs = "--codec=minmax4:rounding=stochastic,none"
+    done = bench(name, "--ranks=3", "-b100K", "-e100K", "-n2", codecs, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    assert found["out_of_bounds"] == {"count": 0, "okay": "true"}
+    for result in found["results"]:
+        side = result["out_of_place"]
+        assert side["alg_bw"] == pytest.approx(result["size"] / side["time"] / 1e3)
+        assert side["bus_bw"] == pytest.approx(side["alg_bw"] * KINDS[name].factor(3))
+        assert (result["in_place"] is None) == (not KINDS[name].is_allreduce)
+        assert (side["relative_l2_error"] > 1e-3) == (result["codec"] != "none" and name != "hierarchical_allreduce")
+
+
+def test_factors_are_those_of_nccl_tests() -> None:
+    found = {name: kind.factor(4) for name, kind in KINDS.items()}
+    assert found == {
+        **{"allreduce": 1.5, "hierarchical_allreduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75},
+        **{"all_to_all": 0.75, "broadcast": 1.0, "reduce": 1.0},
+    }
+
+
+def test_nodes_need_a_link() -> None:
+    for arguments, reason in (
+        (["--nodes=2"], "are for the lab; give --link"),
+        (["--link=1gbit", "--link-per-rank"], "--link-per-rank without --nodes"),
+    ):
+        done = bench("allreduce", *arguments)
+        assert done.returncode == 2 and reason in done.stderr

@@ -186,7 +186,7 @@ def test_a_plan_and_the_machines_own_nodes() -> None:
         ({"layout": "ring"}, "layout 'ring' is not one of leader, sharded"),
         ({"intra": "minmax8"}, "is not one of none, float16, bfloat16"),
         ({"inter": "gpu"}, "inter='gpu' cannot be had"),
-        ({"codec": "minmax8+ef"}, "which only all-reduce does"),
+        ({"codec": "minmax8+ef"}, "keeps its residual from call to call"),
     ],
 )
 def test_bad_arguments(arguments, reason: str) -> None:

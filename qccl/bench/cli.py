@@ -5,9 +5,10 @@ from __future__ import annotations
 import click
 
 import qccl
-from qccl.bench.allreduce import allreduce
 from qccl.bench.codec import codec
+from qccl.bench.collective import command
 from qccl.bench.info import info
+from qccl.bench.kinds import KINDS
 
 __all__ = ["main"]
 
@@ -18,5 +19,5 @@ def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""
 
 
-for _command in (allreduce, codec, info):
+for _command in (*map(command, KINDS), codec, info):
     main.add_command(_command)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,18 +14,21 @@ import numpy as np
 from qccl.bench import accuracy, data, reference
 from qccl.bench.arrays import Arrays, Guarded, arrays_of
 from qccl.bench.check import check
+from qccl.bench.kinds import KINDS
+from qccl.bench.parts import check_parts
 from qccl.codecs.base import Codec
 from qccl.codecs.none import NoCodec
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.plan import Plan
+from qccl.schedule import Exchange, Schedule
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qccl.communicator import Communicator
 
-__all__ = ["Case", "Counts", "PlainCall", "QuantizedCall", "Row", "Side", "measure"]
+__all__ = ["Case", "Counts", "PlainCall", "QuantizedCall", "Row", "Side", "Wiring", "measure"]
 
 #: doublings that Gaussian data has room for before it overflows
 _HEADROOM = {"float32": 100, "bfloat16": 100, "float16": 10}
@@ -42,11 +46,13 @@ class Counts:
 
 @dataclass(frozen=True)
 class Case:
-    """What is reduced: ``count`` elements of ``dtype`` with ``op``."""
+    """What is called: a collective (see kinds) of a vector of ``count`` elements of ``dtype``, with ``op``."""
 
     count: int
     dtype: DType
     op: str
+    kind: str = "allreduce"
+    root: int = -1
 
     @property
     def nbytes(self) -> int:
@@ -72,12 +78,35 @@ class Side:
 
 
 @dataclass(frozen=True)
+class Wiring:
+    """Of each rank: the node that it is on, and the link behind which it is; inside a node nothing takes a link."""
+
+    nodes: tuple[int, ...]
+    links: tuple[int, ...]
+
+    @staticmethod
+    def one_link_each(size: int) -> Wiring:
+        """Every rank a node."""
+        return Wiring(tuple(range(size)), tuple(range(size)))
+
+    def crossing(self, schedule: Schedule) -> int:
+        """Bytes of a schedule that leave its rank's node."""
+        legs = [leg for op in schedule.ops if isinstance(op, Exchange) for leg in op.sends]
+        return sum(len(leg.span) for leg in legs if self.nodes[leg.peer] != self.nodes[schedule.rank])
+
+    def by_link(self, sent: Sequence[int]) -> list[int]:
+        """What each link carries of what the ranks send."""
+        return [sum(n for n, mine in zip(sent, self.links, strict=True) if mine == link) for link in set(self.links)]
+
+
+@dataclass(frozen=True)
 class Row:
     """One line of the table.
 
     Attributes:
         codec, algorithm: canonical names; the plain all-reduce's are the library's and "".
-        wire_nbytes: bytes that the busiest rank sends in a call (for the plain all-reduce: must send).
+        wire_nbytes: bytes that the busiest link carries in a call (for the plain all-reduce: must carry).
+        in_place: None where the collective has no such mode.
     """
 
     case: Case
@@ -85,23 +114,48 @@ class Row:
     algorithm: str
     wire_nbytes: int
     out_of_place: Side
-    in_place: Side
+    in_place: Side | None
+
+    @property
+    def sides(self) -> list[Side]:
+        """The modes that there are."""
+        return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
 
 
 class QuantizedCall:
-    """The compressed all-reduce as a plan, bound once and run many times."""
+    """The compressed collective as a plan, bound once and run many times."""
 
-    identical = True  # law 1: every rank gets the same bits
-
-    def __init__(self, comm: Communicator, case: Case, codec: Codec, algorithm: str, chunk: int | None) -> None:
+    def __init__(
+        self,
+        comm: Communicator,
+        case: Case,
+        codec: Codec,
+        algorithm: str,
+        chunk: int | None,
+        parameters: Mapping[str, Any] = MappingProxyType({}),
+        wiring: Wiring | None = None,
+    ) -> None:
         self.case, self.codec = case, codec
-        self.plan: Plan = comm.plan(
-            "allreduce", case.count, case.dtype, codec=codec, op=case.op, algorithm=algorithm, chunk=chunk
-        )
-        schedule = self.plan.schedule(in_place=True)
+        kind = KINDS[case.kind]
+        self.identical = kind.identical
+        given = dict(parameters)
+        if "root" in kind.parameters:
+            given["root"] = case.root
+        if kind.combines:
+            given["op"] = case.op
+        if kind.algorithms:
+            given["algorithm"] = algorithm
+        self.plan: Plan = comm.plan(case.kind, case.count, case.dtype, codec=codec, chunk=chunk, **given)
+        schedule = self.plan.schedule(in_place=kind.is_allreduce)
         self.name, self.algorithm = codec.spec(), schedule.name
-        sent = comm.allgather(struct.pack("<q", schedule.sent_nbytes()))
-        self.sent: list[int] = [struct.unpack("<q", item)[0] for item in sent]
+        wiring = wiring or Wiring.one_link_each(comm.size)
+        sent = comm.allgather(struct.pack("<q", wiring.crossing(schedule)))
+        self.sent: list[int] = wiring.by_link([struct.unpack("<q", item)[0] for item in sent])
+
+    def counts(self, comm: Communicator) -> tuple[int, int]:
+        """Elements of this rank's input and output."""
+        kind, part = KINDS[self.case.kind], self.case.count // comm.size
+        return (self.case.count if kind.whole_input else part), (self.case.count if kind.whole_output else part)
 
     def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
         """One call from ``x`` to ``out``, ready to run."""
@@ -109,14 +163,19 @@ class QuantizedCall:
         return lambda: plan.start().wait()
 
     def bound(self, values: Sequence[NDArray[np.float32]], owner: int) -> NDArray[np.float64]:
-        """Largest possible error of a stretch of the result."""
-        return accuracy.allreduce_bound(values, self.codec, self.case.dtype, self.case.op, self.algorithm, owner)
+        """Largest possible error of a stretch of the result; in two levels nobody's values are known to stay exact."""
+        case, (algorithm, owner) = self.case, (self.algorithm, owner)
+        if case.kind != "allreduce":
+            algorithm, owner = "two_round", -1
+        return accuracy.allreduce_bound(values, self.codec, case.dtype, case.op, algorithm, owner)
 
     def expected(
         self, values: Sequence[NDArray[np.float32]], owner: int, start: int, number: int
     ) -> NDArray[Any] | None:
         """The stretch from element ``start`` of the result of collective ``number``, to the bit."""
         case = self.case
+        if case.kind != "allreduce":
+            return None
         return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, owner, start, number)
 
 
@@ -126,10 +185,17 @@ class PlainCall:
     identical = False
     codec: Codec = NoCodec()
 
-    def __init__(self, comm: Communicator, case: Case) -> None:
+    def __init__(self, comm: Communicator, case: Case, wiring: Wiring | None = None) -> None:
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
         self.name, self.algorithm = comm.transport.name, ""
-        self.sent = [2 * (comm.size - 1) * case.nbytes // comm.size] * comm.size
+        wiring = wiring or Wiring.one_link_each(comm.size)
+        nodes = len(set(wiring.nodes))
+        each = 2 * (nodes - 1) * case.nbytes // nodes * nodes // len(set(wiring.links))
+        self.sent = [each] * len(set(wiring.links))
+
+    def counts(self, comm: Communicator) -> tuple[int, int]:
+        """Elements of this rank's input and output."""
+        return self.case.count, self.case.count
 
     def is_supported(self, arrays: Arrays) -> bool:
         """Whether the library can reduce this type with this operation (the same on all ranks)."""
@@ -172,15 +238,25 @@ def measure(
     """
     case = call.case
     arrays = arrays_of(comm) if arrays is None else arrays
-    x, y = (Guarded(arrays, case.count, case.dtype) for _ in range(2))
-    sides = []
+    given, taken = call.counts(comm)
+    x, y = Guarded(arrays, given, case.dtype), Guarded(arrays, taken, case.dtype)
+    sides: list[Side | None] = []
+    whole = KINDS[case.kind].is_allreduce
     for mode, out in (("out of place", y), ("in place", x)):
+        if mode == "in place" and not whole:
+            sides.append(None)
+            continue
         before_side(mode)
         run = call.bind(arrays, x.array, out.array)
-        wrong, error = check(comm, call, run, x, out, counts.checks)
+        if whole or isinstance(call, PlainCall):
+            wrong, error = check(comm, call, run, x, out, counts.checks)
+        else:
+            wrong, error = check_parts(comm, call, run, x, out, counts.checks)
         seconds, crossed = _time(comm, call, arrays, run, x, out, counts, meter)
         sides.append(Side(seconds, wrong, error, crossed))
-    return Row(case, call.name, call.algorithm, max(call.sent), *sides)
+    first, second = sides
+    assert first is not None
+    return Row(case, call.name, call.algorithm, max(call.sent), first, second)
 
 
 def _time(

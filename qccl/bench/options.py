@@ -1,4 +1,4 @@
-"""What a run of ``qccl-bench allreduce`` measures; made from the command line, and handed to the ranks as JSON."""
+"""What a run of ``qccl-bench`` measures; made from the command line, and handed to the ranks as JSON."""
 
 from __future__ import annotations
 
@@ -32,6 +32,9 @@ class Options:
         backend: as in qccl.init().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
         link: rate of the lab that the ranks are in, or None.
+        nodes, link_per_rank: of the lab, see there.
+        collective: one of kinds.KINDS.
+        root, layout: as in the collectives that have them.
         json, plot, trace: files to write, or None.
         args: the command line.
     """
@@ -54,6 +57,11 @@ class Options:
     backend: str = "host"
     cudagraph: int = 0
     link: str | None = None
+    nodes: int | None = None
+    link_per_rank: bool = False
+    collective: str = "allreduce"
+    root: int = 0
+    layout: str = "leader"
     json: str | None = None
     plot: str | None = None
     trace: str | None = None

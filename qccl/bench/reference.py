@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from qccl.codecs.base import Codec
 
-__all__ = ["allreduce"]
+__all__ = ["allreduce", "moved"]
 
 
 def allreduce(
@@ -52,6 +52,21 @@ def allreduce(
     if is_two_round:
         total = _coded(codec, total, start, call, 1, owner)
     return from_float32(total, dtype)
+
+
+def moved(
+    values: NDArray[np.float32],
+    codec: Codec,
+    dtype: DType,
+    index: int,
+    call: int,
+    round_: int,
+    rank: int,
+    *,
+    moved: bool,
+) -> NDArray[Any]:
+    """What others get of ``values`` of ``rank``, as ``dtype``; the values themselves where they were not moved."""
+    return from_float32(_coded(codec, values, index, call, round_, rank) if moved else values, dtype)
 
 
 def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: int, rank: int) -> NDArray[np.float32]:

@@ -139,7 +139,7 @@ class Report:
             "count": row.case.count,
             "type": NCCL_NAMES[row.case.dtype.name],
             "redop": row.case.op,
-            "root": "-1",
+            "root": str(row.case.root),
             "codec": row.codec,
             "algorithm": row.algorithm,
             "wire_bytes": row.wire_nbytes,
@@ -151,7 +151,9 @@ class Report:
             result["floor"] = table.floor_seconds(row, self._link) * 1e6
         return result
 
-    def _side(self, row: Row, side: Side, plain: Side | None) -> dict[str, Any]:
+    def _side(self, row: Row, side: Side | None, plain: Side | None) -> dict[str, Any] | None:
+        if side is None:
+            return None
         result: dict[str, Any] = {
             "time": side.seconds * 1e6,
             "alg_bw": table.algbw(row, side),

@@ -1,4 +1,4 @@
-"""The sweep that every rank of ``qccl-bench allreduce`` runs; rank 0 prints, and writes the files."""
+"""The sweep that every rank of ``qccl-bench`` runs; rank 0 prints, and writes the files."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from qccl import codecs, dtypes
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
 from qccl.bench.data import gaussian
+from qccl.bench.kinds import KINDS
 from qccl.bench.lab import shaped_nbytes
-from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, measure
+from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, Wiring, measure
 from qccl.bench.options import DTYPES, Options
 from qccl.bench.progress import Progress
 from qccl.bench.report import Device, Report
 from qccl.bench.sizes import format_size, parse_link
+from qccl.codecs.base import Codec
 from qccl.gpu import nccl_version
 from qccl.trace import TraceEvent, write_trace
 
@@ -43,6 +45,10 @@ class Sweep:
         self._emit = emit if comm.rank == 0 else _silent
         self._progress = progress if comm.rank == 0 else None
         self._link = None if options.link is None else parse_link(options.link)
+        self._kind = KINDS[options.collective]
+        ranks, nodes = range(comm.size), options.nodes or comm.size
+        on = tuple(rank % nodes for rank in ranks)
+        self._wiring = Wiring(on, tuple(ranks) if options.link_per_rank else on)
         self._codecs = [codecs.get(spec) for spec in options.codecs]
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
         self._plain = comm.transport.name
@@ -66,9 +72,14 @@ class Sweep:
 
     def _cases(self) -> Iterator[Case]:
         """Types, then operations, then sizes, as in nccl-tests; a size is cut to whole elements."""
-        for name, op, nbytes in itertools.product(self._options.dtypes, self._options.ops, self._options.sizes()):
+        ops = self._options.ops if self._kind.combines else ("none",)
+        for name, op, nbytes in itertools.product(self._options.dtypes, ops, self._options.sizes()):
             dtype = dtypes.get(DTYPES[name])
-            yield Case(nbytes // dtype.itemsize, dtype, op)
+            count = nbytes // dtype.itemsize
+            if not (self._kind.whole_input and self._kind.whole_output) or self._options.collective == "all_to_all":
+                count -= count % self._comm.size  # equal parts
+            root = self._options.root if "root" in self._kind.parameters else -1
+            yield Case(count, dtype, op, self._options.collective, root)
 
     def _measure_size(self, case: Case) -> None:
         """The plain all-reduce, and then each codec beside it."""
@@ -76,15 +87,24 @@ class Sweep:
         if plain is not None:
             self._emit(table.row(plain, self._comm.size, 1.0, self._link, self._options.iters))
         for codec in self._codecs:
-            call = QuantizedCall(self._comm, case, codec, self._options.algorithm, self._options.chunk)
+            call = self._call(case, codec)
             row = self._measure(call)
             self._report.add(row, plain)
             speedup = None if plain is None else plain.out_of_place.seconds / row.out_of_place.seconds
             self._emit(table.row(row, self._comm.size, speedup, self._link, self._options.iters))
 
+    def _call(self, case: Case, codec: Codec) -> QuantizedCall:
+        o, size = self._options, self._comm.size
+        node_ids = None if o.nodes is None else [rank % o.nodes for rank in range(size)]
+        every = {"layout": o.layout, "node_ids": node_ids or self._comm.nodes}
+        parameters = {name: every[name] for name in self._kind.parameters if name in every}
+        return QuantizedCall(self._comm, case, codec, o.algorithm, o.chunk, parameters, self._wiring)
+
     def _measure_plain(self, case: Case) -> Row | None:
-        """None where the library has no all-reduce of this type."""
-        call = PlainCall(self._comm, case)
+        """None where the library has no all-reduce of this type, or it is not an all-reduce that is measured."""
+        if not self._kind.is_allreduce:
+            return None
+        call = PlainCall(self._comm, case, self._wiring)
         if call.is_supported(self._arrays):
             return self._measure(call)
         self._done += 2
@@ -95,22 +115,30 @@ class Sweep:
             self._comm,
             call,
             self._counts,
-            meter=shaped_nbytes if self._link else None,
+            meter=self._meter if self._link else None,
             before_side=lambda mode: self._step(f"{format_size(call.case.nbytes)} {call.name} {mode}"),
             arrays=self._arrays,
         )
 
+    def _meter(self) -> int:
+        """What has passed this rank's link, told by the first of the ranks behind it."""
+        first = self._wiring.links.index(self._wiring.links[self._comm.rank])
+        return shaped_nbytes() if first == self._comm.rank else 0
+
     def _step(self, label: str) -> None:
         if self._progress is not None and self._options.run_cycles:
-            total = 2 * len(list(self._cases())) * (len(self._codecs) + 1) * self._options.run_cycles
+            sides = 2 * (len(self._codecs) + 1) if self._kind.is_allreduce else len(self._codecs)
+            total = sides * len(list(self._cases())) * self._options.run_cycles
             self._progress(self._done, total, label)
         self._done += 1
 
     def _head(self) -> Iterator[str]:
         o, report = self._options, self._report
         step = f"{o.stepbytes}(bytes)" if o.stepfactor is None else f"{o.stepfactor}(factor)"
-        where = f" link: {self._link.name} per rank" if self._link else ""
-        yield f"# qccl-bench {qccl.__version__} allreduce, plain: {report.plain}"
+        each = "rank" if o.nodes is None or o.link_per_rank else "node"
+        where = f" link: {self._link.name} per {each}" if self._link else ""
+        where += f" nodes: {o.nodes}" if o.nodes else ""
+        yield f"# qccl-bench {qccl.__version__} {o.collective}, plain: {report.plain}"
         yield (
             f"# ranks {self._comm.size} minBytes {o.minbytes} maxBytes {o.maxbytes} step: {step} "
             f"warmup iters: {o.warmup_iters} iters: {o.iters} validation: {o.check} algorithm: {o.algorithm}{where}"
@@ -145,9 +173,10 @@ class Sweep:
     def _trace(self) -> list[TraceEvent]:
         """One more call of the largest size with the first codec, as all ranks' events."""
         comm, case = self._comm, list(self._cases())[-1]
-        call = QuantizedCall(comm, case, self._codecs[0], self._options.algorithm, self._options.chunk)
-        x, y = (self._arrays.empty(case.count, case.dtype) for _ in range(2))
-        self._arrays.put(x, gaussian(comm.rank, 0, case.count, case.dtype, seed=0))
+        call = self._call(case, self._codecs[0])
+        given, taken = call.counts(comm)
+        x, y = self._arrays.empty(given, case.dtype), self._arrays.empty(taken, case.dtype)
+        self._arrays.put(x, gaussian(comm.rank, 0, given, case.dtype, seed=0))
         plan = call.plan.bind(x, y)
         events: list[TraceEvent] = []
         plan.start().synchronize()

@@ -1,10 +1,11 @@
-"""The table of ``qccl-bench allreduce``: nccl-tests' columns and footers, and behind them what compression adds."""
+"""The table of ``qccl-bench``: nccl-tests' columns and footers, and behind them what compression adds."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from qccl.bench.kinds import KINDS
 from qccl.bench.measure import Row, Side
 from qccl.bench.options import NCCL_NAMES
 from qccl.bench.sizes import Link
@@ -21,8 +22,8 @@ def algbw(r: Row, side: Side) -> float:
 
 
 def busbw(r: Row, side: Side, ranks: int) -> float:
-    """The algbw times 2(n-1)/n: what each link would carry without compression."""
-    return algbw(r, side) * 2 * (ranks - 1) / ranks
+    """The algbw times the collective's factor, as 2(n-1)/n: what each link would carry without compression."""
+    return algbw(r, side) * KINDS[r.case.kind].factor(ranks)
 
 
 def floor_seconds(r: Row, link: Link) -> float:
@@ -61,7 +62,7 @@ def row(r: Row, ranks: int, speedup: float | None, link: Link | None, iters: int
         floor = f" {_digits(floor_seconds(r, link) * 1e6, 7)} {'-' if share is None else f'{share * 100:.1f}':>5}"
     name = NCCL_NAMES[r.case.dtype.name]
     return (
-        f"{r.case.nbytes:>10} {r.case.count:>9} {name:>8} {r.case.op:>5} {-1:>4} {sides}"
+        f"{r.case.nbytes:>10} {r.case.count:>9} {name:>8} {_op(r):>5} {r.case.root:>4} {sides}"
         f" {r.wire_nbytes:>9} {error:>7} {faster:>6}{floor}  {r.codec}"
     )
 
@@ -90,12 +91,12 @@ class Totals:
 
 def totals(rows: Sequence[Row], plain: Sequence[Row], ranks: int) -> Totals:
     """Sum up the rows of the codecs and those of the plain all-reduce."""
-    sides = [side for r in (*rows, *plain) for side in (r.out_of_place, r.in_place)]
+    sides = [side for r in (*rows, *plain) for side in r.sides]
     checked = [side.wrong for side in sides if side.wrong is not None]
     crossed = [side.crossed for side in sides if side.crossed is not None]
     by_codec: dict[str, list[float]] = {}
     for r in rows:
-        by_codec.setdefault(r.codec, []).extend(busbw(r, side, ranks) for side in (r.out_of_place, r.in_place))
+        by_codec.setdefault(r.codec, []).extend(busbw(r, side, ranks) for side in r.sides)
     every = [b for bandwidths in by_codec.values() for b in bandwidths]
     return Totals(
         sum(checked) if checked else None,
@@ -117,7 +118,13 @@ def footer(t: Totals, link: Link | None) -> list[str]:
     return [*lines, "#"]
 
 
-def _side(r: Row, side: Side, ranks: int) -> str:
+def _op(r: Row) -> str:
+    return r.case.op if KINDS[r.case.kind].combines else "none"
+
+
+def _side(r: Row, side: Side | None, ranks: int) -> str:
+    if side is None:
+        return f"{'N/A':>7} {'N/A':>5} {'N/A':>5} {'N/A':>6}"
     wrong = "N/A" if side.wrong is None else str(side.wrong)
     bandwidths = f"{_digits(algbw(r, side), 5)} {_digits(busbw(r, side, ranks), 5)}"
     return f"{_digits(side.seconds * 1e6, 7)} {bandwidths} {wrong:>6}"

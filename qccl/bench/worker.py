@@ -1,4 +1,4 @@
-"""What mpiexec starts: one rank of ``qccl-bench allreduce``. ``python -m qccl.bench.worker OPTIONS-AS-JSON``."""
+"""What mpiexec starts: one rank of ``qccl-bench``. ``python -m qccl.bench.worker OPTIONS-AS-JSON``."""
 
 from __future__ import annotations
 

@@ -1,0 +1,88 @@
+"""Whether calls are right whose ranks get different things: sums within the bound, what is only moved to the bit."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from qccl.bench import accuracy, data, reference
+from qccl.bench.kinds import KINDS, Stretch, stretches
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from qccl.bench.arrays import Guarded
+    from qccl.bench.measure import QuantizedCall
+    from qccl.communicator import Communicator
+
+__all__ = ["check_parts"]
+
+#: elements that are compared at a time
+_STRETCH = 1 << 17
+
+
+def check_parts(
+    comm: Communicator, call: QuantizedCall, run: Callable[[], object], x: Guarded, out: Guarded, checks: int
+) -> tuple[int | None, float | None]:
+    """Collective: wrong elements and relative L2 error of ``checks`` calls; each rank looks at its own output."""
+    if checks == 0:
+        return None, None
+    totals = [0.0, 0.0, 0.0]
+    for seed in range(checks):
+        x.fill(comm.rank, seed)
+        out.poison()
+        number = comm._draws
+        run()
+        result, wrong = out.get()
+        mine = [float(wrong + x.changed(comm.rank, seed)), 0.0, 0.0]
+        for piece, index in _pieces(call, comm):
+            found = result[piece.start : piece.stop]
+            mine = [a + b for a, b in zip(mine, _compare(comm, call, piece, index, found, seed, number), strict=True)]
+        for item in comm.allgather(struct.pack("<ddd", *mine)):
+            totals = [a + b for a, b in zip(totals, struct.unpack("<ddd", item), strict=True)]
+    return int(totals[0]), math.sqrt(totals[1] / totals[2]) if totals[2] else 0.0
+
+
+def _pieces(call: QuantizedCall, comm: Communicator) -> Iterator[tuple[Stretch, int]]:
+    """The stretches of this rank's output, cut at buckets, and the number of the first element in random keys."""
+    granule = call.codec.granule
+    step = max(granule, _STRETCH // granule * granule) if call.codec.splittable else 1 << 62
+    name = call.case.kind
+    for number, whole in enumerate(stretches(name, comm.rank, comm.size, call.case.count, call.case.root)):
+        origin = number * -(-(whole.stop - whole.start) // granule) * granule if name == "all_gather" else 0
+        for start in range(whole.start, whole.stop, step):
+            stop, first = min(start + step, whole.stop), whole.first + start - whole.start
+            yield Stretch(start, stop, whole.ranks, first), origin + start - whole.start
+
+
+def _compare(
+    comm: Communicator,
+    call: QuantizedCall,
+    piece: Stretch,
+    index: int,
+    found: NDArray[Any],
+    seed: int,
+    number: int,
+) -> tuple[float, float, float]:
+    """Wrong elements, and the squares of error and exact result."""
+    case, last = call.case, piece.first + piece.stop - piece.start
+    inputs = [data.gaussian(rank, piece.first, last, case.dtype, seed) for rank in piece.ranks]
+    values = [data.to_float32(each, case.dtype) for each in inputs]
+    if KINDS[case.kind].combines:
+        exact = accuracy.allreduce_exact(values, case.op)
+        bound = accuracy.allreduce_bound(values, call.codec, case.dtype, case.op, call.algorithm, -1)
+        error = data.to_float32(found, case.dtype) - exact
+        bad = ~(np.abs(error) <= bound)
+    else:
+        exact, source = values[0].astype(np.float64), piece.ranks[0]
+        error = data.to_float32(found, case.dtype) - exact
+        round_number = comm.rank if case.kind == "all_to_all" else 0
+        moved = comm.size > 1 and not (case.kind == "all_to_all" and source == comm.rank)
+        expected = reference.moved(values[0], call.codec, case.dtype, index, number, round_number, source, moved=moved)
+        bits = f"u{case.dtype.itemsize}"
+        bad = found.view(bits) != expected.view(bits)
+    return float(np.count_nonzero(bad)), float(error @ error), float(exact @ exact)
