@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import numpy as np
@@ -163,6 +164,7 @@ DISAGREEMENTS = {
 @pytest.mark.parametrize("what", DISAGREEMENTS)
 def test_ranks_disagree(what, ranks, cached):
     usual, other = DISAGREEMENTS[what]
+    agreed = threading.Barrier(ranks)
 
     def run(comm):
         mine = usual if comm.rank else other
@@ -172,7 +174,7 @@ def test_ranks_disagree(what, ranks, cached):
             theirs = dict(other)
             y = np.ones(theirs.pop("count", COUNT), theirs.pop("dtype", np.float32))
             comm.quantized_allreduce(y, **theirs)
-            comm.barrier()  # a rank still in this call would learn of the next one's failure in it
+            agreed.wait(20)  # a rank still in this call would learn of the next one's failure in it
         with pytest.raises(qccl.MismatchError, match=r"rank \d"):
             comm.quantized_allreduce(x, timeout=20.0, **mine)
         assert (x == 1).all()  # nothing was written
