@@ -5,6 +5,7 @@
 #include "bucket.h"
 #include "minmax.h"
 #include "random.h"
+#include "sparse.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -96,20 +97,13 @@ struct RawBuckets {
 
   template <class T, class Team, class Values>
   QCCL_FN void encode(const Team& team, const BucketOptions&, const Stamp&, const Values& x, u32 n, u8* codes, u8*) {
-    team.each(n, [&](u32 i) {
-      const auto value = T::from_float(x[i]);
-      __builtin_memcpy(codes + (u64)i * sizeof value, &value, sizeof value);
-    });
+    team.each(n, [&](u32 i) { store_kept<T>(codes, i, x[i]); });
   }
 
   template <class T, class Team, class Take>
   QCCL_FN void decode(const Team& team, const BucketOptions&, const Stamp&, const u8* codes, const u8*, u32 n,
                       const Take& take) {
-    team.each(n, [&](u32 i) {
-      typename T::Storage value;
-      __builtin_memcpy(&value, codes + (u64)i * sizeof value, sizeof value);
-      take(i, T::to_float(value));
-    });
+    team.each(n, [&](u32 i) { take(i, load_kept<T>(codes, i)); });
   }
 };
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -62,15 +62,28 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
         host[i] = memory[i]
     kind = kind_of(name)
     host.call = ctypes.c_uint64.from_address(memory[cs.CALL_WORD]).value
-    layout = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB}.get(kind, cs.DECODE_JOB)
+    layouts = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "remember": cs.STATE_JOB}
+    layout = layouts.get(kind, cs.DECODE_JOB)
+    host.lr = ctypes.c_float.from_buffer_copy(memory[cs.LR_WORD].to_bytes(8, "little")).value
     table = np.frombuffer(ctypes.string_at(jobs, count * layout.itemsize), layout)
     if kind == "copy":
         for job in table:
             ctypes.memmove(_address(job["dst"], memory), _address(job["wire"], memory), int(job["count"]))
         return
-    codec = _codec(name, parameters)
     dtype = next(_DTYPES[t] for t in re.findall(r"qccl::(\w+)", name) if t in _DTYPES)
+    if kind == "commit":
+        guards = [(dtype.code, _place(job["wire"]), int(job["count"])) for job in table if _place(job["dst"]) is None]
+        copies = [(_place(job["wire"]), _place(job["dst"]), 4 * int(job["count"])) for job in table]
+        _host.Commit(host, guards, [each for each in copies if each[1] is not None])()
+        return
+    codec = _codec(name, parameters)
     for job in table:
+        if kind == "remember":
+            state = [_carried(job, each) for each in ("residual", "momentum")]
+            _reduce(
+                name, host, codec, dtype.code, job["reduce"], sources, int(job["reduce"]["count"]), state, job["mu"]
+            )
+            continue
         n = int(job["count"])
         if kind == "encode":
             key = tuple(int(job[field]) for field in ("index", "round", "rank"))
@@ -83,16 +96,48 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
             _reduce(name, host, codec, dtype.code, job, sources, n)
 
 
-def _reduce(name: str, host: Any, codec: Any, code: int, job: Any, sources: int, count: int) -> None:
+def _carried(job: Any, kind: str) -> tuple[Any, Any] | None:
+    old = _place(job[kind])
+    return None if old is None else (old, _place(job[f"new_{kind}"]))
+
+
+def _reduce(
+    name: str,
+    host: Any,
+    codec: Any,
+    code: int,
+    job: Any,
+    sources: int,
+    count: int,
+    state: Sequence[Any] = (None, None),
+    mu: float = 0.0,
+) -> None:
     first, number = int(job["first_source"]), int(job["source_count"])
     table = np.frombuffer(ctypes.string_at(sources, (first + number) * cs.PLACE.itemsize), cs.PLACE)[first:]
     own, wire, out = (_place(job[field]) for field in ("own", "wire", "out"))
-    op = _OPS[re.search(r"Combine::(\w+)", name)[1]]
+    found = re.search(r"Combine::(\w+)", name)
+    op = _OPS[found[1]] if found else 0
     index = int(job["own_index"]) if own is not None else 0
     key = tuple(int(job[field]) for field in ("index", "round", "rank"))
     wires = [_place(each) for each in table]
     makers = [int(rank) for rank in table["rank"]], int(job["source_round"])
-    _host.Reduce(host, codec, code, wires, own, index, wire, out, count, op, float(job["scale"]), *key, *makers)()
+    _host.Reduce(
+        host,
+        codec,
+        code,
+        wires,
+        own,
+        index,
+        wire,
+        out,
+        count,
+        op,
+        float(job["scale"]),
+        *key,
+        *makers,
+        *state,
+        float(mu),
+    )()
 
 
 def _place(place: Any) -> tuple[int, int] | None:
@@ -106,6 +151,11 @@ def _address(place: Any, memory: list[int]) -> int:
 
 def _codec(name: str, parameters: Any) -> Any:
     found = re.match(r"qccl::bucket_\w+<qccl::(\w+),", name)
+    if found and found[1] == "MinMaxBuckets":
+        bits, stochastic = (int(option) for option in parameters["options"][:2])
+        return _host.MinMax(bits, int(parameters["bucket"]), bool(stochastic), int(parameters["seed"]))
+    if found and found[1] == "RawBuckets":
+        return _host.Raw()
     if found:
         options = [int(option) for option in parameters["options"]]
         return _host.BucketCodec(found[1], int(parameters["bucket"]), int(parameters["seed"]), options)

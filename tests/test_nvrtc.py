@@ -17,7 +17,7 @@ from qccl import codecs
 from qccl.codecs import Codec, MinMax, NoCodec
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
 from qccl.engines import cuda_source
-from qccl.schedule import Decode, Encode, Reduce, Span
+from qccl.schedule import Carried, Commit, Decode, Encode, Reduce, Span, State
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed (extra 'nvrtc')")
 
@@ -37,7 +37,7 @@ _USAGE = re.compile(
 )
 
 
-def names(op: Encode | Decode | Reduce, dtype: DType) -> tuple[str, ...]:
+def names(op: Encode | Decode | Reduce | Commit, dtype: DType) -> tuple[str, ...]:
     return cuda_source.launch([op], 0, dtype, lambda span: (len(span.buffer), 0)).kernels
 
 
@@ -71,6 +71,17 @@ def bucketed(number: int) -> Iterator[str]:
         for accumulate in (False, True):
             yield from decode(codec, dtype, accumulate)
         yield from reduce(codec, dtype, OPS[0 if codec.sparse else (i + number) % 3])
+
+
+def stateful(number: int) -> Iterator[str]:
+    """Those of reductions with state, and of the end of a run that has some; element types in turns."""
+    span = Span("state", 0, 100_000)
+    both = State(Carried(span, span), Carried(span, span), 0.9)
+    plain_codecs = [NoCodec(), MinMax(3, rounding="stochastic"), *(codecs.get(rows[0].spec) for rows in TABLE.values())]
+    for i, codec in enumerate(plain_codecs):
+        dtype = DTYPES[(i + number) % 3]
+        yield from names(Reduce(codec, (_SPAN,), _SPAN, 0, _SPAN, _SPAN, state=both), dtype)
+        yield from names(Commit((_SPAN,), (Carried(span, span),)), dtype)
 
 
 def of_the_default_bucket() -> Iterator[str]:
@@ -175,7 +186,7 @@ def check(found: dict[str, Usage]) -> None:
     spilling = {name: use for name, use in found.items() if use.stack or use.spilled}
     assert not spilling, f"kernels use local memory: {spilling}"
     for name, use in found.items():
-        blocks = 2 if "reduce" in name or name.endswith("true>") else 4
+        blocks = 2 if "reduce" in name or "remember" in name or name.endswith("true>") else 4
         assert use.registers * blocks * cuda_source.THREADS <= 65536, f"{name} uses {use.registers} registers"
 
 
@@ -188,7 +199,8 @@ def arch(request: pytest.FixtureRequest) -> int:
 
 @pytest.mark.slow
 def test_kernels_compile_without_spills(arch: int) -> None:
-    kernels = [*plain(), *bucketed(ARCHITECTURES.index(arch)), *of_an_architecture(ARCHITECTURES.index(arch))]
+    number = ARCHITECTURES.index(arch)
+    kernels = [*plain(), *bucketed(number), *stateful(number), *of_an_architecture(number)]
     if arch == 90:  # one of them gets everything
         kernels += of_the_default_bucket()
     check(usage(kernels, arch))

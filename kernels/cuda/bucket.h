@@ -91,14 +91,13 @@ bucket_decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Param
   }
 }
 
-// The sources and the own values of a bucket, combined in order in `total`.
-template <class Codec, class T, Combine Op>
+// The sources and the own values (own[i], if there are any) of a bucket, combined in order in `total`.
+template <class Codec, class T, Combine Op, class Own>
 QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob& job, const Place* sources, u64 b,
-                            const Memory& memory, float* total) {
+                            const Memory& memory, const Own& own, float* total) {
   const BlockTeam team;
   const u64 first = BucketWire<Codec, T>::first_of(layout, b);
   const u32 n = BucketWire<Codec, T>::size_of(layout, b);
-  const Elements<T> own = {elements<T>(resolve(memory, job.own), first)};
   const bool begins_with_own = job.own_index == 0;
   team.each(n, [&](u32 i) { total[i] = begins_with_own ? own[i] : Codec::sparse ? 0.0f : neutral<Op>(); });
   team.sync();
@@ -128,7 +127,8 @@ bucket_reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant
   const u32 n = BucketWire<Codec, T>::size_of(layout, b);
   const BlockTeam team;
   float* total = reinterpret_cast<float*>(parameters.scratch) + (job.scratch + b) * parameters.bucket;
-  combine_bucket<Codec, T, Op>(layout, job, sources, b, memory, total);
+  const Elements<T> own = {elements<T>(resolve(memory, job.own), first)};
+  combine_bucket<Codec, T, Op>(layout, job, sources, b, memory, own, total);
   if (job.scale != 1.0f) {
     team.each(n, [&](u32 i) { total[i] *= job.scale; });
     team.sync();

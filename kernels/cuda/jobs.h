@@ -11,7 +11,7 @@ namespace QCCL_NAMESPACE {
 
 constexpr u32 kThreads = 256;  // of every block
 constexpr u32 kWarps = kThreads / 32;
-constexpr u32 kMaxBuffers = 31;
+constexpr u32 kMaxBuffers = 30;
 constexpr u32 kNowhere = 0xffffffffu;  // the buffer number of a place that a job does not have
 
 // Values begin at a multiple of their size, a wire anywhere; from multiples of 16 on both are fastest.
@@ -46,6 +46,14 @@ struct ReduceJob {
   u32 source_round, unused;
 };
 
+// A Reduce that remembers, in fp32; a place may be none.
+struct StateJob {
+  ReduceJob reduce;
+  Place residual, new_residual, momentum, new_momentum;
+  float mu;
+  u32 unused;
+};
+
 // What all jobs of a launch share. A bucket is `units_per_bucket` units; of a bucket that spans several, the kernels
 // gather the range in `scratch`: two words for each bucket from the job's number `scratch` on, zero before. The kernels
 // of bucket.h have a bucket of floats there for each.
@@ -60,11 +68,14 @@ struct Parameters {
 
 struct Memory {
   u8* base[kMaxBuffers];
+  float lr;  // the learning rate that residuals count by
+  u32 unused;
   const u64* call;  // the number of the call, on the device, so that the replays of a graph differ
 };
 
 static_assert(sizeof(Place) == 16 && sizeof(EncodeJob) == 64 && sizeof(DecodeJob) == 64 && sizeof(ReduceJob) == 104,
               "cuda_source.py has these sizes");
+static_assert(sizeof(StateJob) == 176, "cuda_source.py has this size");
 static_assert(sizeof(Parameters) == 56 && sizeof(Memory) == 256, "cuda_source.py has these sizes");
 
 // The address of a place, null if there is none.

@@ -9,6 +9,7 @@
 #include "combine.h"
 #include "minmax.h"
 #include "raw.h"
+#include "state.h"
 
 #if defined(__CUDACC__) && (__CUDA_FTZ || !__CUDA_PREC_DIV)
 #error "compile without -ftz=true (which CuPy's RawModule adds) and without fast-math: the bytes must be the host's"

@@ -1,6 +1,7 @@
 // The codecs in per-bucket form over a whole call: one bucket after the other, its values in scratch as fp32.
 #pragma once
 
+#include "../bucket_forms.h"
 #include "../codecs.h"
 #include "../state.h"
 #include "calls.h"
@@ -137,7 +138,7 @@ struct OneBucket {
   }
 };
 
-template <bool Sparse, class T>
+template <bool HasValues, class T>
 struct TypeOnWire {
   using Type = Float32;
 };
@@ -146,10 +147,16 @@ struct TypeOnWire<true, T> {
   using Type = T;
 };
 
+// Whether the wire of a codec has values of the call's element type.
+template <class Codec>
+constexpr bool kHasValues = Codec::sparse;
+template <>
+constexpr bool kHasValues<RawBuckets> = true;
+
 template <class Codec, class T>
 struct BucketLoops {
   using Storage = typename T::Storage;
-  using Bucket = OneBucket<Codec, typename TypeOnWire<Codec::sparse, T>::Type>;
+  using Bucket = OneBucket<Codec, typename TypeOnWire<kHasValues<Codec>, T>::Type>;
   using Wire = typename Bucket::Wire;
 
   static void clear_padding(const Wire& layout, u8* wire) {

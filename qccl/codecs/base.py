@@ -117,6 +117,10 @@ class Codec(ABC):
     def kernel(self) -> Kernel:
         """What the compiled code knows of this codec."""
 
+    def bucket_kernel(self) -> Kernel:
+        """The same in per-bucket form, which reductions with state have for every codec."""
+        return self.kernel()
+
     @abstractmethod
     def host(self) -> Any:
         """The kernel object of the host extension (one per parameter set, cached)."""

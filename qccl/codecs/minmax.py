@@ -85,6 +85,13 @@ class MinMax(Codec):
             draws=draws,
         )
 
+    def bucket_kernel(self) -> Kernel:
+        bucket = 0 if self.bucket == "shard" else int(self.bucket)
+        stochastic = self.rounding == "stochastic"
+        return Kernel(
+            "MinMaxBuckets", bucket=bucket, seed=self.seed, options=(self.bits, int(stochastic)), draws=stochastic
+        )
+
     def host(self) -> Any:
         return _host_kernel(self)
 

@@ -31,6 +31,9 @@ class NoCodec(Codec):
     def kernel(self) -> Kernel:
         return Kernel("RawCodec", Form.RAW)
 
+    def bucket_kernel(self) -> Kernel:
+        return Kernel("RawBuckets", bucket=2048)
+
     def host(self) -> Any:
         return _host_kernel()
 

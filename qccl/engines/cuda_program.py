@@ -8,6 +8,7 @@ So a run is a list of prepared calls, done one after the other: launch, record, 
 from __future__ import annotations
 
 import ctypes
+import struct
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from qccl.engines.cuda_source import Launch
 from qccl.engines.streams import HOME, Step, steps
 from qccl.errors import ArgumentError, EngineError
 from qccl.gpu import require
-from qccl.schedule import Exchange, Lane, Leg, Native, Op, Role, Schedule, Span, reads, writes
+from qccl.schedule import Commit, Exchange, Lane, Leg, Native, Op, Reduce, Role, Schedule, Span, reads, writes
 from qccl.trace import TraceEvent
 from qccl.transports.base import Call, DeviceLeg
 
@@ -92,6 +93,7 @@ class CudaProgram:
             # replays of a graph count on from here, in numbers that no call outside a graph has
             self._call.value = (call + 1) << 32 if captured else call
             self._is_replay.value = captured
+            self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
             calls = self._traced_calls(lanes, run, trace) if trace is not None else self._calls_on(lanes, captured)
             for function, arguments in calls:
                 function(*arguments)
@@ -213,7 +215,12 @@ class CudaProgram:
         return cuda_source.launch(found, self._schedule.rank, self._dtype(found[0]), self._place)
 
     def _dtype(self, op: Op) -> DType:
-        for span in (*writes(op), *reads(op)):
+        spans: tuple[Span | None, ...] = (*writes(op), *reads(op))
+        if isinstance(op, Reduce):
+            spans = (op.own, op.out)
+        elif isinstance(op, Commit):
+            spans = op.guard
+        for span in filter(None, spans):
             dtype = self._schedule.buffers[span.buffer].dtype
             if dtype is not None:
                 return dtype

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ __all__ = [
     "CALL_WORD",
     "DECODE_JOB",
     "ENCODE_JOB",
+    "LR_WORD",
     "MAX_BUFFERS",
     "MEMORY_WORDS",
     "PARAMETERS",
@@ -48,7 +49,8 @@ _MOST = THREADS * 32
 _RANGE_NBYTES = 8
 
 #: the words of the struct of addresses that a kernel gets: one for each buffer, and that of the call's number
-MAX_BUFFERS = 31
+MAX_BUFFERS = 30
+LR_WORD = 30
 CALL_WORD = 31
 MEMORY_WORDS = 32
 
@@ -77,6 +79,12 @@ REDUCE_JOB = np.dtype(
         *(("scale", "<f4"), ("source_round", "<u4"), ("unused", "<u4")),
     ]
 )
+STATE_JOB = np.dtype(
+    [
+        *(("reduce", REDUCE_JOB), ("residual", PLACE), ("new_residual", PLACE), ("momentum", PLACE)),
+        *(("new_momentum", PLACE), ("mu", "<f4"), ("unused", "<u4")),
+    ]
+)
 PARAMETERS = np.dtype(
     [
         *(("seed", "<u8"), ("bucket", "<u8"), ("scratch", "<u8")),
@@ -84,6 +92,8 @@ PARAMETERS = np.dtype(
     ]
 )
 
+#: elements that a block of threads does in commit()
+COMMITTED = 4096
 _NOWHERE = 0xFFFFFFFF
 _FOLDER = Path(__file__).parent.parent / "kernels"
 _OPTIONS = ("--std=c++17", "--fmad=false", f"-I{_FOLDER}")
@@ -176,8 +186,8 @@ def launch(ops: Sequence[Op], rank: int, dtype: DType, place: Locate) -> Launch:
     ``dtype`` is that of the values. Raises EngineError for what the kernels cannot do.
     """
     match ops[0]:
-        case Commit() | Reduce(state=State()):
-            raise EngineError("error feedback and momentum do not run on a GPU yet; use the codec without them there")
+        case Commit():
+            return _commit(ops[0], dtype, place)
         case Encode():
             return _encode([op for op in ops if isinstance(op, Encode) and len(op.src)], rank, dtype, place)
         case Decode():
@@ -230,7 +240,8 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> La
     if not ops:
         return _nothing(REDUCE_JOB)
     first = ops[0]
-    if not first.srcs and first.wire is None and first.scale == 1:  # a rank alone: its values stay as they are
+    alone = not first.srcs and first.wire is None and first.state is None
+    if alone and first.scale == 1:  # a rank's values stay as they are
         return _copy([(op.own, op.out, _count(op)) for op in ops if op.own and op.out], dtype, place)
     kernel = first.codec.kernel()
     jobs = np.zeros(len(ops), REDUCE_JOB)
@@ -246,6 +257,8 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> La
     jobs["source_round"] = [op.src_round for op in ops]
     jobs["own_index"] = [_NOWHERE if op.own is None else op.own_index for op in ops]
     jobs["scale"] = [op.scale for op in ops]
+    if first.state is not None:
+        return _remember(ops, jobs, sources, dtype, place)
     how = f", qccl::Combine::{first.op}"
     draws = (first.wire is not None and kernel.draws) or first.codec.placed
     if kernel.form is Form.BUCKETS:
@@ -256,6 +269,48 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> La
     cut = _cut(kernel, dtype, [_count(op) for op in ops], ranges=first.wire is not None)
     names = _passes("reduce", kernel, dtype, cut, how)
     return _made(names, jobs, kernel, cut, sources=sources, draws=draws)
+
+
+def _remember(
+    ops: Sequence[Reduce],
+    reductions: np.ndarray[Any, Any],
+    sources: np.ndarray[Any, Any],
+    dtype: DType,
+    place: Locate,
+) -> Launch:
+    """Reductions with state, a block of threads for each bucket."""
+    codec, states = ops[0].codec, [op.state or State() for op in ops]
+    kernel = codec.bucket_kernel()
+    if not kernel.bucket:
+        kernel = replace(kernel, bucket=-(-max(_count(op) for op in ops) // 8) * 8)
+    jobs = np.zeros(len(ops), STATE_JOB)
+    for name in ("residual", "momentum"):
+        carried = [getattr(state, name) for state in states]
+        old, new = ([each and getattr(each, end) for each in carried] for end in ("old", "new"))
+        _place(jobs, place, **{name: old, f"new_{name}": new})
+    jobs["mu"] = [state.mu for state in states]
+    names = (f"qccl::bucket_remember<{_types(kernel.type, dtype)}>",)
+    draws = (ops[0].wire is not None and kernel.draws) or codec.placed
+    whole, scratch = _whole_buckets(kernel), 4 * kernel.bucket
+    launch = _made(names, reductions, kernel, whole, sources=sources, draws=draws, scratch=scratch)
+    jobs["reduce"] = reductions
+    return replace(launch, jobs=jobs)
+
+
+def _commit(op: Op, dtype: DType, place: Locate) -> Launch:
+    """A look at all of the output, then copies if it is finite."""
+    if not isinstance(op, Commit):
+        raise EngineError(f"{type(op).__name__} is no Commit")
+    spans: list[tuple[Span, Span | None]] = [(span, None) for span in op.guard]
+    spans += [(each.new, each.old) for each in op.carried]
+    jobs = np.zeros(len(spans), DECODE_JOB)
+    _place(jobs, place, wire=[a for a, _ in spans], dst=[b for _, b in spans])
+    jobs["count"] = [len(a) for a, _ in spans]
+    jobs["units"] = [-(-len(a) // COMMITTED) for a, _ in spans]
+    names = tuple(f"qccl::commit<qccl::{_TYPES[dtype.name]}, qccl::Pass::{each}>" for each in ("range", "codes"))
+    grid = (int(max(jobs["units"])), len(jobs), 1)
+    parameters = np.zeros((), PARAMETERS)
+    return Launch(names, jobs, parameters, grid, scratch_nbytes=_RANGE_NBYTES, clears_scratch=True)
 
 
 def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, place: Locate) -> Launch:

@@ -1,0 +1,111 @@
+// Reductions with state, and the end of a run that has some: see ../state.h. All codecs go bucket by bucket here.
+#pragma once
+
+#include "../bucket_forms.h"
+#include "../state.h"
+#include "bucket.h"
+
+namespace QCCL_NAMESPACE {
+
+// The own values of a bucket with their momentum, which goes on; asked for once each.
+template <class T>
+struct OwnValues {
+  const typename T::Storage* at;
+  const float* momentum;  // null: there is none
+  float* new_momentum;
+  float mu;
+
+  QCCL_MEMBER float operator[](u32 i) const {
+    const float x = T::to_float(at[i]);
+    if (!momentum) return x;
+    const float next = next_momentum(mu, momentum[i], x);
+    new_momentum[i] = next;
+    return with_momentum(mu, next, x);
+  }
+};
+
+// The floats of a place from element `first` on; null if there is none.
+QCCL_FN float* floats_of(const Memory& memory, const Place& place, u64 first) {
+  u8* base = resolve(memory, place);
+  return base ? reinterpret_cast<float*>(base) + first : nullptr;
+}
+
+template <class Codec, class T>
+__global__ void __launch_bounds__(kThreads, 4)
+bucket_remember(const StateJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
+                const __grid_constant__ Memory memory) {
+  using Wire = BucketWire<Codec, T>;
+  const StateJob& job = jobs[blockIdx.y];
+  const ReduceJob& reduce = job.reduce;
+  const u64 b = blockIdx.x;
+  if (b >= reduce.units) return;
+  const auto layout = Wire::make(bucket_options(parameters), reduce.count);
+  const u64 first = Wire::first_of(layout, b);
+  const u32 n = Wire::size_of(layout, b);
+  const BlockTeam team;
+  float* total = reinterpret_cast<float*>(parameters.scratch) + (reduce.scratch + b) * parameters.bucket;
+  const OwnValues<T> own = {elements<T>(resolve(memory, reduce.own), first), floats_of(memory, job.momentum, first),
+                            floats_of(memory, job.new_momentum, first), job.mu};
+  combine_bucket<Codec, T, Combine::sum>(layout, reduce, sources, b, memory, own, total);
+  const float* residual = floats_of(memory, job.residual, first);
+  float* new_residual = floats_of(memory, job.new_residual, first);
+  const float lr = memory.lr, inverse_lr = 1.0f / lr;
+  team.each(n, [&](u32 i) {
+    if (reduce.scale != 1.0f) total[i] *= reduce.scale;
+    if (residual) total[i] = with_residual(total[i], residual[i], inverse_lr);
+  });
+  team.sync();
+  u8* wire = resolve(memory, reduce.wire);
+  u8* base = resolve(memory, reduce.out);
+  auto* out = base ? elements<T>(base, first) : nullptr;
+  if (!wire) {
+    team.each(n, [&](u32 i) { out[i] = T::from_float(total[i]); });
+    return;
+  }
+  const Stamp stamp = {*memory.call, reduce.index + first, reduce.round, reduce.rank};
+  encode_bucket(layout, total, b, stamp, wire);
+  team.sync();
+  if (out) {
+    store_bucket(layout, wire, b, stamp, out);
+    team.sync();
+    if (residual) team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], T::to_float(out[i]), lr); });
+  } else if (residual) {
+    if constexpr (Codec::sparse) {
+      team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], 0.0f, lr); });
+      team.sync();
+    }
+    decode_bucket(layout, wire, b, stamp, [&](u32 i, float value) {
+      new_residual[i] = next_residual(total[i], Codec::sparse ? 0.0f + value : value, lr);
+    });
+  }
+}
+
+// Elements of a job that a block does in commit().
+constexpr u32 kCommitted = 4096;
+
+// First pass: whether all of the jobs without a destination is finite. Second pass: if so, copy floats from "wire" to
+// "dst" for the others. What the first finds is in the first word of the scratch, zero before.
+template <class T, Pass P>
+__global__ void __launch_bounds__(kThreads)
+commit(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+       const __grid_constant__ Memory memory) {
+  const DecodeJob job = jobs[blockIdx.y];
+  const bool guards = job.dst.buffer == kNowhere;
+  const u64 first = (u64)blockIdx.x * kCommitted;
+  if (blockIdx.x >= job.units || guards != (P == Pass::range)) return;
+  const u64 rest = job.count - first;
+  const u32 n = (u32)(rest < kCommitted ? rest : kCommitted);
+  if constexpr (P == Pass::range) {
+    const auto* values = elements<T>(resolve(memory, job.wire), first);
+    for (u32 i = threadIdx.x; i < n; i += kThreads) {
+      if (!is_finite(T::to_float(values[i]))) *parameters.scratch = 1;
+    }
+  } else {
+    if (*parameters.scratch) return;
+    const float* from = floats_of(memory, job.wire, first);
+    float* to = floats_of(memory, job.dst, first);
+    for (u32 i = threadIdx.x; i < n; i += kThreads) to[i] = from[i];
+  }
+}
+
+}  // namespace QCCL_NAMESPACE
