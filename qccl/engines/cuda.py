@@ -197,13 +197,25 @@ class CudaEngine:
         for peer, theirs in enumerate(self.transport.allgather(mine, timeout) if self.size > 1 else ()):
             if theirs != mine:
                 raise disagreement(mine, theirs, self.rank, peer)
+        if header.pairs and self.size > 1:
+            self._meet_by_pairs(header, timeout)
+
+    def _meet_by_pairs(self, header: Header, timeout: float) -> None:
+        """Every rank says what it has to say to each other one, and looks at what is for itself."""
+        said = [header.pack(peer) for peer in range(self.size)]
+        length = len(said[0])
+        for peer, theirs in enumerate(self.transport.allgather(b"".join(said), timeout)):
+            for_me = theirs[length * self.rank :][:length]
+            if for_me != said[peer]:
+                raise disagreement(said[peer], for_me, self.rank, peer)
 
     def agree(self, header: Header, timeout: float) -> None:
         """Collective, on the first use of a signature: whether all ranks mean the same call."""
-        if self.size == 1 or header.text in self._agreed:
+        agreed = header.text + "".join(header.pairs)
+        if self.size == 1 or agreed in self._agreed:
             return
         self.meet(header, timeout)
-        self._agreed.add(header.text)
+        self._agreed.add(agreed)
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait until all runs are done, and ``stream``; raise what went wrong."""

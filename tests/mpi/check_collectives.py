@@ -1,0 +1,61 @@
+"""The other collectives over MPI: the cases of tests/test_collectives.py and its like for this number of ranks."""
+
+from __future__ import annotations
+
+import pytest
+import test_collectives
+import test_hierarchical
+import test_peer_exchange
+from mpi4py import MPI
+
+import qccl
+
+SIZE = MPI.COMM_WORLD.size
+
+CALLS = {
+    "reduce_scatter": (test_collectives.test_reduce_scatter, 30),
+    "all_gather": (test_collectives.test_all_gather, 30),
+    "all_to_all": (test_collectives.test_all_to_all, 30),
+    "broadcast": (test_collectives.test_broadcast, 30),
+    "reduce": (test_collectives.test_reduce, 40),
+    "coalesced": (test_collectives.test_coalesced, 40),
+}
+
+
+@pytest.fixture(scope="module")
+def world():
+    with qccl.init(backend="host", timeout=30) as comm:
+        yield comm
+
+
+@pytest.fixture(autouse=True)
+def ranks_are_processes(world, monkeypatch):
+    """Each call of run_ranks() is one on all processes, on a communicator that has drawn no random numbers yet."""
+
+    def run_ranks(n, run, **arguments):
+        assert n == SIZE
+        with world.split(0) as comm:
+            mine = run(comm)
+        return MPI.COMM_WORLD.allgather(mine)
+
+    monkeypatch.setattr(qccl, "run_ranks", run_ranks)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_oracles_bits(name):
+    test, number = CALLS[name]
+    ranks = (1, 2, 3, 5, 8) if name == "broadcast" else (1, 2, 3, 4, 8)
+    for case in test_collectives.random_cases(name, number, ranks):
+        if case.ranks == SIZE:
+            test(case)
+
+
+def test_two_levels():
+    for case in test_hierarchical.cases():
+        if len(case.node_ids) == SIZE:
+            test_hierarchical.test_the_oracles_bits(case)
+
+
+@pytest.mark.parametrize("codec", ["minmax8:bucket=64", "minmax2:rounding=stochastic"])
+def test_peer_exchange_keeps_replicas_equal(codec):
+    test_peer_exchange.test_the_oracles_bits(SIZE, codec, "float32")
