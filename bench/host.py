@@ -300,10 +300,11 @@ def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task:
     comm.barrier()
     crossed = (shaped_nbytes() - before) / (sent * counted)
     blocks = 5
-    each = max(4, -(-task["calls"] // blocks))
+    floor = most / parse_link(task["link"]).rate
+    each = max(4, -(-task["calls"] // blocks), min(40, round(0.2 / floor)))  # TCP starts slowly after a pause
     found = _turns(comm, {"qccl": (run, each), "bulk": (bulk, each), "mpi": (_plain(comm, x, y), 4)}, blocks)
     return found | {
-        "floor": most / parse_link(task["link"]).rate,
+        "floor": floor,
         "crossed": crossed,
         "cpu": _cpu(comm, run, 5),
     }

@@ -6,12 +6,12 @@ Most of the time of a small call is the interpreter's, so this does what Executi
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, disagreement
 from qccl.engines.program import Eager, Execution, Leg
-from qccl.schedule import Commit
+from qccl.schedule import Commit, Node
 
 if TYPE_CHECKING:
     from qccl.engines.program import Program
@@ -37,11 +37,11 @@ class OneStep(NamedTuple):
     last: tuple[Callable[[], None], ...]
 
     @staticmethod
-    def of(program: Program) -> OneStep | None:
+    def of(program: Program, every: Sequence[Node], waiting: set[int]) -> OneStep | None:
         """The steps of ``program``, or None where it has more."""
         sends = []
         receives = {}
-        for i, (leg, node) in enumerate(zip(program.legs, program.nodes, strict=True)):
+        for i, (leg, node) in enumerate(zip(program.legs, every, strict=True)):
             if leg is None:
                 continue
             if i in program.eager:
@@ -53,9 +53,9 @@ class OneStep(NamedTuple):
         if program.bare_peers or len(receives) != len(sends) or not sends:
             return None
         kernels = program.kernels
-        last = {i for i, node in enumerate(program.nodes) if isinstance(node.op, Commit)}
-        before = tuple(k for i, k in enumerate(kernels) if k is not None and i not in program.waiting)
-        after = tuple(k for i, k in enumerate(kernels) if k is not None and i in program.waiting and i not in last)
+        last = {i for i, node in enumerate(every) if isinstance(node.op, Commit)}
+        before = tuple(k for i, k in enumerate(kernels) if k is not None and i not in waiting)
+        after = tuple(k for i, k in enumerate(kernels) if k is not None and i in waiting and i not in last)
         return OneStep(before, tuple(sends), receives, after, tuple(k for i in last if (k := kernels[i]) is not None))
 
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
+from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -102,7 +103,7 @@ class Program:
         self.engine = engine
         self.transport = transport
         self.running = False
-        self.nodes = tuple(nodes(schedule, per_leg=True))
+        every = tuple(nodes(schedule, per_leg=True))  # not kept: they are most of what a long schedule takes
         self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
         self._callers = {n: buffer for n, buffer in schedule.buffers.items() if buffer.role is not Role.WORK}
         self._bindings: dict[str, int] | None = None
@@ -112,29 +113,32 @@ class Program:
         self.workspace_nbytes = self._workspace.nbytes
         self.kernels: list[Callable[[], None] | None] = []
         self.legs: list[Leg | None] = []
-        for node in self.nodes:
+        self._buffers: dict[tuple[int, int], Any] = {}  # of the transport; chunks take turns in the same slots
+        for node in every:
             is_leg = node.leg is not None
             self.kernels.append(None if is_leg else self._kernel(node, schedule))
             self.legs.append(self._leg(node, schedule) if is_leg else None)
         self.header = Block(HEADER_NBYTES)
         self.header_buffer = transport.buffer(self.header.address, HEADER_NBYTES)
         self._headers: dict[int, tuple[Block, Any]] = {}  # of calls in which they differ, by peer
-        self._link(schedule)
-        #: nodes that may have to wait for another rank
-        self.waiting = self._waiting()
+        self._link(schedule, every)
+        waiting = self._waiting()
         #: sends whose data goes with the header (unless headers differ), their peers, and those that get a header alone
-        self.eager = self._eager_sends()
+        self.eager = self._eager_sends(every, waiting)
         self.with_data = {self.legs[i].peer for i in self.eager}  # type: ignore[union-attr]
         self.bare_peers = tuple(p for p in range(schedule.size) if p != schedule.rank and p not in self.with_data)
         #: by peer, the receive whose data may come with the header
         self.first_data = {
             leg.peer: i
-            for i, (leg, node) in enumerate(zip(self.legs, self.nodes, strict=True))
+            for i, (leg, node) in enumerate(zip(self.legs, every, strict=True))
             if leg is not None and not node.is_send and not node.sequence
         }
         #: all nodes; among several ranks also the gate and the headers without data
         self.total = self.gate + (1 + len(self.bare_peers) if schedule.size > 1 else 0)
-        self.one_step = OneStep.of(self)
+        self.one_step = OneStep.of(self, every, waiting)
+        kinds = {type(node.op): type(node.op).__name__.lower() for node in every}
+        self._kinds = tuple(kinds[type(node.op)] for node in every)
+        self._op_indices = array("I", (node.op_index for node in every))
 
     def start(
         self,
@@ -184,6 +188,15 @@ class Program:
         block, buffer = self._headers[peer]
         block.write(packed)
         return buffer
+
+    def label(self, node: int) -> tuple[str, str]:
+        """Lane and name of a node in a trace."""
+        leg, index = self.legs[node], self._op_indices[node]
+        if leg is None:
+            return "compute", f"{self._kinds[node]} {index}"
+        if leg.start == self.transport.send:
+            return "send", f"send {index} to {leg.peer}"
+        return "recv", f"recv {index} from {leg.peer}"
 
     def _bind(self, bindings: Mapping[str, int]) -> None:
         """Enter the caller's addresses, unless they are those of the last run."""
@@ -281,16 +294,18 @@ class Program:
         address = self.memory[self._numbers[span.buffer]] + span.start * buffer.itemsize
         nbytes = len(span) * buffer.itemsize
         start = self.transport.send if node.is_send else self.transport.receive
-        prepared = self.transport.buffer(address, nbytes)
+        prepared = self._buffers.get((address, nbytes))
+        if prepared is None:
+            prepared = self._buffers[address, nbytes] = self.transport.buffer(address, nbytes)
         return Leg(start, node.leg.peer, 1 + node.sequence % _TAGS_PER_CALL, prepared, address, nbytes)
 
-    def _link(self, schedule: Schedule) -> None:
+    def _link(self, schedule: Schedule, every: Sequence[Node]) -> None:
         """Counts of dependencies and lists of successors, with the two kinds of gate (see above)."""
-        self.gate = len(self.nodes)
+        self.gate = len(every)
         successors: list[list[int]] = [[] for _ in range(self.gate + 2)]
         by_peer: list[list[int]] = [[] for _ in range(schedule.size)]
         counts = []
-        for i, (node, needed) in enumerate(zip(self.nodes, dependencies(self.nodes), strict=True)):
+        for i, (node, needed) in enumerate(zip(every, dependencies(every), strict=True)):
             for j in needed:
                 successors[j].append(i)
             follows_leg = any(self.legs[j] is not None for j in needed)
@@ -309,19 +324,20 @@ class Program:
         self.first = tuple(i for i, count in enumerate(counts) if not count)
 
     def _waiting(self) -> set[int]:
+        """The nodes that may have to wait for another rank."""
         found = set(self.successors[self.gate])
         for i, leg in enumerate(self.legs):
             if i in found or leg is not None:
                 found.update(self.successors[i])
         return found
 
-    def _eager_sends(self) -> dict[int, Eager]:
+    def _eager_sends(self, every: Sequence[Node], waiting: set[int]) -> dict[int, Eager]:
         """The first send to each peer, where it is small and waits for no other rank."""
         most = self.transport.eager_nbytes
         found: dict[int, Eager] = {}
         messages: dict[int, Eager] = {}  # by address: the same data may go to several peers
-        for i, (leg, node) in enumerate(zip(self.legs, self.nodes, strict=True)):
-            if leg is None or not node.is_send or node.sequence or i in self.waiting or leg.nbytes > most:
+        for i, (leg, node) in enumerate(zip(self.legs, every, strict=True)):
+            if leg is None or not node.is_send or node.sequence or i in waiting or leg.nbytes > most:
                 continue
             message = messages.get(leg.address)
             if message is None or message.nbytes != leg.nbytes:
@@ -414,10 +430,10 @@ class Execution:
             return "it is lined up behind calls that have not ended"
         if self.unheard:
             return f"rank {', '.join(map(str, sorted(self.unheard)))} did not make this call"
-        counts, legs = self._counts, self._legs
-        posted = [(leg, self._program.nodes[i]) for i, leg in enumerate(legs) if leg is not None and counts[i] == 0]
-        sends = sorted({leg.peer for leg, node in posted if node.is_send})
-        receives = sorted({leg.peer for leg, node in posted if not node.is_send})
+        counts, send = self._counts, self._program.transport.send
+        posted = [leg for i, leg in enumerate(self._legs) if leg is not None and counts[i] == 0]
+        sends = sorted({leg.peer for leg in posted if leg.start == send})
+        receives = sorted({leg.peer for leg in posted if leg.start != send})
         return f"waiting to send to ranks {sends} and to receive from ranks {receives}"
 
     def conflicts(self, other: Execution) -> bool:
@@ -534,7 +550,7 @@ class _TracedExecution(Execution):
 
         start = self._started.pop(node, None)
         if start is not None:
-            lane, name = _label(self._program.nodes[node])
+            lane, name = self._program.label(node)
             self._trace.append(TraceEvent(self._program.transport.rank, lane, name, start, time.perf_counter()))
         super().completed(node)
 
@@ -542,12 +558,3 @@ class _TracedExecution(Execution):
         if self._legs[node] is not None:
             self._started[node] = time.perf_counter()
         super()._launch(node)
-
-
-def _label(node: Node) -> tuple[str, str]:
-    """Lane and name of a node in a trace."""
-    if node.leg is None:
-        return "compute", f"{type(node.op).__name__.lower()} {node.op_index}"
-    if node.is_send:
-        return "send", f"send {node.op_index} to {node.leg.peer}"
-    return "recv", f"recv {node.op_index} from {node.leg.peer}"
