@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qccl.decentralized import LowPrecisionDecentralized
     from qccl.launch import init
     from qccl.plan import Plan
-    from qccl.pointers import quantized_allreduce
+    from qccl.pointers import hierarchical_allreduce, peer_exchange, quantized_allreduce
     from qccl.ranks import run_ranks
     from qccl.transports.nccl import get_unique_id
     from qccl.work import Work
@@ -51,7 +51,9 @@ __all__ = [
     "Work",
     "codecs",
     "get_unique_id",
+    "hierarchical_allreduce",
     "init",
+    "peer_exchange",
     "quantized_allreduce",
     "run_ranks",
 ]
@@ -62,6 +64,8 @@ _HOME = {
     "Plan": "qccl.plan",
     "Work": "qccl.work",
     "get_unique_id": "qccl.transports.nccl",
+    "hierarchical_allreduce": "qccl.pointers",
+    "peer_exchange": "qccl.pointers",
     "init": "qccl.launch",
     "quantized_allreduce": "qccl.pointers",
     "run_ranks": "qccl.ranks",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from qccl import dtypes
@@ -9,13 +10,13 @@ from qccl.arguments import CodecLike, count_of
 from qccl.buffers import Values
 from qccl.calls import Run
 from qccl.dtypes import DType
-from qccl.signatures import AllReduce
+from qccl.signatures import AllReduce, Hierarchical, PeerExchange, given_as
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.work import Work
 
-__all__ = ["quantized_allreduce"]
+__all__ = ["hierarchical_allreduce", "peer_exchange", "quantized_allreduce"]
 
 
 def quantized_allreduce(
@@ -46,6 +47,71 @@ def quantized_allreduce(
     signature = AllReduce.make(source.count, source.dtype, codec, chunk, op=op, algorithm=algorithm)
     run = Run(async_op, nonfinite, stream, timeout, None, key, lr)
     work = comm._run(signature, {"input": source, "output": target}, None, run)
+    return work if async_op else None
+
+
+def hierarchical_allreduce(
+    sendbuf: int,
+    recvbuf: int,
+    count: int,
+    datatype: str | int | DType,
+    op: str | int,
+    comm: Communicator,
+    stream: int = 0,
+    *,
+    codec: CodecLike = "minmax8",
+    intra: str = "none",
+    layout: str = "leader",
+    node_ids: Sequence[int] | None = None,
+    async_op: bool = False,
+    algorithm: str = "auto",
+    chunk: int | None = None,
+    nonfinite: str = "propagate",
+    timeout: float | None = None,
+) -> Work | None:
+    """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
+    source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
+    signature = Hierarchical.make(
+        *(source.count, source.dtype, codec, chunk),
+        op=op,
+        intra=intra,
+        layout=layout,
+        node_ids=comm.nodes if node_ids is None else node_ids,
+        algorithm=algorithm,
+    )
+    run = Run(async_op, nonfinite, stream, timeout, None)
+    work = comm._run(signature, {"input": source, "output": target}, None, run)
+    return work if async_op else None
+
+
+def peer_exchange(
+    sendbuf: int,
+    count: int,
+    datatype: str | int | DType,
+    comm: Communicator,
+    stream: int = 0,
+    *,
+    send_to: Collection[int],
+    replicas: Mapping[int, int],
+    applied: int | None = None,
+    codec: CodecLike = "minmax8",
+    async_op: bool = False,
+    chunk: int | None = None,
+    timeout: float | None = None,
+) -> Work | None:
+    """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
+    count, dtype = count_of(count), dtypes.get(datatype)
+    given = {"input": sendbuf} | ({} if applied is None else {"applied": applied})
+    given |= {f"replica {peer}": pointer for peer, pointer in replicas.items()}
+    memory = comm._memory
+    arrays = {
+        name: memory.from_pointer(address, count, dtype, what="sendbuf" if name == "input" else given_as(name))
+        for name, address in given.items()
+    }
+    signature = PeerExchange.make(
+        *(count, dtype, codec, chunk), send_to=send_to, receive_from=replicas.keys(), applied=applied is not None
+    )
+    work = comm._run(signature, arrays, None, Run(async_op, "propagate", stream, timeout, None))
     return work if async_op else None
 
 

@@ -206,3 +206,13 @@ def test_ranks_with_other_nodes_disagree() -> None:
         assert (x == 1).all()
 
     qccl.run_ranks(2, run)
+
+
+def test_raw_pointers_give_the_same_bits() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x = np.random.default_rng(comm.rank).standard_normal(5000).astype(np.float32)
+        out, options = np.empty_like(x), {"node_ids": [0, 0, 1], "codec": "minmax4"}
+        qccl.hierarchical_allreduce(x.ctypes.data, out.ctypes.data, 5000, "float32", "avg", comm, **options)
+        assert out.tobytes() == comm.hierarchical_allreduce(x, op="avg", **options).tobytes()
+
+    qccl.run_ranks(3, run)

@@ -173,3 +173,21 @@ def test_memory_in_common_is_refused() -> None:
                 comm.peer_exchange(x[:8], send_to=[1 - comm.rank], replicas={1 - comm.rank: replica}, applied=applied)
 
     qccl.run_ranks(2, run)
+
+
+def test_raw_pointers_give_the_same_bits() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        peer, n = 1 - comm.rank, 500
+        z, model, replica = (
+            np.random.default_rng([comm.rank, i]).standard_normal(n).astype(np.float32) for i in range(3)
+        )
+        x, y = model.copy(), replica.copy()
+        comm.peer_exchange(z, send_to=[peer], replicas={peer: y}, applied=x)
+        pointers = {"replicas": {peer: replica.ctypes.data}, "applied": model.ctypes.data}
+        work = qccl.peer_exchange(z.ctypes.data, n, "float32", comm, send_to=[peer], async_op=True, **pointers)
+        work.wait()
+        assert model.tobytes() == x.tobytes() and replica.tobytes() == y.tobytes()
+        with pytest.raises(qccl.InvalidBufferError, match=r"replicas\[1\] is a null pointer|replicas\[0\] is a null"):
+            qccl.peer_exchange(z.ctypes.data, n, "float32", comm, send_to=[peer], replicas={peer: 0})
+
+    qccl.run_ranks(2, run)
