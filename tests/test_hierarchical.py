@@ -132,6 +132,39 @@ def test_the_oracles_bits(case: Case) -> None:
         assert_same_bits(stored(found), wanted, f"rank {rank}")
 
 
+@pytest.mark.parametrize("intra", ["float16", "bfloat16"])
+@pytest.mark.parametrize("layout", ["leader", "sharded"])
+@pytest.mark.parametrize("node_ids", [[0, 0, 1, 1], [0, 1, 1, 1], [0, 0, 0, 1, 1, 2, 2, 2]], ids=str)
+def test_what_moves_inside_nodes_is_rounded(intra: str, layout: str, node_ids: list[int]) -> None:
+    """Others' values once on the way up, and the result once, also in nodes of one rank: all hold the same bits."""
+    count, n = 5000, len(node_ids)
+    inputs = [hard_data("normal", count, NUMPY["float32"], rank) for rank in range(n)]
+    nodes = [[r for r in range(n) if node_ids[r] == node] for node in dict.fromkeys(node_ids)]
+    parts = 1 if layout == "leader" else min(map(len, nodes))
+
+    def rounded(x: np.ndarray) -> np.ndarray:
+        return x.astype(NUMPY[intra]).astype(np.float32)
+
+    wanted = np.empty(count, np.float32)
+    for part, cut in enumerate(shards(count, parts, 1024)):
+        total = np.float32(0)
+        for i, node in enumerate(nodes):
+            terms = [inputs[r][cut] if r == node[part] else rounded(inputs[r][cut]) for r in node]
+            mine = terms[0]
+            for term in terms[1:]:
+                mine = mine + term
+            total = mine if i == 0 else total + mine
+        wanted[cut] = rounded(total * np.float32(1 / n))
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        x = inputs[comm.rank].copy()
+        options = {"intra": intra, "layout": layout, "node_ids": node_ids, "algorithm": "one_shot"}
+        return comm.hierarchical_allreduce(x, codec="none", op="avg", **options)
+
+    for rank, found in enumerate(qccl.run_ranks(n, run)):
+        assert_same_bits(found, wanted, f"rank {rank}")
+
+
 def test_bytes_between_nodes() -> None:
     """What owners send: (m-1) E / parts in one round, 2 (m-1)/m E / parts in two; inside nodes, the values."""
     codec, count = get("minmax4"), 1024 * 48
