@@ -30,6 +30,12 @@ def measured(comm: qccl.Communicator, codec: str, case: Case, algorithm: str = "
     return measure(comm, call, counts, meter=None, before_side=lambda mode: None)
 
 
+@pytest.fixture(autouse=True)
+def data_goes_in_messages_of_its_own(monkeypatch):
+    """Then they can be told by their tags."""
+    monkeypatch.setattr(LoopbackTransport, "eager_nbytes", 0)
+
+
 class Flipping(LoopbackTransport):
     """Inverts a bit of byte ``at`` (or from the end) of a data message that this rank sends, after ``skip`` others."""
 
