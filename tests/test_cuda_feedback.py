@@ -21,7 +21,7 @@ from qccl.codecs import Codec
 from qccl.dtypes import DType
 from qccl.engines import cuda_source
 from qccl.engines.cuda_source import Launch
-from qccl.schedule import Carried, Commit, Reduce, Span, State
+from qccl.schedule import Carried, Commit, Reduce, State
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 from emulator import Emulator
@@ -180,7 +180,7 @@ def test_commit(emulator: Emulator, dtype: DType, spoilt: int | None, by: float)
         assert np.array_equal(arrays.take(each.new, np.float32), new[i])
 
 
-# -- calls ---------------------------------------------------------------------------------------------------------------
+# -- calls -----------------------------------------------------------------------------------------------------------
 
 CODEC = "minmax3:bucket=64+ef+nesterov"
 

@@ -1,0 +1,170 @@
+"""What error feedback is for: means that become exact, and training that ends where it would without compression."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl.collectives import ALLREDUCE
+from qccl.schedule import Reduce, Schedule
+from qccl.signatures import elementwise
+
+RANKS, COUNT = 3, 512
+
+#: codec, and the steps that its residuals need to become as large as they get
+CODECS = [
+    ("onebit:bucket=64,reconstruct=scale+ef", 200),
+    ("onebit:bucket=128,reconstruct=mean+ef", 200),
+    ("minmax2:bucket=64+ef", 50),
+    ("topk:k=0.1,block=128+ef", 200),
+]
+
+
+def constant(rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(COUNT).astype(np.float32)
+
+
+def errors(codec: str, algorithm: str, times: list[int], op: str = "sum", dtype: str = "float32") -> dict[int, float]:
+    """The distance of the running mean from the exact result after so many steps with the same inputs, relative."""
+    inputs = [constant(rank).astype(dtype) for rank in range(RANKS)]
+    exact = sum(x.astype(np.float64) for x in inputs) / (RANKS if op == "avg" else 1)
+
+    def calls(comm: qccl.Communicator) -> dict[int, float]:
+        total, found = np.zeros(COUNT), {}
+        for step in range(1, max(times) + 1):
+            x = inputs[comm.rank].copy()
+            total += comm.quantized_allreduce(x, codec=codec, key="x", algorithm=algorithm, op=op)
+            if step in times:
+                found[step] = float(np.linalg.norm(total / step - exact) / np.linalg.norm(exact))
+        return found
+
+    found = qccl.run_ranks(RANKS, calls)
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
+@pytest.mark.parametrize("codec, settled", CODECS)
+def test_the_running_mean_becomes_exact_like_one_over_steps(codec, settled, algorithm):
+    """What has not been sent after T steps is what the residuals hold, which do not grow: the mean lacks 1/T of it."""
+    early, late = settled, 6 * settled
+    found = errors(codec, algorithm, [early, late])
+    assert found[late] < 1.5 * found[early] * early / late
+    assert found[late] < 12 / late
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_the_mean_lacks_exactly_what_the_residuals_hold(dtype):
+    """Of a sum in two rounds: the owner's residual includes what the element type rounded off."""
+    inputs = [constant(rank).astype(dtype) for rank in range(RANKS)]
+    steps = 50
+
+    def calls(comm: qccl.Communicator) -> tuple[np.ndarray, np.ndarray]:
+        total = np.zeros(COUNT)
+        for _ in range(steps):
+            total += comm.quantized_allreduce(
+                inputs[comm.rank].copy(), codec="minmax2:bucket=64+ef", key="x", algorithm="two_round"
+            )
+        return total, comm.state_dict()["x"]["values"]["residual"].astype(np.float64)
+
+    found = qccl.run_ranks(RANKS, calls)
+    held = sum(residual for _, residual in found)
+    exact = steps * sum(x.astype(np.float64) for x in inputs)
+    greatest = max(np.abs(x).max() for x in inputs)
+    # each step rounds sums of RANKS + 1 numbers of a few times the greatest input
+    assert np.abs(found[0][0] + held - exact).max() < steps * (RANKS + 1) * 8 * greatest * 2.0**-24
+    assert np.abs(held).max() > 0.1
+
+
+def stripped(make: Callable[..., Schedule], of_sums: bool) -> Callable[..., Schedule]:
+    """An algorithm whose codes of sums, or of single ranks' values, have no residual."""
+
+    def without(*args, **kwargs) -> Schedule:
+        schedule = make(*args, **kwargs)
+        ops = [
+            replace(op, state=replace(op.state, residual=None))
+            if isinstance(op, Reduce) and op.state and bool(op.srcs) == of_sums
+            else op
+            for op in schedule.ops
+        ]
+        return replace(schedule, ops=tuple(ops))
+
+    return without
+
+
+@pytest.mark.parametrize("codec, settled", CODECS)
+@pytest.mark.parametrize("of_sums", [True, False], ids=["no residual of the owner", "no residual of the senders"])
+def test_it_does_not_without_the_residuals_of_both_sides(codec, settled, of_sums, monkeypatch):
+    algorithms = {"two_round": stripped(ALLREDUCE["two_round"], of_sums)}
+    early, late = settled, 6 * settled
+    whole = errors(codec, "two_round", [late])
+    monkeypatch.setattr(elementwise, "ALLREDUCE", algorithms)
+    found = errors(codec, "two_round", [early, late])
+    assert found[late] > 0.5 * found[early]
+    assert found[late] > 5 * whole[late]
+
+
+# -- training ----------------------------------------------------------------------------------------------------------
+
+FEATURES, SAMPLES, WORKERS = 500, 250, 4
+
+
+def problem() -> tuple[np.ndarray, np.ndarray]:
+    """Least squares with noise: inputs and targets of all workers, each with samples about a centre of its own."""
+    rng = np.random.default_rng(5)
+    centres = 0.5 * rng.standard_normal((WORKERS, 1, FEATURES))
+    inputs = (rng.standard_normal((WORKERS, SAMPLES, FEATURES)) + centres) / np.sqrt(FEATURES)
+    targets = inputs @ rng.standard_normal(FEATURES) + 0.1 * rng.standard_normal((WORKERS, SAMPLES))
+    return inputs.astype(np.float32), targets.astype(np.float32)
+
+
+def loss(w: np.ndarray) -> float:
+    inputs, targets = problem()
+    return float(np.mean((inputs.astype(np.float64) @ w - targets) ** 2)) + 1e-3 * float(w @ w)
+
+
+def optimum() -> float:
+    """The least loss that there is."""
+    inputs, targets = (a.reshape(-1, *a.shape[2:]).astype(np.float64) for a in problem())
+    matrix = inputs.T @ inputs / len(targets) + 1e-3 * np.eye(FEATURES)
+    return loss(np.linalg.solve(matrix, inputs.T @ targets / len(targets)))
+
+
+def train(comm: qccl.Communicator, codec: str, rate: float, steps: int) -> np.ndarray:
+    """Gradient descent with minibatches of half of the samples, and a rate that falls to a hundredth."""
+    inputs, targets = (a[comm.rank] for a in problem())
+    rng = np.random.default_rng(comm.rank)
+    w = np.zeros(FEATURES, np.float32)
+    for step in range(steps):
+        chosen = rng.integers(0, SAMPLES, SAMPLES // 2)
+        x, lr = inputs[chosen], np.float32(rate * 0.01 ** (step / steps))
+        gradient = 2 * (x.T @ (x @ w - targets[chosen])) / len(chosen) + np.float32(2e-3) * w
+        w -= lr * comm.quantized_allreduce(gradient, codec=codec, key="w", op="avg", lr=float(lr))
+    return w
+
+
+@pytest.mark.parametrize(
+    "codec, rate, steps",
+    [
+        ("none", 5.0, 600),
+        ("onebit:bucket=128,reconstruct=scale+ef", 5.0, 600),
+        ("topk:k=0.01+ef+nesterov", 1.0, 600),
+        ("dithering:k=3", 5.0, 600),
+    ],
+)
+def test_training_reaches_the_optimum(codec, rate, steps):
+    """Within 1% of what there is to gain, as without a codec."""
+    weights = qccl.run_ranks(WORKERS, lambda comm: train(comm, codec, rate, steps))
+    assert all(np.array_equal(w, weights[0]) for w in weights)
+    least, start = optimum(), loss(np.zeros(FEATURES))
+    assert (loss(weights[0].astype(np.float64)) - least) / (start - least) < 0.01
+
+
+def test_top_k_alone_does_not() -> None:
+    weights = qccl.run_ranks(WORKERS, lambda comm: train(comm, "topk:k=0.01+nesterov", 1.0, 300))
+    least, start = optimum(), loss(np.zeros(FEATURES))
+    assert (loss(weights[0].astype(np.float64)) - least) / (start - least) > 0.1
