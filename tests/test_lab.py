@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+from qccl import codecs
 from qccl.bench import lab, start
 from qccl.bench.lab import Lab, LabError
 from qccl.bench.sizes import parse_link
@@ -275,3 +276,25 @@ def test_ranks_of_a_node_share_memory_and_only_others_the_link(link_per_rank: bo
 def test_nodes_that_cannot_be() -> None:
     with pytest.raises(LabError, match="4 ranks make 1 to 4 nodes, not 5"):
         Lab(4, parse_link("1gbit"), 5)
+
+
+@pytest.mark.parametrize("layout", ["leader", "sharded"])
+def test_two_levels_send_codes_between_nodes_alone(tmp_path: Path, layout: str) -> None:
+    """Two nodes of two ranks behind 200 Mbit/s: E bytes on each node's link, and far ahead of MPI's own all-reduce."""
+    path = tmp_path / "x.json"
+    done = run("hierarchical_allreduce", "--ranks=4", "--nodes=2", f"--layout={layout}", "-b4M", "-e4M", "-n3", path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(path.read_text())
+    (result,) = found["results"]
+    assert result["wire_bytes"] == codecs.get("minmax8").encoded_nbytes(1 << 20, "float32")
+    side = result["out_of_place"]
+    assert found["out_of_bounds"]["count"] == 0 and 0.99 < side["crossed"] < 1.2
+    assert side["speedup"] > 2.5
+
+
+def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Run one of qccl-bench's commands at 200 Mbit/s; the last argument is the file for its figures."""
+    command = [sys.executable, "-m", "qccl.bench", name, "--link=200mbit", *map(str, arguments[:-1])]
+    return subprocess.run(
+        [*command, f"--json={arguments[-1]}"], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+    )
