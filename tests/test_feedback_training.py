@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -55,6 +56,15 @@ def test_the_running_mean_becomes_exact_like_one_over_steps(codec, settled, algo
     found = errors(codec, algorithm, [early, late])
     assert found[late] < 1.5 * found[early] * early / late
     assert found[late] < 12 / late
+
+
+def test_codes_of_plus_and_minus_one_average_to_what_lies_between(monkeypatch):
+    """Where a code is 1 or -1 whatever its values, residuals stay bounded for values within these."""
+    monkeypatch.setattr(
+        sys.modules[__name__], "constant", lambda rank: np.linspace(-1, 1, COUNT, dtype="f4") ** (rank + 1)
+    )
+    found = errors("onebit+ef", "two_round", [100, 600], op="avg")
+    assert found[600] < 1.5 * found[100] / 6
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -152,6 +162,7 @@ def train(comm: qccl.Communicator, codec: str, rate: float, steps: int) -> np.nd
     [
         ("none", 5.0, 600),
         ("onebit:bucket=128,reconstruct=scale+ef", 5.0, 600),
+        ("onebit+ef", 5.0, 1500),
         ("topk:k=0.01+ef+nesterov", 1.0, 600),
         ("dithering:k=3", 5.0, 600),
     ],
