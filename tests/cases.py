@@ -42,6 +42,8 @@ BUCKETED = [
     "randomk:k=3,block=40",
     f"topk:k=0.05,block={BUCKET}",
     "topk:k=3,block=40",
+    f"trellis3:bucket={BUCKET},block=64",
+    f"trellis8:bucket={BUCKET},outliers=0",
 ]
 
 

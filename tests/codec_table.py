@@ -7,10 +7,13 @@ device kernels are emulated and compiled.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 from oracle_buckets import Bucketed, Cast, Dithering, OneBit, RandomK, TopK
 from oracle_trellis import Trellis
+
+from qccl.codecs import Codec
 
 TYPES = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2")
 RECONSTRUCTIONS = ("sign", "scale", "mean", "midpoint")
@@ -43,3 +46,10 @@ TABLE: dict[str, list[Bucketed]] = {
 }
 
 ALL = [codec for rows in TABLE.values() for codec in rows]
+
+_KINDS = {rows[0].name: type(rows[0]) for rows in TABLE.values()}
+
+
+def oracle_of(codec: Codec) -> Bucketed:
+    """The oracle of one of qccl's codecs that go bucket by bucket."""
+    return _KINDS[codec.name](**dataclasses.asdict(codec))  # type: ignore[call-overload]

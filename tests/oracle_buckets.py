@@ -9,8 +9,6 @@ from typing import ClassVar
 import numpy as np
 from oracle import NAN, Place, Sparse, f32, from_float, mix, pack, random_words, storage, to_float, unpack
 
-from qccl.codecs import Codec
-
 NO_BYTES = np.zeros(0, np.uint8)
 
 
@@ -349,11 +347,3 @@ class RandomK(BlockSparse):
         with np.errstate(all="ignore"):
             found = Sparse(self.indices(count, place), to_float(values, dtype) * factor)
         return self.spoiled(values, count, dtype) or found
-
-
-KINDS = {kind.name: kind for kind in (Cast, Dithering, OneBit, RandomK, TopK)}
-
-
-def oracle_of(codec: Codec) -> Bucketed:
-    """The oracle of one of qccl's codecs that go bucket by bucket."""
-    return KINDS[codec.name](**dataclasses.asdict(codec))  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import numpy as np
 import oracle
 import pytest
 from cases import BUCKET, Case, law_cases
-from oracle_buckets import oracle_of
+from codec_table import oracle_of
 
 import qccl
 from qccl.codecs import BucketCodec, get
