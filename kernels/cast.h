@@ -68,20 +68,20 @@ struct Cast {
 
   template <class To, class Team, class Values>
   QCCL_FN void encode_scaled(const Team& team, const Values& x, u32 n, u8* codes, u8* meta) {
-    const i32 greatest = team.greatest(n, [&](u32 i) { return magnitude(x[i]); });
+    const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     const bool finite = greatest < kInfinite;
     const float unit = finite ? To::unit(greatest) : float_of(kQuietNan), inverse = finite ? To::inverse(unit) : 0.0f;
     const u32 most = To::most(unit);
     if (team.leads()) store_float(meta, unit);
-    team.template pack<8>(n, [&](u32 i) { return finite ? To::from_float(x[i] * inverse, most) : 0u; }, codes);
+    team.template pack<8>(n, [&](i32 i) { return finite ? To::from_float(x[i] * inverse, most) : 0u; }, codes);
   }
 
   template <class T, class Team, class Values>
   QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp&, const Values& x, u32 n, u8* codes,
                       u8* meta) {
     switch (options.options[0]) {
-      case kFloat16: return team.pack_halves(n, [&](u32 i) { return Float16::from_float(x[i]); }, codes);
-      case kBFloat16: return team.pack_halves(n, [&](u32 i) { return BFloat16::from_float(x[i]); }, codes);
+      case kFloat16: return team.pack_halves(n, [&](i32 i) { return Float16::from_float(x[i]); }, codes);
+      case kBFloat16: return team.pack_halves(n, [&](i32 i) { return BFloat16::from_float(x[i]); }, codes);
       case kE4M3: return encode_scaled<Float8E4M3>(team, x, n, codes, meta);
       default: return encode_scaled<Float8E5M2>(team, x, n, codes, meta);
     }
@@ -90,15 +90,15 @@ struct Cast {
   template <class From, class Team, class Take>
   QCCL_FN void decode_scaled(const Team& team, const u8* codes, const u8* meta, u32 n, const Take& take) {
     const float unit = load_float(meta);
-    team.template unpack<8>(codes, n, [&](u32 i, u32 code) { take(i, From::to_float(code) * unit); });
+    team.template unpack<8>(codes, n, [&](i32 i, u32 code) { take(i, From::to_float(code) * unit); });
   }
 
   template <class T, class Team, class Take>
   QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
                       const Take& take) {
     switch (options.options[0]) {
-      case kFloat16: return team.unpack_halves(codes, n, [&](u32 i, u16 h) { take(i, Float16::to_float(h)); });
-      case kBFloat16: return team.unpack_halves(codes, n, [&](u32 i, u16 h) { take(i, BFloat16::to_float(h)); });
+      case kFloat16: return team.unpack_halves(codes, n, [&](i32 i, u16 h) { take(i, Float16::to_float(h)); });
+      case kBFloat16: return team.unpack_halves(codes, n, [&](i32 i, u16 h) { take(i, BFloat16::to_float(h)); });
       case kE4M3: return decode_scaled<Float8E4M3>(team, codes, meta, n, take);
       default: return decode_scaled<Float8E5M2>(team, codes, meta, n, take);
     }

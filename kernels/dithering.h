@@ -47,13 +47,13 @@ struct Dithering {
 
   template <class Team, class Values>
   QCCL_FN float find_norm(const Team& team, const BucketOptions& options, const Values& x, u32 n) {
-    const i32 greatest = team.greatest(n, [&](u32 i) { return magnitude(x[i]); });
+    const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     if (greatest >= kInfinite) return float_of(kQuietNan);
     if (options.options[2] == 0) return float_of((u32)greatest);
     // squares of numbers below 4: the greatest is taken to its exponent, as far as that power of two is normal
     const i32 exponent = greatest >> 23, power = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
     const float pre = float_of((u32)(254 - power) << 23), post = float_of((u32)power << 23);
-    const float squares = team.sum(n, [&](u32 i) { return (x[i] * pre) * (x[i] * pre); });
+    const float squares = team.sum(n, [&](i32 i) { return (x[i] * pre) * (x[i] * pre); });
     const float norm = square_root(squares) * post;
     return is_finite(norm) ? norm : float_of(0x7f7fffffu);  // the greatest float: any norm above all values will do
   }
@@ -76,7 +76,7 @@ struct Dithering {
   template <int Bits, bool Natural, class Team, class Values>
   QCCL_FN void make_codes(const Team& team, const Scale& scale, u32 levels, const Draws& draws, const Values& x, u32 n,
                           bool finite, u8* codes) {
-    team.template pack<Bits>(n, [&](u32 i) {
+    team.template pack<Bits>(n, [&](i32 i) {
       const float y = absolute(x[i]) * scale.pre * scale.inverse;
       const float chance = (float)(i32)(draws.word(i) >> 8) * 0x1p-24f;
       const u32 level = Natural ? natural_level(y, chance, levels) : linear_level(y, chance, levels);
@@ -86,7 +86,7 @@ struct Dithering {
 
   template <int Bits, bool Natural, class Team, class Take>
   QCCL_FN void take_codes(const Team& team, const Scale& scale, u32 levels, const u8* codes, u32 n, const Take& take) {
-    team.template unpack<Bits>(codes, n, [&](u32 i, u32 code) {
+    team.template unpack<Bits>(codes, n, [&](i32 i, u32 code) {
       const u32 level = code & ((1u << (Bits - 1)) - 1);
       const float weight = !Natural ? (float)(i32)level : level ? float_of((127u + level - levels) << 23) : 0.0f;
       const float scaled = weight * scale.unit;  // rounding may not take it beyond the norm, which may be the last float

@@ -41,28 +41,28 @@ struct OneBit {
 
   template <class Team, class Values>
   QCCL_FN Sides find_sides(const Team& team, u32 reconstruct, const Values& x, u32 n) {
-    const i32 greatest = team.greatest(n, [&](u32 i) { return magnitude(x[i]); });
+    const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     const float nan = float_of(kQuietNan);
     if (greatest >= kInfinite) return {nan, nan};
     const float pre = clear(greatest);
     switch (reconstruct) {
       case kSign: return {-1.0f, 1.0f};
       case kScale: {
-        const float sum = team.sum(n, [&](u32 i) { return absolute(x[i]) * pre; });
+        const float sum = team.sum(n, [&](i32 i) { return absolute(x[i]) * pre; });
         const float mean = mean_of(sum, (float)n, pre, greatest);
         return {-mean, mean};
       }
       case kMean: {
-        const float below = team.sum(n, [&](u32 i) { return x[i] < 0.0f ? x[i] * pre : 0.0f; });
-        const float above = team.sum(n, [&](u32 i) { return x[i] < 0.0f ? 0.0f : x[i] * pre; });
-        const float number = team.sum(n, [&](u32 i) { return x[i] < 0.0f ? 1.0f : 0.0f; });
+        const float below = team.sum(n, [&](i32 i) { return x[i] < 0.0f ? x[i] * pre : 0.0f; });
+        const float above = team.sum(n, [&](i32 i) { return x[i] < 0.0f ? 0.0f : x[i] * pre; });
+        const float number = team.sum(n, [&](i32 i) { return x[i] < 0.0f ? 1.0f : 0.0f; });
         const float rest = (float)n - number;
         return {number > 0.0f ? mean_of(below, number, pre, greatest) : 0.0f,
                 rest > 0.0f ? mean_of(above, rest, pre, greatest) : 0.0f};
       }
       default: {
-        const i32 high = team.greatest(n, [&](u32 i) { return order_key(bits_of(x[i])); });
-        const i32 low = ~team.greatest(n, [&](u32 i) { return ~order_key(bits_of(x[i])); });
+        const i32 high = team.greatest(n, [&](i32 i) { return order_key(bits_of(x[i])); });
+        const i32 low = ~team.greatest(n, [&](i32 i) { return ~order_key(bits_of(x[i])); });
         const float most = float_of((u32)order_key((u32)high)), least = float_of((u32)order_key((u32)low));
         return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
       }
@@ -79,7 +79,7 @@ struct OneBit {
       if (two) store_float(meta, sides.lower);
       store_float(meta + (two ? 4 : 0), sides.upper);
     }
-    team.template pack<1>(n, [&](u32 i) { return (u32)(finite & (x[i] < 0.0f)); }, codes);
+    team.template pack<1>(n, [&](i32 i) { return (u32)(finite & (x[i] < 0.0f)); }, codes);
   }
 
   template <class T, class Team, class Take>
@@ -87,7 +87,7 @@ struct OneBit {
                       const Take& take) {
     const bool two = options.options[0] >= kMean;
     const float upper = load_float(meta + (two ? 4 : 0)), lower = two ? load_float(meta) : -upper;
-    team.template unpack<1>(codes, n, [&](u32 i, u32 code) { take(i, code ? lower : upper); });
+    team.template unpack<1>(codes, n, [&](i32 i, u32 code) { take(i, code ? lower : upper); });
   }
 };
 

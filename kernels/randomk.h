@@ -59,7 +59,7 @@ struct RandomK {
     const u32 keep = (u32)kept(options, n);
     if (encode_spoiled<T>(team, x, n, keep, codes)) return;
     const RandomPick pick = make_pick(options.seed, stamp, n);
-    team.each(keep, [&](u32 j) { store_kept<T>(codes, j, x[picked(pick, j)]); });
+    team.each(keep, [&](i32 j) { store_kept<T>(codes, j, x[picked(pick, j)]); });
   }
 
   // The third option: values are multiplied by what share of them is kept, so that the mean is right.
@@ -70,7 +70,7 @@ struct RandomK {
     const u32 keep = (u32)kept(options, n);
     const float factor = options.options[2] ? (float)n / (float)keep : 1.0f;
     const RandomPick pick = make_pick(options.seed, stamp, n);
-    team.each(keep, [&](u32 j) { take(picked(pick, j), load_kept<T>(codes, j) * factor); });
+    team.each(keep, [&](i32 j) { take(picked(pick, j), load_kept<T>(codes, j) * factor); });
   }
 };
 

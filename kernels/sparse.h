@@ -46,14 +46,14 @@ QCCL_FN float load_kept(const u8* codes, u64 j) {
 // Of a block with a NaN or an infinity all values on the wire are NaN; the first tells the decoder.
 template <class T, class Team, class Values>
 QCCL_FN bool encode_spoiled(const Team& team, const Values& x, u32 n, u32 keep, u8* codes) {
-  if (team.greatest(n, [&](u32 i) { return magnitude(x[i]); }) < kInfinite) return false;
-  team.each(keep, [&](u32 j) { store_kept<T>(codes, j, float_of(kQuietNan)); });
+  if (team.greatest(n, [&](i32 i) { return magnitude(x[i]); }) < kInfinite) return false;
+  team.each(keep, [&](i32 j) { store_kept<T>(codes, j, float_of(kQuietNan)); });
   return true;
 }
 template <class T, class Team, class Take>
 QCCL_FN bool decode_spoiled(const Team& team, const u8* codes, u32 n, const Take& take) {
   if (!is_nan(load_kept<T>(codes, 0))) return false;
-  team.each(n, [&](u32 i) { take(i, float_of(kQuietNan)); });
+  team.each(n, [&](i32 i) { take(i, float_of(kQuietNan)); });
   return true;
 }
 

@@ -41,9 +41,9 @@ struct TopK {
                       u8* meta) {
     const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
     if (encode_spoiled<T>(team, x, n, keep, codes)) {
-      return team.each(keep, [&](u32 j) { store_index(meta, nbytes, j, 0); });
+      return team.each(keep, [&](i32 j) { store_index(meta, nbytes, j, 0); });
     }
-    team.select(n, keep, [&](u32 i) { return magnitude(x[i]); }, [&](u32 j, u32 i) {
+    team.select(n, keep, [&](i32 i) { return magnitude(x[i]); }, [&](u32 j, u32 i) {
       store_kept<T>(codes, j, x[i]);
       store_index(meta, nbytes, j, i);
     });
@@ -54,7 +54,7 @@ struct TopK {
                       const Take& take) {
     if (decode_spoiled<T>(team, codes, n, take)) return;
     const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
-    team.ascending(keep, [&](u32 j) { return load_index(meta, nbytes, j); }, [&](u32 j, u32 i) {
+    team.ascending(keep, [&](i32 j) { return load_index(meta, nbytes, j); }, [&](u32 j, u32 i) {
       if (i < n) take(i, load_kept<T>(codes, j));
     });
   }

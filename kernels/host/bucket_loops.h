@@ -110,6 +110,16 @@ QCCL_LOOP static inline void keep_residual(const StateCall& state, u64 first, u3
   for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
 }
 
+// What is done with a decoded value.
+struct PutTo {
+  float* at;
+  QCCL_MEMBER void operator()(i32 i, float value) const { at[i] = value; }
+};
+struct AddTo {
+  float* at;
+  QCCL_MEMBER void operator()(i32 i, float value) const { at[i] += value; }
+};
+
 // One bucket. `T` is the call's element type where the wire has values of it, as those of sparse codecs have, and Float32
 // otherwise, so that there is one text for all types.
 template <class Codec, class T>
@@ -123,11 +133,9 @@ struct OneBucket {
     const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
     if (Codec::sparse && !add) __builtin_memset(y, 0, n * sizeof *y);
     if constexpr (Codec::sparse) {
-      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n,
-                                [=](u32 i, float value) QCCL_INLINE { y[i] += value; });
+      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n, AddTo{y});
     } else {
-      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n,
-                                [=](u32 i, float value) QCCL_INLINE { y[i] = value; });
+      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n, PutTo{y});
     }
   }
 

@@ -19,28 +19,30 @@ class HostTeam {
   // All threads wait for each other; what one stored before, others may load afterwards.
   void sync() const {}
 
-  // body(i) for each of n, in any order.
+  // body(i) for each of n, in any order. Indices are signed, here and below, because what may not overflow is a stride to
+  // the compiler, and a vector.
   template <class Body>
   QCCL_MEMBER void each(u32 n, const Body& body) const {
-    for (u32 i = 0; i < n; ++i) body(i);
+    for (i32 i = 0; i < (i32)n; ++i) body(i);
   }
 
   // The sum of term(i), as bucket.h defines it.
   template <class Term>
   QCCL_MEMBER float sum(u32 n, const Term& term) const {
-    alignas(64) float total[kSumLanes] = {};
-    for (u32 tile = 0; tile < n; tile += kSumTile) {
-      const u32 size = (u32)smaller(kSumTile, n - tile);
-      alignas(64) float part[kSumLanes] = {};
-      u32 at = tile;
-      for (; at + kSumLanes <= tile + size; at += kSumLanes) {
-        for (u32 j = 0; j < kSumLanes; ++j) part[j] += term(at + j);
+    constexpr i32 lanes = (i32)kSumLanes, tile_size = (i32)kSumTile;
+    alignas(64) float total[lanes] = {};
+    for (i32 tile = 0; tile < (i32)n; tile += tile_size) {
+      const i32 end = (i32)n - tile < tile_size ? (i32)n : tile + tile_size;
+      alignas(64) float part[lanes] = {};
+      i32 at = tile;
+      for (; end - at >= lanes; at += lanes) {
+        for (i32 j = 0; j < lanes; ++j) part[j] += term(at + j);
       }
-      for (u32 j = 0; at + j < tile + size; ++j) part[j] += term(at + j);
-      for (u32 j = 0; j < kSumLanes; ++j) total[j] += part[j];
+      for (i32 j = 0; j < end - at; ++j) part[j] += term(at + j);
+      for (i32 j = 0; j < lanes; ++j) total[j] += part[j];
     }
-    for (u32 half = kSumLanes / 2; half > 0; half /= 2) {
-      for (u32 j = 0; j < half; ++j) total[j] += total[j + half];
+    for (i32 half = lanes / 2; half > 0; half /= 2) {
+      for (i32 j = 0; j < half; ++j) total[j] += total[j + half];
     }
     return total[0];
   }
@@ -48,86 +50,84 @@ class HostTeam {
   // The greatest key(i), of one or more.
   template <class Key>
   QCCL_MEMBER i32 greatest(u32 n, const Key& key) const {
-    constexpr u32 lanes = 64;
+    constexpr i32 lanes = 64;
     alignas(64) i32 best[lanes];
-    for (u32 j = 0; j < lanes; ++j) best[j] = -0x7fffffff - 1;
-    u32 i = 0;
-    for (; i + lanes <= n; i += lanes) {
-      for (u32 j = 0; j < lanes; ++j) {
-        const i32 k = key(i + j);
+    for (i32 j = 0; j < lanes; ++j) best[j] = -0x7fffffff - 1;
+    i32 at = 0;
+    for (; (i32)n - at >= lanes; at += lanes) {
+      for (i32 j = 0; j < lanes; ++j) {
+        const i32 k = key(at + j);
         best[j] = k > best[j] ? k : best[j];
       }
     }
-    for (u32 j = 0; i + j < n; ++j) {
-      const i32 k = key(i + j);
+    for (i32 j = 0; j < (i32)n - at; ++j) {
+      const i32 k = key(at + j);
       best[j] = k > best[j] ? k : best[j];
     }
     i32 all = best[0];
-    for (u32 j = 1; j < lanes; ++j) all = best[j] > all ? best[j] : all;
+    for (i32 j = 1; j < lanes; ++j) all = best[j] > all ? best[j] : all;
     return all;
   }
 
-  // code(i) of n elements, Bits each, packed as in ../pack.h.
+  // code(i) of n elements, Bits each, packed as in ../pack.h. Codes are made and packed in loops of their own, which the
+  // compiler turns into vectors.
   template <int Bits, class Code>
   QCCL_MEMBER void pack(u32 n, const Code& code, u8* to) const {
-    u32 i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      alignas(64) i32 codes[kLanes];
-      for (u32 j = 0; j < kLanes; ++j) codes[j] = (i32)code(i + j);
-      store_codes<Bits>(load_lanes<i32>(codes), to + i / 8 * Bits);
+    alignas(64) i32 codes[kStage];
+    i32 first = 0;
+    for (; (i32)n - first >= kStage; first += kStage) {
+      for (i32 j = 0; j < kStage; ++j) codes[j] = (i32)code(first + j);
+      for (i32 j = 0; j < kStage; j += kLanes) store_codes<Bits>(load_lanes<i32>(codes + j), to + (first + j) / 8 * Bits);
     }
-    if (i == n) return;
-    alignas(64) i32 codes[kLanes] = {};
-    for (u32 j = 0; i + j < n; ++j) codes[j] = (i32)code(i + j);
+    const i32 rest = (i32)n - first, whole = rest / (i32)kLanes * (i32)kLanes;
+    for (i32 j = 0; j < rest; ++j) codes[j] = (i32)code(first + j);
+    for (i32 j = 0; j < whole; j += kLanes) store_codes<Bits>(load_lanes<i32>(codes + j), to + (first + j) / 8 * Bits);
+    if (whole == rest) return;
+    for (i32 j = rest; j < whole + (i32)kLanes; ++j) codes[j] = 0;
     SomeCodes<Bits> some;
-    store_codes<Bits>(load_lanes<i32>(codes), some.bytes);
-    some.write(to + i / 8 * Bits, n - i);
+    store_codes<Bits>(load_lanes<i32>(codes + whole), some.bytes);
+    some.write(to + (first + whole) / 8 * Bits, (u32)(rest - whole));
   }
 
   // take(i, code) for each of n packed codes.
   template <int Bits, class Take>
   QCCL_MEMBER void unpack(const u8* from, u32 n, const Take& take) const {
-    alignas(64) i32 codes[kLanes];
-    u32 i = 0;
-    for (; i + kLanes <= n && from + i / 8 * Bits + 16 <= limit_; i += kLanes) {
-      store_lanes(load_codes<Bits>(from + i / 8 * Bits), codes);
-      for (u32 j = 0; j < kLanes; ++j) take(i + j, (u32)codes[j]);
+    alignas(64) i32 codes[kStage];
+    i32 first = 0;
+    for (; (i32)n - first >= kStage && from + (first + kStage) / 8 * Bits + 16 <= limit_; first += kStage) {
+      for (i32 j = 0; j < kStage; j += kLanes) store_lanes(load_codes<Bits>(from + (first + j) / 8 * Bits), codes + j);
+#pragma GCC ivdep
+      for (i32 j = 0; j < kStage; ++j) take(first + j, (u32)codes[j]);
     }
-    for (; i < n; i += kLanes) {
-      const u32 lanes = (u32)smaller(kLanes, n - i);
-      SomeCodes<Bits> some;
-      some.read(from + i / 8 * Bits, lanes);
-      store_lanes(load_codes<Bits>(some.bytes), codes);
-      for (u32 j = 0; j < lanes; ++j) take(i + j, (u32)codes[j]);
+    for (; first < (i32)n; first += kStage) {
+      const i32 size = (i32)n - first < kStage ? (i32)n - first : kStage;
+      for (i32 j = 0; j < size; j += kLanes) {
+        SomeCodes<Bits> some;
+        some.read(from + (first + j) / 8 * Bits, size - j < (i32)kLanes ? (u32)(size - j) : kLanes);
+        store_lanes(load_codes<Bits>(some.bytes), codes + j);
+      }
+      for (i32 j = 0; j < size; ++j) take(first + j, (u32)codes[j]);
     }
   }
 
   // The same for numbers of two bytes.
   template <class Half>
   QCCL_MEMBER void pack_halves(u32 n, const Half& half, u8* to) const {
-    u32 i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      u16 halves[kLanes];
-      for (u32 j = 0; j < kLanes; ++j) halves[j] = half(i + j);
-      __builtin_memcpy(to + 2 * i, halves, sizeof halves);
-    }
-    for (; i < n; ++i) {
-      const u16 one = half(i);
-      __builtin_memcpy(to + 2 * i, &one, sizeof one);
+    u16 halves[kStage];
+    for (i32 first = 0; first < (i32)n; first += kStage) {
+      const i32 size = (i32)n - first < kStage ? (i32)n - first : kStage;
+      for (i32 j = 0; j < size; ++j) halves[j] = half(first + j);
+      __builtin_memcpy(to + 2 * first, halves, (u64)size * sizeof halves[0]);
     }
   }
   template <class Take>
   QCCL_MEMBER void unpack_halves(const u8* from, u32 n, const Take& take) const {
-    u32 i = 0;
-    for (; i + kLanes <= n; i += kLanes) {
-      u16 halves[kLanes];
-      __builtin_memcpy(halves, from + 2 * i, sizeof halves);
-      for (u32 j = 0; j < kLanes; ++j) take(i + j, halves[j]);
-    }
-    for (; i < n; ++i) {
-      u16 one;
-      __builtin_memcpy(&one, from + 2 * i, sizeof one);
-      take(i, one);
+    u16 halves[kStage];
+    for (i32 first = 0; first < (i32)n; first += kStage) {
+      const i32 size = (i32)n - first < kStage ? (i32)n - first : kStage;
+      __builtin_memcpy(halves, from + 2 * first, (u64)size * sizeof halves[0]);
+#pragma GCC ivdep
+      for (i32 j = 0; j < size; ++j) take(first + j, halves[j]);
     }
   }
 
@@ -137,22 +137,22 @@ class HostTeam {
   QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
     i32* found = reinterpret_cast<i32*>(room_);
     u32 above = 0, count = 0;  // keys above the digits so far; elements that may be kept
-    i32 least = digit_of(20, 11, n, keep, above, [&](u32 i) { return key(i); }, [](i32) { return true; });
-    for (u32 i = 0; i < n; ++i) {
-      found[count] = (i32)i;
+    i32 least = digit_of(20, 11, n, keep, above, [&](i32 i) { return key(i); }, [](i32) { return true; });
+    for (i32 i = 0; i < (i32)n; ++i) {
+      found[count] = i;
       count += key(i) >= least;
     }
-    const auto key_of = [&](u32 c) { return key((u32)found[c]); };
+    const auto key_of = [&](i32 c) { return key(found[c]); };
     i32 prefix = least >> 20;
     least |= digit_of(10, 10, count, keep, above, key_of, [&](i32 k) { return k >> 20 == prefix; });
     prefix = least >> 10;
     least |= digit_of(0, 10, count, keep, above, key_of, [&](i32 k) { return k >> 10 == prefix; });
     u32 ties = keep - above;
     for (u32 c = 0, j = 0; c < count; ++c) {
-      const i32 k = key_of(c);
+      const i32 k = key_of((i32)c);
       if (k < least || (k == least && ties == 0)) continue;
       ties -= k == least;
-      emit(j++, (u32)found[c]);
+      emit(j++, found[c]);
     }
   }
 
@@ -170,6 +170,7 @@ class HostTeam {
 
  private:
   static constexpr u32 kDigits = 1 << 11;
+  static constexpr i32 kStage = 256;
 
   // The digit at `shift` of the last key that is kept, in place; `above` counts the keys that have greater ones. Only the
   // keys that belong to those are looked at.
@@ -177,7 +178,7 @@ class HostTeam {
   QCCL_MEMBER static i32 digit_of(u32 shift, u32 bits, u32 n, u32 keep, u32& above, const Key& key, const Belongs& belongs) {
     u32 counts[kDigits] = {};
     const u32 mask = (1u << bits) - 1;
-    for (u32 i = 0; i < n; ++i) {
+    for (i32 i = 0; i < (i32)n; ++i) {
       const i32 k = key(i);
       counts[(u32)k >> shift & mask] += belongs(k);
     }
