@@ -11,10 +11,18 @@ import numpy as np
 import pytest
 
 from qccl import codecs
-from qccl.codecs import MinMax, NoCodec
+from qccl.codecs import Cast, Dithering, MinMax, NoCodec, OneBit, RandomK, TopK
 from qccl.errors import ArgumentError, CodecError
 
+NATURAL = Dithering(5, "natural", "l2", seed=3)
+WORDS = {"byteps_dithering_partition": "natural", "byteps_dithering_normalize": "l2"}
 EVERY = [
+    OneBit(64, "scale"),
+    Cast("float8_e5m2"),
+    NATURAL,
+    TopK(0.01),
+    TopK(5, 64),
+    RandomK(0.25, 64, (1 << 64) - 1, True),
     NoCodec(),
     *(
         MinMax(bits, bucket, rounding, seed)
@@ -38,6 +46,19 @@ EVERY = [
         ({"byteps_compressor": "minmax4", "byteps_bucket": 64}, MinMax(4, 64)),
         ({"compressor": "none"}, NoCodec()),
         (MinMax(5), MinMax(5)),
+        ("onebit:bucket=512,reconstruct=mean", OneBit(512, "mean")),
+        ({"compressor": "onebit", "scaling": "true"}, OneBit(reconstruct="scale")),
+        ({"byteps_compressor_type": "onebit", "byteps_compressor_onebit_scaling": "False"}, OneBit()),
+        ("cast", Cast("float16")),
+        ("cast:dtype=float8_e4m3", Cast("float8_e4m3")),
+        ("dithering:k=7", Dithering(7)),
+        ({"compressor": "dithering", "k": "5", "partition": "natural", "normalize": "l2", "seed": "3"}, NATURAL),
+        ({"byteps_compressor_type": "dithering", "byteps_compressor_k": "5", "byteps_seed": 3} | WORDS, NATURAL),
+        ({"compressor": "dithering", "k": 5, "partition": "1", "normalize": "1", "seed": 3}, NATURAL),
+        ("topk:k=0.01", TopK(0.01)),
+        ({"byteps_compressor_type": "topk", "byteps_compressor_k": "3"}, TopK(3)),
+        ("randomk:k=8,block=64,seed=7,scale=true", RandomK(8, 64, 7, True)),
+        ({"compressor": "randomk", "k": "8", "scaling": "true", "seed": "7"}, RandomK(8, seed=7, scale=True)),
     ],
 )
 def test_specifications(spec: Any, codec: codecs.Codec) -> None:
@@ -78,6 +99,22 @@ def test_spec_and_repr_are_inverses(codec: codecs.Codec) -> None:
         ("none:bits=8", "none has no key 'bits'; its keys: none"),
         ("minmax8+eff", "no decorator 'eff'"),
         ({"bits": 8}, "lacks the key 'compressor'"),
+        ("topk", "topk needs the key 'k'; its keys: k, block"),
+        ("dithering", "dithering needs the key 'k'"),
+        ({"compressor": "randomk", "seed": "7"}, "randomk needs the key 'k'"),
+        ("topk:k=0", r"k=0 is not possible; allowed are a fraction between 0 and 1, or the number of elements"),
+        ("topk:k=1.5", "k=1.5"),
+        ("topk:k=65,block=64", "each block, 1 to 64"),
+        ("topk:k=3,block=12", "block=12 is not possible; allowed are multiples of 8"),
+        ("topk:k=3,seed=1", "topk has no key 'seed'; its keys: k, block"),
+        ("dithering:k=128", "k=128 is not possible; allowed are the integers 1 to 127"),
+        ("dithering:k=32,partition=natural", "k=32 is not possible; allowed are the integers 1 to 31"),
+        ("dithering:k=3,partition=square", "partition='square' is not possible; allowed are linear, natural, 0, 1"),
+        ("dithering:k=3,normalise=l2", r"no key 'normalise'; .* Did you mean 'norm'\?"),
+        ("randomk:k=3,scale=2", "scale=2 is not possible; allowed are true and false"),
+        ("onebit:reconstruct=median", "reconstruct='median' is not known; allowed are sign, scale, mean, midpoint"),
+        ({"compressor": "onebit", "scaling": "maybe"}, "scaling='maybe' is not possible; allowed are True, False"),
+        ("cast:dtype=int8", "dtype='int8' is not known; allowed are float16, bfloat16, float8_e4m3, float8_e5m2"),
         ({"compressor": "minmax", "bits": True}, "bits=True"),
         ({"bits": 8, "byteps_bits": 8, "compressor": "minmax"}, "gives 'bits' twice"),
         (8, "a codec is a string, a dict or a Codec, not int"),

@@ -48,6 +48,8 @@ DECORATORS: Mapping[str, type[Decorator]] = {kind.name: kind for kind in (ErrorF
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
 #: between decorators, but not in 1e+3
 _PLUS = re.compile(r"\+(?![0-9])")
+#: keys of BytePS that name the codec once more
+_BYTEPS = {"onebit_scaling": "scaling", "dithering_partition": "partition", "dithering_normalize": "normalize"}
 _MOMENTUM = (("momentum", "momentum_type"), "nesterov", "nesterov")
 
 
@@ -89,7 +91,9 @@ def _parse_text(text: str, spec: str) -> tuple[str, dict[str, Any]]:
 def _parse_mapping(spec: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     options: dict[str, Any] = {}
     for key, value in spec.items():
-        _add(options, str(key).removeprefix("byteps_"), value, spec)
+        name = str(key).removeprefix("byteps_")
+        name = "compressor" if name == "compressor_type" else name.removeprefix("compressor_")
+        _add(options, _BYTEPS.get(name, name), value, spec)
     if "compressor" not in options:
         raise CodecError(f"codec {dict(spec)!r} lacks the key 'compressor'; its value is one of {_list(CODECS)}")
     return str(options.pop("compressor")), options
