@@ -82,7 +82,9 @@ def test_the_header_makes_the_oracles_bytes(side: str, tmp_path: Path) -> None:
             room = np.full(reference.sizes(n, "float32")[0] + 4, 0xA5, np.uint8)
             y = np.zeros(n, np.float32)
             codes, meta = room[:-4], room[-4:]
-            library.encode(*(ctypes.c_void_p(x.ctypes.data), n), *(ctypes.c_void_p(a.ctypes.data) for a in (codes, meta)))
+            library.encode(
+                *(ctypes.c_void_p(x.ctypes.data), n), *(ctypes.c_void_p(a.ctypes.data) for a in (codes, meta))
+            )
             wanted = reference.encode_bucket(x, "float32", Place())
             assert codes.tobytes() == wanted[0].tobytes() and meta.tobytes() == wanted[1].tobytes()
             library.decode(*(ctypes.c_void_p(a.ctypes.data) for a in (codes, meta)), n, ctypes.c_void_p(y.ctypes.data))
