@@ -8,8 +8,10 @@ import ctypes
 import itertools
 import mmap
 
+import kernel_calls
 import numpy as np
 import oracle
+from codec_table import ALL
 
 from qccl import _host, dtypes
 
@@ -36,30 +38,28 @@ class Fenced:
         return address
 
 
-def run(codec: oracle.MinMax | None, dtype: str, count: int, at_end: bool, fences: list[Fenced]) -> None:
+def run(codec: oracle.Codec, dtype: str, count: int, at_end: bool, fences: list[Fenced]) -> None:
     """Encode, decode, accumulate and reduce; the wires that are decoded are random bytes."""
     rng = np.random.default_rng(count)
     code = dtypes.get(dtype).code
     values = np.zeros(count, oracle.storage(dtype))
-    nbytes = oracle.encode(codec, values, dtype).size
+    nbytes = kernel_calls.wire_nbytes(codec, count, dtype)
     wires = [rng.integers(0, 256, nbytes, np.uint8) for _ in range(3)]
     memory = _host.Memory(6)
     for i, content in enumerate([values, *wires, values, values]):
         memory[i] = fences[i].place(content, at_end)
-    loops = _host.Raw()
-    if codec is not None:
-        loops = _host.MinMax(codec.bits, 0 if codec.bucket == "shard" else codec.bucket, codec.stochastic, 1)
+    loops, op = kernel_calls.kernel(codec), int(codec is None or isinstance(codec, oracle.MinMax))
     at = [(i, 0) for i in range(6)]
     _host.Decode(memory, loops, code, at[1], at[4], count, False)()
     _host.Decode(memory, loops, code, at[2], at[4], count, True)()
     _host.Reduce(memory, loops, code, [at[1], at[2]], at[0], 1, at[3], at[5], count, 0, 1.0, 0, 0, 0)()
-    _host.Reduce(memory, loops, code, [at[1], at[2]], None, 0, None, at[5], count, 1, 0.5, 0, 0, 0)()
+    _host.Reduce(memory, loops, code, [at[1], at[2]], None, 0, None, at[5], count, op, 0.5, 0, 0, 0)()
     _host.Encode(memory, loops, code, at[0], at[3], count, 0, 0, 0)()
 
 
 def main() -> None:
     fences = [Fenced(5000 * 4) for _ in range(6)]
-    codecs: list[oracle.MinMax | None] = [None]
+    codecs: list[oracle.Codec] = [None, *(codec for codec in ALL if codec.bucket <= 1024)]
     codecs += [
         oracle.MinMax(bits, bucket, stochastic)
         for bits, bucket, stochastic in itertools.product(range(1, 9), (8, 64, 1024, "shard"), (False, True))

@@ -13,8 +13,10 @@ from kernel_calls import DTYPES, KINDS, OPS, assert_same_bits, hard_values
 from oracle import Place
 from oracle_buckets import Bucketed
 
+import qccl
 from qccl import codecs
 from qccl.codecs import BucketCodec
+from qccl.errors import ArgumentError
 
 EVERY = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.spec)
 
@@ -118,3 +120,17 @@ def test_bound_holds(codec: Bucketed, kind: str) -> None:
     with np.errstate(invalid="ignore"):
         excess = np.where(finite, np.abs(y - x) - bound, 0)
     assert excess.max() <= 0, f"element {excess.argmax()} by {excess.max()}"
+
+
+@pytest.mark.parametrize("op", ["min", "max"])
+@pytest.mark.parametrize("spec", ["topk:k=0.1", "randomk:k=3+ef"])
+def test_sparse_codes_have_no_min_and_no_max(spec: str, op: str) -> None:
+    def call(comm: qccl.Communicator) -> None:
+        comm.quantized_allreduce(np.ones(100, np.float32), codec=spec, op=op, key="x" if "+" in spec else None)
+
+    with pytest.raises(ArgumentError, match=f"op '{op}' is not possible with {spec[:5]}.*use sum or avg"):
+        qccl.run_ranks(1, call)
+    with pytest.raises(ValueError, match=r"a sparse codec allows 0 \(sum\) only"):
+        kernel_calls.reduce(
+            TABLE["topk"][0], [], np.ones(8, np.float32), 0, 8, "float32", op=op, scale=1, encoded=True, place=Place()
+        )

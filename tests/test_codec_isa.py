@@ -15,6 +15,7 @@ from pathlib import Path
 import kernel_calls
 import numpy as np
 import pytest
+from codec_table import ALL
 from kernel_calls import DTYPES, KINDS, OPS, hard_values
 from oracle import MinMax, Place
 
@@ -40,8 +41,24 @@ def results() -> Iterator[bytes]:
         yield wire.tobytes() + out.tobytes()
 
 
+def bucketed_results() -> Iterator[bytes]:
+    """The same for the codecs that go bucket by bucket."""
+    rng = np.random.default_rng(1)
+    place = Place(call=3, round=1, rank=2, index=(1 << 33) - 8)
+    for codec, dtype, kind in zip(ALL, itertools.cycle(DTYPES), itertools.cycle(KINDS)):
+        count = min(2 * codec.bucket + 13, 20_000)
+        x, y = (hard_values(kind, count, dtype, rng) for _ in range(2))
+        wire = kernel_calls.encode(codec, x, dtype, place)
+        yield wire.tobytes()
+        yield kernel_calls.decode(codec, wire, count, dtype, y, place).tobytes()
+        out = kernel_calls.reduce(
+            codec, [wire, wire], y, 1, count, dtype, op="sum", scale=1 / 3, encoded=True, place=place
+        )
+        yield from (part.tobytes() for part in out if part is not None)
+
+
 def digest() -> str:
-    return hashlib.sha256(b"".join(results())).hexdigest()
+    return hashlib.sha256(b"".join([*results(), *bucketed_results()])).hexdigest()
 
 
 @pytest.fixture(scope="module")
