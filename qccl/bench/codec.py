@@ -21,7 +21,10 @@ from qccl.dtypes import DType
 
 __all__ = ["Speed", "codec", "measure_codec"]
 
-_CODECS = "minmax8,minmax4,minmax4:rounding=stochastic,none"
+_CODECS = (
+    "minmax8,minmax4,minmax4:rounding=stochastic,trellis,cast,cast:dtype=float8_e4m3,dithering:k=7,"
+    "dithering:k=7,partition=natural,onebit,onebit:reconstruct=mean,topk:k=0.01,randomk:k=0.01,none"
+)
 _TYPES_HELP = f"{', '.join(DTYPES)} or all [all]."
 
 
