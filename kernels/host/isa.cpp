@@ -1,6 +1,7 @@
 // One instruction set's build of all loops. This file is compiled once per instruction set, each time with a
 // QCCL_NAMESPACE of its own, so that the linker cannot merge a function of one with that of another.
 #include "bucket_loops.h"
+#include "minmax_bucket.h"
 #include "minmax_loops.h"
 #include "raw_loops.h"
 
