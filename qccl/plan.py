@@ -134,7 +134,7 @@ class Plan:
             check_lr(lr)
             state = self._comm._state.take(self._key, compiled.remembered, compiled.state, lr)
             addresses = addresses | {name: memory.address for name, memory in state.items()}
-            text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
+            text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={float(lr)!r}")
             keep = self._bound, state
         self._work = self._comm._launch(
             compiled.program,

@@ -296,6 +296,14 @@ def test_ranks_must_agree_on_what_the_state_follows_from(changed):
         qccl.run_ranks(2, call)
 
 
+def test_a_learning_rate_is_the_number_however_it_is_held():
+    def call(comm: qccl.Communicator) -> None:
+        for lr in ((1, 1.0), (np.float64(0.1), 0.1)):
+            comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a", lr=lr[comm.rank])
+
+    qccl.run_ranks(2, call)
+
+
 def test_other_collectives_refuse_state():
     def call(comm: qccl.Communicator) -> None:
         x = np.ones(100, np.float32)

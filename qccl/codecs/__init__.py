@@ -133,7 +133,7 @@ def _make(name: str, options: dict[str, Any], spec: object) -> Codec:
         if field not in keys:
             allowed = _list(keys) if keys else "none"
             raise CodecError(f"codec {spec!r}: {match[1]} has no key {key!r}; its keys: {allowed}{_near(key, keys)}")
-        if values is not None and value not in values:
+        if values is not None and value not in tuple(values):  # a value may be unhashable
             raise CodecError(f"codec {spec!r}: {key}={value!r} is not possible; allowed are {_list(map(str, values))}")
         _add(given, field, value if values is None else values[value], spec)
     for each in dataclasses.fields(kind):  # type: ignore[arg-type]

@@ -32,7 +32,7 @@ class _Sparse(BucketCodec):
     def _check(self) -> None:
         check_bucket(self.name, "block", self.block)
         number = isinstance(self.k, int | float) and not isinstance(self.k, bool)
-        if not number or not (0 < self.k < 1 or (self.k == int(self.k) and 1 <= self.k <= self.block)):
+        if not number or not (0 < self.k < 1 or (1 <= self.k <= self.block and self.k == int(self.k))):
             raise CodecError(
                 f"{self.name}: k={self.k!r} is not possible; allowed are a fraction between 0 and 1, or the number of "
                 f"elements to keep of each block, 1 to {self.block}"
