@@ -119,8 +119,8 @@ class Communicator(Collectives):
     def from_torch(cls, group: Any = None, timeout: float = 60.0) -> Communicator:
         """Collective: the ranks of a torch.distributed process group (None: the default one).
 
-        If it has NCCL they work on their current devices, if it has only gloo on host memory. The group brings the ranks
-        together, and is left as it was.
+        If it has NCCL they work on their current devices, if it has only gloo on host memory. The group brings the
+        ranks together, and is left as it was.
         """
         from qccl.transports.torch import TorchTransport, backend_of
 
