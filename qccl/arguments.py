@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
 
-__all__ = ["OPS", "CodecLike", "check_group", "check_timeout", "chunk_of", "count_of", "integer", "one_of", "op_of"]
+__all__ = [
+    "OPS",
+    "CodecLike",
+    "check_group",
+    "check_timeout",
+    "chunk_of",
+    "count_of",
+    "integer",
+    "integers",
+    "one_of",
+    "op_of",
+]
 
 #: what a codec may be given as; see qccl.codecs.get
 CodecLike = str | Mapping[str, Any] | Codec
@@ -24,6 +35,13 @@ def integer(value: Any, what: str) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise ArgumentError(f"{what} must be an integer, not {value!r}")
     return operator.index(value)
+
+
+def integers(values: Iterable[Any], what: str) -> tuple[int, ...]:
+    """Any integers, one by one."""
+    if not isinstance(values, Iterable):
+        raise ArgumentError(f"{what} must be a list of integers, not {values!r}")
+    return tuple(integer(value, f"each of {what}") for value in values)
 
 
 def count_of(count: int, what: str = "count") -> int:

@@ -226,7 +226,10 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
         hint = '; for bfloat16 held in uint16 pass dtype="bfloat16"' if found == "uint16" else ""
         raise InvalidBufferError(f"{what} has element type {found}; allowed are {', '.join(names)}{hint}")
     if wanted is not None and wanted.name != found:
-        raise InvalidBufferError(f"{what} has element type {found}, but dtype={wanted.name!r} was given")
+        raise InvalidBufferError(
+            f"{what} has element type {found}, and {wanted} is needed: that which dtype= names, or which the first array "
+            f"of the call has"
+        )
     return dtypes.get(found)
 
 

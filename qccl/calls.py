@@ -129,6 +129,8 @@ class Collectives(ABC):
         its own. Other arguments: see quantized_allreduce. Returns the list of the outputs, or its Work.
         """
         memory, targets = self._memory, xs if outs is None else outs
+        if not isinstance(xs, Collection) or not isinstance(targets, Collection):
+            raise ArgumentError(f"xs and outs must be lists of arrays, not {type(xs).__name__}, {type(outs).__name__}")
         if len(targets) != len(xs):
             raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
         arrays: dict[str, Values] = {}
@@ -375,6 +377,8 @@ class Collectives(ABC):
         Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. Where one rank names another that
         does not name it, both raise MismatchError and change nothing; the others raise it now or in their next call.
         """
+        if not isinstance(replicas, Mapping):
+            raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")
         memory = self._memory
         own = memory.from_array(z, dtype=dtype, writable=False, what="z")
         arrays = {"input": own}

@@ -97,6 +97,8 @@ class StateStore:
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace everything by what save() gave on this rank. Raises ArgumentError, and then changes nothing."""
+        if not isinstance(saved, Mapping):
+            raise ArgumentError(f"a state is the dict that state_dict() returned, not {type(saved).__name__}")
         entries = {key: self._loaded(key, each) for key, each in saved.items()}
         self._entries = entries
 

@@ -20,6 +20,7 @@ def vector(count: int = 12, dtype: type = np.float32) -> np.ndarray:
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[5, 6]), r"counts=\[5, 6\] .* sum 11; .* sum 12"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[12]), "1 numbers .* must be 2"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[-1, 13]), "each of counts must be a number"),
+        (lambda c: c.quantized_reduce_scatter(vector(), counts=6), "counts must be a list of integers, not 6"),
         (lambda c: c.quantized_reduce_scatter(vector(), op="product"), "op 'product' is not supported"),
         (lambda c: c.quantized_reduce_scatter(np.ones((3, 4), np.float32).T), "row-major"),
         (lambda c: c.quantized_all_gather(vector(5), vector()), "x has 5 elements.* needs 6"),
@@ -39,7 +40,14 @@ def vector(count: int = 12, dtype: type = np.float32) -> np.ndarray:
         (lambda c: c.quantized_reduce(vector(), root=-1), "root=-1 is not a rank"),
         (lambda c: c.quantized_reduce(vector(), algorithm="chain"), "one of auto, one_shot, two_round"),
         (lambda c: c.quantized_allreduce_coalesced([vector()], [vector(), vector()]), "1 arrays in xs and 2 in outs"),
-        (lambda c: c.quantized_allreduce_coalesced([vector(), vector(12, np.float16)]), r"xs\[1\] has element type"),
+        (
+            lambda c: c.quantized_allreduce_coalesced([vector(), vector(12, np.float16)]),
+            r"xs\[1\] has element type float16, and float32 is needed",
+        ),
+        (
+            lambda c: c.quantized_allreduce_coalesced(iter([vector()])),
+            "xs and outs must be lists of arrays, not list_it",
+        ),
         (lambda c: c.plan("reduce_scatter", 12, root=1), "has no parameter 'root'; those of its plans are op, counts"),
         (lambda c: c.plan("gather", 12), '"reduce_scatter", "all_gather"'),
     ],

@@ -338,6 +338,7 @@ def test_a_call_that_fails_changes_nothing():
 @pytest.mark.parametrize(
     "spoil, reason",
     [
+        (lambda s: [s], "the dict that state_dict.. returned, not list"),
         (lambda s: s | {"a": {}}, "what is given as the state of key='a' is not what state_dict.. returns"),
         (lambda s: s | {"a": 3}, "is not what state_dict"),
         (lambda s: s | {"a": s["a"] | {"rank": 1 - s["a"]["rank"]}}, "is of rank . of 2, and this is rank . of 2"),

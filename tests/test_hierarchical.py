@@ -216,6 +216,8 @@ def test_a_plan_and_the_machines_own_nodes() -> None:
         ({"node_ids": [0]}, "node_ids has 1 numbers; there must be 2, one for each rank"),
         ({"node_ids": [0, 1, 1]}, "node_ids has 3 numbers"),
         ({"node_ids": ["a", "b"]}, "each of node_ids must be an integer"),
+        ({"node_ids": 2}, "node_ids must be a list of integers, not 2"),
+        ({"intra": None}, "intra 'None' is not one of none, float16, bfloat16"),
         ({"layout": "ring"}, "layout 'ring' is not one of leader, sharded"),
         ({"intra": "minmax8"}, "is not one of none, float16, bfloat16"),
         ({"inter": "gpu"}, "inter='gpu' cannot be had"),

@@ -149,6 +149,8 @@ def test_one_sided_lists_are_found(lists, concerned, cached: bool) -> None:
         ({"send_to": [2]}, "send_to names rank 2; peers are the other ranks"),
         ({"send_to": [1, 1]}, r"send_to names a rank twice: \[1, 1\]"),
         ({"send_to": ["1"]}, "each of send_to must be an integer, not '1'"),
+        ({"send_to": 1}, "send_to must be a list of integers, not 1"),
+        ({"replicas": [np.ones(8, np.float32)]}, "replicas must be a dict of arrays by rank, not list"),
         ({"replicas": {-1: np.ones(8, np.float32)}}, "replicas names rank -1"),
         ({"replicas": {1: np.ones(9, np.float32)}}, r"replicas\[1\] has 9 elements, and peer_exchange of 8 .* needs 8"),
         ({"replicas": {1: np.ones(8, np.float16)}}, r"replicas\[1\] has element type float16"),

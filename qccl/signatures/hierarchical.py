@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qccl import codecs
-from qccl.arguments import CodecLike, integer, one_of, op_of
+from qccl.arguments import CodecLike, integers, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives import ALLREDUCE, choose_inter
 from qccl.collectives.hierarchical import hierarchical
@@ -49,14 +49,14 @@ class Hierarchical(Signature):
         one_of(layout, LAYOUTS, "layout")
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         checked = common(*given)
-        one_of(intra if isinstance(intra, str) else "", _INTRA, "intra")
+        one_of(intra if isinstance(intra, str) else repr(intra), _INTRA, "intra")
         plain = intra == checked["dtype"].name
         return cls(
             **checked,
             op=op_of(op),
             intra=codecs.get("none" if plain else _INTRA[str(intra)]),
             layout=layout,
-            node_ids=tuple(integer(node, "each of node_ids") for node in node_ids),
+            node_ids=integers(node_ids, "node_ids"),
             algorithm=algorithm,
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qccl.arguments import count_of, op_of
+from qccl.arguments import count_of, integers, op_of
 from qccl.buffers import Values, check_disjoint, is_part_of
 from qccl.collectives.scatter import all_gather, all_to_all, reduce_scatter
 from qccl.errors import ArgumentError
@@ -177,7 +177,7 @@ class AllToAll(Signature):
 
 
 def _counts(counts: Sequence[int] | None, what: str = "counts") -> tuple[int, ...] | None:
-    return None if counts is None else tuple(count_of(count, f"each of {what}") for count in counts)
+    return None if counts is None else tuple(count_of(count, f"each of {what}") for count in integers(counts, what))
 
 
 def _equal(count: int, size: int, name: str) -> tuple[int, ...]:

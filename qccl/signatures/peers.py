@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from qccl.arguments import integer
+from qccl.arguments import integer, integers
 from qccl.buffers import Values, check_disjoint
 from qccl.collectives.peers import peer_exchange
 from qccl.errors import ArgumentError
@@ -29,7 +29,7 @@ class PeerExchange(Signature):
     @classmethod
     def make(cls, *given: Any, send_to: Collection[int], receive_from: Collection[int], applied: bool) -> PeerExchange:
         """Check the arguments."""
-        to = tuple(sorted(integer(peer, "each of send_to") for peer in send_to))
+        to = tuple(sorted(integers(send_to, "send_to")))
         back = tuple(sorted(integer(peer, "each key of replicas") for peer in receive_from))
         return cls(**common(*given), send_to=to, receive_from=back, applied=applied)
 
