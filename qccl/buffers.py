@@ -227,8 +227,8 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
         raise InvalidBufferError(f"{what} has element type {found}; allowed are {', '.join(names)}{hint}")
     if wanted is not None and wanted.name != found:
         raise InvalidBufferError(
-            f"{what} has element type {found}, and {wanted} is needed: that which dtype= names, or which the first array "
-            f"of the call has"
+            f"{what} has element type {found}, and {wanted} is needed: what dtype= names, or what the first array of the "
+            f"call has"
         )
     return dtypes.get(found)
 

@@ -54,7 +54,8 @@ class LowPrecisionDecentralized:
         self.spectral_gap = spectral_gap(self.weights)
         self._codec = codecs.get(codec)
         self._row = [float(w) for w in self.weights[comm.rank]]
-        self.peers = tuple(rank for rank, w in enumerate(self._row) if w and rank != comm.rank)
+        linked = self.weights[comm.rank] + self.weights[:, comm.rank]  # both ways: symmetry has a tolerance
+        self.peers = tuple(rank for rank, w in enumerate(linked) if w and rank != comm.rank)
         self.steps = 0
         self._check_agreement()
         self.replicas = {peer: _blank(model) for peer in self.peers}
@@ -64,7 +65,9 @@ class LowPrecisionDecentralized:
         """Collective: one step with the gradient of this rank's model; returns the model."""
         if gradient.shape != self.model.shape:
             raise ArgumentError(f"the gradient has shape {gradient.shape}, and the model {self.model.shape}")
-        z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * lr
+        z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * float(
+            lr
+        )  # a NumPy scalar has a type of its own
         for peer, replica in self.replicas.items():
             z += replica * self._row[peer]
         self.comm.peer_exchange(z, send_to=self.peers, replicas=self.replicas, applied=self.model, codec=self._codec)
@@ -80,6 +83,11 @@ class LowPrecisionDecentralized:
         """Go on from a state_dict() of the same rank, with the same peers. All ranks must, from the same step."""
         if tuple(state["replicas"]) != self.peers:
             raise ArgumentError(f"the state has replicas of ranks {list(state['replicas'])}; peers are {self.peers}")
+        shapes = {tuple(array.shape) for array in (state["model"], *state["replicas"].values())}
+        if shapes != {tuple(self.model.shape)}:
+            raise ArgumentError(
+                f"the state has arrays of the shapes {sorted(shapes)}; the model has {self.model.shape}"
+            )
         self.model[...] = state["model"]
         for peer, replica in state["replicas"].items():
             self.replicas[peer][...] = replica

@@ -152,8 +152,23 @@ def test_goes_on_from_a_state() -> None:
         assert other.steps == 3 and other.step(gradient(3), 0.1).tobytes() == sgd.model.tobytes()
         with pytest.raises(qccl.ArgumentError, match=r"replicas of ranks \[7\]"):
             other.load_state_dict(state | {"replicas": {7: state["model"]}})
+        with pytest.raises(qccl.ArgumentError, match=r"shapes \[\(5, 1\), \(5, 7\)\]; the model has \(5, 7\)"):
+            other.load_state_dict(state | {"model": state["model"][:, :1]})
+        assert other.model.tobytes() == sgd.model.tobytes()
 
     qccl.run_ranks(3, run)
+
+
+def test_weights_within_the_tolerance_and_a_rate_of_numpys() -> None:
+    """An entry that is 0 in one half of the matrix alone is an edge for both; a float64 does not make arrays float64."""
+
+    def run(comm: qccl.Communicator) -> tuple[int, ...]:
+        weights = [[1.0, 1e-7], [0.0, 1.0]]
+        sgd = qccl.LowPrecisionDecentralized(comm, np.ones(5, np.float32), weights=weights, codec="none")
+        np.testing.assert_allclose(sgd.step(np.ones(5, np.float32), np.float64(0.5)), 0.5, rtol=1e-6)
+        return sgd.peers
+
+    assert qccl.run_ranks(2, run) == [(1,), (0,)]
 
 
 def test_refused() -> None:
