@@ -227,8 +227,7 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
         raise InvalidBufferError(f"{what} has element type {found}; allowed are {', '.join(names)}{hint}")
     if wanted is not None and wanted.name != found:
         raise InvalidBufferError(
-            f"{what} has element type {found}, and {wanted} is needed: what dtype= names, or what the first array of the "
-            f"call has"
+            f"{what} has element type {found}, and {wanted} is needed: what dtype= names, or the call's first array has"
         )
     return dtypes.get(found)
 

@@ -65,9 +65,8 @@ class LowPrecisionDecentralized:
         """Collective: one step with the gradient of this rank's model; returns the model."""
         if gradient.shape != self.model.shape:
             raise ArgumentError(f"the gradient has shape {gradient.shape}, and the model {self.model.shape}")
-        z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * float(
-            lr
-        )  # a NumPy scalar has a type of its own
+        lr = float(lr)  # of no type of its own, as NumPy's scalars are
+        z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * lr
         for peer, replica in self.replicas.items():
             z += replica * self._row[peer]
         self.comm.peer_exchange(z, send_to=self.peers, replicas=self.replicas, applied=self.model, codec=self._codec)

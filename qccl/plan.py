@@ -31,6 +31,7 @@ class _Compiled(NamedTuple):
     """A program, and what it remembers from run to run: the call that its state is of, and floats in each buffer."""
 
     program: Program
+    algorithm: str
     remembered: str
     state: Mapping[str, int]
 
@@ -96,7 +97,10 @@ class Plan:
             text = replace(signature, order=order).text()
             comm._agree(text, self._pairs)
         in_place, addresses = signature.bind(arrays, comm.rank, comm.size)
-        self._bound = _Bound(arrays, result, self._program(in_place), addresses, text)
+        compiled = self._program(in_place)
+        if compiled.state and order != signature.order:  # another element would get what this one's code left out
+            compiled = compiled._replace(remembered=replace(signature, order=order).remembered(compiled.algorithm))
+        self._bound = _Bound(arrays, result, compiled, addresses, text)
         return self
 
     def start(
@@ -177,7 +181,7 @@ class Plan:
             schedule = self.schedule(in_place=in_place)
             state = {name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE}
             remembered = self.signature.remembered(schedule.name)
-            found = _Compiled(self._comm._engine.compile(schedule), remembered, state)
+            found = _Compiled(self._comm._engine.compile(schedule), schedule.name, remembered, state)
             self._programs[in_place] = found
         return found
 

@@ -160,7 +160,7 @@ def test_goes_on_from_a_state() -> None:
 
 
 def test_weights_within_the_tolerance_and_a_rate_of_numpys() -> None:
-    """An entry that is 0 in one half of the matrix alone is an edge for both; a float64 does not make arrays float64."""
+    """An entry that is 0 in one half of the matrix alone is an edge for both; a float64 makes no arrays float64."""
 
     def run(comm: qccl.Communicator) -> tuple[int, ...]:
         weights = [[1.0, 1e-7], [0.0, 1.0]]

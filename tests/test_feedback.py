@@ -232,6 +232,8 @@ def test_plans_have_a_key():
         assert x.tobytes() == wanted[0].tobytes()
         with pytest.raises(ArgumentError, match="name that with key="):
             comm.plan("allreduce", 300, codec=codec)
+        with pytest.raises(ArgumentError, match="use a key of its own"):  # other elements have these places
+            plan.bind(np.ones((20, 15), np.float32).T).start(lr=0.5)
 
     qccl.run_ranks(2, both)
 
