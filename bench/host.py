@@ -7,32 +7,26 @@ computes. Sides take turns within one run, in blocks of back-to-back calls; a fi
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from datetime import date
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import click
 import numpy as np
-from runs import print_table
+from runs import MARK, machine, print_table, run_ranks, run_undisturbed, save
 
 import qccl
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import format_size, parse_link, parse_size
-from qccl.bench.start import find_mpiexec, run_ranks_by_mpiexec
 
-RESULTS = Path(__file__).parent.parent / "docs" / "results"
+__all__ = ["cpu_seconds", "plain", "run_plan", "turns"]
+
 _TAG = 20_000
-_MARK = "result "
-#: share of the processors that others may have in a run that counts as undisturbed
-_QUIET = 0.05
 
 
 @click.command()
@@ -48,7 +42,7 @@ _QUIET = 0.05
 @click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json, or renew in it what was measured.")
 def main(**given: Any) -> None:
     """Measure and print tables."""
-    document: dict[str, Any] = {"machine": _machine(), "lab": [], "shared": [], "overlap": []}
+    document: dict[str, Any] = {"machine": machine(), "lab": [], "shared": [], "overlap": []}
     until = time.monotonic() + given["patience"]
     ranks = [int(n) for n in given["ranks"].split(",")]
     shared = {key: given[key] for key in ("algorithm", "chunk", "calls")}
@@ -61,30 +55,11 @@ def main(**given: Any) -> None:
         }[section]()
         for task in tasks:
             for n in ranks:
-                rows.append(_run_undisturbed(n, task | shared, until))
+                rows.append(run_undisturbed(partial(_run, n, task | shared), until))
         _print(section, rows)
     document["machine"]["load after"] = os.getloadavg()
     if given["save"]:
-        _save(document)
-
-
-def _save(document: dict[str, Any]) -> None:
-    """Write today's file; where there is one, rows of the same kind are replaced, and the others stay."""
-    RESULTS.mkdir(parents=True, exist_ok=True)
-    path = RESULTS / f"host-{date.today().isoformat()}.json"
-    if path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        for section in ("lab", "shared", "overlap"):
-            renewed = [_kind(row) for row in document[section]]
-            document[section] += [row for row in before[section] if _kind(row) not in renewed]
-            document[section].sort(key=lambda row: (parse_link(row["link"]).rate if row["link"] else 0, row["count"]))
-    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {path}")
-
-
-def _kind(row: dict[str, Any]) -> tuple[Any, ...]:
-    """What a row is a measurement of."""
-    return tuple(row[key] for key in ("ranks", "link", "codec", "count", "algorithm", "chunk"))
+        save(document)
 
 
 def _lab_tasks(links: list[str], codecs: list[str]) -> Iterator[dict[str, Any]]:
@@ -103,49 +78,8 @@ def _overlap_tasks() -> Iterator[dict[str, Any]]:
     yield {"measure": "overlap", "link": "1gbit", "codec": "minmax8", "count": 4 << 20}
 
 
-def _run_undisturbed(ranks: int, task: dict[str, Any], until: float) -> dict[str, Any]:
-    """The run that other processes disturbed least, of those tried up to one that they did not, or to ``until``."""
-    tried: list[dict[str, Any]] = []
-    while True:
-        while time.monotonic() < until and _others(lambda: time.sleep(1)) > _QUIET:
-            pass
-        found: list[dict[str, Any]] = []
-        others = _others(lambda into=found: into.append(_run(ranks, task)))
-        tried.append(found[0] | {"others": round(others, 3)})
-        if others < _QUIET or time.monotonic() > until:
-            return min(tried, key=lambda each: each["others"])
-
-
-def _others(run: Callable[[], object]) -> float:
-    """The share of the processors that other programs had while ``run`` ran."""
-
-    def busy() -> float:
-        user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split()[1:4]
-        own = os.times()
-        ours = own.user + own.system + own.children_user + own.children_system
-        return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - ours
-
-    begin, before = time.monotonic(), busy()
-    run()
-    return (busy() - before) / (time.monotonic() - begin) / (os.cpu_count() or 1)
-
-
 def _run(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
-    """Start the ranks and return what rank 0 found."""
-    found: list[dict[str, Any]] = []
-
-    def hear(line: str) -> None:
-        if line.startswith(_MARK):
-            found.append(json.loads(line.removeprefix(_MARK)))
-        else:
-            print(line, file=sys.stderr)
-
-    command = [sys.executable, __file__, json.dumps(task)]
-    with Lab(ranks, parse_link(task["link"])) if task["link"] else contextlib.nullcontext() as lab:
-        status = run_ranks_by_mpiexec(ranks, command, lab=lab, smallest=4 * task["count"], silence=600, on_line=hear)
-    if status or not found:
-        raise SystemExit(f"the ranks failed with status {status}")
-    return task | found[0]
+    return run_ranks(__file__, ranks, task, Lab(ranks, parse_link(task["link"])) if task["link"] else None)
 
 
 def _print(section: str, rows: list[dict[str, Any]]) -> None:
@@ -186,29 +120,6 @@ def _print(section: str, rows: list[dict[str, Any]]) -> None:
             )  # fmt: skip
 
 
-def _machine() -> dict[str, Any]:
-    from qccl import _host
-
-    model = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
-    )
-    mpi = find_mpiexec()
-    return {
-        "cpu": model[0] if model else "",
-        "cores": len(os.sched_getaffinity(0)),
-        "instruction set": _host.isa,
-        "mpi": f"{mpi.name} {mpi.version}",
-        "commit": commit.stdout.strip(),
-        "date": date.today().isoformat(),
-        "load before": os.getloadavg(),
-    }
-
-
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 
@@ -223,14 +134,16 @@ def rank(task: dict[str, Any]) -> None:
         ).bind(x, y)
         found = measure(comm, plan, x, y, task)
         if comm.rank == 0:
-            print(_MARK + json.dumps({"ranks": comm.size} | found), flush=True)
+            print(MARK + json.dumps({"ranks": comm.size} | found), flush=True)
 
 
-def _run_plan(plan: qccl.Plan) -> Callable[[], object]:
+def run_plan(plan: qccl.Plan) -> Callable[[], object]:
+    """A call of the plan, to be timed."""
     return lambda: plan.start().wait()
 
 
-def _plain(comm: qccl.Communicator, x: Any, y: Any) -> Callable[[], object]:
+def plain(comm: qccl.Communicator, x: Any, y: Any) -> Callable[[], object]:
+    """A call of the library's own all-reduce, to be timed."""
     source, target, allreduce = x.ctypes.data, y.ctypes.data, comm.transport.allreduce
     return lambda: allreduce(source, target, len(x), "float32", "sum")
 
@@ -269,9 +182,7 @@ def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) ->
     return max(float(item) for item in comm.allgather(repr(mine).encode()))
 
 
-def _turns(
-    comm: qccl.Communicator, sides: dict[str, tuple[Callable[[], object], int]], blocks: int
-) -> dict[str, float]:
+def turns(comm: qccl.Communicator, sides: dict[str, tuple[Callable[[], object], int]], blocks: int) -> dict[str, float]:
     """The sides (a call, and the calls in a block) in turn; the medians of their blocks."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(blocks):
@@ -280,7 +191,7 @@ def _turns(
     return {name: statistics.median(each) for name, each in times.items()}
 
 
-def _cpu(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
+def cpu_seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
     """The processor's seconds of a call, the mean of the ranks."""
     comm.barrier()
     begin = time.process_time()
@@ -293,7 +204,7 @@ def _cpu(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> flo
 def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
     sent = plan.schedule(in_place=False).sent_nbytes()
     most = max(int(item) for item in comm.allgather(str(sent).encode()))
-    run, bulk = _run_plan(plan), _bulk(comm, most // (comm.size - 1))
+    run, bulk = run_plan(plan), _bulk(comm, most // (comm.size - 1))
     before, counted = shaped_nbytes(), 5
     for _ in range(counted):
         run()
@@ -302,18 +213,18 @@ def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task:
     blocks = 5
     floor = most / parse_link(task["link"]).rate
     each = max(4, -(-task["calls"] // blocks), min(40, round(0.2 / floor)))  # TCP starts slowly after a pause
-    found = _turns(comm, {"qccl": (run, each), "bulk": (bulk, each), "mpi": (_plain(comm, x, y), 4)}, blocks)
+    found = turns(comm, {"qccl": (run, each), "bulk": (bulk, each), "mpi": (plain(comm, x, y), 4)}, blocks)
     return found | {
         "floor": floor,
         "crossed": crossed,
-        "cpu": _cpu(comm, run, 5),
+        "cpu": cpu_seconds(comm, run, 5),
     }
 
 
 def _measure_shared(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
     each = max(10, min(500, (16 << 20) // x.nbytes))
-    sides = {"qccl": (_run_plan(plan), each), "mpi": (_plain(comm, x, y), each)}
-    return _turns(comm, sides, 15)
+    sides = {"qccl": (run_plan(plan), each), "mpi": (plain(comm, x, y), each)}
+    return turns(comm, sides, 15)
 
 
 # -- overlap ---------------------------------------------------------------------------------------------------------
@@ -332,8 +243,8 @@ def _measure_overlap(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, t
         return both
 
     blocks, each = 5, max(4, -(-task["calls"] // 5))
-    alone = _turns(comm, {"call": (call, each)}, blocks)["call"]
-    cpu = _cpu(comm, call, each)
+    alone = turns(comm, {"call": (call, each)}, blocks)["call"]
+    cpu = cpu_seconds(comm, call, each)
     cores = min(len(os.sched_getaffinity(0)), comm.size)
     sides = {}
     for name, other in {
@@ -341,8 +252,8 @@ def _measure_overlap(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, t
         "NumPy": _busy(alone, _in_numpy()),
         "Python": _busy(alone, _in_python),
     }.items():
-        times = _turns(comm, {"other": (other, each), "both": (beside(other), each)}, blocks)
-        shared = 0.0 if name == "sleep" else (cpu + _cpu(comm, other, each)) * comm.size / cores
+        times = turns(comm, {"other": (other, each), "both": (beside(other), each)}, blocks)
+        shared = 0.0 if name == "sleep" else (cpu + cpu_seconds(comm, other, each)) * comm.size / cores
         sides[name] = {
             "alone": times["other"],
             "both": times["both"],

@@ -1,16 +1,33 @@
-"""Runs qccl-bench and prints tables in Markdown; what the scripts beside this one have in common."""
+"""What the scripts beside this one have in common: running qccl-bench or ranks of one's own, tables, results files."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
-__all__ = ["allreduce", "print_table"]
+from qccl import _host
+from qccl.bench.lab import Lab
+from qccl.bench.sizes import parse_link
+from qccl.bench.start import find_mpiexec, run_ranks_by_mpiexec
+
+__all__ = ["MARK", "allreduce", "machine", "print_table", "run_ranks", "run_undisturbed", "save"]
+
+#: what rank 0 begins the line with in which it says what was found
+MARK = "result "
+#: share of the processors that others may have in a run that counts as undisturbed
+_QUIET = 0.05
+_RESULTS = Path(__file__).parent.parent / "docs" / "results"
+#: what a row is a measurement of
+_KIND = ("ranks", "nodes", "link", "link_per_rank", "codec", "count", "algorithm", "chunk")
 
 
 def allreduce(*flags: str) -> dict[str, Any]:
@@ -29,3 +46,92 @@ def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     print("| " + " | ".join("---" for _ in head) + " |")
     for row in rows:
         print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
+
+
+def run_ranks(script: str, ranks: int, task: dict[str, Any], lab: Lab | None) -> dict[str, Any]:
+    """Start ``script TASK`` as ranks (in ``lab``); the task together with what rank 0 found."""
+    found: list[dict[str, Any]] = []
+
+    def hear(line: str) -> None:
+        if line.startswith(MARK):
+            found.append(json.loads(line.removeprefix(MARK)))
+        else:
+            print(line, file=sys.stderr)
+
+    command = [sys.executable, script, json.dumps(task)]
+    with lab or contextlib.nullcontext():
+        status = run_ranks_by_mpiexec(ranks, command, lab=lab, smallest=4 * task["count"], silence=600, on_line=hear)
+    if status or not found:
+        raise SystemExit(f"the ranks failed with status {status}")
+    return task | found[0]
+
+
+def run_undisturbed(run: Callable[[], dict[str, Any]], until: float) -> dict[str, Any]:
+    """The run that other processes disturbed least, of those tried up to one that they did not, or to ``until``."""
+    tried: list[dict[str, Any]] = []
+    while True:
+        while time.monotonic() < until and _others(lambda: time.sleep(1)) > _QUIET:
+            pass
+        found: list[dict[str, Any]] = []
+        others = _others(lambda into=found: into.append(run()))
+        tried.append(found[0] | {"others": round(others, 3)})
+        if others < _QUIET or time.monotonic() > until:
+            return min(tried, key=lambda each: each["others"])
+
+
+def _others(run: Callable[[], object]) -> float:
+    """The share of the processors that other programs had while ``run`` ran."""
+
+    def busy() -> float:
+        user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split()[1:4]
+        own = os.times()
+        ours = own.user + own.system + own.children_user + own.children_system
+        return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - ours
+
+    begin, before = time.monotonic(), busy()
+    run()
+    return (busy() - before) / (time.monotonic() - begin) / (os.cpu_count() or 1)
+
+
+def machine() -> dict[str, Any]:
+    """What the figures are of."""
+    model = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        if line.startswith("model name")
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+    )
+    mpi = find_mpiexec()
+    return {
+        "cpu": model[0] if model else "",
+        "cores": len(os.sched_getaffinity(0)),
+        "instruction set": _host.isa,
+        "mpi": f"{mpi.name} {mpi.version}",
+        "commit": commit.stdout.strip(),
+        "date": date.today().isoformat(),
+        "load before": os.getloadavg(),
+    }
+
+
+def save(document: dict[str, Any]) -> None:
+    """Write today's file; where there is one, rows of the same kind are replaced, and the others stay."""
+    _RESULTS.mkdir(parents=True, exist_ok=True)
+    path = _RESULTS / f"host-{date.today().isoformat()}.json"
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        for section, rows in before.items():
+            if section != "machine":
+                document[section] = _renewed(rows, document.get(section, []))
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}")
+
+
+def _renewed(before: list[dict[str, Any]], rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    def kind(row: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(row.get(key) for key in _KIND)
+
+    renewed = [kind(row) for row in rows]
+    rows = rows + [row for row in before if kind(row) not in renewed]
+    return sorted(rows, key=lambda row: (parse_link(row["link"]).rate if row["link"] else 0, row["count"]))

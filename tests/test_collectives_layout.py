@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from qccl.codecs import MinMax, NoCodec
@@ -11,6 +13,7 @@ from qccl.collectives.layout import (
     Slots,
     check_place,
     cut,
+    cut_for_all,
     exchange,
     peers_of,
     pipeline,
@@ -59,6 +62,25 @@ def test_default_chunk(count: int, size: int, bits: int) -> None:
     assert layout.chunks >= 9 or chunk <= 48 * 1024 + bucket
     assert layout.chunks == 1 or 3 * (3 * size - 2) * chunk <= (3 << 20) + 3 * (3 * size - 2) * (48 * 1024)
     assert shard <= layout.chunks * (chunk + bucket)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 70_001, 1 << 20, 4 << 20, 64 << 20])
+@pytest.mark.parametrize("parts", [1, 2, 7, 64])
+def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:
+    """48 KiB of codes first and last, up to 192 between, less where there are many parts; nothing is left out."""
+    codec = MinMax(8)
+    layout = cut_for_all(count, parts, (NoCodec(), codec))
+    bucket = codec.encoded_nbytes(layout.granule, FLOAT32)
+    for part in range(parts):
+        chunks = [layout.chunk(part, k) for k in range(layout.chunks)]
+        assert all(a.stop == b.start for a, b in pairwise(chunks))
+        assert (chunks[0].start, chunks[-1].stop) == (layout.shard(part).start, layout.shard(part).stop)
+        sizes = [codec.encoded_nbytes(len(chunk), FLOAT32) for chunk in chunks]
+        assert max(sizes[0], sizes[-1]) <= (48 << 10) + bucket
+        assert max(sizes) <= (192 << 10) + 2 * bucket
+        assert 3 * (3 * parts - 2) * (max(sizes) - 2 * bucket) <= max(3 << 20, 3 * (3 * parts - 2) * (48 << 10))
+    if (count, parts) == (4 << 20, 1):
+        assert layout.chunks <= 26, "most are large: of 48 KiB there would be 87"
 
 
 @pytest.mark.parametrize("chunk", [0, -3])

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from itertools import count as naturals
 from typing import Protocol
 
 from qccl.codecs.base import Codec
@@ -29,6 +30,7 @@ __all__ = [
     "Piece",
     "Segments",
     "Slots",
+    "Tapered",
     "Within",
     "check_place",
     "cut",
@@ -50,6 +52,12 @@ _LEAST_CHUNK = 48 << 10
 _MOST_CHUNK = 160 << 10
 #: chunks that a shard has at least, where they are not too small then: fewer lose 1% at 1 Gbit/s
 _CHUNKS = 9
+#: bytes of codes in the first and the last chunk of a tapered cut, and how many times as large the others become. In
+#: two levels a chunk passes through the node before it comes to the link and after: what is large there takes long to
+#: begin and to end, and many small ones take the processor's time (4 ranks on 2 cores: all as small as these, a fifth
+#: more)
+_FIRST_CHUNK = 48 << 10
+_RAMP = 4
 #: wire slots per peer; with all chunks posted at once the second round queues behind the first in TCP. Two to eight
 #: take the same time, so few large ones are better than many small ones
 DEFAULT_DEPTH = 3
@@ -117,6 +125,34 @@ class Layout:
 
     def _elements(self, start: int, stop: int) -> range:
         return range(min(start * self.granule, self.count), min(stop * self.granule, self.count))
+
+
+@dataclass(frozen=True, slots=True)
+class Tapered(Layout):
+    """A layout whose chunks grow from the first on, step by step to ``ramp`` times its size, and shrink again alike.
+
+    Chunk ``k`` is ``[S*e(k)//e(chunks), S*e(k+1)//e(chunks))``, ``e`` being the sum of the sizes before (_before).
+    """
+
+    ramp: int
+
+    def chunk(self, part: int, k: int) -> range:
+        """See Layout."""
+        start, stop = self._granules(part)
+        whole = _before(self.chunks, self.chunks, self.ramp)
+        low, high = ((stop - start) * _before(at, self.chunks, self.ramp) // whole for at in (k, k + 1))
+        return self._elements(start + low, start + high)
+
+
+def _before(k: int, chunks: int, ramp: int) -> int:
+    """The sizes of the first ``k`` of ``chunks`` tapered chunks, in sizes of the first."""
+
+    def rise(n: int) -> int:
+        steps = min(n, ramp)
+        return steps * (steps + 1) // 2 + (n - steps) * ramp
+
+    half = (chunks + 1) // 2
+    return rise(k) if k <= half else rise(half) + rise(chunks - half) - rise(chunks - k)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +245,11 @@ def cut_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements:
     granule = math.lcm(*(codec.granule for codec in codecs))
     whole = -(-count // granule)
     largest, last = -(-whole // parts), codecs[-1]
-    if chunk_elements is None:  # small: the first and the last chunk pass through more stages than in one level
-        chunk_elements = max(1, count * _LEAST_CHUNK // max(last.encoded_nbytes(count, FLOAT32), 1))
+    if chunk_elements is None and last.splittable:
+        nbytes = last.encoded_nbytes(largest * granule, FLOAT32)
+        ramp = max(1, min(_RAMP, _most_chunk(parts) // _FIRST_CHUNK))
+        chunks = next(n for n in naturals(1) if _before(n, n, ramp) * _FIRST_CHUNK >= nbytes)
+        return Tapered(count, parts, granule, min(chunks, max(largest, 1)), ramp)
     chunks = _chunks(largest * granule // last.granule, parts, last, chunk_elements)
     return Layout(count, parts, granule, min(chunks, max(largest, 1)))
 
@@ -248,9 +287,13 @@ def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: int | None)
 def _default_chunks(granules: int, parts: int, codec: Codec) -> int:
     """The same where nobody said: by the size of the codes."""
     nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
-    most = min(_MOST_CHUNK, _SLOTS_NBYTES // (DEFAULT_DEPTH * (3 * parts - 2)))
-    chunk = max(_LEAST_CHUNK, min(-(-nbytes // _CHUNKS), most))
+    chunk = max(_LEAST_CHUNK, min(-(-nbytes // _CHUNKS), _MOST_CHUNK, _most_chunk(parts)))
     return max(1, min(-(-nbytes // chunk), granules))
+
+
+def _most_chunk(parts: int) -> int:
+    """Bytes of codes in a chunk with which the wire slots are not too many bytes."""
+    return _SLOTS_NBYTES // (DEFAULT_DEPTH * (3 * parts - 2))
 
 
 @dataclass(frozen=True, slots=True)
