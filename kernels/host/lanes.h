@@ -130,6 +130,13 @@ QCCL_FN Ints to_nearest(const Floats& x) {
 #endif
 }
 
+#if defined(QCCL_AVX512)
+// To the next integer above, if x is none; for 0 <= x < 2^32.
+QCCL_FN Words ceil_to_words(const Floats& x) {
+  return {(Words::Part)_mm512_cvt_roundps_epu32(x.part[0], _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC)};
+}
+#endif
+
 // Which lanes; one bit or one whole lane each.
 #if defined(QCCL_AVX512)
 using Mask = __mmask16;

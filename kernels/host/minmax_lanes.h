@@ -18,18 +18,42 @@ QCCL_FN Floats minmax_position(const Floats& x, const MinMaxScale& scale) {
 // which is L or its neighbour.
 QCCL_FN Ints minmax_nearest(const Floats& x, const MinMaxScale& scale) { return to_nearest(minmax_position(x, scale)); }
 
-QCCL_FN Words random_word(RandomKey key, const Words& index) {
-  Words x = (index ^ key.low) * 0xed5ad4bbu;
-  x = (x ^ (x >> 14u) ^ key.high) * 0xac4c1b51u;
-  return (x ^ (x >> 14u)) * 0x31848babu;
+// As many random words at once as there are registers for.
+constexpr u32 kChanceLanes = kParts < 4 ? 4 / kParts : 1;
+constexpr u32 kChancesAtOnce = kChanceLanes * kLanes;
+
+// random_word(key, index + i) >> 8 for i < n, and on up to a multiple of kChancesAtOnce; `index` is such a multiple. So
+// adding a lane's number sets bits that were zero, and the first product is a sum of two: of the bits that differ
+// between lanes, and of the others.
+static QCCL_LOOP void make_chances(const RandomKey key, u32 index, u32 n, u32* chances) {
+  constexpr u32 factor = 0xed5ad4bbu, own_bits = kChancesAtOnce - 1;
+  Words lanes[kChanceLanes];
+  for (u32 g = 0; g < kChanceLanes; ++g) {
+    lanes[g] = ((lane_numbers() + g * kLanes) ^ (key.low & own_bits)) * factor;
+  }
+  for (u32 i = 0; i < n; i += kChancesAtOnce) {
+    const u32 common = ((index + i) ^ (key.low & ~own_bits)) * factor;
+    Words x[kChanceLanes];
+    for (u32 g = 0; g < kChanceLanes; ++g) x[g] = lanes[g] + common;
+    for (u32 g = 0; g < kChanceLanes; ++g) x[g] = (x[g] ^ (x[g] >> 14u) ^ key.high) * 0xac4c1b51u;
+    for (u32 g = 0; g < kChanceLanes; ++g) x[g] = ((x[g] ^ (x[g] >> 14u)) * 0x31848babu) >> 8u;
+    for (u32 g = 0; g < kChanceLanes; ++g) store_lanes(x[g], chances + i + g * kLanes);
+  }
 }
 
-QCCL_FN Ints minmax_stochastic(const Floats& x, const MinMaxScale& scale, const Words& random) {
+// By `chance`, the upper 24 bits of a random word.
+QCCL_FN Ints minmax_stochastic(const Floats& x, const MinMaxScale& scale, const Words& chance) {
   const Floats position = minmax_position(x, scale);
+#if defined(QCCL_AVX512)
+  // In steps of 2^-24. Of a finer part it only matters whether it is zero, so that becomes a whole step. Then the sum
+  // carries into the code if the chance is less than the steps beyond it.
+  const Words steps = least(ceil_to_words(position * 0x1p24f), all_lanes(scale.levels << 24));
+  return cast<i32>((steps + (all_lanes(0xffffffu) - chance)) >> 24u);
+#else
   const Ints below = truncate(position);
-  const Floats chance = to_floats(cast<i32>(random >> 8u)) * 0x1p-24f;
-  const Mask up = is_less(chance, position - to_floats(below));
+  const Mask up = is_less(to_floats(cast<i32>(chance)) * 0x1p-24f, position - to_floats(below));
   return least(subtract_where(up, below, all_lanes(-1)), all_lanes((i32)scale.levels));
+#endif
 }
 
 // The two ways to round, for the values of one block; `i` is the first lane's place in it.
@@ -40,20 +64,9 @@ struct Nearest {
 
 struct Stochastic {
   MinMaxScale scale;
-  RandomKey key;   // of the first element
-  RandomKey next;  // of those whose index has a greater upper half
-  u32 index;       // lower half of the first element's
-  bool wraps;      // the lower half does, within the block
-
+  const u32* chances;  // of all values of the block
   QCCL_FN Ints codes(const Stochastic& to, const Floats& x, u32 i) {
-    const Words index = lane_numbers() + (to.index + i);
-    Words random = random_word(to.key, index);
-    if (__builtin_expect(to.wraps, 0)) {
-      const u32 flip = 0x80000000u;  // to compare as signed integers
-      const Mask wrapped = is_less(cast<i32>(index ^ flip), all_lanes((i32)(to.index ^ flip)));
-      random = cast<u32>(select(wrapped, cast<i32>(random_word(to.next, index)), cast<i32>(random)));
-    }
-    return minmax_stochastic(x, to.scale, random);
+    return minmax_stochastic(x, to.scale, load_lanes<u32>(to.chances + i));
   }
 };
 

@@ -190,18 +190,38 @@ void finish_block(const float* total, u32 n, const Rounding& rounding, const Lin
   if (out) __builtin_memcpy(out + whole, some, rest * sizeof some[0]);
 }
 
-// The rounding of n values, the first of which is element `begin` of the call.
-static inline Stochastic make_stochastic(const MinMaxParameters& codec, const RandomPlace& place,
-                                         const MinMaxScale& scale, u64 begin, u32 n) {
-  const u64 index = place.index + begin;
-  const u32 high = (u32)(index >> 32), low = (u32)index;
-  const auto key = [&](u32 h) { return random_key(codec.seed, place.call, place.round, place.rank, h); };
-  return {scale, key(high), key(high + 1), low, low + (n - 1) < low};
-}
+// The chances of a call's elements, a block at a time. Loops that round take them from memory: what makes one is a long
+// chain of operations, of which more run at once in a loop of their own.
+class Chances {
+ public:
+  Chances(const MinMaxParameters& codec, const RandomPlace& place) : codec_(codec), place_(place) {}
+
+  // Those of n elements from element `begin` of the call on, kBlock at most; valid until the next call of this.
+  const u32* of(u64 begin, u32 n) {
+    const u64 index = place_.index + begin;
+    const u32 before = (u32)index % kChancesAtOnce, aligned = (u32)index - before, count = before + n;
+    const u32 high = (u32)(index >> 32);
+    if (high != keyed_) keyed_ = high, key_ = key(high);
+    make_chances(key_, aligned, count, some_);
+    const u32 until = 0u - aligned;  // there the lower half of the index wraps
+    if (until && until < count) make_chances(key(high + 1), 0, count - until, some_ + until);
+    return some_ + before;
+  }
+
+ private:
+  RandomKey key(u32 high) const { return random_key(codec_.seed, place_.call, place_.round, place_.rank, high); }
+
+  const MinMaxParameters& codec_;
+  const RandomPlace& place_;
+  u64 keyed_ = ~0ull;  // the upper half of an index that key_ is for; at first none
+  RandomKey key_;
+  alignas(64) u32 some_[kBlock + kChancesAtOnce];
+};
 
 template <class T, int Bits>
 void minmax_encode(const MinMaxParameters& codec, const EncodeCall& call) {
   const MinMaxWire<Bits> wire(codec, call.count);
+  Chances chances(codec, call.place);
   for (u64 b = 0; b < wire.buckets; ++b) {
     const u64 first = b * wire.bucket, size = wire.size_of(b);
     Extremes<T> extremes;
@@ -216,7 +236,7 @@ void minmax_encode(const MinMaxParameters& codec, const EncodeCall& call) {
       if (minmax_is_nan(scale)) {
         __builtin_memset(to, 0, packed_nbytes(n, Bits));
       } else if (codec.stochastic) {
-        encode_block<T, Bits>(x, n, make_stochastic(codec, call.place, scale, begin, n), to);
+        encode_block<T, Bits>(x, n, Stochastic{scale, chances.of(begin, n)}, to);
       } else {
         encode_block<T, Bits>(x, n, Nearest{scale}, to);
       }
@@ -280,6 +300,7 @@ void minmax_reduce(const MinMaxParameters& codec, const ReduceCall& call) {
   const MinMaxWire<Bits> wire(codec, call.count);
   alignas(64) float total[kBlock];
   if (!call.wire) return minmax_reduce_to_values<T, Bits>(wire, call, total);
+  Chances chances(codec, call.place);
   Line<Bits> line;
   for (u64 b = 0; b < wire.buckets; ++b) {
     const u64 first = b * wire.bucket, size = wire.size_of(b);
@@ -303,7 +324,7 @@ void minmax_reduce(const MinMaxParameters& codec, const ReduceCall& call) {
       }
       if (size > kBlock) minmax_total<T, Bits>(wire, call, b, begin, n, total);
       if (codec.stochastic) {
-        finish_block<T, Bits>(total, n, make_stochastic(codec, call.place, scale, begin, n), line, to, out);
+        finish_block<T, Bits>(total, n, Stochastic{scale, chances.of(begin, n)}, line, to, out);
       } else {
         finish_block<T, Bits>(total, n, Nearest{scale}, line, to, out);
       }
