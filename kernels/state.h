@@ -12,6 +12,11 @@ QCCL_FN float with_momentum(float mu, float next, float x) { return x + mu * nex
 // The total with what earlier codes left out, and what this one, which stands for `decoded`, leaves out. Residuals are
 // kept times the learning rate, so that they count for what they did when they arose.
 QCCL_FN float with_residual(float total, float residual, float inverse_lr) { return total + residual * inverse_lr; }
-QCCL_FN float next_residual(float total, float decoded, float lr) { return (total - decoded) * lr; }
+
+// What is too large to be kept is forgotten: an infinite residual would spoil all calls to come.
+QCCL_FN float next_residual(float total, float decoded, float lr) {
+  const float left = (total - decoded) * lr;
+  return (bits_of(left) & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
+}
 
 }  // namespace QCCL_NAMESPACE

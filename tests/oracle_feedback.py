@@ -111,7 +111,8 @@ class Group:
             decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, self.dtype, place), v.size)
         if kept.residual is not None:
             received = to_float(from_float(decoded, self.dtype), self.dtype) if round_ else decoded
-            kept.residual[part] = (v - received) * lr
+            left = (v - received) * lr
+            kept.residual[part] = np.where(np.isfinite(left), left, f32(0))
         return decoded
 
 

@@ -317,6 +317,22 @@ def test_other_collectives_refuse_state():
         qccl.run_ranks(ranks, call)
 
 
+@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
+def test_what_is_too_large_for_a_residual_does_not_spoil_later_calls(algorithm):
+    """One step of 4e38 too far in a code of one bit: the result is finite, the residual would not be."""
+
+    def call(comm: qccl.Communicator) -> None:
+        given = {"codec": "minmax1:bucket=16,rounding=stochastic+ef", "key": "a", "op": "avg", "algorithm": algorithm}
+        huge = np.full(64, 1e38, np.float32)
+        huge[::16], huge[1::16] = 3e38, -3e38
+        for _ in range(4):
+            comm.quantized_allreduce(huge * np.float32(0.0 if comm.rank else 1.0), **given)
+            residual = comm.state_dict()["a"]["values"]["residual"]
+            assert np.isfinite(residual).all() and residual.any()
+
+    qccl.run_ranks(2, call)
+
+
 def test_a_call_that_fails_changes_nothing():
     codec = "minmax2:bucket=64+ef"
 
