@@ -31,7 +31,7 @@ QCCL_FN float* floats_of(const Memory& memory, const Place& place, u64 first) {
 }
 
 template <class Codec, class T>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, 2)
 bucket_remember(const StateJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
                 const __grid_constant__ Memory memory) {
   using Wire = BucketWire<Codec, T>;
