@@ -52,6 +52,12 @@ QCCL_FN Draws make_draws(u64 seed, const Stamp& stamp) {
 constexpr u32 kSumLanes = 256;
 constexpr u32 kSumTile = 2048;
 
+// Two terms, or two sums that are made at once.
+struct Two {
+  float first, second;
+};
+QCCL_FN Two operator+(const Two& a, const Two& b) { return {a.first + b.first, a.second + b.second}; }
+
 // The wire of one call: the first parts of all buckets, zeros to a multiple of four bytes, the second parts of all.
 template <class Codec, class T>
 struct BucketWire {

@@ -60,9 +60,9 @@ struct Dithering {
 
   // The level of y, which is in units of a level (linear) or of the norm (natural), for a number `chance` in [0, 1).
   QCCL_FN u32 linear_level(float y, float chance, u32 levels) {
-    const i32 below = (i32)y;
-    const u32 level = (u32)(below + (chance < y - (float)below));
-    return level < levels ? level : levels;
+    const i32 below = (i32)y, most = (i32)levels;
+    const i32 level = chance < y - (float)below ? below + 1 : below;
+    return (u32)(level < most ? level : most);
   }
   QCCL_FN u32 natural_level(float y, float chance, u32 levels) {
     const float least = float_of((128u - levels) << 23);  // 2^(1-k)

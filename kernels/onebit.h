@@ -41,32 +41,30 @@ struct OneBit {
 
   template <class Team, class Values>
   QCCL_FN Sides find_sides(const Team& team, u32 reconstruct, const Values& x, u32 n) {
-    const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     const float nan = float_of(kQuietNan);
-    if (greatest >= kInfinite) return {nan, nan};
-    const float pre = clear(greatest);
-    switch (reconstruct) {
-      case kSign: return {-1.0f, 1.0f};
-      case kScale: {
-        const float sum = team.sum(n, [&](i32 i) { return absolute(x[i]) * pre; });
-        const float mean = mean_of(sum, (float)n, pre, greatest);
-        return {-mean, mean};
-      }
-      case kMean: {
-        const float below = team.sum(n, [&](i32 i) { return x[i] < 0.0f ? x[i] * pre : 0.0f; });
-        const float above = team.sum(n, [&](i32 i) { return x[i] < 0.0f ? 0.0f : x[i] * pre; });
-        const float number = team.sum(n, [&](i32 i) { return x[i] < 0.0f ? 1.0f : 0.0f; });
-        const float rest = (float)n - number;
-        return {number > 0.0f ? mean_of(below, number, pre, greatest) : 0.0f,
-                rest > 0.0f ? mean_of(above, rest, pre, greatest) : 0.0f};
-      }
-      default: {
-        const i32 high = team.greatest(n, [&](i32 i) { return order_key(bits_of(x[i])); });
-        const i32 low = ~team.greatest(n, [&](i32 i) { return ~order_key(bits_of(x[i])); });
-        const float most = float_of((u32)order_key((u32)high)), least = float_of((u32)order_key((u32)low));
-        return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
-      }
+    if (reconstruct == kMidpoint) {
+      const i32 high = team.greatest(n, [&](i32 i) { return order_key(bits_of(x[i])); });
+      const i32 low = ~team.greatest(n, [&](i32 i) { return ~order_key(bits_of(x[i])); });
+      if (high >= kKeyPlusInfinity || low <= kKeyMinusInfinity) return {nan, nan};
+      const float most = float_of((u32)order_key((u32)high)), least = float_of((u32)order_key((u32)low));
+      return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
     }
+    const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
+    if (greatest >= kInfinite) return {nan, nan};
+    if (reconstruct == kSign) return {-1.0f, 1.0f};
+    const float pre = clear(greatest);
+    if (reconstruct == kScale) {
+      const float sum = team.sum(n, [&](i32 i) { return absolute(x[i]) * pre; });
+      const float mean = mean_of(sum, (float)n, pre, greatest);
+      return {-mean, mean};
+    }
+    const Two sums = team.sum(n, [&](i32 i) {
+      const float scaled = x[i] * pre;
+      return Two{x[i] < 0.0f ? scaled : 0.0f, x[i] < 0.0f ? 0.0f : scaled};
+    });
+    const float number = (float)team.count(n, [&](i32 i) { return x[i] < 0.0f; }), rest = (float)n - number;
+    return {number > 0.0f ? mean_of(sums.first, number, pre, greatest) : 0.0f,
+            rest > 0.0f ? mean_of(sums.second, rest, pre, greatest) : 0.0f};
   }
 
   template <class T, class Team, class Values>

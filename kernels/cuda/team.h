@@ -31,14 +31,14 @@ class BlockTeam {
   }
 
   template <class Term>
-  QCCL_MEMBER float sum(u32 n, const Term& term) const {
-    float total = 0.0f;
+  QCCL_MEMBER auto sum(u32 n, const Term& term) const {
+    decltype(term(0)) total{};
     for (u32 tile = 0; tile < n; tile += kSumTile) {
-      float part = 0.0f;
-      for (u32 i = tile + threadIdx.x; i < n && i < tile + kSumTile; i += kThreads) part += term(i);
-      total += part;
+      decltype(term(0)) part{};
+      for (u32 i = tile + threadIdx.x; i < n && i < tile + kSumTile; i += kThreads) part = part + term(i);
+      total = total + part;
     }
-    return fold(float_lanes(), total, [](float a, float b) { return a + b; });
+    return fold_sum(total);
   }
 
   template <class Key>
@@ -49,6 +49,13 @@ class BlockTeam {
       most = k > most ? k : most;
     }
     return fold(integer_lanes(), most, [](i32 a, i32 b) { return a > b ? a : b; });
+  }
+
+  template <class Which>
+  QCCL_MEMBER u32 count(u32 n, const Which& which) const {
+    i32 number = 0;
+    for (u32 i = threadIdx.x; i < n; i += kThreads) number += which(i) ? 1 : 0;
+    return (u32)fold(integer_lanes(), number, [](i32 a, i32 b) { return a + b; });
   }
 
   template <int Bits, class Code>
@@ -156,6 +163,11 @@ class BlockTeam {
     sync();
     return all;
   }
+
+  QCCL_MEMBER float fold_sum(float mine) const {
+    return fold(float_lanes(), mine, [](float a, float b) { return a + b; });
+  }
+  QCCL_MEMBER Two fold_sum(const Two& mine) const { return {fold_sum(mine.first), fold_sum(mine.second)}; }
 
   // What is left of the lanes' values after they are combined in halves, known to all threads.
   template <class Value, class Combine>

@@ -115,6 +115,10 @@ struct PutTo {
   float* at;
   QCCL_MEMBER void operator()(i32 i, float value) const { at[i] = value; }
 };
+struct PutQuiet {
+  float* at;
+  QCCL_MEMBER void operator()(i32 i, float value) const { at[i] = is_nan(value) ? float_of(kQuietNan) : value; }
+};
 struct AddTo {
   float* at;
   QCCL_MEMBER void operator()(i32 i, float value) const { at[i] += value; }
@@ -137,6 +141,13 @@ struct OneBucket {
     } else {
       Codec::template decode<T>(team, layout.options, stamp, codes, meta, n, PutTo{y});
     }
+  }
+
+  // The same to the values that a call asks for.
+  QCCL_LOOP static void decode_to_values(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, float* y) {
+    const HostTeam team(wire + Wire::nbytes(layout));
+    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+    Codec::template decode<T>(team, layout.options, stamp, codes, meta, Wire::size_of(layout, b), PutQuiet{y});
   }
 
   QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const Stamp& stamp, u8* wire, float* room) {
@@ -196,14 +207,23 @@ struct BucketLoops {
       Storage* dst = element<T>(call.dst, first);
       const Stamp stamp = stamp_of(call.place, first);
       if (!call.accumulate) {
-        Bucket::decode(layout, call.wire, b, stamp, false, total);
-        to_elements<T>(total, n, dst);
+        put_bucket(layout, call.wire, b, stamp, total, dst);
         continue;
       }
       Total sum(total, n, Combine::sum);
       sum.add(as_floats<T>(dst, n, term));
       add_bucket(layout, call.wire, b, stamp, sum, total, term);
       to_elements<T>(total, n, dst);
+    }
+  }
+
+  // One bucket of a wire to elements, through `room` where that is needed.
+  static void put_bucket(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, [[maybe_unused]] float* room, Storage* to) {
+    if constexpr (T::code == Float32::code && !Codec::sparse) {
+      Bucket::decode_to_values(layout, wire, b, stamp, to);
+    } else {
+      Bucket::decode(layout, wire, b, stamp, false, room);
+      to_elements<T>(room, Wire::size_of(layout, b), to);
     }
   }
 

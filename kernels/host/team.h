@@ -8,6 +8,22 @@
 
 namespace QCCL_NAMESPACE {
 
+// The lanes of a sum (../bucket.h), each kind of number in an array of its own.
+template <class Number>
+struct SumLanes {
+  using Value = Number;
+  alignas(64) float at[kSumLanes];
+  QCCL_MEMBER float get(i32 j) const { return at[j]; }
+  QCCL_MEMBER void set(i32 j, float x) { at[j] = x; }
+};
+template <>
+struct SumLanes<Two> {
+  using Value = Two;
+  SumLanes<float> first, second;
+  QCCL_MEMBER Two get(i32 j) const { return {first.get(j), second.get(j)}; }
+  QCCL_MEMBER void set(i32 j, const Two& x) { first.set(j, x.first), second.set(j, x.second); }
+};
+
 class HostTeam {
  public:
   // `limit`: up to where the memory that unpack() reads from may be read. `room`: floats for twice a bucket.
@@ -26,25 +42,18 @@ class HostTeam {
     for (i32 i = 0; i < (i32)n; ++i) body(i);
   }
 
-  // The sum of term(i), as bucket.h defines it.
+  // The sum of term(i), a float or Two, as bucket.h defines it.
   template <class Term>
-  QCCL_MEMBER float sum(u32 n, const Term& term) const {
-    constexpr i32 lanes = (i32)kSumLanes, tile_size = (i32)kSumTile;
-    alignas(64) float total[lanes] = {};
-    for (i32 tile = 0; tile < (i32)n; tile += tile_size) {
-      const i32 end = (i32)n - tile < tile_size ? (i32)n : tile + tile_size;
-      alignas(64) float part[lanes] = {};
-      i32 at = tile;
-      for (; end - at >= lanes; at += lanes) {
-        for (i32 j = 0; j < lanes; ++j) part[j] += term(at + j);
-      }
-      for (i32 j = 0; j < end - at; ++j) part[j] += term(at + j);
-      for (i32 j = 0; j < lanes; ++j) total[j] += part[j];
+  QCCL_MEMBER auto sum(u32 n, const Term& term) const {
+    constexpr i32 tile_size = (i32)kSumTile;
+    SumLanes<decltype(term(0))> total, part;
+    add_tile((i32)n < tile_size ? (i32)n : tile_size, term, total);
+    for (i32 tile = tile_size; tile < (i32)n; tile += tile_size) {
+      add_tile((i32)n - tile < tile_size ? (i32)n - tile : tile_size, [&](i32 i) { return term(tile + i); }, part);
+      for (i32 j = 0; j < (i32)kSumLanes; ++j) total.set(j, total.get(j) + part.get(j));
     }
-    for (i32 half = lanes / 2; half > 0; half /= 2) {
-      for (i32 j = 0; j < half; ++j) total[j] += total[j + half];
-    }
-    return total[0];
+    fold<(i32)kSumLanes / 2>(total);
+    return total.get(0);
   }
 
   // The greatest key(i), of one or more.
@@ -67,6 +76,14 @@ class HostTeam {
     i32 all = best[0];
     for (i32 j = 1; j < lanes; ++j) all = best[j] > all ? best[j] : all;
     return all;
+  }
+
+  // For how many i which(i) is true.
+  template <class Which>
+  QCCL_MEMBER u32 count(u32 n, const Which& which) const {
+    u32 number = 0;
+    for (i32 i = 0; i < (i32)n; ++i) number += which(i) ? 1u : 0u;
+    return number;
   }
 
   // code(i) of n elements, Bits each, packed as in ../pack.h. Codes are made and packed in loops of their own, which the
@@ -169,6 +186,36 @@ class HostTeam {
   }
 
  private:
+  // The sums of the lanes of one tile, of n terms. Four rows at a time, so that the lanes are in memory less often.
+  template <class Term, class Sums>
+  QCCL_MEMBER static void add_tile(i32 n, const Term& term, Sums& sums) {
+    constexpr i32 lanes = (i32)kSumLanes;
+    const auto add_four = [&](i32 j, typename Sums::Value sum, i32 at) QCCL_INLINE {
+      return sum + term(at + j) + term(at + lanes + j) + term(at + 2 * lanes + j) + term(at + 3 * lanes + j);
+    };
+    i32 at = 0;
+    if (n >= 4 * lanes) {
+      for (i32 j = 0; j < lanes; ++j) sums.set(j, add_four(j, {}, 0));
+      at = 4 * lanes;
+    } else {
+      for (i32 j = 0; j < lanes; ++j) sums.set(j, {});
+    }
+    for (; n - at >= 4 * lanes; at += 4 * lanes) {
+      for (i32 j = 0; j < lanes; ++j) sums.set(j, add_four(j, sums.get(j), at));
+    }
+    for (; n - at >= lanes; at += lanes) {
+      for (i32 j = 0; j < lanes; ++j) sums.set(j, sums.get(j) + term(at + j));
+    }
+    for (i32 j = 0; j < n - at; ++j) sums.set(j, sums.get(j) + term(at + j));
+  }
+
+  // Lanes are added in halves. Each number of them has a loop, which becomes a few vectors.
+  template <i32 Half, class Sums>
+  QCCL_MEMBER static void fold(Sums& sums) {
+    for (i32 j = 0; j < Half; ++j) sums.set(j, sums.get(j) + sums.get(j + Half));
+    if constexpr (Half > 1) fold<Half / 2>(sums);
+  }
+
   static constexpr u32 kDigits = 1 << 11;
   static constexpr i32 kStage = 256;
 
