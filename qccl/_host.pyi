@@ -5,7 +5,7 @@ releases the GIL and allocates nothing. Constructors raise ValueError for what c
 a buffer has no address yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 #: instruction set of the loops in use, and all that this processor can run, best first (QCCL_ISA chooses another)
 isa: str
@@ -33,6 +33,13 @@ class BucketCodec(Codec):
     """A codec in per-bucket form by its C++ name in ``kernels/codecs.h``; ValueError names those that there are."""
 
     def __init__(self, name: str, bucket: int, seed: int, options: Sequence[int]) -> None: ...
+
+class Callback(Codec):
+    """Python functions that are given addresses; what they raise is what the operation raises."""
+
+    def __init__(
+        self, encode: Callable[..., None], decode: Callable[..., None], reduce: Callable[..., None]
+    ) -> None: ...
 
 class Raw(Codec):
     """The codec ``none``: the wire is the values themselves."""

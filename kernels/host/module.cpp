@@ -37,6 +37,33 @@ void bind_memory(nb::module_& m) {
       .def_rw("lr", &qccl::Memory::lr, "Learning rate of the call, for residuals; 1 if there is none.");
 }
 
+// A codec whose arithmetic is Python functions, which take addresses. What they raise is what the operation raises.
+struct Callback final : qccl::Codec {
+  Callback(nb::object encode, nb::object decode, nb::object reduce)
+      : encode_(std::move(encode)), decode_(std::move(decode)), reduce_(std::move(reduce)) {}
+
+  void encode(const qccl::EncodeCall& c) const override {
+    const nb::gil_scoped_acquire held;
+    encode_(address(c.src), address(c.wire), c.count, c.dtype);
+  }
+  void decode(const qccl::DecodeCall& c) const override {
+    const nb::gil_scoped_acquire held;
+    decode_(address(c.wire), address(c.dst), c.count, c.dtype, c.accumulate);
+  }
+  void reduce(const qccl::ReduceCall& c) const override {
+    const nb::gil_scoped_acquire held;
+    if (c.state) throw std::runtime_error("a codec of Python functions keeps no state");
+    nb::list sources;
+    for (std::uint32_t i = 0; i < c.source_count; ++i) sources.append(address(c.sources[i]));
+    reduce_(sources, address(c.own), c.own_index, address(c.wire), address(c.out), c.count, c.dtype,
+            static_cast<std::uint32_t>(c.op), c.scale);
+  }
+
+ private:
+  static std::uintptr_t address(const void* at) { return reinterpret_cast<std::uintptr_t>(at); }
+  nb::object encode_, decode_, reduce_;
+};
+
 void bind_codecs(nb::module_& m) {
   nb::class_<qccl::Codec>(m, "Codec", "A codec's loops with its parameters.");
   nb::class_<qccl::MinMax, qccl::Codec>(m, "MinMax", "``bucket`` 0: one bucket per call.")
@@ -44,6 +71,8 @@ void bind_codecs(nb::module_& m) {
   nb::class_<qccl::BucketCodec, qccl::Codec>(m, "BucketCodec", "A codec in per-bucket form, by its C++ name.")
       .def(nb::init<const std::string&, std::uint64_t, std::uint64_t, const std::vector<std::uint32_t>&>(), "name"_a,
            "bucket"_a, "seed"_a, "options"_a);
+  nb::class_<Callback, qccl::Codec>(m, "Callback", "A codec of Python functions, which are given addresses.")
+      .def(nb::init<nb::object, nb::object, nb::object>(), "encode"_a, "decode"_a, "reduce"_a);
   nb::class_<qccl::Raw, qccl::Codec>(m, "Raw", "The wire is the values themselves.").def(nb::init<>());
 }
 

@@ -15,6 +15,7 @@ from qccl.codecs.feedback import Decorator, ErrorFeedback, Momentum
 from qccl.codecs.minmax import MinMax
 from qccl.codecs.none import NoCodec
 from qccl.codecs.onebit import OneBit
+from qccl.codecs.python import PythonCodec
 from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
 from qccl.errors import CodecError
@@ -31,6 +32,7 @@ __all__ = [
     "Momentum",
     "NoCodec",
     "OneBit",
+    "PythonCodec",
     "RandomK",
     "TopK",
     "Trellis",

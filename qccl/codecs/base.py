@@ -34,6 +34,7 @@ class Form(Enum):
 
     RAW = "raw"  #: not at all: the wire is the values
     TILES = "tiles"  #: with loops and device kernels of its own
+    PYTHON = "python"  #: not at all: Python functions, on the host alone (``python.py``)
     BUCKETS = "buckets"  #: bucket by bucket, for the loops and kernels that all such codecs share (``bucket.h``)
 
 
@@ -70,6 +71,8 @@ class Codec(ABC):
     sparse: ClassVar[bool] = False
     #: whether decoding must be told who made the wire (call, round, rank, first element), which is not in it
     placed: ClassVar[bool] = False
+    #: whether its arithmetic is Python functions, for trying things out: on the host alone, and without state
+    slow: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -176,6 +176,7 @@ class CudaEngine:
     def compile(self, schedule: Schedule) -> CudaProgram:
         """Prepare a schedule of this rank: compile its kernels, and take its workspace."""
         self._check_usable()
+        cuda_source.check_codecs(schedule)
         with self._translated(), on_device(self.device):
             return CudaProgram(self, schedule)
 

@@ -20,8 +20,8 @@ import numpy as np
 from qccl.codecs.base import Form, Kernel
 from qccl.codecs.none import NoCodec
 from qccl.dtypes import DType
-from qccl.errors import EngineError
-from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Span, State
+from qccl.errors import CodecError, EngineError
+from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
 __all__ = [
     "CALL_KERNEL",
@@ -195,6 +195,16 @@ def launch(ops: Sequence[Op], rank: int, dtype: DType, place: Locate) -> Launch:
         case Reduce():
             return _reduce([op for op in ops if isinstance(op, Reduce) and _count(op)], rank, dtype, place)
     raise EngineError(f"{type(ops[0]).__name__} is not a thing that kernels do")
+
+
+def check_codecs(schedule: Schedule) -> None:
+    """Raise CodecError where a codec has no device code."""
+    for op in schedule.ops:
+        if isinstance(op, (Encode, Decode, Reduce)) and op.codec.slow:
+            raise CodecError(
+                f"{op.codec!r} is Python functions, which run on the host alone; give host arrays, or write it for the "
+                f"device too (docs/adding-a-codec.md)"
+            )
 
 
 def _encode(ops: Sequence[Encode], rank: int, dtype: DType, place: Locate) -> Launch:

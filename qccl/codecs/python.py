@@ -1,0 +1,147 @@
+"""Codecs whose arithmetic is NumPy: for research, on the host alone, and slow."""
+
+from __future__ import annotations
+
+import ctypes
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from qccl.codecs.base import Codec, Form, Kernel
+from qccl.errors import CodecError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["PythonCodec"]
+
+_FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
+_COMBINE = ("add", "minimum", "maximum")
+
+
+class PythonCodec(Codec):
+    """A codec that is two functions of arrays.
+
+    What they raise, the call raises on that rank; the others are told that this one gave up. They hold the GIL.
+    """
+
+    slow: ClassVar[bool] = True
+
+    @abstractmethod
+    def encode_values(self, x: np.ndarray) -> np.ndarray:
+        """The wire of ``x`` (float32, read only): ``encoded_nbytes(x.size)`` of uint8."""
+
+    @abstractmethod
+    def decode_values(self, wire: np.ndarray, count: int) -> np.ndarray:
+        """The ``count`` values (float32) of ``wire`` (uint8, read only)."""
+
+    def kernel(self) -> Kernel:
+        return Kernel(type(self).__name__, Form.PYTHON)
+
+    def host(self) -> Any:
+        from qccl import _host
+
+        calls = _Calls(self)  # not kept: an object of the extension that a codec knew would never be freed
+        return _host.Callback(calls.encode, calls.decode, calls.reduce)
+
+
+class _Calls:
+    """What the operations call, with addresses."""
+
+    def __init__(self, codec: PythonCodec) -> None:
+        self.codec = codec
+
+    def encode(self, src: int, wire: int, count: int, dtype: int) -> None:
+        self._put_wire(_load(src, count, dtype), wire, dtype)
+
+    def decode(self, wire: int, dst: int, count: int, dtype: int, accumulate: bool) -> None:
+        values = self._values(wire, count, dtype)
+        _store(_load(dst, count, dtype) + values if accumulate else values, dst, dtype)
+
+    def reduce(
+        self,
+        sources: list[int],
+        own: int,
+        own_index: int,
+        wire: int,
+        out: int,
+        count: int,
+        dtype: int,
+        op: int,
+        scale: float,
+    ) -> None:
+        import numpy as np
+
+        terms = [self._values(source, count, dtype) for source in sources]
+        if own:
+            terms.insert(own_index, _load(own, count, dtype))
+        total = terms[0]
+        with np.errstate(all="ignore"):
+            for term in terms[1:]:
+                total = getattr(np, _COMBINE[op])(total, term)
+            total = total * np.float32(scale)
+        if wire:
+            self._put_wire(total, wire, dtype)
+            total = self._values(wire, count, dtype) if out else total
+        if out:
+            _store(total, out, dtype)
+
+    def _put_wire(self, x: np.ndarray, wire: int, dtype: int) -> None:
+        import numpy as np
+
+        x.flags.writeable = False
+        found = np.ascontiguousarray(self.codec.encode_values(x))
+        nbytes = self.codec.encoded_nbytes(x.size, _dtype(dtype))
+        if found.dtype != np.uint8 or found.size != nbytes:
+            raise CodecError(
+                f"{self.codec!r}: encode_values() of {x.size} values gave {found.size} of {found.dtype}; "
+                f"encoded_nbytes() says {nbytes} of uint8"
+            )
+        ctypes.memmove(wire, found.ctypes.data, nbytes)
+
+    def _values(self, wire: int, count: int, dtype: int) -> np.ndarray:
+        import numpy as np
+
+        data = np.frombuffer(_bytes(wire, self.codec.encoded_nbytes(count, _dtype(dtype))), np.uint8)
+        found = np.asarray(self.codec.decode_values(data, count))
+        if found.dtype != np.float32 or found.shape != (count,):
+            raise CodecError(
+                f"{self.codec!r}: decode_values() of {count} values gave {found.dtype} of shape {found.shape}; "
+                f"it must give float32 of shape ({count},)"
+            )
+        return found
+
+
+def _dtype(code: int) -> Any:
+    from qccl.dtypes import DTYPES
+
+    return DTYPES[code]
+
+
+def _bytes(address: int, nbytes: int) -> bytes:
+    return ctypes.string_at(address, nbytes)
+
+
+def _load(address: int, count: int, dtype: int) -> np.ndarray:
+    import numpy as np
+
+    if dtype == _FLOAT32:
+        return np.frombuffer(_bytes(address, 4 * count), np.float32).copy()
+    halves = np.frombuffer(_bytes(address, 2 * count), np.uint16)
+    if dtype == _FLOAT16:
+        return halves.view(np.float16).astype(np.float32)
+    return (halves.astype(np.uint32) << 16).view(np.float32)
+
+
+def _store(x: np.ndarray, address: int, dtype: int) -> None:
+    import numpy as np
+
+    with np.errstate(all="ignore"):
+        x = np.where(np.isnan(x), np.float32(np.nan), x)
+        if dtype == _FLOAT32:
+            data: np.ndarray = x
+        elif dtype == _FLOAT16:
+            data = x.astype(np.float16)
+        else:
+            bits = x.view(np.uint32)
+            data = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+    ctypes.memmove(address, data.ctypes.data, data.nbytes)

@@ -1,0 +1,127 @@
+"""Codecs of Python functions: the documented one in collectives, and what becomes of its mistakes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl.codecs import ErrorFeedback, PythonCodec
+from qccl.collectives.allreduce import two_round
+from qccl.dtypes import FLOAT32
+from qccl.engines.cuda_source import check_codecs
+
+PAGE = Path(__file__).parents[1] / "docs" / "adding-a-codec.md"
+
+
+@pytest.fixture
+def int8(monkeypatch: pytest.MonkeyPatch) -> type[PythonCodec]:
+    """The codec of the page."""
+    text = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[-1]
+    names: dict = {"__name__": "int8_of_the_page"}
+    monkeypatch.setitem(sys.modules, "int8_of_the_page", type(sys)("int8_of_the_page"))
+    exec(compile(text, PAGE.name, "exec", dont_inherit=True), names)
+    return names["Int8"]
+
+
+def values(rank: int, count: int) -> np.ndarray:
+    return np.random.default_rng(rank).standard_normal(count).astype(np.float32)
+
+
+def quantised(codec: PythonCodec, x: np.ndarray) -> np.ndarray:
+    return codec.decode_values(codec.encode_values(x), x.size)
+
+
+@pytest.mark.parametrize("count", [1, 64, 1000, 5001])
+def test_the_documented_codec_all_reduces(int8, count: int) -> None:
+    codec = int8(64)
+    assert codec.slow and repr(codec) == "Int8(bucket=64)"
+    every = [values(rank, count) for rank in range(3)]
+    found = qccl.run_ranks(
+        3, lambda comm: comm.quantized_allreduce(every[comm.rank].copy(), codec=codec, algorithm="two_round")
+    )
+    for y in found[1:]:
+        assert y.tobytes() == found[0].tobytes()
+    decoded = [quantised(codec, x).astype(np.float64) for x in every]
+    first = sum(codec.error_bound(x) for x in every)
+    second = codec.error_bound(sum(abs(x) for x in decoded) + first)
+    assert (abs(found[0] - sum(x.astype(np.float64) for x in every)) <= first + second + 1e-5).all()
+    assert count == 1 or abs(found[0] - sum(x.astype(np.float64) for x in every)).max() > 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_element_types_round_trip(int8, dtype: str) -> None:
+    codec = int8(64)
+    x = values(0, 200)
+    given = x if dtype == "float32" else x.astype(np.float16)
+    if dtype == "bfloat16":
+        given = (x.view(np.uint32) >> 16).astype(np.uint16)
+    exact = (given.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else given.astype(np.float32)
+    wire = codec.encode(given, dtype=dtype)
+    assert wire.tobytes() == codec.encode_values(exact).tobytes()
+    y = codec.decode(wire, 200, dtype)
+    decoded = (y.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else y.astype(np.float32)
+    unit = {"float32": 0.0, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+    wanted = quantised(codec, exact)
+    assert (abs(decoded - wanted) <= unit * abs(wanted) + 2.0**-25).all()
+
+
+def test_what_a_function_raises_is_what_its_rank_raises(int8) -> None:
+    class Broken(int8):
+        def encode_values(self, x):
+            if np.isnan(x[0]):
+                raise ZeroDivisionError("no such thing")
+            return super().encode_values(x)
+
+    def run(comm):
+        x = values(comm.rank, 500)
+        if comm.rank == 1:
+            x[:] = np.nan
+        try:
+            comm.quantized_allreduce(x, codec=Broken(64))
+        except Exception as error:
+            return error
+        return None
+
+    found = qccl.run_ranks(3, run)
+    assert isinstance(found[1], ZeroDivisionError) and "no such thing" in str(found[1])
+    assert all(isinstance(found[rank], qccl.PeerLost) for rank in (0, 2)), found
+
+
+def test_wires_and_values_of_another_size_are_refused(int8) -> None:
+    class Short(int8):
+        def encode_values(self, x):
+            return super().encode_values(x)[:-1]
+
+    class Wide(int8):
+        def decode_values(self, wire, count):
+            return super().decode_values(wire, count).astype(np.float64)
+
+    with pytest.raises(qccl.CodecError, match=r"gave 103 of uint8; encoded_nbytes.* says 104"):
+        Short(64).encode(values(0, 96))
+    wire = int8(64).encode(values(0, 96))
+    with pytest.raises(qccl.CodecError, match="must give float32"):
+        Wide(64).decode(wire, 96, "float32")
+
+
+def test_state_and_devices_are_refused(int8) -> None:
+    with pytest.raises(qccl.CodecError, match="keep no state"):
+        ErrorFeedback(int8(64))
+    with pytest.raises(qccl.CodecError, match="run on the host alone"):
+        check_codecs(two_round(0, 2, 256, FLOAT32, int8(64)))
+
+
+def test_a_process_that_used_one_ends_quietly() -> None:
+    text = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[-1]
+    done = subprocess.run(
+        [sys.executable, "-c", text + "\nInt8().encode(np.ones(9, np.float32))"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
