@@ -54,8 +54,7 @@ _MOST_CHUNK = 160 << 10
 _CHUNKS = 9
 #: bytes of codes in the first and the last chunk of a tapered cut, and how many times as large the others become. In
 #: two levels a chunk passes through the node before it comes to the link and after: what is large there takes long to
-#: begin and to end, and many small ones take the processor's time (4 ranks on 2 cores: all as small as these, a fifth
-#: more)
+#: begin and to end, and many small ones take the processor's time
 _FIRST_CHUNK = 48 << 10
 _RAMP = 4
 #: wire slots per peer; with all chunks posted at once the second round queues behind the first in TCP. Two to eight
