@@ -328,7 +328,7 @@ def test_what_is_too_large_for_a_residual_does_not_spoil_later_calls(algorithm):
         for _ in range(4):
             comm.quantized_allreduce(huge * np.float32(0.0 if comm.rank else 1.0), **given)
             residual = comm.state_dict()["a"]["values"]["residual"]
-            assert np.isfinite(residual).all() and residual.any()
+            assert np.isfinite(residual).all() and (comm.rank == 1 or residual.any())  # rank 1 has only zeros
 
     qccl.run_ranks(2, call)
 
