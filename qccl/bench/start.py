@@ -32,6 +32,11 @@ class StartError(QcclError):
     """The ranks could not be started, or went silent."""
 
 
+#: NumPy's libraries, which check the results, keep a thread per core spinning for a while after each use; the calls
+#: that are timed then would share the processor with them
+_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
 @dataclass(frozen=True, slots=True)
 class Mpiexec:
     """The command that starts ranks.
@@ -149,7 +154,7 @@ def run_ranks_by_mpiexec(
     inner = [*(lab.enter(mpi.rank_variable) if lab else []), *command]
     process = subprocess.Popen(
         [mpi.path, *mpi.options(lab), "-n", str(ranks), *inner],
-        env=mpi.environment(ranks, lab, smallest) | os.environ | {_MARK: mark, "PYTHONUNBUFFERED": "1"},
+        env=_ONE_THREAD | mpi.environment(ranks, lab, smallest) | os.environ | {_MARK: mark, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C comes to this process only, which then ends them in order
