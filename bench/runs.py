@@ -74,23 +74,30 @@ def run_undisturbed(run: Callable[[], dict[str, Any]], until: float) -> dict[str
             pass
         found: list[dict[str, Any]] = []
         others = _others(lambda into=found: into.append(run()))
-        tried.append(found[0] | {"others": round(others, 3)})
+        tried.append(found[0] | {"others": round(others, 3), "commit": commit()})
         if others < _QUIET or time.monotonic() > until:
             return min(tried, key=lambda each: each["others"])
 
 
 def _others(run: Callable[[], object]) -> float:
-    """The share of the processors that other programs had while ``run`` ran."""
+    """The share of the processors that other programs had while ``run`` ran.
 
-    def busy() -> float:
-        user, nice, system = Path("/proc/stat").read_text(encoding="ascii").split()[1:4]
-        own = os.times()
-        ours = own.user + own.system + own.children_user + own.children_system
-        return (int(user) + int(nice) + int(system)) / os.sysconf("SC_CLK_TCK") - ours
-
-    begin, before = time.monotonic(), busy()
+    Summed over processes: the machine's own total is kept by another clock, and the difference of the two was negative.
+    """
+    begin, before = time.monotonic(), _seconds_of_others()
     run()
-    return (busy() - before) / (time.monotonic() - begin) / (os.cpu_count() or 1)
+    return (_seconds_of_others() - before) / (time.monotonic() - begin) / (os.cpu_count() or 1)
+
+
+def _seconds_of_others() -> float:
+    """Processor seconds of all processes but this one, with those of their children that have ended."""
+    ticks = 0
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # it has ended
+                fields = (entry / "stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()
+                ticks += sum(map(int, fields[11:15]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def machine() -> dict[str, Any]:
@@ -100,19 +107,25 @@ def machine() -> dict[str, Any]:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if line.startswith("model name")
     ]
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
-    )
     mpi = find_mpiexec()
     return {
         "cpu": model[0] if model else "",
         "cores": len(os.sched_getaffinity(0)),
         "instruction set": _host.isa,
         "mpi": f"{mpi.name} {mpi.version}",
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "date": date.today().isoformat(),
         "load before": os.getloadavg(),
     }
+
+
+def commit() -> str:
+    """What the sources were; "+" follows where files differ from it."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
+        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20,
+    )  # fmt: skip
+    return described.stdout.strip()
 
 
 def save(document: dict[str, Any]) -> None:
