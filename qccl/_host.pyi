@@ -11,11 +11,15 @@ from collections.abc import Callable, Sequence
 isa: str
 usable_isas: tuple[str, ...]
 
+def most_threads() -> int:
+    """Threads that an operation may have, by OMP_NUM_THREADS and this process's processors; 1 without OpenMP."""
+
 class Memory:
     """The base addresses of a program's buffers, shared by its operations; storing one rebinds the buffer."""
 
     call: int
     lr: float
+    threads: int
     def __init__(self, buffers: int) -> None: ...
     def __len__(self) -> int: ...
     def __getitem__(self, buffer: int, /) -> int: ...

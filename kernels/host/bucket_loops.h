@@ -13,6 +13,7 @@
 namespace QCCL_NAMESPACE {
 
 using qccl::BucketParameters;
+using qccl::BucketRange;
 using qccl::DecodeCall;
 using qccl::EncodeCall;
 using qccl::RandomPlace;
@@ -178,7 +179,9 @@ struct BucketLoops {
   using Bucket = OneBucket<Codec, typename TypeOnWire<kHasValues<Codec>, T>::Type>;
   using Wire = typename Bucket::Wire;
 
-  static void clear_padding(const Wire& layout, u8* wire) {
+  // Behind the codes of the last bucket, by whoever encodes that.
+  static void clear_padding(const Wire& layout, u8* wire, const BucketRange& buckets) {
+    if (buckets.last != layout.buckets) return;
     for (u64 i = layout.codes_end; i < layout.meta_begin; ++i) wire[i] = 0;
   }
 
@@ -190,18 +193,18 @@ struct BucketLoops {
   static void encode(const void* parameters, const EncodeCall& call) {
     const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
     float *values = part(layout, call.scratch, 0), *room = part(layout, call.scratch, 2);
-    for (u64 b = 0; b < layout.buckets; ++b) {
+    for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
       const float* x = as_floats<T>(element<T>(call.src, first), Wire::size_of(layout, b), values);
       Bucket::encode(layout, x, b, stamp_of(call.place, first), call.wire, room);
     }
-    clear_padding(layout, call.wire);
+    clear_padding(layout, call.wire, call.buckets);
   }
 
   static void decode(const void* parameters, const DecodeCall& call) {
     const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
     float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
-    for (u64 b = 0; b < layout.buckets; ++b) {
+    for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
       const u32 n = Wire::size_of(layout, b);
       Storage* dst = element<T>(call.dst, first);
@@ -241,7 +244,7 @@ struct BucketLoops {
   static void reduce(const void* parameters, const ReduceCall& call) {
     const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
     float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
-    for (u64 b = 0; b < layout.buckets; ++b) {
+    for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
       const u32 n = Wire::size_of(layout, b);
       Total sum(total, n, call.op);
@@ -261,7 +264,7 @@ struct BucketLoops {
       }
       finish(layout, call, b, first, n, total, term);
     }
-    if (call.wire) clear_padding(layout, call.wire);
+    if (call.wire) clear_padding(layout, call.wire, call.buckets);
   }
 
   // The total, scaled, to the wire and the output.

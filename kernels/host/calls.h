@@ -13,6 +13,11 @@ struct RandomPlace {
   std::uint32_t rank = 0;
 };
 
+// The buckets of a call that loops work on, all of which are independent: threads share a call by them.
+struct BucketRange {
+  std::uint64_t first, last;  // `last` is the one after
+};
+
 struct EncodeCall {
   const void* src;
   unsigned char* wire;
@@ -20,6 +25,7 @@ struct EncodeCall {
   std::uint32_t dtype;
   RandomPlace place;
   float* scratch;
+  BucketRange buckets;
 };
 
 // `place`: of the wire's maker.
@@ -31,6 +37,7 @@ struct DecodeCall {
   bool accumulate;
   RandomPlace place;
   float* scratch;
+  BucketRange buckets;
 };
 
 enum class Combine : std::uint32_t { sum = 0, min = 1, max = 2, replace = 3 };
@@ -63,6 +70,7 @@ struct ReduceCall {
   RandomPlace place;
   float* scratch;
   const StateCall* state;
+  BucketRange buckets;
 };
 
 using ReduceLoop = void (*)(const void* parameters, const ReduceCall&);
@@ -80,6 +88,9 @@ struct MinMaxParameters {
   bool stochastic;
   std::uint64_t seed;
 };
+
+// Elements of a bucket of the codec `none`.
+constexpr std::uint64_t kRawBucket = 2048;
 
 // The parameters of every codec in per-bucket form (../bucket.h).
 struct BucketParameters {

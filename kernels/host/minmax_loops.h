@@ -9,6 +9,7 @@
 
 namespace QCCL_NAMESPACE {
 
+using qccl::BucketRange;
 using qccl::DecodeCall;
 using qccl::EncodeCall;
 using qccl::MinMaxParameters;
@@ -39,7 +40,9 @@ struct MinMaxWire {
     __builtin_memcpy(wire + range_offset + 8 * b, &range, sizeof range);
   }
 
-  void clear_padding(u8* wire) const {
+  // Behind the codes of the last bucket, by whoever encodes that.
+  void clear_padding(u8* wire, const BucketRange& range) const {
+    if (range.last != buckets) return;
     for (u64 i = packed_nbytes(count, Bits); i < range_offset; ++i) wire[i] = 0;
   }
 };
@@ -222,7 +225,7 @@ template <class T, int Bits>
 void minmax_encode(const MinMaxParameters& codec, const EncodeCall& call) {
   const MinMaxWire<Bits> wire(codec, call.count);
   Chances chances(codec, call.place);
-  for (u64 b = 0; b < wire.buckets; ++b) {
+  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
     const u64 first = b * wire.bucket, size = wire.size_of(b);
     Extremes<T> extremes;
     for_blocks(size, [&](u64 at, u32 n) { extremes.extend(element<T>(call.src, first + at), n); });
@@ -242,14 +245,14 @@ void minmax_encode(const MinMaxParameters& codec, const EncodeCall& call) {
       }
     });
   }
-  wire.clear_padding(call.wire);
+  wire.clear_padding(call.wire, call.buckets);
 }
 
 template <class T, int Bits>
 void minmax_decode(const MinMaxParameters& codec, const DecodeCall& call) {
   const MinMaxWire<Bits> wire(codec, call.count);
   Line<Bits> line;
-  for (u64 b = 0; b < wire.buckets; ++b) {
+  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
     const u64 first = b * wire.bucket;
     line.set(wire.scale(call.wire, b));
     for_blocks(wire.size_of(b), [&](u64 at, u32 n) {
@@ -284,7 +287,7 @@ void minmax_total(const MinMaxWire<Bits>& wire, const ReduceCall& call, u64 b, u
 // To values alone.
 template <class T, int Bits>
 void minmax_reduce_to_values(const MinMaxWire<Bits>& wire, const ReduceCall& call, float* total) {
-  for (u64 b = 0; b < wire.buckets; ++b) {
+  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
     const u64 first = b * wire.bucket;
     for_blocks(wire.size_of(b), [&](u64 at, u32 n) {
       minmax_total<T, Bits>(wire, call, b, first + at, n, total);
@@ -302,7 +305,7 @@ void minmax_reduce(const MinMaxParameters& codec, const ReduceCall& call) {
   if (!call.wire) return minmax_reduce_to_values<T, Bits>(wire, call, total);
   Chances chances(codec, call.place);
   Line<Bits> line;
-  for (u64 b = 0; b < wire.buckets; ++b) {
+  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
     const u64 first = b * wire.bucket, size = wire.size_of(b);
     Extremes<Float32> extremes;
     for_blocks(size, [&](u64 at, u32 n) {
@@ -330,7 +333,7 @@ void minmax_reduce(const MinMaxParameters& codec, const ReduceCall& call) {
       }
     });
   }
-  wire.clear_padding(call.wire);
+  wire.clear_padding(call.wire, call.buckets);
 }
 
 }  // namespace QCCL_NAMESPACE

@@ -13,6 +13,7 @@
 #include "choose.h"
 #include "describe.h"
 #include "operations.h"
+#include "threads.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -34,7 +35,8 @@ void bind_memory(nb::module_& m) {
       .def("__setitem__",
            [](qccl::Memory& memory, std::size_t buffer, std::uintptr_t address) { slot(memory, buffer) = address; })
       .def_rw("call", &qccl::Memory::call, "Number of the collective call; keys the random numbers.")
-      .def_rw("lr", &qccl::Memory::lr, "Learning rate of the call, for residuals; 1 if there is none.");
+      .def_rw("lr", &qccl::Memory::lr, "Learning rate of the call, for residuals; 1 if there is none.")
+      .def_rw("threads", &qccl::Memory::threads, "How many may share an operation.");
 }
 
 // A codec whose arithmetic is Python functions, which take addresses. What they raise is what the operation raises.
@@ -42,6 +44,7 @@ struct Callback final : qccl::Codec {
   Callback(nb::object encode, nb::object decode, nb::object reduce)
       : encode_(std::move(encode)), decode_(std::move(decode)), reduce_(std::move(reduce)) {}
 
+  std::uint64_t bucket(std::uint64_t count) const override { return count; }
   void encode(const qccl::EncodeCall& c) const override {
     const nb::gil_scoped_acquire held;
     encode_(address(c.src), address(c.wire), c.count, c.dtype);
@@ -119,6 +122,7 @@ NB_MODULE(_host, m) {
   qccl::bind_describe(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
   m.def("yield_", [] { sched_yield(); }, Release(), "Let another thread or process have this core.");
+  m.def("most_threads", &qccl::most_threads, "Threads that an operation may have, by OMP_NUM_THREADS and processors.");
   m.attr("isa") = qccl::loops().name;
   nb::list usable;
   for (const qccl::Isa* isa : qccl::usable_isas()) usable.append(isa->name);

@@ -7,6 +7,7 @@
 
 #include "choose.h"
 #include "float_environment.h"
+#include "threads.h"
 
 namespace qccl {
 
@@ -45,6 +46,18 @@ float* scratch(std::uint64_t wanted) {
   thread_local std::vector<float> memory;
   if (memory.size() < wanted) memory.resize(wanted);
   return memory.data();
+}
+
+// run(part of the call) by as many threads as the memory's program may have, each with scratch of its own.
+template <class Call, class Run>
+void share_call(const Call& call, std::uint64_t bucket, const Memory& memory, std::uint64_t floats, const Run& run) {
+  share(call.count, bucket, memory.threads, [&](const BucketRange& buckets) {
+    Call part = call;
+    part.buckets = buckets;
+    part.scratch = scratch(floats);
+    const FloatEnvironment defaults;
+    run(part);
+  });
 }
 
 // Whether in no value all bits of the exponent are set.
@@ -87,7 +100,7 @@ void MinMax::reduce(const ReduceCall& call) const {
 }
 
 BucketParameters MinMax::buckets(std::uint64_t count) const {
-  return {parameters.bucket ? parameters.bucket : count, parameters.seed, {parameters.bits, parameters.stochastic}};
+  return {bucket(count), parameters.seed, {parameters.bits, parameters.stochastic}};
 }
 
 void Raw::encode(const EncodeCall& call) const { loops().raw.encode(nullptr, call); }
@@ -119,7 +132,7 @@ Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Pl
       codec_(std::move(codec)),
       src_(src),
       wire_(wire),
-      call_{nullptr, nullptr, count, dtype, {0, index, round, rank}, nullptr} {
+      call_{nullptr, nullptr, count, dtype, {0, index, round, rank}, nullptr, {}} {
   check_dtype(dtype);
   check_place(*memory_, src, "src");
   check_place(*memory_, wire, "wire");
@@ -131,9 +144,8 @@ void Encode::run() const {
   call.src = resolve(*memory_, src_);
   call.wire = resolve(*memory_, wire_);
   call.place.call = memory_->call;
-  call.scratch = scratch(codec_->scratch(call.count));
-  const FloatEnvironment defaults;
-  codec_->encode(call);
+  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count),
+             [this](const EncodeCall& part) { codec_->encode(part); });
 }
 
 Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst,
@@ -142,7 +154,7 @@ Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Pl
       codec_(std::move(codec)),
       wire_(wire),
       dst_(dst),
-      call_{nullptr, nullptr, count, dtype, accumulate, {0, index, round, rank}, nullptr} {
+      call_{nullptr, nullptr, count, dtype, accumulate, {0, index, round, rank}, nullptr, {}} {
   check_dtype(dtype);
   check_place(*memory_, wire, "wire");
   check_place(*memory_, dst, "dst");
@@ -154,9 +166,8 @@ void Decode::run() const {
   call.wire = resolve(*memory_, wire_);
   call.dst = resolve(*memory_, dst_);
   call.place.call = memory_->call;
-  call.scratch = scratch(codec_->scratch(call.count));
-  const FloatEnvironment defaults;
-  codec_->decode(call);
+  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count),
+             [this](const DecodeCall& part) { codec_->decode(part); });
 }
 
 Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
@@ -189,7 +200,8 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
             scale,
             {0, index, round, rank},
             nullptr,
-            nullptr} {
+            nullptr,
+            {}} {
   check_dtype(dtype);
   for (const Carried& carried : {residual_, momentum_}) {
     if (!carried) continue;
@@ -228,9 +240,9 @@ void Reduce::run() {
     std::memmove(call.out, call.own, call.count * kItemsize[call.dtype]);
     return;
   }
-  call.scratch = scratch(call.state ? codec_->state_scratch(call.count) : codec_->scratch(call.count));
-  const FloatEnvironment defaults;
-  codec_->reduce(call);
+  const std::uint64_t floats = call.state ? codec_->state_scratch(call.count) : codec_->scratch(call.count);
+  share_call(call, codec_->bucket(call.count), *memory_, floats,
+             [this](const ReduceCall& part) { codec_->reduce(part); });
 }
 
 StateCall Reduce::resolve_state() const {

@@ -19,12 +19,15 @@ struct Memory {
   explicit Memory(std::size_t buffers) : addresses(buffers, 0) {}
   std::vector<std::uintptr_t> addresses;
   std::uint64_t call = 0;
-  float lr = 1.0f;  // of the run, for residuals
+  float lr = 1.0f;            // of the run, for residuals
+  std::uint32_t threads = 1;  // that may share an operation
 };
 
 // A codec's loops with its parameters.
 struct Codec {
   virtual ~Codec() = default;
+  // Elements of a bucket in a call.
+  virtual std::uint64_t bucket(std::uint64_t count) const = 0;
   // Whether it can only be summed.
   virtual bool sparse() const { return false; }
   // Floats of scratch for a call.
@@ -38,6 +41,7 @@ struct Codec {
 
 struct MinMax final : Codec {
   MinMax(std::int64_t bits, std::int64_t bucket, bool stochastic, std::uint64_t seed);
+  std::uint64_t bucket(std::uint64_t count) const override { return parameters.bucket ? parameters.bucket : count; }
   void encode(const EncodeCall&) const override;
   void decode(const DecodeCall&) const override;
   void reduce(const ReduceCall&) const override;
@@ -48,17 +52,19 @@ struct MinMax final : Codec {
 };
 
 struct Raw final : Codec {
+  std::uint64_t bucket(std::uint64_t) const override { return kRawBucket; }
   void encode(const EncodeCall&) const override;
   void decode(const DecodeCall&) const override;
   void reduce(const ReduceCall&) const override;
   std::uint64_t state_scratch(std::uint64_t count) const override { return bucket_scratch(kBuckets, count); }
-  static constexpr BucketParameters kBuckets = {2048, 0, {}};
+  static constexpr BucketParameters kBuckets = {kRawBucket, 0, {}};
 };
 
 // A codec in per-bucket form, by its C++ name (../codecs.h).
 struct BucketCodec final : Codec {
   BucketCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
               const std::vector<std::uint32_t>& options);
+  std::uint64_t bucket(std::uint64_t) const override { return parameters.bucket; }
   bool sparse() const override { return codec->sparse; }
   std::uint64_t scratch(std::uint64_t count) const override { return bucket_scratch(parameters, count); }
   void encode(const EncodeCall& call) const override { codec->loops.encode(&parameters, call); }

@@ -12,9 +12,21 @@ using qccl::DecodeCall;
 using qccl::EncodeCall;
 using qccl::ReduceCall;
 
+// The elements of a call that loops work on; of this codec a bucket is only what threads share a call by.
+struct RawRange {
+  u64 begin, count;
+
+  template <class Call>
+  explicit RawRange(const Call& call)
+      : begin(call.buckets.first * qccl::kRawBucket),
+        count(smaller(call.buckets.last * qccl::kRawBucket, call.count) - begin) {}
+};
+
 template <class T>
 void raw_encode(const EncodeCall& call) {
-  __builtin_memcpy(call.wire, call.src, call.count * sizeof(typename T::Storage));
+  const RawRange range(call);
+  constexpr u64 size = sizeof(typename T::Storage);
+  __builtin_memcpy(call.wire + range.begin * size, element<T>(call.src, range.begin), range.count * size);
 }
 
 // From and to a wire, which has no alignment.
@@ -34,13 +46,16 @@ QCCL_FN void store_wire(const Floats& x, u8* wire, u64 at, u32 lanes) {
 
 template <class T>
 void raw_decode(const DecodeCall& call) {
+  const RawRange range(call);
+  constexpr u64 size = sizeof(typename T::Storage);
+  auto* dst = element<T>(call.dst, range.begin);
+  const u8* wire = call.wire + range.begin * size;
   if (!call.accumulate) {
-    __builtin_memcpy(call.dst, call.wire, call.count * sizeof(typename T::Storage));
+    __builtin_memcpy(dst, wire, range.count * size);
     return;
   }
-  auto* dst = element<T>(call.dst, 0);
-  for_lanes(call.count, [&](u64 i, u32 lanes) QCCL_INLINE {
-    const Floats sum = load_values<T>(dst + i, lanes) + load_wire<T>(call.wire, i, lanes);
+  for_lanes(range.count, [&](u64 i, u32 lanes) QCCL_INLINE {
+    const Floats sum = load_values<T>(dst + i, lanes) + load_wire<T>(wire, i, lanes);
     store_values<T>(quiet_nans(sum), dst + i, lanes);
   });
 }
@@ -50,7 +65,9 @@ void raw_reduce(const ReduceCall& call) {
   const auto* own = element<T>(call.own, 0);
   auto* out = element<T>(call.out, 0);
   const Terms terms{call.source_count, call.own ? call.own_index : kNoOwn, false};
-  for_lanes(call.count, [&](u64 i, u32 lanes) QCCL_INLINE {
+  const RawRange range(call);
+  for_lanes(range.count, [&](u64 at, u32 lanes) QCCL_INLINE {
+    const u64 i = range.begin + at;
     const auto own_values = [&]() QCCL_INLINE { return load_values<T>(own + i, lanes); };
     const auto source = [&](u32 s) QCCL_INLINE { return load_wire<T>(call.sources[s], i, lanes); };
     Floats sum = combine_terms<op>(terms, source, own_values, own_values);

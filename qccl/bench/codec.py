@@ -92,6 +92,9 @@ class Speed:
     help=f"What to measure [{_CODECS}; with --frontier all].",
 )
 @click.option("--sources", type=click.IntRange(min=1), default=3, metavar="N", help="Codes that a reduce combines [3].")
+@click.option(
+    "-t", "--threads", type=click.IntRange(min=1), default=1, metavar="N", help="That share an operation [1]."
+)
 @click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
 @click.option("--plot", "picture", callback=checked(picture_file), metavar="FILE", help="With --frontier: a picture.")
 @click.option("-J", "--json", "path", callback=checked(output_file), metavar="FILE", help="Write the figures.")
@@ -102,11 +105,12 @@ def codec(
     names: Sequence[str],
     specs: Sequence[str] | None,
     sources: int,
+    threads: int,
     frontier: bool,
     picture: str | None,
     path: str | None,
 ) -> None:
-    """Time encode, decode and the fused reduce of each codec on one core, in turns with memcpy.
+    """Time encode, decode and the fused reduce of each codec, in turns with memcpy on one core.
 
     GB/s are of values; the share compares the bytes that an operation must move with those that memcpy moves. A
     reduce combines --sources codes and the own values, encodes the sum and writes its decoded value.
@@ -125,7 +129,8 @@ def codec(
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
     click.echo(
-        f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {_host.isa}, one core"
+        f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {_host.isa}, "
+        f"{f'{threads} threads' if threads > 1 else 'one core'}"
     )
     click.echo("#")
     for line in _header(sources):
@@ -133,14 +138,20 @@ def codec(
     found = []
     for spec in specs or codec_list(_CODECS):
         for name in names:
-            speed = measure_codec(codecs.get(spec), dtypes.get(DTYPES[name]), size, iters, warmup_iters, sources)
+            speed = measure_codec(
+                codecs.get(spec), dtypes.get(DTYPES[name]), size, iters, warmup_iters, sources, threads
+            )
             found.append(speed)
             click.echo(_line(speed, name))
     if path is not None:
         with open(path, "w", encoding="utf-8") as file:
             shares = [{op: speed.share(op) for op in ("encode", "decode", "reduce")} for speed in found]
             results = [asdict(speed) | {"share": share} for speed, share in zip(found, shares, strict=True)]
-            json.dump({"qccl_version": qccl.__version__, "isa": _host.isa, "results": results}, file, indent=1)
+            json.dump(
+                {"qccl_version": qccl.__version__, "isa": _host.isa, "threads": threads, "results": results},
+                file,
+                indent=1,
+            )
         click.echo(f"# Wrote {path}")
 
 
@@ -164,7 +175,9 @@ def _frontier(specs: Sequence[str] | None, picture: str | None, path: str | None
         click.echo(f"# Wrote {path}")
 
 
-def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: int, sources: int) -> Speed:
+def measure_codec(
+    codec: Codec, dtype: DType, size: int, iters: int, warmups: int, sources: int, threads: int = 1
+) -> Speed:
     """Time the codec's kernels on about ``size`` bytes of Gaussian values."""
     import numpy as np
 
@@ -176,6 +189,7 @@ def measure_codec(codec: Codec, dtype: DType, size: int, iters: int, warmups: in
     values, decoded, copied = (gaussian(0, 0, count, dtype, seed=0), empty(count, dtype), empty(count, dtype))
     wires = [np.empty(wire_nbytes, np.uint8) for _ in range(sources + 1)]
     memory = _host.Memory(3 + len(wires))
+    memory.threads = threads
     for i, array in enumerate((values, decoded, copied, *wires)):
         memory[i] = array.ctypes.data
     kernel, code = codec.host(), dtype.code

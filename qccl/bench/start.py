@@ -32,11 +32,6 @@ class StartError(QcclError):
     """The ranks could not be started, or went silent."""
 
 
-#: NumPy's libraries, which check the results, keep a thread per core spinning for a while after each use; the calls
-#: that are timed then would share the processor with them
-_ONE_THREAD = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
-
-
 @dataclass(frozen=True, slots=True)
 class Mpiexec:
     """The command that starts ranks.
@@ -80,6 +75,16 @@ class Mpiexec:
         ring = lab is not None and smallest >= 64 << 10
         settings = _open_mpi(lab, yields, ring) if self.name == "Open MPI" else _mpich(lab, yields)
         return {key: value for key, value in settings.items() if value}
+
+
+def _threads(ranks: int) -> dict[str, str]:
+    """Threads of each rank: its part of the processors for encoding and decoding, and one for NumPy's libraries.
+
+    Those check the results, and would keep a thread per core spinning for a while after each use; the calls that are
+    timed then would share the processor with them.
+    """
+    mine = max(1, len(os.sched_getaffinity(0)) // ranks)
+    return {"OMP_NUM_THREADS": str(mine), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _mpich(lab: Lab | None, yields: bool) -> dict[str, str]:
@@ -154,7 +159,10 @@ def run_ranks_by_mpiexec(
     inner = [*(lab.enter(mpi.rank_variable) if lab else []), *command]
     process = subprocess.Popen(
         [mpi.path, *mpi.options(lab), "-n", str(ranks), *inner],
-        env=_ONE_THREAD | mpi.environment(ranks, lab, smallest) | os.environ | {_MARK: mark, "PYTHONUNBUFFERED": "1"},
+        env=_threads(ranks)
+        | mpi.environment(ranks, lab, smallest)
+        | os.environ
+        | {_MARK: mark, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         start_new_session=True,  # Ctrl-C comes to this process only, which then ends them in order

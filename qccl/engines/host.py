@@ -49,6 +49,7 @@ class HostEngine:
 
     Attributes:
         detached: runs under way that progress without their caller.
+        threads: that may share an operation.
 
     After a failure everything under way has failed, the other ranks have been told, and every further use raises
     that failure.
@@ -60,6 +61,7 @@ class HostEngine:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self.rank = transport.rank
+        self.threads = _threads(transport.local_size)
         self.chunk_elements = _shared_chunk(transport.size) if transport.shares_memory else None
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards everything below
@@ -404,6 +406,15 @@ class HostEngine:
 def _shared_chunk(size: int) -> int:
     """Elements in a chunk where ranks share memory: as many 8-bit codes as fit in each of all-reduce's slots."""
     return max(40 * 1024, _SHARED_SLOTS_NBYTES // (3 * (3 * size - 2)))
+
+
+def _threads(local_size: int) -> int:
+    """Threads for each of the ``local_size`` ranks of this machine: OMP_NUM_THREADS, or its part of the processors."""
+    from qccl import _host
+
+    if "OMP_NUM_THREADS" in os.environ:
+        return _host.most_threads()
+    return max(1, len(os.sched_getaffinity(0)) // local_size) if _host.most_threads() > 1 else 1
 
 
 def _say_goodbye() -> None:

@@ -109,6 +109,7 @@ class Program:
         self._bindings: dict[str, int] | None = None
         self.extents: tuple[tuple[int, int, bool], ...] = ()
         self.memory = _host.Memory(len(self._numbers))
+        self.memory.threads = engine.threads
         self._workspace = self._allocate(schedule)
         self.workspace_nbytes = self._workspace.nbytes
         self.kernels: list[Callable[[], None] | None] = []

@@ -1,0 +1,53 @@
+"""Threads that share an operation make the bytes that one makes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from codec_table import TABLE
+
+from qccl import _host, codecs, dtypes
+from qccl.codecs.base import Codec
+
+_COUNT = 4 * (1 << 16) + 1003
+_SOURCES = 2
+_CODECS = [
+    *(codecs.get(spec) for spec in ("none", "minmax8", "minmax3:rounding=stochastic", "minmax4:bucket=shard")),
+    *(codecs.get(rows[0].spec) for rows in TABLE.values()),
+    codecs.get("trellis"),
+]
+
+pytestmark = pytest.mark.skipif(_host.most_threads() < 2, reason="no OpenMP, or OMP_NUM_THREADS is 1")
+
+
+def _run(codec: Codec, dtype: dtypes.DType, threads: int) -> list[bytes]:
+    """What an encode, a decode, a decode that adds, and a reduce with and without state leave."""
+    rng = np.random.default_rng(0)
+    storage = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[dtype.name]
+    values = rng.standard_normal(_COUNT).astype(np.float32)
+    own = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype.name == "bfloat16" else values.astype(storage)
+    wires = [np.full(codec.encoded_nbytes(_COUNT, dtype), 0xA5, np.uint8) for _ in range(_SOURCES + 2)]
+    decoded, added, total, carried = np.empty_like(own), own.copy(), np.empty_like(own), np.empty_like(own)
+    residual, left = rng.standard_normal(_COUNT).astype(np.float32), np.empty(_COUNT, np.float32)
+    arrays = [own, decoded, added, total, carried, residual, left, *wires]
+    memory = _host.Memory(len(arrays))
+    memory.threads = threads
+    for i, array in enumerate(arrays):
+        memory[i] = array.ctypes.data
+    kernel, code, first = codec.host(), dtype.code, len(arrays) - len(wires)
+    sources = [(first + i, 0) for i in range(_SOURCES)]
+    for i, wire in enumerate(sources):
+        _host.Encode(memory, kernel, code, (0, 0), wire, _COUNT, 0, 0, i)()
+    _host.Decode(memory, kernel, code, sources[0], (1, 0), _COUNT, False)()
+    _host.Decode(memory, kernel, code, sources[1], (2, 0), _COUNT, True, 0, 0, 1)()
+    reduce = memory, kernel, code, sources, (0, 0), 1
+    end = _COUNT, 0, 0.5, 0, 1, 0, [0, 1], 0
+    _host.Reduce(*reduce, (first + _SOURCES, 0), (3, 0), *end)()
+    _host.Reduce(*reduce, (first + _SOURCES + 1, 0), (4, 0), *end, ((5, 0), (6, 0)))()
+    return [array.tobytes() for array in arrays]
+
+
+@pytest.mark.parametrize("dtype", dtypes.DTYPES, ids=str)
+@pytest.mark.parametrize("codec", _CODECS, ids=lambda codec: codec.spec())
+def test_as_one_thread(codec: Codec, dtype: dtypes.DType) -> None:
+    assert _run(codec, dtype, threads=3) == _run(codec, dtype, threads=1)
