@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
+from qccl.scalars import as_integer, as_real
 
 __all__ = [
     "OPS",
     "CodecLike",
     "check_group",
-    "check_timeout",
     "chunk_of",
     "count_of",
     "integer",
     "integers",
     "one_of",
     "op_of",
+    "timeout_of",
 ]
 
 #: what a codec may be given as; see qccl.codecs.get
@@ -32,9 +32,10 @@ OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
 
 def integer(value: Any, what: str) -> int:
     """Any integer, but no bool."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    number = as_integer(value)
+    if number is None:
         raise ArgumentError(f"{what} must be an integer, not {value!r}")
-    return operator.index(value)
+    return number
 
 
 def integers(values: Iterable[Any], what: str) -> tuple[int, ...]:
@@ -75,12 +76,14 @@ def one_of(value: str, allowed: Collection[str], what: str) -> str:
     return value
 
 
-def check_timeout(timeout: float) -> None:
-    """Raise ArgumentError unless ``timeout`` is a positive number of seconds that the system can wait."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout <= threading.TIMEOUT_MAX:
+def timeout_of(timeout: float) -> float:
+    """A positive number of seconds that the system can wait."""
+    seconds = as_real(timeout)
+    if seconds is None or not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ArgumentError(
             f"timeout must be a positive number of seconds (at most {threading.TIMEOUT_MAX:g}), not {timeout!r}"
         )
+    return float(seconds)
 
 
 def check_group(color: int | None, key: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,7 @@ class Values:
 
     Attributes:
         layout: shape, and strides in elements.
+        what: what the caller knows it as, for messages, such as "x" or "xs[2]".
         array: what the caller gave, which keeps the memory alive; None for a raw pointer.
         view: keeps the memory alive where ``array`` alone does not.
     """
@@ -51,6 +52,7 @@ class Values:
     count: int
     dtype: DType
     layout: tuple[tuple[int, ...], tuple[int, ...]]
+    what: str
     array: Any = None
     view: Any = None
 
@@ -61,7 +63,7 @@ class Values:
     def part(self, first: int, count: int) -> Values:
         """``count`` of the elements (of a row-major array), from ``first`` on."""
         address = self.address + first * self.dtype.itemsize
-        return Values(address, count, self.dtype, ((count,), (1,)), self.array, self.view)
+        return Values(address, count, self.dtype, ((count,), (1,)), self.what, self.array, self.view)
 
     @property
     def order(self) -> str:
@@ -130,7 +132,7 @@ class HostMemory:
                     f"{what}: {count} elements of {dtype} from {address:#x} reach {byte:#x}, which is not memory of "
                     f"this process (a device pointer, or a count too large?)"
                 )
-        return Values(address, count, dtype, ((count,), (1,)))
+        return Values(address, count, dtype, ((count,), (1,)), what)
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         if stream not in (None, 0):
@@ -167,7 +169,7 @@ def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, wh
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
             f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert)"
         )
-    return Values(view.address, math.prod(shape), element, (shape, strides), array, view)
+    return Values(view.address, math.prod(shape), element, (shape, strides), what, array, view)
 
 
 def check_pointer(address: int, count: int, dtype: DType, what: str) -> None:
@@ -187,8 +189,8 @@ def same_or_disjoint(x: Values, out: Values) -> bool:
         return x.address == out.address
     if x.address < out.address + out.nbytes and out.address < x.address + x.nbytes:
         raise InvalidBufferError(
-            f"x [{x.address:#x}, +{x.nbytes}) and out [{out.address:#x}, +{out.nbytes}) overlap in part; they must be "
-            f"the same memory (in place) or have none in common"
+            f"{x.what} [{x.address:#x}, +{x.nbytes}) and {out.what} [{out.address:#x}, +{out.nbytes}) overlap in part; "
+            f"they must be the same memory (in place) or have none in common"
         )
     return False
 
@@ -197,25 +199,26 @@ def is_part_of(part: Values, whole: Values, first: int) -> bool:
     """Whether ``part`` is the elements of ``whole`` from ``first`` on. Raises InvalidBufferError on other overlaps."""
     if not part.nbytes or part.address == whole.address + first * whole.dtype.itemsize:
         return part.address == whole.address + first * whole.dtype.itemsize
-    check_disjoint({"x": whole, "out": part}, {"out"})
+    check_disjoint([whole, part])
     return False
 
 
-def check_disjoint(arrays: Mapping[str, Values], written: Collection[str]) -> None:
-    """Raise InvalidBufferError where an array in ``written`` has memory in common with another one."""
-    found = sorted((v.address, v.address + v.nbytes, name) for name, v in arrays.items() if v.nbytes)
+def check_disjoint(written: Iterable[Values], read: Iterable[Values] = ()) -> None:
+    """Raise InvalidBufferError where an array that is written has memory in common with another one."""
+    found = [(v.address, v.address + v.nbytes, True, v.what) for v in written if v.nbytes]
+    found += [(v.address, v.address + v.nbytes, False, v.what) for v in read if v.nbytes]
     end, last, end_written, last_written = 0, "", 0, ""
-    for start, stop, name in found:
-        other = last if name in written and start < end else last_written if start < end_written else ""
+    for start, stop, writes, what in sorted(found):
+        other = last if writes and start < end else last_written if start < end_written else ""
         if other:
             raise InvalidBufferError(
-                f"{other} and {name} overlap in memory, and one of them is written; pass arrays that have no memory in "
+                f"{other} and {what} overlap in memory, and one of them is written; pass arrays that have no memory in "
                 f"common"
             )
         if stop > end:
-            end, last = stop, name
-        if name in written and stop > end_written:
-            end_written, last_written = stop, name
+            end, last = stop, what
+        if writes and stop > end_written:
+            end_written, last_written = stop, what
 
 
 def _element_type(found: str, wanted: DType | None, what: str) -> DType:

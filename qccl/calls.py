@@ -80,7 +80,8 @@ class Collectives(ABC):
             lr: the learning rate that the result will be multiplied by, where it changes from step to step: what codes
                 left out in earlier steps then counts for what it would have done.
             op: "sum", "avg" (the global mean), "min" or "max", or NCCL's number for it.
-            async_op: return a Work at once instead of the result.
+            async_op: return a Work at once instead of the result. Later calls on this communicator that use the same
+                memory wait for it; those on other communicators do not.
             algorithm: "two_round", "one_shot", or "auto" (by size).
             chunk: elements in a step of the pipeline; None means a good default.
             nonfinite: "propagate" lets NaN and infinity through (they spoil their bucket); "error" raises
@@ -170,8 +171,7 @@ class Collectives(ABC):
         source = self._memory.from_array(x, dtype=dtype, writable=out is None, what="x")
         signature = ReduceScatter.make(source.count, source.dtype, codec, chunk, op=op, counts=counts)
         if out is None:
-            lengths = signature.lengths(self.size)
-            target = source.part(sum(lengths[: self.rank]), lengths[self.rank])
+            target = signature.output_in(source, self.rank, self.size)
         else:
             target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
         arrays = {"input": source, "output": target}
@@ -259,9 +259,11 @@ class Collectives(ABC):
         where ``out`` is given, ``x`` is needed on the root alone. ``algorithm`` is "chain", "binomial" or "auto" (by
         size). Other arguments: see quantized_allreduce. Returns the output array, or its Work.
         """
-        if self.rank != root and out is not None:
-            x, out = out, None
-        source, target, result = self._pair(x, out, dtype)
+        if self.rank == root or out is None:
+            source, target, result = self._pair(x, out, dtype)
+        else:
+            source = target = self._memory.from_array(out, dtype=dtype, writable=True, what="out")
+            result = out
         signature = Broadcast.make(
             source.count, source.dtype, codec, chunk, source.order, root=root, algorithm=algorithm
         )

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qccl.arguments import CodecLike, check_group, check_timeout
+from qccl.arguments import CodecLike, check_group, count_of, timeout_of
 from qccl.backends import Backend, HostBackend
 from qccl.buffers import Values
 from qccl.calls import Collectives, Run
+from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
@@ -35,8 +36,9 @@ class Communicator(Collectives):
 
     Ranks must call the same collectives in the same order; one thread at a time may use a communicator. On the host
     every call is checked among the ranks, and no result is written before they agree; on CUDA the first call of each
-    kind is. After a failure in the middle of a call the communicator is unusable and every further call raises that
-    failure again.
+    kind is. Calls under way on one communicator wait for each other where they use the same memory; nothing orders them
+    with calls on another communicator (of split(), for example): there, wait for one before starting the other. After a
+    failure in the middle of a call the communicator is unusable and every further call raises that failure again.
 
     Attributes:
         rank, size: of this process in the group.
@@ -57,11 +59,10 @@ class Communicator(Collectives):
         from qccl.backends import CudaBackend
         from qccl.transports.nccl import NcclTransport
 
-        check_timeout(timeout)
+        timeout = timeout_of(timeout)
         self._set_up(NcclTransport.from_unique_id(unique_id, rank, size, device, timeout), timeout, CudaBackend)
 
     def _set_up(self, transport: Group, timeout: float, backend: Callable[[Any], Backend]) -> None:
-        check_timeout(timeout)
         made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
@@ -74,7 +75,8 @@ class Communicator(Collectives):
         self._plans = PlanCache()
         self._state = StateStore(self.rank, self.size, self._engine.persistent)
         self._sequence = 0  # of calls
-        self._draws = 0  # of those that may draw random numbers: a barrier more changes no result
+        self._calls = 0  # of those that may draw random numbers: a barrier more changes no result
+        self._skipped = 0  # of their numbers, in load_state_dict()
         self._failure: QcclError | None = None
         self._closed = False
 
@@ -99,6 +101,7 @@ class Communicator(Collectives):
 
         if backend not in ("host", "cuda"):
             raise ArgumentError(f'backend {backend!r} does not exist; there are "host" and "cuda"')
+        timeout = timeout_of(timeout)
         transport = MpiTransport.from_mpi(comm, timeout)
         if backend == "host":
             return cls._from_transport(transport, timeout)
@@ -113,6 +116,7 @@ class Communicator(Collectives):
 
         It is used to bring the ranks together, and left as it was.
         """
+        timeout = timeout_of(timeout)
         return cls._on_cuda(lambda nccl: nccl.from_nccl(comm, rank, size, timeout), timeout)
 
     @classmethod
@@ -124,9 +128,9 @@ class Communicator(Collectives):
         """
         from qccl.transports.torch import TorchTransport, backend_of
 
+        timeout = timeout_of(timeout)
         if "nccl" in backend_of(group):
             return cls._on_cuda(lambda nccl: nccl.from_torch(group, timeout), timeout)
-        check_timeout(timeout)
         return cls._from_transport(TorchTransport.from_group(group, timeout), timeout)
 
     @classmethod
@@ -134,7 +138,6 @@ class Communicator(Collectives):
         from qccl.backends import CudaBackend
         from qccl.transports.nccl import NcclTransport
 
-        check_timeout(timeout)
         return cls._from_transport(make(NcclTransport), timeout, CudaBackend)
 
     def __enter__(self) -> Communicator:
@@ -191,30 +194,45 @@ class Communicator(Collectives):
         graph that has calls in it): then their results are known to be good. ``timeout``: the communicator's.
         """
         self._check_usable()
+        timeout = self.timeout if timeout is None else timeout_of(timeout)
         try:
-            self._engine.check(self.timeout if timeout is None else timeout, stream)
+            self._engine.check(timeout, stream)
         except QcclError as error:
             self._fail(error)
             raise
 
     # -- what lasts from call to call --------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
-        """What this rank's stateful codecs keep, by key, as copies in NumPy arrays; waits for calls under way.
+    @property
+    def calls(self) -> int:
+        """How many collectives were started: the number of the next one, which keys its random numbers."""
+        return self._calls
 
-        It can be taken after a failure too, and then is that of the last calls that ended well.
+    def state_dict(self) -> dict[str, Any]:
+        """All that the results of later calls depend on, of this rank; waits for calls under way.
+
+        Under "keys" is what stateful codecs keep, by key, as copies in NumPy arrays; under "calls" the number of the
+        next call. It can be taken after a failure too, and then is that of the last calls that ended well.
         """
         self._engine.settle(self.timeout)
-        return self._state.save()
+        return {"calls": self._calls, "keys": self._state.save()}
 
-    def load_state_dict(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Put back what state_dict() returned on this rank of a group of this size; replaces all keys.
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Put back what state_dict() returned on this rank of a group of this size, for all keys; all ranks must.
 
-        Raises ArgumentError for anything else, and then changes nothing.
+        Later calls then give what they would have given there, to the bit. Raises ArgumentError for anything else, and
+        then changes nothing.
         """
         self._check_usable()
+        if not isinstance(saved, Mapping) or set(saved) != {"calls", "keys"}:
+            found = f"one with {list(saved)}" if isinstance(saved, Mapping) else type(saved).__name__
+            raise ArgumentError(f'a state is the dict that state_dict() returned, with "calls" and "keys", not {found}')
+        calls = count_of(saved["calls"], 'the state\'s "calls"')
         self._engine.settle(self.timeout)
-        self._state.load(saved)
+        self._state.load(saved["keys"])
+        self._skipped += calls - self._calls
+        self._calls = calls
+        self._plans.clear()  # those on CUDA agreed on the old numbers
 
     def reset(self, key: str | None = None) -> None:
         """Forget what stateful codecs keep under ``key`` (None: under all keys); all ranks should."""
@@ -254,12 +272,11 @@ class Communicator(Collectives):
         self._check_usable()
         if how.nonfinite not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={how.nonfinite!r} is not "propagate" or "error"')
-        if how.timeout is not None:
-            check_timeout(how.timeout)
+        timeout = None if how.timeout is None else timeout_of(how.timeout)
         check_counts(signature, arrays, self.rank, self.size)
         check_key(signature.codec, how.key)
         plan = self._plans.take(self, signature)._bind_values(arrays, result, how.key)
-        work = plan._start(stream=how.stream, timeout=how.timeout, trace=how.trace, lr=how.lr)
+        work = plan._start(stream=how.stream, timeout=timeout, trace=how.trace, lr=how.lr)
         work._when_reusable(lambda: self._plans.give_back(plan))
         if how.nonfinite == "error":
             outputs = [values for name, values in arrays.items() if name.startswith("output")]
@@ -299,7 +316,7 @@ class Communicator(Collectives):
         self._check_usable()
         execution = program.start(
             addresses,
-            call=self._draws,
+            call=self._calls,
             header=Header(Kind.CALL, self._sequence, text, pairs),
             deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
             trace=trace,
@@ -307,8 +324,12 @@ class Communicator(Collectives):
             lr=1.0 if lr is None else lr,
         )
         self._sequence += 1
-        self._draws += 1
+        self._calls += 1
         return Work(self, execution, result, keep)
+
+    def _numbered(self, text: str, codec: Codec) -> str:
+        """What the ranks agree on, with how calls are numbered where they may differ in that and it matters."""
+        return f"{text}, {self._skipped:+} calls" if self._skipped and codec.kernel().draws else text
 
     def _agree(self, text: str, pairs: tuple[str, ...]) -> None:
         """Collective where the engine does not check every call: whether all ranks want this plan."""
@@ -320,13 +341,12 @@ class Communicator(Collectives):
 
     def _refuse_nonfinite(self, outputs: Iterable[Values]) -> None:
         """Raise ArgumentError where values are not all finite; the same on every rank, as their values are."""
-        for number, values in enumerate(outputs):
+        for values in outputs:
             first = self._memory.first_nonfinite(values)
             if first is not None:
-                where = f"element {first} of array {number}" if number else f"element {first}"
                 raise ArgumentError(
-                    f'the result is not finite at {where} (and perhaps later), and nonfinite="error" was given; '
-                    f"the output was written all the same"
+                    f"the result is not finite at element {first} of {values.what} (and perhaps later), and "
+                    f'nonfinite="error" was given; the output was written all the same'
                 )
 
     def _fail(self, error: QcclError) -> None:

@@ -73,7 +73,7 @@ class CudaMemory:
         check_pointer(address, count, dtype, what)
         if count:
             self._check_memory(address, count * dtype.itemsize, what)
-        return Values(address, count, dtype, ((count,), (1,)))
+        return Values(address, count, dtype, ((count,), (1,)), what)
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         """As in Memory: the call's stream, then the producers' own where those are others."""

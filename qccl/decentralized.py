@@ -10,6 +10,7 @@ from qccl import codecs
 from qccl.arguments import CodecLike
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError
+from qccl.scalars import as_real
 from qccl.weights import matrix, spectral_gap
 
 __all__ = ["LowPrecisionDecentralized"]
@@ -65,8 +66,10 @@ class LowPrecisionDecentralized:
         """Collective: one step with the gradient of this rank's model; returns the model."""
         if gradient.shape != self.model.shape:
             raise ArgumentError(f"the gradient has shape {gradient.shape}, and the model {self.model.shape}")
-        lr = float(lr)  # of no type of its own, as NumPy's scalars are
-        z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * lr
+        rate = as_real(lr)  # of no type of its own, as NumPy's scalars are
+        if rate is None:
+            raise ArgumentError(f"lr must be a number, the learning rate of this step, not {lr!r}")
+        z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * rate
         for peer, replica in self.replicas.items():
             z += replica * self._row[peer]
         self.comm.peer_exchange(z, send_to=self.peers, replicas=self.replicas, applied=self.model, codec=self._codec)
@@ -74,7 +77,10 @@ class LowPrecisionDecentralized:
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all that a later run on as many ranks needs to go on, to the bit (codecs that draw draw others)."""
+        """Copies of all that a later run on as many ranks needs to go on, to the bit.
+
+        With a codec that draws random numbers it needs the communicator's state_dict(), too.
+        """
         replicas = {peer: _copy(replica) for peer, replica in self.replicas.items()}
         return {"model": _copy(self.model), "replicas": replicas, "steps": self.steps}
 
@@ -94,7 +100,7 @@ class LowPrecisionDecentralized:
 
     def _check_agreement(self) -> None:
         """Raise MismatchError, on all ranks, where they do not have the same weights and codec."""
-        said = self.weights.tobytes() + self._codec.spec().encode()
+        said = self.weights.tobytes() + codecs.identity(self._codec).encode()
         found = self.comm.allgather(hashlib.sha256(said).digest())
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:

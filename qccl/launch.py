@@ -73,10 +73,10 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
         ArgumentError: a value that is not allowed, or a launcher whose size is not the communicator's.
         EngineError: the backend cannot be used on this machine; the message says why.
     """
-    from qccl.arguments import check_timeout
+    from qccl.arguments import timeout_of
     from qccl.communicator import Communicator
 
-    check_timeout(timeout)
+    timeout = timeout_of(timeout)
     if backend not in ("auto", "host", "cuda"):
         raise ArgumentError(f'backend {backend!r} does not exist; there are "auto", "host" and "cuda"')
     if backend == "host" and device is not None:

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qccl.arguments import timeout_of
 from qccl.buffers import Values
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule
 from qccl.signatures import Signature, check_counts
-from qccl.state import check_key, check_lr
+from qccl.state import check_key, lr_of
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -63,7 +64,7 @@ class Plan:
         self._text = signature.text()
         self._names = signature.counts(comm.rank, comm.size).keys()
         self._pairs = signature.pairs(comm.rank, comm.size)
-        comm._agree(self._text, self._pairs)
+        comm._agree(comm._numbered(self._text, signature.codec), self._pairs)
 
     def __repr__(self) -> str:
         return f"<Plan {self._text}>"
@@ -75,15 +76,19 @@ class Plan:
 
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Fix the arrays (as in the collective's method) of the runs to come; returns the plan."""
-        comm, signature, given = self._comm, self.signature, {}
-        memory, dtype = comm._memory, self.signature.dtype
+        comm, signature = self._comm, self.signature
+        memory, dtype, has_output = comm._memory, signature.dtype, "output" in self._names
+        given: dict[str, Values] = {}
         if "input" in self._names:
-            given["input"] = memory.from_array(x, dtype=dtype, writable=out is None, what="x")
-        if "output" in self._names:
-            target, what = (x, "x") if out is None else (out, "out")
-            given["output"] = memory.from_array(target, dtype=dtype, writable=True, what=what)
+            given["input"] = memory.from_array(x, dtype=dtype, writable=out is None and has_output, what="x")
+        if out is not None and has_output:
+            given["output"] = memory.from_array(out, dtype=dtype, writable=True, what="out")
+        elif has_output:
+            source = given.get("input") or memory.from_array(x, dtype=dtype, writable=True, what="x")
+            given["output"] = signature.output_in(source, comm.rank, comm.size)
         check_counts(signature, given, comm.rank, comm.size)
-        return self._bind_values(given, x if out is None else out, self._key)
+        result = x if out is None else out
+        return self._bind_values(given, result if has_output else None, self._key)
 
     def _bind_values(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> Plan:
         self._comm._check_usable()
@@ -95,7 +100,7 @@ class Plan:
         order = signature.order_of(arrays)
         if order != signature.order:
             text = replace(signature, order=order).text()
-            comm._agree(text, self._pairs)
+            comm._agree(comm._numbered(text, signature.codec), self._pairs)
         in_place, addresses = signature.bind(arrays, comm.rank, comm.size)
         compiled = self._program(in_place)
         if compiled.state and order != signature.order:  # another element would get what this one's code left out
@@ -115,6 +120,7 @@ class Plan:
 
         On the host it progresses while the caller computes, if it is not waited for within a moment.
         """
+        timeout = None if timeout is None else timeout_of(timeout)
         work = self._start(stream=stream, timeout=timeout, trace=trace, lr=lr)
         work._detach(at_once=False)
         return work
@@ -132,13 +138,15 @@ class Plan:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
+        lr = None if lr is None else lr_of(lr)
         arrays, result, compiled, addresses, text = self._bound
         keep: Any = self._bound
+        if self._comm._skipped:
+            text = self._comm._numbered(text, self.signature.codec)
         if self._key is not None and self.signature.codec.remembers:
-            check_lr(lr)
             state = self._comm._state.take(self._key, compiled.remembered, compiled.state, lr)
             addresses = addresses | {name: memory.address for name, memory in state.items()}
-            text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={float(lr)!r}")
+            text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
             keep = self._bound, state
         self._work = self._comm._launch(
             compiled.program,

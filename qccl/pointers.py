@@ -10,7 +10,7 @@ from qccl.arguments import CodecLike, count_of
 from qccl.buffers import Values
 from qccl.calls import Run
 from qccl.dtypes import DType
-from qccl.signatures import AllReduce, Hierarchical, PeerExchange, given_as
+from qccl.signatures import AllReduce, Hierarchical, PeerExchange
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -101,13 +101,9 @@ def peer_exchange(
 ) -> Work | None:
     """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
     count, dtype = count_of(count), dtypes.get(datatype)
-    given = {"input": sendbuf} | ({} if applied is None else {"applied": applied})
-    given |= {f"replica {peer}": pointer for peer, pointer in replicas.items()}
-    memory = comm._memory
-    arrays = {
-        name: memory.from_pointer(address, count, dtype, what="sendbuf" if name == "input" else given_as(name))
-        for name, address in given.items()
-    }
+    given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
+    given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
+    arrays = {name: comm._memory.from_pointer(pointer, count, dtype, what=what) for name, pointer, what in given}
     signature = PeerExchange.make(
         *(count, dtype, codec, chunk), send_to=send_to, receive_from=replicas.keys(), applied=applied is not None
     )

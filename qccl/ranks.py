@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from qccl.arguments import check_timeout
+from qccl.arguments import timeout_of
 from qccl.communicator import Communicator
 from qccl.errors import CollectiveTimeout
 from qccl.transports.loopback import LoopbackGroup
@@ -27,7 +27,7 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
     raised again, with a note that names its rank, when the other ranks have ended; they fail in their next
     collective. A rank that computes for ever outside qccl cannot be stopped: after a failure it is given up.
     """
-    check_timeout(timeout)
+    timeout = timeout_of(timeout)
     group = LoopbackGroup(n)
     results: dict[int, _T] = {}
     failures: list[BaseException] = []  # in the order of time

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
+from qccl.scalars import as_real
 
 if TYPE_CHECKING:
     import numpy as np
 
     from qccl.engines.base import Persistent
 
-__all__ = ["StateStore", "check_key", "check_lr"]
+__all__ = ["StateStore", "check_key", "lr_of"]
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class StateStore:
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace everything by what save() gave on this rank. Raises ArgumentError, and then changes nothing."""
         if not isinstance(saved, Mapping):
-            raise ArgumentError(f"a state is the dict that state_dict() returned, not {type(saved).__name__}")
+            raise ArgumentError(f"the keys' state is a dict by key, not {type(saved).__name__}")
         entries = {key: self._loaded(key, each) for key, each in saved.items()}
         self._entries = entries
 
@@ -136,10 +137,12 @@ def check_key(codec: Codec, key: str | None) -> None:
         raise ArgumentError(f"key must be a string that names what is reduced, not {key!r}")
 
 
-def check_lr(lr: float | None) -> None:
-    """Raise ArgumentError unless ``lr`` is a positive number, in fp32 as well, or None."""
-    if lr is not None and (isinstance(lr, bool) or not isinstance(lr, int | float) or not 2.0**-120 <= lr <= 2.0**120):
+def lr_of(lr: float) -> float:
+    """A learning rate: a positive number, in fp32 as well. Raises ArgumentError for anything else."""
+    value = as_real(lr)
+    if value is None or not 2.0**-120 <= value <= 2.0**120:
         raise ArgumentError(f"lr must be a positive number (2**-120 to 2**120), the learning rate of now, not {lr!r}")
+    return float(value)
 
 
 def _listed(keys: Mapping[str, object]) -> str:

@@ -110,6 +110,31 @@ def test_out_does_not_fit():
     qccl.run_ranks(2, run)
 
 
+def test_numbers_of_other_libraries_are_taken_as_pythons():
+    def run(comm):
+        x = np.full(64, comm.rank + 1, np.float32)
+        found = comm.quantized_allreduce(
+            *(x, np.empty_like(x)),
+            **{"codec": "minmax8+ef", "key": "x", "lr": np.float32(0.5), "op": np.int64(0), "chunk": np.int32(64)},
+            timeout=np.float32(20),
+        )
+        assert (found == 3).all()
+        comm.quantized_allreduce(x, out=found, codec="minmax8+ef", key="x", lr=np.array(0.5) if comm.rank else 0.5)
+        comm.quantized_broadcast(x, root=np.int64(1))
+        assert (x == 2).all()
+        for lr in (np.float32("nan"), np.ones(1), "0.5", True, np.True_, 0):
+            with pytest.raises(qccl.ArgumentError, match="lr must be"):
+                comm.quantized_allreduce(x, codec="minmax8+ef", key="x", lr=lr)
+        plan = comm.plan("allreduce", np.int64(64)).bind(x)
+        for timeout in (np.float64("nan"), np.ones(1), -1):
+            with pytest.raises(qccl.ArgumentError, match="timeout must be"):
+                plan.start(timeout=timeout)
+        plan.start(timeout=np.int64(20)).wait()
+        assert (x == 4).all()
+
+    qccl.run_ranks(2, run, timeout=np.float64(20))
+
+
 def test_raw_pointers():
     def run(comm):
         x = np.ones(COUNT, np.float32)

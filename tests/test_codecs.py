@@ -135,6 +135,38 @@ def test_parameters_are_checked_by_the_class_itself() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (MinMax(np.int64(4), np.uint16(256), seed=np.uint64(2**63)), MinMax(4, 256, seed=2**63)),
+        (codecs.Trellis(np.int8(3), np.int32(512), np.array(64), np.int16(2)), codecs.Trellis(3, 512, 64, 2)),
+        (codecs.Cast("float8_e4m3", np.int64(64)), codecs.Cast("float8_e4m3", 64)),
+        (codecs.OneBit(np.int64(64)), codecs.OneBit(64)),
+        (codecs.Dithering(np.int64(3), seed=np.int64(1)), codecs.Dithering(3, seed=1)),
+        (TopK(np.float64(0.25), np.int64(64)), TopK(0.25, 64)),
+        (TopK(1.0), TopK(1)),
+        (codecs.get("topk:k=8.0"), codecs.get("topk:k=8")),
+        (RandomK(np.float32(5), scale=np.True_), RandomK(5, scale=True)),
+        (codecs.get({"compressor": "topk", "k": np.int64(5)}), TopK(5)),
+        (codecs.Momentum(MinMax(), np.float64(0.5)), codecs.Momentum(MinMax(), 0.5)),
+        (codecs.Momentum(MinMax(), 0), codecs.get("minmax8+nesterov:mu=0.0")),
+    ],
+    ids=repr,
+)
+def test_numbers_of_other_libraries_are_pythons(given: codecs.Codec, plain: codecs.Codec) -> None:
+    """Ranks compare spellings, and kernels take Python's numbers."""
+    assert (given, hash(given), given.spec(), repr(given)) == (plain, hash(plain), plain.spec(), repr(plain))
+    assert "np." not in repr(given)
+    x = np.random.default_rng(0).standard_normal(600).astype(np.float32)
+    assert given.encode(x).tobytes() == plain.encode(x).tobytes()
+
+
+@pytest.mark.parametrize("wrong", [np.True_, np.float32(4), np.array([4]), "4", None, 4j], ids=repr)
+def test_what_is_no_integer(wrong: Any) -> None:
+    with pytest.raises(CodecError, match="bits="):
+        MinMax(wrong)
+
+
+@pytest.mark.parametrize(
     ("codec", "count", "nbytes"),
     [
         (MinMax(8, 1024), 0, 0),

@@ -64,15 +64,34 @@ def test_refused(call, reason) -> None:
 def test_memory_in_common() -> None:
     def run(comm: qccl.Communicator) -> None:
         x = vector(24)
-        for call in (
-            lambda: comm.quantized_all_to_all(x[:12], x[6:18]),
-            lambda: comm.quantized_reduce_scatter(x[:12], x[5:11]),
-            lambda: comm.quantized_all_gather(x[3:9], x[:12]),
-            lambda: comm.quantized_allreduce_coalesced([x[:6], x[4:9]]),
-            lambda: comm.quantized_allreduce_coalesced([x[:6], x[6:12]], [x[12:18], x[8:14]]),
+        peer = 1 - comm.rank
+        for call, names in (
+            (lambda: comm.quantized_allreduce(x[:12], x[6:18]), "x .*and out .*overlap in part"),
+            (lambda: comm.quantized_all_to_all(x[:12], x[6:18]), "x and out overlap"),
+            (lambda: comm.quantized_reduce_scatter(x[:12], x[5:11]), "x and out overlap"),
+            (lambda: comm.quantized_all_gather(x[3:9], x[:12]), "out and x overlap"),
+            (lambda: comm.quantized_allreduce_coalesced([x[:6], x[4:9]]), r"xs\[0\] and xs\[1\] overlap"),
+            (
+                lambda: comm.quantized_allreduce_coalesced([x[:6], x[6:12]], [x[12:18], x[16:22]]),
+                r"outs\[0\] and outs\[1\] overlap",
+            ),
+            (
+                lambda: comm.quantized_allreduce_coalesced([x[:6], x[6:12]], [x[1:7], x[12:18]]),
+                r"xs\[0\] .*and outs\[0\] .*overlap in part",
+            ),
+            (
+                lambda: comm.peer_exchange(x[:8], send_to=[peer], replicas={peer: x[4:12]}, applied=x[16:]),
+                rf"z and replicas\[{peer}\] overlap",
+            ),
+            (
+                lambda: comm.peer_exchange(x[:8], send_to=[peer], replicas={peer: x[8:16]}, applied=x[12:20]),
+                rf"replicas\[{peer}\] and applied overlap",
+            ),
         ):
-            with pytest.raises(qccl.InvalidBufferError, match="overlap"):
+            with pytest.raises(qccl.InvalidBufferError, match=names):
                 call()
+        with pytest.raises(qccl.ArgumentError, match=rf"replicas\[{peer}\] has 7 elements"):
+            comm.peer_exchange(x[:8], send_to=[peer], replicas={peer: x[8:15]})
         with pytest.raises(qccl.ArgumentError, match="all in place or none"):
             comm.quantized_allreduce_coalesced([x[:6], x[6:12]], [x[:6], x[12:18]])
         comm.barrier()
@@ -152,5 +171,39 @@ def test_column_major_arrays() -> None:
         np.testing.assert_array_equal(x, np.arange(12).reshape(3, 4) * 4)
         with pytest.raises(qccl.MismatchError, match="axes"):
             comm.quantized_allreduce_coalesced([x if comm.rank else np.ascontiguousarray(x)])
+
+    qccl.run_ranks(2, run)
+
+
+def test_plans_take_the_arrays_that_the_methods_take() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x = np.arange(12, dtype=np.float32)
+        plan = comm.plan("reduce", 12, root=1, codec="none")
+        if comm.rank == 0:
+            x.flags.writeable = False  # only the root's is written
+            assert plan(x) is None
+        else:
+            assert plan(x) is x and (x == 2 * np.arange(12)).all()
+        y = np.arange(12, dtype=np.float32)
+        comm.plan("reduce_scatter", 12, codec="none")(y)
+        own = slice(6 * comm.rank, 6 * comm.rank + 6)
+        wanted = np.arange(12, dtype=np.float32)
+        wanted[own] *= 2
+        assert (y == wanted).all()
+        with pytest.raises(qccl.ArgumentError, match="out has 5 elements"):
+            comm.plan("broadcast", 12, root=1).bind(None if comm.rank == 0 else x, np.zeros(5, np.float32))
+        with pytest.raises(qccl.InvalidBufferError, match=r"out is a list|out has element type float64"):
+            comm.quantized_broadcast(None if comm.rank == 0 else x, [] if comm.rank == 0 else np.zeros(12), root=1)
+
+    qccl.run_ranks(2, run)
+
+
+def test_codecs_of_two_classes_are_not_the_same_to_the_ranks() -> None:
+    class Other(qccl.codecs.MinMax):
+        """Spelled like its base."""
+
+    def run(comm: qccl.Communicator) -> None:
+        with pytest.raises(qccl.MismatchError, match=r"codec=minmax4 \(.*Other\)"):
+            comm.quantized_allreduce(vector(24), codec=Other(4) if comm.rank else "minmax4")
 
     qccl.run_ranks(2, run)

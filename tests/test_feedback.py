@@ -64,6 +64,10 @@ def assert_equals_oracle(group: Group, found: list, wanted: list[np.ndarray], st
             assert_same_bits(state["values"][kind], values, f"rank {rank}, {kind}")
 
 
+def kept_by(comm: qccl.Communicator) -> dict:
+    return comm.state_dict()["keys"]
+
+
 def cases() -> list[tuple]:
     draw = random.Random(3)
     rows = itertools.product(CODECS, ["two_round", "one_shot"], [1, 2, 3, 4])
@@ -83,7 +87,7 @@ def test_results_and_state_are_the_oracles(codec, algorithm, ranks, count, dtype
     group = Group(codec, ranks, count, dtype, algorithm, op)
     wanted = [group.step([stored(x) for x in xs], lr or 1.0) for xs, lr in zip(calls, lrs, strict=True)]
     arguments = {"codec": codec, "algorithm": algorithm, "op": op, "chunk": chunk}
-    found = qccl.run_ranks(ranks, lambda comm: (run(comm, calls, lrs, **arguments), comm.state_dict()))
+    found = qccl.run_ranks(ranks, lambda comm: (run(comm, calls, lrs, **arguments), kept_by(comm)))
     for rank, (results, state) in enumerate(found):
         assert_equals_oracle(group, results, wanted, state["a"], rank)
 
@@ -102,7 +106,7 @@ def test_a_step_that_is_not_finite_leaves_the_state_on_every_rank(algorithm, spo
             results += [
                 stored(comm.quantized_allreduce(xs[comm.rank].copy(), codec=codec, key="a", algorithm=algorithm))
             ]
-            kept.append(comm.state_dict())
+            kept.append(kept_by(comm))
         return results, kept
 
     wanted = [group.step(xs) for xs in calls]
@@ -122,7 +126,7 @@ def test_chunks_do_not_matter():
         found, state = [], {}
         for chunk in (None, 64, 1000):
             found.append(run(comm, calls, [None] * 3, codec="onebit:bucket=64,reconstruct=mean+ef", chunk=chunk))
-            state[chunk] = comm.state_dict()["a"]["values"]["residual"]
+            state[chunk] = kept_by(comm)["a"]["values"]["residual"]
             comm.reset("a")
         assert all(state[None].tobytes() == each.tobytes() for each in state.values())
         return found
@@ -147,7 +151,7 @@ def test_several_arrays_under_one_key():
             for xs in data:
                 y = comm.quantized_allreduce(xs[i].copy(), codec=codec, key=str(i), algorithm="one_shot")
             singles.append(y)
-        state = comm.state_dict()
+        state = kept_by(comm)
         for i in (0, 2, 3):
             for kind in ("residual", "momentum"):
                 assert np.array_equal(state["all"]["values"][f"{kind} {i}"], state[str(i)]["values"][kind])
@@ -165,7 +169,7 @@ def test_state_goes_on_after_it_was_saved_and_loaded():
         start = run(comm, calls[:3], [0.5] * 3, codec=codec)
         saved = comm.state_dict()
         rest = run(comm, calls[3:], [0.25] * 3, codec=codec)
-        assert any((saved["a"]["values"][k] != comm.state_dict()["a"]["values"][k]).any() for k in ("residual",))
+        assert (saved["keys"]["a"]["values"]["residual"] != kept_by(comm)["a"]["values"]["residual"]).any()
         comm.load_state_dict(saved)
         again = run(comm, calls[3:], [0.25] * 3, codec=codec)
         assert [a.tobytes() for a in rest] == [a.tobytes() for a in again]
@@ -188,10 +192,10 @@ def test_reset_is_a_new_beginning():
         first = run(comm, calls, [None] * 2, codec=codec)
         comm.quantized_allreduce(calls[0][comm.rank].copy(), codec=codec, key="b")
         comm.reset("a")
-        assert set(comm.state_dict()) == {"b"}
+        assert set(kept_by(comm)) == {"b"}
         assert [y.tobytes() for y in run(comm, calls, [None] * 2, codec=codec)] == [y.tobytes() for y in first]
         comm.reset()
-        assert comm.state_dict() == {}
+        assert kept_by(comm) == {}
         with pytest.raises(ArgumentError, match=r"no state under key='a'; the keys are none yet"):
             comm.reset("a")
 
@@ -203,11 +207,11 @@ def test_calls_under_way_with_one_key_are_in_order():
 
     def both(comm: qccl.Communicator) -> None:
         one_by_one = run(comm, calls, [None] * 6, codec=codec)
-        kept = comm.state_dict()["a"]["values"]["residual"]
+        kept = kept_by(comm)["a"]["values"]["residual"]
         comm.reset()
         arrays = [xs[comm.rank].copy() for xs in calls]
         works = [comm.quantized_allreduce(x, codec=codec, key="a", async_op=True) for x in arrays]
-        assert comm.state_dict()["a"]["values"]["residual"].tobytes() == kept.tobytes()  # waits for all
+        assert kept_by(comm)["a"]["values"]["residual"].tobytes() == kept.tobytes()  # waits for all
         for work, x, wanted in zip(works, arrays, one_by_one, strict=True):
             work.wait()
             assert x.tobytes() == wanted.tobytes()
@@ -267,12 +271,12 @@ def test_what_a_call_may_not_be(arguments, reason):
     def calls(comm: qccl.Communicator) -> None:
         given = {"codec": "minmax2+ef", "key": "a", "algorithm": "one_shot"}
         comm.quantized_allreduce(np.ones(100, np.float32), **given)
-        before = comm.state_dict()
+        before = kept_by(comm)
         given |= arguments
         x = given.pop("x", np.ones(100, np.float32))
         with pytest.raises(ArgumentError, match=reason):
             comm.quantized_allreduce(x, **given)
-        after = comm.state_dict()["a"]["values"]["residual"]
+        after = kept_by(comm)["a"]["values"]["residual"]
         assert after.tobytes() == before["a"]["values"]["residual"].tobytes()
         comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a", algorithm="one_shot")
 
@@ -283,7 +287,7 @@ def test_keys_and_learning_rates_of_plain_codecs_do_nothing():
     def call(comm: qccl.Communicator) -> None:
         for key in ("a", None):
             assert comm.quantized_allreduce(np.ones(3, np.float32), key=key, lr=0.5, codec="none")[0] == 2
-        assert comm.state_dict() == {}
+        assert kept_by(comm) == {}
 
     qccl.run_ranks(2, call)
 
@@ -327,7 +331,7 @@ def test_what_is_too_large_for_a_residual_does_not_spoil_later_calls(algorithm):
         huge[::16], huge[1::16] = 3e38, -3e38
         for _ in range(4):
             comm.quantized_allreduce(huge * np.float32(0.0 if comm.rank else 1.0), **given)
-            residual = comm.state_dict()["a"]["values"]["residual"]
+            residual = kept_by(comm)["a"]["values"]["residual"]
             assert np.isfinite(residual).all() and (comm.rank == 1 or residual.any())  # rank 1 has only zeros
 
     qccl.run_ranks(2, call)
@@ -338,14 +342,14 @@ def test_a_call_that_fails_changes_nothing():
 
     def call(comm: qccl.Communicator) -> None:
         comm.quantized_allreduce(np.arange(300, dtype=np.float32), codec=codec, key="a")
-        before = comm.state_dict()
+        before = kept_by(comm)
         if comm.rank == 0:
             with pytest.raises((CollectiveTimeout, PeerLost)):
                 comm.quantized_allreduce(np.ones(300, np.float32), codec=codec, key="a", timeout=0.2)
         else:
             with pytest.raises(PeerLost):  # rank 0 gave up
                 comm.barrier()
-        after = comm.state_dict()
+        after = kept_by(comm)
         assert after["a"]["values"]["residual"].tobytes() == before["a"]["values"]["residual"].tobytes()
         assert after["a"]["values"]["residual"].any()
 
@@ -356,7 +360,7 @@ def test_a_call_that_fails_changes_nothing():
 @pytest.mark.parametrize(
     "spoil, reason",
     [
-        (lambda s: [s], "the dict that state_dict.. returned, not list"),
+        (lambda s: [s], "the keys' state is a dict by key, not list"),
         (lambda s: s | {"a": {}}, "what is given as the state of key='a' is not what state_dict.. returns"),
         (lambda s: s | {"a": 3}, "is not what state_dict"),
         (lambda s: s | {"a": s["a"] | {"rank": 1 - s["a"]["rank"]}}, "is of rank . of 2, and this is rank . of 2"),
@@ -368,11 +372,15 @@ def test_wrong_states_are_not_loaded(spoil, reason):
     def call(comm: qccl.Communicator) -> None:
         comm.quantized_allreduce(np.arange(100, dtype=np.float32), codec="minmax2+ef", key="a")
         saved = comm.state_dict()
+        before = saved["keys"]["a"]["values"]["residual"]
         with pytest.raises(ArgumentError, match=reason):
-            comm.load_state_dict(spoil(saved))
-        assert comm.state_dict()["a"]["values"]["residual"].tobytes() == saved["a"]["values"]["residual"].tobytes()
-        short = saved["a"] | {"values": {"residual": saved["a"]["values"]["residual"][:50]}}
-        comm.load_state_dict({"a": short})
+            comm.load_state_dict(saved | {"calls": 7, "keys": spoil(saved["keys"])})
+        for wrong in ([saved], saved["keys"], saved | {"calls": -1}, saved | {"calls": None}):
+            with pytest.raises(ArgumentError, match="state"):
+                comm.load_state_dict(wrong)
+        assert comm.calls == saved["calls"] == 1
+        assert kept_by(comm)["a"]["values"]["residual"].tobytes() == before.tobytes()
+        comm.load_state_dict(saved | {"keys": {"a": saved["keys"]["a"] | {"values": {"residual": before[:50]}}}})
         with pytest.raises(ArgumentError, match=re.escape("forget the state with reset('a')")):
             comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a")
 

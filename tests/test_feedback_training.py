@@ -79,7 +79,7 @@ def test_the_mean_lacks_exactly_what_the_residuals_hold(dtype):
             total += comm.quantized_allreduce(
                 inputs[comm.rank].copy(), codec="minmax2:bucket=64+ef", key="x", algorithm="two_round"
             )
-        return total, comm.state_dict()["x"]["values"]["residual"].astype(np.float64)
+        return total, comm.state_dict()["keys"]["x"]["values"]["residual"].astype(np.float64)
 
     found = qccl.run_ranks(RANKS, calls)
     held = sum(residual for _, residual in found)

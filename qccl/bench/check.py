@@ -44,7 +44,7 @@ def check(
         x.fill(comm.rank, seed)
         if out is not x:
             out.poison()
-        number = comm._draws  # of the call to come: keys its random numbers
+        number = comm.calls  # of the call to come: keys its random numbers
         run()
         result, beside = out.get()
         if out is not x:

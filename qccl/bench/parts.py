@@ -35,7 +35,7 @@ def check_parts(
     for seed in range(checks):
         x.fill(comm.rank, seed)
         out.poison()
-        number = comm._draws
+        number = comm.calls
         run()
         result, wrong = out.get()
         mine = [float(wrong + x.changed(comm.rank, seed)), 0.0, 0.0]

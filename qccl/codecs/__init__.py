@@ -37,6 +37,7 @@ __all__ = [
     "TopK",
     "Trellis",
     "get",
+    "identity",
 ]
 
 #: every codec by its name in a specification
@@ -77,6 +78,12 @@ def get(spec: str | Mapping[str, Any] | Codec) -> Codec:
     for name, options in decorators:
         codec = _decorated(codec, name, options, spec)
     return codec
+
+
+def identity(codec: Codec) -> str:
+    """What tells a codec from all others, for ranks to compare: its specification, and its class if it is not ours."""
+    kind = type(codec.plain)
+    return codec.spec() if CODECS.get(kind.name) is kind else f"{codec.spec()} ({kind.__module__}.{kind.__qualname__})"
 
 
 def _parse_text(text: str, spec: str) -> tuple[str, dict[str, Any]]:

@@ -46,8 +46,8 @@ class Cast(BucketCodec):
     name: ClassVar[str] = "cast"
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "dtype", self.dtype, _TYPES)
-        check_bucket(self.name, "bucket", self.bucket)
+        check_choice(self, "dtype", _TYPES)
+        check_bucket(self, "bucket")
 
     @property
     def _is_scaled(self) -> bool:

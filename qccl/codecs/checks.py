@@ -1,45 +1,64 @@
-"""Checks of codecs' parameters; each raises CodecError with what was given and what is allowed."""
+"""Checks of codecs' parameters, for ``__post_init__``: each raises CodecError with what was given and what is allowed.
+
+Numbers are kept as Python's own, so that equal parameters make equal codecs, however the numbers were given.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from qccl.codecs.base import MAX_BUCKET
+from qccl.codecs.base import MAX_BUCKET, Codec
 from qccl.errors import CodecError
+from qccl.scalars import as_bool, as_integer
 
-__all__ = ["check_bucket", "check_choice", "check_flag", "check_integer", "check_seed", "is_integer"]
-
-
-def is_integer(value: object) -> bool:
-    """Whether ``value`` is an int and not a truth value."""
-    return isinstance(value, int) and not isinstance(value, bool)
+__all__ = ["check_bucket", "check_choice", "check_flag", "check_integer", "check_seed", "keep"]
 
 
-def check_integer(codec: str, key: str, value: object, least: int, most: int) -> None:
+def keep(codec: Codec, key: str, value: Any) -> None:
+    """Put ``value`` in place of what was given as a parameter of a codec that is being made."""
+    object.__setattr__(codec, key, value)  # the dataclass is frozen
+
+
+def check_integer(codec: Codec, key: str, least: int, most: int) -> None:
     """An integer from ``least`` to ``most``."""
-    if not (isinstance(value, int) and is_integer(value) and least <= value <= most):
-        raise CodecError(f"{codec}: {key}={value!r} is not possible; allowed are the integers {least} to {most}")
+    value = as_integer(getattr(codec, key))
+    if value is None or not least <= value <= most:
+        raise _refused(codec, key, f"the integers {least} to {most}")
+    keep(codec, key, value)
 
 
-def check_bucket(codec: str, key: str, value: object, most: int = MAX_BUCKET) -> None:
-    """A multiple of 8."""
-    if not (isinstance(value, int) and is_integer(value) and 8 <= value <= most and value % 8 == 0):
-        raise CodecError(f"{codec}: {key}={value!r} is not possible; allowed are multiples of 8 from 8 to {most}")
+def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = "") -> None:
+    """A multiple of 8; or the word ``other``, if there is one."""
+    if other and getattr(codec, key) == other:
+        return
+    value = as_integer(getattr(codec, key))
+    if value is None or not 8 <= value <= most or value % 8:
+        raise _refused(codec, key, f"multiples of 8 from 8 to {most}" + (f', and "{other}"' if other else ""))
+    keep(codec, key, value)
 
 
-def check_choice(codec: str, key: str, value: object, allowed: Sequence[str]) -> None:
+def check_choice(codec: Codec, key: str, allowed: Sequence[str]) -> None:
     """One of some words."""
-    if value not in allowed:
-        raise CodecError(f"{codec}: {key}={value!r} is not known; allowed are {', '.join(allowed)}")
+    if (value := getattr(codec, key)) not in allowed:
+        raise CodecError(f"{codec.name}: {key}={value!r} is not known; allowed are {', '.join(allowed)}")
 
 
-def check_flag(codec: str, key: str, value: object) -> None:
+def check_flag(codec: Codec, key: str) -> None:
     """True or False."""
-    if not isinstance(value, bool):
-        raise CodecError(f"{codec}: {key}={value!r} is not possible; allowed are true and false")
+    value = as_bool(getattr(codec, key))
+    if value is None:
+        raise _refused(codec, key, "true and false")
+    keep(codec, key, value)
 
 
-def check_seed(codec: str, value: object) -> None:
+def check_seed(codec: Codec) -> None:
     """A word of 64 bits."""
-    if not (isinstance(value, int) and is_integer(value) and 0 <= value < 1 << 64):
-        raise CodecError(f"{codec}: seed={value!r} is not possible; allowed are the integers 0 to 2**64 - 1")
+    value = as_integer(codec.seed)  # type: ignore[attr-defined]
+    if value is None or not 0 <= value < 1 << 64:
+        raise _refused(codec, "seed", "the integers 0 to 2**64 - 1")
+    keep(codec, "seed", value)
+
+
+def _refused(codec: Codec, key: str, allowed: str) -> CodecError:
+    return CodecError(f"{codec.name}: {key}={getattr(codec, key)!r} is not possible; allowed are {allowed}")

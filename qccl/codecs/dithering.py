@@ -51,11 +51,11 @@ class Dithering(BucketCodec):
     }
 
     def __post_init__(self) -> None:
-        check_choice(self.name, "partition", self.partition, _PARTITIONS)
-        check_choice(self.name, "norm", self.norm, _NORMS)
-        check_integer(self.name, "k", self.k, 1, _MOST_LEVELS[self.partition])
-        check_bucket(self.name, "bucket", self.bucket)
-        check_seed(self.name, self.seed)
+        check_choice(self, "partition", _PARTITIONS)
+        check_choice(self, "norm", _NORMS)
+        check_integer(self, "k", 1, _MOST_LEVELS[self.partition])
+        check_bucket(self, "bucket")
+        check_seed(self)
 
     @property
     def bits(self) -> int:

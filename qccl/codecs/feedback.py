@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl.codecs.base import Codec, Kernel
+from qccl.codecs.checks import keep
 from qccl.dtypes import DType
 from qccl.errors import CodecError
+from qccl.scalars import as_real
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,8 +104,10 @@ class Momentum(Decorator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.mu, bool) or not isinstance(self.mu, int | float) or not 0 <= self.mu < 1:
+        mu = as_real(self.mu)
+        if mu is None or not 0 <= mu < 1:
             raise CodecError(f"nesterov: mu={self.mu!r} is not possible; allowed are numbers from 0 to below 1")
+        keep(self, "mu", float(mu))
         if "momentum" in self.codec.remembers:
             raise CodecError(f"{self.codec.spec()}+nesterov is not possible: the codec has momentum already")
 
@@ -119,6 +123,6 @@ def momentum_of(codec: Codec) -> float:
     """The ``mu`` of a codec; 0 where it has none."""
     while isinstance(codec, Decorator):
         if isinstance(codec, Momentum):
-            return float(codec.mu)
+            return codec.mu
         codec = codec.codec
     return 0.0

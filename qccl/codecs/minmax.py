@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qccl.codecs.base import MAX_BUCKET, PLAIN_GRANULE, Codec, Form, Kernel
-from qccl.codecs.checks import check_choice, check_integer, check_seed, is_integer
+from qccl.codecs.base import PLAIN_GRANULE, Codec, Form, Kernel
+from qccl.codecs.checks import check_bucket, check_choice, check_integer, check_seed
 from qccl.dtypes import DType
-from qccl.errors import CodecError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,16 +42,10 @@ class MinMax(Codec):
     name: ClassVar[str] = "minmax"
 
     def __post_init__(self) -> None:
-        check_integer(self.name, "bits", self.bits, 1, 8)
-        if self.bucket != "shard" and not (
-            is_integer(self.bucket) and 8 <= int(self.bucket) <= MAX_BUCKET and int(self.bucket) % 8 == 0
-        ):
-            raise CodecError(
-                f"minmax: bucket={self.bucket!r} is not possible; allowed are multiples of 8 from 8 to {MAX_BUCKET}, "
-                f'and "shard" for one range per shard'
-            )
-        check_choice(self.name, "rounding", self.rounding, _ROUNDINGS)
-        check_seed(self.name, self.seed)
+        check_integer(self, "bits", 1, 8)
+        check_bucket(self, "bucket", other="shard")
+        check_choice(self, "rounding", _ROUNDINGS)
+        check_seed(self)
 
     @property
     def granule(self) -> int:

@@ -40,8 +40,8 @@ class OneBit(BucketCodec):
     aliases: ClassVar = {"scaling": ("reconstruct", {True: "scale", False: "sign"})}
 
     def __post_init__(self) -> None:
-        check_bucket(self.name, "bucket", self.bucket)
-        check_choice(self.name, "reconstruct", self.reconstruct, _RECONSTRUCTIONS)
+        check_bucket(self, "bucket")
+        check_choice(self, "reconstruct", _RECONSTRUCTIONS)
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         return -(-count // 8), 8 if self.reconstruct in ("mean", "midpoint") else 4

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qccl.codecs.base import BucketCodec, Kernel
-from qccl.codecs.checks import check_bucket, check_flag, check_seed
+from qccl.codecs.checks import check_bucket, check_flag, check_seed, keep
 from qccl.dtypes import DType
 from qccl.errors import CodecError
+from qccl.scalars import as_real
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,13 +31,14 @@ class _Sparse(BucketCodec):
     sparse: ClassVar[bool] = True
 
     def _check(self) -> None:
-        check_bucket(self.name, "block", self.block)
-        number = isinstance(self.k, int | float) and not isinstance(self.k, bool)
-        if not number or not (0 < self.k < 1 or (1 <= self.k <= self.block and self.k == int(self.k))):
+        check_bucket(self, "block")
+        k = as_real(self.k)
+        if k is None or not (0 < k < 1 or (1 <= k <= self.block and k == int(k))):
             raise CodecError(
                 f"{self.name}: k={self.k!r} is not possible; allowed are a fraction between 0 and 1, or the number of "
                 f"elements to keep of each block, 1 to {self.block}"
             )
+        keep(self, "k", k if k < 1 else int(k))  # 1.0 is 1, so that it is spelled alike on all ranks
 
     @property
     def bucket(self) -> int:  # type: ignore[override]
@@ -119,8 +121,8 @@ class RandomK(_Sparse):
 
     def __post_init__(self) -> None:
         self._check()
-        check_seed(self.name, self.seed)
-        check_flag(self.name, "scale", self.scale)
+        check_seed(self)
+        check_flag(self, "scale")
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         return self.kept(count) * dtype.itemsize, 0

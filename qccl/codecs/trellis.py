@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qccl.codecs.base import BucketCodec, Kernel
-from qccl.codecs.checks import check_bucket, check_integer
+from qccl.codecs.checks import check_bucket, check_integer, keep
 from qccl.dtypes import DType
 from qccl.errors import CodecError
+from qccl.scalars import as_integer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,11 +49,13 @@ class Trellis(BucketCodec):
     name: ClassVar[str] = "trellis"
 
     def __post_init__(self) -> None:
-        check_integer(self.name, "bits", self.bits, 1, 8)
-        check_bucket(self.name, "bucket", self.bucket, _MAX_BUCKET)
-        check_integer(self.name, "outliers", self.outliers, 0, 16)
-        if isinstance(self.block, bool) or self.block not in _BLOCKS:
+        check_integer(self, "bits", 1, 8)
+        check_bucket(self, "bucket", _MAX_BUCKET)
+        check_integer(self, "outliers", 0, 16)
+        block = as_integer(self.block)
+        if block not in _BLOCKS:
             raise CodecError(f"{self.name}: block={self.block!r} is not possible; allowed are {_listed(_BLOCKS)}")
+        keep(self, "block", block)
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         blocks = -(-count // self.block)

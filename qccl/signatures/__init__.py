@@ -14,7 +14,7 @@ from typing import Any
 from qccl.arguments import CodecLike
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.signatures.base import Signature, check_counts, given_as
+from qccl.signatures.base import Signature, check_counts
 from qccl.signatures.elementwise import AllReduce, Broadcast, Coalesced, Reduce
 from qccl.signatures.hierarchical import LAYOUTS, Hierarchical
 from qccl.signatures.parts import AllGather, AllToAll, ReduceScatter
@@ -34,7 +34,6 @@ __all__ = [
     "ReduceScatter",
     "Signature",
     "check_counts",
-    "given_as",
     "of_plan",
 ]
 

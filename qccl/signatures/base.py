@@ -15,7 +15,7 @@ from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 
-__all__ = ["Signature", "check_counts", "common", "common_order", "given_as", "reduction", "row_major"]
+__all__ = ["Signature", "check_counts", "common", "common_order", "reduction", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Signature(ABC):
 
     def _shown(self) -> dict[str, Any]:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        values["codec"] = self.codec.spec()
+        values["codec"] = codecs.identity(self.codec)
         if self.order == "C":
             del values["order"]
         return values
@@ -81,6 +81,10 @@ class Signature(ABC):
     def counts(self, rank: int, size: int) -> dict[str, int]:
         """Elements that each array of this rank must have. Raises ArgumentError for what ``size`` ranks cannot do."""
         return {"input": self.count, "output": self.count}
+
+    def output_in(self, source: Values, rank: int, size: int) -> Values:
+        """Where the result of this rank goes in its own array, for a caller who gives no other."""
+        return source
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
         """The order of the arrays' elements in memory. Raises ArgumentError where it is not the same."""
@@ -122,29 +126,22 @@ def reduction(op: str, size: int) -> tuple[str, float]:
     return ("sum", 1.0 / size) if op == "avg" else (op, 1.0)
 
 
-def given_as(name: str) -> str:
-    """What the caller knows a buffer as."""
-    if name.startswith("replica "):
-        return f"replicas[{name.removeprefix('replica ')}]"
-    return name.replace("input", "x").replace("output", "out")
-
-
 def check_counts(signature: Signature, arrays: Mapping[str, Values], rank: int, size: int) -> None:
     """Raise ArgumentError where an array has not as many elements as the call needs."""
     for name, count in signature.counts(rank, size).items():
         if arrays[name].count != count:
             raise ArgumentError(
-                f"{given_as(name)} has {arrays[name].count} elements, and {signature.name} of {signature.count} "
+                f"{arrays[name].what} has {arrays[name].count} elements, and {signature.name} of {signature.count} "
                 f"elements on {size} ranks needs {count} on rank {rank}"
             )
 
 
 def row_major(arrays: Mapping[str, Values], name: str) -> str:
     """The order "C". Raises ArgumentError where an array has another one."""
-    for what, values in arrays.items():
+    for values in arrays.values():
         if values.order != "C":
             raise ArgumentError(
-                f"{name} takes the elements of row-major arrays, and {given_as(what)} is not: shape and strides in "
+                f"{name} takes the elements of row-major arrays, and {values.what} is not: shape and strides in "
                 f"elements are {values.layout}; pass a row-major copy"
             )
     return "C"
@@ -152,12 +149,12 @@ def row_major(arrays: Mapping[str, Values], name: str) -> str:
 
 def common_order(arrays: Mapping[str, Values]) -> str:
     """The order of all arrays. Raises ArgumentError where it is not the same."""
-    (first, values), *others = arrays.items()
-    order = values.order
-    for name, other in others:
-        if other is not values and other.order != order:
+    first, *others = arrays.values()
+    order = first.order
+    for other in others:
+        if other is not first and other.order != order:
             raise ArgumentError(
-                f"{given_as(first)} and {given_as(name)} lie differently in memory (shape, strides in elements): "
-                f"{values.layout} and {other.layout}; pass arrays of one shape and one order of axes"
+                f"{first.what} and {other.what} lie differently in memory (shape, strides in elements): "
+                f"{first.layout} and {other.layout}; pass arrays of one shape and one order of axes"
             )
     return order

@@ -163,6 +163,7 @@ class Coalesced(Signature):
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
         """See Signature."""
         numbers = range(len(self.each))
+        sources = {f"input {i}": arrays[f"input {i}"] for i in numbers}
         targets = {f"output {i}": arrays[f"output {i}"] for i in numbers}
         same = {same_or_disjoint(arrays[f"input {i}"], arrays[f"output {i}"]) for i in numbers if self.each[i]}
         if len(same) > 1:
@@ -170,9 +171,9 @@ class Coalesced(Signature):
                 "some arrays are given as their own outputs and some are not; pass all in place or none"
             )
         in_place = not same or same.pop()
-        used = targets if in_place else arrays
-        check_disjoint(used, targets.keys())
-        return in_place, {name: values.address for name, values in used.items()}
+        read = {} if in_place else sources
+        check_disjoint(targets.values(), read.values())
+        return in_place, {name: values.address for name, values in (targets | read).items()}
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """See Signature."""

@@ -55,6 +55,11 @@ class ReduceScatter(_Parts):
         """See Signature."""
         return {"input": self.count, "output": self.lengths(size)[rank]}
 
+    def output_in(self, source: Values, rank: int, size: int) -> Values:
+        """See Signature: the own part, where it is."""
+        lengths = self.lengths(size)
+        return source.part(sum(lengths[:rank]), lengths[rank])
+
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
         """See Signature."""
         source, target = arrays["input"], arrays["output"]
@@ -166,7 +171,7 @@ class AllToAll(Signature):
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
         """See Signature."""
-        check_disjoint({"x": arrays["input"], "out": arrays["output"]}, {"out"})
+        check_disjoint([arrays["output"]], [arrays["input"]])
         return False, {name: values.address for name, values in arrays.items()}
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:

@@ -65,7 +65,7 @@ class PeerExchange(Signature):
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
         """See Signature."""
-        check_disjoint(arrays, arrays.keys() - {"input"})
+        check_disjoint([values for name, values in arrays.items() if name != "input"], [arrays["input"]])
         return False, {name: values.address for name, values in arrays.items()}
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:

@@ -1,0 +1,65 @@
+"""A run that goes on from a state_dict() gives the bits that it would have given: random numbers go on, too."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qccl
+
+DRAWING = ["minmax2:rounding=stochastic,seed=5", "dithering:k=3", "randomk:k=0.1,scale=true", "randomk:k=0.2+ef"]
+
+
+def steps(comm: qccl.Communicator, codec: str, first: int, stop: int) -> list[bytes]:
+    found = []
+    for step in range(first, stop):
+        x = np.random.default_rng([comm.rank, step]).standard_normal(3000).astype(np.float32)
+        found.append(comm.quantized_allreduce(x, codec=codec, key="x", algorithm="two_round").tobytes())
+    return found
+
+
+@pytest.mark.parametrize("codec", DRAWING)
+def test_training_goes_on_as_if_it_had_not_stopped(codec: str) -> None:
+    def first(comm: qccl.Communicator) -> tuple:
+        steps(comm, codec, 0, 3)
+        return comm.state_dict(), steps(comm, codec, 3, 6)
+
+    before = qccl.run_ranks(3, first)
+
+    def second(comm: qccl.Communicator, loads: bool = True) -> list[bytes]:
+        if loads:
+            comm.load_state_dict(before[comm.rank][0])
+            assert comm.calls == 3
+        return steps(comm, codec, 3, 6)
+
+    for (_, wanted), found in zip(before, qccl.run_ranks(3, second), strict=True):
+        assert found == wanted
+    others = qccl.run_ranks(3, lambda comm: second(comm, loads=False))
+    assert others[0][0] != before[0][1][0]
+
+
+def test_a_rank_that_does_not_load_is_noticed_where_it_matters() -> None:
+    """The receivers of a sparse code derive its elements from the number of the call."""
+
+    def call(comm: qccl.Communicator) -> None:
+        steps(comm, "minmax8", 0, 2)
+        if comm.rank:
+            comm.load_state_dict(comm.state_dict() | {"calls": 9})
+        steps(comm, "minmax8", 2, 4)  # draws nothing
+        with pytest.raises(qccl.MismatchError, match=r"randomk.*\+7 calls|\+7 calls.*randomk"):
+            steps(comm, "randomk:k=0.1", 4, 5)
+
+    qccl.run_ranks(2, call)
+
+
+def test_plans_that_were_made_before_go_on_too() -> None:
+    def call(comm: qccl.Communicator) -> None:
+        codec, x = "dithering:k=1,seed=3", np.random.default_rng(comm.rank).standard_normal(500).astype(np.float32)
+        plan = comm.plan("allreduce", 500, codec=codec)
+        saved = comm.state_dict()
+        first = [plan(x, np.empty_like(x)).tobytes() for _ in range(3)]
+        comm.load_state_dict(saved)
+        assert [plan(x, np.empty_like(x)).tobytes() for _ in range(3)] == first
+        assert len(set(first)) == 3
+
+    qccl.run_ranks(2, call)
