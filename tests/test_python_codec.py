@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,8 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import qccl
+from qccl.bench.codec import codec as measured
 from qccl.codecs import ErrorFeedback, PythonCodec
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
@@ -125,3 +128,14 @@ def test_a_process_that_used_one_ends_quietly() -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_it_is_marked_slow_where_codecs_are_timed(int8, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("qccl.codecs.CODECS", dict(qccl.codecs.CODECS) | {"absmax": int8})
+    path = tmp_path / "speed.json"
+    options = ["-b", "64K", "-n", "1", "-w", "0", "-d", "float", "--codec", "absmax,minmax8", "--json", str(path)]
+    done = CliRunner().invoke(measured, options)
+    assert done.exit_code == 0, done.output
+    rows = [line for line in done.output.splitlines() if not line.startswith("#")]
+    assert [row.split(maxsplit=10)[-1].strip() for row in rows] == ["absmax (Python, slow)", "minmax8"]
+    assert [r["slow"] for r in json.loads(path.read_text())["results"]] == [True, False]

@@ -35,6 +35,7 @@ class Speed:
     Attributes:
         wire_nbytes: the encoded size.
         error: relative L2 error of one encode and decode of Gaussian values.
+        slow: its arithmetic is Python functions, which are timed as they are, and share no threads.
         sources: codes that the reduce combines with the own values.
         copy: of memcpy, measured in turns with the others.
     """
@@ -44,6 +45,7 @@ class Speed:
     nbytes: int
     wire_nbytes: int
     error: float
+    slow: bool
     sources: int
     encode: float
     decode: float
@@ -210,7 +212,7 @@ def measure_codec(
     exact = to_float32(values, dtype).astype(np.float64)
     error = float(np.linalg.norm(to_float32(decoded, dtype) - exact) / np.linalg.norm(exact))
     nbytes = count * dtype.itemsize
-    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, sources, **seconds)
+    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.slow, sources, **seconds)
 
 
 def _times(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:
@@ -236,8 +238,9 @@ def _header(sources: int) -> Iterator[str]:
 
 
 def _line(s: Speed, name: str) -> str:
+    marked = f"{s.codec} (Python, slow)" if s.slow else s.codec
     pairs = "  ".join(
         f"{s.nbytes / getattr(s, op) / 1e9:>7.2f} {s.share(op) * 100:>5.1f}%" for op in ("encode", "decode", "reduce")
     )
     density = s.wire_nbytes / (s.nbytes // dtypes.get(s.dtype).itemsize)
-    return f"{name:>10} {density:>10.4f} {s.error:>10.2e}  {pairs}  {s.moved['copy'] / s.copy / 1e9:>7.2f}  {s.codec}"
+    return f"{name:>10} {density:>10.4f} {s.error:>10.2e}  {pairs}  {s.moved['copy'] / s.copy / 1e9:>7.2f}  {marked}"
