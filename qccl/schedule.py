@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 
 from qccl.codecs.base import Codec
@@ -30,7 +30,6 @@ __all__ = [
     "Exchange",
     "Lane",
     "Leg",
-    "Native",
     "Node",
     "Op",
     "Reduce",
@@ -222,23 +221,7 @@ class Exchange:
     recvs: tuple[Leg, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Native:
-    """An uncompressed collective of the engine's library on the sub-communicator ``group``.
-
-    ``kind``: "allreduce", "reduce", "broadcast", "reduce_scatter" or "all_gather". A rank that gives or gets nothing
-    has ``src`` or ``dst`` None.
-    """
-
-    kind: str
-    group: str
-    src: Span | None
-    dst: Span | None
-    op: str = "sum"
-    root: int = 0
-
-
-Op = Encode | Decode | Reduce | Commit | Exchange | Native
+Op = Encode | Decode | Reduce | Commit | Exchange
 
 
 @dataclass(frozen=True)
@@ -250,7 +233,6 @@ class Schedule:
         rank, size: of the communicator it was made for.
         buffers: every buffer the operations name.
         ops: in program order.
-        groups: the ranks of each sub-communicator that a ``Native`` names, in its rank order.
     """
 
     name: str
@@ -258,7 +240,6 @@ class Schedule:
     size: int
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
-    groups: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def sent_nbytes(self) -> int:
         """Bytes this rank sends in its Exchanges."""
@@ -281,7 +262,7 @@ class Node:
 
     @property
     def lane(self) -> Lane:
-        return Lane.COMM if isinstance(self.op, Exchange | Native) else Lane.COMPUTE
+        return Lane.COMM if isinstance(self.op, Exchange) else Lane.COMPUTE
 
     def reads(self) -> tuple[Span, ...]:
         if self.leg is not None:
@@ -315,8 +296,6 @@ def reads(op: Op) -> tuple[Span, ...]:
             return (*op.guard, *(carried.new for carried in op.carried))
         case Exchange():
             return tuple(leg.span for leg in op.sends)
-        case Native():
-            return _present((op.src,))
 
 
 def writes(op: Op) -> tuple[Span, ...]:
@@ -332,8 +311,6 @@ def writes(op: Op) -> tuple[Span, ...]:
             return tuple(carried.old for carried in op.carried)
         case Exchange():
             return tuple(leg.span for leg in op.recvs)
-        case Native():
-            return _present((op.dst,))
 
 
 def nodes(schedule: Schedule, *, per_leg: bool) -> Iterator[Node]:

@@ -17,7 +17,7 @@ class TraceEvent:
 
     Attributes:
         rank: where.
-        lane: "compute", "send", "recv", or "comm" for a Native operation.
+        lane: "compute", "send" or "recv"; on CUDA "compute" or "comm".
         name: what, in words.
         start, stop: seconds; the ranks' clocks must have one origin.
     """

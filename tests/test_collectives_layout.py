@@ -20,7 +20,7 @@ from qccl.collectives.layout import (
 )
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
-from qccl.schedule import Exchange, Leg, Native, Span
+from qccl.schedule import Decode, Exchange, Leg, Span
 
 COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 
@@ -130,8 +130,8 @@ def test_exchange_leaves_out_what_is_empty() -> None:
 
 
 def test_pipeline_order() -> None:
-    def stage(name: str) -> Native:
-        return Native(name, "", None, None)
+    def stage(name: str) -> Decode:
+        return Decode(NoCodec(), Span(name, 0, 4), Span("out", 0, 1))
 
     ops = pipeline(3, (0, lambda k: iter([stage(f"a{k}")])), (1, lambda k: iter([stage(f"b{k}")])))
-    assert [op.kind for op in ops] == ["a0", "a1", "b0", "a2", "b1", "b2"]
+    assert [op.wire.buffer for op in ops] == ["a0", "a1", "b0", "a2", "b1", "b2"]

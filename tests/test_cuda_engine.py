@@ -1001,40 +1001,6 @@ def test_bad_ids(cupy):
         qccl.Communicator(qccl.get_unique_id(), 2, 2)
 
 
-def test_native_collectives(cupy, world):
-    """NCCL's own collectives in a schedule, among all ranks and among some."""
-    from qccl.dtypes import FLOAT32
-    from qccl.schedule import Buffer, Decode, Encode, Native, Role, Schedule, Span
-
-    codec = qccl.codecs.get("none")
-    whole = Span("work", 0, 64)
-
-    def run(comm):
-        partner = tuple(sorted((comm.rank, comm.rank ^ 1)))
-        buffers = {
-            "output": Buffer(64, FLOAT32, Role.OUTPUT),
-            "wire": Buffer(256, None, Role.WORK),
-            "work": Buffer(64, FLOAT32, Role.WORK),
-        }
-        ops = (
-            Encode(codec, Span("output", 0, 64), Span("wire", 0, 256), 0),
-            Decode(codec, Span("wire", 0, 256), whole),
-            Native("allreduce", "pair", whole, whole),
-            Native("allreduce", "all", whole, whole),
-            Native("broadcast", "all", whole, whole, root=1),
-            Encode(codec, whole, Span("wire", 0, 256), 0),
-            Decode(codec, Span("wire", 0, 256), Span("output", 0, 64)),
-        )
-        groups = {"pair": partner, "all": tuple(range(comm.size))}
-        program = comm._engine.compile(Schedule("native", comm.rank, comm.size, buffers, ops, groups))
-        x = fake_cuda.array(np.full(64, 10.0**comm.rank, np.float32), comm.rank)
-        header = qccl.engines.agreement.Header(qccl.engines.agreement.Kind.CALL, 0, "native")
-        program.start({"output": x.data.ptr}, call=0, header=header, deadline=time.monotonic() + 10).run()
-        return float(x.get()[0])
-
-    assert ranks(4, run) == [2222.0] * 4
-
-
 # -- without CUDA ----------------------------------------------------------------------------------------------------
 
 

@@ -11,19 +11,17 @@ from qccl.dtypes import BFLOAT16, FLOAT32
 from qccl.intervals import IntervalMap
 from qccl.schedule import (
     Buffer,
+    Decode,
     Encode,
     Exchange,
     Lane,
     Leg,
-    Native,
     Node,
     Role,
     Schedule,
     Span,
     dependencies,
     nodes,
-    reads,
-    writes,
 )
 
 CODEC = MinMax(bits=8, bucket=8)
@@ -52,7 +50,7 @@ def random_program(draw: random.Random) -> list[Node]:
         start = draw.randrange(40)
         return Span(draw.choice("ab"), start, start + draw.randrange(1, 12))
 
-    ops = [Native("allreduce", "all", span(), span()) for _ in range(30)]
+    ops = [Decode(CODEC, span(), span()) for _ in range(30)]
     return [Node(i, op) for i, op in enumerate(ops)]
 
 
@@ -110,11 +108,6 @@ def test_nodes() -> None:
         6,
         12,
     )
-
-
-def test_reads_and_writes_without_ends() -> None:
-    op = Native("reduce", "all", Span("a", 0, 4), None)
-    assert (reads(op), writes(op)) == ((Span("a", 0, 4),), ())
 
 
 class Letter:

@@ -13,7 +13,7 @@ from qccl.analysis.simulate import Costs, Timeline, simulate
 from qccl.codecs import MinMax
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import FLOAT32
-from qccl.schedule import Buffer, Exchange, Leg, Native, Role, Schedule, Span, VerificationError
+from qccl.schedule import Buffer, Exchange, Leg, Role, Schedule, Span, VerificationError
 from qccl.trace import TraceEvent, write_trace
 
 CODEC = MinMax(bits=8)
@@ -98,16 +98,6 @@ def test_one_shot_takes_one_latency_less() -> None:
     slow = Costs(latency=1e-3)
     one, two = (simulate(all_ranks(name, 4, 256), slow).total for name in ("one_shot", "two_round"))
     assert two - one == pytest.approx(1e-3, rel=0.05)
-
-
-def test_native_collectives_take_time() -> None:
-    buffers = {"output": Buffer(1000, FLOAT32, Role.OUTPUT)}
-    span = Span("output", 0, 1000)
-    ops = (Native("allreduce", "all", span, span),)
-    schedules = [Schedule("native", rank, 2, buffers, ops, {"all": (0, 1)}) for rank in range(2)]
-    timeline = simulate(schedules, Costs(link_rate=1e6, latency=0.0))
-    assert timeline.total == pytest.approx(8e-3)
-    assert [e.name for e in timeline.on(1, "comm")] == ["allreduce"]
 
 
 def test_deadlock_is_an_error() -> None:

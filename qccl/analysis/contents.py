@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from qccl.analysis.events import Event, Meeting, Step, Transfer
+from qccl.analysis.events import Event, Step, Transfer
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
@@ -21,7 +21,6 @@ from qccl.schedule import (
     Commit,
     Decode,
     Encode,
-    Native,
     Op,
     Reduce,
     Role,
@@ -157,8 +156,6 @@ class Contents:
                 for run in _Place(self, event.source, event.send_op).read(event.sent, padded=True):
                     place = Span(target.buffer, run.start + shift, run.stop + shift)
                     _Place(self, event.target, event.recv_op).write(place, [run])
-            case Meeting():
-                _meet([_Place(self, rank, i) for rank, i in event.op_index.items()])
 
     def check(self, wants: Sequence[Iterable[Want]]) -> None:
         """Compare the end with what each rank wants: right values, and the same bits where two ranks want the same."""
@@ -425,42 +422,6 @@ class _Place:
                 self.fail(f"{here} ends with a contribution of {_named(extra)} that is not wanted")
             if what.op not in (None, want.op) or what.scale != want.scale:
                 self.fail(f"{here} ends as {what.op} x {what.scale}; wanted is {want.op} x {want.scale}")
-
-
-def _meet(members: Sequence[_Place]) -> None:
-    """Apply a Native operation; ``members`` in the order of the sub-communicator."""
-    natives = [op for op in (place.op for place in members) if isinstance(op, Native)]
-    model = natives[0]
-    sources = [(place, op.src) for place, op in zip(members, natives, strict=True) if op.src is not None]
-    targets = [(place, op.dst) for place, op in zip(members, natives, strict=True) if op.dst is not None]
-    if model.kind == "broadcast":
-        root, src = members[model.root], natives[model.root].src
-        assert src is not None
-        sources = [(root, src)]
-    if model.kind in ("broadcast", "all_gather"):
-        parts = [(len(span), place.read(span)) for place, span in sources]
-        for place, dst in targets:
-            _spread(place, dst, parts)
-    elif model.kind == "reduce_scatter":
-        position = 0
-        for place, dst in targets:
-            cut = slice(position, position := position + len(dst))
-            terms = [p.values(Span(s.buffer, s.start + cut.start, s.start + cut.stop)) for p, s in sources]
-            place.put(dst, place.combine(terms, model.op, 1.0))
-    else:
-        total = members[0].combine([place.values(src) for place, src in sources], model.op, 1.0)
-        for place, dst in targets:
-            place.put(dst, total)
-
-
-def _spread(place: _Place, dst: Span, parts: Sequence[tuple[int, list[_Cell]]]) -> None:
-    """Write parts one behind the other."""
-    if sum(length for length, _ in parts) != len(dst):
-        place.fail(f"receives {sum(length for length, _ in parts)} elements into {dst}")
-    position = dst.start
-    for length, runs in parts:
-        place.write(Span(dst.buffer, position, position + length), runs)
-        position += length
 
 
 def _given(schedule: Schedule) -> Iterator[Given]:

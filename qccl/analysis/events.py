@@ -5,11 +5,9 @@ One graph serves the verifier (can every event happen?) and the simulator (when 
 - a ``Step``: a compute operation of one rank;
 - a ``Transfer``: a send of one rank together with the matching receive of another. Neither ends before both have
   begun (a rendezvous), which is the least that MPI and NCCL promise;
-- a ``Gate``: the opening or closing of an Exchange or Native on one rank, where an engine runs it as one thing;
-- a ``Meeting``: a Native operation of all ranks of a sub-communicator.
+- a ``Gate``: the opening or closing of an Exchange on one rank, where an engine runs it as one thing.
 
-**MPI's rules**: each leg and each compute operation starts when the operations it depends on have completed; Natives of
-one sub-communicator start in program order.
+**MPI's rules**: each leg and each compute operation starts when the operations it depends on have completed.
 **NCCL's rules**: each lane of a rank is in order. An Exchange is one group: it opens when the communication lane's
 previous operation has closed, its transfers progress independently, and it closes when all have ended.
 """
@@ -23,9 +21,9 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby, zip_longest
 from typing import Literal
 
-from qccl.schedule import Exchange, Lane, Native, Node, Schedule, Span, VerificationError, dependencies, nodes
+from qccl.schedule import Exchange, Lane, Node, Schedule, Span, VerificationError, dependencies, nodes
 
-__all__ = ["Ensemble", "Event", "EventGraph", "Gate", "Meeting", "Rules", "Step", "Transfer", "in_order"]
+__all__ = ["Ensemble", "Event", "EventGraph", "Gate", "Rules", "Step", "Transfer", "in_order"]
 
 Rules = Literal["mpi", "nccl"]
 
@@ -52,22 +50,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """An Exchange or Native opens (its lane has come to it) or closes (all of it has ended)."""
+    """An Exchange opens (its lane has come to it) or closes (all of it has ended)."""
 
     rank: int
     op_index: int
     opens: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """A Native operation: the number of the operation on each rank of the group, by rank."""
-
-    group: str
-    op_index: dict[int, int]
-
-
-Event = Step | Transfer | Gate | Meeting
+Event = Step | Transfer | Gate
 
 
 class EventGraph:
@@ -113,8 +103,6 @@ def _position(event: Event) -> int:
     match event:
         case Transfer():
             return max(event.send_op, event.recv_op)
-        case Meeting():
-            return max(event.op_index.values())
         case _:
             return event.op_index
 
@@ -122,22 +110,21 @@ def _position(event: Event) -> int:
 class Ensemble:
     """The schedules of all ranks, with their sends matched to receives and their dependencies derived.
 
-    ``schedules[rank]`` is the schedule of that rank. Raises VerificationError where sends and receives, or Natives, do
-    not match.
+    ``schedules[rank]`` is the schedule of that rank. Raises VerificationError where sends and receives do not
+    match.
     """
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules
-        #: events that several ranks take part in; first in every graph
-        self._shared: list[Transfer | Meeting] = []
+        #: first in every graph
+        self._transfers: list[Transfer] = []
         self._local = [_Local(schedule) for schedule in schedules]
         self._match_legs()
-        self._match_natives()
 
     def graph(self, rules: Rules) -> EventGraph:
         """The events of all ranks and their order."""
         graph = EventGraph()
-        for event in self._shared:
+        for event in self._transfers:
             graph.add(event)
         connect = {"mpi": _connect_legs, "nccl": _connect_lanes}[rules]
         for local in self._local:
@@ -151,37 +138,9 @@ class Ensemble:
             sent, received = self._local[source].legs[target, True], self._local[target].legs[source, False]
             for i, (send, recv) in enumerate(zip_longest(sends[source, target], recvs[source, target])):
                 _check_match(source, target, i, send, recv)
-                sent.append(len(self._shared))
-                received.append(len(self._shared))
-                self._shared.append(Transfer(source, target, send[0], recv[0], send[1], recv[1]))
-
-    def _match_natives(self) -> None:
-        """Match the i-th Native of a sub-communicator on all of its ranks."""
-        calls: dict[tuple[str, tuple[int, ...]], dict[int, list[int]]] = {}
-        for schedule in self._schedules:
-            for i, op in enumerate(schedule.ops):
-                if isinstance(op, Native):
-                    calls.setdefault((op.group, schedule.groups[op.group]), {}).setdefault(schedule.rank, []).append(i)
-        for (group, ranks), by_rank in calls.items():
-            for i, numbers in enumerate(zip_longest(*(by_rank.get(rank, ()) for rank in ranks))):
-                op_index = self._checked_meeting(group, i, dict(zip(ranks, numbers, strict=True)))
-                for rank, number in op_index.items():
-                    self._local[rank].meetings[number] = len(self._shared)
-                self._shared.append(Meeting(group, op_index))
-
-    def _checked_meeting(self, group: str, i: int, op_index: dict[int, int | None]) -> dict[int, int]:
-        found = {rank: index for rank, index in op_index.items() if index is not None}
-        first = next(iter(found))
-        for rank in op_index:
-            if rank not in found:
-                message = f"Native {i} of group {group!r} is missing on rank {rank}"
-                raise VerificationError(first, found[first], message)
-            here, there = (self._schedules[r].ops[found[r]] for r in (rank, first))
-            assert isinstance(here, Native) and isinstance(there, Native)
-            if (here.kind, here.op, here.root) != (there.kind, there.op, there.root):
-                message = f"Native {i} of group {group!r} is {here.kind} ({here.op}, root {here.root}), on rank {first}"
-                raise VerificationError(rank, found[rank], f"{message} {there.kind} ({there.op}, root {there.root})")
-        return found
+                sent.append(len(self._transfers))
+                received.append(len(self._transfers))
+                self._transfers.append(Transfer(source, target, send[0], recv[0], send[1], recv[1]))
 
 
 class _Local:
@@ -193,14 +152,10 @@ class _Local:
         self.before = dependencies(self.program)
         #: (peer, is_send) -> the transfers, in order
         self.legs: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
-        #: number of a Native -> its meeting
-        self.meetings: dict[int, int] = {}
 
-    def shared(self, node: Node) -> int | None:
-        """The event of a leg or a Native; None for a compute operation."""
-        if node.leg is not None:
-            return self.legs[node.leg.peer, node.is_send][node.sequence]
-        return self.meetings.get(node.op_index)
+    def transfer(self, node: Node) -> int | None:
+        """The event of a leg; None for a compute operation."""
+        return None if node.leg is None else self.legs[node.leg.peer, node.is_send][node.sequence]
 
 
 _Pair = tuple[int, int]
@@ -240,16 +195,10 @@ def _check_match(
 def _connect_legs(graph: EventGraph, local: _Local) -> None:
     """MPI's rules, for one rank."""
     events: list[int] = []
-    last_meeting: dict[str, int] = {}
     for node, before in zip(local.program, local.before, strict=True):
-        shared = local.shared(node)
-        event = graph.add(Step(local.rank, node.op_index)) if shared is None else shared
-        first = {events[i] for i in before}
-        if isinstance(node.op, Native):
-            if node.op.group in last_meeting:
-                first.add(last_meeting[node.op.group])
-            last_meeting[node.op.group] = event
-        for earlier in first:
+        transfer = local.transfer(node)
+        event = graph.add(Step(local.rank, node.op_index)) if transfer is None else transfer
+        for earlier in {events[i] for i in before}:
             graph.order(earlier, event)
         events.append(event)
 
@@ -270,10 +219,10 @@ def _connect_lanes(graph: EventGraph, local: _Local) -> None:
         else:
             start, stop = (graph.add(Gate(local.rank, i, opens)) for opens in (True, False))
             for node, _ in members:
-                shared = local.shared(node)
-                assert shared is not None
-                graph.order(start, shared)
-                graph.order(shared, stop)
+                transfer = local.transfer(node)
+                assert transfer is not None
+                graph.order(start, transfer)
+                graph.order(transfer, stop)
         for earlier in first:
             graph.order(earlier, start)
         ends += [stop] * len(members)

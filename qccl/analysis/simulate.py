@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from qccl.analysis.events import Ensemble, Event, Gate, Meeting, Rules, Step, Transfer
-from qccl.schedule import Commit, Decode, Encode, Exchange, Native, Op, Reduce, Schedule, Span, VerificationError
+from qccl.analysis.events import Ensemble, Event, Gate, Rules, Step, Transfer
+from qccl.schedule import Commit, Decode, Encode, Exchange, Op, Reduce, Schedule, Span, VerificationError
 from qccl.trace import TraceEvent
 
 __all__ = ["Costs", "Timeline", "simulate"]
@@ -101,8 +101,6 @@ class _Run:
                 self._queues[event.source][number] = event
             case Gate():
                 self._done(number)
-            case Meeting():
-                self._begin(number, self._meeting_seconds(event), self._costs.latency)
 
     def _done(self, number: int) -> None:
         for later in self._graph.after[number]:
@@ -151,9 +149,6 @@ class _Run:
             case Transfer():
                 yield event.source, "send", f"to {event.target}: {event.sent}"
                 yield event.target, "recv", f"from {event.source}: {event.received}"
-            case Meeting():
-                for rank, i in event.op_index.items():
-                    yield rank, "comm", _label(self._schedules[rank].ops[i])
 
     def _step_seconds(self, number: int) -> float:
         event = self._graph.events[number]
@@ -176,13 +171,6 @@ class _Run:
                 seconds = 0.0
         return costs.overhead + seconds
 
-    def _meeting_seconds(self, event: Meeting) -> float:
-        """The bytes of the largest span over the link; an all-reduce moves them twice."""
-        ops = [(self._schedules[rank], self._schedules[rank].ops[i]) for rank, i in event.op_index.items()]
-        spans = [(s, span) for s, op in ops if isinstance(op, Native) for span in (op.src, op.dst)]
-        kinds = {op.kind for _, op in ops if isinstance(op, Native)}
-        return max(_nbytes(*each) for each in spans) * (2 if "allreduce" in kinds else 1) / self._costs.link_rate
-
 
 def _nbytes(schedule: Schedule, span: Span | None) -> int:
     return 0 if span is None else len(span) * schedule.buffers[span.buffer].itemsize
@@ -199,7 +187,5 @@ def _label(op: Op) -> str:
             return f"reduce {values}"
         case Commit():
             return "commit"
-        case Native():
-            return op.kind
         case Exchange():
             return "exchange"

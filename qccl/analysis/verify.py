@@ -6,7 +6,7 @@ It looks at all ranks' schedules at once, in time that grows linearly with the o
    the caller's input is not written; what runs at the same time inside one operation (the legs of an Exchange; the
    sources and the wire of a Reduce) does not overlap. This the derived dependencies cannot see: they lie between
    operations.
-2. The i-th send to a peer meets the i-th receive there, of the same size; Natives meet on all their ranks.
+2. The i-th send to a peer meets the i-th receive there, of the same size.
 3. Progress. Every event of the event graph (``events``) can happen, under MPI's rules and under NCCL's, with
    sends that complete only when received.
 4. Contents (``contents``), executed symbolically: nothing is read before it is written; codes are decoded whole,
@@ -34,7 +34,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
 from qccl.analysis.contents import Contents, Given, Want
-from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Meeting, Rules, Step, Transfer, in_order
+from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Rules, Step, Transfer, in_order
 from qccl.analysis.expect import allreduce
 from qccl.dtypes import FLOAT32, DType
 from qccl.schedule import (
@@ -43,7 +43,6 @@ from qccl.schedule import (
     Decode,
     Encode,
     Exchange,
-    Native,
     Op,
     Reduce,
     Role,
@@ -107,19 +106,15 @@ def _place(cycle: Sequence[Event]) -> tuple[int, int]:
     for event in cycle:
         if isinstance(event, Step | Gate):
             return event.rank, event.op_index
-    event = cycle[0]
-    if isinstance(event, Transfer):
-        return event.source, event.send_op
-    assert isinstance(event, Meeting)
-    return next(iter(event.op_index.items()))
+    first = cycle[0]
+    assert isinstance(first, Transfer)
+    return first.source, first.send_op
 
 
 def _described(schedules: Sequence[Schedule], event: Event) -> str:
     match event:
         case Transfer():
             return f"the transfer from rank {event.source} (op {event.send_op}) to {event.target} (op {event.recv_op})"
-        case Meeting():
-            return f"the Native of group {event.group!r}"
         case Gate():
             return f"the {'start' if event.opens else 'end'} of {_named(schedules, event.rank, event.op_index)}"
         case Step():
@@ -166,8 +161,6 @@ class _Checker:
                 self._commit(op)
             case Exchange():
                 self._exchange(op)
-            case Native():
-                self._native(op)
 
     def _fail(self, message: str) -> NoReturn:
         raise VerificationError(self._schedule.rank, self._op_index, message)
@@ -276,21 +269,6 @@ class _Checker:
                 self._fail(f"receives into {name} while it sends or receives the same bytes, from byte {start} on")
             end = max(end, stop)
             end_received = max(end_received, stop if is_received else 0)
-
-    def _native(self, op: Native) -> None:
-        ranks = self._schedule.groups.get(op.group, ())
-        if self._schedule.rank not in ranks or not 0 <= op.root < len(ranks):
-            self._fail(
-                f"meets in group {op.group!r}, ranks {ranks}, root {op.root}; this rank or the root is not in it"
-            )
-        position = ranks.index(self._schedule.rank)
-        gives = op.kind != "broadcast" or position == op.root
-        gets = op.kind != "reduce" or position == op.root
-        known = ("allreduce", "reduce", "broadcast", "reduce_scatter", "all_gather")
-        if op.kind not in known or (gives and op.src is None) or (gets and op.dst is None and op.kind != "broadcast"):
-            self._fail(
-                f"is {op.kind!r} from {op.src} to {op.dst}; kinds are {', '.join(known)}, and these need both ends"
-            )
 
 
 def _overlap(a: Span, b: Span) -> bool:

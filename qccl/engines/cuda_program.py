@@ -20,7 +20,7 @@ from qccl.engines.cuda_source import Launch
 from qccl.engines.streams import HOME, Step, steps
 from qccl.errors import ArgumentError, EngineError
 from qccl.gpu import require
-from qccl.schedule import Commit, Exchange, Lane, Leg, Native, Op, Reduce, Role, Schedule, Span, reads, writes
+from qccl.schedule import Commit, Exchange, Lane, Leg, Op, Reduce, Role, Schedule, Span, reads, writes
 from qccl.trace import TraceEvent
 from qccl.transports.base import Call, DeviceLeg
 
@@ -147,8 +147,6 @@ class CudaProgram:
         transport = self._engine.transport
         if isinstance(op, Exchange):
             return transport.exchange(self._legs(op.sends), self._legs(op.recvs), stream)
-        if isinstance(op, Native):
-            return self._native(op, stream)
         raise EngineError(f"the CUDA engine cannot run {type(op).__name__}")
 
     def _legs(self, legs: Sequence[Leg]) -> list[DeviceLeg]:
@@ -157,21 +155,6 @@ class CudaProgram:
             if buffers[leg.span.buffer].role is not Role.WORK:
                 raise EngineError(f"a leg transfers {leg.span.buffer!r}; legs must be in work buffers")
         return [DeviceLeg(leg.peer, self._address(leg.span), self._nbytes(leg.span)) for leg in legs]
-
-    def _native(self, op: Native, stream: int) -> list[Call]:
-        """A collective of the library, in the plan's workspace."""
-        span = op.dst if op.kind == "reduce_scatter" else op.src or op.dst
-        if span is None:
-            raise EngineError(f"{op.kind} of this rank has neither source nor target")
-        for each in (op.src, op.dst):
-            if each is not None and self._schedule.buffers[each.buffer].role is not Role.WORK:
-                raise EngineError(f"{op.kind} works on {each.buffer!r}; collectives of NCCL must be in work buffers")
-        dtype = self._schedule.buffers[span.buffer].dtype
-        if dtype is None:
-            raise EngineError(f"{op.kind} works on {span.buffer!r}, a buffer of bytes")
-        source, target = (0 if each is None else self._address(each) for each in (op.src, op.dst))
-        ranks = self._schedule.groups.get(op.group, tuple(range(self._schedule.size)))
-        return self._engine.transport.native(op.kind, ranks, source, target, len(span), dtype, op.op, op.root, stream)
 
     def _count_call(self, stream: int) -> Call:
         """Random numbers are keyed by a number on the device, which the replays of a graph count up themselves."""

@@ -21,7 +21,6 @@ from qccl.schedule import (
     Encode,
     Exchange,
     Lane,
-    Native,
     Node,
     Op,
     Reduce,
@@ -114,7 +113,7 @@ def _kind(schedule: Schedule, op: Op) -> object:
             shape = (len(srcs), own is None, own_index, wire is None, out is None, op.op, op.scale, op.round)
             state = op.state and (op.state.residual is None, op.state.momentum is None, op.state.mu)
             return Reduce, codec, dtype(own, out), shape, state
-        case Commit() | Exchange() | Native():
+        case Commit() | Exchange():
             return None
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from qccl.dtypes import DType
-
 __all__ = ["Call", "DeviceLeg", "DeviceTransport", "Group", "Transport", "numbered"]
 
 
@@ -123,12 +121,6 @@ class DeviceTransport(Group, Protocol):
 
     def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
         """The calls that put transfers which belong together on ``stream``. They neither block nor allocate."""
-
-    def native(
-        self, kind: str, ranks: Sequence[int], source: int, target: int, count: int, dtype: DType, op: str, root: int,
-        stream: int,
-    ) -> list[Call]:  # fmt: skip
-        """The calls of an uncompressed collective (schedule.Native) among ``ranks``; collective at first for each."""
 
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
         """Put an uncompressed all-reduce of the library itself on ``stream``; the yardstick."""

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from qccl.dtypes import DType, get
+from qccl.dtypes import get
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.gpu import bounded, mapped, on_device, pick_device, require, wait_for
 from qccl.transports.base import Call, DeviceLeg, Group, numbered
@@ -56,7 +56,6 @@ class NcclTransport:
         self._gone = False
         self._asking = threading.Lock()  # held while NCCL is asked for errors: it must not lose the communicator then
         self._lost: list[Any] = []  # memory of collectives that did not end: the device may still write there
-        self._groups: dict[tuple[int, ...], Any] = {}
         self.rank, self.size = comm.rank_id(), comm.size()
         with on_device(device):
             self._stream = cuda.Stream(non_blocking=True, priority=-1)  # a transfer that can start goes first
@@ -148,24 +147,6 @@ class NcclTransport:
         calls += [(comm.send, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in sends]
         return [(_grouped, (calls,))]
 
-    def native(
-        self, kind: str, ranks: Sequence[int], source: int, target: int, count: int, dtype: DType, op: str, root: int,
-        stream: int,
-    ) -> list[Call]:  # fmt: skip
-        comm = self._group(tuple(ranks))
-        match kind:
-            case "allreduce":
-                return [(comm.allReduce, (source, target, count, dtype.nccl, _OPS[op], stream))]
-            case "reduce":
-                return [(comm.reduce, (source, target, count, dtype.nccl, _OPS[op], root, stream))]
-            case "broadcast":
-                return [(comm.broadcast, (source or target, target or source, count, dtype.nccl, root, stream))]
-            case "reduce_scatter":
-                return [(comm.reduceScatter, (source, target, count, dtype.nccl, _OPS[op], stream))]
-            case "all_gather":
-                return [(comm.allGather, (source, target, count, dtype.nccl, stream))]
-        raise EngineError(f"NCCL has no collective {kind!r}")
-
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
         self._check_alive()
         if op not in _OPS:
@@ -212,24 +193,22 @@ class NcclTransport:
         """
         if not self._leave():
             return
-        for comm in (*self._groups.values(), self._comm):
-            with contextlib.suppress(Exception):
-                bounded(self.device, _ABORT_SECONDS, "abort", comm.abort)
+        with contextlib.suppress(Exception):
+            bounded(self.device, _ABORT_SECONDS, "abort", self._comm.abort)
 
     def close(self) -> None:
         """Release the communicator. NCCL waits for the end of all CUDA graphs that its transfers are part of."""
         if not self._leave():
             return
-        for comm in (*self._groups.values(), self._comm):
-            try:
-                bounded(self.device, self._timeout, "the end of the communicator", comm.destroy)
-            except QcclError as error:  # and now it is NCCL's alone: to abort it as well would free it twice
-                warnings.warn(
-                    f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
-                    f"them before close()",
-                    RuntimeWarning,
-                    stacklevel=2,
-                )
+        try:
+            bounded(self.device, self._timeout, "the end of the communicator", self._comm.destroy)
+        except QcclError as error:  # and now it is NCCL's alone: to abort it as well would free it twice
+            warnings.warn(
+                f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
+                f"them before close()",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _leave(self) -> bool:
         """Whether nobody has left before. Afterwards nothing is asked of the communicator any more."""
@@ -270,17 +249,6 @@ class NcclTransport:
         require().runtime.eventRecord(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
         self._check_alive()  # what is aborted is done, too
-
-    def _group(self, ranks: tuple[int, ...]) -> Any:
-        """The communicator of some of the ranks (collective at first, for all ranks: each in its own group)."""
-        if len(ranks) == self.size:
-            return self._comm
-        if ranks not in self._groups:
-            color, key = ranks[0], ranks.index(self.rank)
-            self.allgather(b"", self._timeout)
-            split = self._comm.commSplit
-            self._groups[ranks] = bounded(self.device, self._timeout, "the split", lambda: split(color, key))
-        return self._groups[ranks]
 
     def _check_alive(self) -> None:
         if self._gone:

@@ -132,9 +132,6 @@ class Mirror:
             calls.append((self._runtime.memcpyAsync, copy))
         return calls
 
-    def native(self, *arguments: Any) -> list[Call]:
-        raise NotImplementedError
-
     def allreduce(self, *arguments: Any) -> None:
         raise NotImplementedError
 
