@@ -5,7 +5,7 @@ releases the GIL and allocates nothing. Constructors raise ValueError for what c
 a buffer has no address yet.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 #: instruction set of the loops in use, and all that this processor can run, best first (QCCL_ISA chooses another)
 isa: str
@@ -155,3 +155,26 @@ def memcpy(dst: int, src: int, nbytes: int) -> None:
 
 def yield_() -> None:
     """Let another thread or process have this core (sched_yield, without the GIL)."""
+
+class MpiWire:
+    """Transfers of an MPI library, by the addresses of its functions; tokens come back from ``poll``.
+
+    ``fault(code, peer, got, expected)`` raises: an error of the library's (``code``), a message of the wrong size
+    (``peer``), or with neither that MPI has ended. ``spins``: polls in a row without news in which the processor is
+    kept. One thread at a time may use it.
+    """
+
+    spins: int
+    def __init__(
+        self,
+        functions: Mapping[str, int],
+        handles: Mapping[str, bytes],
+        constants: Mapping[str, int],
+        fault: Callable[[int, int, int, int], None],
+    ) -> None: ...
+    @property
+    def under_way(self) -> int: ...
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: int, /) -> None: ...
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: int, at_most: bool, /) -> None: ...
+    def poll(self, idle: int, /) -> list[int]: ...
+    def cancel(self) -> None: ...

@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
     "collectives": {"codecs", "dtypes", "errors", "schedule"},
     "gpu": {"errors"},
-    "transports": {"dtypes", "errors", "gpu"},
+    "transports": {"_host", "dtypes", "errors", "gpu"},
     "engines": {"_host", "codecs", "dtypes", "errors", "gpu", "schedule", "trace", "transports"},
     "buffers": {"_host", "dtypes", "errors"},
     "cuda_buffers": {"_host", "buffers", "dtypes", "errors", "gpu"},

@@ -10,6 +10,7 @@
 
 #include <cstring>
 
+#include "../engine/bind.h"
 #include "choose.h"
 #include "describe.h"
 #include "operations.h"
@@ -120,6 +121,7 @@ NB_MODULE(_host, m) {
   bind_codecs(m);
   bind_operations(m);
   qccl::bind_describe(m);
+  qccl::bind_engine(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
   m.def("yield_", [] { sched_yield(); }, Release(), "Let another thread or process have this core.");
   m.def("most_threads", &qccl::most_threads, "Threads that an operation may have, by OMP_NUM_THREADS and processors.");

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import mpi4py
@@ -38,6 +40,7 @@ if _finalizes:
 
 from mpi4py import MPI  # noqa: E402
 
+from qccl import _host  # noqa: E402
 from qccl.errors import (  # noqa: E402
     ArgumentError,
     CollectiveTimeout,
@@ -50,16 +53,10 @@ from qccl.transports.base import numbered  # noqa: E402
 
 __all__ = ["MpiTransport"]
 
-#: polls in a row without news after which the processor is left for a nap, which slow links do not notice (Linux makes
-#: it 50 us longer); until then it is kept if each rank of the machine has one, and yielded otherwise
+#: tests in a row after which set-up, which is in no hurry, leaves the processor for a nap
 _YIELDS = 200
-_NAP_SECONDS = 20e-6
-#: and after so many for a longer one
-_NAPS = 1000
-_LONG_NAP_SECONDS = 150e-6
+_NAP_SECONDS = 150e-6
 _FINALIZE_SECONDS = 10
-#: in place of the bytes of a receive: a send, and a receive that may get less than there is room for
-_SEND, _ANY = -1, -2
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
@@ -86,7 +83,7 @@ def _relax(idle: int) -> None:
     if idle < _YIELDS:
         os.sched_yield()
     else:
-        time.sleep(_NAP_SECONDS if idle < _NAPS else _LONG_NAP_SECONDS)
+        time.sleep(_NAP_SECONDS)
 
 
 def _mapped(error: MPI.Exception) -> QcclError:
@@ -98,6 +95,41 @@ def _mapped(error: MPI.Exception) -> QcclError:
     if kind == MPI.ERR_TRUNCATE:
         return MismatchError(f"a rank sent more than this rank expected ({text})")
     return EngineError(f"{text}; see the MPI library's documentation of this error class", code=error.Get_error_code())
+
+
+def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
+    """Raise what native code has met on ``rank``: an error of the library's, or a message of the wrong size."""
+    if code:
+        error = MPI.Exception(code)
+        raise _mapped(error) from error
+    if peer >= 0:
+        raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
+    raise EngineError("MPI was finalized; make communicators while MPI runs, and close them before it ends")
+
+
+def _bytes_of(handle: Any) -> bytes:
+    """One of the library's handles, as it is in memory."""
+    return ctypes.string_at(MPI._addressof(handle), MPI._sizeof(handle))
+
+
+def _wire(comm: MPI.Intracomm) -> _host.MpiWire:
+    """The transfers of ``comm``, made by the library that mpi4py has loaded."""
+    library = ctypes.CDLL(MPI.__file__)  # which names the library that it needs
+    names = ("MPI_Isend", "MPI_Irecv", "MPI_Testsome", "MPI_Get_count", "MPI_Cancel", "MPI_Finalized")
+    status, mark = MPI.Status(), 0x5A17C0D
+    status.Set_error(mark)
+    return _host.MpiWire(
+        {name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0 for name in names},
+        {"communicator": _bytes_of(comm), "byte": _bytes_of(MPI.BYTE), "null_request": _bytes_of(MPI.REQUEST_NULL)},
+        {
+            "status_nbytes": MPI._sizeof(status),
+            "status_error": _bytes_of(status).index(mark.to_bytes(4, sys.byteorder)),
+            "undefined": MPI.UNDEFINED,
+            "in_status": MPI.ERR_IN_STATUS,
+            "pending": MPI.ERR_PENDING,
+        },
+        partial(_raise, comm.Get_rank()),
+    )
 
 
 @atexit.register
@@ -139,10 +171,9 @@ class MpiTransport:
         self._comm = comm
         self.attend = attend
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._requests: list[MPI.Request] = []
-        self._posted: list[tuple[Hashable, int]] = []  # token and bytes (or as below) of each request
-        self._statuses: list[MPI.Status] = []  # of what the last poll found
-        self._late: list[Hashable] = []  # completed in a poll that raised
+        self._wire = _wire(comm)
+        self._tokens: dict[int, Hashable] = {}
+        self._number = 0
         self._gone = False
         _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
@@ -152,7 +183,7 @@ class MpiTransport:
         hosts = [place.split(b"\n")[0] for place in places]
         self.local_rank = hosts[: self.rank].count(hosts[self.rank])
         self.local_size = hosts.count(hosts[self.rank])
-        self._spins = _YIELDS if self.local_size <= len(os.sched_getaffinity(0)) else 0
+        self._wire.spins = _YIELDS if self.local_size <= len(os.sched_getaffinity(0)) else 0
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
@@ -175,41 +206,27 @@ class MpiTransport:
             MPI.Init_thread()
         return cls.from_mpi(MPI.COMM_WORLD, timeout)
 
-    def buffer(self, address: int, nbytes: int) -> list[Any]:
-        return [MPI.memory.fromaddress(address, nbytes), nbytes, MPI.BYTE]
+    def buffer(self, address: int, nbytes: int) -> tuple[int, int]:
+        return address, nbytes
 
-    def send(self, peer: int, tag: int, buffer: list[Any], token: Hashable) -> None:
-        if self._gone or MPI.Is_finalized():
+    def send(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable) -> None:
+        if self._gone:
             self._check_alive()
-        try:
-            self._requests.append(self._comm.Isend(buffer, peer, tag))
-        except MPI.Exception as error:
-            raise _mapped(error) from error
-        self._posted.append((token, _SEND))
+        self._wire.send(peer, tag, *buffer, self._add(token))
 
-    def receive(self, peer: int, tag: int, buffer: list[Any], token: Hashable, *, at_most: bool = False) -> None:
-        if self._gone or MPI.Is_finalized():
+    def receive(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable, *, at_most: bool = False) -> None:
+        if self._gone:
             self._check_alive()
-        try:
-            self._requests.append(self._comm.Irecv(buffer, peer, tag))
-        except MPI.Exception as error:
-            raise _mapped(error) from error
-        self._posted.append((token, _ANY if at_most else buffer[1]))
+        self._wire.receive(peer, tag, *buffer, self._add(token), at_most)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        if idle > self._spins:
-            _relax(idle)
-        if self._late:
-            late, self._late = self._late, []
-            return late
-        if not self._requests:
-            return ()
-        self._statuses = []
-        try:
-            done = MPI.Request.Testsome(self._requests, self._statuses)
-        except MPI.Exception as error:
-            raise self._fault(error) from error
-        return self._retire(done) if done else ()
+        done = self._wire.poll(idle)
+        return [self._tokens.pop(number) for number in done] if done else ()
+
+    def _add(self, token: Hashable) -> int:
+        self._number += 1
+        self._tokens[self._number] = token
+        return self._number
 
     def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:
         # All have come, so Split, which has no deadline, has nobody to wait for. One byte each, because the second half
@@ -258,17 +275,13 @@ class MpiTransport:
         _abandoned.append(self)
         if MPI.Is_finalized():
             return
-        with contextlib.suppress(MPI.Exception):
-            for request, (_, expected) in zip(self._requests, self._posted, strict=True):
-                if expected != _SEND and request != MPI.REQUEST_NULL:
-                    request.Cancel()
-            MPI.Request.Testsome(self._requests)
+        self._wire.cancel()
 
     def close(self) -> None:
         if self._gone:
             return
         self._gone = True
-        if self._requests:  # a rank has not closed yet, and what it sends would come to another communicator
+        if self._wire.under_way:  # a rank has not closed yet, and what it sends would come to another communicator
             _unfinished.append(self)
         elif not MPI.Is_finalized():
             with contextlib.suppress(MPI.Exception):
@@ -278,43 +291,6 @@ class MpiTransport:
         if self._gone or MPI.Is_finalized():
             what = "MPI was finalized" if MPI.Is_finalized() else "this transport was closed or given up"
             raise EngineError(f"{what}; make communicators while MPI runs, and close them before it ends")
-
-    def _retire(self, done: list[int]) -> list[Hashable]:
-        """Forget completed requests; returns their tokens. Raises MismatchError for a message that was too short."""
-        requests, posted = self._requests, self._posted
-        tokens: list[Hashable] = []
-        fault = None
-        for k, i in enumerate(done):
-            token, expected = posted[i]
-            if expected >= 0 and (got := self._statuses[k].Get_count(MPI.BYTE)) != expected:
-                peer = self._statuses[k].Get_source()
-                fault = MismatchError(f"rank {peer} sent {got} bytes to rank {self.rank}, which expected {expected}")
-            else:
-                tokens.append(token)
-        for i in done if len(done) == 1 else sorted(done, reverse=True):
-            last, entry = requests.pop(), posted.pop()
-            if i < len(requests):
-                requests[i], posted[i] = last, entry
-        if fault is not None:
-            self._late = tokens
-            raise fault
-        return tokens
-
-    def _fault(self, error: MPI.Exception) -> QcclError:
-        """The error of a failed Testsome. What completed in it is told by the next poll.
-
-        The library says which requests have ended only by clearing their handles, so the one that failed counts as
-        completed, too; after an error nobody may use its data.
-        """
-        if error.Get_error_class() == MPI.ERR_IN_STATUS:
-            codes = [status.Get_error() for status in self._statuses]
-            bad = [code for code in codes if MPI.Get_error_class(code) not in (MPI.SUCCESS, MPI.ERR_PENDING)]
-            error = MPI.Exception(bad[0]) if bad else error
-        ended = [request == MPI.REQUEST_NULL for request in self._requests]
-        self._late = [token for (token, _), end in zip(self._posted, ended, strict=True) if end]
-        self._posted = [entry for entry, end in zip(self._posted, ended, strict=True) if not end]
-        self._requests = [request for request, end in zip(self._requests, ended, strict=True) if not end]
-        return _mapped(error)
 
 
 def _wait(

@@ -1,0 +1,212 @@
+#include "mpi.h"
+
+#include <sched.h>
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+#include <limits>
+#include <stdexcept>
+
+namespace qccl {
+
+namespace {
+
+// Polls in a row without news after which the processor is left for a nap, which slow links do not notice (Linux makes
+// it 50 us longer); until then it is kept if each rank of the machine has one, and yielded otherwise.
+constexpr std::uint64_t kYields = 200;
+constexpr long kNap = 20'000;
+// And after so many for a longer one.
+constexpr std::uint64_t kNaps = 1000;
+constexpr long kLongNap = 150'000;
+
+// In place of the bytes of a receive: a send, and a receive that may get less than there is room for.
+constexpr std::int64_t kSend = -1, kAny = -2;
+
+void relax(std::uint64_t idle) {
+  if (idle < kYields) {
+    sched_yield();
+  } else {
+    const timespec nap = {0, idle < kNaps ? kNap : kLongNap};
+    nanosleep(&nap, nullptr);
+  }
+}
+
+template <class Function>
+Function* function(std::uintptr_t address) {
+  return reinterpret_cast<Function*>(address);
+}
+
+template <class Handle>
+Handle handle(const std::string& bytes) {
+  Handle found;
+  std::memcpy(&found, bytes.data(), sizeof found);
+  return found;
+}
+
+template <class Handle>
+class Requests final : public MpiWire {
+ public:
+  Requests(const MpiLibrary& library, std::function<void(const MpiFault&)> fault)
+      : library_(library),
+        fault_(std::move(fault)),
+        isend_(function<int(const void*, int, Handle, int, int, Handle, Handle*)>(library.functions.isend)),
+        irecv_(function<int(void*, int, Handle, int, int, Handle, Handle*)>(library.functions.irecv)),
+        testsome_(function<int(int, Handle*, int*, int*, unsigned char*)>(library.functions.testsome)),
+        get_count_(function<int(const unsigned char*, Handle, int*)>(library.functions.get_count)),
+        cancel_(function<int(Handle*)>(library.functions.cancel)),
+        finalized_(function<int(int*)>(library.functions.finalized)),
+        communicator_(handle<Handle>(library.communicator)),
+        byte_(handle<Handle>(library.byte)),
+        null_(handle<Handle>(library.null_request)) {}
+
+  void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
+    Handle request;
+    check(isend_(data, count(nbytes), byte_, peer, tag, communicator_, &request));
+    add(request, {token, kSend, peer});
+  }
+
+  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) override {
+    Handle request;
+    check(irecv_(data, count(nbytes), byte_, peer, tag, communicator_, &request));
+    add(request, {token, at_most ? kAny : static_cast<std::int64_t>(nbytes), peer});
+  }
+
+  void poll(std::uint64_t idle, std::vector<Token>& completed) override {
+    if (idle > spins) relax(idle);
+    if (!late_.empty()) {
+      completed.insert(completed.end(), late_.begin(), late_.end());
+      late_.clear();
+    } else if (!requests_.empty()) {
+      test(completed);
+    }
+  }
+
+  void cancel() override {
+    for (std::size_t i = 0; i < requests_.size(); ++i)
+      if (posted_[i].expected != kSend && requests_[i] != null_) cancel_(&requests_[i]);
+    int done = 0;
+    testsome_(size(), requests_.data(), &done, indices_.data(), statuses_.data());
+  }
+
+  std::size_t under_way() const override { return requests_.size(); }
+
+ private:
+  struct Posted {
+    Token token;
+    std::int64_t expected;
+    int peer;
+  };
+
+  int size() const { return static_cast<int>(requests_.size()); }
+  const unsigned char* status(int i) const { return statuses_.data() + i * library_.status_nbytes; }
+
+  // The library counts in ints; and after its end there are no calls.
+  int count(std::size_t nbytes) const {
+    int ended = 0;
+    finalized_(&ended);
+    if (ended) fault_({});
+    if (nbytes > static_cast<std::size_t>(std::numeric_limits<int>::max()))
+      throw std::length_error("MPI sends at most 2 GiB in a message; give a smaller chunk");
+    return static_cast<int>(nbytes);
+  }
+
+  void check(int code) const {
+    if (code) fault_({code});
+  }
+
+  void add(Handle request, const Posted& posted) {
+    requests_.push_back(request);
+    posted_.push_back(posted);
+    indices_.resize(requests_.size());
+    statuses_.resize(requests_.size() * library_.status_nbytes);
+  }
+
+  void test(std::vector<Token>& completed) {
+    int done = 0;
+    const int code = testsome_(size(), requests_.data(), &done, indices_.data(), statuses_.data());
+    if (code) {
+      const int found = code_of(code, done);
+      forget_cleared();
+      fault_({found});
+    }
+    if (done > 0 && done != library_.undefined) retire(done, completed);
+  }
+
+  // Forgets completed requests. A message that was too short is a fault, and the others are told by the next poll.
+  void retire(int done, std::vector<Token>& completed) {
+    const std::size_t before = completed.size();
+    MpiFault fault;
+    for (int k = 0; k < done; ++k) {
+      const Posted& posted = posted_[indices_[k]];
+      int got = 0;
+      if (posted.expected >= 0) get_count_(status(k), byte_, &got);
+      if (posted.expected >= 0 && got != posted.expected) {
+        fault = {0, posted.peer, got, posted.expected};
+      } else {
+        completed.push_back(posted.token);
+      }
+    }
+    std::sort(indices_.begin(), indices_.begin() + done, std::greater<int>());
+    for (int k = 0; k < done; ++k) remove(indices_[k]);
+    if (fault.peer < 0) return;
+    late_.assign(completed.begin() + before, completed.end());
+    completed.resize(before);
+    fault_(fault);
+  }
+
+  void remove(int i) {
+    requests_[i] = requests_.back();
+    posted_[i] = posted_.back();
+    requests_.pop_back();
+    posted_.pop_back();
+  }
+
+  // The error of a failed test: the first among the statuses', if it is there.
+  int code_of(int code, int done) const {
+    if (code != library_.in_status) return code;
+    for (int k = 0; k < done && done != library_.undefined; ++k) {
+      int error;
+      std::memcpy(&error, status(k) + library_.status_error, sizeof error);
+      if (error && error != library_.pending) return error;
+    }
+    return code;
+  }
+
+  // What a failed test has completed is told by the next poll. The library says so only by clearing handles, so the one
+  // that failed counts as completed, too; after an error nobody may use its data.
+  void forget_cleared() {
+    for (int i = size() - 1; i >= 0; --i) {
+      if (requests_[i] != null_) continue;
+      late_.push_back(posted_[i].token);
+      remove(i);
+    }
+  }
+
+  const MpiLibrary library_;
+  const std::function<void(const MpiFault&)> fault_;
+  int (*const isend_)(const void*, int, Handle, int, int, Handle, Handle*);
+  int (*const irecv_)(void*, int, Handle, int, int, Handle, Handle*);
+  int (*const testsome_)(int, Handle*, int*, int*, unsigned char*);
+  int (*const get_count_)(const unsigned char*, Handle, int*);
+  int (*const cancel_)(Handle*);
+  int (*const finalized_)(int*);
+  const Handle communicator_, byte_, null_;
+  std::vector<Handle> requests_;
+  std::vector<Posted> posted_;
+  std::vector<int> indices_;
+  std::vector<unsigned char> statuses_;
+  std::vector<Token> late_;  // completed in a poll that threw
+};
+
+}  // namespace
+
+std::unique_ptr<MpiWire> make_mpi_wire(const MpiLibrary& library, std::function<void(const MpiFault&)> fault) {
+  for (const std::string* bytes : {&library.communicator, &library.byte, &library.null_request})
+    if (bytes->size() != library.byte.size()) throw std::invalid_argument("MPI's handles are of unequal sizes");
+  if (library.byte.size() == sizeof(int)) return std::make_unique<Requests<int>>(library, std::move(fault));
+  if (library.byte.size() == sizeof(void*)) return std::make_unique<Requests<void*>>(library, std::move(fault));
+  throw std::invalid_argument("MPI's handles have " + std::to_string(library.byte.size()) + " bytes; known are 4 and 8");
+}
+
+}  // namespace qccl
