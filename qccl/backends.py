@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from qccl.buffers import HostMemory, Memory
 from qccl.engines.base import Engine
+from qccl.memory.base import Memory
+from qccl.memory.host import HostMemory
 
 if TYPE_CHECKING:
     from qccl.transports.base import DeviceTransport, Transport
@@ -43,8 +44,8 @@ class CudaBackend:
     name = "cuda"
 
     def __init__(self, transport: DeviceTransport) -> None:
-        from qccl.cuda_buffers import CudaMemory
         from qccl.engines.cuda import CudaEngine
+        from qccl.memory.cuda import CudaMemory
 
         self.engine: Engine = CudaEngine(transport)
         self.memory: Memory = CudaMemory(transport.device)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from qccl.arguments import CodecLike, check_group, count_of, timeout_of
 from qccl.backends import Backend, HostBackend
-from qccl.buffers import Values
 from qccl.calls import Collectives, Run
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
+from qccl.memory.base import Values
 from qccl.plan import Plan, PlanCache
 from qccl.signatures import Hierarchical, Signature, check_counts, of_plan
 from qccl.state import StateStore, check_key

@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl.arguments import timeout_of
-from qccl.buffers import Values
 from qccl.errors import ArgumentError
+from qccl.memory.base import Values
 from qccl.schedule import Role, Schedule
 from qccl.signatures import Signature, check_counts
 from qccl.state import check_key, lr_of

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from qccl import dtypes
 from qccl.arguments import CodecLike, count_of
-from qccl.buffers import Values
 from qccl.calls import Run
 from qccl.dtypes import DType
+from qccl.memory.base import Values
 from qccl.signatures import AllReduce, Hierarchical, PeerExchange
 
 if TYPE_CHECKING:

@@ -713,7 +713,7 @@ def installed(world: World, kernels: Any) -> Any:
     from qccl import gpu
 
     made = modules(world, kernels)
-    ours = ("qccl.engines.cuda", "qccl.engines.cuda_program", "qccl.transports.nccl", "qccl.cuda_buffers")
+    ours = ("qccl.engines.cuda", "qccl.engines.cuda_program", "qccl.transports.nccl", "qccl.memory.cuda")
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     gpu.require.cache_clear()

@@ -6,10 +6,10 @@ Imports are read from the source, also those inside functions; those for the typ
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,20 +30,19 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gpu": {"errors"},
     "transports": {"_host", "dtypes", "errors", "gpu"},
     "engines": {"_host", "codecs", "dtypes", "errors", "gpu", "schedule", "trace", "transports"},
-    "buffers": {"_host", "dtypes", "errors"},
-    "cuda_buffers": {"_host", "buffers", "dtypes", "errors", "gpu"},
-    "backends": {"buffers", "cuda_buffers", "engines", "transports"},
+    "memory": {"_host", "dtypes", "errors", "gpu"},
+    "backends": {"engines", "memory", "transports"},
     "arguments": {"codecs", "errors", "scalars"},
-    "signatures": {"arguments", "buffers", "codecs", "collectives", "dtypes", "errors", "schedule"},
-    "plan": {"arguments", "buffers", "errors", "schedule", "signatures", "state"},
+    "signatures": {"arguments", "codecs", "collectives", "dtypes", "errors", "memory", "schedule"},
+    "plan": {"arguments", "errors", "memory", "schedule", "signatures", "state"},
     "state": {"codecs", "errors", "scalars"},
     "work": {"errors"},
-    "calls": {"arguments", "buffers", "dtypes", "errors", "signatures"},
+    "calls": {"arguments", "dtypes", "errors", "memory", "signatures"},
     "communicator": {
-        *("arguments", "backends", "buffers", "calls", "codecs", "dtypes", "engines", "errors", "plan"),
+        *("arguments", "backends", "calls", "codecs", "dtypes", "engines", "errors", "memory", "plan"),
         *("signatures", "state", "transports", "work"),
     },
-    "pointers": {"arguments", "buffers", "calls", "dtypes", "signatures"},
+    "pointers": {"arguments", "calls", "dtypes", "memory", "signatures"},
     "weights": {"errors"},
     "decentralized": {"arguments", "codecs", "communicator", "errors", "scalars", "weights"},
     "launch": {"arguments", "backends", "communicator", "errors", "gpu", "transports"},
@@ -70,11 +69,11 @@ PACKAGES: dict[str, set[str]] = {
     "bench/info.py": {"click", "mpi4py"},
     "bench/plot.py": {"matplotlib"},
     "bench/sweep.py": {"mpi4py", "numpy"},
-    "buffers.py": {"numpy"},
     "codecs": {"numpy"},
     "engines/cuda_program.py": {"numpy"},
     "engines/cuda_source.py": {"numpy"},
     "gpu.py": {"cuda", "cupy"},
+    "memory/host.py": {"numpy"},
     "state.py": {"numpy"},
     "transports/loopback.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
@@ -132,8 +131,19 @@ def test_packages(source: Path) -> None:
     assert used <= allowed, f"qccl/{source} imports {sorted(used - allowed)}; PACKAGES says who may"
 
 
-def test_parts_have_an_order() -> None:
-    assert "bench" in tuple(TopologicalSorter(MAY_IMPORT).static_order())
+def test_the_table_of_the_documentation_has_every_part_above_those_that_it_uses() -> None:
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.search(r"\| part \| .*?\n((?:\|.*\n)+)", page)
+    assert rows
+    parts = [
+        name.removesuffix(".py").removesuffix("/")
+        for row in rows[1].splitlines()[1:]
+        for name in re.findall(r"`([\w./]+)`", row.split("|")[1])
+    ]
+    assert sorted(parts) == sorted(MAY_IMPORT.keys() - {""})
+    for i, part in enumerate(parts):
+        above = MAY_IMPORT[part] & set(parts[:i])
+        assert not above, f"{part} may use {sorted(above)}, which docs/architecture.md has above it"
 
 
 @pytest.mark.parametrize(

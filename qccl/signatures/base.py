@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
-from qccl.buffers import Values, same_or_disjoint
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
+from qccl.memory.base import Values, same_or_disjoint
 from qccl.schedule import Schedule
 
 __all__ = ["Signature", "check_counts", "common", "common_order", "reduction", "row_major"]

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from qccl import dtypes
-from qccl.buffers import EXPONENT_BITS, Values, check_pointer, from_view
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.gpu import on_device, require
+from qccl.memory.base import EXPONENT_BITS, Values, check_pointer, from_view
 
 __all__ = ["CudaMemory"]
 
