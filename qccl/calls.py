@@ -90,7 +90,8 @@ class Collectives(ABC):
             stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) behind which the call is put,
                 and which goes on when it is done; None means the current stream of the library that made ``x``.
             timeout: seconds for this call; None means the communicator's.
-            trace: a list that receives the call's TraceEvents (on CUDA when synchronize() has returned).
+            trace: a list that gets a TraceEvent for each operation and transfer of the call on this rank (on CUDA when
+                synchronize() has returned); qccl.trace.write_trace() makes a file of them.
 
         Returns:
             The output array, or its Work. On the host the result is there; on CUDA it will be, for whatever comes later

@@ -16,10 +16,10 @@ class TraceEvent:
     """Something that took time.
 
     Attributes:
-        rank: where.
+        rank: where it ran.
         lane: "compute", "send" or "recv"; on CUDA "compute" or "comm".
         name: what, in words.
-        start, stop: seconds; the ranks' clocks must have one origin.
+        start, stop: seconds; of time.perf_counter() in a run, whose origin the ranks of one machine share.
     """
 
     rank: int

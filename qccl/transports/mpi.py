@@ -23,7 +23,6 @@ import contextlib
 import ctypes
 import os
 import signal
-import socket
 import sys
 import time
 import weakref
@@ -49,7 +48,7 @@ from qccl.errors import (  # noqa: E402
     PeerLost,
     QcclError,
 )
-from qccl.transports.base import numbered  # noqa: E402
+from qccl.transports.places import find_places  # noqa: E402
 
 __all__ = ["MpiTransport"]
 
@@ -68,14 +67,6 @@ _unfinished: list[MpiTransport] = []
 #: all transports
 _open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
 _is_fork = False
-
-
-def _network() -> int:
-    """A number of the network that this process is in: ranks of one machine may be behind links of their own."""
-    try:
-        return os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        return 0
 
 
 def _relax(idle: int) -> None:
@@ -177,12 +168,8 @@ class MpiTransport:
         self._gone = False
         _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        places = self.allgather(f"{socket.gethostname()}\n{_network()}".encode(), timeout)
-        self.nodes = numbered(places)
-        self.shares_memory = len(set(places)) == 1
-        hosts = [place.split(b"\n")[0] for place in places]
-        self.local_rank = hosts[: self.rank].count(hosts[self.rank])
-        self.local_size = hosts.count(hosts[self.rank])
+        places = find_places(self.rank, lambda place: self.allgather(place, timeout))
+        self.local_rank, self.local_size, self.nodes, self.shares_memory = places
         self._wire.spins = _YIELDS if self.local_size <= len(os.sched_getaffinity(0)) else 0
 
     @classmethod

@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
-__all__ = ["locate", "place"]
+from qccl.transports.base import numbered
+
+__all__ = ["Places", "find_places"]
 
 
-def place() -> bytes:
-    """This process's machine and network: ranks of one machine may be behind links of their own."""
+class Places(NamedTuple):
+    """What is known of the ranks of a group; the attributes of a Group and of a Transport."""
+
+    local_rank: int
+    local_size: int
+    nodes: tuple[int, ...]
+    shares_memory: bool
+
+
+def find_places(rank: int, allgather: Callable[[bytes], list[bytes]]) -> Places:
+    """Collective: every rank tells the others where it is; ranks of one machine may be behind links of their own."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:
         network = 0
-    return f"{socket.gethostname()}\n{network}".encode()
-
-
-def locate(places: Sequence[bytes], rank: int) -> tuple[int, int]:
-    """From all ranks' places: the rank's number on its machine, and how many ranks that has."""
-    hosts = [each.split(b"\n")[0] for each in places]
-    return hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    found = allgather(f"{socket.gethostname()}\n{network}".encode())
+    hosts = [each.split(b"\n")[0] for each in found]
+    local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
+    return Places(local_rank, local_size, numbered(found), len(set(found)) == 1)

@@ -28,8 +28,7 @@ import torch
 import torch.distributed as dist
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
-from qccl.transports.base import numbered
-from qccl.transports.places import locate, place
+from qccl.transports.places import find_places
 
 __all__ = ["TorchTransport", "backend_of"]
 
@@ -84,10 +83,8 @@ class TorchTransport:
         except RuntimeError as error:
             raise CollectiveTimeout(f"gloo did not connect {size} ranks within {timeout} s ({_text(error)})") from error
         _open.add(self)
-        places = self.allgather(place(), timeout)
-        self.local_rank, self.local_size = locate(places, rank)
-        self.nodes = numbered(places)
-        self.shares_memory = len(set(places)) == 1
+        places = find_places(rank, lambda place: self.allgather(place, timeout))
+        self.local_rank, self.local_size, self.nodes, self.shares_memory = places
 
     @classmethod
     def from_group(cls, group: Any, timeout: float) -> TorchTransport:
