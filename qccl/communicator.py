@@ -45,7 +45,7 @@ class Communicator(Collectives):
         local_rank, local_size: among the ranks of the same machine.
         nodes: of each rank, the number of its machine.
         backend: "host" or "cuda".
-        transport: what carries the bytes; its ``name`` is "mpi", "torch", "loopback" or "nccl", the rest is for engines.
+        transport: carries the bytes; its ``name`` is "mpi", "torch", "loopback" or "nccl"; the rest is for engines.
         timeout: seconds until a call that does not finish raises CollectiveTimeout.
     """
 
