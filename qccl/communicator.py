@@ -11,7 +11,7 @@ from qccl.arguments import CodecLike, check_group, count_of, timeout_of
 from qccl.backends import Backend, HostBackend
 from qccl.calls import Collectives, Run
 from qccl.codecs.base import Codec
-from qccl.dtypes import DType
+from qccl.dtypes import DTypeLike
 from qccl.engines.agreement import Header, Kind
 from qccl.engines.base import Program
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
@@ -160,7 +160,7 @@ class Communicator(Collectives):
         self,
         collective: str,
         count: int,
-        dtype: DType | str | int = "float32",
+        dtype: DTypeLike = "float32",
         *,
         codec: CodecLike = "minmax8",
         chunk: int | None = None,
@@ -169,7 +169,8 @@ class Communicator(Collectives):
     ) -> Plan:
         """Collective: a plan of one collective, such as "allreduce", for a vector of ``count`` elements.
 
-        ``parameters`` are those of the collective's method ("op", "algorithm", ...).
+        ``dtype`` is a name, NCCL's number, or a type of NumPy, torch or JAX (such as ``x.dtype``). ``parameters`` are
+        those of the collective's method ("op", "algorithm", ...).
         """
         self._check_usable()
         if collective == Hierarchical.name:

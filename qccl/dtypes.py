@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from typing import Any
 
 from qccl.errors import ArgumentError
+from qccl.scalars import as_integer
 
-__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "DType", "get"]
+__all__ = ["BFLOAT16", "DTYPES", "FLOAT16", "FLOAT32", "DType", "DTypeLike", "get"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,9 @@ class DType:
         return self.name
 
 
+#: what an element type may be given as; see get
+DTypeLike = DType | str | int | Any
+
 FLOAT32 = DType("float32", 4, 0, 7, 23, -126)
 FLOAT16 = DType("float16", 2, 1, 6, 10, -14)
 BFLOAT16 = DType("bfloat16", 2, 2, 9, 7, -126)
@@ -43,14 +48,24 @@ _BY_NAME = {dtype.name: dtype for dtype in DTYPES} | {"float": FLOAT32, "half": 
 _BY_NCCL = {dtype.nccl: dtype for dtype in DTYPES}
 
 
-def get(spec: DType | str | int) -> DType:
-    """The element type named by ``spec``: a name, NCCL's enum value, or a DType. Raises ArgumentError for others."""
+def get(spec: DTypeLike) -> DType:
+    """The element type that ``spec`` is: a name, NCCL's enum value, a DType, or a type of NumPy, torch or JAX.
+
+    Raises ArgumentError for others.
+    """
     if isinstance(spec, DType):
         return spec
-    found = _BY_NAME.get(spec) if isinstance(spec, str) else _BY_NCCL.get(spec)
+    number = as_integer(spec)
+    found = _BY_NAME.get(_name(spec)) if number is None else _BY_NCCL.get(number)
     if found is not None:
         return found
     allowed = ", ".join(f"{d.name} (NCCL {d.nccl})" for d in DTYPES)
     close = difflib.get_close_matches(str(spec), _BY_NAME, n=1)
     hint = f" Did you mean {close[0]!r}?" if close else ""
     raise ArgumentError(f"dtype {spec!r} is not supported; the element types are {allowed}.{hint}")
+
+
+def _name(spec: Any) -> str:
+    """A text itself; of ``x.dtype`` its name, of ``numpy.float32`` that of the class, of ``torch.float32`` its text."""
+    name = spec if isinstance(spec, str) else getattr(spec, "name", None) or getattr(spec, "__name__", None)
+    return (name if isinstance(name, str) else str(spec)).removeprefix("torch.")

@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from qccl import codecs
+from qccl import codecs, dtypes
 from qccl.codecs import Cast, Dithering, MinMax, NoCodec, OneBit, RandomK, TopK
 from qccl.errors import ArgumentError, CodecError
 
@@ -180,6 +180,26 @@ def test_what_is_no_integer(wrong: Any) -> None:
 )
 def test_encoded_nbytes(codec: codecs.Codec, count: int, nbytes: int) -> None:
     assert codec.encoded_nbytes(count, "float32") == nbytes
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["float16", "half", 6, np.int64(6), np.float16, np.dtype("float16"), dtypes.FLOAT16, "torch.float16"],
+    ids=repr,
+)
+def test_element_types_as_libraries_have_them(given: Any) -> None:
+    assert dtypes.get(given) is dtypes.FLOAT16
+    assert codecs.NoCodec().encoded_nbytes(5, given) == 10
+
+
+def test_bfloat16_of_ml_dtypes() -> None:
+    assert dtypes.get(ml_dtypes.bfloat16) is dtypes.get(np.dtype(ml_dtypes.bfloat16)) is dtypes.BFLOAT16
+
+
+@pytest.mark.parametrize("given", ["float64", 3, 7.5, None, [], np.int32, "torch.int8", object()], ids=repr)
+def test_what_is_no_element_type(given: Any) -> None:
+    with pytest.raises(ArgumentError, match="the element types are float32"):
+        dtypes.get(given)
 
 
 def test_encoded_nbytes_of_what_cannot_be() -> None:

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "intervals": set(),
     "scalars": set(),
     "trace": set(),
-    "dtypes": {"errors"},
+    "dtypes": {"errors", "scalars"},
     "codecs": {"_host", "dtypes", "errors", "scalars"},
     "schedule": {"codecs", "dtypes", "errors", "intervals"},
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},

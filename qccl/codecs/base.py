@@ -15,7 +15,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl import dtypes
-from qccl.dtypes import DType
+from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError, CodecError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Codec(ABC):
         """What is kept from call to call, under the caller's key: "residual", "momentum"; nothing for most."""
         return ()
 
-    def encoded_nbytes(self, count: int, dtype: DType | str | int) -> int:
+    def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:
         """Bytes on the wire for ``count`` elements; depends on nothing else.
 
         Raises ArgumentError for a negative count, or an element type without a code.
@@ -136,7 +136,7 @@ class Codec(ABC):
         included.
         """
 
-    def encode(self, x: np.ndarray, call: int = 0, *, dtype: DType | str | None = None) -> np.ndarray:
+    def encode(self, x: np.ndarray, call: int = 0, *, dtype: DTypeLike | None = None) -> np.ndarray:
         """The wire of ``x`` as a uint8 array: what rank 0 sends first in collective number ``call``.
 
         ``dtype="bfloat16"`` takes uint16 as bfloat16. Raises ArgumentError for an element type without a code.
@@ -155,7 +155,7 @@ class Codec(ABC):
         _host.Encode(memory, self.host(), given.code, (0, 0), (1, 0), values.size, 0, 0, 0)()
         return wire
 
-    def decode(self, wire: np.ndarray, count: int, dtype: DType | str, call: int = 0) -> np.ndarray:
+    def decode(self, wire: np.ndarray, count: int, dtype: DTypeLike, call: int = 0) -> np.ndarray:
         """The ``count`` values of ``wire`` (uint8), one axis; bfloat16 comes as uint16, since NumPy has no such type.
 
         ``call`` is that of ``encode()``; it matters where the wire does not say which elements it has (``randomk``).

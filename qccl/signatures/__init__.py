@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from qccl.arguments import CodecLike
-from qccl.dtypes import DType
+from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
 from qccl.signatures.base import Signature, check_counts
 from qccl.signatures.elementwise import AllReduce, Broadcast, Coalesced, Reduce
@@ -46,7 +46,7 @@ SIGNATURES: Mapping[str, Any] = MappingProxyType(
 def of_plan(
     collective: str,
     count: int,
-    dtype: DType | str | int,
+    dtype: DTypeLike,
     codec: CodecLike,
     chunk: int | None,
     parameters: Mapping[str, Any],

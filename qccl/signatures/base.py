@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
 from qccl.codecs.base import Codec
-from qccl.dtypes import DType
+from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.memory.base import Values, same_or_disjoint
 from qccl.schedule import Schedule
@@ -108,9 +108,7 @@ class Signature(ABC):
         return default if self.chunk is None else self.chunk
 
 
-def common(
-    count: int, dtype: DType | str | int, codec: CodecLike, chunk: int | None, order: str = "C"
-) -> dict[str, Any]:
+def common(count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C") -> dict[str, Any]:
     """Check the parameters that every collective has."""
     return {
         "count": count_of(count),
