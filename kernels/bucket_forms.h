@@ -4,7 +4,6 @@
 
 #include "bucket.h"
 #include "minmax.h"
-#include "random.h"
 #include "sparse.h"
 
 namespace QCCL_NAMESPACE {
@@ -37,14 +36,8 @@ struct MinMaxBuckets {
     if (minmax_is_nan(scale)) {
       pack(team, bits, n, [](u32) { return 0u; }, codes);
     } else if (options.options[1]) {
-      const u32 low = (u32)stamp.index, high = (u32)(stamp.index >> 32);
-      const RandomKey key = random_key(options.seed, stamp.call, stamp.round, stamp.rank, high);
-      const RandomKey next = random_key(options.seed, stamp.call, stamp.round, stamp.rank, high + 1);
-      pack(team, bits, n, [=, &x](u32 i) {
-        const u32 index = low + i;
-        const RandomKey mine = index < low ? next : key;
-        return minmax_stochastic(x[i], scale, random_word(mine, index));
-      }, codes);
+      const Draws draws = make_draws(options.seed, stamp);
+      pack(team, bits, n, [=, &x](u32 i) { return minmax_stochastic(x[i], scale, draws.word(i)); }, codes);
     } else {
       pack(team, bits, n, [=, &x](u32 i) { return minmax_nearest(x[i], scale); }, codes);
     }

@@ -31,7 +31,7 @@ struct Dithering {
     return 4;
   }
 
-  // What encoding and decoding need of a norm: as in ../minmax.h, with differences replaced by the norm itself.
+  // What encoding and decoding need of a norm: as in minmax.h, with differences replaced by the norm itself.
   struct Scale {
     float pre, post;
     float inverse;  // levels (linear) or 1 (natural) for the norm

@@ -14,6 +14,7 @@ __all__ = [
     "OPS",
     "CodecLike",
     "check_group",
+    "check_trace",
     "chunk_of",
     "count_of",
     "integer",
@@ -62,8 +63,9 @@ def chunk_of(chunk: int | None) -> int | None:
 
 def op_of(op: str | int) -> str:
     """The name of a reduction that is given as a name or as NCCL's number."""
+    given = op if isinstance(op, str) else as_integer(op)
     for name, number in OPS.items():
-        if op == name or (op == number and not isinstance(op, bool | float)):
+        if given in (name, number):
             return name
     allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
     raise ArgumentError(f"op {op!r} is not supported; allowed are {allowed}")
@@ -84,6 +86,12 @@ def timeout_of(timeout: float) -> float:
             f"timeout must be a positive number of seconds (at most {threading.TIMEOUT_MAX:g}), not {timeout!r}"
         )
     return float(seconds)
+
+
+def check_trace(trace: Any) -> None:
+    """Raise ArgumentError unless ``trace`` is a list, or None."""
+    if trace is not None and not hasattr(trace, "append"):
+        raise ArgumentError(f"trace must be a list, which gets the call's events, not {trace!r}")
 
 
 def check_group(color: int | None, key: int) -> None:

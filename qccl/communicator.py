@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qccl.arguments import CodecLike, check_group, count_of, timeout_of
+from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeout_of
 from qccl.backends import Backend, HostBackend
 from qccl.calls import Collectives, Run
 from qccl.codecs.base import Codec
@@ -275,6 +275,7 @@ class Communicator(Collectives):
         if how.nonfinite not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={how.nonfinite!r} is not "propagate" or "error"')
         timeout = None if how.timeout is None else timeout_of(how.timeout)
+        check_trace(how.trace)
         check_counts(signature, arrays, self.rank, self.size)
         check_key(signature.codec, how.key)
         plan = self._plans.take(self, signature)._bind_values(arrays, result, how.key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -50,10 +51,18 @@ class LowPrecisionDecentralized:
         "hypercube", "torus", "exponential" (distances 1, 2, 4, ... both ways), "one_peer" (pairs), or a symmetric
         matrix whose rows sum to 1, the same on all ranks.
         """
+        if not hasattr(model, "shape") or not hasattr(model, "dtype"):
+            raise ArgumentError(f"the model must be an array (NumPy, CuPy, torch), not {type(model).__name__}")
+        comm._memory.from_array(model, writable=True, what="the model")
         self.comm, self.model = comm, model
         self.weights = matrix(weights, comm.size)
         self.spectral_gap = spectral_gap(self.weights)
         self._codec = codecs.get(codec)
+        if self._codec.remembers:
+            raise ArgumentError(
+                f"{self._codec.spec()} keeps its {' and '.join(self._codec.remembers)} from call to call, which peer "
+                f"exchange does not; use {self._codec.plain.spec()}"
+            )
         self._row = [float(w) for w in self.weights[comm.rank]]
         linked = self.weights[comm.rank] + self.weights[:, comm.rank]  # both ways: symmetry has a tolerance
         self.peers = tuple(rank for rank, w in enumerate(linked) if w and rank != comm.rank)
@@ -64,11 +73,14 @@ class LowPrecisionDecentralized:
 
     def step(self, gradient: Any, lr: float) -> Any:
         """Collective: one step with the gradient of this rank's model; returns the model."""
-        if gradient.shape != self.model.shape:
-            raise ArgumentError(f"the gradient has shape {gradient.shape}, and the model {self.model.shape}")
+        given, wanted = (
+            (getattr(array, "shape", None), getattr(array, "dtype", None)) for array in (gradient, self.model)
+        )
+        if given != wanted:
+            raise ArgumentError(f"shape and type of the gradient are {given}, and those of the model {wanted}")
         rate = as_real(lr)  # of no type of its own, as NumPy's scalars are
-        if rate is None:
-            raise ArgumentError(f"lr must be a number, the learning rate of this step, not {lr!r}")
+        if rate is None or not math.isfinite(rate):
+            raise ArgumentError(f"lr must be a finite number, the learning rate of this step, not {lr!r}")
         z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * rate
         for peer, replica in self.replicas.items():
             z += replica * self._row[peer]
@@ -86,6 +98,8 @@ class LowPrecisionDecentralized:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a state_dict() of the same rank, with the same peers. All ranks must, from the same step."""
+        if not isinstance(state, Mapping) or not {"model", "replicas", "steps"} <= set(state):
+            raise ArgumentError("a state is the dict that state_dict() returned, with model, replicas and steps")
         if tuple(state["replicas"]) != self.peers:
             raise ArgumentError(f"the state has replicas of ranks {list(state['replicas'])}; peers are {self.peers}")
         shapes = {tuple(array.shape) for array in (state["model"], *state["replicas"].values())}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qccl.arguments import timeout_of
+from qccl.arguments import check_trace, timeout_of
 from qccl.errors import ArgumentError
 from qccl.memory.base import Values
 from qccl.schedule import Role, Schedule
@@ -121,6 +121,7 @@ class Plan:
         On the host it progresses while the caller computes, if it is not waited for within a moment.
         """
         timeout = None if timeout is None else timeout_of(timeout)
+        check_trace(trace)
         work = self._start(stream=stream, timeout=timeout, trace=trace, lr=lr)
         work._detach(at_once=False)
         return work

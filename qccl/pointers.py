@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from qccl import dtypes
 from qccl.arguments import CodecLike, count_of
-from qccl.calls import Run
+from qccl.calls import Collectives, Run
 from qccl.dtypes import DType
-from qccl.memory.base import Values
+from qccl.errors import ArgumentError
+from qccl.memory.base import Memory, Values
 from qccl.signatures import AllReduce, Hierarchical, PeerExchange
 
 if TYPE_CHECKING:
@@ -100,10 +101,10 @@ def peer_exchange(
     timeout: float | None = None,
 ) -> Work | None:
     """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
-    count, dtype = count_of(count), dtypes.get(datatype)
+    memory, count, dtype = _memory(comm), count_of(count), dtypes.get(datatype)
     given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
     given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
-    arrays = {name: comm._memory.from_pointer(pointer, count, dtype, what=what) for name, pointer, what in given}
+    arrays = {name: memory.from_pointer(pointer, count, dtype, what=what) for name, pointer, what in given}
     signature = PeerExchange.make(
         *(count, dtype, codec, chunk), send_to=send_to, receive_from=replicas.keys(), applied=applied is not None
     )
@@ -115,6 +116,12 @@ def _pair(
     comm: Communicator, sendbuf: int, recvbuf: int, count: int, datatype: str | int | DType
 ) -> tuple[Values, Values]:
     """The memory at both pointers."""
-    count, dtype = count_of(count), dtypes.get(datatype)
-    source = comm._memory.from_pointer(sendbuf, count, dtype, what="sendbuf")
-    return source, comm._memory.from_pointer(recvbuf, count, dtype, what="recvbuf")
+    memory, count, dtype = _memory(comm), count_of(count), dtypes.get(datatype)
+    source = memory.from_pointer(sendbuf, count, dtype, what="sendbuf")
+    return source, memory.from_pointer(recvbuf, count, dtype, what="recvbuf")
+
+
+def _memory(comm: Communicator) -> Memory:
+    if not isinstance(comm, Collectives):
+        raise ArgumentError(f"comm must be a Communicator, such as qccl.init() returns, not {comm!r}")
+    return comm._memory

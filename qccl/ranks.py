@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from qccl.arguments import timeout_of
+from qccl.arguments import integer, timeout_of
 from qccl.communicator import Communicator
 from qccl.errors import CollectiveTimeout
 from qccl.transports.loopback import LoopbackGroup
@@ -28,6 +28,7 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
     collective. A rank that computes for ever outside qccl cannot be stopped: after a failure it is given up.
     """
     timeout = timeout_of(timeout)
+    n = integer(n, "n")
     group = LoopbackGroup(n)
     results: dict[int, _T] = {}
     failures: list[BaseException] = []  # in the order of time

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from qccl.arguments import timeout_of
 from qccl.errors import ArgumentError, CollectiveTimeout, QcclError, gave_up
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Work:
         """
         execution = self._execution
         if execution is None or timeout is not None or self._checks or not execution.is_ordered:
-            return self._block(timeout)
+            return self._block(None if timeout is None else timeout_of(timeout))
         try:
             execution.order()
         except QcclError as error:

@@ -55,6 +55,9 @@ def call_with(**arguments):
         ({"nonfinite": "ignore"}, qccl.ArgumentError, "propagate"),
         ({"dtype": "float16"}, qccl.InvalidBufferError, "float32"),
         ({"dtype": "float64"}, qccl.ArgumentError, "bfloat16"),
+        ({"op": np.ones(2)}, qccl.ArgumentError, "avg"),
+        ({"stream": np.ones(2)}, qccl.ArgumentError, "no streams"),
+        ({"trace": 3}, qccl.ArgumentError, "a list"),
     ],
 )
 def test_arguments(arguments, kind, message):
@@ -129,7 +132,15 @@ def test_numbers_of_other_libraries_are_taken_as_pythons():
         for timeout in (np.float64("nan"), np.ones(1), -1):
             with pytest.raises(qccl.ArgumentError, match="timeout must be"):
                 plan.start(timeout=timeout)
-        plan.start(timeout=np.int64(20)).wait()
+        with pytest.raises(qccl.ArgumentError, match="a list"):
+            plan.start(trace=1)
+        with pytest.raises(qccl.ArgumentError, match="no plan for"):
+            comm.plan([], 5)
+        work = plan.start(timeout=np.int64(20))
+        for timeout in ("1", float("nan"), 0):
+            with pytest.raises(qccl.ArgumentError, match="timeout must be"):
+                work.wait(timeout)
+        work.wait(np.float32(20))
         assert (x == 4).all()
 
     qccl.run_ranks(2, run, timeout=np.float64(20))
@@ -164,8 +175,10 @@ def test_raw_pointers():
                 call(*arguments)
         with pytest.raises(qccl.ArgumentError, match="stream"):
             call(p, p, COUNT, "float32", "sum", stream=5)
+        with pytest.raises(qccl.ArgumentError, match="comm must be a Communicator"):
+            qccl.quantized_allreduce(p, p, COUNT, "float32", "sum", None)
         assert (x == 1).all()
-        assert call(p, p, COUNT, 7, 0) is None
+        assert call(np.uint64(p), np.uint64(p), np.int64(COUNT), np.int8(7), np.int8(0)) is None
         assert (x == 2).all()
         call(0, 0, 0, "float32", "sum")  # nothing to read: null is fine
 

@@ -203,8 +203,13 @@ def test_what_is_no_element_type(given: Any) -> None:
 
 
 def test_encoded_nbytes_of_what_cannot_be() -> None:
-    with pytest.raises(ArgumentError, match="-1"):
-        codecs.MinMax().encoded_nbytes(-1, "float32")
+    for count in (-1, 2.0, "3", None):
+        with pytest.raises(ArgumentError, match=f"count is {count!r}; it must be an integer, 0 or more"):
+            codecs.MinMax().encoded_nbytes(count, "float32")
+    for call in (-1, 1 << 64, "0", 1.0):
+        with pytest.raises(ArgumentError, match="is not the number of a collective"):
+            codecs.MinMax().encode(np.ones(3, np.float32), call)
+    assert type(codecs.NoCodec().encoded_nbytes(np.int32(3), "float32")) is int
     with pytest.raises(ArgumentError, match="float64"):
         codecs.NoCodec().encoded_nbytes(1, "float64")
 

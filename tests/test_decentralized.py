@@ -179,10 +179,24 @@ def test_refused() -> None:
         with pytest.raises(qccl.MismatchError, match=r"ranks \[1\] have other weights"):
             qccl.LowPrecisionDecentralized(comm, model, codec="minmax8" if comm.rank else "minmax4")
         sgd = qccl.LowPrecisionDecentralized(comm, model)
-        with pytest.raises(qccl.ArgumentError, match=r"the gradient has shape \(4,\), and the model \(5,\)"):
-            sgd.step(np.ones(4, np.float32), 0.1)
-        with pytest.raises(qccl.InvalidBufferError, match="z has element type float64"):
-            sgd.step(np.ones(5), 0.1)
+        for gradient in (np.ones(4, np.float32), np.ones(5), [1.0] * 5, None):
+            with pytest.raises(qccl.ArgumentError, match=r"gradient are \(.*, and those of the model \(\(5,\), dtype"):
+                sgd.step(gradient, 0.1)
+        for lr in (float("nan"), np.float32("inf"), "0.1", None):
+            with pytest.raises(qccl.ArgumentError, match="lr must be a finite number"):
+                sgd.step(np.ones(5, np.float32), lr)
+        for wrong, message in (
+            ([1.0], "the model must be an array .* not list"),
+            (np.ones(5), "the model has element type float64"),
+            (np.broadcast_to(np.float32(1), (5,)), "the model is not contiguous"),
+            (np.frombuffer(bytes(20), np.float32), "the model is read-only"),
+        ):
+            with pytest.raises(qccl.ArgumentError, match=message):
+                qccl.LowPrecisionDecentralized(comm, wrong)
+        with pytest.raises(qccl.ArgumentError, match=r"onebit\+ef keeps its residual from call to call"):
+            qccl.LowPrecisionDecentralized(comm, model, codec="onebit+ef")
+        with pytest.raises(qccl.ArgumentError, match="a state is the dict that"):
+            sgd.load_state_dict({})
         assert (model == 1).all() and sgd.steps == 0
 
     qccl.run_ranks(2, run)

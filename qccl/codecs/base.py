@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from qccl import dtypes
 from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError, CodecError
+from qccl.scalars import as_integer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,11 +98,12 @@ class Codec(ABC):
     def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:
         """Bytes on the wire for ``count`` elements; depends on nothing else.
 
-        Raises ArgumentError for a negative count, or an element type without a code.
+        Raises ArgumentError for what is no number of elements, or an element type without a code.
         """
-        if count < 0:
-            raise ArgumentError(f"{self!r}: count is {count}; it must be 0 or more")
-        return self._nbytes(count, dtypes.get(dtype))
+        number = count if type(count) is int else as_integer(count)
+        if number is None or number < 0:
+            raise ArgumentError(f"{self!r}: count is {count!r}; it must be an integer, 0 or more")
+        return self._nbytes(number, dtypes.get(dtype))
 
     @abstractmethod
     def _nbytes(self, count: int, dtype: DType) -> int:
@@ -220,8 +222,11 @@ def _spelled(value: object) -> str:
 def _memory(call: int, *arrays: np.ndarray) -> Any:
     from qccl import _host
 
+    number = as_integer(call)
+    if number is None or not 0 <= number < 1 << 64:
+        raise ArgumentError(f"call={call!r} is not the number of a collective; that is an integer, 0 to 2**64 - 1")
     memory = _host.Memory(len(arrays))
-    memory.call = call
+    memory.call = number
     for i, array in enumerate(arrays):
         memory[i] = array.ctypes.data
     return memory

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import InvalidBufferError
+from qccl.scalars import as_integer
 
 __all__ = [
     "EXPONENT_BITS",
@@ -103,15 +104,17 @@ def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, wh
     return Values(view.address, math.prod(shape), element, (shape, strides), what, array, view)
 
 
-def check_pointer(address: int, count: int, dtype: DType, what: str) -> None:
-    """Raise InvalidBufferError for what cannot be the address of ``count`` elements anywhere."""
-    if not isinstance(address, int):
-        raise InvalidBufferError(f"{what} must be an address as int, not {type(address).__name__}")
+def check_pointer(pointer: int, count: int, dtype: DType, what: str) -> int:
+    """The address; raises InvalidBufferError for what cannot be that of ``count`` elements anywhere."""
+    address = as_integer(pointer)
+    if address is None:
+        raise InvalidBufferError(f"{what} must be an address as int, not {type(pointer).__name__}")
     if count > 0:
         if address <= 0:
             raise InvalidBufferError(f"{what} is a null pointer, but {count} elements were announced")
         if address % dtype.itemsize:
             raise InvalidBufferError(f"{what} {address:#x} is not aligned to {dtype} ({dtype.itemsize} bytes)")
+    return address
 
 
 def same_or_disjoint(x: Values, out: Values) -> bool:

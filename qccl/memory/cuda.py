@@ -70,7 +70,7 @@ class CudaMemory:
 
     def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
         """As in Memory; the driver knows which addresses are whose."""
-        check_pointer(address, count, dtype, what)
+        address = check_pointer(address, count, dtype, what)
         if count:
             self._check_memory(address, count * dtype.itemsize, what)
         return Values(address, count, dtype, ((count,), (1,)), what)

@@ -14,6 +14,7 @@ from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.memory.base import EXPONENT_BITS, Values, check_pointer, from_view
+from qccl.scalars import as_integer
 
 __all__ = ["HostMemory"]
 
@@ -48,7 +49,7 @@ class HostMemory:
 
     def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
         """As in Memory; null, unaligned and unmapped addresses are refused."""
-        check_pointer(address, count, dtype, what)
+        address = check_pointer(address, count, dtype, what)
         for byte in (address, address + count * dtype.itemsize - 1) if count else ():
             if not _is_mapped(byte):
                 raise InvalidBufferError(
@@ -58,7 +59,7 @@ class HostMemory:
         return Values(address, count, dtype, ((count,), (1,)), what)
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
-        if stream not in (None, 0):
+        if stream is not None and as_integer(stream) != 0:
             raise ArgumentError(
                 f"stream={stream} was given, but the host backend has no streams; pass 0, or leave it out"
             )

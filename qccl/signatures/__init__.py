@@ -52,7 +52,7 @@ def of_plan(
     parameters: Mapping[str, Any],
 ) -> Signature:
     """The signature of a collective that is given by name."""
-    if collective not in SIGNATURES:
+    if not isinstance(collective, str) or collective not in SIGNATURES:
         known = ", ".join(f'"{name}"' for name in SIGNATURES)
         raise ArgumentError(f"there is no plan for {collective!r}; the collectives are {known}")
     make = SIGNATURES[collective].make
