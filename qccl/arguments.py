@@ -1,4 +1,4 @@
-"""Checks of what a caller gives, but for his arrays: each returns the value that is meant, or raises ArgumentError."""
+"""Checks of what a caller gives beside arrays: each returns the value that is meant, or raises ArgumentError."""
 
 from __future__ import annotations
 

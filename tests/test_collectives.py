@@ -98,7 +98,7 @@ def through(case: Case, x: np.ndarray, rank: int, index: int, round_number: int 
 def combined(
     case: Case, parts: list[np.ndarray], owner: int | None, index: int, *, encoded: bool = False
 ) -> np.ndarray:
-    """The parts of all ranks combined by ``owner``, who has his own values, not a code (None: codes of all)."""
+    """The parts of all ranks combined by ``owner``, who has its own values, not a code (None: codes of all)."""
     op, scale = ("sum", 1 / case.ranks) if case.op == "avg" else (case.op, 1.0)
     wires = [coded(case, x, rank, index) for rank, x in enumerate(parts) if rank != owner]
     own, place = (None, 0) if owner is None else (parts[owner], owner)

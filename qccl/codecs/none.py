@@ -1,4 +1,4 @@
-"""The codec that does not compress: the wire is the values themselves. Sums are still made in fp32."""
+"""The codec "none": the wire is the values themselves ("raw" in the kernels). Sums are still made in fp32."""
 
 from __future__ import annotations
 
