@@ -21,6 +21,10 @@ def inputs(size: int, dtype: dtypes.DType, scale: float = 1.0) -> list[np.ndarra
     return [data.to_float32(data.from_float32(v, dtype), dtype) for v in values]
 
 
+def shards(size: int, algorithm: str) -> int:
+    return 1 if algorithm == "one_shot" else size
+
+
 def results(values: list[np.ndarray], codec: str, dtype: dtypes.DType, op: str, algorithm: str) -> np.ndarray:
     def call(comm: qccl.Communicator) -> np.ndarray:
         x = data.from_float32(values[comm.rank], dtype)
@@ -52,7 +56,7 @@ def test_errors_stay_within_the_bound_and_come_near_it(
     values = inputs(size, element)
     got = results(values, codec, element, op, algorithm)
     share = 0.0
-    for owner, start, stop in accuracy.stretches(COUNT, size, parsed, algorithm, 2048):
+    for owner, start, stop in accuracy.stretches(COUNT, shards(size, algorithm), [parsed], 2048):
         part = [v[start:stop] for v in values]
         error = np.abs(got[start:stop] - accuracy.allreduce_exact(part, op))
         bound = accuracy.allreduce_bound(part, parsed, element, op, algorithm, owner)
@@ -68,7 +72,7 @@ def test_bounds_hold_for_tiny_and_huge_values(scale: float, op: str) -> None:
     codec = codecs.get("minmax6:bucket=64")
     values = inputs(3, dtypes.FLOAT32, scale)
     got = results(values, codec.spec(), dtypes.FLOAT32, op, "two_round")
-    for owner, start, stop in accuracy.stretches(COUNT, 3, codec, "two_round", COUNT):
+    for owner, start, stop in accuracy.stretches(COUNT, 3, [codec], COUNT):
         part = [v[start:stop] for v in values]
         error = np.abs(got[start:stop] - accuracy.allreduce_exact(part, op))
         assert (error <= accuracy.allreduce_bound(part, codec, dtypes.FLOAT32, op, "two_round", owner)).all()
@@ -79,7 +83,7 @@ def test_bounds_hold_for_tiny_and_huge_values(scale: float, op: str) -> None:
 @pytest.mark.parametrize("count", [0, 1, 1023, 1025, 100_000])
 def test_stretches_cover_the_vector_once_in_order(count: int, codec: str, algorithm: str) -> None:
     parsed = codecs.get(codec)
-    found = list(accuracy.stretches(count, 3, parsed, algorithm, 4096))
+    found = list(accuracy.stretches(count, shards(3, algorithm), [parsed], 4096))
     assert [start for _, start, _ in found] == [0, *(stop for _, _, stop in found)][: len(found)]
     assert (found[-1][2] if found else 0) == count
     assert all(start % parsed.granule == 0 for _, start, _ in found)
@@ -126,7 +130,7 @@ def test_the_reference_of_the_benchmark_is_the_oracles(
     found = np.concatenate(
         [
             reference.allreduce([v[a:b] for v in values], parsed, element, op, algorithm, owner, a, call)
-            for owner, a, b in accuracy.stretches(1500, size, parsed, algorithm, 256)
+            for owner, a, b in accuracy.stretches(1500, shards(size, algorithm), [parsed], 256)
         ]
     )
     assert_same_bits(found, expected(case, call), str(case))

@@ -486,7 +486,9 @@ def test_factors_are_those_of_nccl_tests() -> None:
     assert found == {
         **{"allreduce": 1.5, "hierarchical_allreduce": 1.5, "reduce_scatter": 0.75, "all_gather": 0.75},
         **{"all_to_all": 0.75, "broadcast": 1.0, "reduce": 1.0},
+        **{"allreduce_coalesced": 1.5, "peer_exchange": 2.0},  # in a ring: a link to each side
     }
+    assert [KINDS["peer_exchange"].factor(n) for n in (1, 2, 3)] == [0.0, 1.0, 2.0]
 
 
 def test_nodes_need_a_link() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import ml_dtypes
 import numpy as np
@@ -22,11 +23,20 @@ from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
 from qccl.transports.loopback import LoopbackTransport
 
+SHARED = {"layout": "sharded", "node_ids": [0, 0, 1, 1]}
+LED = {"layout": "leader", "node_ids": [0, 0, 0, 1]}
 ONCE = Counts(iters=1, warmups=0, checks=1)
 
 
-def measured(comm: qccl.Communicator, codec: str, case: Case, algorithm: str = "auto", counts: Counts = ONCE) -> Row:
-    call = QuantizedCall(comm, case, codecs.get(codec), algorithm, None)
+def measured(
+    comm: qccl.Communicator,
+    codec: str,
+    case: Case,
+    algorithm: str = "auto",
+    counts: Counts = ONCE,
+    parameters: Mapping[str, object] = MappingProxyType({}),
+) -> Row:
+    call = QuantizedCall(comm, case, codecs.get(codec), algorithm, None, parameters)
     return measure(comm, call, counts, meter=None, before_side=lambda mode: None)
 
 
@@ -170,6 +180,54 @@ def test_right_results_are_not_wrong(size: int, count: int) -> None:
             assert row.out_of_place.wrong == row.in_place.wrong == 0
             assert row.out_of_place.seconds > 0
             assert 0 <= row.out_of_place.error < (0 if count == 0 or size == 1 else 0.5) + 1e-9
+
+
+@pytest.mark.parametrize("count", [0, 1, 5001])
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        ("hierarchical_allreduce", SHARED | {"intra": "float16"}),
+        ("hierarchical_allreduce", SHARED | {"intra": "none"}),
+        ("hierarchical_allreduce", LED | {"intra": "bfloat16"}),
+        ("allreduce_coalesced", {"arrays": 3}),
+        ("peer_exchange", {}),
+    ],
+)
+def test_right_results_of_the_other_collectives_are_not_wrong(
+    kind: str, parameters: dict[str, object], count: int
+) -> None:
+    def run(comm: qccl.Communicator) -> list[Row]:
+        return [
+            measured(comm, codec, Case(count, dtype, op, kind), algorithm, Counts(1, 0, 2), parameters)
+            for codec, dtype, op, algorithm in [
+                ("minmax4:bucket=shard", dtypes.FLOAT32, "sum", "one_shot"),
+                ("minmax5:bucket=shard", dtypes.FLOAT16, "avg", "two_round"),
+                ("minmax4:bucket=64,rounding=stochastic,seed=3", dtypes.BFLOAT16, "sum", "two_round"),
+                ("minmax3:bucket=64", dtypes.FLOAT32, "max", "auto"),
+            ]
+        ]
+
+    for row in qccl.run_ranks(4, run)[0]:
+        assert [side.wrong for side in row.sides] == [0] * len(row.sides)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [("hierarchical_allreduce", SHARED), ("allreduce_coalesced", {"arrays": 3}), ("peer_exchange", {})],
+)
+def test_wrong_results_of_the_other_collectives_are_counted(kind: str, parameters: dict[str, object]) -> None:
+    """The lowest bit of one code of one rank is enough."""
+
+    def run(transport: LoopbackTransport) -> Row:
+        if transport.rank == 0:
+            transport = Flipping(transport._group, 0)
+            transport.arm(1 if parameters is SHARED else 0, 5, 0)
+        with qccl.Communicator._from_transport(transport, timeout=20) as comm:
+            return measured(comm, "minmax8", Case(5000, dtypes.FLOAT32, "sum", kind), parameters=parameters)
+
+    for row in outcomes(4, run):
+        assert isinstance(row, Row), row
+        assert row.out_of_place.wrong > 0
 
 
 def test_the_error_is_the_codecs() -> None:

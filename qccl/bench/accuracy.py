@@ -8,11 +8,11 @@ boundaries, and belongs to one rank's shard: ``stretches()`` cuts a vector so.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from qccl.collectives.layout import cut
+from qccl.collectives.layout import cut_for_all
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from qccl.codecs.base import Codec
 
-__all__ = ["allreduce_bound", "allreduce_exact", "plain_bound", "stretches"]
+__all__ = ["allreduce_bound", "allreduce_exact", "hierarchical_bound", "plain_bound", "stretches"]
 
 _ROUND32 = 2.0**-24  # largest relative error of one rounding to fp32
 _TINY32 = 2.0**-149  # and its absolute one among subnormals
@@ -49,20 +49,55 @@ def allreduce_bound(
         return np.zeros(values[0].shape)
     sent = [algorithm != "two_round" or rank != owner for rank in range(size)]
     coded = [codec.error_bound(v) if s else np.zeros(v.shape) for v, s in zip(values, sent, strict=True)]
-    exact = allreduce_exact(values, op)
-    error: NDArray[np.float64]
-    if op in ("min", "max"):
-        error = np.maximum.reduce(coded)
-    else:
-        error = np.add.reduce(coded)
-        error += _rounding(size + 1) * (_magnitude(values) + error) + size * _TINY32
-        if op == "avg":
-            error = error / size + _TINY32
+    exact, error = allreduce_exact(values, op), _combined(coded, _magnitude(values), op)
+    if op == "avg":
+        error = error / size + _TINY32
     if algorithm == "two_round":
         bucket = codec.granule if codec.splittable else max(1, exact.size)
         error += codec.error_bound(_widened(exact, error, bucket))
-    if dtype.itemsize < 4:
-        error += (np.abs(exact) + error) * _unit(dtype) + _tiny(dtype)
+    return error + _storing(exact, error, dtype)
+
+
+def hierarchical_bound(
+    values: Sequence[NDArray[np.float32]],
+    codec: Codec,
+    intra: Codec,
+    dtype: DType,
+    op: str,
+    algorithm: str,
+    nodes: Sequence[Sequence[int]],
+) -> NDArray[np.float64]:
+    """The same of an all-reduce in two levels, whose nodes are given by their ranks; ``algorithm`` between them.
+
+    Steps: each value that moves inside a node has the intra codec's error; the sum of the node rounds once per addition
+    and is stored as ``dtype``; between nodes all is as in allreduce_bound, of the nodes' sums; the result moves inside
+    nodes. Who need not move its own values is not considered.
+    """
+    size, several = len(values), any(len(ranks) > 1 for ranks in nodes)
+    if size == 1:
+        return np.zeros(values[0].shape)
+    total = "sum" if op == "avg" else op
+    sums, errors = [], []
+    for ranks in nodes:
+        mine = [values[rank] for rank in ranks]
+        exact, error = allreduce_exact(mine, total), np.zeros(values[0].shape)
+        if len(ranks) > 1:
+            error = _combined([intra.error_bound(v) for v in mine], _magnitude(mine), total)
+            error += _storing(exact, error, dtype)
+        sums.append(exact)
+        errors.append(error)
+    bucket = codec.granule if codec.splittable else max(1, values[0].size)
+    if len(nodes) > 1:
+        errors = [e + codec.error_bound(_widened(s, e, bucket)) for s, e in zip(sums, errors, strict=True)]
+    exact, error = allreduce_exact(values, op), _combined(errors, _magnitude(sums), total)
+    if op == "avg":
+        error = error / size + _rounding(1) * (np.abs(exact) + error) + _TINY32
+    if algorithm == "two_round" and len(nodes) > 1:
+        error += codec.error_bound(_widened(exact, error, bucket))
+    error += _storing(exact, error, dtype)
+    if several:
+        error += intra.error_bound(np.abs(exact) + error)
+        error += _storing(exact, error, dtype)
     return error
 
 
@@ -75,16 +110,29 @@ def plain_bound(values: Sequence[NDArray[np.float32]], dtype: DType, op: str) ->
     return additions * (_unit(dtype) * largest + _tiny(dtype))
 
 
-def stretches(count: int, size: int, codec: Codec, algorithm: str, longest: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a vector into (owner, start, stop) of at most ``longest`` elements, or one bucket.
+def stretches(count: int, shards: int, codecs: Sequence[Codec], longest: int) -> Iterator[tuple[int, int, int]]:
+    """Cut a vector of so many shards into (shard, start, stop) of at most ``longest`` elements, or one bucket.
 
-    A codec with one range for a whole shard gets whole shards.
+    Buckets are those of all ``codecs``; one with one range for a whole shard, the last, gets whole shards.
     """
-    layout = cut(count, 1 if algorithm == "one_shot" else size, codec, longest)
-    for owner in range(layout.parts):
+    layout = cut_for_all(count, shards, codecs, longest)
+    for shard in range(layout.parts):
         for k in range(layout.chunks):
-            if chunk := layout.chunk(owner, k):
-                yield owner, chunk.start, chunk.stop
+            if chunk := layout.chunk(shard, k):
+                yield shard, chunk.start, chunk.stop
+
+
+def _combined(errors: Sequence[NDArray[np.float64]], magnitude: NDArray[np.float64], op: str) -> NDArray[np.float64]:
+    """The error of min and max, or of a sum in fp32 (scaled, perhaps) of values that are so large together."""
+    if op in ("min", "max"):
+        return cast("NDArray[np.float64]", np.maximum.reduce(errors))
+    error: NDArray[np.float64] = np.add.reduce(errors)
+    return error + _rounding(len(errors) + 1) * (magnitude + error) + len(errors) * _TINY32
+
+
+def _storing(exact: NDArray[np.float64], error: NDArray[np.float64], dtype: DType) -> NDArray[np.float64]:
+    """What rounding to the type of the elements adds."""
+    return np.zeros(exact.shape) if dtype.itemsize == 4 else (np.abs(exact) + error) * _unit(dtype) + _tiny(dtype)
 
 
 def _rounding(steps: int) -> float:
@@ -107,7 +155,7 @@ def _widened(exact: NDArray[np.float64], error: NDArray[np.float64], bucket: int
     return wide
 
 
-def _magnitude(values: Sequence[NDArray[np.float32]]) -> NDArray[np.float64]:
+def _magnitude(values: Sequence[NDArray[np.floating]]) -> NDArray[np.float64]:
     """The sum of the absolute values."""
     total = np.zeros(values[0].shape)
     for v in values:

@@ -67,8 +67,8 @@ def _compare(
     digests = comm.allgather(hashlib.blake2b(out.data, digest_size=16).digest())
     differ = call.identical and len(set(digests)) > 1
     wrong, squares, reference = beside, 0.0, 0.0
-    cut = accuracy.stretches(case.count, comm.size, call.codec, call.algorithm or "two_round", _STRETCH)
-    for turn, (owner, start, stop) in enumerate(cut):
+    cut = accuracy.stretches(case.count, call.shards, call.codecs, _STRETCH)
+    for turn, (shard, start, stop) in enumerate(cut):
         results = [out[start:stop]]
         if differ:
             results = [np.frombuffer(item, out.dtype) for item in comm.allgather(results[0].tobytes())]
@@ -76,10 +76,10 @@ def _compare(
             continue
         inputs = [data.gaussian(rank, start, stop, case.dtype, seed) for rank in range(comm.size)]
         values = [data.to_float32(each, case.dtype) for each in inputs]
-        exact, bound = accuracy.allreduce_exact(values, case.op), call.bound(values, owner)
+        exact, bound = accuracy.allreduce_exact(values, case.op), call.bound(values, shard)
         errors = [data.to_float32(result, case.dtype) - exact for result in results]
         bad = np.logical_or.reduce([~(np.abs(error) <= bound) for error in errors])  # a NaN is bad, too
-        expected = call.expected(values, owner, start, number)
+        expected = call.expected(values, shard, start, number)
         if expected is not None:
             bits = f"u{case.dtype.itemsize}"
             bad |= np.logical_or.reduce([result.view(bits) != expected.view(bits) for result in results])

@@ -18,7 +18,7 @@ from qccl.bench.progress import Bar, is_progress
 from qccl.bench.sizes import parse_link, parse_size
 from qccl.bench.start import run_ranks_by_mpiexec, stoppable
 from qccl.launch import Launcher, detect
-from qccl.signatures import LAYOUTS
+from qccl.signatures import INTRA, LAYOUTS
 
 __all__ = ["command"]
 
@@ -31,6 +31,8 @@ _CODEC_HELP = "What to compare, e.g. minmax8,minmax4:bucket=256,none [minmax8]."
 _LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
 _NODES_HELP = "With --link: so many nodes, each of which shares memory and a link."
 _LAYOUT_HELP = "Who speaks for a node: its first rank, or each for a part [leader]."
+_INTRA_HELP = "How values move inside nodes [none]."
+_ARRAYS_HELP = "Arrays of equal size that the vector consists of [16]."
 _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto."
 
 
@@ -97,6 +99,8 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
 _OWN = {
     "root": click.option("-r", "--root", type=click.IntRange(min=0), default=0, metavar="RANK", help="Root [0]."),
     "layout": click.option("--layout", type=click.Choice(LAYOUTS), default="leader", help=_LAYOUT_HELP),
+    "intra": click.option("--intra", type=click.Choice(INTRA), default="none", help=_INTRA_HELP),
+    "arrays": click.option("--arrays", type=click.IntRange(min=1), default=16, metavar="N", help=_ARRAYS_HELP),
 }
 
 

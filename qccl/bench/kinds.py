@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Kind", "Stretch", "stretches"]
+__all__ = ["KINDS", "Kind", "Stretch", "neighbours", "stretches"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,10 @@ class Kind:
         factor: busbw over algbw, of the number of ranks (as in nccl-tests' PERFORMANCE.md).
         combines: it has an op; otherwise values are only moved.
         algorithms: beside "auto".
-        parameters: names of the options that Communicator.plan gets, beside op and algorithm.
+        parameters: names of the options that it has, beside op and algorithm.
         whole_input, whole_output: a rank gives, or gets, the whole vector, and not its part alone.
         identical: all ranks get the same bits.
+        adds: the result is added to what the output holds.
     """
 
     title: str
@@ -35,6 +36,7 @@ class Kind:
     whole_input: bool = True
     whole_output: bool = True
     identical: bool = True
+    adds: bool = False
 
     @property
     def is_allreduce(self) -> bool:
@@ -65,7 +67,15 @@ def stretches(name: str, rank: int, size: int, count: int, root: int) -> list[St
             return [Stretch(0, count, range(root, root + 1), 0)]
         case "reduce":
             return [Stretch(0, count, range(size), 0)] if rank == root else []
+        case "peer_exchange":
+            whose = (rank, *neighbours(rank, size))
+            return [Stretch(i * count, (i + 1) * count, range(r, r + 1), 0) for i, r in enumerate(whose)]
     raise ValueError(f"{name} is not made of stretches")
+
+
+def neighbours(rank: int, size: int) -> list[int]:
+    """The ranks before and behind one in a ring."""
+    return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
 
 
 def _half(n: int) -> float:
@@ -78,12 +88,18 @@ KINDS: MappingProxyType[str, Kind] = MappingProxyType(
     {
         "allreduce": Kind("all-reduce", lambda n: 2 * _half(n), True, _ROUNDS),
         "hierarchical_allreduce": Kind(
-            "all-reduce in two levels", lambda n: 2 * _half(n), True, _ROUNDS, ("layout", "node_ids")
+            "all-reduce in two levels", lambda n: 2 * _half(n), True, _ROUNDS, ("layout", "intra", "node_ids")
         ),
+        "allreduce_coalesced": Kind("all-reduce of many arrays", lambda n: 2 * _half(n), True, _ROUNDS, ("arrays",)),
         "reduce_scatter": Kind("reduce-scatter", _half, True, whole_output=False, identical=False),
         "all_gather": Kind("all-gather", _half, whole_input=False),
         "all_to_all": Kind("all-to-all", _half, identical=False),
         "broadcast": Kind("broadcast", lambda n: 1.0, algorithms=("chain", "binomial"), parameters=("root",)),
         "reduce": Kind("reduce", lambda n: 1.0, True, _ROUNDS, ("root",), identical=False),
+        "peer_exchange": Kind(
+            *("peer exchange with both neighbours in a ring", lambda n: float(min(n - 1, 2))),
+            identical=False,
+            adds=True,
+        ),
     }
 )

@@ -34,7 +34,10 @@ def check_parts(
     totals = [0.0, 0.0, 0.0]
     for seed in range(checks):
         x.fill(comm.rank, seed)
-        out.poison()
+        if KINDS[call.case.kind].adds:
+            out.fill(comm.size + comm.rank, seed)
+        else:
+            out.poison()
         number = comm.calls
         run()
         result, wrong = out.get()
@@ -79,10 +82,21 @@ def _compare(
         bad = ~(np.abs(error) <= bound)
     else:
         exact, source = values[0].astype(np.float64), piece.ranks[0]
-        error = data.to_float32(found, case.dtype) - exact
         round_number = comm.rank if case.kind == "all_to_all" else 0
-        moved = comm.size > 1 and not (case.kind == "all_to_all" and source == comm.rank)
-        expected = reference.moved(values[0], call.codec, case.dtype, index, number, round_number, source, moved=moved)
+        moved = (comm.size > 1 or KINDS[case.kind].adds) and not (case.kind == "all_to_all" and source == comm.rank)
+        before = _before(comm, call, piece, seed)
+        expected = reference.moved(
+            *(values[0], call.codec, case.dtype, index, number, round_number, source), moved=moved, added_to=before
+        )
+        error = data.to_float32(found, case.dtype) - exact - (0.0 if before is None else before)
         bits = f"u{case.dtype.itemsize}"
         bad = found.view(bits) != expected.view(bits)
     return float(np.count_nonzero(bad)), float(error @ error), float(exact @ exact)
+
+
+def _before(comm: Communicator, call: QuantizedCall, piece: Stretch, seed: int) -> NDArray[np.float32] | None:
+    """What the result was added to, if it was."""
+    case = call.case
+    if not KINDS[case.kind].adds:
+        return None
+    return data.to_float32(data.gaussian(comm.size + comm.rank, piece.start, piece.stop, case.dtype, seed), case.dtype)

@@ -1,4 +1,4 @@
-"""The all-reduce without chunks, slots, schedules or engines: the bits that every rank must hold.
+"""The collectives without chunks, slots, schedules or engines: the bits that every rank must hold.
 
 Only shards and rounds are left. The codec's kernels encode and decode, one operation at a time, and NumPy adds; so it
 shows when a bit was flipped on the way, or a kernel was given the wrong element, rank, round or call.
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qccl import _host
-from qccl.bench.data import from_float32
+from qccl.bench.data import from_float32, to_float32
 from qccl.dtypes import FLOAT32, DType
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from qccl.codecs.base import Codec
 
-__all__ = ["allreduce", "moved"]
+__all__ = ["allreduce", "hierarchical", "moved"]
 
 
 def allreduce(
@@ -46,11 +46,49 @@ def allreduce(
     terms = (
         v if is_two_round and rank == owner else _coded(codec, v, start, call, 0, rank) for rank, v in enumerate(values)
     )
-    total = reduce(lambda a, b: _combined(op, a, b), terms)
-    if op == "avg":
-        total = total * np.float32(1 / size)
+    total = _total(list(terms), op, np.float32(1 / size) if op == "avg" else None)
     if is_two_round:
         total = _coded(codec, total, start, call, 1, owner)
+    return from_float32(total, dtype)
+
+
+def hierarchical(
+    values: Sequence[NDArray[np.float32]],
+    codec: Codec,
+    intra: Codec,
+    dtype: DType,
+    op: str,
+    algorithm: str,
+    nodes: Sequence[Sequence[int]],
+    shards: int,
+    shard: int,
+    start: int,
+    call: int,
+) -> NDArray[Any]:
+    """The same of an all-reduce in two levels, ``algorithm`` being that between the nodes, given by their ranks.
+
+    ``shard`` of ``shards``, which holds the stretch, belongs to a part, and that to one rank of each node.
+    """
+    size, parts = len(values), shards // len(nodes) if algorithm == "two_round" else shards
+    if size == 1:
+        return from_float32(values[0], dtype)
+    owners = [ranks[shard * parts // shards] for ranks in nodes]
+    scale = np.float32(1 / size) if op == "avg" else None
+    sums = []
+    for ranks, owner in zip(nodes, owners, strict=True):
+        terms = [values[r] if r == owner else _coded(intra, values[r], start, call, 0, r) for r in ranks]
+        sums.append(_total(terms, op, scale if len(nodes) == 1 else None))
+    sums = [to_float32(from_float32(each, dtype), dtype) for each in sums]
+    total = sums[0]
+    if len(nodes) > 1:
+        place = shard % len(nodes) if algorithm == "two_round" else -1
+        coded = [_coded(codec, each, start, call, 1, owners[i]) for i, each in enumerate(sums)]
+        total = _total([sums[i] if i == place else each for i, each in enumerate(coded)], op, scale)
+        if place >= 0:
+            total = _coded(codec, total, start, call, 2, owners[place])
+        total = to_float32(from_float32(total, dtype), dtype)
+    if any(len(ranks) > 1 for ranks in nodes):
+        total = _coded(intra, total, start, call, 3, owners[0])
     return from_float32(total, dtype)
 
 
@@ -64,9 +102,11 @@ def moved(
     rank: int,
     *,
     moved: bool,
+    added_to: NDArray[np.float32] | None = None,
 ) -> NDArray[Any]:
     """What others get of ``values`` of ``rank``, as ``dtype``; the values themselves where they were not moved."""
-    return from_float32(_coded(codec, values, index, call, round_, rank) if moved else values, dtype)
+    found = _coded(codec, values, index, call, round_, rank) if moved else values
+    return from_float32(found if added_to is None else added_to + found, dtype)
 
 
 def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: int, rank: int) -> NDArray[np.float32]:
@@ -76,6 +116,11 @@ def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: 
     memory[0], memory[1], memory.call = x.ctypes.data, wire.ctypes.data, call
     _host.Encode(memory, codec.host(), FLOAT32.code, (0, 0), (1, 0), x.size, index, round_, rank)()
     return codec.decode(wire, x.size, FLOAT32)
+
+
+def _total(terms: Sequence[NDArray[np.float32]], op: str, scale: np.float32 | None) -> NDArray[np.float32]:
+    total = reduce(lambda a, b: _combined(op, a, b), terms)
+    return total if scale is None else total * scale
 
 
 def _combined(op: str, a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:

@@ -96,7 +96,7 @@ class Sweep:
     def _call(self, case: Case, codec: Codec) -> QuantizedCall:
         o, size = self._options, self._comm.size
         node_ids = None if o.nodes is None else [rank % o.nodes for rank in range(size)]
-        every = {"layout": o.layout, "node_ids": node_ids or self._comm.nodes}
+        every = {"layout": o.layout, "intra": o.intra, "node_ids": node_ids or self._comm.nodes, "arrays": o.arrays}
         parameters = {name: every[name] for name in self._kind.parameters if name in every}
         return QuantizedCall(self._comm, case, codec, o.algorithm, o.chunk, parameters, self._wiring)
 
@@ -177,7 +177,7 @@ class Sweep:
         given, taken = call.counts(comm)
         x, y = self._arrays.empty(given, case.dtype), self._arrays.empty(taken, case.dtype)
         self._arrays.put(x, gaussian(comm.rank, 0, given, case.dtype, seed=0))
-        plan = call.plan.bind(x, y)
+        plan = call.plan_on(x, y)
         events: list[TraceEvent] = []
         plan.start().synchronize()
         comm.barrier()

@@ -16,11 +16,12 @@ from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
 from qccl.signatures.base import Signature, check_counts
 from qccl.signatures.elementwise import AllReduce, Broadcast, Coalesced, Reduce
-from qccl.signatures.hierarchical import LAYOUTS, Hierarchical
+from qccl.signatures.hierarchical import INTRA, LAYOUTS, Hierarchical
 from qccl.signatures.parts import AllGather, AllToAll, ReduceScatter
 from qccl.signatures.peers import PeerExchange
 
 __all__ = [
+    "INTRA",
     "LAYOUTS",
     "SIGNATURES",
     "AllGather",

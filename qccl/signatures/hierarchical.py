@@ -15,12 +15,12 @@ from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 from qccl.signatures.base import Signature, common, reduction
 
-__all__ = ["LAYOUTS", "Hierarchical"]
+__all__ = ["INTRA", "LAYOUTS", "Hierarchical"]
 
 LAYOUTS = ("leader", "sharded")
 
 #: what may be written for the codec inside nodes: nothing that draws random numbers, or sums it with codes
-_INTRA = {"none": "none", "float16": "cast:dtype=float16", "bfloat16": "cast:dtype=bfloat16"}
+INTRA = {"none": "none", "float16": "cast:dtype=float16", "bfloat16": "cast:dtype=bfloat16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +49,12 @@ class Hierarchical(Signature):
         one_of(layout, LAYOUTS, "layout")
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         checked = common(*given)
-        one_of(intra if isinstance(intra, str) else repr(intra), _INTRA, "intra")
+        one_of(intra if isinstance(intra, str) else repr(intra), INTRA, "intra")
         plain = intra == checked["dtype"].name
         return cls(
             **checked,
             op=op_of(op),
-            intra=codecs.get("none" if plain else _INTRA[str(intra)]),
+            intra=codecs.get("none" if plain else INTRA[str(intra)]),
             layout=layout,
             node_ids=integers(node_ids, "node_ids"),
             algorithm=algorithm,
@@ -79,14 +79,19 @@ class Hierarchical(Signature):
             found.setdefault(node, []).append(rank)
         return list(found.values())
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
-        """See Signature."""
-        combine, scale = reduction(self.op, size)
+    def resolved(self) -> tuple[list[list[int]], int, str]:
+        """The nodes, the parts that have owners in each, and the algorithm between them."""
         nodes = self.nodes()
         parts = 1 if self.layout == "leader" else min(map(len, nodes))
         algorithm = self.algorithm
         if algorithm == "auto":
             algorithm = choose_inter(self.count, len(nodes), parts, self.dtype, self.codec)
+        return nodes, parts, algorithm
+
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+        """See Signature."""
+        combine, scale = reduction(self.op, size)
+        nodes, parts, algorithm = self.resolved()
         return hierarchical(
             *(rank, size, self.count, self.dtype, self.codec, combine),
             intra=self.intra,
