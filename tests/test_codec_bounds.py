@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from kernel_calls import KINDS, hard_values
 
-from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.codecs import Codec, MinMax, NoCodec, get
 
 ROUNDINGS = ("nearest", "stochastic")
 FINITE = [kind for kind in KINDS if kind not in ("one NaN", "one infinity", "special", "bit patterns")]
@@ -81,3 +81,21 @@ def test_shapes_and_the_plain_codec() -> None:
     assert MinMax(4, 8).error_bound(x).shape == x.shape
     assert MinMax(4, 8).error_bound(np.empty((0, 3), np.float32)).shape == (0, 3)
     assert (NoCodec().error_bound(x) == 0).all() and errors(NoCodec(), x.reshape(-1)).max() == 0
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *("minmax8", "minmax1", "minmax4:rounding=stochastic", "none", "cast", "topk:k=0.3", "randomk:k=0.5"),
+        *(f"onebit:reconstruct={name}" for name in ("sign", "scale", "mean", "midpoint")),
+        *("dithering:k=127", "dithering:k=7,partition=natural"),
+    ],
+)
+def test_never_beyond_the_greatest_magnitude(spec: str) -> None:
+    """So values at the end of float16 stay finite; docs/algorithms.md names these codecs."""
+    x = np.random.default_rng(0).uniform(-65504, 65504, 4099).astype(np.float16)
+    x[::7], x[3::11] = 65504, -65504
+    x[1024:2048] = 65504
+    codec = get(spec)
+    decoded = codec.decode(codec.encode(x, call=5), x.size, "float16", call=5)
+    assert np.isfinite(decoded).all()
