@@ -73,7 +73,7 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
         ArgumentError: a value that is not allowed, or a launcher whose size is not the communicator's.
         EngineError: the backend cannot be used on this machine; the message says why.
     """
-    from qccl.arguments import timeout_of
+    from qccl.arguments import integer, timeout_of
     from qccl.communicator import Communicator
 
     timeout = timeout_of(timeout)
@@ -81,6 +81,7 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
         raise ArgumentError(f'backend {backend!r} does not exist; there are "auto", "host" and "cuda"')
     if backend == "host" and device is not None:
         raise ArgumentError(f"device={device!r} was given, but the host backend has no devices; leave it out")
+    device = None if device is None else integer(device, "device")
     launcher = detect()
     must = backend == "cuda" or device is not None
     if backend != "host" and (launcher is None or _meets_by_tcp(launcher)):

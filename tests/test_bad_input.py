@@ -299,6 +299,8 @@ def test_backend_that_does_not_exist():
         qccl.init(backend="tpu")
     with pytest.raises(qccl.ArgumentError, match="timeout"):
         qccl.init(backend="host", timeout=0)
+    with pytest.raises(qccl.ArgumentError, match="device must be an integer, not 'gpu'"):
+        qccl.init(device="gpu")
 
 
 def test_launcher_of_another_size(monkeypatch):
