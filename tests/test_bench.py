@@ -16,10 +16,11 @@ from click.testing import CliRunner, Result
 
 import qccl
 from qccl.bench import lab, params, progress, sizes, start, table
+from qccl.bench.calls import Case
 from qccl.bench.cli import main
 from qccl.bench.codec import measure_codec
 from qccl.bench.kinds import KINDS
-from qccl.bench.measure import Case, Row, Side
+from qccl.bench.measure import Row, Side
 from qccl.bench.options import Options
 from qccl.bench.report import Device, Report
 

@@ -17,8 +17,9 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.bench import data
 from qccl.bench.arrays import Guarded, arrays_of
+from qccl.bench.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.check import check
-from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, _calls_until_overflow, measure
+from qccl.bench.measure import Counts, Row, _calls_until_overflow, measure
 from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
 from qccl.transports.loopback import LoopbackTransport

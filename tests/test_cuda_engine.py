@@ -1059,7 +1059,8 @@ def test_the_benchmark_on_a_gpu(cupy):
     """qccl-bench's measure() on device arrays: right results, the plain all-reduce beside, a graph with -G."""
     from qccl import dtypes
     from qccl.bench.arrays import arrays_of
-    from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, measure
+    from qccl.bench.calls import Case, PlainCall, QuantizedCall
+    from qccl.bench.measure import Counts, measure
 
     case = Case(3000, dtypes.FLOAT32, "sum")
     counts = Counts(iters=2, warmups=1, checks=1)

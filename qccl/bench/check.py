@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qccl.bench.arrays import Guarded
-    from qccl.bench.measure import PlainCall, QuantizedCall
+    from qccl.bench.calls import PlainCall, QuantizedCall
     from qccl.communicator import Communicator
 
 __all__ = ["check"]

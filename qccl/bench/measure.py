@@ -4,35 +4,20 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
-
-from qccl.bench import accuracy, data, reference
 from qccl.bench.arrays import Arrays, Guarded, arrays_of
+from qccl.bench.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.check import check
-from qccl.bench.kinds import KINDS, neighbours
+from qccl.bench.kinds import KINDS
 from qccl.bench.parts import check_parts
-from qccl.codecs.base import Codec
-from qccl.codecs.none import NoCodec
-from qccl.collectives.layout import Layout
-from qccl.dtypes import DType
-from qccl.errors import ArgumentError
-from qccl.plan import Plan
-from qccl.schedule import Exchange, Schedule
-from qccl.signatures import Coalesced, Hierarchical, PeerExchange
 
 if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
     from qccl.communicator import Communicator
-    from qccl.memory.base import Values
 
-__all__ = ["Case", "Counts", "PlainCall", "QuantizedCall", "Row", "Side", "Wiring", "measure"]
+__all__ = ["Counts", "Row", "Side", "measure"]
 
 #: doublings that Gaussian data has room for before it overflows
 _HEADROOM = {"float32": 100, "bfloat16": 100, "float16": 10}
@@ -46,21 +31,6 @@ class Counts:
     warmups: int = 1
     checks: int = 1
     average: int = 3
-
-
-@dataclass(frozen=True)
-class Case:
-    """What is called: a collective (see kinds) of a vector of ``count`` elements of ``dtype``, with ``op``."""
-
-    count: int
-    dtype: DType
-    op: str
-    kind: str = "allreduce"
-    root: int = -1
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -79,28 +49,6 @@ class Side:
     wrong: int | None
     error: float | None
     crossed: float | None
-
-
-@dataclass(frozen=True)
-class Wiring:
-    """Of each rank: the node that it is on, and the link behind which it is; inside a node nothing takes a link."""
-
-    nodes: tuple[int, ...]
-    links: tuple[int, ...]
-
-    @staticmethod
-    def one_link_each(size: int) -> Wiring:
-        """Every rank a node."""
-        return Wiring(tuple(range(size)), tuple(range(size)))
-
-    def crossing(self, schedule: Schedule) -> int:
-        """Bytes of a schedule that leave its rank's node."""
-        legs = [leg for op in schedule.ops if isinstance(op, Exchange) for leg in op.sends]
-        return sum(len(leg.span) for leg in legs if self.nodes[leg.peer] != self.nodes[schedule.rank])
-
-    def by_link(self, sent: Sequence[int]) -> list[int]:
-        """What each link carries of what the ranks send."""
-        return [sum(n for n, mine in zip(sent, self.links, strict=True) if mine == link) for link in set(self.links)]
 
 
 @dataclass(frozen=True)
@@ -124,160 +72,6 @@ class Row:
     def sides(self) -> list[Side]:
         """The modes that there are."""
         return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
-
-
-class QuantizedCall:
-    """The compressed collective as a plan, bound once and run many times.
-
-    Attributes:
-        codecs: all of them, the one that counts most last.
-        shards: parts of the vector, each with buckets of its own, that are worked on by one rank (of each node).
-    """
-
-    def __init__(
-        self,
-        comm: Communicator,
-        case: Case,
-        codec: Codec,
-        algorithm: str,
-        chunk: int | None,
-        parameters: Mapping[str, Any] = MappingProxyType({}),
-        wiring: Wiring | None = None,
-    ) -> None:
-        self.case, self.codec = case, codec
-        kind = KINDS[case.kind]
-        self.identical = kind.identical
-        given = dict(parameters)
-        if "root" in kind.parameters:
-            given["root"] = case.root
-        if kind.combines:
-            given["op"] = case.op
-        if kind.algorithms:
-            given["algorithm"] = algorithm
-        self._comm = comm
-        common = (case.count, case.dtype, codec, chunk)
-        if case.kind == Coalesced.name:
-            self._each = _equal_arrays(case.count, codec, given.pop("arrays"))
-            self.plan = Plan(comm, Coalesced.make(*common, each=self._each, **given))
-        elif case.kind == PeerExchange.name:
-            peers = neighbours(comm.rank, comm.size)
-            self.plan = Plan(comm, PeerExchange.make(*common, send_to=peers, receive_from=peers, applied=True))
-        else:
-            self.plan = comm.plan(case.kind, case.count, case.dtype, codec=codec, chunk=chunk, **given)
-        schedule = self.plan.schedule(in_place=kind.is_allreduce)
-        self.name, self.algorithm = codec.spec(), schedule.name
-        self.codecs: tuple[Codec, ...] = (codec,)
-        self.shards = 1 if self.algorithm == "one_shot" else comm.size
-        if isinstance(self.plan.signature, Hierarchical):
-            self._nodes, parts, self._between = self.plan.signature.resolved()
-            self.codecs = (self.plan.signature.intra, codec)
-            self.shards = parts * (len(self._nodes) if self._between == "two_round" else 1)
-        wiring = wiring or Wiring.one_link_each(comm.size)
-        sent = comm.allgather(struct.pack("<q", wiring.crossing(schedule)))
-        self.sent: list[int] = wiring.by_link([struct.unpack("<q", item)[0] for item in sent])
-
-    def counts(self, comm: Communicator) -> tuple[int, int]:
-        """Elements of this rank's input and output."""
-        kind, part = KINDS[self.case.kind], self.case.count // comm.size
-        if kind.adds:
-            return self.case.count, self.case.count * (1 + len(neighbours(comm.rank, comm.size)))
-        return (self.case.count if kind.whole_input else part), (self.case.count if kind.whole_output else part)
-
-    def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
-        """One call from ``x`` to ``out``, ready to run."""
-        plan = self.plan_on(x, out)
-        return lambda: plan.start().wait()
-
-    def plan_on(self, x: Any, out: Any) -> Plan:
-        """The plan, bound to ``x`` and ``out``: to their pieces where the call is of several arrays."""
-        case = self.case
-        if case.kind == Coalesced.name:
-            stops = list(accumulate(self._each, initial=0))
-            arrays = {
-                f"{name} {i}": self._values(whole[start:stop])
-                for i, (start, stop) in enumerate(pairwise(stops))
-                for name, whole in (("input", x), ("output", out))
-            }
-            return self.plan._bind_values(arrays, out, None)
-        if case.kind == PeerExchange.name:
-            names = ["applied", *(f"replica {peer}" for peer in neighbours(self._comm.rank, self._comm.size))]
-            pieces = (out[i * case.count : (i + 1) * case.count] for i in range(len(names)))
-            arrays = {name: self._values(piece) for name, piece in zip(names, pieces, strict=True)}
-            return self.plan._bind_values({"input": self._values(x)} | arrays, out, None)
-        return self.plan.bind(x, None if out is x else out)
-
-    def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
-        """Largest possible error of a stretch of the result."""
-        case, signature = self.case, self.plan.signature
-        if isinstance(signature, Hierarchical):
-            given = (self.codec, signature.intra, case.dtype, case.op, self._between, self._nodes)
-            return accuracy.hierarchical_bound(values, *given)
-        return accuracy.allreduce_bound(values, self.codec, case.dtype, case.op, self.algorithm, shard)
-
-    def expected(
-        self, values: Sequence[NDArray[np.float32]], shard: int, start: int, number: int
-    ) -> NDArray[Any] | None:
-        """The stretch from element ``start`` of the result of collective ``number``, to the bit; None: not known."""
-        case, signature = self.case, self.plan.signature
-        if isinstance(signature, Hierarchical):
-            given = (self.codec, signature.intra, case.dtype, case.op, self._between, self._nodes)
-            return reference.hierarchical(values, *given, self.shards, shard, start, number)
-        if isinstance(signature, Coalesced) and not self.codec.splittable:
-            return None  # each array's part of a shard has a range of its own
-        return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, shard, start, number)
-
-    def _values(self, array: Any) -> Values:
-        return self._comm._memory.from_array(array, dtype=self.case.dtype, writable=True, what="an array")
-
-
-def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
-    """The elements of so many arrays, as equal as whole buckets can be: then the buckets are those of one array."""
-    layout = Layout(count, arrays, codec.granule, 1)
-    return tuple(len(layout.shard(i)) for i in range(arrays))
-
-
-class PlainCall:
-    """The uncompressed all-reduce of the library under the communicator: the yardstick. Its avg is a sum."""
-
-    identical = False
-    codec: Codec = NoCodec()
-    codecs = (codec,)
-
-    def __init__(self, comm: Communicator, case: Case, wiring: Wiring | None = None) -> None:
-        self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
-        self.name, self.algorithm, self.shards = comm.transport.name, "", comm.size
-        wiring = wiring or Wiring.one_link_each(comm.size)
-        nodes = len(set(wiring.nodes))
-        each = 2 * (nodes - 1) * case.nbytes // nodes * nodes // len(set(wiring.links))
-        self.sent = [each] * len(set(wiring.links))
-
-    def counts(self, comm: Communicator) -> tuple[int, int]:
-        """Elements of this rank's input and output."""
-        return self.case.count, self.case.count
-
-    def is_supported(self, arrays: Arrays) -> bool:
-        """Whether the library can reduce this type with this operation (the same on all ranks)."""
-        x = arrays.empty(1, self.case.dtype)
-        arrays.put(x, data.gaussian(0, 0, 1, self.case.dtype, seed=0))
-        try:
-            arrays.plain(x, x, 1, self.case.dtype.name, self.case.op)()
-        except ArgumentError:
-            return False
-        return True
-
-    def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
-        """One call from ``x`` to ``out``, ready to run."""
-        return arrays.plain(x, out, self.case.count, self.case.dtype.name, self.case.op)
-
-    def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
-        """Largest possible error of a stretch of the result."""
-        return accuracy.plain_bound(values, self.case.dtype, self.case.op)
-
-    def expected(
-        self, values: Sequence[NDArray[np.float32]], shard: int, start: int, number: int
-    ) -> NDArray[Any] | None:
-        """None: the library may add in any order."""
-        return None
 
 
 def measure(

@@ -14,10 +14,11 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
+from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
 from qccl.bench.data import gaussian
 from qccl.bench.kinds import KINDS
 from qccl.bench.lab import shaped_nbytes
-from qccl.bench.measure import Case, Counts, PlainCall, QuantizedCall, Row, Wiring, measure
+from qccl.bench.measure import Counts, Row, measure
 from qccl.bench.options import DTYPES, Options
 from qccl.bench.progress import Progress
 from qccl.bench.report import Device, Report
