@@ -101,6 +101,8 @@ def peer_exchange(
     timeout: float | None = None,
 ) -> Work | None:
     """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
+    if not isinstance(replicas, Mapping):
+        raise ArgumentError(f"replicas must be a dict of pointers by rank, not {type(replicas).__name__}")
     memory, count, dtype = _memory(comm), count_of(count), dtypes.get(datatype)
     given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
     given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]

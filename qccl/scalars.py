@@ -10,6 +10,8 @@ __all__ = ["as_bool", "as_integer", "as_real"]
 
 def as_integer(value: Any) -> int | None:
     """Any integer; None for what is none, or is a truth value."""
+    if type(value) is int:  # nearly always; every call of a collective comes here
+        return value
     value = _plain(value)
     try:
         return None if isinstance(value, bool) else operator.index(value)

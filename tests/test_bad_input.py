@@ -177,6 +177,8 @@ def test_raw_pointers():
             call(p, p, COUNT, "float32", "sum", stream=5)
         with pytest.raises(qccl.ArgumentError, match="comm must be a Communicator"):
             qccl.quantized_allreduce(p, p, COUNT, "float32", "sum", None)
+        with pytest.raises(qccl.ArgumentError, match="replicas must be a dict of pointers by rank, not list"):
+            qccl.peer_exchange(p, COUNT, "float32", comm, send_to=[], replicas=[p])
         assert (x == 1).all()
         assert call(np.uint64(p), np.uint64(p), np.int64(COUNT), np.int8(7), np.int8(0)) is None
         assert (x == 2).all()

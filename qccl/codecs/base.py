@@ -100,7 +100,7 @@ class Codec(ABC):
 
         Raises ArgumentError for what is no number of elements, or an element type without a code.
         """
-        number = count if type(count) is int else as_integer(count)
+        number = as_integer(count)
         if number is None or number < 0:
             raise ArgumentError(f"{self!r}: count is {count!r}; it must be an integer, 0 or more")
         return self._nbytes(number, dtypes.get(dtype))
