@@ -211,7 +211,7 @@ class Communicator(Collectives):
         return self._calls
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the results of later calls depend on, of this rank; waits for calls under way.
+        """All that the results of later calls depend on, of this rank and communicator; waits for calls under way.
 
         Under "keys" is what stateful codecs keep, by key, as copies in NumPy arrays; under "calls" the number of the
         next call. It can be taken after a failure too, and then is that of the last calls that ended well.
