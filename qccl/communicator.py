@@ -207,7 +207,10 @@ class Communicator(Collectives):
 
     @property
     def calls(self) -> int:
-        """How many collectives were started: the number of the next one, which keys its random numbers."""
+        """How many collectives were started; after a failure, how many ended well.
+
+        That is the number of the next one, and keys its random numbers.
+        """
         return self._calls
 
     def state_dict(self) -> dict[str, Any]:
@@ -326,9 +329,10 @@ class Communicator(Collectives):
             streams=streams,
             lr=1.0 if lr is None else lr,
         )
+        work = Work(self, self._calls, execution, result, keep)
         self._sequence += 1
         self._calls += 1
-        return Work(self, execution, result, keep)
+        return work
 
     def _numbered(self, text: str, codec: Codec) -> str:
         """What the ranks agree on, with how calls are numbered where they may differ in that and it matters."""
@@ -352,8 +356,10 @@ class Communicator(Collectives):
                     f'nonfinite="error" was given; the output was written all the same'
                 )
 
-    def _fail(self, error: QcclError) -> None:
-        """Remember the first failure, and let the other ranks know."""
+    def _fail(self, error: QcclError, call: int | None = None) -> None:
+        """Remember the first failure, in this call or outside any, and let the other ranks know."""
+        if call is not None:
+            self._calls = min(self._calls, call)  # not all ranks have made it
         if self._failure is None:
             self._failure = error
             self._engine.abort(str(error))

@@ -23,8 +23,8 @@ class Work:
     way; on CUDA it completes by itself.
     """
 
-    def __init__(self, comm: Communicator, execution: Execution, result: Any, keep: Any) -> None:
-        self._comm = comm
+    def __init__(self, comm: Communicator, number: int, execution: Execution, result: Any, keep: Any) -> None:
+        self._comm, self._number = comm, number  # of the call
         self._execution: Execution | None = execution
         self._result = result
         execution.kept = keep  # also where nobody holds the Work
@@ -116,7 +116,7 @@ class Work:
         self._execution = None
         self._exception = error
         if error is not None:
-            self._comm._fail(error)
+            self._comm._fail(error, self._number)
         else:
             for finish in self._finish:
                 finish()

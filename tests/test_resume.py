@@ -63,3 +63,22 @@ def test_plans_that_were_made_before_go_on_too() -> None:
         assert len(set(first)) == 3
 
     qccl.run_ranks(2, call)
+
+
+def test_after_a_failure_calls_are_those_that_ended_well() -> None:
+    """Whether a rank was in the call that failed or had not made it yet: all go on from the same number."""
+    found: dict[int, int] = {}
+
+    def call(comm: qccl.Communicator) -> None:
+        steps(comm, "dithering:k=3", 0, 2)
+        try:
+            if comm.rank == 0:
+                comm.quantized_allreduce(np.ones(100, np.float32), timeout=0.2)
+            else:
+                comm.barrier()
+        finally:
+            found[comm.rank] = comm.state_dict()["calls"]
+
+    with pytest.raises(qccl.QcclError):
+        qccl.run_ranks(2, call)
+    assert found == {0: 2, 1: 2}
