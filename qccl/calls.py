@@ -331,15 +331,11 @@ class Collectives(ABC):
           "sharded" each rank does it for a part (as many parts as the smallest node has ranks).
         - ``node_ids`` has a number for each rank, equal for ranks of one node; None means the machines of the ranks.
         - ``algorithm``, "one_shot" or "two_round", is that between nodes, and "auto" one_shot for two nodes.
-        - ``inter="host"`` sends codes from host memory: the way it is on the host, and not there on CUDA.
+        - ``inter="host"``: on CUDA codes go between nodes through pinned host memory and MPI, not through NCCL. It
+          needs a communicator that was made over MPI, and cannot be part of a graph. On the host it changes nothing.
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
-        if inter not in (None, "host") or (inter == "host" and self.backend == "cuda"):
-            raise ArgumentError(
-                f"inter={inter!r} cannot be had with backend {self.backend!r}; leave it out: then codes go as the "
-                f"communicator's other transfers do"
-            )
         source, target, result = self._pair(x, out, dtype)
         signature = Hierarchical.make(
             *(source.count, source.dtype, codec, chunk, source.order),
@@ -348,6 +344,7 @@ class Collectives(ABC):
             layout=layout,
             node_ids=self.nodes if node_ids is None else node_ids,
             algorithm=algorithm,
+            inter=inter,
         )
         run = Run(async_op, nonfinite, stream, timeout, trace)
         return self._run(signature, {"input": source, "output": target}, result, run)

@@ -96,7 +96,8 @@ class Communicator(Collectives):
     ) -> Communicator:
         """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was.
 
-        With ``backend="cuda"`` MPI only brings the ranks together; ``device`` is as in qccl.init().
+        With ``backend="cuda"`` MPI brings the ranks together, and carries what ``inter="host"`` sends through it;
+        ``device`` is as in qccl.init().
         """
         from qccl.transports.mpi import MpiTransport
 
@@ -108,8 +109,9 @@ class Communicator(Collectives):
             return cls._from_transport(transport, timeout)
         try:
             return cls._on_cuda(lambda nccl: nccl.from_group(transport, device, timeout), timeout)
-        finally:
+        except BaseException:
             transport.close()
+            raise
 
     @classmethod
     def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float = 60.0) -> Communicator:

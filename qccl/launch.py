@@ -170,15 +170,16 @@ def _decide(notes: Sequence[bytes]) -> bytes:
 
 
 def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
-    """The ranks of a host group on their GPUs; the group is given up."""
+    """The ranks of a host group on their GPUs; the group is theirs, too, or is given up where that fails."""
     from qccl.backends import CudaBackend
     from qccl.communicator import Communicator
     from qccl.transports.nccl import NcclTransport
 
     try:
         transport = NcclTransport.from_group(group, device, timeout)
-    finally:
+    except BaseException:
         group.close()
+        raise
     return Communicator._from_transport(transport, timeout, CudaBackend)
 
 

@@ -64,6 +64,7 @@ def hierarchical_allreduce(
     intra: str = "none",
     layout: str = "leader",
     node_ids: Sequence[int] | None = None,
+    inter: str | None = None,
     async_op: bool = False,
     algorithm: str = "auto",
     chunk: int | None = None,
@@ -79,6 +80,7 @@ def hierarchical_allreduce(
         layout=layout,
         node_ids=comm.nodes if node_ids is None else node_ids,
         algorithm=algorithm,
+        inter=inter,
     )
     run = Run(async_op, nonfinite, stream, timeout, None)
     work = comm._run(signature, {"input": source, "output": target}, None, run)

@@ -65,6 +65,8 @@ class Lane(Enum):
 
     COMPUTE = "compute"
     COMM = "comm"
+    OUT = "out"  # legs that go through host memory, on their way from the device
+    IN = "in"  # and on their way to it
 
 
 class Role(Enum):
@@ -233,6 +235,7 @@ class Schedule:
         rank, size: of the communicator it was made for.
         buffers: every buffer the operations name.
         ops: in program order.
+        distant: peers whose legs go through host memory, where the engine's buffers are elsewhere.
     """
 
     name: str
@@ -240,6 +243,7 @@ class Schedule:
     size: int
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
+    distant: frozenset[int] = frozenset()
 
     def sent_nbytes(self) -> int:
         """Bytes this rank sends in its Exchanges."""

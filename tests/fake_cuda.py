@@ -19,7 +19,9 @@ import random
 import sys
 import threading
 import time
+import weakref
 from collections import defaultdict, deque
+from collections.abc import Callable
 from enum import IntEnum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -78,6 +80,7 @@ class World:
         self.captures: dict[int, Capture] = {}  # stream -> the capture it is part of
         self.calls: list[tuple[Any, ...]] = []  # what the host asked for, for tests of the order
         self.memory: dict[int, Block] = {}
+        self.pinned: weakref.WeakSet[Block] = weakref.WeakSet()
         self.devices: dict[int, int] = {}  # address -> device
         self.arenas: defaultdict[int, list[Block]] = defaultdict(list)
         self.event_devices: dict[int, int] = {}
@@ -86,6 +89,11 @@ class World:
         self.reused = 0  # allocations that got memory which had been given back
         self.error = 0  # what eventQuery returns
         self.frozen = False  # nothing runs
+        self.patience = 20.0  # seconds until the host that waits takes a device to hang
+        self.holds: Callable[[Node], bool] = lambda node: False  # what is not done, although it could be
+        self.is_serial = False  # a device does everything in the order in which it was put there, as with one queue
+        self.last: dict[int, Node] = {}  # of each device
+        self.no_stream_memory = False  # the driver cannot let a stream write words
 
     # -- streams ---------------------------------------------------------------------------------------------------
 
@@ -102,6 +110,9 @@ class World:
             before = self.tail[stream] if capture is None else capture.tail[stream]
             node = Node(what, {before} if before else set(), run)
             node.device = self.local.__dict__.get("device", 0)
+            if self.is_serial:
+                node.after |= {self.last[node.device]} if node.device in self.last else set()
+                self.last[node.device] = node
             if capture is None:
                 self.tail[stream] = node
                 self.pending.append(node)
@@ -142,7 +153,7 @@ class World:
         """Do some of what can be done."""
         with self.lock:
             for _ in range(0 if self.frozen else budget):
-                able = [n for n in self.pending if all(p.done for p in n.after)]
+                able = [n for n in self.pending if all(p.done for p in n.after) and not self.holds(n)]
                 self.random.shuffle(able)
                 for node in able:
                     if node.run is None or node.run() is not False:
@@ -154,7 +165,7 @@ class World:
 
     def finish(self, condition: Any) -> None:
         """Run until ``condition``; other threads may have to bring what is missing."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + self.patience
         while not condition():
             self.run()
             assert time.monotonic() < deadline, f"the device hangs at {[n.what for n in self.pending]}"
@@ -275,10 +286,11 @@ class Pointer:
         world.forbid_in_capture()
         streams = world.local.__dict__.get("streams")
         self._arena = world.arenas[streams[-1].ptr if streams else 0]
-        fitting = next((b for b in self._arena if b.nbytes >= nbytes), None)
-        if fitting is not None:
-            self._arena.remove(fitting)
-            world.reused += 1
+        with world.lock:
+            fitting = next((b for b in self._arena if b.nbytes >= nbytes), None)
+            if fitting is not None:
+                self._arena.remove(fitting)
+                world.reused += 1
         self._block = fitting or Block(nbytes)
         ctypes.memset(self._block.ptr, 0xA5, self._block.nbytes)
         self.ptr = self._block.ptr
@@ -552,14 +564,55 @@ def _pointer_attributes(world: World, count: int, wanted: list[int], address: in
 
 class _Result(IntEnum):
     CUDA_SUCCESS = 0
+    CUDA_ERROR_NOT_SUPPORTED = 801
 
 
 def _copy(world: World, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
-    if kind == 1:  # pageable memory has been read when the call returns
+    if kind == 1 and not _is_pinned(world, source):  # pageable memory has been read when the call returns
         content = ctypes.string_at(source, nbytes)
         world.put(stream, "copy to device", lambda: ctypes.memmove(target, content, nbytes))
     else:
-        world.put(stream, "copy", lambda: ctypes.memmove(target, source, nbytes))
+        world.put(stream, f"copy {kind}", lambda: ctypes.memmove(target, source, nbytes))
+
+
+def _pinned(world: World, nbytes: int) -> Block:
+    world.forbid_in_capture()
+    block = Block(nbytes)
+    ctypes.memset(block.ptr, 0xA5, nbytes)
+    with world.lock:
+        world.pinned.add(block)
+    return block
+
+
+def _is_pinned(world: World, address: int) -> bool:
+    with world.lock:
+        return any(block.ptr <= address < block.ptr + block.nbytes for block in world.pinned)
+
+
+def _word(world: World, address: int) -> Any:
+    assert _is_pinned(world, address) and address % 4 == 0
+    return ctypes.c_uint32.from_address(address)
+
+
+def _wait_value(world: World, stream: int, address: int, value: int, flags: int) -> tuple[Any]:
+    word = _word(world, address)
+    assert flags == 0 and 0 <= value < 1 << 32
+    world.calls.append(("wait value", stream, address, value))
+    world.put(stream, f"wait for {value}", lambda: ctypes.c_int32(word.value - value).value >= 0)
+    return (_Result.CUDA_SUCCESS,)
+
+
+def _write_value(world: World, stream: int, address: int, value: int, flags: int) -> tuple[Any]:
+    word = _word(world, address)
+    assert flags == 0 and 0 <= value < 1 << 32
+    if world.no_stream_memory:
+        return (_Result.CUDA_ERROR_NOT_SUPPORTED,)
+
+    def run() -> None:
+        word.value = value
+
+    world.put(stream, f"tell {value}", run)
+    return (_Result.CUDA_SUCCESS,)
 
 
 def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
@@ -665,7 +718,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         set_allocator=lambda allocator: None,
         Event=lambda **arguments: Event(world, **arguments),
         alloc=lambda nbytes: Pointer(world, nbytes),
-        alloc_pinned_memory=lambda nbytes: Block(nbytes),
+        alloc_pinned_memory=lambda nbytes: _pinned(world, nbytes),
         get_current_stream=lambda device=None: (world.local.__dict__.get("streams") or [streams.null])[-1],
         UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr),
         MemoryPointer=lambda memory, offset: memory,
@@ -691,6 +744,10 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         CUmemorytype=_MemoryType,
         CUresult=_Result,
         CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+        CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
+        CUstreamWriteValue_flags=SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0),
+        cuStreamWaitValue32=lambda *arguments: _wait_value(world, *arguments),
+        cuStreamWriteValue32=lambda *arguments: _write_value(world, *arguments),
         cuPointerGetAttributes=lambda n, wanted, address: _pointer_attributes(world, n, wanted, address),
         cuThreadExchangeStreamCaptureMode=lambda mode: (_Result.CUDA_SUCCESS, mode),
     )
@@ -713,7 +770,8 @@ def installed(world: World, kernels: Any) -> Any:
     from qccl import gpu
 
     made = modules(world, kernels)
-    ours = ("qccl.engines.cuda", "qccl.engines.cuda_program", "qccl.transports.nccl", "qccl.memory.cuda")
+    engine = [f"qccl.engines.cuda{part}" for part in ("", "_kernels", "_program", "_run", "_staging", "_state")]
+    ours = (*engine, "qccl.transports.nccl", "qccl.memory.cuda")
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     gpu.require.cache_clear()

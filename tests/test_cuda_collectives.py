@@ -84,11 +84,3 @@ def test_one_sided_lists_are_found_when_the_plan_is_made(world, cupy) -> None:  
         return x.get().tobytes()
 
     assert ranks(2, run) == [values(rank, 100, 1).tobytes() for rank in range(2)]
-
-
-def test_staging_through_the_host_is_refused(world, cupy) -> None:  # noqa: F811
-    def run(comm: qccl.Communicator) -> None:
-        with pytest.raises(qccl.ArgumentError, match="inter='host' cannot be had with backend 'cuda'"):
-            comm.hierarchical_allreduce(fake_cuda.array(values(0, 8), comm.rank), inter="host")
-
-    assert ranks(1, run) == [None]

@@ -924,7 +924,9 @@ def test_over_a_host_group(cupy, monkeypatch):
 
         def run(rank):
             try:
-                transport = NcclTransport.from_group(group.transport(rank), device(rank), 10.0)
+                host = group.transport(rank)
+                transport = NcclTransport.from_group(host, device(rank), 10.0)
+                assert transport.host is host
                 return transport.rank, transport.size, transport.device
             except qccl.QcclError as error:
                 return type(error), str(error)

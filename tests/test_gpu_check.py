@@ -30,7 +30,7 @@ def modules(monkeypatch):
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", PLACES + sys.path)
     yield
-    for name in {"bandwidth", "calls", "check", "codec_kernels", "device", "ranks"} - before:
+    for name in {"bandwidth", "calls", "check", "codec_kernels", "device", "ranks", "staged"} - before:
         sys.modules.pop(name, None)
 
 
@@ -159,6 +159,30 @@ def test_costs_and_overlap_on_a_fake_gpu(world, monkeypatch):
         calls.dispatch(calls=2, burst=1)
     with pytest.raises(AssertionError, match="pipelined"):
         calls.overlap(1 << 14, repeats=1)
+
+
+def test_staging_on_a_fake_gpu(world, monkeypatch):
+    """The section "staged" as it is, with shorter waits; wrong bytes and streams that hang are found."""
+    import staged
+
+    from qccl.engines.courier import Trip
+    from qccl.engines.cuda_staging import Staging
+
+    monkeypatch.setattr(staged, "CALLS", tuple((c, a, min(n, 5000), k and 1024) for c, a, n, k in staged.CALLS))
+    assert set(staged.check(3)) == {"enqueue_ms", "done_ms"}
+    assert set(staged.check_order()) == {"host_seconds rank 0", "host_seconds rank 1"}
+    assert 0.2 <= staged.check_away(0.2, 1.0)["seconds"] < 1.0
+    assert staged.measure(1)["gb_per_s_sent_by_each"] > 0
+    with monkeypatch.context() as without:
+        without.setattr(Trip, "release", lambda trip: None)
+        without.setattr(world, "patience", 0.4)
+        with pytest.raises(AssertionError, match="the device hangs"):
+            staged.check_away(0.2, 1.0)
+    with world.lock:
+        world.pending.clear()
+    monkeypatch.setattr(Staging, "_wait", lambda *arguments: None)
+    with pytest.raises(AssertionError, match="differs from the host's bytes"):
+        staged.check(2)
 
 
 def test_bandwidth_on_a_fake_gpu(world):
@@ -353,7 +377,9 @@ def test_the_limits_of_the_sections():
 
 @pytest.mark.gpu
 @pytest.mark.slow
-@pytest.mark.parametrize("section", ["kernels", "streams", "graphs", "dispatch", "overlap", "ranks", "faults"])
+@pytest.mark.parametrize(
+    "section", ["kernels", "streams", "graphs", "dispatch", "overlap", "staged", "ranks", "faults"]
+)
 def test_a_section(section):
     if lacking := gpu.missing():
         pytest.skip("; ".join(lacking))

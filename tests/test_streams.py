@@ -10,7 +10,22 @@ from qccl.codecs import get
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
 from qccl.engines.streams import HOME, Step, lanes_of, steps
-from qccl.schedule import Buffer, Decode, Encode, Exchange, Lane, Leg, Reduce, Role, Schedule, Span, dependencies, nodes
+from qccl.schedule import (
+    Buffer,
+    Decode,
+    Encode,
+    Exchange,
+    Lane,
+    Leg,
+    Node,
+    Reduce,
+    Role,
+    Schedule,
+    Span,
+    dependencies,
+    nodes,
+)
+from qccl.signatures import of_plan
 
 CODEC = get("minmax4:bucket=64")
 CHUNK = 256
@@ -59,6 +74,47 @@ def test_every_dependency_is_kept_and_no_event_is_to_spare(size, count):
                 assert any(first not in without[second] for first, second in pairs), "an event that is implied"
         waited = {event for step in program for event in step.waits} | {len(program) - 1}
         assert {number for number, step in enumerate(program) if step.records} == waited
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_round"])
+@pytest.mark.parametrize("layout", ["leader", "sharded"])
+@pytest.mark.parametrize("node_ids", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2, 2)], ids=str)
+def test_legs_through_the_host_have_lanes_of_their_own(node_ids, layout, algorithm):
+    """Each leg is on one lane, every dependency is kept, and no message waits for the one before to have come."""
+    how = {"node_ids": node_ids, "layout": layout, "algorithm": algorithm, "inter": "host"}
+    signature = of_plan("hierarchical_allreduce", 20 * CHUNK * len(node_ids), "float32", CODEC, CHUNK, how)
+    owners = min(map(node_ids.count, node_ids)) if layout == "sharded" else 1
+    for rank, node in enumerate(node_ids):
+        schedule = signature.schedule(rank, len(node_ids), in_place=True)
+        assert schedule.distant == {r for r, other in enumerate(node_ids) if other != node}
+        program = steps(schedule)
+        parts = [(s, Node(op, step.exchange or schedule.ops[op])) for s, step in enumerate(program) for op in step.ops]
+        legs = [(part.op_index, leg) for _, part in parts for leg in legs_of(part.op)]
+        assert sorted(map(str, legs)) == sorted(
+            str((i, leg)) for i, op in enumerate(schedule.ops) for leg in legs_of(op)
+        )
+        for s, part in parts:
+            for leg in legs_of(part.op):
+                lane = (Lane.OUT if part.op.sends else Lane.IN) if leg.peer in schedule.distant else Lane.COMM
+                assert program[s].lane is lane
+        needed = dependencies([part for _, part in parts])
+        end = len(program) - 1
+        pairs = {(parts[j][0], parts[i][0]) for i, each in enumerate(needed) for j in each}
+        pairs |= {(0, number) for number in range(1, end + 1)} | {(number, end) for number in range(end)}
+        before = predecessors(program)
+        assert all(first in before[second] for first, second in pairs)
+        for number, step in enumerate(program):
+            for event in step.waits:
+                without = predecessors(program, leave_out=(event, number))
+                assert any(first not in without[second] for first, second in pairs), "an event that is implied"
+        outs, ins = ([s for s, step in enumerate(program) if step.lane is lane] for lane in (Lane.OUT, Lane.IN))
+        assert bool(outs) == bool(ins) == (node_ids[:rank].count(node) < owners)
+        for earlier, later in zip(ins, outs[1:], strict=False) if algorithm == "one_shot" else ():
+            assert earlier not in before[later]
+
+
+def legs_of(op):
+    return (*op.sends, *op.recvs) if isinstance(op, Exchange) else ()
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -100,6 +100,7 @@ _OWN = {
     "root": click.option("-r", "--root", type=click.IntRange(min=0), default=0, metavar="RANK", help="Root [0]."),
     "layout": click.option("--layout", type=click.Choice(LAYOUTS), default="leader", help=_LAYOUT_HELP),
     "intra": click.option("--intra", type=click.Choice(INTRA), default="none", help=_INTRA_HELP),
+    "inter": click.option("--inter", type=click.Choice(["host"]), help="Between nodes, from host memory (on GPUs)."),
     "arrays": click.option("--arrays", type=click.IntRange(min=1), default=16, metavar="N", help=_ARRAYS_HELP),
 }
 

@@ -88,7 +88,8 @@ KINDS: MappingProxyType[str, Kind] = MappingProxyType(
     {
         "allreduce": Kind("all-reduce", lambda n: 2 * _half(n), True, _ROUNDS),
         "hierarchical_allreduce": Kind(
-            "all-reduce in two levels", lambda n: 2 * _half(n), True, _ROUNDS, ("layout", "intra", "node_ids")
+            *("all-reduce in two levels", lambda n: 2 * _half(n), True, _ROUNDS),
+            parameters=("layout", "intra", "inter", "node_ids"),
         ),
         "allreduce_coalesced": Kind("all-reduce of many arrays", lambda n: 2 * _half(n), True, _ROUNDS, ("arrays",)),
         "reduce_scatter": Kind("reduce-scatter", _half, True, whole_output=False, identical=False),

@@ -34,7 +34,7 @@ class Options:
         link: rate of the lab that the ranks are in, or None.
         nodes, link_per_rank: of the lab, see there.
         collective: one of kinds.KINDS.
-        root, layout, intra: as in the collectives that have them.
+        root, layout, intra, inter: as in the collectives that have them.
         arrays: that a call is of, where it is of many.
         json, plot, trace: files to write, or None.
         args: the command line.
@@ -64,6 +64,7 @@ class Options:
     root: int = 0
     layout: str = "leader"
     intra: str = "none"
+    inter: str | None = None
     arrays: int = 16
     json: str | None = None
     plot: str | None = None

@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import qccl
 from qccl import codecs, dtypes
@@ -96,8 +96,9 @@ class Sweep:
 
     def _call(self, case: Case, codec: Codec) -> QuantizedCall:
         o, size = self._options, self._comm.size
-        node_ids = None if o.nodes is None else [rank % o.nodes for rank in range(size)]
-        every = {"layout": o.layout, "intra": o.intra, "node_ids": node_ids or self._comm.nodes, "arrays": o.arrays}
+        node_ids = self._comm.nodes if o.nodes is None else [rank % o.nodes for rank in range(size)]
+        own = {"layout": o.layout, "intra": o.intra, "inter": o.inter, "arrays": o.arrays}
+        every: dict[str, Any] = own | {"node_ids": node_ids}
         parameters = {name: every[name] for name in self._kind.parameters if name in every}
         return QuantizedCall(self._comm, case, codec, o.algorithm, o.chunk, parameters, self._wiring)
 

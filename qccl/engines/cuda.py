@@ -7,6 +7,9 @@ communicator share the two lanes, so that each is ordered behind the one before;
 NCCL has no deadlines, so a thread watches: it asks which runs are done, and whether NCCL has met an error. At the
 deadline of a run it aborts the communicator; then that run and all later ones fail, and so does the next call.
 
+Legs that go through host memory are on two lanes more, which wait for messages by themselves; a courier moves those.
+When the engine fails, the courier lets go of the lanes first: a stream that waits for a message would wait for ever.
+
 In a stream capture the same steps go on lanes of their own, which join the capture by the caller's event. Nothing is
 allocated and nothing waits, so a call becomes part of a CUDA graph. Replays are not watched: Communicator.check() is.
 """
@@ -21,13 +24,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from qccl.engines import cuda_cache, cuda_source
+from qccl.engines import cuda_source
 from qccl.engines.agreement import Header, disagreement
+from qccl.engines.courier import Courier
 from qccl.engines.cuda_program import CudaProgram
+from qccl.engines.cuda_run import CudaRun
+from qccl.engines.cuda_staging import try_out
+from qccl.engines.cuda_state import DeviceState
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError, gave_up
 from qccl.gpu import NOT_READY, mapped, on_device, require, wait_for
 from qccl.schedule import Lane, Schedule
@@ -35,7 +41,7 @@ from qccl.transports.base import DeviceTransport
 
 require()  # without CUDA, this module says so when it is imported
 
-__all__ = ["CudaEngine", "CudaRun"]
+__all__ = ["CudaEngine"]
 
 #: how often the watching thread looks
 _WATCH_SECONDS = 0.01
@@ -45,96 +51,15 @@ _GRACE_SECONDS = 1.0
 #: how long a process that ends waits for what is under way
 _EXIT_SECONDS = 10.0
 _EVENTS = 32
-_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+_HOST_TO_DEVICE = 1
 #: of cudaEventQuery, when a capture that is under way does not allow it
 _IN_CAPTURE = range(900, 909)
-_COMPILERS = 16
 
 _process = os.getpid()
-#: the kernels of this process, by device and name; they are never unloaded
-_kernels: dict[tuple[int, str], Any] = {}
 #: engines that may have work under way when the process ends
 _live: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
 #: engines that failed with work under way: what the device may still use stays until it is done
 _failed: list[CudaEngine] = []
-
-
-class CudaRun:
-    """One run of a program (interface: Execution).
-
-    Attributes:
-        what: the call, for messages.
-        deadline: in time.monotonic() seconds.
-        stream: the caller's.
-        event: complete when the run is.
-        captured: it was put into a graph, and has not run.
-        on_stream: all of it has been put on its streams.
-        done, failure: what became of it.
-    """
-
-    is_ordered = True
-
-    def __init__(self, engine: CudaEngine, what: str, deadline: float, stream: int, *, captured: bool) -> None:
-        self._engine = engine
-        self.what, self.deadline, self.stream, self.captured = what, deadline, stream, captured
-        self.event: Any = None
-        self.kept: object = None
-        self.program: CudaProgram | None = None  # its tables are read until the run is done
-        self.on_stream = False
-        self.done = False
-        self.failure: QcclError | None = None
-        self.finish: Callable[[], None] | None = None
-
-    def step(self) -> bool:
-        self._check()
-        self._engine.sweep()
-        self._check()
-        return self.done
-
-    def run(self, limit: float | None = None) -> bool:
-        if self.captured:
-            raise ArgumentError(f"{self.what} was put into a graph and has not run; synchronize after a replay")
-        self._engine.wait_until(lambda: self.done or self.failure is not None, self.deadline, self.what, limit)
-        self._check()
-        return self.done
-
-    def detach(self, *, at_once: bool) -> None:
-        """Nothing: it progresses by itself."""
-
-    def order(self) -> None:
-        self._check()
-        self._engine.order(self)
-
-    def waits_for(self) -> str:
-        return f"{self.what} is not done"
-
-    def _check(self) -> None:
-        if self.failure is not None:
-            raise self.failure
-
-
-class DeviceState:
-    """Memory on the device that lasts from run to run (interface: Persistent)."""
-
-    def __init__(self, engine: CudaEngine, nbytes: int) -> None:
-        self._engine = engine
-        self._memory = engine.allocate(max(nbytes, 1))
-        self._written: list[Any] = []
-        self.address: int = self._memory.ptr
-        require().runtime.memsetAsync(self.address, 0, nbytes, engine.home)
-
-    def write(self, data: bytes) -> None:
-        """Put ``data`` at the start, before the runs to come."""
-        with on_device(self._engine.device):
-            self._written = self._engine.write({self.address: data})
-
-    def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``start``."""
-        runtime, copy, home = require().runtime, ctypes.create_string_buffer(nbytes), self._engine.home
-        with on_device(self._engine.device):
-            runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, _DEVICE_TO_HOST, home)
-            runtime.streamSynchronize(home)
-        return copy.raw
 
 
 class CudaEngine:
@@ -152,7 +77,7 @@ class CudaEngine:
             self._home, *spare = (cuda.Stream(non_blocking=True) for _ in range(3))
             self._free = [cuda.Event(disable_timing=True) for _ in range(_EVENTS)]
         self._capture = spare
-        self.lanes: Mapping[Lane, int] = {Lane.COMPUTE: self._home.ptr, Lane.COMM: transport.stream}
+        self.lanes: dict[Lane, int] = {Lane.COMPUTE: self._home.ptr, Lane.COMM: transport.stream}
         self.capture_lanes: Mapping[Lane, int] = {Lane.COMPUTE: spare[0].ptr, Lane.COMM: spare[1].ptr}
         self._enqueuing = threading.RLock()
         self._state = threading.Lock()  # of what follows; never held while anything blocks
@@ -165,7 +90,12 @@ class CudaEngine:
         self._wake = threading.Event()
         self._watcher: threading.Thread | None = None
         self._releases = False
+        self._courier: Courier | None = None
+        self._staged: list[Any] = []  # the streams of what goes through host memory
         _failed[:] = [engine for engine in _failed if engine.is_busy()]
+        if not _live:  # so that it comes before what the transport does at the end of the process
+            atexit.unregister(_wait_for_the_last)
+            atexit.register(_wait_for_the_last)
         _live.add(self)
 
     @property
@@ -177,8 +107,9 @@ class CudaEngine:
         """Prepare a schedule of this rank: compile its kernels, and take its workspace."""
         self._check_usable()
         cuda_source.check_codecs(schedule)
+        courier = self._make_courier() if schedule.distant else None
         with self._translated(), on_device(self.device):
-            return CudaProgram(self, schedule)
+            return CudaProgram(self, schedule, courier)
 
     def persistent(self, nbytes: int) -> DeviceState:
         """Memory for what lasts from run to run."""
@@ -245,10 +176,13 @@ class CudaEngine:
         """Wait until all runs are done (at the latest ``timeout`` seconds), and leave. Idempotent."""
         if self._closed:
             return
+        deadline = time.monotonic() + timeout
         if self._failure is None:
             with contextlib.suppress(QcclError):  # it is in the runs that failed
-                self.wait_until(lambda: not self._pending, time.monotonic() + timeout, "a call")
+                self.wait_until(lambda: not self._pending, deadline, "a call")
         self._closed = True
+        if self._courier is not None:
+            self._courier.close(max(deadline - time.monotonic(), 0.0))
         self._wake.set()
         if self._watcher is not None:
             self._watcher.join(_GRACE_SECONDS)
@@ -295,38 +229,28 @@ class CudaEngine:
             copy(address, ctypes.addressof(source), len(source), _HOST_TO_DEVICE, self._home.ptr)
         return sources
 
-    def kernels(self, names: Iterable[str]) -> dict[str, int]:
-        """Kernels by their names in cuda_source: functions, compiled for this GPU when they are first asked for.
-
-        The GPU must be the thread's current one.
-        Not by CuPy's RawModule: it adds -ftz=true, and bytes would not be the host's.
-        """
-        names = tuple(dict.fromkeys(names))
-        new = [name for name in names if (self.device, name) not in _kernels]
-        if len(new) > 1:  # the compiler lets go of the interpreter
-            threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), require().runtime.setDevice
-            with ThreadPoolExecutor(threads, initializer=setting, initargs=(self.device,)) as pool:
-                found = list(pool.map(self._compiled, new))
-        else:
-            found = [self._compiled(name) for name in new]
-        for name, (binary, mangled) in zip(new, found, strict=True):
-            module = require().cupy.cuda.function.Module()
-            module.load(binary)
-            _kernels[self.device, name] = module.get_function(mangled)
-        return {name: _kernels[self.device, name].ptr for name in names}
-
-    def _compiled(self, name: str) -> tuple[bytes, str]:
-        """The binary of a kernel, and its name there."""
-        cupy = require().cupy
-        code, options = cuda_source.source([name])
-
-        def compile_it() -> tuple[bytes, str]:
-            binary, mapping = cupy.cuda.compiler.compile_using_nvrtc(code, options, name_expressions=(name,))
-            return binary, mapping.get(name, name)
-
-        version, capability = cupy.cuda.nvrtc.getVersion(), cupy.cuda.Device().compute_capability
-        how = os.environ.get("CUPY_COMPILE_WITH_PTX", "")
-        return cuda_cache.compiled([code, *options, cupy.__version__, str(version), capability, how], compile_it)
+    def _make_courier(self) -> Courier:
+        """Who carries what goes through host memory; and the lanes for it. Raises ArgumentError where nobody can."""
+        host = self.transport.host
+        if host is None:
+            raise ArgumentError(
+                "inter='host' sends codes from host memory, and this communicator was made without a way to do that; "
+                'make it over MPI: by qccl.init() under mpiexec, or Communicator.from_mpi(comm, backend="cuda")'
+            )
+        if not host.is_threaded:
+            raise ArgumentError(
+                "inter='host' needs an MPI library that several threads may use at once (MPI_THREAD_MULTIPLE), and "
+                "here it was initialised for less; leave inter out, or mpi4py.rc.thread_level as it is"
+            )
+        if self._courier is None:
+            failed = weakref.WeakMethod(self.fail)
+            with self._translated(), on_device(self.device):
+                self._staged = [require().cupy.cuda.Stream(non_blocking=True, priority=-1) for _ in range(2)]
+                try_out(self._staged[0].ptr)
+            self.lanes |= zip((Lane.OUT, Lane.IN), (stream.ptr for stream in self._staged), strict=True)
+            self._courier = Courier(host, lambda error: (fail := failed()) and fail(error))
+            weakref.finalize(self, self._courier.dismiss)
+        return self._courier
 
     def start(
         self,
@@ -444,6 +368,8 @@ class CudaEngine:
                 run.failure = error
             if self._pending:
                 _failed.append(self)
+        if self._courier is not None:
+            self._courier.abort(str(error))
         patient = self._enqueuing.acquire(timeout=_GRACE_SECONDS)  # it may be held by a call that NCCL blocks
         try:
             self.transport.abort(str(error))
@@ -529,7 +455,6 @@ def _watch_over(reference: weakref.ref[CudaEngine]) -> None:
         engine.transport.close()
 
 
-@atexit.register
 def _wait_for_the_last() -> None:
     """A rank that ends its process must not take away what others still wait for."""
     for engine in list(_live) if os.getpid() == _process else ():  # a forked child cannot use CUDA

@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from qccl.dtypes import DType
 from qccl.engines import cuda_source
 from qccl.engines.agreement import Header
+from qccl.engines.courier import Courier
+from qccl.engines.cuda_kernels import kernels
+from qccl.engines.cuda_run import CudaRun
 from qccl.engines.cuda_source import Launch
+from qccl.engines.cuda_staging import Staging
 from qccl.engines.streams import HOME, Step, steps
 from qccl.errors import ArgumentError, EngineError
 from qccl.gpu import require
-from qccl.schedule import Commit, Exchange, Lane, Leg, Op, Reduce, Role, Schedule, Span, reads, writes
+from qccl.schedule import Commit, Lane, Leg, Op, Reduce, Role, Schedule, Span, reads, writes
 from qccl.trace import TraceEvent
 from qccl.transports.base import Call, DeviceLeg
 
 if TYPE_CHECKING:
-    from qccl.engines.cuda import CudaEngine, CudaRun
+    from qccl.engines.cuda import CudaEngine
 
 __all__ = ["CudaProgram"]
 
@@ -39,7 +43,8 @@ class CudaProgram:
         workspace_nbytes: bytes of the workspace, tables included.
     """
 
-    def __init__(self, engine: CudaEngine, schedule: Schedule) -> None:
+    def __init__(self, engine: CudaEngine, schedule: Schedule, courier: Courier | None = None) -> None:
+        """``courier`` moves what goes through host memory; it is needed where ranks have distant peers."""
         if (schedule.rank, schedule.size) != (engine.rank, engine.size):
             raise ArgumentError(
                 f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {engine.rank} of "
@@ -57,13 +62,17 @@ class CudaProgram:
         self._kept: list[Any] = []  # what the arguments of launches point to
         names = [name for launch in self._launches.values() for name in launch.kernels]
         draws = any(launch.draws for launch in self._launches.values())
-        engine.kernels([*names, cuda_source.CALL_KERNEL] if draws else names)  # compiled together
+        kernels(engine.device, [*names, cuda_source.CALL_KERNEL] if draws else names)  # compiled together
         self._prepared = self._upload()
         self._count_arguments = self._pack(self._counter, self._call, self._is_replay) if draws else 0
         cuda = require().cupy.cuda
         self._arrival = cuda.Event(disable_timing=True)
         self._events = {s: cuda.Event(disable_timing=True) for s, step in enumerate(self._steps) if step.records}
         self._calls: dict[bool, list[Call]] = {}
+        self._staging: Staging | None = None
+        if courier is not None and any(step.lane in (Lane.OUT, Lane.IN) for step in self._steps):
+            self._staging = Staging(schedule, self._steps, self._leg_address, courier)
+            self.workspace_nbytes += self._staging.nbytes
 
     def start(
         self,
@@ -77,14 +86,17 @@ class CudaProgram:
         lr: float = 1.0,
     ) -> CudaRun:
         """Begin a run; see engines.base.Program."""
-        from qccl.engines.cuda import CudaRun
-
         if bindings.keys() != self._bound.keys():
             raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
         streams = tuple(streams) or (0,)
         captured = self._engine.is_capturing(streams[0])
         if captured and trace is not None:
             raise ArgumentError("a call that is put into a graph cannot be traced; leave trace out")
+        if captured and self._schedule.distant:
+            raise ArgumentError(
+                "a call with inter='host' cannot be put into a graph: the host must move its messages in every run; "
+                "leave inter out"
+            )
         run = CudaRun(self._engine, f"{header.text} (call {header.sequence})", deadline, streams[0], captured=captured)
 
         def enqueue(lanes: Mapping[Lane, int], event: int) -> None:
@@ -94,6 +106,8 @@ class CudaProgram:
             self._call.value = (call + 1) << 32 if captured else call
             self._is_replay.value = captured
             self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
+            if self._staging is not None:
+                self._staging.begin(header.sequence, run.what, deadline)
             calls = self._traced_calls(lanes, run, trace) if trace is not None else self._calls_on(lanes, captured)
             for function, arguments in calls:
                 function(*arguments)
@@ -141,24 +155,24 @@ class CudaProgram:
                 calls.append((gpu.runtime.memsetAsync, (prepared.scratch, 0, prepared.scratch_nbytes, stream)))
             launch = gpu.driver.launchKernel
             return calls + [(launch, (*kernel, stream, arguments, 0)) for kernel, arguments in prepared.launches]
-        return [call for op in step.ops for call in self._transfers(self._schedule.ops[op], stream)]
-
-    def _transfers(self, op: Op, stream: int) -> list[Call]:
-        transport = self._engine.transport
-        if isinstance(op, Exchange):
-            return transport.exchange(self._legs(op.sends), self._legs(op.recvs), stream)
-        raise EngineError(f"the CUDA engine cannot run {type(op).__name__}")
+        if self._staging is not None and step.lane in (Lane.OUT, Lane.IN):
+            return self._staging.calls(number, stream)
+        if step.exchange is None:
+            return []
+        sends, receives = (self._legs(legs) for legs in (step.exchange.sends, step.exchange.recvs))
+        return self._engine.transport.exchange(sends, receives, stream)
 
     def _legs(self, legs: Sequence[Leg]) -> list[DeviceLeg]:
-        buffers = self._schedule.buffers
-        for leg in legs:
-            if buffers[leg.span.buffer].role is not Role.WORK:
-                raise EngineError(f"a leg transfers {leg.span.buffer!r}; legs must be in work buffers")
-        return [DeviceLeg(leg.peer, self._address(leg.span), self._nbytes(leg.span)) for leg in legs]
+        return [DeviceLeg(leg.peer, self._leg_address(leg.span), self._nbytes(leg.span)) for leg in legs]
+
+    def _leg_address(self, span: Span) -> int:
+        if self._schedule.buffers[span.buffer].role is not Role.WORK:
+            raise EngineError(f"a leg transfers {span.buffer!r}; legs must be in work buffers")
+        return self._address(span)
 
     def _count_call(self, stream: int) -> Call:
         """Random numbers are keyed by a number on the device, which the replays of a graph count up themselves."""
-        kernel = self._engine.kernels([cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
+        kernel = kernels(self._engine.device, [cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
         return require().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, self._count_arguments, 0)
 
     # -- a traced run ------------------------------------------------------------------------------------------------
@@ -245,14 +259,14 @@ class CudaProgram:
         }
 
     def _prepare(self, launch: Launch, jobs: int, sources: int, scratch: int) -> _Prepared:
-        kernels = self._engine.kernels(launch.kernels)
+        functions = kernels(self._engine.device, launch.kernels)
         parameters = launch.parameters.copy()
         parameters["scratch"] = scratch
         blob = ctypes.create_string_buffer(parameters.tobytes())
         arguments = self._pack(ctypes.c_uint64(jobs), ctypes.c_uint64(sources), blob, self._memory)
         geometry = (*launch.grid, *launch.block, launch.shared)
         return _Prepared(
-            [((kernels[name], *geometry), arguments) for name in launch.kernels],
+            [((functions[name], *geometry), arguments) for name in launch.kernels],
             scratch,
             launch.scratch_nbytes * launch.clears_scratch,
         )

@@ -4,6 +4,9 @@ A lane is a stream: what is put on it runs in the order in which it was put ther
 point on another. Both are data here, derived from the schedule's dependencies with no GPU library in sight, so that
 what the CUDA engine will do can be tested anywhere.
 
+Legs to and from distant peers (Schedule.distant) go through host memory, on two lanes of their own: one copies what is
+sent out, the other copies in what has come. So a copy waits neither for NCCL's transfers nor for another message.
+
 Two laws. Program order within a lane is never changed (on the communication lane it is part of correctness: NCCL needs
 the same order of groups on all ranks). And every dependency between lanes is implied by an event and program order; an
 event that others already imply is left out.
@@ -11,7 +14,7 @@ event that others already imply is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qccl.dtypes import DType
@@ -43,14 +46,17 @@ class Step:
     Attributes:
         lane: which stream it is put on.
         ops: the numbers of the schedule's operations that it does at once; none for the first and the last step.
+            Several steps may share an Exchange.
         waits: the steps of other lanes whose events its lane must wait for before it.
         records: whether a later step, or the caller, waits for it: an event is recorded behind it.
+        exchange: the transfers that it does: those of an Exchange that go on this lane.
     """
 
     lane: Lane
     ops: tuple[int, ...]
     waits: tuple[int, ...]
     records: bool
+    exchange: Exchange | None = None
 
 
 def steps(schedule: Schedule) -> tuple[Step, ...]:
@@ -59,7 +65,7 @@ def steps(schedule: Schedule) -> tuple[Step, ...]:
     The first has no operations and stands for everything that came before the run (the caller's data, and the last
     run, which used the same workspace); the last likewise has none, and is complete when everything is.
     """
-    program = tuple(nodes(schedule, per_leg=False))
+    program = tuple(_nodes(schedule))
     needed = dependencies(program)
     batches = _batches(schedule, program, needed)
     step_of = {i: s for s, batch in enumerate(batches, 1) for i in batch}
@@ -69,13 +75,56 @@ def steps(schedule: Schedule) -> tuple[Step, ...]:
     required.append(set(range(len(lanes) - 1)))
     waits = _events(lanes, required)
     recorded = {step for each in waits for step in each} | {len(lanes) - 1}
-    ops = [(), *batches, ()]
-    return tuple(Step(lanes[s], ops[s], waits[s], s in recorded) for s in range(len(lanes)))
+    ops = [(), *(tuple(program[i].op_index for i in batch) for batch in batches), ()]
+    moved = [None, *(_exchange(program[batch[0]]) for batch in batches), None]
+    return tuple(Step(lanes[s], ops[s], waits[s], s in recorded, moved[s]) for s in range(len(lanes)))
 
 
 def lanes_of(program: Sequence[Step]) -> tuple[Lane, ...]:
     """The lanes that have steps, the home lane first."""
     return tuple(dict.fromkeys(step.lane for step in program))
+
+
+@dataclass(frozen=True, slots=True)
+class _Half(Node):
+    """The legs of an Exchange to distant peers, or those from them: ``op`` has these alone."""
+
+    @property
+    def lane(self) -> Lane:
+        return Lane.OUT if isinstance(self.op, Exchange) and self.op.sends else Lane.IN
+
+
+def _nodes(schedule: Schedule) -> Iterator[Node]:
+    """The operations, with each Exchange in as many parts as it needs lanes.
+
+    What goes out comes before what the same Exchange waits for: put on the device in this order, no wait stands before
+    what it waits for on another rank, even where the hardware runs several streams as one.
+    """
+    for node in nodes(schedule, per_leg=False):
+        if not (schedule.distant and isinstance(node.op, Exchange)):
+            yield node
+            continue
+        near, far = _parted(node.op, schedule.distant)
+        if far.sends:
+            yield _Half(node.op_index, Exchange(far.sends, ()))
+        if near.sends or near.recvs:
+            yield Node(node.op_index, near)
+        if far.recvs:
+            yield _Half(node.op_index, Exchange((), far.recvs))
+
+
+def _parted(op: Exchange, distant: Collection[int]) -> tuple[Exchange, Exchange]:
+    """The legs with near peers, and those with distant ones."""
+
+    def chosen(far: bool) -> Exchange:
+        sends, recvs = (tuple(leg for leg in legs if (leg.peer in distant) == far) for legs in (op.sends, op.recvs))
+        return Exchange(sends, recvs)
+
+    return chosen(False), chosen(True)
+
+
+def _exchange(node: Node) -> Exchange | None:
+    return node.op if isinstance(node.op, Exchange) else None
 
 
 def _batches(schedule: Schedule, program: Sequence[Node], needed: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from qccl import codecs
@@ -25,7 +25,10 @@ INTRA = {"none": "none", "float16": "cast:dtype=float16", "bfloat16": "cast:dtyp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hierarchical(Signature):
-    """Parameters of hierarchical_allreduce; ``node_ids`` has a number for each rank's node."""
+    """Parameters of hierarchical_allreduce; ``node_ids`` has a number for each rank's node.
+
+    ``inter`` "host" sends what goes between nodes from host memory, also where the values are on a GPU.
+    """
 
     name = "hierarchical_allreduce"
 
@@ -34,6 +37,7 @@ class Hierarchical(Signature):
     layout: str
     node_ids: tuple[int, ...]
     algorithm: str
+    inter: str | None = None
 
     @classmethod
     def make(
@@ -44,8 +48,14 @@ class Hierarchical(Signature):
         layout: str = "leader",
         node_ids: Sequence[int] = (),
         algorithm: str = "auto",
+        inter: str | None = None,
     ) -> Hierarchical:
         """Check the arguments."""
+        if inter not in (None, "host"):
+            raise ArgumentError(
+                f"inter={inter!r} cannot be had; between nodes codes go as the communicator's other transfers do "
+                f'(None), or from host memory ("host")'
+            )
         one_of(layout, LAYOUTS, "layout")
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         checked = common(*given)
@@ -58,10 +68,14 @@ class Hierarchical(Signature):
             layout=layout,
             node_ids=integers(node_ids, "node_ids"),
             algorithm=algorithm,
+            inter=inter,
         )
 
     def _shown(self) -> dict[str, Any]:
-        return Signature._shown(self) | {"intra": self.intra.spec(), "node_ids": list(self.node_ids)}
+        shown = Signature._shown(self) | {"intra": self.intra.spec(), "node_ids": list(self.node_ids)}
+        if self.inter is None:
+            del shown["inter"]
+        return shown
 
     def counts(self, rank: int, size: int) -> dict[str, int]:
         """See Signature."""
@@ -92,7 +106,7 @@ class Hierarchical(Signature):
         """See Signature."""
         combine, scale = reduction(self.op, size)
         nodes, parts, algorithm = self.resolved()
-        return hierarchical(
+        made = hierarchical(
             *(rank, size, self.count, self.dtype, self.codec, combine),
             intra=self.intra,
             nodes=nodes,
@@ -101,4 +115,9 @@ class Hierarchical(Signature):
             scale=scale,
             in_place=in_place,
             chunk_elements=self._chunk(default_chunk),
+        )
+        if self.inter is None:
+            return made
+        return replace(
+            made, distant=frozenset(r for r, node in enumerate(self.node_ids) if node != self.node_ids[rank])
         )

@@ -114,10 +114,13 @@ class DeviceTransport(Group, Protocol):
     Attributes:
         device: number of this rank's GPU.
         stream: where the transport's own transfers are put; all ranks put the same on it, in the same order.
+        host: transfers between the same ranks from host memory, for one engine's use; None where there are none. It
+            ends with this transport.
     """
 
     device: int
     stream: int
+    host: Transport | None
 
     def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
         """The calls that put transfers which belong together on ``stream``. They neither block nor allocate."""

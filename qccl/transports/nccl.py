@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from qccl.dtypes import get
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.gpu import bounded, mapped, on_device, pick_device, require, wait_for
-from qccl.transports.base import Call, DeviceLeg, Group, numbered
+from qccl.transports.base import Call, DeviceLeg, Transport, numbered
 
 __all__ = ["NcclTransport", "get_unique_id"]
 
@@ -51,6 +51,7 @@ class NcclTransport:
         """Collective: take over a NcclCommunicator of CuPy, and connect all ranks with each other."""
         cuda = require().cupy.cuda
         self.device = device
+        self.host: Transport | None = None
         self._comm = comm
         self._timeout = timeout
         self._gone = False
@@ -91,8 +92,8 @@ class NcclTransport:
         return cls(comm, chosen, timeout)
 
     @classmethod
-    def from_group(cls, group: Group, device: int | None, timeout: float) -> NcclTransport:
-        """Collective: the ranks of a host group (such as MPI's), which is used for the set-up only.
+    def from_group(cls, group: Transport, device: int | None, timeout: float) -> NcclTransport:
+        """Collective: the ranks of a host group (such as MPI's), which becomes ``host`` if all goes well.
 
         Where one rank has no GPU, all raise EngineError with that rank's reason, and none waits for it.
         """
@@ -105,7 +106,9 @@ class NcclTransport:
         for rank, each in enumerate(items):
             if each.startswith(b"-"):
                 raise EngineError(f"rank {rank}: {each[1:].decode()}")
-        return cls.from_unique_id(items[0][1:], group.rank, group.size, chosen, timeout)
+        made = cls.from_unique_id(items[0][1:], group.rank, group.size, chosen, timeout)
+        made.host = group
+        return made
 
     @classmethod
     def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float) -> NcclTransport:
@@ -184,7 +187,12 @@ class NcclTransport:
         group = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
         arguments = (-1, 0) if color is None else (colors.index(color), group.index((key, self.rank)))
         comm = bounded(self.device, timeout, "the split", lambda: self._comm.commSplit(*arguments))
-        return None if comm is None else NcclTransport(comm, self.device, timeout)
+        host = None if self.host is None else self.host.split(color, key, timeout)
+        if comm is None:
+            return None
+        made = NcclTransport(comm, self.device, timeout)
+        made.host = host
+        return made
 
     def abort(self, reason: str) -> None:
         """End what is under way on the device; the other ranks find out by themselves, at the latest in time.
@@ -193,6 +201,8 @@ class NcclTransport:
         """
         if not self._leave():
             return
+        if self.host is not None:
+            self.host.abort(reason)
         with contextlib.suppress(Exception):
             bounded(self.device, _ABORT_SECONDS, "abort", self._comm.abort)
 
@@ -209,6 +219,8 @@ class NcclTransport:
                 RuntimeWarning,
                 stacklevel=2,
             )
+        if self.host is not None:
+            self.host.close()
 
     def _leave(self) -> bool:
         """Whether nobody has left before. Afterwards nothing is asked of the communicator any more."""

@@ -88,6 +88,13 @@ def faults() -> dict[str, Any]:
     return check_faults()
 
 
+def staged() -> dict[str, Any]:
+    """Codes through pinned memory and a host transport."""
+    from staged import all_checks
+
+    return all_checks()
+
+
 def bandwidth() -> dict[str, Any]:
     """The kernels beside a copy."""
     from bandwidth import measure
@@ -136,9 +143,10 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "kernels": (kernels, 300),
     "streams": (streams, 60),
     "graphs": (graphs, 60),
-    "dispatch": (dispatch, 60),
+    "dispatch": (dispatch, 30),
     "overlap": (overlap, 60),
     "bandwidth": (bandwidth, 120),
+    "staged": (staged, 50),
     "ranks": (ranks, 240),
     "faults": (faults, 90),
     "memcheck": (memcheck, 240),

@@ -11,7 +11,7 @@ import numpy as np
 from qccl.backends import CudaBackend
 from qccl.communicator import Communicator
 from qccl.gpu import require
-from qccl.transports.base import Call, DeviceLeg
+from qccl.transports.base import Call, DeviceLeg, Transport
 
 GUARD = 256
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
@@ -108,6 +108,7 @@ class Mirror:
 
     name = "mirror"
     rank = local_rank = 0
+    host = None
 
     def __init__(self, size: int = 2, seconds_per_byte: float = 0.0) -> None:
         gpu = require()
@@ -149,6 +150,44 @@ class Mirror:
 
     def close(self) -> None:
         pass
+
+
+class Apart:
+    """Ranks that are each alone in a node: there is nothing between them but a host transport (DeviceTransport)."""
+
+    name = "apart"
+
+    def __init__(self, host: Transport) -> None:
+        gpu = require()
+        self.host: Transport | None = host
+        self.rank, self.size = host.rank, host.size
+        self.local_rank, self.local_size = 0, 1
+        self.nodes = tuple(range(host.size))
+        self.device = gpu.runtime.getDevice()
+        self._host = host
+        self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
+        self.stream = self._stream.ptr
+
+    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+        raise AssertionError("there is no way between these ranks' devices")
+
+    def allreduce(self, *arguments: Any) -> None:
+        raise NotImplementedError
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        return self._host.allgather(item, timeout)
+
+    def split(self, color: int | None, key: int, timeout: float) -> None:
+        raise NotImplementedError
+
+    def check(self) -> None:
+        pass
+
+    def abort(self, reason: str) -> None:
+        self._host.abort(reason)
+
+    def close(self) -> None:
+        self._host.close()
 
 
 def _known(stream: int) -> Any:

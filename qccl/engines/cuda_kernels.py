@@ -1,0 +1,52 @@
+"""The kernels of this process: compiled when they are first asked for, and never unloaded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from qccl.engines import cuda_cache, cuda_source
+from qccl.gpu import require
+
+__all__ = ["kernels"]
+
+_COMPILERS = 16
+
+#: by device and name
+_kernels: dict[tuple[int, str], Any] = {}
+
+
+def kernels(device: int, names: Iterable[str]) -> dict[str, int]:
+    """Kernels by their names in cuda_source: functions for a GPU, which must be the thread's current one.
+
+    Not by CuPy's RawModule: it adds -ftz=true, and bytes would not be the host's.
+    """
+    names = tuple(dict.fromkeys(names))
+    new = [name for name in names if (device, name) not in _kernels]
+    if len(new) > 1:  # the compiler lets go of the interpreter
+        threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), require().runtime.setDevice
+        with ThreadPoolExecutor(threads, initializer=setting, initargs=(device,)) as pool:
+            found = list(pool.map(_compiled, new))
+    else:
+        found = [_compiled(name) for name in new]
+    for name, (binary, mangled) in zip(new, found, strict=True):
+        module = require().cupy.cuda.function.Module()
+        module.load(binary)
+        _kernels[device, name] = module.get_function(mangled)
+    return {name: _kernels[device, name].ptr for name in names}
+
+
+def _compiled(name: str) -> tuple[bytes, str]:
+    """The binary of a kernel for the current GPU, and its name there."""
+    cupy = require().cupy
+    code, options = cuda_source.source([name])
+
+    def compile_it() -> tuple[bytes, str]:
+        binary, mapping = cupy.cuda.compiler.compile_using_nvrtc(code, options, name_expressions=(name,))
+        return binary, mapping.get(name, name)
+
+    version, capability = cupy.cuda.nvrtc.getVersion(), cupy.cuda.Device().compute_capability
+    how = os.environ.get("CUPY_COMPILE_WITH_PTX", "")
+    return cuda_cache.compiled([code, *options, cupy.__version__, str(version), capability, how], compile_it)

@@ -1,0 +1,504 @@
+"""hierarchical_allreduce(inter="host") on fake GPUs: codes between nodes through pinned memory and a host transport."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import fake_cuda
+import numpy as np
+import pytest
+from test_cuda_engine import captured, cupy, values, world  # noqa: F401  (fixtures)
+
+import qccl
+from qccl import gpu
+from qccl.codecs import get
+from qccl.dtypes import FLOAT32
+from qccl.signatures import of_plan
+from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
+
+#: the ranks of nodes, and how many orders are tried
+NODES = [([0, 1], 3), ([0, 0, 1, 1], 3), ([0, 1, 1], 2), ([0, 0, 1, 2, 2], 1), ([0, 1, 0, 1, 2], 1)]
+CODEC = "minmax3:bucket=64,rounding=stochastic"
+
+
+def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 20.0) -> list[Any]:
+    """What ``fn(comm)`` returned or raised on each of ``n`` GPUs that met over loopback, as they would over MPI."""
+    from qccl.backends import CudaBackend
+    from qccl.transports.nccl import NcclTransport
+
+    group = LoopbackGroup(n)
+
+    def run(rank: int) -> Any:
+        try:
+            transport = NcclTransport.from_group(group.transport(rank), rank, timeout)
+            with qccl.Communicator._from_transport(transport, timeout, CudaBackend) as comm:
+                return fn(comm)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(n) as pool:
+        return list(pool.map(run, range(n)))
+
+
+def every_call(
+    comm: qccl.Communicator, node_ids: Sequence[int], array: Callable[[np.ndarray], Any], read: Callable[[Any], bytes]
+) -> list[bytes]:
+    """Both layouts and algorithms, one call behind the other with none waited for; what they left."""
+    found = []
+    for seed, (layout, algorithm, count, options) in enumerate(
+        [
+            ("leader", "one_shot", 5000, {"op": "avg", "chunk": 256}),
+            ("sharded", "two_round", 7001, {"chunk": 320}),
+            ("leader", "two_round", 3000, {"intra": "bfloat16"}),
+            ("sharded", "one_shot", 4097, {"codec": "minmax8", "chunk": 128}),
+            ("sharded", "auto", 0, {}),
+            ("sharded", "auto", 3, {"op": "max", "codec": "none"}),
+        ]
+    ):
+        how = {"codec": CODEC, "layout": layout, "algorithm": algorithm, "node_ids": node_ids, "inter": "host"}
+        x, out = array(values(comm.rank, count, seed)), array(np.full(count, np.nan, np.float32))
+        comm.hierarchical_allreduce(x, out, **how | options)
+        comm.hierarchical_allreduce(x, **how | options)
+        found += [x, out]
+    comm.check()
+    return [read(each) for each in found]
+
+
+def on_gpu(comm: qccl.Communicator, node_ids: Sequence[int]) -> list[bytes]:
+    return every_call(comm, node_ids, lambda x: fake_cuda.array(x, comm.rank), lambda x: x.get().tobytes())
+
+
+def on_host(node_ids: Sequence[int]) -> list[list[bytes]]:
+    found = qccl.run_ranks(len(node_ids), lambda comm: every_call(comm, node_ids, lambda x: x, lambda x: x.tobytes()))
+    assert all(each[::2] == found[0][::2] for each in found)  # the same bits on all ranks
+    return found
+
+
+@pytest.mark.parametrize(("node_ids", "seeds"), NODES, ids=str)
+def test_the_hosts_bytes_whatever_the_order(node_ids, seeds, world, cupy):  # noqa: F811
+    expected = on_host(node_ids)
+    for seed in range(seeds):
+        world.random.seed(seed)
+        assert ranks(len(node_ids), lambda comm: on_gpu(comm, node_ids)) == expected
+
+
+@pytest.mark.parametrize("node_ids", [[0, 1, 2], [0, 0, 1, 1]], ids=str)
+def test_streams_may_share_a_queue_of_the_hardware(node_ids, world, cupy):  # noqa: F811
+    """However few queues a GPU has: nothing is put behind a wait that this waits for, on any rank."""
+    world.is_serial = True
+    assert ranks(len(node_ids), lambda comm: on_gpu(comm, node_ids)) == on_host(node_ids)
+
+
+@pytest.mark.parametrize("without", ["a message that has come", "a message that has left", "a place that is free"])
+def test_each_thing_that_is_waited_for_matters(without, world, cupy, monkeypatch):  # noqa: F811
+    """Rank 0's host sends late, or its device fetches late: the bytes are right, but not without the word for that."""
+    from qccl.engines.courier import Courier, Trip
+    from qccl.engines.cuda_staging import Staging
+
+    wait, may_start, finish = Staging._wait, Trip.may_start, Courier._finish
+    received, active = list[int](), threading.Event()
+
+    def run(comm: qccl.Communicator) -> bytes:
+        x = fake_cuda.array(values(comm.rank, 20_000), comm.rank)
+        comm.plan("hierarchical_allreduce", 20_000, **options(comm), algorithm="one_shot").bind(x)
+        comm.barrier()
+        received.clear()
+        comm.barrier()
+        active.set()
+        staged(comm, x, algorithm="one_shot")
+        comm.check()
+        active.clear()
+        return x.get().tobytes()
+
+    def skips(staging: Staging, stream: int, word: int, back: int) -> None:
+        sends = [message.done for message in staging._messages if message.is_send]
+        if (word in sends) != (without == "a message that has left"):
+            wait(staging, stream, word, back)
+
+    def ahead(trip: Trip, message: Any) -> bool:
+        if message.is_send and message.peer == 1:
+            if len(received) < 2:
+                return False
+            world.run(1000)  # all that the device can do before the message leaves
+        return may_start(trip, message)
+
+    def finishes(courier: Courier, trip: Trip, message: Any) -> None:
+        if courier.transport.rank == 0 and not message.is_send:
+            received.append(message.done)
+        finish(courier, trip, message)
+
+    def holds(node: fake_cuda.Node) -> bool:
+        """Rank 0's device does not fetch the first message before the fourth, which has its place, has come."""
+        return active.is_set() and node.what == "copy 1" and node.device == 0 and len(received) < 4
+
+    [expected] = exact(2, count=20_000, algorithm="one_shot")
+    monkeypatch.setattr(Courier, "_finish", finishes)
+    monkeypatch.setattr(Trip, "may_start", ahead)
+    assert ranks(2, run) == [expected] * 2
+    if without == "a place that is free":
+        world.holds = holds
+        monkeypatch.setattr(Trip, "may_start", lambda trip, m: not m.is_send or may_start(trip, m))
+    else:
+        monkeypatch.setattr(Staging, "_wait", skips)
+    assert ranks(2, run) != [expected] * 2
+
+
+def test_bytes_between_nodes_go_over_the_host_and_no_others(world, cupy):  # noqa: F811
+    codec, count = get("minmax4"), 1024 * 48
+    whole, encoded = 4 * count, codec.encoded_nbytes(count, FLOAT32)
+
+    def run(comm: qccl.Communicator) -> list[tuple[int, int]]:
+        sent = {"host": 0, "nccl": 0}
+        host, nccl = comm.transport.host, comm.transport._comm
+
+        def over_host(peer: int, tag: int, buffer: tuple[int, int], token: object, send: Any = host.send) -> None:
+            sent["host"] += buffer[1]
+            send(peer, tag, buffer, token)
+
+        def over_nccl(address: int, n: int, datatype: int, peer: int, stream: int, send: Any = nccl.send) -> None:
+            assert peer // 2 == comm.rank // 2
+            sent["nccl"] += n
+            send(address, n, datatype, peer, stream)
+
+        host.send, nccl.send = over_host, over_nccl
+        found = []
+        for layout in ("leader", "sharded"):
+            for algorithm in ("one_shot", "two_round"):
+                x = fake_cuda.array(np.ones(count, np.float32), comm.rank)
+                how = {"layout": layout, "algorithm": algorithm, "node_ids": [0, 0, 1, 1, 2, 2], "codec": codec}
+                sent |= {"host": 0, "nccl": 0}
+                comm.hierarchical_allreduce(x, inter="host", **how)
+                comm.check()
+                comm._engine._courier.close(10.0)
+                found.append((sent["host"], sent["nccl"]))
+                comm._engine._courier = None  # the next call makes another
+        return found
+
+    leader = [(2 * encoded, whole), (2 * 2 * encoded // 3, whole)]
+    sharded = [(2 * encoded // 2, whole), (2 * 2 * encoded // 3 // 2, whole)]
+    idle = [(0, whole), (0, whole)]
+    assert ranks(6, run) == [[*leader, *sharded], [*idle, *sharded]] * 3
+
+
+def options(comm: qccl.Communicator) -> dict[str, Any]:
+    """For ranks that are each alone in a node."""
+    return {"node_ids": list(range(comm.size)), "codec": "minmax8", "inter": "host", "chunk": 256}
+
+
+def staged(comm: qccl.Communicator, x: Any, out: Any = None, **how: Any) -> Any:
+    """A call of such ranks."""
+    return comm.hierarchical_allreduce(x, out, **options(comm) | how)
+
+
+def exact(n: int, *, seeds: Sequence[int] = (0,), count: int = 3000, **how: Any) -> list[bytes]:
+    """The host's results of such calls."""
+
+    def run(comm: qccl.Communicator) -> list[bytes]:
+        return [staged(comm, values(comm.rank, count, seed), **how).tobytes() for seed in seeds]
+
+    return qccl.run_ranks(n, run)[0]
+
+
+def test_the_host_does_not_wait_and_calls_follow_each_other(world, cupy):  # noqa: F811
+    """Four calls of one plan and four of others are put on their streams before anything runs."""
+    begun = threading.Barrier(2)
+
+    def run(comm: qccl.Communicator) -> list[bytes]:
+        plan = comm.plan("hierarchical_allreduce", 3000, codec="minmax8", node_ids=[0, 1], inter="host", chunk=256)
+        xs = [fake_cuda.array(values(comm.rank, 3000, seed), comm.rank) for seed in range(8)]
+        plan.bind(xs[7])
+        staged(comm, fake_cuda.array(values(comm.rank, 3000), comm.rank))  # and now the ranks have agreed
+        comm.check()
+        comm.barrier()
+        begun.wait(10)
+        world.frozen = True
+        works = [plan.bind(x).start() for x in xs[:4]]
+        works += [staged(comm, x, async_op=True) for x in xs[4:]]
+        assert not any(work.is_completed() for work in works)
+        begun.wait(10)
+        world.frozen = False
+        for work in reversed(works):
+            work.synchronize()
+        return [x.get().tobytes() for x in xs]
+
+    expected = exact(2, seeds=range(8))
+    assert ranks(2, run) == [expected, expected]
+
+
+def test_numbers_of_runs_go_round(world, cupy):  # noqa: F811
+    from qccl.engines.courier import reached
+
+    assert reached(5, 5) and reached(6, 5) and not reached(4, 5)
+    assert reached(0, (1 << 32) - 1) and reached(3, (1 << 32) - 3) and not reached((1 << 32) - 1, 0)
+
+    def run(comm: qccl.Communicator) -> list[bytes]:
+        plan = comm.plan("hierarchical_allreduce", 3000, codec="minmax8", node_ids=[0, 1], inter="host", chunk=256)
+        xs = [fake_cuda.array(values(comm.rank, 3000, seed), comm.rank) for seed in range(5)]
+        plan.bind(xs[0])
+        [compiled] = plan._programs.values()
+        staging = compiled.program._staging
+        staging._number = (1 << 32) - 2
+        for word in range(len(staging._words)):
+            staging._words[word] = (1 << 32) - 2
+        for x in xs:
+            plan.bind(x).start()
+        comm.check()
+        return [x.get().tobytes() for x in xs]
+
+    expected = exact(2, seeds=range(5))
+    assert ranks(2, run) == [expected, expected]
+
+
+def test_pinned_memory_does_not_grow_with_the_message(world, cupy):  # noqa: F811
+    def run(comm: qccl.Communicator) -> list[int]:
+        found = []
+        for count in (20_000, 200_000):
+            plan = comm.plan(
+                "hierarchical_allreduce", count, codec="minmax8", node_ids=[0, 1], inter="host", chunk=1024
+            )
+            plan.bind(fake_cuda.array(values(comm.rank, count), comm.rank))
+            [compiled] = plan._programs.values()
+            staging = compiled.program._staging
+            found.append(staging.nbytes - 4 * staging._count)
+        return found
+
+    for small, large in ranks(2, run):
+        assert large < small + 512
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def under_way(
+    device: fake_cuda.World, other: Callable[[qccl.Communicator], Any], seconds: float
+) -> tuple[list[Any], bool]:
+    """Rank 0 calls, and rank 1 does something else; what rank 0 got, and whether its streams have gone on."""
+
+    def run(comm: qccl.Communicator) -> Any:
+        x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+        staged(comm, x)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 1:
+            return other(comm)
+        begin = time.monotonic()
+        work = staged(comm, x, async_op=True, timeout=seconds)
+        with pytest.raises(qccl.QcclError) as caught:
+            work.synchronize()
+        took = time.monotonic() - begin
+        for call in (lambda: staged(comm, x), comm.check, comm.barrier):
+            with pytest.raises(type(caught.value), match="earlier"):
+                call()
+        return type(caught.value), str(caught.value), took
+
+    found = ranks(2, run)
+    device.finish(lambda: device.is_idle(0))
+    return found, not [t for t in threading.enumerate() if t.name.startswith("qccl") and t.is_alive() and settle(t)]
+
+
+def settle(thread: threading.Thread) -> bool:
+    thread.join(5)
+    return thread.is_alive()
+
+
+def test_a_peer_that_gives_up(world, cupy):  # noqa: F811
+    [(kind, text, took), _], ended = under_way(world, lambda comm: comm.abort("on purpose"), 10.0)
+    assert kind is qccl.PeerLost and "on purpose" in text and took < 3 and ended
+
+
+def test_a_peer_that_stays_away(world, cupy):  # noqa: F811
+    [(kind, text, took), _], ended = under_way(world, lambda comm: time.sleep(1.5), 0.4)
+    assert kind is qccl.CollectiveTimeout and "hierarchical_allreduce" in text and took < 1.4 and ended
+
+
+def test_a_peer_that_sends_something_else(world, cupy):  # noqa: F811
+    """As much as can be seen: a message of another length."""
+
+    def other(comm: qccl.Communicator) -> Any:
+        x = fake_cuda.array(values(comm.rank, 2000), comm.rank)
+        how = {"node_ids": [0, 1], "inter": "host"}
+        comm._engine._agreed.add(of_plan("hierarchical_allreduce", 2000, "float32", "minmax8", 256, how).text())
+        with pytest.raises(qccl.QcclError):
+            staged(comm, x, async_op=True, timeout=2.0).synchronize()
+
+    [(kind, text, _), error], ended = under_way(world, other, 10.0)
+    assert kind in (qccl.MismatchError, qccl.PeerLost) and error is None and ended
+    assert "bytes to rank" in text
+
+
+def test_a_transport_that_fails(world, cupy):  # noqa: F811
+    """What the courier's thread meets is the call's error, and of the calls to come."""
+
+    def run(comm: qccl.Communicator) -> Any:
+        x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+        staged(comm, x)
+        comm.check()
+
+        def poll(*, idle: int) -> Any:
+            raise qccl.PeerLost("a node has gone") if comm.rank else ZeroDivisionError("a fault of ours")
+
+        comm.transport.host.poll = poll
+        with pytest.raises(qccl.QcclError) as caught:
+            staged(comm, x, async_op=True).synchronize()
+        with pytest.raises(type(caught.value), match="earlier"):
+            staged(comm, x)
+        return type(caught.value), str(caught.value)
+
+    first, second = ranks(2, run)
+    assert second[0] is qccl.PeerLost and "a node has gone" in second[1]
+    assert "ZeroDivisionError" in first[1] or "a node has gone" in first[1]
+    world.finish(lambda: world.is_idle(0) and world.is_idle(1))
+
+
+def test_aborting_lets_the_streams_go_on(world, cupy):  # noqa: F811
+    """Nobody answers, and the caller's stream waits for the call: after abort() it ends all the same."""
+
+    def run(comm: qccl.Communicator) -> Any:
+        x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+        staged(comm, x)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 0:
+            staged(comm, x)
+            time.sleep(0.1)
+            assert not world.is_empty(0)
+            comm.abort("enough")
+            gpu.require().runtime.deviceSynchronize()
+            with pytest.raises(qccl.PeerLost, match="enough"):
+                comm.check()
+        return "done"
+
+    assert ranks(2, run)[0] == "done"
+
+
+def test_closing_waits_for_the_last_messages(world, cupy):  # noqa: F811
+    """A rank that has its result may still have to send: the others get theirs although it leaves at once."""
+
+    def run(comm: qccl.Communicator) -> bytes:
+        x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+        staged(comm, x, algorithm="two_round")
+        if comm.rank:
+            time.sleep(0.3)
+        comm.check()
+        comm.close()
+        return x.get().tobytes()
+
+    assert ranks(3, run) == exact(3, algorithm="two_round") * 3
+    assert not [t for t in threading.enumerate() if t.name.startswith("qccl") and settle(t)]
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_graphs_are_refused(world, cupy):  # noqa: F811
+    one_at_a_time = threading.Lock()
+
+    def run(comm: qccl.Communicator) -> bytes:
+        with gpu.on_device(comm.rank):
+            x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+            staged(comm, x)
+            comm.check()
+            comm.barrier()
+            with one_at_a_time, pytest.raises(qccl.ArgumentError, match="cannot be put into a graph"):
+                captured(cupy, comm, lambda stream: staged(comm, x, stream=stream))
+            comm.barrier()
+            staged(comm, x)
+            comm.check()
+            return x.get().tobytes()
+
+    first, second = ranks(2, run)
+    assert first == second
+
+
+def test_a_communicator_without_a_way_between_hosts(world, cupy):  # noqa: F811
+    from test_cuda_engine import ranks as over_nccl_alone
+
+    def run(comm: qccl.Communicator) -> bytes:
+        x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+        for layout in ("leader", "sharded"):  # on all ranks, also those that would send nothing
+            with pytest.raises(qccl.ArgumentError, match=r"make it over MPI.*from_mpi"):
+                comm.hierarchical_allreduce(x, node_ids=[0, 0, 1], layout=layout, inter="host")
+        comm.hierarchical_allreduce(x, node_ids=[0, 0, 0], inter="host")  # one node: nothing would be staged
+        comm.check()
+        return x.get().tobytes()
+
+    assert len(set(over_nccl_alone(3, run))) == 1
+
+
+def test_what_the_libraries_cannot_do(world, cupy):  # noqa: F811
+    def run(comm: qccl.Communicator) -> bytes:
+        x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+        comm.transport.host.is_threaded = False
+        with pytest.raises(qccl.ArgumentError, match="MPI_THREAD_MULTIPLE"):
+            staged(comm, x)
+        comm.transport.host.is_threaded = True
+        comm.barrier()
+        world.no_stream_memory = True
+        with pytest.raises(qccl.EngineError, match="801"):
+            staged(comm, x)
+        comm.barrier()
+        world.no_stream_memory = False
+        comm.barrier()
+        staged(comm, x)
+        comm.check()
+        return x.get().tobytes()
+
+    assert ranks(2, run) == exact(2) * 2
+
+
+def test_ranks_that_disagree_on_the_way(world, cupy):  # noqa: F811
+    def run(comm: qccl.Communicator) -> str:
+        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
+        with pytest.raises(qccl.MismatchError, match="inter=host"):
+            staged(comm, x, inter="host" if comm.rank else None)
+        return x.get().tobytes() == values(comm.rank, 100).tobytes()
+
+    assert ranks(2, run) == [True, True]
+
+
+# -- other ways in -----------------------------------------------------------------------------------------------------
+
+
+def test_pointers_plans_and_groups(world, cupy):  # noqa: F811
+    def run(comm: qccl.Communicator) -> list[bytes]:
+        group = comm.split(0, key=-comm.rank)
+        assert group.transport.host.rank == group.rank == comm.size - 1 - comm.rank
+        options = {"node_ids": [0, 1, 2], "codec": "minmax8", "inter": "host", "chunk": 256}
+        xs = [fake_cuda.array(values(group.rank, 3000), comm.rank) for _ in range(3)]
+        qccl.hierarchical_allreduce(xs[0].data.ptr, xs[0].data.ptr, 3000, "float32", "sum", group, **options)
+        group.plan("hierarchical_allreduce", 3000, **options)(xs[1])
+        staged(group, xs[2], stream=0, async_op=True).wait()
+        group.check()
+        group.close()
+        return [x.get().tobytes() for x in xs]
+
+    assert ranks(3, run) == [exact(3) * 3] * 3
+
+
+def test_the_group_that_brings_ranks_together_stays_as_long_as_they(world, cupy, monkeypatch):  # noqa: F811
+    from qccl import launch
+
+    closed = []
+    monkeypatch.setattr(LoopbackTransport, "close", lambda self: closed.append(self))
+    group = LoopbackGroup(1).transport(0)
+    with launch._over(group, 0, 5.0) as comm:
+        assert comm.transport.host is group and not closed
+    assert closed == [group]
+    with pytest.raises(qccl.EngineError, match="device=99"):
+        launch._over(group, 99, 5.0)
+    assert closed == [group] * 2
+
+
+def test_a_trace_has_the_lanes(world, cupy):  # noqa: F811
+    def run(comm: qccl.Communicator) -> list[tuple[str, str]]:
+        events: list[qccl.trace.TraceEvent] = []
+        x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
+        staged(comm, x, chunk=None, async_op=True, trace=events).synchronize()
+        return [(event.lane, event.name.split()[0]) for event in events]
+
+    expected = [("compute", "encode"), ("out", "exchange"), ("in", "exchange"), ("compute", "reduce")]
+    assert ranks(2, run) == [expected, expected]
