@@ -19,6 +19,7 @@ from qccl.bench import data
 from qccl.bench.arrays import Guarded, arrays_of
 from qccl.bench.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.check import check
+from qccl.bench.kinds import KINDS
 from qccl.bench.measure import Counts, Row, _calls_until_overflow, measure
 from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
@@ -210,6 +211,31 @@ def test_right_results_of_the_other_collectives_are_not_wrong(
 
     for row in qccl.run_ranks(4, run)[0]:
         assert [side.wrong for side in row.sides] == [0] * len(row.sides)
+
+
+#: of every family one, and those whose decoders must be told who encoded
+FAMILIES = (
+    *("none", "cast:dtype=float8_e5m2,bucket=64", "dithering:k=5,norm=l2,bucket=64,seed=2", "trellis3"),
+    *("onebit:reconstruct=midpoint,bucket=64", "topk:k=0.2,block=64", "randomk:k=0.2,block=64,scale=true,seed=4"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_right_results_of_every_codec_are_not_wrong(kind: str) -> None:
+    every = {"hierarchical_allreduce": SHARED | {"intra": "none"}, "allreduce_coalesced": {"arrays": 3}}
+
+    def run(comm: qccl.Communicator) -> list[Row]:
+        comm.barrier()
+        return [
+            measured(comm, codec, Case(3000, dtype, "sum", kind, root), algorithm, Counts(1, 0, 1), every.get(kind, {}))
+            for i, codec in enumerate(FAMILIES)
+            for dtype in (dtypes.DTYPES[i % 3], dtypes.DTYPES[(i + 1) % 3])
+            for algorithm in KINDS[kind].algorithms or ("auto",)
+        ]
+
+    root = 1 if "root" in KINDS[kind].parameters else -1
+    for row in qccl.run_ranks(4, run)[0]:
+        assert [side.wrong for side in row.sides] == [0] * len(row.sides), (row.codec, row.case, row.algorithm)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from qccl.codecs import Dithering, MinMax, OneBit, TopK, Trellis
 from qccl.collectives.layout import cut_for_all
 from qccl.dtypes import DType
 
@@ -53,8 +54,7 @@ def allreduce_bound(
     if op == "avg":
         error = error / size + _TINY32
     if algorithm == "two_round":
-        bucket = codec.granule if codec.splittable else max(1, exact.size)
-        error += codec.error_bound(_widened(exact, error, bucket))
+        error += _bound_near(codec, exact, error, dtype)
     return error + _storing(exact, error, dtype)
 
 
@@ -86,17 +86,16 @@ def hierarchical_bound(
             error += _storing(exact, error, dtype)
         sums.append(exact)
         errors.append(error)
-    bucket = codec.granule if codec.splittable else max(1, values[0].size)
     if len(nodes) > 1:
-        errors = [e + codec.error_bound(_widened(s, e, bucket)) for s, e in zip(sums, errors, strict=True)]
+        errors = [e + _bound_near(codec, s, e, dtype) for s, e in zip(sums, errors, strict=True)]
     exact, error = allreduce_exact(values, op), _combined(errors, _magnitude(sums), total)
     if op == "avg":
         error = error / size + _rounding(1) * (np.abs(exact) + error) + _TINY32
     if algorithm == "two_round" and len(nodes) > 1:
-        error += codec.error_bound(_widened(exact, error, bucket))
+        error += _bound_near(codec, exact, error, dtype)
     error += _storing(exact, error, dtype)
     if several:
-        error += intra.error_bound(np.abs(exact) + error)
+        error += _bound_near(intra, exact, error, dtype)
         error += _storing(exact, error, dtype)
     return error
 
@@ -140,11 +139,41 @@ def _rounding(steps: int) -> float:
     return steps * _ROUND32 / (1 - steps * _ROUND32)
 
 
-def _widened(exact: NDArray[np.float64], error: NDArray[np.float64], bucket: int) -> NDArray[np.float64]:
-    """``exact`` with the ends of each bucket moved outwards as far as the values it stands for may lie.
+def _bound_near(
+    codec: Codec, exact: NDArray[np.float64], error: NDArray[np.float64], dtype: DType
+) -> NDArray[np.float64]:
+    """Largest possible error of encoding any values that lie within ``error`` of the exact ones.
 
-    For codecs whose error bound grows with the range of the bucket and depends on nothing else.
+    By what a codec's bound grows with. The range of a bucket: that is made as wide as it may be. The size of the values
+    and of the greatest in the bucket: all are as large as they may be. ``onebit`` and ``topk`` may take a value for
+    another side, or leave it out, so there it is all of the value, and for ``onebit`` what a side can stand for. The
+    distance of ``dithering``'s natural levels is between a half and all of a value, so twice that of a larger one.
+    Sparse codes have values in the type of the elements.
     """
+    largest = np.abs(exact) + error
+    if codec.sparse:
+        rounding = _storing(exact, error, dtype)
+        return rounding + (largest if isinstance(codec, TopK) else codec.error_bound(largest + rounding))
+    match codec:
+        case MinMax() | Trellis():
+            return codec.error_bound(_widened(exact, error, codec.granule if codec.splittable else max(1, exact.size)))
+        case OneBit():
+            sides = 1.0 if codec.reconstruct == "sign" else _greatest(largest, codec.bucket) * (1 + 2.0**-20)
+            return largest + sides
+        case Dithering(partition="natural"):
+            return 2 * codec.error_bound(largest)
+    return codec.error_bound(largest)
+
+
+def _greatest(values: NDArray[np.float64], bucket: int) -> NDArray[np.float64]:
+    """For each element the greatest one of its bucket."""
+    if values.size == 0:
+        return values
+    return np.repeat(np.maximum.reduceat(values, np.arange(0, values.size, bucket)), bucket)[: values.size]
+
+
+def _widened(exact: NDArray[np.float64], error: NDArray[np.float64], bucket: int) -> NDArray[np.float64]:
+    """``exact`` with the ends of each bucket moved outwards as far as the values it stands for may lie."""
     starts = np.arange(0, exact.size, bucket)
     stops = np.append(starts[1:], exact.size)
     low, high = np.minimum.reduceat(exact - error, starts), np.maximum.reduceat(exact + error, starts)

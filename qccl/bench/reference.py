@@ -14,6 +14,7 @@ import numpy as np
 
 from qccl import _host
 from qccl.bench.data import from_float32, to_float32
+from qccl.codecs import RandomK
 from qccl.dtypes import FLOAT32, DType
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def allreduce(
     )
     total = _total(list(terms), op, np.float32(1 / size) if op == "avg" else None)
     if is_two_round:
-        total = _coded(codec, total, start, call, 1, owner)
+        total = _coded(codec, _as_kept(codec, total, dtype), start, call, 1, owner)
     return from_float32(total, dtype)
 
 
@@ -85,7 +86,7 @@ def hierarchical(
         coded = [_coded(codec, each, start, call, 1, owners[i]) for i, each in enumerate(sums)]
         total = _total([sums[i] if i == place else each for i, each in enumerate(coded)], op, scale)
         if place >= 0:
-            total = _coded(codec, total, start, call, 2, owners[place])
+            total = _coded(codec, _as_kept(codec, total, dtype), start, call, 2, owners[place])
         total = to_float32(from_float32(total, dtype), dtype)
     if any(len(ranks) > 1 for ranks in nodes):
         total = _coded(intra, total, start, call, 3, owners[0])
@@ -111,11 +112,18 @@ def moved(
 
 def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: int, rank: int) -> NDArray[np.float32]:
     """What is left of ``x``, from element ``index`` on, when ``rank`` has sent it as codes in a round of a call."""
-    wire = np.empty(codec.encoded_nbytes(x.size, FLOAT32), np.uint8)
-    memory = _host.Memory(2)
-    memory[0], memory[1], memory.call = x.ctypes.data, wire.ctypes.data, call
-    _host.Encode(memory, codec.host(), FLOAT32.code, (0, 0), (1, 0), x.size, index, round_, rank)()
-    return codec.decode(wire, x.size, FLOAT32)
+    wire, decoded = np.empty(codec.encoded_nbytes(x.size, FLOAT32), np.uint8), np.empty_like(x)
+    memory = _host.Memory(3)
+    memory[0], memory[1], memory[2], memory.call = x.ctypes.data, wire.ctypes.data, decoded.ctypes.data, call
+    kernel, place = codec.host(), (index, round_, rank)
+    _host.Encode(memory, kernel, FLOAT32.code, (0, 0), (1, 0), x.size, *place)()
+    _host.Decode(memory, kernel, FLOAT32.code, (1, 0), (2, 0), x.size, False, *place)()
+    return decoded
+
+
+def _as_kept(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
+    """The values as ``codec`` sends them: RandomK in the type of the elements, before its decoder scales them."""
+    return to_float32(from_float32(x, dtype), dtype) if isinstance(codec, RandomK) else x
 
 
 def _total(terms: Sequence[NDArray[np.float32]], op: str, scale: np.float32 | None) -> NDArray[np.float32]:
