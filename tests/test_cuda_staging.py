@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 import fake_cuda
 import numpy as np
 import pytest
+from mpi_start import start
 from test_cuda_engine import captured, cupy, values, world  # noqa: F401  (fixtures)
 
 import qccl
@@ -389,6 +391,14 @@ def test_closing_waits_for_the_last_messages(world, cupy):  # noqa: F811
 
     assert ranks(3, run) == exact(3, algorithm="two_round") * 3
     assert not [t for t in threading.enumerate() if t.name.startswith("qccl") and settle(t)]
+
+
+@pytest.mark.mpi
+def test_a_process_that_ends_has_sent_what_others_wait_for():
+    ended = start(3, "tests/mpi/staged_exit.py", limit=60)
+    found = re.findall(r"rank (\d) has (\w+)", ended.output)
+    assert ended.status == 0 and sorted(rank for rank, _ in found) == ["1", "2"], ended.output
+    assert found[0][1] == found[1][1] and ended.seconds < 30
 
 
 # -- what cannot be ----------------------------------------------------------------------------------------------------

@@ -249,7 +249,7 @@ class CudaEngine:
                 try_out(self._staged[0].ptr)
             self.lanes |= zip((Lane.OUT, Lane.IN), (stream.ptr for stream in self._staged), strict=True)
             self._courier = Courier(host, lambda error: (fail := failed()) and fail(error))
-            weakref.finalize(self, self._courier.dismiss)
+            weakref.finalize(self, self._courier.dismiss).atexit = False  # then leave() sees to it
         return self._courier
 
     def start(
