@@ -1,4 +1,4 @@
-"""Types of the compiled module: prepared encode, decode and reduce operations over raw memory.
+"""Types of the compiled module: operations over raw memory, and the loop that runs them with transfers.
 
 A place is ``(buffer number, byte offset)`` in a Memory. ``dtype_code`` is ``DType.code``. Calling a prepared operation
 releases the GIL and allocates nothing. Constructors raise ValueError for what cannot be, calls raise RuntimeError where
@@ -6,6 +6,7 @@ a buffer has no address yet.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
 
 #: instruction set of the loops in use, and all that this processor can run, best first (QCCL_ISA chooses another)
 isa: str
@@ -50,7 +51,12 @@ class Raw(Codec):
 
     def __init__(self) -> None: ...
 
-class Encode:
+class Operation:
+    """Something to compute."""
+
+    def __call__(self) -> None: ...
+
+class Encode(Operation):
     """``wire = encode(src)``; index, round and rank key the random numbers, with the memory's call and the seed."""
 
     def __init__(
@@ -65,9 +71,8 @@ class Encode:
         round: int,
         rank: int,
     ) -> None: ...
-    def __call__(self) -> None: ...
 
-class Decode:
+class Decode(Operation):
     """``dst = decode(wire)``, or ``dst += decode(wire)``; index, round and rank are those of the wire's Encode."""
 
     def __init__(
@@ -83,9 +88,8 @@ class Decode:
         round: int = 0,
         rank: int = 0,
     ) -> None: ...
-    def __call__(self) -> None: ...
 
-class Reduce:
+class Reduce(Operation):
     """Combine ``srcs`` (wires) and ``own`` (values, before ``srcs[own_index]``); ``op`` 0 sum, 1 min, 2 max.
 
     With ``wire`` the total is encoded there and ``out`` gets its decoded value; otherwise ``out`` gets the total.
@@ -116,9 +120,8 @@ class Reduce:
         momentum: tuple[tuple[int, int], tuple[int, int]] | None = None,
         mu: float = 0.0,
     ) -> None: ...
-    def __call__(self) -> None: ...
 
-class Commit:
+class Commit(Operation):
     """Copy ``(from, to, bytes)`` if all of ``guard``, ``(dtype_code, place, count)``, is finite; otherwise nothing."""
 
     def __init__(
@@ -127,7 +130,6 @@ class Commit:
         guard: Sequence[tuple[int, tuple[int, int], int]],
         copies: Sequence[tuple[tuple[int, int], tuple[int, int], int]],
     ) -> None: ...
-    def __call__(self) -> None: ...
 
 class View:
     """The memory of an array, which it keeps alive; ``strides`` in elements, ``device_type`` is DLPack's (1: host)."""
@@ -156,15 +158,30 @@ def memcpy(dst: int, src: int, nbytes: int) -> None:
 def yield_() -> None:
     """Let another thread or process have this core (sched_yield, without the GIL)."""
 
-class MpiWire:
-    """Transfers of an MPI library, by the addresses of its functions; tokens come back from ``poll``.
+#: bytes of a control message, and its tag
+HEADER_NBYTES: int
+CONTROL_TAG: int
+#: runs that may have messages under way at once, so that their tags differ
+RUNS_IN_FLIGHT: int
+TAGS_PER_RUN: int
+
+class Wire:
+    """Transfers between ranks, as the loop asks for them."""
+
+class PythonWire(Wire):
+    """Those of a transport (transports.base.Transport) that is written in Python."""
+
+    def __init__(self, transport: object) -> None: ...
+
+class MpiWire(Wire):
+    """Those of an MPI library, by the addresses of its functions; tokens come back from ``poll``.
 
     ``fault(code, peer, got, expected)`` raises: an error of the library's (``code``), a message of the wrong size
-    (``peer``), or with neither that MPI has ended. ``spins``: polls in a row without news in which the processor is
-    kept. One thread at a time may use it.
+    (``peer``), or with neither that MPI has ended. ``has_processor``: each rank of the machine has one, and need not
+    yield it at once. One thread at a time may use it.
     """
 
-    spins: int
+    has_processor: bool
     def __init__(
         self,
         functions: Mapping[str, int],
@@ -178,3 +195,100 @@ class MpiWire:
     def receive(self, peer: int, tag: int, address: int, nbytes: int, token: int, at_most: bool, /) -> None: ...
     def poll(self, idle: int, /) -> list[int]: ...
     def cancel(self) -> None: ...
+
+class Steps:
+    """A schedule made ready: operations and transfers in program order, and what waits for what (``needs``).
+
+    ``link()`` ends it. ``most_eager``: bytes of data that may go with a header.
+    """
+
+    def __init__(self, rank: int, size: int, most_eager: int) -> None: ...
+    def __len__(self) -> int: ...
+    def add_operation(self, operation: Operation, needs: Sequence[int], writes_output: bool) -> None: ...
+    def add_transfer(
+        self, is_send: bool, peer: int, tag: int, address: int, nbytes: int, needs: Sequence[int]
+    ) -> None: ...
+    def link(self) -> None: ...
+    def transfer(self, step: int, /) -> tuple[bool, int] | None:
+        """Of a transfer: whether it is a send, and the other rank."""
+
+class Run:
+    """One run of Steps at a time."""
+
+    def __init__(self, steps: Steps) -> None: ...
+    def data_nbytes(self, peer: int) -> int:
+        """Of the data that may come with ``peer``'s header."""
+
+    def unheard(self) -> list[int]:
+        """The ranks whose header has not come."""
+
+    def waits_for(self, is_send: bool) -> list[int]:
+        """The ranks of sends, or receives, under way."""
+
+    def trace(self) -> list[tuple[int, float, float]]:
+        """Step, start and end, in time.perf_counter() seconds."""
+
+class Outcome(Enum):
+    """How a turn of the loop ended: for nothing, with a run past its deadline, or with a run that has ended."""
+
+    PAUSE = 0
+    OVERDUE = 1
+    ENDED = 2
+
+class Loop:
+    """Advances all runs of a transport together, one thread at a time.
+
+    ``call`` is how the headers of calls begin. ``unusual(peer, message)`` is called for any control message that is not
+    the header of a call as this rank makes it, or will make it; it raises, unless that is no failure.
+    """
+
+    def __init__(self, wire: Wire, rank: int, size: int, most_eager: int, call: bytes) -> None: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def early(self) -> int:
+        """Headers of calls that this rank has not made yet."""
+
+    def begin(
+        self,
+        run: Run,
+        headers: Sequence[bytes],
+        sequence: int,
+        deadline: float,
+        traced: bool,
+        unusual: Callable[[int, bytes], None],
+        /,
+    ) -> None:
+        """Begin a run; ``headers`` are one for all ranks, or one for each."""
+
+    def run(self, limit: float, unusual: Callable[[int, bytes], None], /) -> Outcome:
+        """Advance until a run has ended, or ``limit``; signal handlers run meanwhile."""
+
+    def drive(self, unusual: Callable[[int, bytes], None], /) -> Outcome:
+        """Advance until a run has ended, or somebody wants to take over."""
+
+    def step(self, unusual: Callable[[int, bytes], None], /) -> Outcome:
+        """Run one operation at most, and poll once."""
+
+    def take_ended(self) -> list[int]:
+        """The sequence numbers of the runs that have ended since the last time."""
+
+    def want(self, callers: int, /) -> None:
+        """So many more, or fewer, threads want to take over; any thread may say so."""
+
+    @property
+    def wanted(self) -> int: ...
+    def halt(self) -> None:
+        """End all turns, now and later; any thread may say so."""
+
+    @property
+    def halted(self) -> bool: ...
+    def tell(self, message: bytes, /) -> None:
+        """Start sending a control message to all other ranks, at most once."""
+
+    @property
+    def telling(self) -> int:
+        """Sends of that under way."""
+
+    def drain(self, idle: int, unusual: Callable[[int, bytes], None], /) -> None:
+        """Poll, when no run counts any more."""

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from threads import CODEC, Caller, address, near_sum, outcomes, ramp
 
+from qccl._host import RUNS_IN_FLIGHT
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
 from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, Kind
-from qccl.engines.program import CALLS_IN_FLIGHT
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.schedule import Buffer, Encode, Exchange, Leg, Role, Schedule, Span
 from qccl.transports.loopback import LoopbackGroup
@@ -35,7 +35,7 @@ def test_an_allreduce(n):
 # -- several runs at once ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("calls", [3, CALLS_IN_FLIGHT + 7])
+@pytest.mark.parametrize("calls", [3, RUNS_IN_FLIGHT + 7])
 def test_runs_end_whichever_the_ranks_wait_for(calls):
     """Ranks wait in opposite orders; more calls than tags for them line up by themselves."""
 
@@ -452,7 +452,7 @@ def test_a_trace_has_every_node_with_its_times():
         caller.start(program, x, y, trace=events).run()
         after = time.perf_counter()
         caller.close()
-        return before, events, after, program.gate
+        return before, events, after, len(program.steps)
 
     for rank, (before, events, after, nodes) in enumerate(outcomes(2, run)):
         assert len(events) == nodes
@@ -470,11 +470,11 @@ def test_a_run_leaves_nothing_behind():
             caller.start(program, x, np.empty_like(x)).run()
         t.allgather(b"", 5)
         engine = caller.engine
-        left = (list(engine._active), list(engine._queue), dict(engine._by_sequence), dict(engine._early))
+        left = (dict(engine._active), list(engine._queue), engine._loop.early)
         caller.close()
         return left
 
-    assert outcomes(2, run) == [([], [], {}, {})] * 2
+    assert outcomes(2, run) == [({}, [], 0)] * 2
 
 
 # -- small calls ---------------------------------------------------------------------------------------------------
@@ -539,7 +539,7 @@ def test_data_of_another_size_with_an_equal_header(count):
         caller = Caller(t)
         packed = caller.header(count).pack() + (100).to_bytes(4, "little")
         message[:HEADER_NBYTES] = np.frombuffer(packed, np.uint8)
-        t.send(0, CONTROL_TAG, t.buffer(address(message), len(message)), (caller.engine, 0))
+        t.send(0, CONTROL_TAG, t.buffer(address(message), len(message)), 1 << 60)
         time.sleep(0.5)
 
     error = outcomes(2, run)[0]

@@ -85,6 +85,7 @@ def raises() -> None:
     """A rank that fails: the others know at once, and a new group can be made."""
     comm = qccl.Communicator.from_torch(timeout=20)
     comm.barrier()
+    dist.barrier()  # all have left the first one
     begin = time.monotonic()
     if comm.rank == 0:
         comm.abort("a reason of its own")

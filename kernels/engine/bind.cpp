@@ -1,10 +1,13 @@
 #include "bind.h"
 
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <time.h>
 
+#include "loop.h"
 #include "mpi.h"
 
 namespace nb = nanobind;
@@ -34,21 +37,131 @@ std::shared_ptr<MpiWire> make_mpi(const nb::dict& functions, const nb::dict& han
       constant("undefined"),
       constant("in_status"),
       constant("pending")};
-  // Held until the process ends: the last owner may be gone after the interpreter.
-  auto* raise = new nb::callable(std::move(fault));
-  return make_mpi_wire(library, [raise](const MpiFault& found) {
+  return make_mpi_wire(library, [fault = std::move(fault)](const MpiFault& found) {
     const nb::gil_scoped_acquire held;
-    (*raise)(found.code, found.peer, found.got, found.expected);
+    fault(found.code, found.peer, found.got, found.expected);
     throw std::logic_error("a fault was not raised");
   });
 }
 
-}  // namespace
+// A transport of Python functions.
+struct PythonWire final : Wire {
+  explicit PythonWire(nb::object transport) : transport_(std::move(transport)) {}
 
-void bind_engine(nb::module_& m) {
-  nb::class_<MpiWire>(m, "MpiWire", "Transfers of an MPI library.")
+  void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
+    const nb::gil_scoped_acquire held;
+    transport_.attr("send")(peer, tag, buffer(data, nbytes), token);
+  }
+  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) override {
+    const nb::gil_scoped_acquire held;
+    transport_.attr("receive")(peer, tag, buffer(data, nbytes), token, "at_most"_a = at_most);
+  }
+  void poll(std::uint64_t idle, std::vector<Token>& completed) override {
+    const nb::gil_scoped_acquire held;
+    for (const nb::handle token : transport_.attr("poll")("idle"_a = idle)) completed.push_back(nb::cast<Token>(token));
+  }
+
+  nb::object buffer(const void* data, std::size_t nbytes) {
+    return transport_.attr("buffer")(reinterpret_cast<std::uintptr_t>(data), nbytes);
+  }
+
+  nb::object transport_;
+};
+
+// A transport refers to its engine, which refers to the loop: the garbage collector must see the way back.
+int visit_python_wire(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PythonWire>(self)->transport_.ptr());
+  return 0;
+}
+
+int clear_python_wire(PyObject* self) {
+  nb::inst_ptr<PythonWire>(self)->transport_.reset();
+  return 0;
+}
+
+int visit_loop(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  if (!nb::inst_ready(self) || !nb::inst_ptr<Loop>(self)->wire) return 0;
+  Py_VISIT(nb::find(nb::inst_ptr<Loop>(self)->wire).ptr());
+  return 0;
+}
+
+int clear_loop(PyObject* self) {
+  nb::inst_ptr<Loop>(self)->wire.reset();
+  return 0;
+}
+
+PyType_Slot kPythonWireSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_python_wire)},
+                                  {Py_tp_clear, reinterpret_cast<void*>(&clear_python_wire)},
+                                  {0, nullptr}};
+PyType_Slot kLoopSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_loop)},
+                            {Py_tp_clear, reinterpret_cast<void*>(&clear_loop)},
+                            {0, nullptr}};
+
+// Python's function, called with the GIL.
+Unusual told(const nb::callable& function) {
+  return [&function](int peer, std::string_view message) {
+    const nb::gil_scoped_acquire held;
+    function(peer, nb::bytes(message.data(), message.size()));
+  };
+}
+
+// Lets Python's signal handlers run: Ctrl-C ends a wait.
+void look_for_signals() {
+  const nb::gil_scoped_acquire held;
+  if (PyErr_CheckSignals()) throw nb::python_error();
+}
+
+std::vector<std::string> texts(const nb::sequence& headers) {
+  std::vector<std::string> found;
+  for (const nb::handle each : headers) found.push_back(text(nb::cast<nb::bytes>(each)));
+  return found;
+}
+
+void begin(Loop& loop, std::shared_ptr<Run> run, const nb::sequence& headers, std::uint64_t sequence, double deadline,
+           bool traced, const nb::callable& unusual) {
+  const std::vector<std::string> packed = texts(headers);
+  const nb::gil_scoped_release released;
+  loop.begin(std::move(run), packed, sequence, deadline, traced, told(unusual));
+}
+
+Outcome run_until(Loop& loop, double limit, const nb::callable& unusual) {
+  return loop.advance({false, false, limit, &look_for_signals}, told(unusual));
+}
+
+Outcome drive(Loop& loop, const nb::callable& unusual) {
+  Turn turn;
+  turn.gives_way = true;
+  return loop.advance(turn, told(unusual));
+}
+
+Outcome step(Loop& loop, const nb::callable& unusual) {
+  Turn turn;
+  turn.once = true;
+  return loop.advance(turn, told(unusual));
+}
+
+std::vector<std::tuple<Number, double, double>> trace(const Run& run) {
+  std::vector<std::tuple<Number, double, double>> found;
+  for (const TraceRecord& each : run.trace()) found.emplace_back(each.step, each.start, each.stop);
+  return found;
+}
+
+// Of a transfer: whether it is a send, and the other rank.
+std::optional<std::pair<bool, int>> transfer(const Steps& steps, Number i) {
+  if (i >= steps.count()) throw nb::index_error("no such step");
+  if (steps[i].operation) return std::nullopt;
+  return std::pair(steps[i].is_send, steps[i].peer);
+}
+
+void bind_wires(nb::module_& m) {
+  nb::class_<Wire>(m, "Wire", "Transfers between ranks.");
+  nb::class_<PythonWire, Wire>(m, "PythonWire", nb::type_slots(kPythonWireSlots), "Those of a Python transport.")
+      .def(nb::init<nb::object>(), "transport"_a);
+  nb::class_<MpiWire, Wire>(m, "MpiWire", "Those of an MPI library.")
       .def(nb::new_(&make_mpi), "functions"_a, "handles"_a, "constants"_a, "fault"_a)
-      .def_rw("spins", &MpiWire::spins)
+      .def_rw("has_processor", &MpiWire::has_processor)
       .def_prop_ro("under_way", &MpiWire::under_way)
       .def(
           "send",
@@ -71,6 +184,65 @@ void bind_engine(nb::module_& m) {
           },
           Release())
       .def("cancel", &MpiWire::cancel, Release());
+}
+
+void bind_runs(nb::module_& m) {
+  nb::class_<Steps>(m, "Steps", "A schedule made ready: operations and transfers, and what waits for what.")
+      .def(nb::init<int, int, std::size_t>(), "rank"_a, "size"_a, "most_eager"_a)
+      .def("__len__", &Steps::count)
+      .def("add_operation", &Steps::add_operation, "operation"_a, "needs"_a, "writes_output"_a)
+      .def("add_transfer", &Steps::add_transfer, "is_send"_a, "peer"_a, "tag"_a, "address"_a, "nbytes"_a, "needs"_a)
+      .def("link", &Steps::link)
+      .def("transfer", &transfer);
+  nb::class_<Run>(m, "Run", "One run of Steps at a time.")
+      .def("__init__", [](Run* self, std::shared_ptr<Steps> steps) { new (self) Run(std::move(steps)); }, "steps"_a)
+      .def("data_nbytes", &Run::data_nbytes, "peer"_a)
+      .def("unheard", &Run::unheard)
+      .def("waits_for", &Run::waits_for, "is_send"_a)
+      .def("trace", &trace);
+}
+
+void bind_loop(nb::module_& m) {
+  nb::enum_<Outcome>(m, "Outcome", "How a turn of the loop ended.")
+      .value("PAUSE", Outcome::pause)
+      .value("OVERDUE", Outcome::overdue)
+      .value("ENDED", Outcome::ended);
+  nb::class_<Loop>(m, "Loop", nb::type_slots(kLoopSlots), "Advances all runs of a transport together.")
+      .def(
+          "__init__",
+          [](Loop* self, std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, const nb::bytes& call) {
+            new (self) Loop(std::move(wire), rank, size, most_eager, text(call));
+          },
+          "wire"_a, "rank"_a, "size"_a, "most_eager"_a, "call"_a)
+      .def_prop_ro("wanted", [](const Loop& loop) { return loop.wanted.load(); })
+      .def_prop_ro("early", &Loop::early)
+      .def_prop_ro("telling", &Loop::telling)
+      .def("begin", &begin)
+      .def("run", &run_until, Release())
+      .def("drive", &drive, Release())
+      .def("step", &step, Release())
+      .def("take_ended", &Loop::take_ended)
+      .def(
+          "tell", [](Loop& loop, const nb::bytes& message) { loop.tell(text(message)); })
+      .def(
+          "drain", [](Loop& loop, std::uint64_t idle, const nb::callable& unusual) { loop.drain(idle, told(unusual)); },
+          Release())
+      .def("want", [](Loop& loop, int callers) { loop.wanted += callers; })
+      .def("halt", &Loop::halt)
+      .def_prop_ro("halted", &Loop::halted)
+      .def_ro("size", &Loop::size);
+  m.attr("HEADER_NBYTES") = kHeaderNbytes;
+  m.attr("CONTROL_TAG") = kControlTag;
+  m.attr("RUNS_IN_FLIGHT") = kRunsInFlight;
+  m.attr("TAGS_PER_RUN") = kTagsPerRun;
+}
+
+}  // namespace
+
+void bind_engine(nb::module_& m) {
+  bind_wires(m);
+  bind_runs(m);
+  bind_loop(m);
 }
 
 }  // namespace qccl

@@ -32,8 +32,8 @@ struct MpiFault {
 };
 
 struct MpiWire : Wire {
-  // The processor is kept for `spins` polls in a row without news, and then yielded.
-  std::uint64_t spins = 0;
+  // Whether each rank of the machine has a processor: then it is not yielded.
+  bool has_processor = false;
   // Withdraw the receives. What the library still works on must be kept alive.
   virtual void cancel() = 0;
   virtual std::size_t under_way() const = 0;

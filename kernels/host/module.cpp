@@ -84,15 +84,14 @@ void bind_operations(nb::module_& m) {
   using namespace qccl;
   using u32 = std::uint32_t;
   using u64 = std::uint64_t;
-  nb::class_<Encode>(m, "Encode", "Values -> wire; ``src`` and ``wire`` are (buffer, byte offset).")
+  nb::class_<Operation>(m, "Operation", "Something to compute.").def("__call__", &Operation::run, Release());
+  nb::class_<Encode, Operation>(m, "Encode", "Values -> wire; ``src`` and ``wire`` are (buffer, byte offset).")
       .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, u64, u32, u32>(), "memory"_a, "codec"_a,
-           "dtype_code"_a, "src"_a, "wire"_a, "count"_a, "index"_a, "round"_a, "rank"_a)
-      .def("__call__", &Encode::run, Release());
-  nb::class_<Decode>(m, "Decode", "Wire -> values, or added to them.")
+           "dtype_code"_a, "src"_a, "wire"_a, "count"_a, "index"_a, "round"_a, "rank"_a);
+  nb::class_<Decode, Operation>(m, "Decode", "Wire -> values, or added to them.")
       .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, bool, u64, u32, u32>(), "memory"_a, "codec"_a,
-           "dtype_code"_a, "wire"_a, "dst"_a, "count"_a, "accumulate"_a, "index"_a = 0, "round"_a = 0, "rank"_a = 0)
-      .def("__call__", &Decode::run, Release());
-  nb::class_<Reduce>(m, "Reduce",
+           "dtype_code"_a, "wire"_a, "dst"_a, "count"_a, "accumulate"_a, "index"_a = 0, "round"_a = 0, "rank"_a = 0);
+  nb::class_<Reduce, Operation>(m, "Reduce",
                      "Several wires and ``own`` values, combined in order in fp32, to a wire and its values, or to "
                      "values alone.\n\n``op``: 0 sum, 1 min, 2 max. One object may not run in two threads at once.")
       .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<Place>, std::optional<Place>, u32,
@@ -101,12 +100,10 @@ void bind_operations(nb::module_& m) {
            "memory"_a, "codec"_a, "dtype_code"_a, "srcs"_a, "own"_a.none(), "own_index"_a, "wire"_a.none(),
            "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a,
            "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0, "residual"_a = nb::none(),
-           "momentum"_a = nb::none(), "mu"_a = 0.0f)
-      .def("__call__", &Reduce::run, Release());
-  nb::class_<Commit>(m, "Commit", "Copies (from, to, bytes), if all of ``guard`` (dtype_code, place, count) is finite.")
+           "momentum"_a = nb::none(), "mu"_a = 0.0f);
+  nb::class_<Commit, Operation>(m, "Commit", "Copies (from, to, bytes), if all of ``guard`` (dtype_code, place, count) is finite.")
       .def(nb::init<MemoryPointer, std::vector<std::tuple<u32, Place, u64>>, std::vector<std::tuple<Place, Place, u64>>>(),
-           "memory"_a, "guard"_a, "copies"_a)
-      .def("__call__", &Commit::run, Release());
+           "memory"_a, "guard"_a, "copies"_a);
 }
 
 void copy(std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes) {

@@ -138,7 +138,7 @@ Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Pl
   check_place(*memory_, wire, "wire");
 }
 
-void Encode::run() const {
+void Encode::run() {
   if (!call_.count) return;
   EncodeCall call = call_;
   call.src = resolve(*memory_, src_);
@@ -160,7 +160,7 @@ Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Pl
   check_place(*memory_, dst, "dst");
 }
 
-void Decode::run() const {
+void Decode::run() {
   if (!call_.count) return;
   DecodeCall call = call_;
   call.wire = resolve(*memory_, wire_);
@@ -271,7 +271,7 @@ Commit::Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Place
   }
 }
 
-void Commit::run() const {
+void Commit::run() {
   for (const auto& [dtype, place, count] : guard_) {
     const unsigned char* values = resolve(*memory_, place);
     const bool finite = dtype == 0   ? all_finite<std::uint32_t>(values, count, 0x7f800000u)

@@ -86,11 +86,16 @@ using CodecPointer = std::shared_ptr<const Codec>;
 using Carried = std::optional<std::pair<Place, Place>>;
 
 // Each constructor throws std::invalid_argument; run() throws std::runtime_error where a buffer has no address.
-class Encode {
+struct Operation {
+  virtual ~Operation() = default;
+  virtual void run() = 0;
+};
+
+class Encode final : public Operation {
  public:
   Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place src, Place wire, std::uint64_t count,
          std::uint64_t index, std::uint32_t round, std::uint32_t rank);
-  void run() const;
+  void run() override;
 
  private:
   MemoryPointer memory_;
@@ -99,11 +104,11 @@ class Encode {
   EncodeCall call_;
 };
 
-class Decode {
+class Decode final : public Operation {
  public:
   Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst, std::uint64_t count,
          bool accumulate, std::uint64_t index, std::uint32_t round, std::uint32_t rank);
-  void run() const;
+  void run() override;
 
  private:
   MemoryPointer memory_;
@@ -112,14 +117,14 @@ class Decode {
   DecodeCall call_;
 };
 
-class Reduce {
+class Reduce final : public Operation {
  public:
   Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
          std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
          std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
          std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round, Carried residual,
          Carried momentum, float mu);
-  void run();
+  void run() override;
 
  private:
   StateCall resolve_state() const;
@@ -136,12 +141,12 @@ class Reduce {
 };
 
 // Where all values of some places are finite, copies from place to place; otherwise nothing.
-class Commit {
+class Commit final : public Operation {
  public:
   // `guard`: element type, place, elements. `copies`: from, to, bytes.
   Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard,
          std::vector<std::tuple<Place, Place, std::uint64_t>> copies);
-  void run() const;
+  void run() override;
 
  private:
   MemoryPointer memory_;

@@ -12,20 +12,19 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import struct
-from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
-from qccl.errors import EngineError, MismatchError, PeerLost
-from qccl.transports.base import Transport
+from qccl import _host
+from qccl.errors import EngineError, MismatchError
 
-__all__ = ["HEADER_NBYTES", "Block", "Channel", "Header", "Kind"]
+__all__ = ["CALL", "HEADER_NBYTES", "Block", "Header", "Kind"]
 
 #: bytes of a control message: the layout below, then text in UTF-8, zero-padded, then the number of bytes of data that
 #: follow, which is the only thing that may differ between ranks that agree
-HEADER_NBYTES = 512
-CONTROL_TAG = 0
+HEADER_NBYTES = _host.HEADER_NBYTES
+CONTROL_TAG = _host.CONTROL_TAG
 
 _MAGIC = b"qccl"
 _VERSION = 2
@@ -83,17 +82,18 @@ class Header:
         return cls(Kind(kind), sequence, text)
 
 
-_CALL = _FIXED.pack(_MAGIC, _VERSION, Kind.CALL, 0)[:8]
-
-
-def sequence_of(message: bytes) -> int:
-    """The number of the call whose header this is."""
-    return int.from_bytes(message[8:16], "little")
+#: how the messages of that kind begin
+CALL = _FIXED.pack(_MAGIC, _VERSION, Kind.CALL, 0)[:8]
 
 
 def data_nbytes(nbytes: int) -> bytes:
     """The end of a control message that so many bytes of data follow."""
     return nbytes.to_bytes(4, "little")
+
+
+def data_nbytes_of(message: bytes) -> int:
+    """How many bytes of data follow a control message."""
+    return int.from_bytes(message[_AGREED_NBYTES:HEADER_NBYTES], "little")
 
 
 class Block:
@@ -113,56 +113,6 @@ class Block:
     def read(self, start: int, nbytes: int) -> bytes:
         """A copy of ``nbytes`` from ``start``."""
         return bytes(self._view[start : start + nbytes])
-
-
-class Channel:
-    """The control messages between this rank and the others.
-
-    Attributes:
-        peers: the other ranks.
-        left: the ranks that make no more calls.
-    """
-
-    def __init__(self, transport: Transport) -> None:
-        self._transport = transport
-        self.peers = tuple(p for p in range(transport.size) if p != transport.rank)
-        self.left: set[int] = set()
-        self._slot_nbytes = HEADER_NBYTES + transport.eager_nbytes
-        self._inbox = Block(self._slot_nbytes * transport.size)
-        self._outbox = Block(HEADER_NBYTES)
-        self._buffers = {}
-        for peer in self.peers:
-            self._buffers[peer] = transport.buffer(self._inbox.address + self._slot_nbytes * peer, self._slot_nbytes)
-            self._listen(peer)
-
-    def _listen(self, peer: int) -> None:
-        self._transport.receive(peer, CONTROL_TAG, self._buffers[peer], (self, peer), at_most=True)
-
-    def take(self, peer: int) -> bytes | None:
-        """The message that has just come from ``peer``, with its data, if it is a call's; otherwise act on it.
-
-        Raises PeerLost or MismatchError, with the text that the sender gave, when it gave up.
-        """
-        message = self._inbox.read(self._slot_nbytes * peer, HEADER_NBYTES)
-        if message.startswith(_CALL):
-            nbytes = int.from_bytes(message[_AGREED_NBYTES:], "little")
-            if nbytes:
-                message += self._inbox.read(self._slot_nbytes * peer + HEADER_NBYTES, nbytes)
-            self._listen(peer)
-            return message
-        header = Header.unpack(message, peer)
-        self.left.add(peer)
-        if header.kind is Kind.CLOSE:
-            return None
-        raise (MismatchError if header.kind is Kind.MISMATCH else PeerLost)(header.text)
-
-    def tell(self, kind: Kind, text: str, token: Hashable) -> int:
-        """Start sending the same news to all other ranks (at most once); the number of sends under way."""
-        self._outbox.write(Header(kind, 0, text).pack() + data_nbytes(0))
-        buffer = self._transport.buffer(self._outbox.address, HEADER_NBYTES)
-        for peer in self.peers:
-            self._transport.send(peer, CONTROL_TAG, buffer, token)
-        return len(self.peers)
 
 
 def disagreement(mine: bytes, theirs: bytes, rank: int, peer: int) -> MismatchError:

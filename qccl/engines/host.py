@@ -1,8 +1,10 @@
 """The host engine: runs schedules with the compiled kernels over a transport.
 
 All runs under way on a transport advance together, whichever is waited for, because another rank may be waiting for
-another one. The loop runs any compute operation that is ready, otherwise it asks the transport what has completed,
-and the longer nothing has, the more it leaves the processor to others (Transport.poll).
+another one. The loop that advances them is native code and does without the interpreter (kernels/engine/loop.h): it
+runs any compute operation that is ready, otherwise it asks the transport what has completed, and the longer nothing
+has, the more it leaves the processor to others. It comes back here when a run has ended, for a control message that is
+not the expected header, and at deadlines.
 
 One thread at a time drives: the caller that waits, or else a thread of the engine's (background.py).
 """
@@ -16,11 +18,11 @@ import os
 import threading
 import time
 from collections import deque
-from typing import Any
 
-from qccl.engines.agreement import Block, Channel, Header, Kind, sequence_of
+from qccl import _host
+from qccl.engines.agreement import CALL, Block, Header, Kind, data_nbytes
 from qccl.engines.background import Background
-from qccl.engines.program import CALLS_IN_FLIGHT, Execution, Program
+from qccl.engines.program import Execution, Program
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, gave_up
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
@@ -29,17 +31,18 @@ __all__ = ["Execution", "HostEngine", "Program"]
 
 #: bytes of wire slots where ranks share memory: there is little to overlap there, and each step costs
 _SHARED_SLOTS_NBYTES = 3 << 20
-#: polls without news that the background thread is taken to have made already, so that it naps for long at once: its
-#: caller may need the processor, and each poll makes him hand over the interpreter
-_BACKGROUND_IDLE = 1000
-#: compute operations in a row that the background thread runs before it polls, for the same reason
-_BACKGROUND_COMPUTES = 4
 #: how long a failing rank tries to get its last message out
 _LAST_WORDS_SECONDS = 0.1
+#: how long abort() waits for the thread that drives, which is told to stop after the operation that it is in
+_HALT_SECONDS = 1.0
+#: what a thread whose driving was stopped leaves to the one that stopped it
+_STEP_ASIDE_SECONDS = 1e-3
 
 #: engines that have receives posted: they must live, because the transport holds the addresses. One that was closed or
 #: has failed need not: its transport keeps what it still works on
 _live: set[HostEngine] = set()
+#: closed before the other ranks', whose messages may still come
+_unfinished: list[HostEngine] = []
 #: in a child of os.fork(), those of its parent, which nothing may be done with
 _inherited: list[HostEngine] = []
 
@@ -65,19 +68,14 @@ class HostEngine:
         self.chunk_elements = _shared_chunk(transport.size) if transport.shares_memory else None
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards everything below
-        self._wanted = 0  # callers who wait for the background thread to let go of it
         self._background = Background(self) if transport.is_threaded else None
-        self._active: list[Execution] = []  # in the order of their calls
+        self._active: dict[int, Execution] = {}  # by sequence number, in the order of their calls
         self._queue: deque[Execution] = deque()
-        self._by_sequence: dict[int, Execution] = {}
-        self._early: dict[tuple[int, int], bytes] = {}  # headers of calls that this rank has not made yet
-        self._deadline = math.inf  # the nearest one
-        self._idle = 0
-        self._admitting = False
+        self._left: set[int] = set()  # the ranks that make no more calls
         self._failure: QcclError | None = None
         self._closed = False
-        self._telling = 0  # sends under way of the news that this rank gave up or left
-        self._channel = Channel(transport)
+        wire = transport.wire or _host.PythonWire(transport)
+        self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         self._meeting: Program | None = None
         transport.attend = self.step
         if not _live:  # so that it comes before what the transport does at the end of the process
@@ -96,7 +94,7 @@ class HostEngine:
     def settle(self, timeout: float) -> None:
         """Return when no run is under way, or the group has failed."""
         limit = time.monotonic() + timeout
-        while self._failure is None and (under_way := [*self._active, *self._queue]):
+        while self._failure is None and (under_way := [*self._active.values(), *self._queue]):
             self.run(under_way[-1], limit)
             if time.monotonic() >= limit:
                 raise CollectiveTimeout(f"{under_way[-1].what} was not done after {timeout} s")
@@ -117,10 +115,12 @@ class HostEngine:
 
     def abort(self, reason: str) -> None:
         """Give up: the other ranks raise PeerLost with ``reason``, and everything under way here fails with it."""
-        taken = self._take_turn(_LAST_WORDS_SECONDS)
-        self._fail(PeerLost(reason), Kind.ABORT, reason)
-        if taken:
+        self._loop.halt()
+        if self._take_turn(_HALT_SECONDS):
+            self._fail(PeerLost(reason), Kind.ABORT, reason)
             self._lock.release()
+        elif self._failure is None:  # another thread does not come back; nobody else can touch what it uses
+            self._failure = PeerLost(reason)
 
     def close(self, timeout: float = 60.0) -> None:
         """Collective: leave, when all other ranks do, or at the latest after ``timeout`` seconds. Idempotent."""
@@ -178,7 +178,7 @@ class HostEngine:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._advance()
+            self._act(self._loop.step(self._unusual))
         except BaseException as error:
             self._caught(error)
             raise
@@ -187,48 +187,32 @@ class HostEngine:
 
     def run(self, execution: Execution, limit: float = math.inf) -> None:
         """Advance everything until ``execution`` is done, or time.monotonic() has reached ``limit``."""
-        if execution.done:
-            return
-        self._take_turn()
-        try:
-            if self._failure is not None and not execution.done:
-                raise self._failure
-            compute, poll = self._compute, self._poll
-            while not execution.done and (limit == math.inf or time.monotonic() < limit):
-                if not compute():
-                    poll(self._idle)
-                elif not execution.done:
-                    poll(0)
-        except BaseException as error:
-            self._caught(error)
-            raise
-        finally:
-            self._lock.release()
+        while not execution.done and (limit == math.inf or time.monotonic() < limit):
+            self._take_turn()
+            try:
+                if self._failure is not None and not execution.done:
+                    raise self._failure
+                if not execution.done:
+                    self._act(self._loop.run(limit, self._unusual))
+            except BaseException as error:
+                self._caught(error)
+                raise
+            finally:
+                self._lock.release()
+            if self._loop.halted:
+                time.sleep(_STEP_ASIDE_SECONDS)
 
     def drive(self) -> None:
         """The background thread's turn: see background.Driven."""
         if not self._lock.acquire(blocking=False):
             return
         try:
-            while self.detached and not self._wanted:
-                for _ in range(_BACKGROUND_COMPUTES):
-                    if not self._compute():
-                        break
-                self._poll(self._idle + _BACKGROUND_IDLE if self._idle else 0)
+            while self.detached and not self._loop.wanted and not self._loop.halted:
+                self._act(self._loop.drive(self._unusual))
         except BaseException as error:  # raised again by whoever waits
             self._caught(error)
         finally:
             self._lock.release()
-
-    def finished(self, execution: Execution) -> None:
-        """Forget a run that is done, and let in the next that waits."""
-        if execution.detached:
-            self.detached -= 1
-        self._active.remove(execution)
-        del self._by_sequence[execution.sequence]
-        self._deadline = min(e.deadline for e in self._active) if self._active else math.inf
-        if self._queue:
-            self._admit()
 
     # -- how it runs -------------------------------------------------------------------------------------------------
 
@@ -236,111 +220,88 @@ class HostEngine:
         """Acquire the lock, from the background thread if it has it; False if that took longer than ``timeout``."""
         if self._lock.acquire(blocking=False):
             return True
-        self._wanted += 1
+        self._loop.want(1)
         try:
             return self._lock.acquire(timeout=timeout)
         finally:
-            self._wanted -= 1
+            self._loop.want(-1)
 
     def _end_background(self) -> None:
         if self._background is not None:
-            self._wanted += 1
+            self._loop.want(1)
             self._background.end()
-            self._wanted -= 1
+            self._loop.want(-1)
 
-    def _advance(self) -> None:
-        """Run one compute operation that is ready, and poll."""
-        self._poll(0 if self._compute() else self._idle)
-
-    def _compute(self) -> bool:
-        """Run the first compute operation that is ready; False where there is none."""
-        for execution in self._active:
-            if execution.ready:
-                execution.compute()
-                self._idle = 0
-                return True
-        return False
-
-    def _poll(self, idle: int) -> None:
-        """Act on what has completed; ``idle`` as in Transport.poll."""
-        completed: Any = self._transport.poll(idle=idle)
-        if completed:
-            self._idle = 0
-            for owner, index in completed:
-                if owner is self._channel:
-                    self._heard(index)
-                else:
-                    owner.completed(index)
-        elif idle:
-            self._idle += 1
-            if time.monotonic() > self._deadline:
-                raise self._overdue()
-        else:
-            self._idle = 1
+    def _act(self, outcome: _host.Outcome) -> None:
+        """What a turn of the loop was ended for."""
+        if outcome is _host.Outcome.ENDED:
+            self._admit()
+        elif outcome is _host.Outcome.OVERDUE:
+            raise self._overdue()
 
     def _admit(self) -> None:
-        """Begin the runs that may be, in the order of their calls.
+        """Let go of the runs that have ended, and begin those that may, in the order of their calls.
 
         No rank waits here for another one: the oldest run of the group that some rank has not ended is the first in
         line everywhere, and begins.
         """
-        if self._admitting:  # a run that ends at once gets here again, and so would the next, ever deeper
-            return
-        self._admitting = True
-        try:
-            while self._queue and self._may_begin(self._queue[0]):
-                self._begin(self._queue.popleft())
-        finally:
-            self._admitting = False
+        self._forget_ended()
+        while self._queue and self._may_begin(self._queue[0]):
+            self._begin(self._queue.popleft())
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        for sequence in self._loop.take_ended():
+            execution = self._active.pop(sequence)
+            execution.done = True
+            execution.end()
+            if execution.detached:
+                self.detached -= 1
 
     def _may_begin(self, execution: Execution) -> bool:
         """Whether its messages differ from those under way in their tags, and it shares no memory that is written."""
         active = self._active
         return not active or (
-            execution.sequence - active[0].sequence < CALLS_IN_FLIGHT
-            and not any(execution.conflicts(other) for other in active)
+            execution.sequence - next(iter(active)) < _host.RUNS_IN_FLIGHT
+            and not any(execution.conflicts(other) for other in active.values())
         )
 
     def _begin(self, execution: Execution) -> None:
-        self._active.append(execution)
-        self._by_sequence[execution.sequence] = execution
-        self._deadline = min(self._deadline, execution.deadline)
-        self._idle = 0
-        execution.begin(self._channel.peers)
-        for peer in self._channel.peers if self._early else ():
-            message = self._early.pop((execution.sequence, peer), None)
-            if message is not None:
-                execution.agree(peer, message)
-        if self._channel.left:
+        self._active[execution.sequence] = execution
+        execution.begin(self._loop, self._unusual)
+        if self._left:
             self._check_present(execution)
 
-    def _heard(self, peer: int) -> None:
-        """Act on a control message: usually the header of a call that this rank has made, too, or will make."""
-        message = self._channel.take(peer)
-        if message is None:
-            for execution in self._active:
-                self._check_present(execution)
-            return
-        sequence = sequence_of(message)
-        if sequence in self._by_sequence:
-            self._by_sequence[sequence].agree(peer, message)
-        else:
-            self._early[sequence, peer] = message
+    def _unusual(self, peer: int, message: bytes) -> None:
+        """Act on a control message that is not the expected header of a call.
+
+        Raises PeerLost or MismatchError, with the text that the sender gave, when it gave up.
+        """
+        header = Header.unpack(message, peer)
+        if header.kind is Kind.CALL:
+            raise self._active[header.sequence].disagreement(peer, message)
+        self._left.add(peer)
+        if header.kind is not Kind.CLOSE:
+            raise (MismatchError if header.kind is Kind.MISMATCH else PeerLost)(header.text)
+        for execution in self._active.values():
+            self._check_present(execution)
 
     def _check_present(self, execution: Execution) -> None:
-        gone = sorted(execution.unheard & self._channel.left)
-        if gone:
+        gone = sorted(self._left.intersection(execution.unheard()))
+        if gone and not execution.done:
             raise PeerLost(f"rank {gone[0]} left the group, and rank {self.rank} called {execution.what}")
 
     def _overdue(self) -> CollectiveTimeout:
         now = time.monotonic()
-        late = next(e for e in self._active if e.deadline < now)
+        late = next(e for e in self._active.values() if e.deadline < now)
         return CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.what}: {late.waits_for()}")
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def _caught(self, error: BaseException) -> None:
-        """Something has raised: nothing under way can end well."""
+        """Something has raised: nothing under way can end well, but for what has ended."""
+        if self._failure is None:
+            self._forget_ended()
         kind = Kind.MISMATCH if isinstance(error, MismatchError) else Kind.ABORT
         if isinstance(error, PeerLost | MismatchError | CollectiveTimeout):  # their texts say which rank
             self._fail(error, kind, str(error))
@@ -355,6 +316,9 @@ class HostEngine:
         self.detached = 0
         if self._background is not None:
             self._background.dismiss()
+        for execution in self._active.values():
+            execution.end()
+        self._loop.halt()
         with contextlib.suppress(QcclError):
             self._tell(kind, text)
         self._flush()
@@ -362,33 +326,24 @@ class HostEngine:
         _live.discard(self)
 
     def _tell(self, kind: Kind, text: str) -> None:
-        self._telling = len(self._channel.peers)
-        self._channel.tell(kind, text, (self, 0))
+        self._loop.tell(Header(kind, 0, text).pack() + data_nbytes(0))
 
     def _flush(self) -> None:
         """Give the last messages a moment to get out."""
         deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while self._telling and time.monotonic() < deadline:
+        while self._loop.telling and time.monotonic() < deadline:
             with contextlib.suppress(QcclError):
-                self._drain()
-
-    def _drain(self, idle: int = 1) -> None:
-        """Poll when nothing is run any more."""
-        completed: Any = self._transport.poll(idle=idle)
-        for owner, index in completed:
-            if owner is self:
-                self._telling -= 1
-            elif owner is self._channel:
-                self._channel.take(index)
+                self._loop.drain(1, self._unusual)
 
     def _leave(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
         self._tell(Kind.CLOSE, f"rank {self.rank} left")
         idle = 0
-        while self._telling or len(self._channel.left) < len(self._channel.peers):
+        while self._loop.telling or len(self._left) < self._transport.size - 1:
             idle += 1
-            self._drain(idle)
+            self._loop.drain(idle, self._unusual)
             if time.monotonic() > deadline:  # the others are busy with something else, which is no failure
+                _unfinished.append(self)
                 return
 
     def _goodbye(self) -> None:

@@ -8,7 +8,10 @@ codecs, schedules or the deadlines of calls; those are the engine's.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from qccl._host import Wire
 
 __all__ = ["Call", "DeviceLeg", "DeviceTransport", "Group", "Transport", "numbered"]
 
@@ -67,6 +70,10 @@ class Transport(Group, Protocol):
     attend: Callable[[], object]
     eager_nbytes: int
     shares_memory: bool
+
+    @property
+    def wire(self) -> Wire | None:
+        """What does send(), receive() and poll() for native code, or None: then these are called."""
 
     def buffer(self, address: int, nbytes: int) -> Any:
         """Prepare ``nbytes`` at ``address`` for repeated use in send() and receive(); the caller keeps it alive."""

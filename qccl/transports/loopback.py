@@ -149,6 +149,7 @@ class LoopbackTransport:
     eager_nbytes = 8 << 10
     is_threaded = True
     shares_memory = False  # there is no speed to gain
+    wire = None
 
     def __init__(self, group: LoopbackGroup, rank: int) -> None:
         self.rank = self.local_rank = rank

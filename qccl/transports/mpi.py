@@ -162,7 +162,7 @@ class MpiTransport:
         self._comm = comm
         self.attend = attend
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self._wire = _wire(comm)
+        self.wire = _wire(comm)
         self._tokens: dict[int, Hashable] = {}
         self._number = 0
         self._gone = False
@@ -170,7 +170,7 @@ class MpiTransport:
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         places = find_places(self.rank, lambda place: self.allgather(place, timeout))
         self.local_rank, self.local_size, self.nodes, self.shares_memory = places
-        self._wire.spins = _YIELDS if self.local_size <= len(os.sched_getaffinity(0)) else 0
+        self.wire.has_processor = self.local_size <= len(os.sched_getaffinity(0))
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
@@ -199,15 +199,15 @@ class MpiTransport:
     def send(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable) -> None:
         if self._gone:
             self._check_alive()
-        self._wire.send(peer, tag, *buffer, self._add(token))
+        self.wire.send(peer, tag, *buffer, self._add(token))
 
     def receive(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable, *, at_most: bool = False) -> None:
         if self._gone:
             self._check_alive()
-        self._wire.receive(peer, tag, *buffer, self._add(token), at_most)
+        self.wire.receive(peer, tag, *buffer, self._add(token), at_most)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        done = self._wire.poll(idle)
+        done = self.wire.poll(idle)
         return [self._tokens.pop(number) for number in done] if done else ()
 
     def _add(self, token: Hashable) -> int:
@@ -262,13 +262,13 @@ class MpiTransport:
         _abandoned.append(self)
         if MPI.Is_finalized():
             return
-        self._wire.cancel()
+        self.wire.cancel()
 
     def close(self) -> None:
         if self._gone:
             return
         self._gone = True
-        if self._wire.under_way:  # a rank has not closed yet, and what it sends would come to another communicator
+        if self.wire.under_way:  # a rank has not closed yet, and what it sends would come to another communicator
             _unfinished.append(self)
         elif not MPI.Is_finalized():
             with contextlib.suppress(MPI.Exception):

@@ -59,6 +59,7 @@ class TorchTransport:
     name = "torch"
     eager_nbytes = 0
     is_threaded = True
+    wire = None
 
     def __init__(
         self, name: str, rank: int, size: int, timeout: float, attend: Callable[[], object] = lambda: None

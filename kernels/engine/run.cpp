@@ -1,0 +1,172 @@
+#include "run.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <cstring>
+#include <functional>
+#include <stdexcept>
+
+namespace qccl {
+
+double seconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
+Run::Run(std::shared_ptr<const Steps> steps)
+    : steps_(std::move(steps)), filled_(steps_->eager().size()), data_(static_cast<std::size_t>(steps_->size)) {
+  for (const EagerData& each : steps_->eager()) eager_.emplace_back(kHeaderNbytes + each.nbytes);
+}
+
+void Run::prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token owner, int first_tag,
+                  double deadline, bool traced) {
+  sequence_ = sequence;
+  owner_ = owner;
+  first_tag_ = first_tag;
+  deadline_ = deadline;
+  counts_ = steps_->counts();
+  ready_.clear();
+  left_ = steps_->total();
+  set_headers(headers);
+  std::fill(filled_.begin(), filled_.end(), false);
+  for (Message& each : data_) each.clear();
+  traced_ = traced;
+  starts_.assign(traced ? steps_->count() : 0, 0.0);
+  trace_.clear();
+}
+
+void Run::set_headers(const std::vector<std::string>& headers) {
+  if (headers.size() != 1 && headers.size() != static_cast<std::size_t>(steps_->size))
+    throw std::invalid_argument("there must be one header, or one for each rank");
+  headers_.resize(headers.size());
+  for (std::size_t k = 0; k < headers.size(); ++k) {
+    if (headers[k].size() != kAgreedNbytes) throw std::invalid_argument("a header has another length");
+    headers_[k].assign(kHeaderNbytes, 0);
+    std::memcpy(headers_[k].data(), headers[k].data(), kAgreedNbytes);
+  }
+}
+
+void Run::begin(Wire& wire) {
+  for (int peer = 0; peer < steps_->size; ++peer) {
+    if (peer == steps_->rank || (shares_header() && steps_->gets_data(peer))) continue;
+    ++left_;
+    wire.send(peer, kControlTag, header(peer).data(), kHeaderNbytes, token(steps_->header(steps_->rank)));
+  }
+  for (Number i = 0; i < steps_->count(); ++i)
+    if (!steps_->counts()[i]) launch(wire, i);
+}
+
+bool Run::agrees(int peer, const unsigned char* given) const {
+  return !std::memcmp(header(peer).data(), given, kAgreedNbytes);
+}
+
+std::size_t Run::data_nbytes(int peer) const {
+  const Number i = steps_->first_receive(peer);
+  return i == kNone ? 0 : (*steps_)[i].nbytes;
+}
+
+void Run::heard(Wire& wire, int peer, const unsigned char* data, std::size_t nbytes) {
+  arriving_ = nbytes ? peer : -1;
+  arrived_ = data;
+  completed(wire, steps_->header(peer));
+  if (arriving_ >= 0) data_[static_cast<std::size_t>(peer)].assign(data, data + nbytes);
+  arriving_ = -1;
+}
+
+void Run::completed(Wire& wire, Number step) {
+  stopped(step);
+  counts_[step] = kCompleted;
+  for (const Number* i = steps_->successors_begin(step); i != steps_->successors_end(step); ++i)
+    if (!--counts_[*i]) launch(wire, *i);
+  --left_;
+}
+
+void Run::compute(Wire& wire) {
+  std::pop_heap(ready_.begin(), ready_.end(), std::greater<>());
+  const Number i = ready_.back();
+  ready_.pop_back();
+  started(i);
+  (*steps_)[i].operation->run();
+  completed(wire, i);
+}
+
+void Run::launch(Wire& wire, Number i) {
+  if (i == steps_->gate()) return completed(wire, i);
+  const Step& step = (*steps_)[i];
+  if (step.operation) {
+    ready_.push_back(i);
+    std::push_heap(ready_.begin(), ready_.end(), std::greater<>());
+  } else {
+    started(i);
+    step.is_send ? send(wire, i) : receive(wire, i);
+  }
+}
+
+void Run::send(Wire& wire, Number i) {
+  const Step& step = (*steps_)[i];
+  if (step.message == kNone || !shares_header())
+    return wire.send(step.peer, first_tag_ + step.tag, step.data, step.nbytes, token(i));
+  const Message& message = eager_message(step.message);
+  wire.send(step.peer, kControlTag, message.data(), message.size(), token(i));
+}
+
+// Filled once for all peers.
+const Run::Message& Run::eager_message(Number number) {
+  Message& message = eager_[number];
+  if (!filled_[number]) {
+    filled_[number] = true;
+    const EagerData& source = steps_->eager()[number];
+    const auto nbytes = static_cast<std::uint32_t>(source.nbytes);
+    std::memcpy(message.data(), headers_[0].data(), kAgreedNbytes);
+    std::memcpy(message.data() + kAgreedNbytes, &nbytes, sizeof nbytes);
+    std::memcpy(message.data() + kHeaderNbytes, source.data, source.nbytes);
+  }
+  return message;
+}
+
+void Run::receive(Wire& wire, Number i) {
+  const Step& step = (*steps_)[i];
+  Message& kept = data_[static_cast<std::size_t>(step.peer)];
+  const bool may_be_there = i == steps_->first_receive(step.peer);
+  if (may_be_there && step.peer == arriving_) {
+    std::memcpy(step.data, arrived_, step.nbytes);
+    arriving_ = -1;
+    completed(wire, i);
+  } else if (may_be_there && !kept.empty()) {
+    std::memcpy(step.data, kept.data(), step.nbytes);
+    kept.clear();
+    completed(wire, i);
+  } else {
+    wire.receive(step.peer, first_tag_ + step.tag, step.data, step.nbytes, token(i), false);
+  }
+}
+
+std::vector<int> Run::unheard() const {
+  std::vector<int> found;
+  for (int peer = 0; peer < steps_->size; ++peer)
+    if (peer != steps_->rank && counts_[steps_->header(peer)] != kCompleted) found.push_back(peer);
+  return found;
+}
+
+std::vector<int> Run::waits_for(bool is_send) const {
+  std::vector<int> found;
+  for (Number i = 0; i < steps_->count(); ++i) {
+    const Step& step = (*steps_)[i];
+    if (!step.operation && step.is_send == is_send && counts_[i] == 0) found.push_back(step.peer);
+  }
+  std::sort(found.begin(), found.end());
+  found.erase(std::unique(found.begin(), found.end()), found.end());
+  return found;
+}
+
+void Run::started(Number i) {
+  if (traced_) starts_[i] = seconds();
+}
+
+void Run::stopped(Number i) {
+  if (traced_ && i < steps_->count()) trace_.push_back({i, starts_[i], seconds()});
+}
+
+}  // namespace qccl

@@ -1,0 +1,93 @@
+// One run of Steps at a time: how far each step is, and what is exchanged to agree.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "steps.h"
+#include "wire.h"
+
+namespace qccl {
+
+// Bytes of a control message (qccl/engines/agreement.py), whose last four are the number of bytes of data behind it, and
+// all others of which must be equal on ranks that agree.
+constexpr std::size_t kHeaderNbytes = 512;
+constexpr std::size_t kAgreedNbytes = kHeaderNbytes - 4;
+constexpr int kControlTag = 0;
+
+double seconds();  // as time.monotonic() and time.perf_counter() count
+
+struct TraceRecord {
+  Number step;
+  double start, stop;
+};
+
+class Run {
+ public:
+  explicit Run(std::shared_ptr<const Steps> steps);
+
+  // A new run. `headers`: one for all ranks, or one for each, without the last four bytes. `owner` is in the tokens of
+  // its transfers.
+  void prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token owner, int first_tag,
+               double deadline, bool traced);
+  // Sends the headers, and starts all that depends on nothing.
+  void begin(Wire& wire);
+  bool agrees(int peer, const unsigned char* header) const;
+  // The data that may come with the header of `peer`.
+  std::size_t data_nbytes(int peer) const;
+  // The header of `peer` has come and agrees, with data or none.
+  void heard(Wire& wire, int peer, const unsigned char* data, std::size_t nbytes);
+  // A transfer of this run has completed.
+  void completed(Wire& wire, Number step);
+
+  bool can_compute() const { return !ready_.empty(); }
+  // Runs the first operation that is ready.
+  void compute(Wire& wire);
+
+  std::uint64_t sequence() const { return sequence_; }
+  double deadline() const { return deadline_; }
+  bool is_done() const { return left_ == 0; }
+  bool sends_data_with_headers() const { return shares_header() && !eager_.empty(); }
+  const Steps& steps() const { return *steps_; }
+  const std::vector<TraceRecord>& trace() const { return trace_; }
+  // The ranks whose header has not come.
+  std::vector<int> unheard() const;
+  // The ranks of transfers under way.
+  std::vector<int> waits_for(bool is_send) const;
+
+ private:
+  using Message = std::vector<unsigned char>;
+  static constexpr Number kCompleted = ~Number{0};
+
+  bool shares_header() const { return headers_.size() == 1; }
+  const Message& header(int peer) const { return headers_[shares_header() ? 0 : static_cast<std::size_t>(peer)]; }
+  void set_headers(const std::vector<std::string>& headers);
+  void launch(Wire& wire, Number i);
+  void send(Wire& wire, Number i);
+  void receive(Wire& wire, Number i);
+  const Message& eager_message(Number number);
+  Token token(Number i) const { return owner_ | i; }
+  void started(Number i);
+  void stopped(Number i);
+
+  const std::shared_ptr<const Steps> steps_;
+  std::uint64_t sequence_ = 0;
+  Token owner_ = 0;
+  int first_tag_ = 0;
+  double deadline_ = 0;
+  std::vector<Number> counts_;  // what each step still waits for
+  std::vector<Number> ready_;   // a heap of operations, the first in program order on top
+  std::size_t left_ = 0;        // what must complete before the run is done
+  std::vector<Message> headers_, eager_;
+  std::vector<bool> filled_;              // which eager messages are this run's
+  std::vector<Message> data_;             // by rank: what came with its header, until it can be put where it belongs
+  int arriving_ = -1;                     // the rank whose data is at `arrived_`
+  const unsigned char* arrived_ = nullptr;
+  bool traced_ = false;
+  std::vector<double> starts_;
+  std::vector<TraceRecord> trace_;
+};
+
+}  // namespace qccl

@@ -1,0 +1,105 @@
+#include "steps.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+namespace qccl {
+
+void Steps::add_operation(std::shared_ptr<Operation> operation, const std::vector<Number>& needs, bool writes_output) {
+  Step step;
+  step.operation = std::move(operation);
+  if (!step.operation) throw std::invalid_argument("a step needs an operation");
+  add(std::move(step), needs, writes_output);
+}
+
+void Steps::add_transfer(bool is_send, int peer, int tag, std::uintptr_t address, std::size_t nbytes,
+                         const std::vector<Number>& needs) {
+  if (peer < 0 || peer >= size || peer == rank) throw std::invalid_argument("a transfer needs another rank");
+  Step step;
+  step.is_send = is_send;
+  step.peer = peer;
+  step.tag = tag;
+  step.data = reinterpret_cast<unsigned char*>(address);
+  step.nbytes = nbytes;
+  add(std::move(step), needs, false);
+}
+
+void Steps::add(Step step, const std::vector<Number>& needs, bool writes_output) {
+  bool follows = false;
+  for (const Number j : needs) {
+    if (j >= count()) throw std::invalid_argument("a step can only need earlier ones");
+    follows = follows || is_transfer(j);
+  }
+  gated_.push_back(size > 1 && (follows || writes_output));
+  needs_.insert(needs_.end(), needs.begin(), needs.end());
+  needs_ends_.push_back(static_cast<Number>(needs_.size()));
+  steps_.push_back(std::move(step));
+}
+
+void Steps::link() {
+  const std::vector<std::pair<Number, Number>> from_to = edges();
+  counts_.assign(all(), 0);
+  offsets_.assign(all() + 1, 0);
+  for (const auto& [from, to] : from_to) {
+    ++counts_[to];
+    ++offsets_[from + 1];
+  }
+  for (Number i = 0; i < all(); ++i) offsets_[i + 1] += offsets_[i];
+  successors_.resize(from_to.size());
+  std::vector<Number> next(offsets_.begin(), offsets_.end() - 1);
+  for (const auto& [from, to] : from_to) successors_[next[from]++] = to;
+  find_eager();
+  needs_ = needs_ends_ = {};
+  gated_ = {};
+  steps_.shrink_to_fit();
+}
+
+// Who waits for whom, by the second.
+std::vector<std::pair<Number, Number>> Steps::edges() const {
+  std::vector<std::pair<Number, Number>> found;
+  found.reserve(needs_.size() + steps_.size());
+  for (Number i = 0, k = 0; i < count(); ++i) {
+    for (; k < needs_ends_[i]; ++k) found.emplace_back(needs_[k], i);
+    if (gated_[i]) {
+      found.emplace_back(gate(), i);
+    } else if (is_transfer(i) && !steps_[i].is_send) {
+      found.emplace_back(header(steps_[i].peer), i);
+    }
+  }
+  for (int peer = 0; peer < size; ++peer)
+    if (peer != rank) found.emplace_back(header(peer), gate());
+  return found;
+}
+
+// The first send to each peer goes with the header where it is small and waits for no other rank.
+void Steps::find_eager() {
+  std::vector<bool> waits(gated_), met(size, false);
+  gets_data_.assign(size, false);
+  first_receives_.assign(size, kNone);
+  for (Number i = 0, k = 0; i < count(); ++i) {
+    for (; k < needs_ends_[i]; ++k) waits[i] = waits[i] || waits[needs_[k]];
+    Step& step = steps_[i];
+    if (!is_transfer(i)) continue;
+    if (!step.is_send) {
+      waits[i] = true;
+      if (first_receives_[step.peer] == kNone) first_receives_[step.peer] = i;
+    } else if (!met[step.peer]) {
+      met[step.peer] = true;
+      if (waits[i] || !step.nbytes || step.nbytes > most_eager_) continue;
+      gets_data_[step.peer] = true;
+      step.message = message_of(step);
+    }
+  }
+}
+
+// The same data may go to several peers.
+Number Steps::message_of(const Step& step) {
+  const auto same = [&](const EagerData& each) { return each.data == step.data && each.nbytes == step.nbytes; };
+  const auto found = std::find_if(eager_.begin(), eager_.end(), same);
+  const auto number = static_cast<Number>(found - eager_.begin());
+  if (found == eager_.end()) eager_.push_back({step.data, step.nbytes});
+  return number;
+}
+
+}  // namespace qccl
