@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import socket
 import struct
 import threading
 import time
@@ -24,7 +23,8 @@ from typing import Any, NoReturn
 from qccl.dtypes import get
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.gpu import bounded, mapped, on_device, pick_device, require, wait_for
-from qccl.transports.base import Call, DeviceLeg, Transport, numbered
+from qccl.transports.base import Call, DeviceLeg, Transport
+from qccl.transports.places import find_places
 
 __all__ = ["NcclTransport", "get_unique_id"]
 
@@ -64,13 +64,11 @@ class NcclTransport:
         self.stream: int = self._stream.ptr
         try:
             bounded(device, timeout, "the first transfers", self._connect)
-            hosts = self.allgather(socket.gethostname().encode(), timeout)
+            places = find_places(self.rank, lambda place: self.allgather(place, timeout))
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")
             raise
-        self.local_rank = hosts[: self.rank].count(hosts[self.rank])
-        self.local_size = hosts.count(hosts[self.rank])
-        self.nodes = numbered(hosts)
+        self.local_rank, self.local_size, self.nodes, _ = places
 
     # -- ways to make one --------------------------------------------------------------------------------------------
 
