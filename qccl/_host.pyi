@@ -155,9 +155,6 @@ def describe(array: object) -> View:
 def memcpy(dst: int, src: int, nbytes: int) -> None:
     """Copy between addresses, without the GIL; the two may not overlap."""
 
-def yield_() -> None:
-    """Let another thread or process have this core (sched_yield, without the GIL)."""
-
 #: bytes of a control message, and its tag
 HEADER_NBYTES: int
 CONTROL_TAG: int

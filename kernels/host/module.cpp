@@ -6,7 +6,6 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <sched.h>
 
 #include <cstring>
 
@@ -120,7 +119,6 @@ NB_MODULE(_host, m) {
   qccl::bind_describe(m);
   qccl::bind_engine(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
-  m.def("yield_", [] { sched_yield(); }, Release(), "Let another thread or process have this core.");
   m.def("most_threads", &qccl::most_threads, "Threads that an operation may have, by OMP_NUM_THREADS and processors.");
   m.attr("isa") = qccl::loops().name;
   nb::list usable;
