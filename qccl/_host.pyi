@@ -205,6 +205,9 @@ class Steps:
     def add_transfer(
         self, is_send: bool, peer: int, tag: int, address: int, nbytes: int, needs: Sequence[int]
     ) -> None: ...
+    def place(self, step: int, address: int) -> None:
+        """Take what a send sends from ``address``, from the next run on; not for what goes with headers."""
+
     def link(self) -> None: ...
     def transfer(self, step: int, /) -> tuple[bool, int] | None:
         """Of a transfer: whether it is a send, and the other rank."""

@@ -255,7 +255,7 @@ class Node:
     """What an engine starts and completes as one thing: a compute operation, a leg, or a whole Exchange.
 
     ``sequence`` numbers a leg among the legs of this rank with the same peer and direction, so that both ends of a
-    transfer name it alike.
+    transfer name it alike. ``place`` are values that a send takes in place of its leg's bytes, which it only occupies.
     """
 
     op_index: int
@@ -263,6 +263,7 @@ class Node:
     leg: Leg | None = None
     is_send: bool = False
     sequence: int = 0
+    place: Span | None = None
 
     @property
     def lane(self) -> Lane:
@@ -270,7 +271,7 @@ class Node:
 
     def reads(self) -> tuple[Span, ...]:
         if self.leg is not None:
-            return (self.leg.span,) if self.is_send else ()
+            return _present((self.leg.span, self.place)) if self.is_send else ()
         return reads(self.op)
 
     def writes(self) -> tuple[Span, ...]:

@@ -192,6 +192,7 @@ void bind_runs(nb::module_& m) {
       .def("__len__", &Steps::count)
       .def("add_operation", &Steps::add_operation, "operation"_a, "needs"_a, "writes_output"_a)
       .def("add_transfer", &Steps::add_transfer, "is_send"_a, "peer"_a, "tag"_a, "address"_a, "nbytes"_a, "needs"_a)
+      .def("place", &Steps::place, "step"_a, "address"_a)
       .def("link", &Steps::link)
       .def("transfer", &transfer);
   nb::class_<Run>(m, "Run", "One run of Steps at a time.")

@@ -72,6 +72,8 @@ Outcome Loop::advance(const Turn& turn, const Unusual& unusual) {
   while (!halted_) {
     const bool computed = compute();
     poll(computed ? 0 : idle_, turn.gives_way ? kGiveWay : 0, unusual);
+    // A library may look at its slower networks only where shared memory has no news: all of it comes first.
+    while (!completed_.empty() && ended_.empty() && !halted_) poll(0, 0, unusual);
     if (!ended_.empty()) return Outcome::ended;
     const double now = seconds();
     if (idle_ && now > deadline_) return Outcome::overdue;

@@ -25,7 +25,7 @@ using Unusual = std::function<void(int peer, std::string_view message)>;
 
 // For how long to advance.
 struct Turn {
-  bool once = false;                                         // one operation at most, and one poll
+  bool once = false;                                         // one operation at most, and what has come
   bool gives_way = false;                                    // as soon as another thread wants to; and naps early
   double limit = std::numeric_limits<double>::infinity();    // in seconds()
   std::function<void()> look_up;                             // called every few milliseconds; may throw

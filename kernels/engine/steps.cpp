@@ -25,6 +25,12 @@ void Steps::add_transfer(bool is_send, int peer, int tag, std::uintptr_t address
   add(std::move(step), needs, false);
 }
 
+void Steps::place(Number i, std::uintptr_t address) {
+  if (i >= count() || !steps_[i].is_send || steps_[i].nbytes <= most_eager_)
+    throw std::invalid_argument("only what is sent in a message of its own can lie elsewhere");
+  steps_[i].data = reinterpret_cast<unsigned char*>(address);
+}
+
 void Steps::add(Step step, const std::vector<Number>& needs, bool writes_output) {
   bool follows = false;
   for (const Number j : needs) {

@@ -51,6 +51,8 @@ class Steps {
   void add_operation(std::shared_ptr<Operation> operation, const std::vector<Number>& needs, bool writes_output);
   void add_transfer(bool is_send, int peer, int tag, std::uintptr_t address, std::size_t nbytes,
                     const std::vector<Number>& needs);
+  // A send takes what it sends from `address`, from the next run on. Not for what may go with a header.
+  void place(Number step, std::uintptr_t address);
   // When all are there.
   void link();
 
