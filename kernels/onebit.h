@@ -39,6 +39,28 @@ struct OneBit {
     return (mean > most ? most : mean < -most ? -most : mean) * (1.0f / pre);
   }
 
+  QCCL_FN Sides midpoints(float least, float most) {
+    return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
+  }
+
+  // Of n values, of which `below` are below zero, by the sums of these and of the others.
+  QCCL_FN Sides means(const Two& sums, float below, float n, float pre, i32 greatest) {
+    const float rest = n - below;
+    return {below > 0.0f ? mean_of(sums.first, below, pre, greatest) : 0.0f,
+            rest > 0.0f ? mean_of(sums.second, rest, pre, greatest) : 0.0f};
+  }
+
+  QCCL_FN void store_sides(u32 reconstruct, const Sides& sides, u8* meta) {
+    const bool two = reconstruct >= kMean;
+    if (two) store_float(meta, sides.lower);
+    store_float(meta + (two ? 4 : 0), sides.upper);
+  }
+  QCCL_FN Sides load_sides(u32 reconstruct, const u8* meta) {
+    const bool two = reconstruct >= kMean;
+    const float upper = load_float(meta + (two ? 4 : 0));
+    return {two ? load_float(meta) : -upper, upper};
+  }
+
   template <class Team, class Values>
   QCCL_FN Sides find_sides(const Team& team, u32 reconstruct, const Values& x, u32 n) {
     const float nan = float_of(kQuietNan);
@@ -47,7 +69,7 @@ struct OneBit {
       const i32 low = ~team.greatest(n, [&](i32 i) { return ~order_key(bits_of(x[i])); });
       if (high >= kKeyPlusInfinity || low <= kKeyMinusInfinity) return {nan, nan};
       const float most = float_of((u32)order_key((u32)high)), least = float_of((u32)order_key((u32)low));
-      return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
+      return midpoints(least, most);
     }
     const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     if (greatest >= kInfinite) return {nan, nan};
@@ -62,9 +84,8 @@ struct OneBit {
       const float scaled = x[i] * pre;
       return Two{x[i] < 0.0f ? scaled : 0.0f, x[i] < 0.0f ? 0.0f : scaled};
     });
-    const float number = (float)team.count(n, [&](i32 i) { return x[i] < 0.0f; }), rest = (float)n - number;
-    return {number > 0.0f ? mean_of(sums.first, number, pre, greatest) : 0.0f,
-            rest > 0.0f ? mean_of(sums.second, rest, pre, greatest) : 0.0f};
+    const float number = (float)team.count(n, [&](i32 i) { return x[i] < 0.0f; });
+    return means(sums, number, (float)n, pre, greatest);
   }
 
   template <class T, class Team, class Values>
@@ -72,20 +93,15 @@ struct OneBit {
                       u8* meta) {
     const Sides sides = find_sides(team, options.options[0], x, n);
     const bool finite = is_finite(sides.upper);
-    if (team.leads()) {
-      const bool two = options.options[0] >= kMean;
-      if (two) store_float(meta, sides.lower);
-      store_float(meta + (two ? 4 : 0), sides.upper);
-    }
+    if (team.leads()) store_sides(options.options[0], sides, meta);
     team.template pack<1>(n, [&](i32 i) { return (u32)(finite & (x[i] < 0.0f)); }, codes);
   }
 
   template <class T, class Team, class Take>
   QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
                       const Take& take) {
-    const bool two = options.options[0] >= kMean;
-    const float upper = load_float(meta + (two ? 4 : 0)), lower = two ? load_float(meta) : -upper;
-    team.template unpack<1>(codes, n, [&](i32 i, u32 code) { take(i, code ? lower : upper); });
+    const Sides sides = load_sides(options.options[0], meta);
+    team.template unpack<1>(codes, n, [&](i32 i, u32 code) { take(i, code ? sides.lower : sides.upper); });
   }
 };
 

@@ -33,7 +33,7 @@ TABLE: dict[str, list[Bucketed]] = {
         *(Dithering(k, "natural", norm, 256, k) for k, norm in itertools.product((1, 7, 31), ("max", "l2"))),
         Dithering(63, "linear", "l2", 8200),
     ],
-    "onebit": [OneBit(bucket, reconstruct) for bucket in (8, 16, 1024, 8200) for reconstruct in RECONSTRUCTIONS],
+    "onebit": [OneBit(bucket, reconstruct) for bucket in (8, 16, 1024, 2600, 8200) for reconstruct in RECONSTRUCTIONS],
     "randomk": [
         *(RandomK(k, block, 3, scale) for k, block, scale in [(3, 16, False), (0.3, 16, True), (0.01, 1000, True)]),
         *(RandomK(k, block, 3, scale) for k, block, scale in [(40, 40, False), (1, 8, True), (0.9, 1024, False)]),

@@ -42,7 +42,9 @@ def test_encode_decode_accumulate(bits: int, stochastic: bool, dtype: str) -> No
         codec = MinMax(bits, bucket, stochastic, seed=int(rng.integers(1 << 63)))
         for count in counts(bucket):
             kind = next(kinds)
-            place = Place(*rng.integers(0, [1 << 63, 1 << 32, 1 << 32, 1 << 62]).tolist())
+            call, turn, rank, index = rng.integers(0, [1 << 63, 1 << 32, 1 << 32, 1 << 62]).tolist()
+            # what begins at a multiple of 64 may have its random words made another way
+            place = Place(call, turn, rank, index & ~63 if count % 2 else index)
             values = hard_values(kind, count, dtype, rng)
             check_round_trip(codec, values, dtype, place, f"{kind}, {codec}, {count} {dtype}")
 
@@ -55,6 +57,27 @@ def test_hard_values(kind: str, dtype: str) -> None:
         values = hard_values(kind, 101, dtype, rng)
         codec = MinMax(bits, bucket, stochastic, seed=5)
         check_round_trip(codec, values, dtype, Place(), f"{kind}, {codec}, {dtype}")
+
+
+@pytest.fixture(scope="module")
+def without_chance() -> int:
+    """An element whose random number, in codecs of seed 3, is zero."""
+    return int(np.flatnonzero(oracle.random_words(1 << 25, 3, Place()) >> 8 == 0)[0])
+
+
+@pytest.mark.parametrize("top", [1e-36, 1e-3, 1.0, 300.0, 1e10, 1e25, 1e36])
+@pytest.mark.parametrize("low", [0.0, -1e-20, 1e-30, -1.0])
+def test_the_least_step_above_a_code_rounds_up_by_the_least_chance(low: float, top: float, without_chance: int) -> None:
+    """However small the position is, unless it is zero."""
+    values = np.linspace(low, top, 192, dtype=np.float32)
+    values[without_chance % 64] = np.nextafter(np.float32(low), np.float32(np.inf))
+    values[64:68] = [1e-45, 1e-40, 1e-38, 1e-30]
+    values = np.maximum(values, np.float32(low))
+    for bits in (1, 4, 8):
+        codec = MinMax(bits, "shard", stochastic=True, seed=3)
+        check_round_trip(
+            codec, values, "float32", Place(index=without_chance // 64 * 64), f"{bits} bits, {low} to {top}"
+        )
 
 
 def test_index_passes_a_multiple_of_two_to_the_32() -> None:

@@ -7,6 +7,7 @@
 #include "calls.h"
 #include "combine.h"
 #include "elements.h"
+#include "onebit_lanes.h"
 #include "team.h"
 #include "trellis_lanes.h"
 
@@ -158,6 +159,42 @@ struct OneBucket {
   }
 };
 
+// From and to the elements of a call. A codec that needs no copy as fp32 has functions of its own.
+template <class Codec, class T>
+struct BucketOfElements {
+  using Storage = typename T::Storage;
+  template <class Bucket, class Wire>
+  static void encode(const Wire& layout, const Storage* from, u64 b, const Stamp& stamp, u8* wire, float* values, float* room) {
+    Bucket::encode(layout, as_floats<T>(from, Wire::size_of(layout, b), values), b, stamp, wire, room);
+  }
+  template <class Bucket, class Wire>
+  static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, [[maybe_unused]] float* room, Storage* to) {
+    if constexpr (T::code == Float32::code && !Codec::sparse) {
+      Bucket::decode_to_values(layout, wire, b, stamp, to);
+    } else {
+      Bucket::decode(layout, wire, b, stamp, false, room);
+      to_elements<T>(room, Wire::size_of(layout, b), to);
+    }
+  }
+};
+
+template <class T>
+struct BucketOfElements<OneBit, T> {
+  using Storage = typename T::Storage;
+  template <class Bucket, class Wire>
+  static void encode(const Wire& layout, const Storage* from, u64 b, const Stamp& stamp, u8* wire, float* values, float* room) {
+    const u32 n = Wire::size_of(layout, b);
+    u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+    if (onebit_encode<T>(layout.options, from, n, codes, meta)) return;
+    Bucket::encode(layout, as_floats<T>(from, n, values), b, stamp, wire, room);
+  }
+  template <class Bucket, class Wire>
+  static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp&, float*, Storage* to) {
+    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+    onebit_decode<T>(layout.options, codes, meta, Wire::size_of(layout, b), to);
+  }
+};
+
 template <bool HasValues, class T>
 struct TypeOnWire {
   using Type = Float32;
@@ -178,6 +215,7 @@ struct BucketLoops {
   using Storage = typename T::Storage;
   using Bucket = OneBucket<Codec, typename TypeOnWire<kHasValues<Codec>, T>::Type>;
   using Wire = typename Bucket::Wire;
+  using Elements = BucketOfElements<Codec, T>;
 
   // Behind the codes of the last bucket, by whoever encodes that.
   static void clear_padding(const Wire& layout, u8* wire, const BucketRange& buckets) {
@@ -195,8 +233,8 @@ struct BucketLoops {
     float *values = part(layout, call.scratch, 0), *room = part(layout, call.scratch, 2);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
-      const float* x = as_floats<T>(element<T>(call.src, first), Wire::size_of(layout, b), values);
-      Bucket::encode(layout, x, b, stamp_of(call.place, first), call.wire, room);
+      Elements::template encode<Bucket>(layout, element<T>(call.src, first), b, stamp_of(call.place, first), call.wire, values,
+                                        room);
     }
     clear_padding(layout, call.wire, call.buckets);
   }
@@ -210,23 +248,13 @@ struct BucketLoops {
       Storage* dst = element<T>(call.dst, first);
       const Stamp stamp = stamp_of(call.place, first);
       if (!call.accumulate) {
-        put_bucket(layout, call.wire, b, stamp, total, dst);
+        Elements::template decode<Bucket>(layout, call.wire, b, stamp, total, dst);
         continue;
       }
       Total sum(total, n, Combine::sum);
       sum.add(as_floats<T>(dst, n, term));
       add_bucket(layout, call.wire, b, stamp, sum, total, term);
       to_elements<T>(total, n, dst);
-    }
-  }
-
-  // One bucket of a wire to elements, through `room` where that is needed.
-  static void put_bucket(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, [[maybe_unused]] float* room, Storage* to) {
-    if constexpr (T::code == Float32::code && !Codec::sparse) {
-      Bucket::decode_to_values(layout, wire, b, stamp, to);
-    } else {
-      Bucket::decode(layout, wire, b, stamp, false, room);
-      to_elements<T>(room, Wire::size_of(layout, b), to);
     }
   }
 

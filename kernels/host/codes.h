@@ -120,10 +120,9 @@ QCCL_FN __m128i join_nibbles(__m128i bytes) {
   return _mm_shuffle_epi8(pairs, _mm_set1_epi64x(0x0e0c0a0806040200));
 }
 
-// To 2 * Bits bytes, as one or two integers; two of them overlap.
+// Sixteen codes, as bytes, to 2 * Bits bytes: as one or two integers; two of them overlap.
 template <int Bits>
-QCCL_FN void store_codes(const Ints& codes, u8* to) {
-  const __m128i bytes = (__m128i)narrow(codes);
+QCCL_FN void store_bytes(__m128i bytes, u8* to) {
   if constexpr (Bits == 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
   } else if constexpr (Bits == 1) {
@@ -142,7 +141,75 @@ QCCL_FN void store_codes(const Ints& codes, u8* to) {
     _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 2 * Bits - 8), _mm_srli_si128(x, 2 * Bits - 8));
   }
 }
+
+template <int Bits>
+QCCL_FN void store_codes(const Ints& codes, u8* to) {
+  store_bytes<Bits>((__m128i)narrow(codes), to);
+}
+
+// So many lanes at once that their codes, as bytes, fill a register: that takes fewer instructions. Packing goes within
+// each 128 bits; so fours of codes, which stay together, are put in order afterwards.
+#if defined(QCCL_AVX512)
+constexpr u32 kTogether = 4;
+using ManyBytes = __m512i;
+
+QCCL_FN __m512i in_order(__m512i fours) {
+  return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), fours);
+}
+
+QCCL_FN ManyBytes narrow_together(const Ints (&x)[kTogether]) {
+  const auto part = [&](u32 g) QCCL_INLINE { return (__m512i)x[g].part[0]; };
+  return in_order(_mm512_packus_epi16(_mm512_packus_epi32(part(0), part(1)), _mm512_packus_epi32(part(2), part(3))));
+}
+
+template <int Bits>
+QCCL_FN void store_together(ManyBytes bytes, u8* to) {
+  if constexpr (Bits == 8) {
+    _mm512_storeu_si512(to, bytes);
+  } else if constexpr (Bits == 4) {
+    const __m512i pairs = _mm512_maddubs_epi16(bytes, _mm512_set1_epi16(1 | 16 << 8));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8(pairs));
+  } else if constexpr (Bits == 1) {
+    const u64 bits = _mm512_test_epi8_mask(bytes, bytes);
+    __builtin_memcpy(to, &bits, sizeof bits);
+  } else {
+    store_bytes<Bits>(_mm512_castsi512_si128(bytes), to);
+    store_bytes<Bits>(_mm512_extracti32x4_epi32(bytes, 1), to + 2 * Bits);
+    store_bytes<Bits>(_mm512_extracti32x4_epi32(bytes, 2), to + 4 * Bits);
+    store_bytes<Bits>(_mm512_extracti32x4_epi32(bytes, 3), to + 6 * Bits);
+  }
+}
 #else
+constexpr u32 kTogether = 2;
+using ManyBytes = __m256i;
+
+QCCL_FN ManyBytes narrow_together(const Ints (&x)[kTogether]) {
+  const auto part = [&](u32 p) QCCL_INLINE { return (__m256i)x[p / kParts].part[p % kParts]; };
+  const __m256i mixed = _mm256_packus_epi16(_mm256_packus_epi32(part(0), part(1)), _mm256_packus_epi32(part(2), part(3)));
+  return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+}
+
+template <int Bits>
+QCCL_FN void store_together(ManyBytes bytes, u8* to) {
+  if constexpr (Bits == 8) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), bytes);
+  } else if constexpr (Bits == 4) {
+    const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(1 | 16 << 8));
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi16(pairs, pairs), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to), _mm256_castsi256_si128(packed));
+  } else if constexpr (Bits == 1) {
+    const u32 bits = (u32)_mm256_movemask_epi8(_mm256_slli_epi16(bytes, 7));
+    __builtin_memcpy(to, &bits, sizeof bits);
+  } else {
+    store_bytes<Bits>(_mm256_castsi256_si128(bytes), to);
+    store_bytes<Bits>(_mm256_extracti128_si256(bytes, 1), to + 2 * Bits);
+  }
+}
+#endif
+#else
+constexpr u32 kTogether = 1;
+using ManyBytes = Bytes;
+
 template <int Bits>
 QCCL_FN Ints load_codes(const u8* from) {
   Bytes bytes;
@@ -157,9 +224,10 @@ QCCL_FN Ints load_codes(const u8* from) {
   return widen(bytes);
 }
 
+QCCL_FN ManyBytes narrow_together(const Ints (&x)[kTogether]) { return narrow(x[0]); }
+
 template <int Bits>
-QCCL_FN void store_codes(const Ints& codes, u8* to) {
-  const Bytes bytes = narrow(codes);
+QCCL_FN void store_together(const ManyBytes& bytes, u8* to) {
   if constexpr (Bits == 8) {
     __builtin_memcpy(to, &bytes, sizeof bytes);
   } else {
@@ -168,6 +236,11 @@ QCCL_FN void store_codes(const Ints& codes, u8* to) {
     __builtin_memcpy(to, &first, Bits);
     __builtin_memcpy(to + Bits, &second, Bits);
   }
+}
+
+template <int Bits>
+QCCL_FN void store_codes(const Ints& codes, u8* to) {
+  store_together<Bits>(narrow(codes), to);
 }
 #endif
 

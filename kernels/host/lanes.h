@@ -184,6 +184,23 @@ QCCL_FN Lanes<E> select(const Mask& which, const Lanes<E>& yes, Lanes<E> no) {
 QCCL_FN Ints subtract_where(const Mask& which, const Ints& a, const Ints& b) { return a - (which & b); }
 #endif
 
+// One bit for each lane.
+QCCL_FN u32 bits_of(const Mask& mask) {
+#if defined(QCCL_AVX512)
+  return mask;
+#else
+  u32 bits = 0;
+#if defined(QCCL_AVX2)
+  QCCL_EACH_PART bits |= (u32)_mm256_movemask_ps((__m256)mask.part[p]) << 8 * p;
+#elif defined(__SSE2__)
+  QCCL_EACH_PART bits |= (u32)_mm_movemask_ps((__m128)mask.part[p]) << 4 * p;
+#else
+  for (u32 i = 0; i < kLanes; ++i) bits |= (u32)(mask.part[i / 4][i % 4] & 1) << i;
+#endif
+  return bits;
+#endif
+}
+
 template <class E>
 QCCL_FN Lanes<E> least(Lanes<E> a, const Lanes<E>& b) {
   QCCL_EACH_PART a.part[p] = a.part[p] < b.part[p] ? a.part[p] : b.part[p];

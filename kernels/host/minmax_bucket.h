@@ -62,14 +62,8 @@ struct OneBucket<MinMaxBuckets, T> {
     const RandomPlace place = {stamp.call, stamp.index, stamp.round, stamp.rank};
     Chances chances(codec, place);
     for_blocks(n, [&](u64 at, u32 size) {
-      u8* to = codes + minmax_code_offset(at, Bits);
-      if (minmax_is_nan(scale)) {
-        __builtin_memset(to, 0, packed_nbytes(size, Bits));
-      } else if (codec.stochastic) {
-        encode_block<Float32, Bits>(x + at, size, Stochastic{scale, chances.of(at, size)}, to);
-      } else {
-        encode_block<Float32, Bits>(x + at, size, Nearest{scale}, to);
-      }
+      encode_values<Float32, Bits>(x + at, size, scale, codec.stochastic ? &chances : nullptr, at,
+                                   codes + minmax_code_offset(at, Bits));
     });
   }
 };

@@ -52,9 +52,25 @@ constexpr u32 code_place(u32 i, int bits) { return i / 8 * bits; }
 // The loops over n values of a block; n is a multiple of kLanes. Left-over values go through them in a copy. They take
 // their constants by value, or each store could change them for all that the compiler knows.
 
+// Of a multiple of what is stored together. With `Ahead`, values that are needed so many blocks later are asked for: what
+// prefetches by itself loses its track where a block is read twice.
+template <class T, int Bits, u32 Ahead = 0, class Rounding>
+QCCL_FN void encode_together(const typename T::Storage* x, u32 n, const Rounding& rounding, u32 first, u8* wire) {
+  constexpr u32 nbytes = kTogether * kLanes * sizeof *x;
+  for (u32 i = 0; i < n; i += kTogether * kLanes) {
+    const auto* ahead = reinterpret_cast<const u8*>(x + i + (u64)Ahead * n);
+    for (u32 line = 0; Ahead && line < nbytes; line += 64) __builtin_prefetch(ahead + line);
+    Floats values[kTogether];
+    for (u32 g = 0; g < kTogether; ++g) values[g] = Elements<T>::load(x + i + g * kLanes);
+    store_together<Bits>(Rounding::codes_together(rounding, values, first + i), wire + code_place(i, Bits));
+  }
+}
+
 template <class T, int Bits, class Rounding>
 QCCL_LOOP void encode_lanes(const typename T::Storage* x, u32 n, const Rounding rounding, u32 first, u8* wire) {
-  for (u32 i = 0; i < n; i += kLanes) {
+  const u32 together = n / (kTogether * kLanes) * (kTogether * kLanes);
+  encode_together<T, Bits>(x, together, rounding, first, wire);
+  for (u32 i = together; i < n; i += kLanes) {
     store_codes<Bits>(Rounding::codes(rounding, Elements<T>::load(x + i), first + i), wire + code_place(i, Bits));
   }
 }
@@ -193,19 +209,27 @@ void finish_block(const float* total, u32 n, const Rounding& rounding, const Lin
   if (out) __builtin_memcpy(out + whole, some, rest * sizeof some[0]);
 }
 
-// The chances of a call's elements, a block at a time. Loops that round take them from memory: what makes one is a long
-// chain of operations, of which more run at once in a loop of their own.
+// The chances of a call's elements.
 class Chances {
  public:
   Chances(const MinMaxParameters& codec, const RandomPlace& place) : codec_(codec), place_(place) {}
 
-  // Those of n elements from element `begin` of the call on, kBlock at most; valid until the next call of this.
-  const u32* of(u64 begin, u32 n) {
-    const u64 index = place_.index + begin;
-    const u32 before = (u32)index % kChancesAtOnce, aligned = (u32)index - before, count = before + n;
+  // The index of an element of the call.
+  u64 index_of(u64 element) const { return place_.index + element; }
+
+  // What makes those of the elements whose index has the same upper half as this one.
+  const RandomKey& key_of(u64 index) {
     const u32 high = (u32)(index >> 32);
     if (high != keyed_) keyed_ = high, key_ = key(high);
-    make_chances(key_, aligned, count, some_);
+    return key_;
+  }
+
+  // Those of n elements from element `begin` of the call on, kBlock at most; valid until the next call of this.
+  const u32* of(u64 begin, u32 n) {
+    const u64 index = index_of(begin);
+    const u32 before = (u32)index % kChancesAtOnce, aligned = (u32)index - before, count = before + n;
+    const u32 high = (u32)(index >> 32);
+    make_chances(key_of(index), aligned, count, some_);
     const u32 until = 0u - aligned;  // there the lower half of the index wraps
     if (until && until < count) make_chances(key(high + 1), 0, count - until, some_ + until);
     return some_ + before;
@@ -221,28 +245,63 @@ class Chances {
   alignas(64) u32 some_[kBlock + kChancesAtOnce];
 };
 
+#if defined(QCCL_AVX512)
+template <class T, int Bits, bool Clamp>
+QCCL_LOOP void encode_stochastic(const typename T::Storage* x, u32 n, const MinMaxScale& scale, const RandomKey& key,
+                                 u32 index, u8* wire) {
+  encode_together<T, Bits, 2>(x, n, StochasticTogether<Clamp>(scale, key, index), 0, wire);
+}
+#endif
+
+// n values from element `begin` of a call, all of one bucket and kBlock at most.
+template <class T, int Bits>
+void encode_values(const typename T::Storage* x, u32 n, const MinMaxScale& scale, Chances* chances, u64 begin, u8* wire) {
+  if (minmax_is_nan(scale)) {
+    __builtin_memset(wire, 0, packed_nbytes(n, Bits));
+    return;
+  }
+  if (!chances) {
+    if (scale.pre == 1.0f) return encode_block<T, Bits>(x, n, Nearest<true>(scale), wire);
+    return encode_block<T, Bits>(x, n, Nearest<false>(scale), wire);
+  }
+  u32 done = 0;
+#if defined(QCCL_AVX512)
+  const u64 index = chances->index_of(begin);
+  if (index % kChancesAtOnce == 0 && (u32)index <= 0u - kBlock && StochasticTogether<true>::fits(scale)) {
+    done = n / kChancesAtOnce * kChancesAtOnce;
+    const auto run = StochasticTogether<true>::clamps(scale) ? encode_stochastic<T, Bits, true> : encode_stochastic<T, Bits, false>;
+    run(x, done, scale, chances->key_of(index), (u32)index, wire);
+    if (done == n) return;
+  }
+#endif
+  encode_block<T, Bits>(x + done, n - done, Stochastic(scale, chances->of(begin + done, n - done)),
+                        wire + code_place(done, Bits));
+}
+
 template <class T, int Bits>
 void minmax_encode(const MinMaxParameters& codec, const EncodeCall& call) {
   const MinMaxWire<Bits> wire(codec, call.count);
   Chances chances(codec, call.place);
-  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-    const u64 first = b * wire.bucket, size = wire.size_of(b);
+  const auto range_of = [&](u64 b) {
     Extremes<T> extremes;
-    for_blocks(size, [&](u64 at, u32 n) { extremes.extend(element<T>(call.src, first + at), n); });
-    const MinMaxRange range = extremes.range();
+    for_blocks(wire.size_of(b), [&](u64 at, u32 n) { extremes.extend(element<T>(call.src, b * wire.bucket + at), n); });
+    return extremes.range();
+  };
+  // Where the codes take long, and the bucket is small enough to stay in L1 meanwhile, the next one's range is found before
+  // them: so the chain of operations from a range to the first code is not waited for.
+  const bool early = codec.stochastic && wire.bucket <= kBlock;
+  const u64 end = call.buckets.last;
+  MinMaxRange next = {};
+  for (u64 b = call.buckets.first; b < end; ++b) {
+    const u64 first = b * wire.bucket, size = wire.size_of(b);
+    const MinMaxRange range = early && b > call.buckets.first ? next : range_of(b);
     const MinMaxScale scale = minmax_scale(range, wire.levels);
+    if (early && b + 1 < end) next = range_of(b + 1);
     wire.set_range(call.wire, b, range);
     for_blocks(size, [&](u64 at, u32 n) {
       const u64 begin = first + at;
-      const auto* x = element<T>(call.src, begin);
-      u8* to = call.wire + minmax_code_offset(begin, Bits);
-      if (minmax_is_nan(scale)) {
-        __builtin_memset(to, 0, packed_nbytes(n, Bits));
-      } else if (codec.stochastic) {
-        encode_block<T, Bits>(x, n, Stochastic{scale, chances.of(begin, n)}, to);
-      } else {
-        encode_block<T, Bits>(x, n, Nearest{scale}, to);
-      }
+      encode_values<T, Bits>(element<T>(call.src, begin), n, scale, codec.stochastic ? &chances : nullptr, begin,
+                             call.wire + minmax_code_offset(begin, Bits));
     });
   }
   wire.clear_padding(call.wire, call.buckets);
@@ -327,9 +386,9 @@ void minmax_reduce(const MinMaxParameters& codec, const ReduceCall& call) {
       }
       if (size > kBlock) minmax_total<T, Bits>(wire, call, b, begin, n, total);
       if (codec.stochastic) {
-        finish_block<T, Bits>(total, n, Stochastic{scale, chances.of(begin, n)}, line, to, out);
+        finish_block<T, Bits>(total, n, Stochastic(scale, chances.of(begin, n)), line, to, out);
       } else {
-        finish_block<T, Bits>(total, n, Nearest{scale}, line, to, out);
+        finish_block<T, Bits>(total, n, Nearest<false>(scale), line, to, out);
       }
     });
   }

@@ -7,23 +7,6 @@
 
 namespace QCCL_NAMESPACE {
 
-// One bit for each lane.
-QCCL_FN u32 bits_of(const Mask& mask) {
-#if defined(QCCL_AVX512)
-  return mask;
-#else
-  u32 bits = 0;
-#if defined(QCCL_AVX2)
-  QCCL_EACH_PART bits |= (u32)_mm256_movemask_ps((__m256)mask.part[p]) << 8 * p;
-#elif defined(__SSE2__)
-  QCCL_EACH_PART bits |= (u32)_mm_movemask_ps((__m128)mask.part[p]) << 4 * p;
-#else
-  for (u32 i = 0; i < kLanes; ++i) bits |= (u32)(mask.part[i / 4][i % 4] & 1) << i;
-#endif
-  return bits;
-#endif
-}
-
 // `number` in the lanes whose bits are set, 0 in the others.
 QCCL_FN Ints where(u32 bits, i32 number) {
 #if defined(QCCL_AVX512)
@@ -71,10 +54,14 @@ QCCL_FN Ints trellis_window(const Floats& position, const TrellisLevels& levels)
 constexpr u32 kTrellisSteps = kTrellisBucket / kTrellisSequences;
 constexpr u32 kTrellisParts = kTrellisSequences / kLanes;
 
+// The bits of 1.5 * 2^23. To add a small integer to them is to add it to the number.
+constexpr i32 kTrellisWindow = 0x4b400000;
+constexpr float kTrellisWindowFloat = 12582912.0f;
+
 // What the encoder knows of a bucket. Behind the last element there is room for whole lanes of all sequences.
 struct TrellisRoom {
   alignas(64) float x[kTrellisBucket];  // values, then distances from the centre, then positions
-  alignas(64) i32 windows[kTrellisBucket];
+  alignas(64) i32 windows[kTrellisBucket];  // twice the number of the first level, above kTrellisWindow
   u16 turns[kTrellisSteps][kTrellisParts][4];  // for each state, in which sequences the second way there is the better
   float distances[kTrellisBlocks];
   u32 words[kTrellisOutliers];
@@ -170,7 +157,7 @@ QCCL_LOOP static void trellis_place(TrellisRoom& room, TrellisBlock block, float
   for (u32 i = block.begin; i < block.end; i += kLanes) {
     const Floats position = load_lanes<float>(room.x + i) * pre * inverse;
     store_lanes(position, room.x + i);
-    store_lanes(trellis_window(position, levels), room.windows + i);
+    store_lanes((trellis_window(position, levels) << 1) + kTrellisWindow, room.windows + i);
   }
 }
 
@@ -179,54 +166,94 @@ struct TrellisEnds {
   u32 bit, before;
 };
 
-// The best ways through the trellis to each of its states, which are the lowest bits of the last two codes.
-QCCL_LOOP static TrellisEnds trellis_search(TrellisRoom& room, u32 steps, u32 part, const TrellisLevels levels) {
-  Floats cost[4] = {all_lanes(0.0f), all_lanes(1e30f), all_lanes(1e30f), all_lanes(1e30f)};
+// One register of lanes. There are as many of them as fit a search's costs and errors.
+using FloatPart = Floats::Part;
+using IntPart = Ints::Part;
+constexpr u32 kPartLanes = kLanes / kParts;
+
+QCCL_FN u32 bits_of_less(const FloatPart& a, const FloatPart& b) {
+#if defined(QCCL_AVX512)
+  return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ);
+#elif defined(QCCL_AVX2)
+  return (u32)_mm256_movemask_ps((__m256)(a < b));
+#elif defined(__SSE2__)
+  return (u32)_mm_movemask_ps((__m128)(a < b));
+#else
+  const IntPart less = a < b;
+  u32 bits = 0;
+  for (u32 i = 0; i < kPartLanes; ++i) bits |= (u32)(less[i] & 1) << i;
+  return bits;
+#endif
+}
+
+// The best ways through the trellis to each of its states, which are the lowest bits of the last two codes, for the
+// sequences of register p.
+QCCL_FN TrellisEnds trellis_search_part(TrellisRoom& room, u32 steps, u32 part, u32 p, const TrellisLevels& levels) {
+  FloatPart cost[4] = {FloatPart{}, 1e30f - FloatPart{}, 1e30f - FloatPart{}, 1e30f - FloatPart{}};
+  const u32 shift = p * kPartLanes;
   for (u32 t = 0; t < steps; ++t) {
-    const u32 at = t * kTrellisSequences + part * kLanes;
-    const Floats position = load_lanes<float>(room.x + at);
-    const Ints twice = load_lanes<i32>(room.windows + at) << 1;
-    Floats error[4];
-    for (i32 c = 0; c < 4; ++c) {
-      const Ints odd = twice - levels.top + ((all_lanes(2 * c) - twice) & 6);
-      error[c] = position - trellis_level(odd, levels);
+    const u32 at = t * kTrellisSequences + part * kLanes + shift;
+    FloatPart position;
+    IntPart window;
+    __builtin_memcpy(&position, room.x + at, sizeof position);
+    __builtin_memcpy(&window, room.windows + at, sizeof window);
+    FloatPart error[4];
+    for (i32 c = 0; c < 4; ++c) {  // of the levels from the window's first on, the one of class c; less c, a multiple of four
+      const FloatPart twice = (FloatPart)((window + 2 * (3 - c)) & ~7);
+      const FloatPart u = (twice - (kTrellisWindowFloat - (float)(2 * c - levels.top))) * levels.step;
+      error[c] = position - u * (u * u + 1.0f);
       error[c] = error[c] * error[c];
     }
-    Floats next[4];
+    FloatPart next[4];
+    u16* turns = room.turns[t][part];
     for (u32 state = 0; state < 4; ++state) {
       const u32 bit = state / 2, before = state % 2;
-      const Floats first = cost[2 * before] + error[trellis_class(bit, before, 0)];
-      const Floats second = cost[2 * before + 1] + error[trellis_class(bit, before, 1)];
-      room.turns[t][part][state] = (u16)bits_of(is_less(second, first));
-      next[state] = least(second, first);
+      const FloatPart first = cost[2 * before] + error[trellis_class(bit, before, 0)];
+      const FloatPart second = cost[2 * before + 1] + error[trellis_class(bit, before, 1)];
+      const u32 turn = bits_of_less(second, first);
+      turns[state] = (u16)(p ? turns[state] | turn << shift : turn);
+      next[state] = second < first ? second : first;
     }
     for (u32 state = 0; state < 4; ++state) cost[state] = next[state];
   }
-  const u32 odd01 = bits_of(is_less(cost[1], cost[0])), odd23 = bits_of(is_less(cost[3], cost[2]));
-  const u32 bit = bits_of(is_less(least(cost[3], cost[2]), least(cost[1], cost[0])));
-  return {bit, (bit & odd23) | (~bit & odd01)};
+  const auto lesser = [](const FloatPart& a, const FloatPart& b) QCCL_INLINE { return a < b ? a : b; };
+  const u32 odd01 = bits_of_less(cost[1], cost[0]), odd23 = bits_of_less(cost[3], cost[2]);
+  const u32 bit = bits_of_less(lesser(cost[3], cost[2]), lesser(cost[1], cost[0]));
+  return {bit << shift, ((bit & odd23) | (~bit & odd01)) << shift};
 }
 
-// Back along the best way. The codes of one step after the other, the last first.
+QCCL_LOOP static TrellisEnds trellis_search(TrellisRoom& room, u32 steps, u32 part, const TrellisLevels levels) {
+  TrellisEnds all = trellis_search_part(room, steps, part, 0, levels);
+  for (u32 p = 1; p < kParts; ++p) {
+    const TrellisEnds some = trellis_search_part(room, steps, part, p, levels);
+    all = {all.bit | some.bit, all.before | some.before};
+  }
+  return all;
+}
+
+// Back along the best ways. The codes of one step after the other, the last first.
 template <int Bits>
-QCCL_LOOP void trellis_trace(const TrellisRoom& room, u32 steps, u32 part, TrellisEnds ends, u32 n, u8* codes) {
-  u32 bit = ends.bit, before = ends.before;
+QCCL_LOOP void trellis_trace(const TrellisRoom& room, u32 steps, const TrellisEnds (&ends)[kTrellisParts], u32 n, u8* codes) {
+  u32 bit[kTrellisParts], before[kTrellisParts];
+  for (u32 part = 0; part < kTrellisParts; ++part) bit[part] = ends[part].bit, before[part] = ends[part].before;
   for (u32 t = steps; t-- > 0;) {
-    const u32 at = t * kTrellisSequences + part * kLanes;
-    const u16* turns = room.turns[t][part];
-    const u32 that = (bit & ((before & turns[3]) | (~before & turns[2]))) |
-                     (~bit & ((before & turns[1]) | (~before & turns[0])));
-    const Ints window = load_lanes<i32>(room.windows + at);
-    const Ints level = window + ((where(bit ^ that, 2) + where(before, 1) - window) & 3);
-    const Ints code = (level >> 2 << 1) + where(bit, 1);
-    if (at + kLanes <= n) {
-      store_codes<Bits>(code, codes + at / 8 * Bits);
-    } else if (at < n) {
-      SomeCodes<Bits> some;
-      store_codes<Bits>(code, some.bytes);
-      some.write(codes + at / 8 * Bits, n - at);
+    for (u32 part = 0; part < kTrellisParts; ++part) {
+      const u32 at = t * kTrellisSequences + part * kLanes, last = bit[part], other = before[part];
+      const u16* turns = room.turns[t][part];
+      const u32 that = (last & ((other & turns[3]) | (~other & turns[2]))) |
+                       (~last & ((other & turns[1]) | (~other & turns[0])));
+      const Ints window = load_lanes<i32>(room.windows + at);
+      const Ints twice = window + ((where(last ^ that, 4) + where(other, 2) - window) & 6);
+      const Ints code = ((twice & 0x3f8) >> 2) + where(last, 1);
+      if (at + kLanes <= n) {
+        store_codes<Bits>(code, codes + at / 8 * Bits);
+      } else if (at < n) {
+        SomeCodes<Bits> some;
+        store_codes<Bits>(code, some.bytes);
+        some.write(codes + at / 8 * Bits, n - at);
+      }
+      bit[part] = other, before[part] = that;
     }
-    bit = before, before = that;
   }
 }
 
@@ -243,15 +270,16 @@ void trellis_encode_bits(TrellisRoom& room, const TrellisOptions& o, u32 n, u8* 
     for (u32 i = n; i < padded; ++i) room.x[i] = 0.0f;
     largest = trellis_take_outliers(room, o, blocks, padded);
     const TrellisFrame frame = trellis_frame(survey.centre, largest);
+    float inverses[kTrellisBlocks];  // divisions of all blocks at once, before what waits for them
     for (u32 b = 0; b < blocks; ++b) {
       room.shares[b] = (u8)trellis_share(room.distances[b], frame);
-      const float inverse = trellis_inverse(trellis_unit(room.shares[b], frame, levels));
-      trellis_place(room, trellis_block(b, o.block, padded), frame.pre, inverse, levels);
+      inverses[b] = trellis_inverse(trellis_unit(room.shares[b], frame, levels));
     }
-    for (u32 part = 0; part < kTrellisParts; ++part) {
-      const u32 steps = padded / kTrellisSequences;
-      trellis_trace<Bits>(room, steps, part, trellis_search(room, steps, part, levels), n, codes);
-    }
+    for (u32 b = 0; b < blocks; ++b) trellis_place(room, trellis_block(b, o.block, padded), frame.pre, inverses[b], levels);
+    const u32 steps = padded / kTrellisSequences;
+    TrellisEnds ends[kTrellisParts];
+    for (u32 part = 0; part < kTrellisParts; ++part) ends[part] = trellis_search(room, steps, part, levels);
+    trellis_trace<Bits>(room, steps, ends, n, codes);
   } else {
     for (u32 k = 0; k < o.outliers; ++k) room.words[k] = kTrellisNoOutlier;
     __builtin_memset(codes, 0, packed_nbytes(n, Bits));

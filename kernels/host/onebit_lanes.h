@@ -1,0 +1,218 @@
+// The one-bit codec on the host, from and to elements of any type, without a copy as fp32: sixteen values at a time, bit for
+// bit what ../onebit.h gives.
+#pragma once
+
+#include "../onebit.h"
+#include "extremes.h"
+#include "team.h"
+
+namespace QCCL_NAMESPACE {
+
+constexpr u32 kSumColumns = kSumLanes / kLanes;
+
+// What one pass over a bucket finds besides the bits. Sums are by lanes (../bucket.h): of all magnitudes, or of the values
+// below zero and of the others.
+struct OneBitSurvey {
+  i32 greatest;  // magnitude
+  Floats first[kSumColumns], second[kSumColumns];
+};
+
+// acc + x where `which`; elsewhere acc, which is never -0.
+QCCL_FN Floats add_where(Mask which, const Floats& acc, const Floats& x) {
+#if defined(QCCL_AVX512)
+  return {_mm512_mask_add_ps(acc.part[0], which, acc.part[0], x.part[0])};
+#else
+  return acc + cast<float>(cast<i32>(x) & which);
+#endif
+}
+QCCL_FN Floats add_where_not(Mask which, const Floats& acc, const Floats& x) {
+#if defined(QCCL_AVX512)
+  return add_where((Mask)~which, acc, x);
+#else
+  Ints others = cast<i32>(x);
+  QCCL_EACH_PART others.part[p] &= ~which.part[p];
+  return acc + cast<float>(others);
+#endif
+}
+
+// Of `rows` rows of kSumLanes values, at most a tile: their bits to `codes`, and what the reconstruction needs. Some columns
+// of all rows, then the next, so that sums stay in registers. Values are taken as they are, with no `pre`. The first tile
+// `begins` what is found.
+template <class T, u32 Reconstruct>
+QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, u8* codes, OneBitSurvey& survey) {
+  constexpr u32 columns = kParts < 4 ? 8 / kParts : 2;
+  constexpr bool scale = Reconstruct == OneBit::kScale, mean = Reconstruct == OneBit::kMean;
+  Ints sizes = all_lanes(0);
+  for (u32 begin = 0; begin < kSumColumns; begin += columns) {
+    Floats first[columns], second[columns];
+    for (u32 c = 0; c < columns; ++c) first[c] = second[c] = all_lanes(0.0f);
+    for (u32 row = 0; row < rows; ++row) {
+      for (u32 c = 0; c < columns; ++c) {
+        const u32 at = row * kSumLanes + (begin + c) * kLanes;
+        const Floats value = Elements<T>::load(x + at);
+        const Ints size = cast<i32>(value) & 0x7fffffff;
+        const Mask negative = is_less(value, all_lanes(0.0f));
+        const u16 bits = (u16)bits_of(negative);
+        __builtin_memcpy(codes + at / 8, &bits, sizeof bits);
+        if constexpr (Reconstruct != OneBit::kMidpoint) sizes = greatest(sizes, size);
+        if constexpr (scale) first[c] = first[c] + cast<float>(size);
+        if constexpr (mean) {
+          first[c] = add_where(negative, first[c], value);
+          second[c] = add_where_not(negative, second[c], value);
+        }
+      }
+    }
+    for (u32 c = 0; c < columns; ++c) {
+      if (scale || mean) survey.first[begin + c] = begins ? first[c] : survey.first[begin + c] + first[c];
+      if (mean) survey.second[begin + c] = begins ? second[c] : survey.second[begin + c] + second[c];
+    }
+  }
+  alignas(64) i32 each[kLanes];
+  store_lanes(sizes, each);
+  if (begins) survey.greatest = 0;
+  for (const i32 size : each) survey.greatest = size > survey.greatest ? size : survey.greatest;
+}
+
+// The lanes of a sum, added in halves.
+static inline float folded(Floats (&sums)[kSumColumns]) {
+  for (u32 half = kSumColumns / 2; half; half /= 2) {
+    for (u32 c = 0; c < half; ++c) sums[c] = sums[c] + sums[c + half];
+  }
+  alignas(64) float lanes[kLanes];
+  store_lanes(sums[0], lanes);
+  for (u32 half = kLanes / 2; half; half /= 2) {
+    for (u32 i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+template <class T, u32 Reconstruct>
+void onebit_survey(const typename T::Storage* x, u32 n, u8* codes, OneBitSurvey& survey) {
+  constexpr u32 tile_rows = kSumTile / kSumLanes;
+  const u32 rows = n / kSumLanes, rest = n % kSumLanes;
+  for (u32 row = 0; row < rows; row += tile_rows) {
+    // the last row of a tile that is not whole belongs to the same sums: such a tile is done as a copy
+    const u32 here = rows - row < tile_rows ? rows - row : tile_rows;
+    if (here < tile_rows && rest) break;
+    onebit_tile<T, Reconstruct>(x + row * kSumLanes, here, row == 0, codes + row * kSumLanes / 8, survey);
+  }
+  if (!rest) return;
+  const u32 done = rows / tile_rows * kSumTile, left = n - done;
+  alignas(64) typename T::Storage some[kSumTile];
+  alignas(64) u8 bits[kSumTile / 8];
+  const u32 padded = (left + kSumLanes - 1) / kSumLanes * kSumLanes;
+  __builtin_memset(some + left, 0, (padded - left) * sizeof *some);
+  __builtin_memcpy(some, x + done, left * sizeof *some);
+  onebit_tile<T, Reconstruct>(some, padded / kSumLanes, done == 0, bits, survey);
+  __builtin_memcpy(codes + done / 8, bits, (left + 7) / 8);
+}
+
+// How many of n bits are set; behind them are zeros up to whole bytes.
+static inline u32 ones(const u8* codes, u32 n) {
+  const u32 nbytes = (n + 7) / 8;
+  u32 number = 0, i = 0;
+  for (; i + 8 <= nbytes; i += 8) {
+    u64 word;
+    __builtin_memcpy(&word, codes + i, sizeof word);
+    number += (u32)__builtin_popcountll(word);
+  }
+  for (; i < nbytes; ++i) number += (u32)__builtin_popcount(codes[i]);
+  return number;
+}
+
+template <class T, u32 Reconstruct>
+bool onebit_encode(const typename T::Storage* x, u32 n, u8* codes, OneBit::Sides& sides) {
+  OneBitSurvey survey;
+  onebit_survey<T, Reconstruct>(x, n, codes, survey);
+  if constexpr (Reconstruct == OneBit::kMidpoint) {
+    Extremes<T> extremes;
+    extremes.extend(x, n);
+    const MinMaxRange range = extremes.range();
+    sides = OneBit::midpoints(range.low, range.high);
+    return is_finite(range.low);
+  }
+  const i32 greatest = survey.greatest;
+  if (greatest >= kInfinite) return false;
+  if constexpr (Reconstruct == OneBit::kSign) {
+    sides = {-1.0f, 1.0f};
+    return true;
+  }
+  if (OneBit::clear(greatest) != 1.0f) return false;
+  if constexpr (Reconstruct == OneBit::kScale) {
+    const float mean = OneBit::mean_of(folded(survey.first), (float)n, 1.0f, greatest);
+    sides = {-mean, mean};
+  } else {
+    const float below = (float)ones(codes, n);
+    sides = OneBit::means({folded(survey.first), folded(survey.second)}, below, (float)n, 1.0f, greatest);
+  }
+  return true;
+}
+
+// A bucket's bits and sides. Returns false where that takes the scalar functions: where not all values are finite, or sums
+// need a `pre`.
+template <class T>
+bool onebit_encode(const BucketOptions& options, const typename T::Storage* x, u32 n, u8* codes, u8* meta) {
+  OneBit::Sides sides = {0.0f, 0.0f};
+  const u32 reconstruct = options.options[0];
+  const bool done = reconstruct == OneBit::kSign    ? onebit_encode<T, OneBit::kSign>(x, n, codes, sides)
+                    : reconstruct == OneBit::kScale ? onebit_encode<T, OneBit::kScale>(x, n, codes, sides)
+                    : reconstruct == OneBit::kMean  ? onebit_encode<T, OneBit::kMean>(x, n, codes, sides)
+                                                    : onebit_encode<T, OneBit::kMidpoint>(x, n, codes, sides);
+  if (done) OneBit::store_sides(reconstruct, sides, meta);
+  return done;
+}
+
+template <u32 Bytes>
+struct UnsignedOf {
+  using Type = u16;
+};
+template <>
+struct UnsignedOf<4> {
+  using Type = u32;
+};
+
+// One of two for each bit; n of them.
+template <class Storage>
+QCCL_LOOP void choose_by_bits(const u8* codes, u32 n, Storage lower, Storage upper, Storage* to) {
+  u32 i = 0;
+#if defined(QCCL_AVX512)
+  if constexpr (sizeof(Storage) == 2) {
+    for (; i + 32 <= n; i += 32) {
+      u32 bits;
+      __builtin_memcpy(&bits, codes + i / 8, sizeof bits);
+      _mm512_storeu_si512(to + i, _mm512_mask_blend_epi16(bits, _mm512_set1_epi16((short)upper), _mm512_set1_epi16((short)lower)));
+    }
+  } else {
+    for (; i + 16 <= n; i += 16) {
+      u16 bits;
+      __builtin_memcpy(&bits, codes + i / 8, sizeof bits);
+      _mm512_storeu_ps(to + i, _mm512_mask_blend_ps(bits, _mm512_set1_ps(upper), _mm512_set1_ps(lower)));
+    }
+  }
+#else
+  // integers of the same size, of which each has one bit set
+  using Bits = typename UnsignedOf<sizeof(Storage)>::Type;
+  typedef Bits Some __attribute__((vector_size(kRegisterBytes)));
+  constexpr u32 step = kRegisterBytes / sizeof(Storage);
+  static_assert(step <= 8 * sizeof(Bits) && (step % 8 == 0 || step == 4), "a register's bits are in few bytes");
+  Some places;
+  for (u32 k = 0; k < step; ++k) places[k] = (Bits)(1u << k);
+  const Some low = __builtin_bit_cast(Bits, lower) - Some{}, high = __builtin_bit_cast(Bits, upper) - Some{};
+  for (; i + step <= n; i += step) {
+    u32 bits = codes[i / 8];
+    if (step == 16) bits |= (u32)codes[i / 8 + 1] << 8;
+    const Some set = places & (Bits)(bits >> i % 8);
+    const Some chosen = set != 0 ? low : high;
+    __builtin_memcpy(to + i, &chosen, sizeof chosen);
+  }
+#endif
+  for (; i < n; ++i) to[i] = codes[i / 8] >> i % 8 & 1 ? lower : upper;
+}
+
+template <class T>
+void onebit_decode(const BucketOptions& options, const u8* codes, const u8* meta, u32 n, typename T::Storage* to) {
+  const OneBit::Sides sides = OneBit::load_sides(options.options[0], meta);
+  choose_by_bits(codes, n, T::from_float(sides.lower), T::from_float(sides.upper), to);
+}
+
+}  // namespace QCCL_NAMESPACE
