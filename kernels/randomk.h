@@ -41,6 +41,12 @@ QCCL_FN u32 picked(const RandomPick& pick, u32 j) {
   return turned < pick.n ? turned : turned - pick.n;
 }
 
+// body(j, picked(j)) for j < n. The host has its own.
+template <class Team, class Body>
+QCCL_FN void each_picked(const Team& team, const RandomPick& pick, u32 n, const Body& body) {
+  team.each(n, [&](u32 j) { body(j, picked(pick, j)); });
+}
+
 struct RandomK {
   static constexpr bool sparse = true;
 
@@ -59,7 +65,7 @@ struct RandomK {
     const u32 keep = (u32)kept(options, n);
     if (encode_spoiled<T>(team, x, n, keep, codes)) return;
     const RandomPick pick = make_pick(options.seed, stamp, n);
-    team.each(keep, [&](i32 j) { store_kept<T>(codes, j, x[picked(pick, j)]); });
+    each_picked(team, pick, keep, [&](u32 j, u32 i) { store_kept<T>(codes, j, x[i]); });
   }
 
   // The third option: values are multiplied by what share of them is kept, so that the mean is right.
@@ -70,7 +76,7 @@ struct RandomK {
     const u32 keep = (u32)kept(options, n);
     const float factor = options.options[2] ? (float)n / (float)keep : 1.0f;
     const RandomPick pick = make_pick(options.seed, stamp, n);
-    team.each(keep, [&](i32 j) { take(picked(pick, j), load_kept<T>(codes, j) * factor); });
+    each_picked(team, pick, keep, [&](u32 j, u32 i) { take(i, load_kept<T>(codes, j) * factor); });
   }
 };
 

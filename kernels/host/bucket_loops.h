@@ -8,6 +8,7 @@
 #include "combine.h"
 #include "elements.h"
 #include "onebit_lanes.h"
+#include "randomk_lanes.h"
 #include "team.h"
 #include "trellis_lanes.h"
 
