@@ -160,6 +160,22 @@ struct OneBucket {
   }
 };
 
+template <class T>
+struct OneBucket<OneBit, T> {
+  using Wire = BucketWire<OneBit, T>;
+
+  QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp&, bool, float* y) {
+    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+    onebit_decode<Float32>(layout.options, codes, meta, Wire::size_of(layout, b), y);
+  }
+
+  // By the scalar functions.
+  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const Stamp& stamp, u8* wire, float* room) {
+    u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+    OneBit::encode<T>(HostTeam(nullptr, room), layout.options, stamp, x, Wire::size_of(layout, b), codes, meta);
+  }
+};
+
 // From and to the elements of a call. A codec that needs no copy as fp32 has functions of its own.
 template <class Codec, class T>
 struct BucketOfElements {
@@ -306,7 +322,8 @@ struct BucketLoops {
     const bool residual = call.state && call.state->residual;
     if (residual) add_residual(*call.state, first, n, total);
     const Stamp stamp = stamp_of(call.place, first);
-    Bucket::encode(layout, total, b, stamp, call.wire, part(layout, call.scratch, 2));
+    float* room = part(layout, call.scratch, 2);
+    BucketOfElements<Codec, Float32>::template encode<Bucket>(layout, total, b, stamp, call.wire, total, room);
     if (!out && !residual) return;
     Bucket::decode(layout, call.wire, b, stamp, false, term);
     if (out) to_elements<T>(term, n, out);

@@ -154,16 +154,14 @@ class HostTeam {
   QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
     i32* found = reinterpret_cast<i32*>(room_);
     u32 above = 0, count = 0;  // keys above the digits so far; elements that may be kept
-    i32 least = digit_of(20, 11, n, keep, above, [&](i32 i) { return key(i); }, [](i32) { return true; });
-    for (i32 i = 0; i < (i32)n; ++i) {
-      found[count] = i;
-      count += key(i) >= least;
-    }
+    const u32 top = (u32)greatest(n, key) >> 20;
+    i32 least = digit_of(20, top, n, keep, above, [&](i32 i) { return key(i); }, [](i32) { return true; });
+    for (i32 first = 0; first < (i32)n; first += kStage) count += filter(first, (i32)n - first, least, key, found + count);
     const auto key_of = [&](i32 c) { return key(found[c]); };
     i32 prefix = least >> 20;
-    least |= digit_of(10, 10, count, keep, above, key_of, [&](i32 k) { return k >> 20 == prefix; });
+    least |= digit_of(10, 1023, count, keep, above, key_of, [&](i32 k) { return k >> 20 == prefix; });
     prefix = least >> 10;
-    least |= digit_of(0, 10, count, keep, above, key_of, [&](i32 k) { return k >> 10 == prefix; });
+    least |= digit_of(0, 1023, count, keep, above, key_of, [&](i32 k) { return k >> 10 == prefix; });
     u32 ties = keep - above;
     for (u32 c = 0, j = 0; c < count; ++c) {
       const i32 k = key_of((i32)c);
@@ -219,19 +217,44 @@ class HostTeam {
   static constexpr u32 kDigits = 1 << 11;
   static constexpr i32 kStage = 256;
 
-  // The digit at `shift` of the last key that is kept, in place; `above` counts the keys that have greater ones. Only the
-  // keys that belong to those are looked at.
+  // The digit at `shift` of the last key that is kept, in place; it is `most` or less. `above` counts the keys that have
+  // greater ones. Only the keys that belong to those are looked at.
   template <class Key, class Belongs>
-  QCCL_MEMBER static i32 digit_of(u32 shift, u32 bits, u32 n, u32 keep, u32& above, const Key& key, const Belongs& belongs) {
-    u32 counts[kDigits] = {};
-    const u32 mask = (1u << bits) - 1;
+  QCCL_MEMBER static i32 digit_of(u32 shift, u32 most, u32 n, u32 keep, u32& above, const Key& key, const Belongs& belongs) {
+    u32 counts[kDigits];
+    __builtin_memset(counts, 0, (most + 1) * sizeof counts[0]);
+    const u32 mask = shift == 20 ? kDigits - 1 : kDigits / 2 - 1;
     for (i32 i = 0; i < (i32)n; ++i) {
       const i32 k = key(i);
       counts[(u32)k >> shift & mask] += belongs(k);
     }
-    u32 digit = mask;
+    u32 digit = most;
     while (above + counts[digit] < keep) above += counts[digit--];
     return (i32)(digit << shift);
+  }
+
+  // The numbers of those among elements first, ... (n of them, kStage at most) whose key is not less; how many.
+  template <class Key>
+  QCCL_MEMBER static u32 filter(i32 first, i32 n, i32 least, const Key& key, i32* to) {
+    u32 count = 0;
+#if defined(QCCL_AVX512)
+    if (n >= kStage) {
+      alignas(64) i32 keys[kStage];
+      for (i32 j = 0; j < kStage; ++j) keys[j] = key(first + j);
+      for (i32 j = 0; j < kStage; j += kLanes) {
+        const __mmask16 which = _mm512_cmpge_epi32_mask(_mm512_load_si512(keys + j), _mm512_set1_epi32(least));
+        const Words numbers = lane_numbers() + (u32)(first + j);
+        _mm512_storeu_si512(to + count, _mm512_maskz_compress_epi32(which, (__m512i)numbers.part[0]));
+        count += (u32)__builtin_popcount(which);
+      }
+      return count;
+    }
+#endif
+    for (i32 i = first; i < first + (n < kStage ? n : kStage); ++i) {
+      to[count] = i;
+      count += key(i) >= least;
+    }
+    return count;
   }
 
   const u8* limit_;
