@@ -13,7 +13,6 @@ constexpr u32 kSumColumns = kSumLanes / kLanes;
 // What one pass over a bucket finds besides the bits. Sums are by lanes (../bucket.h): of all magnitudes, or of the values
 // below zero and of the others.
 struct OneBitSurvey {
-  i32 greatest;  // magnitude
   Floats first[kSumColumns], second[kSumColumns];
 };
 
@@ -42,7 +41,6 @@ template <class T, u32 Reconstruct>
 QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, u8* codes, OneBitSurvey& survey) {
   constexpr u32 columns = kParts < 4 ? 8 / kParts : 2;
   constexpr bool scale = Reconstruct == OneBit::kScale, mean = Reconstruct == OneBit::kMean;
-  Ints sizes = all_lanes(0);
   for (u32 begin = 0; begin < kSumColumns; begin += columns) {
     Floats first[columns], second[columns];
     for (u32 c = 0; c < columns; ++c) first[c] = second[c] = all_lanes(0.0f);
@@ -50,12 +48,10 @@ QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, 
       for (u32 c = 0; c < columns; ++c) {
         const u32 at = row * kSumLanes + (begin + c) * kLanes;
         const Floats value = Elements<T>::load(x + at);
-        const Ints size = cast<i32>(value) & 0x7fffffff;
         const Mask negative = is_less(value, all_lanes(0.0f));
         const u16 bits = (u16)bits_of(negative);
         __builtin_memcpy(codes + at / 8, &bits, sizeof bits);
-        if constexpr (Reconstruct != OneBit::kMidpoint) sizes = greatest(sizes, size);
-        if constexpr (scale) first[c] = first[c] + cast<float>(size);
+        if constexpr (scale) first[c] = first[c] + cast<float>(cast<i32>(value) & 0x7fffffff);
         if constexpr (mean) {
           first[c] = add_where(negative, first[c], value);
           second[c] = add_where_not(negative, second[c], value);
@@ -67,10 +63,27 @@ QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, 
       if (mean) survey.second[begin + c] = begins ? second[c] : survey.second[begin + c] + second[c];
     }
   }
-  alignas(64) i32 each[kLanes];
+}
+
+// Of the values' bits in memory, as in ../bucket.h. In a pass of its own, after the tiles: that goes through a bucket in order
+// up to its end, and so what the processor prefetches is the next one.
+template <class T>
+QCCL_LOOP i32 greatest_magnitude(const typename T::Storage* x, u32 n) {
+  using Signed = typename IntegersOf<T>::Signed;
+  constexpr u32 at_once = sizeof(Lanes<Signed>) / sizeof(Signed);
+  constexpr Signed most = (Signed)(((u64)1 << (8 * sizeof(Signed) - 1)) - 1);
+  Lanes<Signed> sizes = all_lanes((Signed)0);
+  u32 i = 0;
+  for (; i + at_once <= n; i += at_once) sizes = greatest(sizes, load_lanes<Signed>(x + i) & most);
+  alignas(64) Signed each[at_once];
   store_lanes(sizes, each);
-  if (begins) survey.greatest = 0;
-  for (const i32 size : each) survey.greatest = size > survey.greatest ? size : survey.greatest;
+  Signed all = 0;
+  for (const Signed size : each) all = size > all ? size : all;
+  for (; i < n; ++i) {
+    const Signed size = (Signed)(__builtin_bit_cast(Signed, x[i]) & most);
+    all = size > all ? size : all;
+  }
+  return magnitude(T::to_float(__builtin_bit_cast(typename T::Storage, all)));
 }
 
 // The lanes of a sum, added in halves.
@@ -131,7 +144,7 @@ bool onebit_encode(const typename T::Storage* x, u32 n, u8* codes, OneBit::Sides
     sides = OneBit::midpoints(range.low, range.high);
     return is_finite(range.low);
   }
-  const i32 greatest = survey.greatest;
+  const i32 greatest = greatest_magnitude<T>(x, n);
   if (greatest >= kInfinite) return false;
   if constexpr (Reconstruct == OneBit::kSign) {
     sides = {-1.0f, 1.0f};
