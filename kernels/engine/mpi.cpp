@@ -14,7 +14,7 @@ namespace {
 
 // Polls in a row without news after which the processor is left for a nap, which slow links do not notice (Linux makes
 // it 50 us longer). Until then it is kept if each rank of the machine has one, and yielded otherwise.
-constexpr std::uint64_t kSpins = 2000;
+constexpr std::uint64_t kSpins = 600;
 constexpr std::uint64_t kYields = 400;
 constexpr long kNap = 20'000;
 // And after so many more for a longer one.

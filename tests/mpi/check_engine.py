@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 
 import numpy as np
@@ -11,7 +12,7 @@ from mpi4py import MPI
 from threads import Caller, near_sum, outcomes, ramp
 
 import qccl
-from qccl.errors import MismatchError
+from qccl.errors import MismatchError, PeerLost
 from qccl.transports.mpi import MpiTransport
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -107,3 +108,24 @@ def test_calls_end_while_nobody_calls_qccl():
             assert work.is_completed() or work.wait() is not None
         assert all((x == SIZE).all() for x in arrays)
         comm.quantized_allreduce(arrays[0])
+
+
+def test_an_interrupt_ends_a_wait():
+    """The loop is native code, which looks for signals from time to time; the others hear of it."""
+    comm = qccl.init(backend="host", timeout=20)
+    if SIZE == 1:
+        return comm.close()
+    x = np.ones(1000, np.float32)
+    if RANK:
+        time.sleep(0.7)
+        with pytest.raises(PeerLost, match="rank 0 gave up: KeyboardInterrupt"):
+            comm.quantized_allreduce(x)
+        return None
+    usual = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        comm.quantized_allreduce(x)
+    assert time.monotonic() - start < 0.6
+    signal.signal(signal.SIGALRM, usual)
+    return None
