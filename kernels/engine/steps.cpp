@@ -6,10 +6,9 @@
 
 namespace qccl {
 
-void Steps::add_operation(std::shared_ptr<Operation> operation, const std::vector<Number>& needs, bool writes_output) {
+void Steps::add_operation(const Operation& operation, const std::vector<Number>& needs, bool writes_output) {
   Step step;
-  step.operation = std::move(operation);
-  if (!step.operation) throw std::invalid_argument("a step needs an operation");
+  step.operation = operation.copy();
   add(std::move(step), needs, writes_output);
 }
 
@@ -56,8 +55,9 @@ void Steps::link() {
   std::vector<Number> next(offsets_.begin(), offsets_.end() - 1);
   for (const auto& [from, to] : from_to) successors_[next[from]++] = to;
   find_eager();
-  needs_ = needs_ends_ = {};
-  gated_ = {};
+  std::vector<Number>().swap(needs_);
+  std::vector<Number>().swap(needs_ends_);
+  std::vector<bool>().swap(gated_);
   steps_.shrink_to_fit();
 }
 

@@ -25,7 +25,7 @@ using Number = std::uint32_t;
 constexpr Number kNone = ~Number{0};
 
 struct Step {
-  std::shared_ptr<Operation> operation;  // or none, and a transfer:
+  std::unique_ptr<Operation> operation;  // or none, and a transfer:
   unsigned char* data = nullptr;
   std::size_t nbytes = 0;
   int peer = -1;
@@ -46,9 +46,10 @@ class Steps {
  public:
   // `most_eager`: bytes that may go with a header.
   Steps(int rank, int size, std::size_t most_eager) : rank(rank), size(size), most_eager_(most_eager) {}
+  Steps(const Steps&) = delete;
 
-  // `needs` are earlier steps. `writes_output`: of the caller.
-  void add_operation(std::shared_ptr<Operation> operation, const std::vector<Number>& needs, bool writes_output);
+  // A copy of `operation`. `needs` are earlier steps. `writes_output`: of the caller.
+  void add_operation(const Operation& operation, const std::vector<Number>& needs, bool writes_output);
   void add_transfer(bool is_send, int peer, int tag, std::uintptr_t address, std::size_t nbytes,
                     const std::vector<Number>& needs);
   // A send takes what it sends from `address`, from the next run on. Not for what may go with a header.

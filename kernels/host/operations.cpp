@@ -186,8 +186,8 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
       residual_(residual),
       momentum_(momentum),
       mu_(mu),
-      call_{addresses_.data(),
-            source_ranks_.empty() ? nullptr : source_ranks_.data(),
+      call_{nullptr,
+            nullptr,
             static_cast<std::uint32_t>(sources_.size()),
             source_round,
             own_index,
@@ -230,6 +230,7 @@ void Reduce::run() {
   ReduceCall call = call_;
   for (std::size_t i = 0; i < sources_.size(); ++i) addresses_[i] = resolve(*memory_, sources_[i]);
   call.sources = addresses_.data();
+  call.source_ranks = source_ranks_.empty() ? nullptr : source_ranks_.data();
   call.own = resolve(*memory_, own_);
   call.wire = resolve(*memory_, wire_);
   call.out = resolve(*memory_, out_);

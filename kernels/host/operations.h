@@ -89,6 +89,7 @@ using Carried = std::optional<std::pair<Place, Place>>;
 struct Operation {
   virtual ~Operation() = default;
   virtual void run() = 0;
+  virtual std::unique_ptr<Operation> copy() const = 0;
 };
 
 class Encode final : public Operation {
@@ -96,6 +97,7 @@ class Encode final : public Operation {
   Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place src, Place wire, std::uint64_t count,
          std::uint64_t index, std::uint32_t round, std::uint32_t rank);
   void run() override;
+  std::unique_ptr<Operation> copy() const override { return std::make_unique<Encode>(*this); }
 
  private:
   MemoryPointer memory_;
@@ -109,6 +111,7 @@ class Decode final : public Operation {
   Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst, std::uint64_t count,
          bool accumulate, std::uint64_t index, std::uint32_t round, std::uint32_t rank);
   void run() override;
+  std::unique_ptr<Operation> copy() const override { return std::make_unique<Decode>(*this); }
 
  private:
   MemoryPointer memory_;
@@ -125,6 +128,7 @@ class Reduce final : public Operation {
          std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round, Carried residual,
          Carried momentum, float mu);
   void run() override;
+  std::unique_ptr<Operation> copy() const override { return std::make_unique<Reduce>(*this); }
 
  private:
   StateCall resolve_state() const;
@@ -147,6 +151,7 @@ class Commit final : public Operation {
   Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard,
          std::vector<std::tuple<Place, Place, std::uint64_t>> copies);
   void run() override;
+  std::unique_ptr<Operation> copy() const override { return std::make_unique<Commit>(*this); }
 
  private:
   MemoryPointer memory_;
