@@ -23,8 +23,9 @@ _LONG_NAP_SECONDS = 4e-3
 _USUAL = 20
 #: looks at nothing new after which the thread sleeps until it is called
 _LOOKS = 20
-#: how long other Python threads may keep the interpreter from this one, while it drives: each poll waits for it, and
-#: Python's own 5 ms would stretch a call to many times its length beside a caller that computes in Python
+#: how long other Python threads may keep the interpreter from this one, while it drives: the end of a run waits for it,
+#: and each poll of a transport that is written in Python. Python's own 5 ms would stretch calls beside a caller that
+#: computes in Python
 _SWITCH_SECONDS = 10e-6
 
 
