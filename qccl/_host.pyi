@@ -174,11 +174,11 @@ class MpiWire(Wire):
     """Those of an MPI library, by the addresses of its functions; tokens come back from ``poll``.
 
     ``fault(code, peer, got, expected)`` raises: an error of the library's (``code``), a message of the wrong size
-    (``peer``), or with neither that MPI has ended. ``has_processor``: each rank of the machine has one, and need not
-    yield it at once. One thread at a time may use it.
+    (``peer``), or with neither that MPI has ended. ``spins``: polls without news in which the processor is kept; 0
+    yields it at once. One thread at a time may use it.
     """
 
-    has_processor: bool
+    spins: int
     def __init__(
         self,
         functions: Mapping[str, int],

@@ -161,7 +161,7 @@ void bind_wires(nb::module_& m) {
       .def(nb::init<nb::object>(), "transport"_a);
   nb::class_<MpiWire, Wire>(m, "MpiWire", "Those of an MPI library.")
       .def(nb::new_(&make_mpi), "functions"_a, "handles"_a, "constants"_a, "fault"_a)
-      .def_rw("has_processor", &MpiWire::has_processor)
+      .def_rw("spins", &MpiWire::spins)
       .def_prop_ro("under_way", &MpiWire::under_way)
       .def(
           "send",

@@ -13,8 +13,7 @@ namespace qccl {
 namespace {
 
 // Polls in a row without news after which the processor is left for a nap, which slow links do not notice (Linux makes
-// it 50 us longer). Until then it is kept if each rank of the machine has one, and yielded otherwise.
-constexpr std::uint64_t kSpins = 600;
+// it 50 us longer). Until then it is kept for `spins` of them, or else yielded.
 constexpr std::uint64_t kYields = 400;
 constexpr long kNap = 20'000;
 // And after so many more for a longer one.
@@ -24,12 +23,12 @@ constexpr long kLongNap = 150'000;
 // In place of the bytes of a receive: a send, and a receive that may get less than there is room for.
 constexpr std::int64_t kSend = -1, kAny = -2;
 
-void relax(std::uint64_t idle, bool has_processor) {
-  const std::uint64_t patience = has_processor ? kSpins : kYields;
+void relax(std::uint64_t idle, std::uint64_t spins) {
+  const std::uint64_t patience = spins ? spins : kYields;
   if (idle >= patience) {
     const timespec nap = {0, idle < patience + kNaps ? kNap : kLongNap};
     nanosleep(&nap, nullptr);
-  } else if (idle && !has_processor) {
+  } else if (idle && !spins) {
     sched_yield();
   }
 }
@@ -75,7 +74,7 @@ class Requests final : public MpiWire {
   }
 
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
-    relax(idle, has_processor);
+    relax(idle, spins);
     if (!late_.empty()) {
       completed.insert(completed.end(), late_.begin(), late_.end());
       late_.clear();

@@ -32,8 +32,8 @@ struct MpiFault {
 };
 
 struct MpiWire : Wire {
-  // Whether each rank of the machine has a processor: then it is not yielded.
-  bool has_processor = false;
+  // Polls without news in which the processor is kept; 0: it is yielded at once.
+  std::uint64_t spins = 0;
   // Withdraw the receives. What the library still works on must be kept alive.
   virtual void cancel() = 0;
   virtual std::size_t under_way() const = 0;

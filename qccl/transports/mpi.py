@@ -56,6 +56,10 @@ __all__ = ["MpiTransport"]
 _YIELDS = 200
 _NAP_SECONDS = 150e-6
 _FINALIZE_SECONDS = 10
+#: polls without news in which a rank with a processor of its own keeps it: where ranks share memory longer than a nap,
+#: or the nap of one would send the others to sleep, and so on for many calls
+_SPINS = 600
+_SHARED_SPINS = 2000
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
@@ -170,7 +174,8 @@ class MpiTransport:
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
         places = find_places(self.rank, lambda place: self.allgather(place, timeout))
         self.local_rank, self.local_size, self.nodes, self.shares_memory = places
-        self.wire.has_processor = self.local_size <= len(os.sched_getaffinity(0))
+        if self.local_size <= len(os.sched_getaffinity(0)):
+            self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
