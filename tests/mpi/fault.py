@@ -78,6 +78,7 @@ def main() -> None:
     how = sys.argv[1]
     comm = qccl.init(backend="host", timeout=PATIENCE if how in ("stay", "fork") else TIMEOUT)
     reduce(comm, 1000)
+    mpi.MPI.COMM_WORLD.Barrier()  # or a rank that is still in that call would hear of the failure there
     if how == "stay":
         return stay(comm)
     if how == "fork":
