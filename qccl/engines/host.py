@@ -347,15 +347,25 @@ class HostEngine:
                 return
 
     def _goodbye(self) -> None:
-        """At the process's end: let the others know, if close() did not."""
+        """At the process's end: let the others know, if close() did not, and let no thread of this process go on.
+
+        One that is in native code when the interpreter ends cannot come back from there, and ends the process by
+        abort() instead.
+        """
         self._end_background()
+        self._loop.halt()
+        if not self._take_turn(_HALT_SECONDS):
+            return
         if self._failure is None and not self._closed:
-            if self._active:
-                self.abort(f"rank {self.rank} ended its process in the middle of a call")
+            if self._active or self._queue:
+                reason = f"rank {self.rank} ended its process in the middle of a call"
+                self._fail(PeerLost(reason), Kind.ABORT, reason)
             else:
+                self._failure = PeerLost(f"rank {self.rank} ended its process")
                 with contextlib.suppress(QcclError):
-                    self._tell(Kind.CLOSE, f"rank {self.rank} ended its process")
+                    self._tell(Kind.CLOSE, str(self._failure))
                     self._flush()
+        self._lock.release()
 
 
 def _shared_chunk(size: int) -> int:
