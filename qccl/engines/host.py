@@ -73,6 +73,7 @@ class HostEngine:
         self._queue: deque[Execution] = deque()
         self._left: set[int] = set()  # the ranks that make no more calls
         self._failure: QcclError | None = None
+        self._failed = False  # and has let go of everything
         self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
@@ -116,11 +117,15 @@ class HostEngine:
     def abort(self, reason: str) -> None:
         """Give up: the other ranks raise PeerLost with ``reason``, and everything under way here fails with it."""
         self._loop.halt()
-        if self._take_turn(_HALT_SECONDS):
-            self._fail(PeerLost(reason), Kind.ABORT, reason)
-            self._lock.release()
-        elif self._failure is None:  # another thread does not come back; nobody else can touch what it uses
-            self._failure = PeerLost(reason)
+        taken = False
+        try:
+            taken = self._take_turn(_HALT_SECONDS)
+        finally:
+            if taken:
+                self._fail(PeerLost(reason), Kind.ABORT, reason)
+                self._lock.release()
+            elif self._failure is None:  # only the thread that drives can touch what it uses: it fails when it is back
+                self._failure = PeerLost(reason)
 
     def close(self, timeout: float = 60.0) -> None:
         """Collective: leave, when all other ranks do, or at the latest after ``timeout`` seconds. Idempotent."""
@@ -209,6 +214,8 @@ class HostEngine:
         try:
             while self.detached and not self._loop.wanted and not self._loop.halted:
                 self._act(self._loop.drive(self._unusual))
+            if self._failure is not None:
+                raise self._failure
         except BaseException as error:  # raised again by whoever waits
             self._caught(error)
         finally:
@@ -310,9 +317,10 @@ class HostEngine:
             self._fail(gave_up(self.rank, error), kind, text)
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
-        if self._failure is not None or self._closed:
+        if self._failed or self._closed:
             return
-        self._failure = error
+        self._failed = True
+        self._failure = self._failure or error
         self.detached = 0
         if self._background is not None:
             self._background.dismiss()
@@ -356,12 +364,12 @@ class HostEngine:
         self._loop.halt()
         if not self._take_turn(_HALT_SECONDS):
             return
-        if self._failure is None and not self._closed:
-            if self._active or self._queue:
+        if not self._failed and not self._closed:
+            if self._active or self._queue or self._failure is not None:
                 reason = f"rank {self.rank} ended its process in the middle of a call"
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
             else:
-                self._failure = PeerLost(f"rank {self.rank} ended its process")
+                self._failure, self._failed = PeerLost(f"rank {self.rank} ended its process"), True
                 with contextlib.suppress(QcclError):
                     self._tell(Kind.CLOSE, str(self._failure))
                     self._flush()
@@ -391,6 +399,7 @@ def _forked() -> None:
     """In the child of os.fork(): the group is the parent's, and so is the background thread."""
     for engine in _live:
         engine._lock, engine._background, engine.detached = threading.RLock(), None, 0
+        engine._failed = True
         engine._failure = EngineError(
             f"this process was forked by rank {engine.rank}; only the process that made a communicator may use it"
         )
