@@ -6,6 +6,8 @@ import json
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import numpy as np
@@ -94,6 +96,31 @@ def test_what_a_function_raises_is_what_its_rank_raises(int8) -> None:
     found = qccl.run_ranks(3, run)
     assert isinstance(found[1], ZeroDivisionError) and "no such thing" in str(found[1])
     assert all(isinstance(found[rank], qccl.PeerLost) for rank in (0, 2)), found
+
+
+def test_a_rank_that_gives_up_while_its_codec_computes_tells_the_others(int8, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the latest when it is done: only then may somebody else touch what it uses."""
+    monkeypatch.setattr("qccl.engines.host._HALT_SECONDS", 0.05)
+    began = threading.Event()
+
+    class Slow(int8):
+        def decode_values(self, wire, count):
+            if threading.current_thread().name == "qccl progress":
+                began.set()
+                time.sleep(0.4)
+            return super().decode_values(wire, count)
+
+    def run(comm):
+        comm.quantized_allreduce(values(comm.rank, 500), codec=Slow(64), async_op=comm.rank == 1)
+        if comm.rank == 0:
+            comm.barrier()
+        assert began.wait(10)
+        comm.abort("tired of it")
+
+    begin = time.monotonic()
+    with pytest.raises(qccl.PeerLost, match="rank 1 gave up: tired of it"):
+        qccl.run_ranks(2, run, timeout=20)
+    assert time.monotonic() - begin < 10
 
 
 def test_wires_and_values_of_another_size_are_refused(int8) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 import time
 
@@ -59,3 +61,28 @@ def test_refusals():
         qccl.run_ranks(0, lambda comm: None)
     with pytest.raises(ArgumentError, match="timeout"):
         qccl.run_ranks(1, lambda comm: None, timeout=0)
+
+
+def test_a_process_ends_while_a_rank_gives_up():
+    """As after Ctrl-C. A thread that came back from native code then would end the process by abort()."""
+    script = """
+import threading, time
+import numpy as np, qccl
+from qccl.engines import host
+
+host._LAST_WORDS_SECONDS = 0.5
+failing = threading.Event()
+
+def run(comm):
+    if comm.rank == 1:
+        comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True)
+        failing.set()
+        comm.abort("the other rank does not listen any more")
+    threading.Event().wait()
+
+threading.Thread(target=qccl.run_ranks, args=(2, run), daemon=True).start()
+failing.wait()
+time.sleep(0.1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
