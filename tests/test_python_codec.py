@@ -98,6 +98,26 @@ def test_what_a_function_raises_is_what_its_rank_raises(int8) -> None:
     assert all(isinstance(found[rank], qccl.PeerLost) for rank in (0, 2)), found
 
 
+def test_a_function_that_makes_a_call_of_its_own_is_refused(int8) -> None:
+    """It would be made in the middle of the one that it belongs to."""
+
+    def run(comm):
+        class Nested(int8):
+            def encode_values(self, x):
+                comm.quantized_allreduce(np.ones(100, np.float32))
+                return super().encode_values(x)
+
+        try:
+            comm.quantized_allreduce(values(comm.rank, 5000), codec=Nested(64))
+        except Exception as error:
+            return error
+        return None
+
+    found = qccl.run_ranks(2, run, timeout=20)
+    assert any("made or awaited a call during one" in str(error) for error in found), found
+    assert all(isinstance(error, RuntimeError) for error in found), found
+
+
 def test_a_rank_that_gives_up_while_its_codec_computes_tells_the_others(int8, monkeypatch: pytest.MonkeyPatch) -> None:
     """At the latest when it is done: only then may somebody else touch what it uses."""
     monkeypatch.setattr("qccl.engines.host._HALT_SECONDS", 0.05)

@@ -17,6 +17,19 @@ constexpr double kLookSeconds = 5e-3;
 // others may need the processor.
 constexpr std::uint64_t kGiveWay = 10000;
 
+// Makes a flag true while it exists; once at a time.
+class Inside {
+ public:
+  explicit Inside(bool& flag) : flag_(flag) {
+    if (flag) throw std::logic_error("a codec of Python functions, or a signal handler, made or awaited a call during one");
+    flag = true;
+  }
+  ~Inside() { flag_ = false; }
+
+ private:
+  bool& flag_;
+};
+
 std::uint64_t sequence_of(const unsigned char* message) {
   std::uint64_t found;
   std::memcpy(&found, message + 8, sizeof found);
@@ -46,6 +59,7 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
 
 void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& headers, std::uint64_t sequence,
                  double deadline, bool traced, const Unusual& unusual) {
+  const Inside inside(advancing_);
   const Token owner = sequence % kRunsInFlight;
   if (by_owner_[owner]) throw std::logic_error("too many runs in flight");
   run->prepare(sequence, headers, owner << kOwnerShift, static_cast<int>(owner) * kTagsPerRun, deadline, traced);
@@ -68,6 +82,8 @@ void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& heade
 }
 
 Outcome Loop::advance(const Turn& turn, const Unusual& unusual) {
+  if (advancing_ && turn.once) return Outcome::pause;  // it was only asked whether a call is done
+  const Inside inside(advancing_);
   double looked = turn.look_up ? seconds() : 0;
   while (!halted_) {
     const bool computed = compute();

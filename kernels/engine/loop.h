@@ -93,6 +93,7 @@ class Loop {
   std::uint64_t idle_ = 0;
   int telling_ = 0;
   std::atomic<bool> halted_{false};
+  bool advancing_ = false;
 };
 
 }  // namespace qccl
