@@ -196,9 +196,11 @@ class MpiWire(Wire):
 class Steps:
     """A schedule made ready: operations and transfers in program order, and what waits for what (``needs``).
 
-    ``link()`` ends it. ``most_eager``: bytes of data that may go with a header.
+    ``link()`` ends it. ``most_eager``: bytes of data that may go with a header. ``nbytes``: of memory, when linked.
     """
 
+    @property
+    def nbytes(self) -> int: ...
     def __init__(self, rank: int, size: int, most_eager: int) -> None: ...
     def __len__(self) -> int: ...
     def add_operation(self, operation: Operation, needs: Sequence[int], writes_output: bool) -> None:

@@ -194,6 +194,7 @@ void bind_runs(nb::module_& m) {
       .def("add_transfer", &Steps::add_transfer, "is_send"_a, "peer"_a, "tag"_a, "address"_a, "nbytes"_a, "needs"_a)
       .def("place", &Steps::place, "step"_a, "address"_a)
       .def("link", &Steps::link)
+      .def_prop_ro("nbytes", &Steps::nbytes)
       .def("transfer", &transfer);
   nb::class_<Run>(m, "Run", "One run of Steps at a time.")
       .def("__init__", [](Run* self, std::shared_ptr<Steps> steps) { new (self) Run(std::move(steps)); }, "steps"_a)

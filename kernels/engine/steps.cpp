@@ -61,6 +61,13 @@ void Steps::link() {
   steps_.shrink_to_fit();
 }
 
+std::size_t Steps::nbytes() const {
+  std::size_t total = held(steps_) + held(counts_) + held(offsets_) + held(successors_);
+  for (const Step& step : steps_)
+    if (step.operation) total += step.operation->nbytes();
+  return total;
+}
+
 // Who waits for whom, by the second.
 std::vector<std::pair<Number, Number>> Steps::edges() const {
   std::vector<std::pair<Number, Number>> found;

@@ -59,6 +59,8 @@ class Steps {
 
   const int rank, size;
 
+  // Of memory, when linked.
+  std::size_t nbytes() const;
   Number count() const { return static_cast<Number>(steps_.size()); }
   const Step& operator[](Number i) const { return steps_[i]; }
   Number gate() const { return count(); }

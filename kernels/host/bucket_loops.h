@@ -202,7 +202,9 @@ struct BucketOfElements<OneBit, T> {
   static void encode(const Wire& layout, const Storage* from, u64 b, const Stamp& stamp, u8* wire, float* values, float* room) {
     const u32 n = Wire::size_of(layout, b);
     u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    if (onebit_encode<T>(layout.options, from, n, codes, meta)) return;
+    // Of fp32, memory answers to passes in order faster: 1.3 times at 16 MiB; but two sums are too much work for those.
+    const bool in_order = T::code == Float32::code && layout.options.options[0] != OneBit::kMean;
+    if (!in_order && onebit_encode<T>(layout.options, from, n, codes, meta)) return;
     Bucket::encode(layout, as_floats<T>(from, n, values), b, stamp, wire, room);
   }
   template <class Bucket, class Wire>
@@ -247,18 +249,11 @@ struct BucketLoops {
 
   static void encode(const void* parameters, const EncodeCall& call) {
     const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
-    [[maybe_unused]] float* values = part(layout, call.scratch, 0);
-    float* room = part(layout, call.scratch, 2);
+    float *values = part(layout, call.scratch, 0), *room = part(layout, call.scratch, 2);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
-      const Stamp stamp = stamp_of(call.place, first);
-      const Storage* from = element<T>(call.src, first);
-      if constexpr (T::code == Float32::code) {
-        // whose passes are all in order, which memory answers to faster: 1.4 times in a one-bit code of 16 MiB
-        Bucket::encode(layout, from, b, stamp, call.wire, room);
-      } else {
-        Elements::template encode<Bucket>(layout, from, b, stamp, call.wire, values, room);
-      }
+      Elements::template encode<Bucket>(layout, element<T>(call.src, first), b, stamp_of(call.place, first), call.wire, values,
+                                        room);
     }
     clear_padding(layout, call.wire, call.buckets);
   }

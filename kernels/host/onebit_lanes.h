@@ -48,6 +48,7 @@ QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, 
       for (u32 c = 0; c < columns; ++c) {
         const u32 at = row * kSumLanes + (begin + c) * kLanes;
         const Floats value = Elements<T>::load(x + at);
+        if (begin == 0) __builtin_prefetch(x + at + columns * kLanes);  // so that memory is asked for in order
         const Mask negative = is_less(value, all_lanes(0.0f));
         const u16 bits = (u16)bits_of(negative);
         __builtin_memcpy(codes + at / 8, &bits, sizeof bits);

@@ -85,11 +85,17 @@ using CodecPointer = std::shared_ptr<const Codec>;
 // Where a Reduce reads what it remembers, and where it writes what it will.
 using Carried = std::optional<std::pair<Place, Place>>;
 
+template <class T>
+std::size_t held(const std::vector<T>& items) {
+  return items.capacity() * sizeof(T);
+}
+
 // Each constructor throws std::invalid_argument; run() throws std::runtime_error where a buffer has no address.
 struct Operation {
   virtual ~Operation() = default;
   virtual void run() = 0;
   virtual std::unique_ptr<Operation> copy() const = 0;
+  virtual std::size_t nbytes() const = 0;  // of memory
 };
 
 class Encode final : public Operation {
@@ -98,6 +104,7 @@ class Encode final : public Operation {
          std::uint64_t index, std::uint32_t round, std::uint32_t rank);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Encode>(*this); }
+  std::size_t nbytes() const override { return sizeof *this; }
 
  private:
   MemoryPointer memory_;
@@ -112,6 +119,7 @@ class Decode final : public Operation {
          bool accumulate, std::uint64_t index, std::uint32_t round, std::uint32_t rank);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Decode>(*this); }
+  std::size_t nbytes() const override { return sizeof *this; }
 
  private:
   MemoryPointer memory_;
@@ -129,6 +137,7 @@ class Reduce final : public Operation {
          Carried momentum, float mu);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Reduce>(*this); }
+  std::size_t nbytes() const override { return sizeof *this + held(sources_) + held(addresses_) + held(source_ranks_); }
 
  private:
   StateCall resolve_state() const;
@@ -152,6 +161,7 @@ class Commit final : public Operation {
          std::vector<std::tuple<Place, Place, std::uint64_t>> copies);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Commit>(*this); }
+  std::size_t nbytes() const override { return sizeof *this + held(guard_) + held(copies_); }
 
  private:
   MemoryPointer memory_;
