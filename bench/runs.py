@@ -120,12 +120,16 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What the sources were; "+" follows where files differ from it."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"],
-        cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20,
-    )  # fmt: skip
-    return described.stdout.strip()
+    """What the sources were; "+" follows where files differ from it, beside results."""
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(
+            ["git", *arguments], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=20
+        )
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)docs/results")
+    return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 
 def save(document: dict[str, Any]) -> None:
