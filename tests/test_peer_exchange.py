@@ -132,6 +132,7 @@ def test_one_sided_lists_are_found(lists, concerned, cached: bool) -> None:
         if cached:  # some ranks make the same call again, with others who fitted before
             full = {peer: np.zeros(50, np.float32) for peer in sources(whole, comm.rank)}
             comm.peer_exchange(z, send_to=whole[comm.rank], replicas=full, applied=z.copy(), codec="none")
+            comm.barrier()
         with pytest.raises(qccl.MismatchError, match=r"does not send to"):
             comm.peer_exchange(z, send_to=send_to, replicas=replicas, applied=x, codec="none")
             assert comm.rank not in concerned

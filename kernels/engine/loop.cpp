@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <exception>
 #include <stdexcept>
 
 namespace qccl {
@@ -144,8 +145,16 @@ void Loop::poll(std::uint64_t idle, std::uint64_t more, const Unusual& unusual) 
   wire->poll(idle ? idle + more : 0, completed_);
   if (halted_) return;
   idle_ = completed_.empty() ? idle + 1 : 0;
-  for (const Token token : completed_) dispatch(token, unusual);
+  std::exception_ptr bad_news;  // beside which a run may have ended well
+  for (const Token token : completed_) {
+    try {
+      dispatch(token, unusual);
+    } catch (...) {
+      if (!bad_news) bad_news = std::current_exception();
+    }
+  }
   if (!completed_.empty()) look_for_ended();
+  if (bad_news) std::rethrow_exception(bad_news);
 }
 
 void Loop::dispatch(Token token, const Unusual& unusual) {

@@ -201,7 +201,8 @@ class HostEngine:
                     self._act(self._loop.run(limit, self._unusual))
             except BaseException as error:
                 self._caught(error)
-                raise
+                if not (execution.done and isinstance(error, QcclError)):  # it ended just before; the next call raises
+                    raise
             finally:
                 self._lock.release()
             if self._loop.halted:
