@@ -201,7 +201,7 @@ class HostEngine:
                     self._act(self._loop.run(limit, self._unusual))
             except BaseException as error:
                 self._caught(error)
-                if not (execution.done and isinstance(error, QcclError)):  # it ended just before; the next call raises
+                if not (_is_done(execution) and isinstance(error, QcclError)):  # it ended before; the next call raises
                     raise
             finally:
                 self._lock.release()
@@ -380,6 +380,11 @@ class HostEngine:
 def _shared_chunk(size: int) -> int:
     """Elements in a chunk where ranks share memory: as many 8-bit codes as fit in each of all-reduce's slots."""
     return max(40 * 1024, _SHARED_SLOTS_NBYTES // (3 * (3 * size - 2)))
+
+
+def _is_done(execution: Execution) -> bool:
+    """Now, and not when it was last looked at."""
+    return execution.done
 
 
 def _threads(local_size: int) -> int:
