@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl.dtypes import BFLOAT16, DType
+from qccl.codecs.floats import from_float32, storage, to_float32
+from qccl.dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,8 +20,8 @@ _PERIOD = 262_139
 
 
 def empty(count: int, dtype: DType) -> NDArray[Any]:
-    """Memory for ``count`` elements; NumPy has no bfloat16, so that is held in uint16."""
-    return np.empty(count, np.uint16 if dtype is BFLOAT16 else dtype.name)
+    """Memory for ``count`` elements."""
+    return np.empty(count, storage(dtype))
 
 
 def gaussian(rank: int, start: int, stop: int, dtype: DType, seed: int) -> NDArray[Any]:
@@ -37,18 +38,3 @@ def gaussian(rank: int, start: int, stop: int, dtype: DType, seed: int) -> NDArr
 def _pool(rank: int, dtype: DType, seed: int) -> NDArray[Any]:
     rng = np.random.Generator(np.random.SFC64([seed, rank]))
     return from_float32(rng.standard_normal(_PERIOD, dtype=np.float32), dtype)
-
-
-def from_float32(x: NDArray[np.float32], dtype: DType) -> NDArray[Any]:
-    """Finite values rounded to the nearest of ``dtype``, ties to even."""
-    if dtype is not BFLOAT16:
-        return x.astype(dtype.name)
-    bits = x.view(np.uint32)
-    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype(np.uint16)
-
-
-def to_float32(x: NDArray[Any], dtype: DType) -> NDArray[np.float32]:
-    """The same values as float32, exactly."""
-    if dtype is not BFLOAT16:
-        return x.astype(np.float32)
-    return (x.astype(np.uint32) << np.uint32(16)).view(np.float32)

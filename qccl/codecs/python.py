@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["PythonCodec"]
 
-_FLOAT32, _FLOAT16, _BFLOAT16 = range(3)
 _COMBINE = ("add", "minimum", "maximum")
 
 
@@ -124,24 +123,17 @@ def _bytes(address: int, nbytes: int) -> bytes:
 def _load(address: int, count: int, dtype: int) -> np.ndarray:
     import numpy as np
 
-    if dtype == _FLOAT32:
-        return np.frombuffer(_bytes(address, 4 * count), np.float32).copy()
-    halves = np.frombuffer(_bytes(address, 2 * count), np.uint16)
-    if dtype == _FLOAT16:
-        return halves.view(np.float16).astype(np.float32)
-    return (halves.astype(np.uint32) << 16).view(np.float32)
+    from qccl.codecs.floats import storage, to_float32
+
+    kind = _dtype(dtype)
+    return to_float32(np.frombuffer(_bytes(address, kind.itemsize * count), storage(kind)), kind)
 
 
 def _store(x: np.ndarray, address: int, dtype: int) -> None:
     import numpy as np
 
+    from qccl.codecs.floats import from_float32
+
     with np.errstate(all="ignore"):
-        x = np.where(np.isnan(x), np.float32(np.nan), x)
-        if dtype == _FLOAT32:
-            data: np.ndarray = x
-        elif dtype == _FLOAT16:
-            data = x.astype(np.float16)
-        else:
-            bits = x.view(np.uint32)
-            data = ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+        data = from_float32(np.where(np.isnan(x), np.float32(np.nan), x), _dtype(dtype))
     ctypes.memmove(address, data.ctypes.data, data.nbytes)

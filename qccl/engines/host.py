@@ -201,8 +201,7 @@ class HostEngine:
                     self._act(self._loop.run(limit, self._unusual))
             except BaseException as error:
                 self._caught(error)
-                if not (_is_done(execution) and isinstance(error, QcclError)):  # it ended before; the next call raises
-                    raise
+                raise
             finally:
                 self._lock.release()
             if self._loop.halted:
@@ -382,15 +381,8 @@ def _shared_chunk(size: int) -> int:
     return max(40 * 1024, _SHARED_SLOTS_NBYTES // (3 * (3 * size - 2)))
 
 
-def _is_done(execution: Execution) -> bool:
-    """Now, and not when it was last looked at."""
-    return execution.done
-
-
 def _threads(local_size: int) -> int:
     """Threads for each of the ``local_size`` ranks of this machine: OMP_NUM_THREADS, or its part of the processors."""
-    from qccl import _host
-
     if "OMP_NUM_THREADS" in os.environ:
         return _host.most_threads()
     return max(1, len(os.sched_getaffinity(0)) // local_size) if _host.most_threads() > 1 else 1

@@ -16,7 +16,7 @@ from qccl import _host
 from qccl.dtypes import FLOAT32
 from qccl.engines.agreement import Block, Header, data_nbytes_of, disagreement
 from qccl.engines.direct import direct
-from qccl.errors import ArgumentError, EngineError, MismatchError
+from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.schedule import Carried, Commit, Decode, Encode, Leg, Node, Reduce, Role, Schedule, Span, nodes
 
 if TYPE_CHECKING:
@@ -251,13 +251,24 @@ class Execution:
     def step(self) -> bool:
         """Advance all that is under way on the engine a little; whether this run is done. Never blocks for long."""
         if not self.done:
-            self._program.engine.step()
+            try:
+                self._program.engine.step()
+            except QcclError:
+                self._unless_done()
         return self.done
 
     def run(self, limit: float | None = None) -> bool:
         """Advance all that is under way until this run is done; raises CollectiveTimeout at its deadline."""
-        self._program.engine.run(self, math.inf if limit is None else limit)
+        try:
+            self._program.engine.run(self, math.inf if limit is None else limit)
+        except QcclError:
+            self._unless_done()
         return self.done
+
+    def _unless_done(self) -> None:
+        """Raise the failure being handled, unless this run ended before it: the next call raises it."""
+        if not self.done:
+            raise
 
     def detach(self, *, at_once: bool) -> None:
         """Let this run progress without its caller: at once, or if he does not wait for it within a moment."""
