@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager, suppress
 
 import pytest
 
@@ -111,6 +111,95 @@ def test_strangers_do_not_disturb(port, monkeypatch):
         thread.join(5)
 
 
+@contextmanager
+def stranger(port, interval=None):
+    """A caller at ``port`` that stays until the end of the block: silent, or with a byte each ``interval`` seconds.
+
+    It gives an event that is set when it is connected.
+    """
+    there, over = threading.Event(), threading.Event()
+
+    def stay():
+        while not over.is_set():
+            try:
+                with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+                    there.set()
+                    while not over.wait(interval):
+                        connection.sendall(b"q")
+            except OSError:  # rank 0 does not listen yet, or has lost patience
+                over.wait(0.01)
+
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        yield there
+    finally:
+        over.set()
+        thread.join(10)
+
+
+@pytest.mark.parametrize("interval", [None, 0.05], ids=["silent", "slow"])
+def test_a_stranger_that_stays_does_not_keep_the_others_away(interval, port, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.2)
+    with ThreadPoolExecutor(2) as pool, stranger(port, interval) as there:
+        found = [pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 8.0)]
+        assert there.wait(5)  # and so is heard before rank 1
+        found.append(pool.submit(share, None, 1, 2, ("127.0.0.1", port), 8.0))
+        assert [each.result(timeout=5) for each in found] == [MESSAGE] * 2
+
+
+@pytest.mark.parametrize("interval", [None, 0.05], ids=["silent", "slow"])
+def test_a_stranger_that_stays_does_not_hold_rank_0_beyond_its_deadline(interval, port, monkeypatch):
+    """A hello at a byte each 0.05 s takes 15 s."""
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 60.0)
+    timed_out = pytest.raises(CollectiveTimeout, match=r"ranks \[1\]")
+    with ThreadPoolExecutor(1) as pool, stranger(port, interval), timed_out:
+        pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 0.5).result(timeout=5)
+
+
+@pytest.mark.parametrize("interval", [None, 0.05], ids=["silent", "slow"])
+def test_a_server_that_never_ends_its_answer_holds_nobody_beyond_the_deadline(interval):
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection, suppress(OSError):
+                while not over.wait(interval):
+                    connection.sendall(b"q")
+
+        with ThreadPoolExecutor(2) as pool:
+            pool.submit(serve)
+            try:
+                with pytest.raises(CollectiveTimeout, match="not every rank came"):
+                    pool.submit(share, None, 1, 2, server.getsockname(), 0.5).result(timeout=5)
+            finally:
+                over.set()
+
+
+def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(port, monkeypatch):
+    """Rank 1 of 2 says hello and then nothing: what it is sent, it does not acknowledge."""
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 60.0)
+    digest = hashlib.sha256(b"").digest()[:16]
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, rendezvous._meetings, digest, 0, b"")
+    with ThreadPoolExecutor(1) as pool:
+        server = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1.0)
+        with connected(port) as connection:
+            connection.sendall(hello)
+            with pytest.raises(CollectiveTimeout, match=r"ranks \[1\]"):
+                server.result(timeout=5)
+
+
+def connected(port):
+    """A connection to rank 0, which may not listen yet."""
+    for _ in range(500):
+        try:
+            return socket.create_connection(("127.0.0.1", port), timeout=5)
+        except OSError:
+            time.sleep(0.01)
+    raise AssertionError(f"nobody listens at {port}")
+
+
 def test_another_job_or_size_is_refused(port):
     results = ranks(2, port, timeout=1.0, jobs=["mine", "yours"])
     assert isinstance(results[1], MismatchError) and "another job" in str(results[1])
@@ -199,12 +288,7 @@ def test_a_rank_that_is_cut_off_calls_again(port):
     hello = (rendezvous._MAGIC, rendezvous._VERSION, 1, 3, rendezvous._meetings, hashlib.sha256(b"").digest()[:16])
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(share, MESSAGE, 0, 3, ("127.0.0.1", port), 10.0)]
-        while True:
-            try:
-                connection = socket.create_connection(("127.0.0.1", port), timeout=5)
-                break
-            except OSError:
-                time.sleep(0.01)
+        connection = connected(port)
         connection.sendall(rendezvous._HELLO.pack(*hello, 0, b""))
         time.sleep(0.1)
         connection.close()

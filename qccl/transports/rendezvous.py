@@ -3,7 +3,7 @@
 torchrun and scripts for Slurm name a meeting place in MASTER_ADDR and MASTER_PORT. MASTER_PORT itself belongs to
 torchrun's own store, so rank 0 listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set. Each other rank
 says who it is, leaves its note, and gets the answer when all have come; both directions are of fixed size and checked,
-and nothing received is executed or unpickled. Every wait has a deadline.
+and nothing received is executed or unpickled. Every message has a deadline as a whole, however slowly it comes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ _VERSION = 2
 _WELCOME, _LATER, _REFUSED = range(3)
 _ACKNOWLEDGE = b"\x06"
 
-#: how long one caller may keep rank 0 from the next, and the pause between a caller's tries
+#: how long one caller may keep rank 0 from the next (once to be heard, and once to take the answer), and the pause
+#: between a caller's tries
 _PATIENCE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 
@@ -145,7 +146,7 @@ def _serve(
                 caller, _ = server.accept()
             except TimeoutError:
                 continue
-            heard = _hear(caller, size, job, min(_PATIENCE_SECONDS, left))
+            heard = _hear(caller, size, job, deadline)
             if heard is None:
                 caller.close()
                 continue
@@ -154,7 +155,7 @@ def _serve(
             callers[heard[0]], notes[heard[0]] = caller, heard[1]
             if len(notes) == size:
                 answer = _fitting(decide([notes[r] for r in range(size)])) if answer is None else answer
-                served |= _answer(callers, answer)
+                served |= _answer(callers, answer, deadline)
     finally:
         for caller in callers.values():
             caller.close()
@@ -162,30 +163,30 @@ def _serve(
     return answer
 
 
-def _hear(caller: socket.socket, size: int, job: bytes, patience: float) -> tuple[int, bytes] | None:
+def _hear(caller: socket.socket, size: int, job: bytes, deadline: float) -> tuple[int, bytes] | None:
     """The rank of a caller, and its note; None where it is none of this meeting, and has been told so."""
+    until = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
     with contextlib.suppress(OSError):
-        caller.settimeout(max(patience, 0.01))
-        hello = _receive(caller, _HELLO.size)
+        hello = _receive(caller, _HELLO.size, until)
         rank, verdict, text = _judge(hello, size, job)
         if verdict == _WELCOME:
             length, note = _HELLO.unpack(hello)[-2:]
             return rank, note[:length]
         if verdict is not None:
-            caller.sendall(_reply(verdict, text.encode()[:CAPACITY]))
-            _receive(caller, 1)
+            _send(caller, _reply(verdict, text.encode()[:CAPACITY]), until)
+            _receive(caller, 1, until)
     return None
 
 
-def _answer(callers: dict[int, socket.socket], answer: bytes) -> set[int]:
+def _answer(callers: dict[int, socket.socket], answer: bytes, deadline: float) -> set[int]:
     """The ranks that have got the answer; who has not will call again."""
     served = set()
     while callers:
         rank, caller = callers.popitem()
+        until = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
         with caller, contextlib.suppress(OSError):
-            caller.settimeout(_PATIENCE_SECONDS)
-            caller.sendall(_reply(_WELCOME, answer))
-            if _receive(caller, 1) == _ACKNOWLEDGE:
+            _send(caller, _reply(_WELCOME, answer), until)
+            if _receive(caller, 1, until) == _ACKNOWLEDGE:
                 served.add(rank)
     return served
 
@@ -233,13 +234,12 @@ def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) 
             )
         try:
             with socket.create_connection(place, timeout=left) as server:
-                server.settimeout(left)
-                server.sendall(hello)
+                _send(server, hello, deadline)
                 has_met = True
-                reply = _receive(server, _REPLY.size)
+                reply = _receive(server, _REPLY.size, deadline)
                 if len(reply) == _REPLY.size:
                     verdict, content = _understand(reply, where)
-                    server.sendall(_ACKNOWLEDGE)
+                    _send(server, _ACKNOWLEDGE, deadline)
                     if verdict == _WELCOME:
                         return content
                     if verdict == _REFUSED:
@@ -271,12 +271,29 @@ def _stranger(where: str) -> EngineError:
     )
 
 
-def _receive(connection: socket.socket, nbytes: int) -> bytes:
-    """``nbytes``, or fewer where the other side ends."""
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+def _send(connection: socket.socket, message: bytes, deadline: float) -> None:
+    """Raises TimeoutError where not all of it has left by ``deadline``."""
+    _set_timeout(connection, deadline)
+    connection.sendall(message)  # whose timeout is for the whole, unlike recv's
+
+
+def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+    """``nbytes``, or fewer where the other side ends. Raises TimeoutError where they have not come by ``deadline``."""
     received = b""
     while len(received) < nbytes:
+        _set_timeout(connection, deadline)
         part = connection.recv(nbytes - len(received))
         if not part:
             break
         received += part
     return received
+
+
+def _set_timeout(connection: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    connection.settimeout(left)
