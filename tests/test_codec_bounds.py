@@ -99,3 +99,37 @@ def test_never_beyond_the_greatest_magnitude(spec: str) -> None:
     codec = get(spec)
     decoded = codec.decode(codec.encode(x, call=5), x.size, "float16", call=5)
     assert np.isfinite(decoded).all()
+
+
+TRELLISES = [f"trellis{bits}{options}" for bits in range(1, 9) for options in ("", ":bucket=200,block=64,outliers=0")]
+
+
+@pytest.mark.parametrize("spec", TRELLISES)
+@pytest.mark.parametrize("scale", [2.0**-110, 1.0, 2.0**124])
+def test_the_bound_of_trellis_is_close(spec: str, scale: float) -> None:
+    """Some value of many comes as near to its bound as 0.9 of it, and none exceeds it."""
+    x = (np.random.default_rng(0).standard_normal(1 << 16) * scale).astype(np.float32)
+    ratio = errors(codec := get(spec), x) / codec.error_bound(x)
+    assert 0.9 < ratio.max() <= 1
+
+
+def test_the_bound_of_trellis_follows_blocks_and_not_outliers() -> None:
+    """A value that goes apart does not make the bound of others larger, nor does a block with a larger scale."""
+    codec, x = get("trellis8"), np.random.default_rng(0).standard_normal(1 << 11).astype(np.float32)
+    calm = codec.error_bound(x)
+    x[300] = 1e6
+    bound = codec.error_bound(x)
+    assert errors(codec, x)[300] <= bound[300] < 1e6 * 2.0**-12
+    assert np.delete(bound, 300).max() < 1.5 * calm.max()
+    x[1024:] *= 100
+    assert np.delete(codec.error_bound(x)[:1024], 300).max() < 1.5 * calm.max()
+
+
+@pytest.mark.parametrize("spec", TRELLISES)
+@pytest.mark.parametrize("kind", FINITE)
+def test_the_bound_of_trellis_within_a_range_holds_for_all_values_in_it(spec: str, kind: str) -> None:
+    """It is for values that are known only roughly; so it is no smaller than that of any values."""
+    codec = get(spec)
+    x = hard_values(kind, 2 * codec.granule, "float32", np.random.default_rng(KINDS.index(kind))).reshape(2, -1)
+    ends = x.min(axis=1).astype(np.float64), x.max(axis=1).astype(np.float64)
+    assert (codec.error_bound(x).max(axis=1) <= codec.error_within(*ends)).all()

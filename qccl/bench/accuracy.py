@@ -155,8 +155,12 @@ def _bound_near(
         rounding = _storing(exact, error, dtype)
         return rounding + (largest if isinstance(codec, TopK) else codec.error_bound(largest + rounding))
     match codec:
-        case MinMax() | Trellis():
+        case MinMax():
             return codec.error_bound(_widened(exact, error, codec.granule if codec.splittable else max(1, exact.size)))
+        case Trellis():
+            starts = np.arange(0, exact.size, codec.bucket)
+            ends = np.minimum.reduceat(exact - error, starts), np.maximum.reduceat(exact + error, starts)
+            return np.repeat(codec.error_within(*ends), codec.bucket)[: exact.size]
         case OneBit():
             sides = 1.0 if codec.reconstruct == "sign" else _greatest(largest, codec.bucket) * (1 + 2.0**-20)
             return largest + sides

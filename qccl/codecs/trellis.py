@@ -6,7 +6,7 @@ The arithmetic is ``kernels/trellis.h``; the bytes are ``docs/wire-format.md``.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from qccl.codecs.base import BucketCodec, Kernel
 from qccl.codecs.checks import check_bucket, check_integer, keep
@@ -23,6 +23,8 @@ _MAX_BUCKET = 2048
 _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 _REACH = {1: 0.4375, 2: 0.6875, 3: 0.84375, 4: 0.9375}
 _HUGE = 2.0**125
+_TINY = 2.0**-100
+_SHARES = 2032 - 255  # what is taken from the upper 13 bits of a share's quotient
 
 
 @dataclass(frozen=True)
@@ -65,30 +67,126 @@ class Trellis(BucketCodec):
         return Kernel("Trellis", bucket=self.bucket, options=(self.bits, self.block, self.outliers))
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """Three and a bit of the widest steps between levels, what lies beyond the levels' reach, and roundings.
+        """What separates a value from the farthest level that the encoder may give it, and roundings.
 
-        With ``D`` the greatest distance from the centre, which is within the range of the bucket (0 where that reaches
-        ``2**125``): a block's scale is at most ``17/16 D``. Its levels end at ``reach`` times that, and the window that
-        is searched is off by less than 0.4 of a step of ``u``, so a value is at most ``3.4`` widest steps from the
-        level it gets, plus what it lies beyond the last. An outlier is rounded by ``2**-13 D``, or by ``2**-138``
-        among subnormals. The arithmetic has ten roundings of numbers up to ``2.2 D``, of which the last adds the
-        centre.
+        The encoder's centre, outliers and scales are found here as it finds them, in fp32. Of the levels only the four
+        in the window around a value are candidates, so no choice of the search is farther than the farthest of them
+        (``_gap``). An outlier is rounded to 13 significant bits: by ``2**-13`` of its distance from the centre, or by
+        ``2**-138`` among subnormals. The arithmetic has fewer than twelve roundings of numbers no larger than the
+        distance and the error together; the last operation, which adds the centre, rounds the value itself. A block
+        that lies wholly on the centre is exact.
         """
         import numpy as np
 
-        flat = np.asarray(x, dtype=np.float64).reshape(-1)
-        if flat.size == 0:
-            return np.zeros(np.shape(x))
-        starts = np.arange(0, flat.size, self.bucket)
-        low, high = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
+        flat = np.asarray(x, dtype=np.float32).reshape(-1)
+        whole = flat.size - flat.size % self.bucket
+        parts = [flat[:whole].reshape(-1, self.bucket), flat[whole:].reshape(1, -1)]
+        bounds = [self._bound_of_buckets(part).reshape(-1) for part in parts if part.size]
+        return np.concatenate([np.zeros(0), *bounds]).reshape(np.shape(x))
+
+    def error_within(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        """Largest possible error in each of several buckets whose values lie anywhere from ``low`` to ``high``.
+
+        With ``D`` the greatest distance from the centre, which is at most the range of the bucket (or the greatest
+        magnitude, where that reaches ``2**125`` and the centre is 0): no block's scale is larger. ``_gap`` grows up to
+        the last window of levels, and from there on with the position, which is at most 2 over the reach.
+        """
+        import numpy as np
+
         greatest = np.maximum(abs(low), abs(high))
         distance = np.where(greatest < _HUGE, high - low, greatest)
-        step = 2 / (2 ** (self.bits + 1) - 1)
-        reach = _REACH.get(self.bits, 1.0)
-        widest = reach / 2 * (2 - (1 - step) * (1 + (1 - step) ** 2))
-        relative = 17 / 16 * (3.4 * widest + 1 - reach) + 2.0**-13 + 22 * 2.0**-24
-        bound = np.where(distance > 0, relative * distance + 2.0**-24 * greatest + 2.0**-137, 0.0)
-        return np.repeat(bound, self.bucket)[: flat.size].reshape(np.shape(x))
+        ends = np.array([2 / self._reach, self._level(self._top - self._off)])
+        relative = self._reach / 2 * float(self._gap(ends).max()) + 2.0**-13 + 32 * 2.0**-24
+        return np.where(distance > 0, relative * distance + 2.0**-23 * greatest + 2.0**-137, 0.0)
+
+    def _bound_of_buckets(self, x: np.ndarray) -> np.ndarray:
+        """``error_bound`` of buckets of equal sizes, one in each row."""
+        import numpy as np
+
+        count = x.shape[1]
+        centre = self._centres(x)[:, None]
+        distance = np.abs(x - centre)
+        rest, outliers = self._without_outliers(distance)
+        unit = np.repeat(self._units(rest), self.block, axis=1)[:, :count]
+        inside = unit > 0
+        position = np.divide(rest, unit, out=np.zeros(x.shape), where=inside)
+        error = np.where(outliers, 2.0**-13 * distance + 2.0**-138, self._gap(position) * unit)
+        roundings = 2.0**-24 * (12 * (distance.astype(np.float64) + error) + np.abs(x)) + 2.0**-148
+        return np.where(inside | outliers, error + roundings, 0.0)
+
+    def _centres(self, x: np.ndarray) -> np.ndarray:
+        """The median of the middles of a row's blocks; 0 where values are huge."""
+        import numpy as np
+
+        blocks = self._by_block(x, "edge")
+        low, high = blocks.min(axis=2), blocks.max(axis=2)
+        with np.errstate(over="ignore", invalid="ignore"):  # of huge values, whose middles are not used
+            middles = np.sort(low + (high - low) * np.float32(0.5), axis=1)
+        return np.where(np.abs(x).max(axis=1) < _HUGE, middles[:, (middles.shape[1] - 1) // 2], np.float32(0))
+
+    def _without_outliers(self, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The distances with 0 in place of the outliers, and whether an element is one."""
+        import numpy as np
+
+        rest, rows = distance.copy(), np.arange(len(distance))
+        rows = rows[distance.max(axis=1) >= _TINY]
+        for _ in range(self.outliers if rows.size else 0):
+            farthest = rest.argmax(axis=1)
+            rest[rows, farthest[rows]] = 0
+        return rest, (rest == 0) & (distance > 0)
+
+    def _units(self, rest: np.ndarray) -> np.ndarray:
+        """Half of the highest level of each block, in float64; 0 where all of a block lies on the centre."""
+        import numpy as np
+
+        distances = self._by_block(rest, "constant").max(axis=2)
+        scale = distances.max(axis=1, keepdims=True)
+        pre = np.where(scale < _TINY, 1 / _TINY, 1).astype(np.float32)
+        quotient = np.divide(distances * pre, scale * pre, out=np.zeros_like(distances), where=scale > 0)
+        share = np.maximum(((quotient.view(np.uint32) + 0x7FFFF) >> 19).astype(np.int64) - _SHARES, 1)
+        part = ((share + _SHARES) << 19).astype(np.uint32).view(np.float32)
+        unit = part.astype(np.float64) * scale * (self._reach / 2)
+        return np.where(distances > 0, unit, 0.0)
+
+    def _by_block(self, x: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
+        """Rows of elements as rows of blocks; the last block is filled up."""
+        import numpy as np
+
+        rows, count = x.shape
+        return np.pad(x, ((0, 0), (0, -count % self.block)), mode=mode).reshape(rows, -1, self.block)
+
+    @property
+    def _top(self) -> int:
+        """The number of the highest level."""
+        return int(2 ** (self.bits + 1) - 1)
+
+    @property
+    def _reach(self) -> float:
+        return _REACH.get(self.bits, 1.0)
+
+    @property
+    def _off(self) -> float:
+        """How many levels a value may lie from a candidate: its window is found to 0.0014 of half of the levels."""
+        return 2 + 0.0014 * self._top / 2
+
+    def _level(self, number: np.ndarray | float) -> np.ndarray | float:
+        """The value of a level, in units; numbers may lie between levels."""
+        u = (2 * number - self._top) / self._top
+        return u * (1 + u * u)
+
+    def _gap(self, position: np.ndarray) -> np.ndarray:
+        """The distance from ``position`` (in units, not below 0) to the farthest of its candidates.
+
+        The window is four levels with the position between the middle two, but for its inaccuracy; it does not leave
+        the levels. ``u`` solves ``u (1 + u**2) = position``.
+        """
+        import numpy as np
+
+        u = 2 / 3**0.5 * np.sinh(np.arcsinh(1.5 * 3**0.5 * position) / 3)
+        number = self._top / 2 * (1 + u)
+        lowest = np.clip(number - self._off, 0, self._top - 3)
+        highest = np.clip(number + self._off, 3, self._top)
+        return np.maximum(position - self._level(lowest), self._level(highest) - position)
 
 
 def _listed(numbers: tuple[int, ...]) -> str:
