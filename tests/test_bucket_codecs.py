@@ -109,6 +109,24 @@ def test_what_is_not_finite_spoils_its_bucket_and_no_other(codec: Bucketed) -> N
 
 
 @EVERY
+def test_a_sum_that_overflows_in_fp32_does_not_come_out_finite(codec: Bucketed) -> None:
+    """The sum of the own values and the decoded ones decides; docs/algorithms.md says for which codecs that matters."""
+    rng, place = np.random.default_rng(0), Place(round=1)
+    x = (rng.uniform(1e38, 3.4e38, 2 * codec.bucket) * rng.choice([-1, 1], 2 * codec.bucket)).astype(np.float32)
+    wire = oracle.encode(codec, x, "float32")
+    with np.errstate(over="ignore", invalid="ignore"):
+        decoded = oracle.decode(codec, wire, x.size, "float32")
+        total = x + decoded
+        _, out = kernel_calls.reduce(
+            codec, [wire], x, 0, x.size, "float32", op="sum", scale=1, encoded=True, place=place, makers=[Place()]
+        )
+    assert out is not None
+    spoiled = ~np.isfinite(total)
+    assert not np.isfinite(out[spoiled]).any()
+    assert spoiled.any() or "reconstruct=sign" in codec.spec
+
+
+@EVERY
 @pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("one NaN", "one infinity", "special", "bit patterns")])
 def test_bound_holds(codec: Bucketed, kind: str) -> None:
     found = codecs.get(codec.spec)
@@ -120,6 +138,27 @@ def test_bound_holds(codec: Bucketed, kind: str) -> None:
     with np.errstate(invalid="ignore"):
         excess = np.where(finite, np.abs(y - x) - bound, 0)
     assert excess.max() <= 0, f"element {excess.argmax()} by {excess.max()}"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    ["onebit", "topk:k=0.1,block=64", "randomk:k=0.1,block=64", "dithering:k=3,norm=l2", "trellis2:outliers=0"],
+)
+def test_such_a_sum_may_stay_finite_within_the_bound(spec: str) -> None:
+    """As docs/algorithms.md says: with a codec that decodes to less than the value."""
+    codec, rng = codecs.get(spec), np.random.default_rng(0)
+    xs = [np.where(rng.random(2048) < 0.3, 1.8e38, 1e35).astype(np.float32) for _ in range(2)]
+    exact = xs[0].astype(np.float64) + xs[1]
+
+    def call(comm: qccl.Communicator) -> np.ndarray:
+        return comm.quantized_allreduce(xs[comm.rank].copy(), codec=codec, algorithm="one_shot")
+
+    with np.errstate(over="ignore"):
+        found = qccl.run_ranks(2, call)[0]
+    finite = np.isfinite(found) & (exact > 3.5e38)
+    assert finite.any()
+    error = np.abs(found[finite] - exact[finite])
+    assert (error <= sum(codec.error_bound(x) for x in xs)[finite] * (1 + 2.0**-20)).all()
 
 
 @pytest.mark.parametrize("op", ["min", "max"])
