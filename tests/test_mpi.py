@@ -71,3 +71,16 @@ def test_a_rank_that_dies_ends_the_job():
     """What MPICH does with it (Open MPI, too, unless asked to survive)."""
     ended = start(3, "tests/mpi/fault.py", "die", limit=40)
     assert ended.status != 0 and ended.seconds < 20, ended.output
+
+
+def test_calls_after_the_end_of_mpi():
+    """They raise EngineError, or do nothing; MPI would end the process in nearly each of its functions."""
+    ended = start(2, "tests/mpi/finalized.py", limit=60)
+    assert ended.status == 0, ended.output
+    found = re.findall(r"rank (\d): (.+?): (.+)", ended.output)
+    assert len(found) == 2 * 22 and {outcome for _, _, outcome in found} == {"EngineError", "harmless"}, ended.output
+    refused = {name for rank, name, outcome in found if rank == "1" and outcome == "EngineError"}
+    assert refused == {
+        *("a call", "a call under way", "wait", "state_dict in a call", "a plan", "a plan that has run"),
+        *("barrier", "allgather", "split", "from_mpi", "init"),
+    }, ended.output

@@ -63,6 +63,7 @@ _SHARED_SPINS = 2000
 
 _OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
+_FINALIZED = "MPI was finalized; make communicators while MPI runs, and close them before it ends"
 
 #: what MPI may still work on, with the memory: transports and calls that failed, and transports that were closed before
 #: the other ranks'
@@ -99,7 +100,7 @@ def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
         raise _mapped(error) from error
     if peer >= 0:
         raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
-    raise EngineError("MPI was finalized; make communicators while MPI runs, and close them before it ends")
+    raise EngineError(_FINALIZED)
 
 
 def _bytes_of(handle: Any) -> bytes:
@@ -184,6 +185,8 @@ class MpiTransport:
             raise ArgumentError(f"comm must be an mpi4py intracommunicator, e.g. MPI.COMM_WORLD, not {comm!r}")
         if _is_fork:
             raise EngineError("this process was forked by one that uses MPI, and cannot use it; start it by mpiexec")
+        if MPI.Is_finalized():
+            raise EngineError(_FINALIZED)
         try:
             duplicate, request = comm.Idup()
             _wait(request, timeout, "the duplication of the communicator", duplicate)
@@ -281,8 +284,8 @@ class MpiTransport:
 
     def _check_alive(self) -> None:
         if self._gone or MPI.Is_finalized():
-            what = "MPI was finalized" if MPI.Is_finalized() else "this transport was closed or given up"
-            raise EngineError(f"{what}; make communicators while MPI runs, and close them before it ends")
+            gone = "this transport was closed or given up; make another communicator"
+            raise EngineError(_FINALIZED if MPI.Is_finalized() else gone)
 
 
 def _wait(
