@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import ml_dtypes
 import numpy as np
+from codec_table import with_small_buckets
 
 from qccl.codecs import get
 
@@ -31,20 +32,15 @@ PARAMETERS = {
 
 
 #: codecs that go bucket by bucket; each is paired with every other parameter's value
-BUCKETED = [
-    f"cast:dtype=float8_e5m2,bucket={BUCKET}",
-    f"cast:dtype=bfloat16,bucket={BUCKET}",
-    f"dithering:k=7,bucket={BUCKET},seed=5",
-    f"dithering:k=5,partition=natural,norm=l2,bucket={BUCKET}",
-    f"onebit:bucket={BUCKET}",
-    "onebit:reconstruct=mean,bucket=8",
-    f"randomk:k=0.1,scale=true,block={BUCKET},seed=5",
-    "randomk:k=3,block=40",
-    f"topk:k=0.05,block={BUCKET}",
-    "topk:k=3,block=40",
-    f"trellis3:bucket={BUCKET},block=64",
-    f"trellis8:bucket={BUCKET},outliers=0",
-]
+BUCKETED = [row.spec for row in with_small_buckets(BUCKET + 8)]
+
+
+def any_codec(draw: random.Random) -> str:
+    """A codec: plain, min-max, or one that goes bucket by bucket."""
+    minmax = f"minmax{draw.randint(1, 8)}:bucket={draw.choice([8, 256, 'shard'])}"
+    if draw.random() < 0.4:
+        minmax += ",rounding=stochastic,seed=3"
+    return draw.choice(["none", minmax, draw.choice(BUCKETED)])
 
 
 @dataclass(frozen=True)

@@ -47,6 +47,16 @@ TABLE: dict[str, list[Bucketed]] = {
 
 ALL = [codec for rows in TABLE.values() for codec in rows]
 
+
+def with_small_buckets(largest: int) -> list[Bucketed]:
+    """About three rows of each codec, where possible with buckets of which a short vector has several."""
+    found = []
+    for rows in TABLE.values():
+        small = [row for row in rows if row.bucket <= largest] or rows
+        found += small[:: max(1, len(small) // 3)]
+    return found
+
+
 _KINDS = {rows[0].name: type(rows[0]) for rows in TABLE.values()}
 
 

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from cases import law_cases
 
 import qccl
+from qccl import codecs
+from qccl.bench.codec import DEFAULT_CODECS
+from qccl.bench.params import codec_list
 
-CODECS = ["none", "cast", "cast:dtype=float8_e4m3", "minmax3", "onebit", "dithering:k=4", "topk:k=0.1", "randomk:k=0.1"]
+#: a new codec is among them as soon as it is registered
+CODECS = codecs.examples()
 COUNTS = [1000, 7, 1994]
 
 
@@ -51,3 +56,9 @@ def test_replicas_follow_their_models(codec: str) -> None:
     found = qccl.run_ranks(3, run)
     for rank in range(3):
         assert found[rank][1] == found[rank - 1][0]
+
+
+def test_every_registered_codec_is_here_and_in_the_laws_and_in_the_benchmark() -> None:
+    assert {codecs.get(spec).name for spec in CODECS} == set(codecs.CODECS)
+    assert {codecs.get(case.codec).name for case in law_cases()} == set(codecs.CODECS)
+    assert {codecs.get(spec).name for spec in codec_list(DEFAULT_CODECS)} == set(codecs.CODECS)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import dataclass
 
 import numpy as np
 import oracle
 import pytest
-from cases import NUMPY, hard_data
+from cases import NUMPY, any_codec, hard_data
 from test_allreduce import assert_same_bits, oracle_codec, shards, stored
 from test_collectives_wire import sent_by_each
 
@@ -55,12 +56,15 @@ class Case:
 def cases() -> list[Case]:
     draw, found = random.Random(5), []
     for i in range(48):
-        rounding = ",rounding=stochastic" if draw.random() < 0.4 else ""
-        codec = draw.choice(["none", f"minmax{draw.randint(2, 8)}:bucket={draw.choice([8, 256, 'shard'])}{rounding}"])
+        codec = any_codec(draw)
         found.append(
             Case(
                 *(tuple(SHAPES[i % len(SHAPES)]), draw.choice([0, 1, 255, 1024, 5000, draw.randint(0, 20000)])),
-                *(draw.choice(list(NUMPY)), codec, draw.choice(["sum", "avg", "min", "max"])),
+                *(
+                    draw.choice(list(NUMPY)),
+                    codec,
+                    draw.choice(["sum", "avg"] if get(codec).sparse else ["sum", "avg", "min", "max"]),
+                ),
                 *(draw.choice(["leader", "sharded"]), draw.choice(["one_shot", "two_round"])),
                 *(draw.choice([None, 1024, 3000]), draw.random() < 0.5),
                 draw.choice(["normal", "nonfinite", "negative", "outliers", "subnormal"]),
@@ -89,7 +93,7 @@ def expected(case: Case) -> np.ndarray:
         return sums[0]
     parts = 1 if case.layout == "leader" else min(map(len, nodes))
     splits = len(nodes) if case.algorithm == "two_round" else 1
-    granule = max(get(case.codec).granule, 1024)
+    granule = math.lcm(get(case.codec).granule, 1024)
     result = np.empty_like(inputs[0])
     for number, cut in enumerate(shards(case.count, parts * splits, granule)):
         part, split = divmod(number, splits)
@@ -97,19 +101,13 @@ def expected(case: Case) -> np.ndarray:
         count = cut.stop - cut.start
         if not count:
             continue
-        if splits == 1:
-            wires = [
-                oracle.encode(codec, s[cut], dtype, oracle.Place(0, 1, r, cut.start))
-                for s, r in zip(sums, owners, strict=True)
-            ]
-            result[cut] = oracle.reduce(codec, wires, None, 0, count, dtype, op=op, scale=scale, encoded=False)[1]
-            continue
-        others = [i for i in range(len(nodes)) if i != split]
-        wires = [oracle.encode(codec, sums[i][cut], dtype, oracle.Place(0, 1, owners[i], cut.start)) for i in others]
+        senders = [i for i in range(len(nodes)) if splits == 1 or i != split]
+        makers = [oracle.Place(0, 1, owners[i], cut.start) for i in senders]
+        wires = [oracle.encode(codec, sums[i][cut], dtype, m) for i, m in zip(senders, makers, strict=True)]
+        own = None if splits == 1 else sums[split][cut]
+        options = {"op": op, "scale": scale, "encoded": splits > 1, "makers": makers}
         place = oracle.Place(0, 2, owners[split], cut.start)
-        result[cut] = oracle.reduce(
-            codec, wires, sums[split][cut], split, count, dtype, op=op, scale=scale, encoded=True, place=place
-        )[1]
+        result[cut] = oracle.reduce(codec, wires, own, split, count, dtype, place=place, **options)[1]
     return result
 
 

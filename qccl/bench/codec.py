@@ -19,12 +19,10 @@ from qccl.bench.sizes import parse_size
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 
-__all__ = ["Speed", "codec", "measure_codec"]
+__all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec"]
 
-_CODECS = (
-    "minmax8,minmax4,minmax4:rounding=stochastic,trellis,cast,cast:dtype=float8_e4m3,dithering:k=7,"
-    "dithering:k=7,partition=natural,onebit,onebit:reconstruct=mean,topk:k=0.01,randomk:k=0.01,none"
-)
+#: what is measured unless others are asked for
+DEFAULT_CODECS = ",".join(codecs.examples())
 _TYPES_HELP = f"{', '.join(DTYPES)} or all [all]."
 
 
@@ -91,7 +89,7 @@ class Speed:
     "specs",
     callback=checked(codec_list),
     metavar="LIST",
-    help=f"What to measure [{_CODECS}; with --frontier all].",
+    help=f"What to measure [{DEFAULT_CODECS}; with --frontier all].",
 )
 @click.option("--sources", type=click.IntRange(min=1), default=3, metavar="N", help="Codes that a reduce combines [3].")
 @click.option(
@@ -138,7 +136,7 @@ def codec(
     for line in _header(sources):
         click.echo(line)
     found = []
-    for spec in specs or codec_list(_CODECS):
+    for spec in specs or codec_list(DEFAULT_CODECS):
         for name in names:
             speed = measure_codec(
                 codecs.get(spec), dtypes.get(DTYPES[name]), size, iters, warmup_iters, sources, threads

@@ -36,6 +36,7 @@ __all__ = [
     "RandomK",
     "TopK",
     "Trellis",
+    "examples",
     "get",
     "identity",
 ]
@@ -47,6 +48,12 @@ CODECS: Mapping[str, type[Codec]] = {
 
 #: what may be around a codec, by its name in a specification
 DECORATORS: Mapping[str, type[Decorator]] = {kind.name: kind for kind in (ErrorFeedback, Momentum)}
+
+
+def examples() -> list[str]:
+    """Specifications that show every codec: one or a few of each."""
+    return [get(spec).spec() for codec in CODECS.values() for spec in codec.examples or (codec.name,)]
+
 
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
 #: between decorators, but not in 1e+3

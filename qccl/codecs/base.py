@@ -66,6 +66,8 @@ class Codec(ABC):
 
     #: name in a specification, e.g. ``"minmax"``
     name: ClassVar[str]
+    #: specifications that show what it can do: the benchmark's default list, and tests; empty: its name alone
+    examples: ClassVar[tuple[str, ...]] = ()
     #: keys of other libraries in a specification: the field, and which value of it a value there means (None: the same)
     aliases: ClassVar[Mapping[str, tuple[str, Mapping[Any, Any] | None]]] = {}
     #: whether a wire has some elements only, and the others are zero; such codes can be summed, but have no min or max

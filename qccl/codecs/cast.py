@@ -44,6 +44,7 @@ class Cast(BucketCodec):
     bucket: int = 1024
 
     name: ClassVar[str] = "cast"
+    examples: ClassVar = ("cast", "cast:dtype=float8_e4m3")
 
     def __post_init__(self) -> None:
         check_choice(self, "dtype", _TYPES)

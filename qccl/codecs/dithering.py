@@ -45,6 +45,7 @@ class Dithering(BucketCodec):
     seed: int = 0
 
     name: ClassVar[str] = "dithering"
+    examples: ClassVar = ("dithering:k=7", "dithering:k=7,partition=natural")
     aliases: ClassVar = {
         "normalize": ("norm", {"max": "max", "l2": "l2", 0: "max", 1: "l2"}),
         "partition": ("partition", {"linear": "linear", "natural": "natural", 0: "linear", 1: "natural"}),

@@ -40,6 +40,7 @@ class MinMax(Codec):
     seed: int = 0
 
     name: ClassVar[str] = "minmax"
+    examples: ClassVar = ("minmax8", "minmax4", "minmax4:rounding=stochastic")
 
     def __post_init__(self) -> None:
         check_integer(self, "bits", 1, 8)

@@ -37,6 +37,7 @@ class OneBit(BucketCodec):
     reconstruct: str = "sign"
 
     name: ClassVar[str] = "onebit"
+    examples: ClassVar = ("onebit", "onebit:reconstruct=mean")
     aliases: ClassVar = {"scaling": ("reconstruct", {True: "scale", False: "sign"})}
 
     def __post_init__(self) -> None:

@@ -73,6 +73,7 @@ class TopK(_Sparse):
     block: int = 16384
 
     name: ClassVar[str] = "topk"
+    examples: ClassVar = ("topk:k=0.01",)
 
     def __post_init__(self) -> None:
         self._check()
@@ -116,6 +117,7 @@ class RandomK(_Sparse):
     scale: bool = False
 
     name: ClassVar[str] = "randomk"
+    examples: ClassVar = ("randomk:k=0.01",)
     aliases: ClassVar = {"scaling": ("scale", None)}
     placed: ClassVar[bool] = True
 
