@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,10 +19,9 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
-def run(what: str, size: int) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each rank."""
-    import socket
-
+@contextlib.contextmanager
+def started(what: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """The ranks' processes, which are killed in the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -30,16 +33,21 @@ def run(what: str, size: int) -> list[tuple[int, str, str]]:
         command = [sys.executable, str(ROOT / "tests" / "torch_ranks.py"), what]
         pipe = subprocess.PIPE
         processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
-    found = []
     try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate(timeout=10)
+
+
+def run(what: str, size: int) -> list[tuple[int, str, str]]:
+    """Exit status, output and errors of each rank."""
+    found = []
+    with started(what, size) as processes:
         for process in processes:
             out, err = process.communicate(timeout=60)
             found.append((process.returncode, out, err))
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait(10)
     return found
 
 
@@ -59,6 +67,23 @@ def test_a_rank_that_fails(what="raises"):
     assert all("a reason of its own" in out for _, out, _ in ranks[1:])
 
 
-def test_a_rank_that_dies():
-    for rank, (status, out, err) in list(enumerate(run("dies", 3)))[1:]:
+@pytest.mark.parametrize("what", ["dies", "dies_in_setup"])
+def test_a_rank_that_dies(what):
+    for rank, (status, out, err) in list(enumerate(run(what, 3)))[1:]:
         assert status == 0 and out.endswith("done\n"), f"rank {rank}: exit status {status}\n{out}\n{err}"
+
+
+def test_a_process_ends_soon_after_a_rank_has_stopped():
+    with started("stops", 3) as (process, *_):
+        out, err = process.communicate(timeout=60)
+        end = time.time()
+    assert process.returncode == 0 and out.endswith("done\n"), f"exit status {process.returncode}\n{out}\n{err}"
+    assert end - float(out.split()[0]) < 15
+
+
+def test_ranks_that_are_killed_stopped_or_interrupted():
+    """A few of the runs of lost_ranks.py, which says more."""
+    command = [sys.executable, str(ROOT / "tests" / "lost_ranks.py"), "--runs", "6", "--grace", "30"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 
@@ -111,8 +112,45 @@ def dies() -> None:
     begin = time.monotonic()
     try:
         comm.quantized_allreduce(np.ones(1000, np.float32))
-    except qccl.PeerLost:
+    except qccl.PeerLost as error:
         assert time.monotonic() - begin < 10
+        assert "rank 0 was lost" in str(error), error
+        return
+    raise AssertionError("no error")
+
+
+def dies_in_setup() -> None:
+    """The same in gloo's own collectives, whose errors do not say with whom they failed."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    dist.barrier()
+    if comm.rank == 0:
+        os._exit(0)
+    try:
+        comm.transport.allgather(b"x", 20)
+    except qccl.PeerLost as error:
+        assert str(error).startswith(("rank 0 was lost", "ranks 0, ")), error
+        time.sleep(1)  # so that the other ranks lose rank 0 alone
+        return
+    raise AssertionError("no error")
+
+
+def stops() -> None:
+    """One rank stops and one dies, while many transfers are under way: rank 0 knows who died, and its process ends."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if comm.rank == 1:
+        time.sleep(1)
+        os._exit(0)
+    x = np.ones(100_000, np.float32)
+    try:
+        works = [comm.quantized_allreduce(x.copy(), async_op=True) for _ in range(8)]
+        works[0].wait()
+    except qccl.PeerLost as error:
+        assert "rank 1 was lost" in str(error), error
+        print(time.time())
         return
     raise AssertionError("no error")
 

@@ -6,6 +6,10 @@ the ranks together once, and is left as it was.
 gloo cannot be polled for transfers, so threads wait for them, one for each that is under way. And it ends the process,
 beyond any except clause, when a message is larger than the receive it meets. So the size is part of the tag: a message
 of another size meets no receive, and the headers, which are all of one size, tell the ranks that they disagree.
+
+A thread that comes back from gloo while the interpreter ends would end the process by abort(). So all connections are
+closed before that, and the process waits until the threads are back. gloo does not wake those whose transfer was half
+done when its connection closed: they stay, keep that transfer's memory, and cannot come back any more.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import math
 import os
 import queue
 import struct
@@ -22,7 +27,7 @@ import uuid
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,7 +40,8 @@ __all__ = ["TorchTransport", "backend_of"]
 #: gloo's own deadlines: none for transfers, and for collectives so much later than ours
 _NEVER = timedelta(days=20)
 _LATER_SECONDS = 10.0
-_EXIT_SECONDS = 2.0
+#: from the closing of connections on, until all threads are back from gloo that ever will be
+_BACK_SECONDS = 2.0
 _NAP_SECONDS = 1e-3
 _POLL_SECONDS = 50e-6
 #: how long a lost rank's last messages may be behind the news, on both sides
@@ -72,11 +78,12 @@ class TorchTransport:
         self._gone = False
         self._news = threading.Condition()  # guards what follows
         self._done: list[Hashable] = []
-        self._fault: tuple[float, RuntimeError] | None = None  # the first, and when
+        self._fault: tuple[float, int, RuntimeError] | None = None  # the first: when, with whom, and what
         self._under_way = 0
         self._threads: list[threading.Thread] = []
         self._waiting = 0  # of them have nothing to do
         self._timer: threading.Timer | None = None
+        self._back_by = math.inf  # time.monotonic() when nobody waits for the threads any more
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         store = dist.PrefixStore(f"qccl/{name}", dist.distributed_c10d._get_default_store())
         try:
@@ -96,7 +103,7 @@ class TorchTransport:
         try:
             dist.broadcast(name, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _lost([], error) from error
         return cls(bytes(name.tolist()).hex(), dist.get_rank(group), dist.get_world_size(group), timeout)
 
     def buffer(self, address: int, nbytes: int) -> torch.Tensor:
@@ -116,8 +123,10 @@ class TorchTransport:
             if self._done:
                 done, self._done = self._done, []
                 return done
-            if self._fault is not None and time.monotonic() > self._fault[0] + _LAST_WORDS_SECONDS:
-                raise _lost(self._fault[1]) from self._fault[1]
+            if self._fault is not None:
+                begin, peer, error = self._fault
+                if time.monotonic() > begin + _LAST_WORDS_SECONDS:
+                    raise _lost([peer], error) from error
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> TorchTransport | None:
@@ -154,13 +163,13 @@ class TorchTransport:
         try:
             self._group.allreduce([_bytes_at(target, nbytes).view(_DTYPES[dtype])], options).wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _lost(self._closed(), error) from error
 
     def abort(self, reason: str) -> None:
         """As in Transport. The connections are closed in a moment, and then the other ranks know."""
         if not self._gone:
             self._gone = True
-            self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._break)
+            self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._give_up)
             self._timer.daemon = True
             with contextlib.suppress(RuntimeError):  # at the end of the process, which disconnects as well
                 self._timer.start()
@@ -173,26 +182,20 @@ class TorchTransport:
             is_over = self._under_way == 0  # otherwise a rank has not closed yet
         if is_over:
             self._dismiss()
+            self.await_threads()
             self._group = None
-
-    def disconnect(self) -> None:
-        """At the end of the process: no thread may be in gloo's code, which ends the process by abort() then."""
-        self._gone = True
-        if self._timer is not None:
-            self._timer.cancel()
-        self._break()
-        if self._timer is not None and self._timer.ident is not None:
-            self._timer.join(_EXIT_SECONDS)
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def _post(self, start: Callable[..., Any], peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
-        """Start a transfer, and have a thread wait for it."""
+        """Start a transfer, and have a thread wait for it. poll() has the news if the peer is lost."""
         self._check_alive()
         try:
-            job = start([buffer], peer, _tag(tag, buffer.numel())), buffer, token
+            job = _Job(start([buffer], peer, _tag(tag, buffer.numel())), peer, buffer, token)
         except RuntimeError as error:
-            raise _lost(error) from error
+            with self._news:
+                self._failed(peer, error)
+            return
         with self._news:
             self._under_way += 1
             if self._waiting:
@@ -208,34 +211,72 @@ class TorchTransport:
         while job is not None:
             error = None
             try:
-                job[0].wait(_NEVER)
+                job.work.wait(_NEVER)
             except RuntimeError as caught:
                 error = caught
             with self._news:
                 self._under_way -= 1
                 self._waiting += 1
                 if error is None:
-                    self._done.append(job[2])
-                elif self._fault is None:
-                    self._fault = time.monotonic(), error
+                    self._done.append(job.token)
+                else:
+                    self._failed(job.peer, error)
                 self._news.notify_all()
             job = self._jobs.get()
 
-    def _break(self) -> None:
-        """Close all connections: gloo does that when a wait is too long. Then all who wait are told."""
-        with contextlib.suppress(RuntimeError):
-            if self.size > 1 and self._group is not None:
-                nothing = torch.empty(1, dtype=torch.uint8)
-                self._group.recv([nothing], (self.rank + 1) % self.size, _NOBODY).wait(timedelta(milliseconds=1))
+    def _failed(self, peer: int, error: RuntimeError) -> None:
+        if self._fault is None:
+            self._fault = time.monotonic(), peer, error
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        """Close all connections, so that the threads come back. Nobody can use the transport any more."""
+        self._gone = True
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._group is not None:
+            for peer in self._peers():
+                # gloo closes all when a wait is too long, but nobody can wait for a peer whose connection is closed
+                with contextlib.suppress(RuntimeError):
+                    self._receive_nothing(peer).wait(timedelta(milliseconds=1))
         self._dismiss()
+
+    def await_threads(self) -> None:
+        """After disconnect(): return when the threads have ended, or gloo keeps them for ever."""
+        for thread in (*self._threads, *([self._timer] if self._timer is not None else [])):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join(max(0.0, self._back_by - time.monotonic()))
+        _open.discard(self)
+
+    def _give_up(self) -> None:
+        self.disconnect()
+        self.await_threads()
 
     def _dismiss(self) -> None:
         """End the threads, which have nothing to wait for any more."""
-        for _ in self._threads:
-            self._jobs.put(None)
-        for thread in self._threads:
-            thread.join(_EXIT_SECONDS)
-        _open.discard(self)
+        if self._back_by == math.inf:
+            self._back_by = time.monotonic() + _BACK_SECONDS
+            for _ in self._threads:
+                self._jobs.put(None)
+
+    def _receive_nothing(self, peer: int) -> Any:
+        """Begin a receive of what nobody sends. Raises RuntimeError if the connection is closed."""
+        return self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODY)
+
+    def _is_closed(self, peer: int) -> bool:
+        try:
+            self._receive_nothing(peer)
+        except RuntimeError:
+            return True
+        return False
+
+    def _closed(self) -> list[int]:
+        """The ranks whose connections are closed."""
+        return [peer for peer in self._peers() if self._is_closed(peer)]
+
+    def _peers(self) -> list[int]:
+        return [peer for peer in range(self.size) if peer != self.rank]
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -252,7 +293,7 @@ class TorchTransport:
                 time.sleep(_POLL_SECONDS)
             work.wait()
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _lost(self._closed(), error) from error
         return [bytes(each.tolist()) for each in theirs]
 
     def _check_alive(self) -> None:
@@ -260,8 +301,13 @@ class TorchTransport:
             raise EngineError("this transport was closed or given up; make another with Communicator.from_torch()")
 
 
-#: a transfer of gloo's, its memory, and what poll() gives back
-_Job = tuple[Any, torch.Tensor, Hashable]
+class _Job(NamedTuple):
+    """A transfer of gloo's, with whom, its memory, and what poll() gives back."""
+
+    work: Any
+    peer: int
+    buffer: torch.Tensor
+    token: Hashable
 
 
 def backend_of(group: Any) -> str:
@@ -284,17 +330,24 @@ def _tag(tag: int, nbytes: int) -> int:
     return tag << 16 | zlib.crc32(nbytes.to_bytes(8, "little")) & 0xFFFF
 
 
+def _lost(ranks: Sequence[int], error: RuntimeError) -> PeerLost:
+    names = ", ".join(map(str, ranks))
+    who = f"ranks {names} were" if len(ranks) > 1 else f"rank {names} was" if ranks else "a rank was"
+    return PeerLost(f"{who} lost (gloo: {_text(error)})")
+
+
 def _text(error: RuntimeError) -> str:
-    """The first line, without the place in gloo's source."""
+    """The first sentence, without the place in gloo's source."""
     line = str(error).strip().split("\n")[0]
-    return line.partition("] ")[2] if line.startswith("[") else line
-
-
-def _lost(error: RuntimeError) -> PeerLost:
-    return PeerLost(f"gloo lost a rank ({_text(error)})")
+    line = line.partition("] ")[2] if line.startswith("[") else line
+    return line.partition(". ")[0]
 
 
 @atexit.register
 def _disconnect_all() -> None:
-    for transport in list(_open) if os.getpid() == _process else ():
+    """Let no thread come back from gloo's code after this: it would end the process by abort()."""
+    transports = list(_open) if os.getpid() == _process else []
+    for transport in transports:
         transport.disconnect()
+    for transport in transports:
+        transport.await_threads()
