@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 import tracemalloc
 
@@ -12,6 +13,7 @@ from threads import CODEC, Caller, address, near_sum, outcomes, ramp
 from qccl._host import RUNS_IN_FLIGHT
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
+from qccl.engines import host
 from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, Kind
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.schedule import Buffer, Encode, Exchange, Leg, Role, Schedule, Span
@@ -544,3 +546,14 @@ def test_data_of_another_size_with_an_equal_header(count):
 
     error = outcomes(2, run)[0]
     assert isinstance(error, MismatchError) and "rank 1 sent 100 bytes with the header" in str(error)
+
+
+def test_an_exception_that_was_caught_is_not_what_ended_the_process(monkeypatch):
+    """pytest and notebooks keep the last one where Python keeps the one that ends the program."""
+    try:
+        raise ValueError("caught")
+    except ValueError as error:
+        monkeypatch.setattr(sys, "last_value", error, raising=False)
+        assert host._unhandled() is None
+        monkeypatch.delattr(sys, "last_value")
+        assert host._unhandled() is None

@@ -26,6 +26,11 @@ def raised(output):
     return {int(rank): (error, float(seconds)) for rank, error, seconds in lines}
 
 
+def reasons(output):
+    """The texts of the errors."""
+    return re.findall(r"rank \d raised \w+ after [\d.]+ s: (.*)", output)
+
+
 @pytest.mark.parametrize(("how", "within"), [("raise", 1.5), ("exit", 1.5), ("stop", 4), ("stop in the middle", 5)])
 def test_a_rank_that_fails(how, within):
     """The others raise, and the job ends: also when the failed rank never answers again."""
@@ -34,7 +39,8 @@ def test_a_rank_that_fails(how, within):
     assert sorted(found) == [0, 2], ended.output
     assert all(error in ("PeerLost", "CollectiveTimeout") and s < within for error, s in found.values()), ended.output
     assert (ended.status == 0) == (how == "exit"), ended.output
-    assert ("ZeroDivisionError: on purpose" in ended.output) == (how == "raise")
+    cause = {"raise": "rank 1 gave up: ZeroDivisionError: on purpose", "exit": "rank 1 ended its process"}.get(how, "")
+    assert all(cause in text for text in reasons(ended.output)), ended.output
 
 
 @pytest.mark.parametrize("before", ["a barrier", "an all-gather"])
@@ -44,6 +50,8 @@ def test_a_rank_that_raises_before(before):
     found = raised(ended.output)
     assert sorted(found) == [0, 2], ended.output
     assert all(error == "PeerLost" and seconds < 1.5 for error, seconds in found.values()), ended.output
+    cause = "rank 1 gave up: ZeroDivisionError: on purpose"
+    assert all(cause in text for text in reasons(ended.output)), ended.output
 
 
 def test_a_rank_that_is_late():

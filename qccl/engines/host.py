@@ -15,6 +15,7 @@ import atexit
 import contextlib
 import math
 import os
+import sys
 import threading
 import time
 from collections import deque
@@ -71,7 +72,7 @@ class HostEngine:
         self._background = Background(self) if transport.is_threaded else None
         self._active: dict[int, Execution] = {}  # by sequence number, in the order of their calls
         self._queue: deque[Execution] = deque()
-        self._left: set[int] = set()  # the ranks that make no more calls
+        self._left: dict[int, str] = {}  # the ranks that make no more calls, and what they said of it
         self._failure: QcclError | None = None
         self._failed = False  # and has let go of everything
         self._closed = False
@@ -287,16 +288,16 @@ class HostEngine:
         header = Header.unpack(message, peer)
         if header.kind is Kind.CALL:
             raise self._active[header.sequence].disagreement(peer, message)
-        self._left.add(peer)
+        self._left[peer] = header.text
         if header.kind is not Kind.CLOSE:
             raise (MismatchError if header.kind is Kind.MISMATCH else PeerLost)(header.text)
         for execution in self._active.values():
             self._check_present(execution)
 
     def _check_present(self, execution: Execution) -> None:
-        gone = sorted(self._left.intersection(execution.unheard()))
+        gone = sorted(self._left.keys() & set(execution.unheard()))
         if gone and not execution.done:
-            raise PeerLost(f"rank {gone[0]} left the group, and rank {self.rank} called {execution.what}")
+            raise PeerLost(f"{self._left[gone[0]]}, and rank {self.rank} called {execution.what}")
 
     def _overdue(self) -> CollectiveTimeout:
         now = time.monotonic()
@@ -313,8 +314,7 @@ class HostEngine:
         if isinstance(error, PeerLost | MismatchError | CollectiveTimeout):  # their texts say which rank
             self._fail(error, kind, str(error))
         else:
-            text = f"rank {self.rank} gave up: {type(error).__name__}: {error}"
-            self._fail(gave_up(self.rank, error), kind, text)
+            self._fail(gave_up(self.rank, error), kind, _last_words(self.rank, error))
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
         if self._failed or self._closed:
@@ -345,7 +345,7 @@ class HostEngine:
 
     def _leave(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        self._tell(Kind.CLOSE, f"rank {self.rank} left")
+        self._tell(Kind.CLOSE, f"rank {self.rank} left the group")
         idle = 0
         while self._loop.telling or len(self._left) < self._transport.size - 1:
             idle += 1
@@ -365,11 +365,13 @@ class HostEngine:
         if not self._take_turn(_HALT_SECONDS):
             return
         if not self._failed and not self._closed:
+            error = _unhandled()
+            reason = f"rank {self.rank} ended its process" if error is None else _last_words(self.rank, error)
             if self._active or self._queue or self._failure is not None:
-                reason = f"rank {self.rank} ended its process in the middle of a call"
+                reason += " in the middle of a call" if error is None else ""
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
             else:
-                self._failure, self._failed = PeerLost(f"rank {self.rank} ended its process"), True
+                self._failure, self._failed = PeerLost(reason), True
                 with contextlib.suppress(QcclError):
                     self._tell(Kind.CLOSE, str(self._failure))
                     self._flush()
@@ -386,6 +388,23 @@ def _threads(local_size: int) -> int:
     if "OMP_NUM_THREADS" in os.environ:
         return _host.most_threads()
     return max(1, len(os.sched_getaffinity(0)) // local_size) if _host.most_threads() > 1 else 1
+
+
+def _last_words(rank: int, error: BaseException) -> str:
+    """What the other ranks are told of an exception of ``rank``."""
+    return f"rank {rank} gave up: {type(error).__name__}: {error}"
+
+
+def _unhandled() -> BaseException | None:
+    """At the process's end: the exception that ended the program, which Python keeps in sys.last_value; else None.
+
+    The prompt, pytest and notebooks keep there what they have caught, too. But there something has called the frame in
+    which the traceback begins, while nothing calls the program itself.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None or error.__traceback__ is None or hasattr(sys, "ps1"):
+        return None
+    return error if error.__traceback__.tb_frame.f_back is None else None
 
 
 def _say_goodbye() -> None:
