@@ -277,6 +277,10 @@ class Loop:
     def take_ended(self) -> list[int]:
         """The sequence numbers of the runs that have ended since the last time."""
 
+    @property
+    def overdue(self) -> int:
+        """The sequence number of the run for which a turn ended with Outcome.OVERDUE."""
+
     def want(self, callers: int, /) -> None:
         """So many more, or fewer, threads want to take over; any thread may say so."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import tracemalloc
 
@@ -307,6 +308,132 @@ def test_a_rank_that_does_not_come():
     assert {type(first), type(second)} <= {CollectiveTimeout, PeerLost}
     assert CollectiveTimeout in (type(first), type(second))
     assert all("rank 2 did not make this call" in str(e) for e in (first, second))
+
+
+def test_only_one_of_two_calls_in_flight_ends():
+    """The deadline of the other one, which was later, is then the nearest."""
+
+    def run(t):
+        caller = Caller(t)
+        first, second = ramp(t.rank, 100), ramp(t.rank, 200)
+        execution = caller.start(caller.program(100), first, np.empty_like(first))
+        if t.rank:
+            execution.run()
+            time.sleep(2)
+            return None
+        caller.timeout = 0.3
+        other = caller.start(caller.program(200), second, np.empty_like(second))
+        execution.run()
+        assert execution.done and not other.done
+        other.run(time.monotonic() + 5)
+        return "no timeout"
+
+    error, _ = outcomes(2, run)
+    assert isinstance(error, CollectiveTimeout) and "rank 1 did not make this call" in str(error), error
+
+
+class Paused:
+    """A transport whose rank is paused once, when it has posted ``receives`` receives of data.
+
+    What comes meanwhile it hears of right after that, if ``told``. From then on each look takes it a moment.
+    """
+
+    def __init__(self, transport, receives, *, told):
+        self._transport, self._after, self._told = transport, receives, told
+        self._receives, self._pausing = 0, False
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def pause(self):
+        self._receives, self._pausing = 0, True
+
+    def receive(self, peer, tag, buffer, token, *, at_most=False):
+        self._receives += tag != CONTROL_TAG
+        self._transport.receive(peer, tag, buffer, token, at_most=at_most)
+
+    def poll(self, *, idle):
+        if not self._pausing or self._receives < self._after:
+            time.sleep(0 if self._pausing else 0.01)
+            return self._transport.poll(idle=idle)
+        self._pausing = False
+        found, end = [], time.monotonic() + 0.4
+        while time.monotonic() < end:
+            if self._told:
+                found += self._transport.poll(idle=1)
+            else:
+                time.sleep(0.01)
+        return found
+
+
+@pytest.mark.parametrize(("chunks", "receives", "told"), [(1, 0, False), (1, 0, True), (30, 29, True)])
+def test_a_rank_that_was_paused_past_its_deadline_ends_its_call(chunks, receives, told):
+    """Everything has come meanwhile, or before, and the result is right; also in the next run of the program."""
+    begun = [threading.Event() for _ in range(2)]
+
+    def run(t):
+        caller = Caller(t if t.rank else Paused(t, receives, told=told), timeout=10 if t.rank else 0.3)
+        program = caller.engine.compile(
+            one_shot(t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=chunks)
+        )
+        x = ramp(t.rank, 64 * chunks)
+        ys = [np.empty_like(x) for _ in begun]
+        for y, rank_0_has_begun in zip(ys, begun, strict=True):
+            if t.rank == 0:
+                caller.transport.pause()
+            else:
+                assert rank_0_has_begun.wait(10)
+            execution = caller.start(program, x, y)
+            rank_0_has_begun.set()
+            execution.run()
+        return ys
+
+    for ys in outcomes(2, run):
+        assert isinstance(ys, list), ys
+        assert all(near_sum(y, 2) for y in ys)
+
+
+def test_a_slow_rank_cannot_keep_a_call_beyond_its_deadline():
+    """It makes progress all the time; without a deadline this would take a minute and more."""
+
+    def run(t):
+        caller = Caller(t, timeout=0.3)
+        x = ramp(t.rank, 100_000)
+        execution = caller.start(caller.program(len(x), chunk_elements=64), x, np.empty_like(x))
+        deadline = time.monotonic() + 10
+        while t.rank and time.monotonic() < deadline:
+            execution.step()
+            time.sleep(0.01)
+        execution.run()
+
+    error = outcomes(2, run)[0]
+    assert isinstance(error, CollectiveTimeout) and "rank 1" in str(error) and "[" not in str(error), error
+
+
+def test_what_a_call_waits_for_is_named():
+    """Ranks, where it waits for any; or its own part."""
+
+    def run(t):
+        caller = Caller(t, timeout=5)
+        x = ramp(t.rank, 40_000)
+        execution = caller.start(caller.program(len(x)), x, np.empty_like(x))
+        found, deadline = set(), time.monotonic() + 10
+        while not execution.done and time.monotonic() < deadline:
+            found.add(execution.waits_for())
+            execution.step()
+        caller.close()
+        return found
+
+    for rank, found in enumerate(outcomes(2, run)):
+        peer = 1 - rank
+        assert found <= {
+            f"rank {peer} did not make this call",
+            f"waiting to send to rank {peer}",
+            f"waiting to receive from rank {peer}",
+            f"waiting to send to rank {peer} and to receive from rank {peer}",
+            "every rank has made this call, and this rank is not done with its own part",
+        }
+        assert len(found) > 1
 
 
 def test_a_rank_that_stops_in_the_middle():

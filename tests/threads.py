@@ -77,6 +77,7 @@ class Caller:
             trace=trace,
         )
         self.sequence += 1
+        execution.kept = x, y
         return execution
 
     def allreduce(self, x: np.ndarray, **changed: Any) -> np.ndarray:

@@ -224,6 +224,7 @@ void bind_loop(nb::module_& m) {
       .def("drive", &drive, Release())
       .def("step", &step, Release())
       .def("take_ended", &Loop::take_ended)
+      .def_prop_ro("overdue", &Loop::overdue)
       .def(
           "tell", [](Loop& loop, const nb::bytes& message) { loop.tell(text(message)); })
       .def(

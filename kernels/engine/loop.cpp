@@ -14,6 +14,8 @@ constexpr int kOwnerShift = 32;
 constexpr Token kListening = kRunsInFlight, kTelling = kRunsInFlight + 1;
 // Between two looks at what others want.
 constexpr double kLookSeconds = 5e-3;
+// What a run gets beyond its deadline, to take what came while this process was paused or somewhere else.
+constexpr double kGraceSeconds = 0.1;
 // Polls without news that a thread that gives way is taken to have made already, so that it naps for long at once: the
 // others may need the processor.
 constexpr std::uint64_t kGiveWay = 10000;
@@ -93,7 +95,7 @@ Outcome Loop::advance(const Turn& turn, const Unusual& unusual) {
     while (!completed_.empty() && ended_.empty() && !halted_) poll(0, 0, unusual);
     if (!ended_.empty()) return Outcome::ended;
     const double now = seconds();
-    if (idle_ && now > deadline_) return Outcome::overdue;
+    if (idle_ && now > deadline_ && is_overdue(now)) return Outcome::overdue;
     if (turn.once || now >= turn.limit || (turn.gives_way && wanted)) return Outcome::pause;
     if (turn.look_up && now > looked + kLookSeconds) {
       turn.look_up();
@@ -206,9 +208,26 @@ void Loop::look_for_ended() {
     ended_.push_back(active_[i]->sequence());
     by_owner_[active_[i]->sequence() % kRunsInFlight] = nullptr;
     active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
-    deadline_ = std::numeric_limits<double>::infinity();
-    for (const std::shared_ptr<Run>& run : active_) deadline_ = std::min(deadline_, run->deadline());
+    find_deadline();
   }
+}
+
+void Loop::find_deadline() {
+  deadline_ = std::numeric_limits<double>::infinity();
+  for (const std::shared_ptr<Run>& run : active_) deadline_ = std::min(deadline_, run->deadline());
+}
+
+// Whether a run has failed by its deadline: nothing has come, nothing can be computed, and its grace is over, too.
+bool Loop::is_overdue(double now) {
+  for (const std::shared_ptr<Run>& run : active_)
+    if (run->can_compute()) return false;
+  for (const std::shared_ptr<Run>& run : active_) {
+    if (now <= run->deadline() || run->extend(now + kGraceSeconds)) continue;
+    overdue_ = run->sequence();
+    return true;
+  }
+  find_deadline();
+  return false;
 }
 
 }  // namespace qccl

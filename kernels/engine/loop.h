@@ -46,6 +46,9 @@ class Loop {
   // The sequence numbers of the runs that have ended since the last time.
   std::vector<std::uint64_t> take_ended() { return std::exchange(ended_, {}); }
 
+  // The sequence number of the run that made advance() return Outcome::overdue.
+  std::uint64_t overdue() const { return overdue_; }
+
   // Starts sending the same control message to all other ranks; at most once.
   void tell(const std::string& message);
   // Sends of it under way.
@@ -78,6 +81,8 @@ class Loop {
   void heard(int peer, const Unusual& unusual);
   void agree(Run& run, int peer, const unsigned char* message, const Unusual& unusual);
   void look_for_ended();
+  void find_deadline();
+  bool is_overdue(double now);
   void dispatch(Token token, const Unusual& unusual);
   unsigned char* inbox(int peer) { return inbox_.data() + slot_nbytes_ * static_cast<std::size_t>(peer); }
 
@@ -91,6 +96,7 @@ class Loop {
   std::vector<Token> completed_;
   double deadline_ = std::numeric_limits<double>::infinity();  // the nearest one
   std::uint64_t idle_ = 0;
+  std::uint64_t overdue_ = 0;
   int telling_ = 0;
   std::atomic<bool> halted_{false};
   bool advancing_ = false;

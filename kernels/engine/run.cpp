@@ -26,6 +26,7 @@ void Run::prepare(std::uint64_t sequence, const std::vector<std::string>& header
   owner_ = owner;
   first_tag_ = first_tag;
   deadline_ = deadline;
+  extended_ = false;
   counts_ = steps_->counts();
   ready_.clear();
   left_ = steps_->total();
@@ -56,6 +57,12 @@ void Run::begin(Wire& wire) {
   }
   for (Number i = 0; i < steps_->count(); ++i)
     if (!steps_->counts()[i]) launch(wire, i);
+}
+
+bool Run::extend(double deadline) {
+  if (extended_) return false;
+  deadline_ = deadline;
+  return extended_ = true;
 }
 
 bool Run::agrees(int peer, const unsigned char* given) const {

@@ -48,6 +48,8 @@ class Run {
 
   std::uint64_t sequence() const { return sequence_; }
   double deadline() const { return deadline_; }
+  // Moves the deadline, once in a run; false if it was moved before.
+  bool extend(double deadline);
   bool is_done() const { return left_ == 0; }
   bool sends_data_with_headers() const { return shares_header() && !eager_.empty(); }
   const Steps& steps() const { return *steps_; }
@@ -77,6 +79,7 @@ class Run {
   Token owner_ = 0;
   int first_tag_ = 0;
   double deadline_ = 0;
+  bool extended_ = false;
   std::vector<Number> counts_;  // what each step still waits for
   std::vector<Number> ready_;   // a heap of operations, the first in program order on top
   std::size_t left_ = 0;        // what must complete before the run is done

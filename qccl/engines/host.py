@@ -300,8 +300,7 @@ class HostEngine:
             raise PeerLost(f"{self._left[gone[0]]}, and rank {self.rank} called {execution.what}")
 
     def _overdue(self) -> CollectiveTimeout:
-        now = time.monotonic()
-        late = next(e for e in self._active.values() if e.deadline < now)
+        late = self._active[self._loop.overdue]
         return CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.what}: {late.waits_for()}")
 
     # -- the end -----------------------------------------------------------------------------------------------------

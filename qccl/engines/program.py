@@ -289,7 +289,10 @@ class Execution:
         run = self._program.run
         if unheard := run.unheard():
             return f"rank {', '.join(map(str, unheard))} did not make this call"
-        return f"waiting to send to ranks {run.waits_for(True)} and to receive from ranks {run.waits_for(False)}"
+        waits = [(run.waits_for(True), "send to"), (run.waits_for(False), "receive from")]
+        if parts := [f"{verb} rank {', '.join(map(str, ranks))}" for ranks, verb in waits if ranks]:
+            return f"waiting to {' and to '.join(parts)}"
+        return "every rank has made this call, and this rank is not done with its own part"
 
     def conflicts(self, other: Execution) -> bool:
         """Whether one of the two writes memory of the caller's that the other reads or writes."""
