@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -54,7 +55,7 @@ def invoke(*arguments: str) -> Result:
 
 
 def row(codec: str = "minmax8", seconds: float = 0.004, wrong: int | None = 0, crossed: float | None = None) -> Row:
-    side = Side(seconds, wrong, None if wrong is None else 7.4e-3, crossed)
+    side = Side((seconds,), wrong, None if wrong is None else 7.4e-3, crossed)
     return Row(Case(4 << 20, qccl.dtypes.FLOAT32, "sum"), codec, "two_round", 6_340_608, side, side)
 
 
@@ -161,8 +162,9 @@ def test_sizes_that_are_none(text: str) -> None:
 
 
 def test_links() -> None:
-    assert sizes.parse_link("1GBIT") == sizes.Link("1gbit", 125e6, 250_000)
-    assert sizes.parse_link("100mbit").burst == 65536
+    assert sizes.parse_link("1GBIT") == sizes.Link("1gbit", 125e6, 66_000)
+    assert sizes.parse_link("10gbit").burst == 250_000
+    assert sizes.parse_link("100mbit").burst == sizes.parse_link("10mbit").burst == 18_200
     for text in ("1gb", "10", "0gbit", "1tbit", "1kbit"):
         with pytest.raises(ValueError, match="is not a link's rate"):
             sizes.parse_link(text)
@@ -179,27 +181,33 @@ def test_sweeps_are_those_of_nccl_tests() -> None:
 
 
 def test_rows_have_nccl_tests_columns_first() -> None:
-    line = table.row(row(), 4, 4.15, None, 20)
-    fields = line.split()
+    plain = replace(row("mpi", 0.0166), in_place=Side((0.002, 0.004, 0.008), 0, 0.0, None))
+    fields = table.row(row(), plain, 4, None).split()
     assert fields[:5] == ["16777216", "4194304", "float", "sum", "-1"]
     assert fields[5:9] == fields[9:13] == ["4000.00", "4.19", "6.29", "0"]
-    assert fields[13:] == ["6340608", "7.4e-03", "4.15x", "minmax8"]
+    assert fields[13:] == ["6340608", "7.4e-03", "4.15x", "1.00x", "0", "0", "minmax8"]
+    assert table.row(plain, plain, 4, None).split()[15:] == ["1.00x", "1.00x", "0", "150", "mpi"]
     link = sizes.parse_link("1gbit")
-    fields = table.row(row(seconds=0.0513), 4, None, link, 20).split()
-    assert fields[15:] == ["-", "50724.9", "98.9", "minmax8"]
-    assert table.row(row(wrong=None), 4, 1.0, None, 20).count("N/A") == 3
+    fields = table.row(in_lab(0.0513, 0.0509), None, 4, link).split()
+    assert fields[15:] == ["-", "-", "0", "0", "50724.9", "98.9", "99.2", "minmax8"]
+    assert table.row(row(wrong=None), None, 4, None).count("N/A") == 3
 
 
-@pytest.mark.parametrize("in_lab", [False, True])
+@pytest.mark.parametrize("lab", [False, True])
 @pytest.mark.parametrize("seconds", [0.0123, 0.05, 9.5])
-def test_columns_stand_under_their_titles(seconds: float, in_lab: bool) -> None:
-    link = sizes.parse_link("1gbit") if in_lab else None
-    title = table.header("mpi", lab=in_lab)[1]
-    line = table.row(row(seconds=seconds), 4, 10.0, link, 20)
+def test_columns_stand_under_their_titles(seconds: float, lab: bool) -> None:
+    link = sizes.parse_link("1gbit") if lab else None
+    above, title, below = table.header("mpi", lab=lab)
+    line = table.row(in_lab(seconds, seconds), row("mpi", 10 * seconds), 4, link)
     assert title.index("codec") == line.index("minmax8")
-    assert len(title.removesuffix("codec")) <= 140
-    for name, number in (("size", 0), ("redop", 3), ("#wrong", 8), ("wire", 13), ("vs mpi", 15)):
+    assert len(title.removesuffix("codec")) <= 160
+    columns = [("size", 0), ("redop", 3), ("#wrong", 8), ("wire", 13), ("out", 15)]
+    for name, number in columns + ([("floor", 19), ("line", 20), ("bulk", 21)] if lab else []):
         assert line[: title.index(name) + len(name)].split()[-1] == line.split()[number]
+    for group, number in (("vs mpi", 16), ("spread", 18)):
+        end = above.index(group) + len(group)
+        assert title[:end].split()[-1] == "in" and line[:end].split()[-1] == line.split()[number]
+    assert below[: above.index("spread") + 6].endswith("(%)  (%)")
 
 
 def test_bandwidths_are_on_the_uncompressed_size() -> None:
@@ -211,8 +219,9 @@ def test_bandwidths_are_on_the_uncompressed_size() -> None:
 
 def test_shares_that_the_burst_would_falsify_are_not_shown() -> None:
     r, link = row(), sizes.parse_link("1gbit")
-    assert table.line_share(r, r.in_place, link, 20) == pytest.approx(50724.864e-6 / 0.004)
-    assert table.line_share(r, r.in_place, link, 1) is None
+    assert table.line_share(r, r.in_place, link) == pytest.approx(50724.864e-6 / 0.004)
+    short = replace(r, wire_nbytes=40 * link.burst)
+    assert table.line_share(short, short.in_place, link) is None
 
 
 @pytest.mark.parametrize(
@@ -227,16 +236,44 @@ def test_shares_that_the_burst_would_falsify_are_not_shown() -> None:
     ],
 )
 def test_footers(rows: list[Row], okay: bool, parts: list[str]) -> None:
-    link = sizes.parse_link("1gbit") if rows[0].out_of_place.crossed else None
-    totals = table.totals(rows, [], 4)
-    text = "\n".join(table.footer(totals, link))
+    totals = table.totals([(each, None) for each in rows], 4, None)
+    text = "\n".join(table.footer(totals, "mpi"))
     assert totals.okay is okay
     for part in parts:
         assert part in text
 
 
 def test_a_wrong_plain_all_reduce_counts_too() -> None:
-    assert not table.totals([row()], [row("mpi", wrong=1)], 4).okay
+    assert not table.totals([(row(), row("mpi", wrong=1))], 4, None).okay
+
+
+def test_the_footer_has_the_worse_of_both_modes() -> None:
+    """A gain out of place does not hide a loss in place, which is how gradients are reduced."""
+    slow_in_place = replace(row(seconds=0.001), in_place=Side((0.002078,), 0, 7.4e-3, None))
+    plain = replace(row("mpi", 0.00137), in_place=Side((0.001539,), 0, 0.0, None))
+    totals = table.totals([(slow_in_place, plain), (row(seconds=0.0005), plain)], 4, None)
+    assert totals.speedups == {"minmax8": (pytest.approx(0.7406, abs=1e-4), pytest.approx(2.74))}
+    assert "#   minmax8            : 0.74 to 2.74x" in table.footer(totals, "mpi")
+
+
+def test_the_footer_has_the_spread_of_a_disturbed_row() -> None:
+    """One that was measured while something else ran is told from others, the plain all-reduce's too."""
+    disturbed = replace(row("mpi"), in_place=Side((0.004, 0.004, 0.004, 0.005, 0.0068), 0, 0.0, None))
+    totals = table.totals([(row(), disturbed)], 4, None)
+    assert disturbed.in_place.seconds == 0.004 and totals.spread == pytest.approx(0.7)
+    assert "# Spread of the rounds : at most 70% of the median" in table.footer(totals, "mpi")
+
+
+def test_the_footer_has_what_a_plain_transfer_got_of_the_link() -> None:
+    rows = [(in_lab(0.0513, 50724.864e-6 / share), None) for share in (0.988, 0.9823)]
+    totals = table.totals(rows, 4, sizes.parse_link("1gbit"))
+    assert "# Plain bulk transfer  : 98.2 to 98.8% of the link's rate" in table.footer(totals, "mpi")
+
+
+def in_lab(seconds: float, bulk: float) -> Row:
+    """A row beside a plain transfer of the same bytes."""
+    side = Side((seconds,), 0, 7.4e-3, 1.01, bulk)
+    return replace(row(), out_of_place=side, in_place=side)
 
 
 @pytest.fixture
@@ -271,6 +308,9 @@ def test_json_has_nccl_tests_fields_and_ours(report: Report, tmp_path: Path) -> 
         side = first[mode]
         assert side["time"] == pytest.approx(4000) and side["alg_bw"] == pytest.approx(4.194304)
         assert side["nwrong"] == 0 and side["speedup"] == pytest.approx(50) and side["plain_time"] == pytest.approx(2e5)
+        assert side["time_rounds"] == pytest.approx([4000]) and side["plain_time_rounds"] == pytest.approx([2e5])
+    assert found["speedup"]["minmax4"] == {"least": pytest.approx(100), "greatest": pytest.approx(100)}
+    assert found["greatest_spread"] == 0 and found["config"]["timed"] == "method"
 
 
 @pytest.mark.parametrize("link", [None, "1gbit"])

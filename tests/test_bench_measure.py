@@ -15,12 +15,12 @@ from threads import outcomes
 
 import qccl
 from qccl import codecs, dtypes
-from qccl.bench import data
+from qccl.bench import bulk, data
 from qccl.bench.arrays import Guarded, arrays_of
-from qccl.bench.calls import Case, PlainCall, QuantizedCall
+from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
 from qccl.bench.check import check
 from qccl.bench.kinds import KINDS
-from qccl.bench.measure import Counts, Row, _calls_until_overflow, measure
+from qccl.bench.measure import Counts, Row, Side, _calls_until_overflow, measure
 from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
 from qccl.transports.loopback import LoopbackTransport
@@ -39,7 +39,12 @@ def measured(
     parameters: Mapping[str, object] = MappingProxyType({}),
 ) -> Row:
     call = QuantizedCall(comm, case, codecs.get(codec), algorithm, None, parameters)
-    return measure(comm, call, counts, meter=None, before_side=lambda mode: None)
+    return measure_one(comm, call, counts)
+
+
+def measure_one(comm: qccl.Communicator, call: QuantizedCall | PlainCall, counts: Counts = ONCE, meter=None) -> Row:
+    (row,) = measure(comm, [call], counts, meter=meter, before_turn=lambda turn: None)
+    return row
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +164,7 @@ def spoiled(comm: qccl.Communicator, spoil: Callable[[np.ndarray, np.ndarray], N
         return lambda: (go(), spoil(x, out) if comm.rank == 1 else None)
 
     call.bind = bind_spoiled
-    return measure(comm, call, ONCE, meter=None, before_side=lambda mode: None)
+    return measure_one(comm, call)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -267,7 +272,7 @@ def test_plain_row_is_measured_with_its_own_bound() -> None:
     def run(comm: qccl.Communicator) -> tuple[bool, Row]:
         call = PlainCall(comm, Case(3000, dtypes.FLOAT32, "avg"))
         bfloat16 = PlainCall(comm, Case(3000, dtypes.BFLOAT16, "sum")).is_supported(arrays_of(comm))
-        return bfloat16, measure(comm, call, ONCE, meter=None, before_side=lambda mode: None)
+        return bfloat16, measure_one(comm, call)
 
     bfloat16, row = qccl.run_ranks(3, run)[0]
     assert not bfloat16
@@ -287,10 +292,9 @@ def test_link_counters_are_compared_with_the_bytes_sent() -> None:
     def run(comm: qccl.Communicator) -> float | None:
         counter = itertools.count(step=call_nbytes)
         call = QuantizedCall(comm, Case(4096, dtypes.FLOAT32, "sum"), codecs.get("none"), "one_shot", None)
-        row = measure(comm, call, Counts(3, 1, 0), meter=lambda: next(counter), before_side=lambda mode: None)
-        return row.out_of_place.crossed
+        return measure_one(comm, call, Counts(3, 1, 0), lambda: next(counter)).out_of_place.crossed
 
-    call_nbytes = 4096 * 4 * 4  # what four calls send to one peer
+    call_nbytes = 4096 * 4 * 2  # what the two calls of a turn send to one peer
     assert qccl.run_ranks(2, run) == [1.0, 1.0]
 
 
@@ -309,11 +313,93 @@ def test_sums_in_place_are_begun_again_before_they_overflow() -> None:
             return lambda: (go(), seen.append(np.isfinite(out).all()))
 
         call.bind = watched
-        measure(comm, call, Counts(23, 2, 0), meter=None, before_side=lambda mode: None)
+        measure_one(comm, call, Counts(23, 2, 0))
 
     qccl.run_ranks(4, run)
     assert all(seen)
-    assert len(seen) == 4 * (25 + 23 + 2 * math.ceil(23 / 3))  # in place: 8 fills, each with 2 warm-up calls
+    out_of_place, in_place = 23 + 5 * 2, 23 + 5 * 2 * math.ceil(5 / 3)  # in place 2 fills a round, each with 2 warm-ups
+    assert len(seen) == 4 * (out_of_place + in_place)
+
+
+@pytest.mark.parametrize("as_plan", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "in_place"), [(kind, mode) for kind in KINDS for mode in (False, True)[: 1 + KINDS[kind].is_allreduce]]
+)
+def test_what_is_timed_is_the_call_that_programs_make(kind: str, as_plan: bool, in_place: bool) -> None:
+    """The communicator's method, with the codec as text; a bound plan only where that is asked for."""
+    method = kind if kind in ("hierarchical_allreduce", "peer_exchange") else f"quantized_{kind}"
+    parameters = {"hierarchical_allreduce": SHARED, "allreduce_coalesced": {"arrays": 3}}.get(kind, {})
+
+    def run(comm: qccl.Communicator) -> list[tuple[tuple[object, ...], dict[str, object]]]:
+        seen = []
+        real = getattr(comm, method)
+        setattr(comm, method, lambda *given, **options: (seen.append((given, options)), real(*given, **options)))
+        root = 0 if "root" in KINDS[kind].parameters else -1
+        case = Case(4096, dtypes.FLOAT32, "sum", kind, root)
+        call = QuantizedCall(comm, case, codecs.get("minmax4"), "auto", None, parameters, as_plan=as_plan)
+        arrays = arrays_of(comm)
+        x, out = (arrays.empty(count, case.dtype) for count in call.counts(comm))
+        x.fill(1), out.fill(0)
+        go = call.bind(arrays, x, x if in_place else out)
+        go(), go()
+        return seen
+
+    for seen in qccl.run_ranks(4, run):
+        assert len(seen) == (0 if as_plan else 2)
+        for given, options in seen:
+            assert options["codec"] == "minmax4" and (given[-1] is None) == in_place
+
+
+def test_calls_that_are_compared_take_turns() -> None:
+    turns: list[str] = []
+
+    def run(comm: qccl.Communicator) -> list[Row]:
+        case = Case(3000, dtypes.FLOAT32, "sum")
+        calls = [PlainCall(comm, case), QuantizedCall(comm, case, codecs.get("minmax8"), "auto", None)]
+        before = turns.append if comm.rank == 0 else lambda turn: None
+        return measure(comm, calls, Counts(7, 1, 1), meter=None, before_turn=before)
+
+    plain, row = qccl.run_ranks(2, run)[0]
+    sides = [["loopback out of place", "minmax8 out of place"] * 5, ["loopback in place", "minmax8 in place"] * 5]
+    assert turns == sides[0] + sides[1]
+    assert all(len(side.rounds) == 5 for side in (*plain.sides, *row.sides))
+    assert [side.wrong for side in (*plain.sides, *row.sides)] == [0, 0, 0, 0]
+
+
+def test_a_row_has_the_median_of_its_rounds_and_their_spread() -> None:
+    side = Side((2.0, 1.0, 1.0, 7.0, 4.0), 0, 0.0, None)
+    assert (side.seconds, side.spread) == (2.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("wiring", "each"),
+    [
+        (Wiring.one_link_each(4), 4000),  # to three others
+        (Wiring((0, 1, 0, 1), (0, 1, 0, 1)), 3000),  # two ranks behind a link, each to two others
+        (Wiring((0, 1, 0, 1), (0, 1, 2, 3)), 6000),
+    ],
+)
+def test_a_plain_transfer_sends_as_much_over_every_link(
+    wiring: Wiring, each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[tuple[int, int, int]] = []
+    real = LoopbackTransport.send
+
+    def send(self, peer, tag, buffer, token):
+        if tag == bulk._TAG:
+            sent.append((self.rank, peer, buffer[1]))
+        real(self, peer, tag, buffer, token)
+
+    def run(comm: qccl.Communicator) -> None:
+        plain = bulk.Bulk(comm, wiring)
+        plain.bind(12_000)()
+        plain.close()
+
+    monkeypatch.setattr(LoopbackTransport, "send", send)
+    qccl.run_ranks(4, run)
+    links = wiring.by_link([sum(n for sender, _, n in sent if sender == rank) for rank in range(4)])
+    assert set(links) == {12_000} and {n for *_, n in sent} == {each}
+    assert all(wiring.nodes[rank] != wiring.nodes[peer] for rank, peer, _ in sent)
 
 
 @pytest.mark.parametrize("average", [0, 1, 2, 3])
@@ -362,5 +448,22 @@ def test_a_sweep_writes_its_table_and_files(tmp_path) -> None:
     assert [line.split()[-1] for line in rows] == ["loopback", "minmax8", "none"] * 2 + ["minmax8", "none"] * 2
     assert any(line.startswith("# Out of bounds values : 0 OK") for line in lines)
     assert [step[0] for step in steps] == sorted(step[0] for step in steps)
-    assert all(step[0] < step[1] == 24 for step in steps)
+    assert all(step[0] < step[1] == 48 for step in steps)
+    assert "# timed: the communicator's method, as programs call it" in lines
     assert f"# Wrote {names['json']}" in lines and f"# Wrote {names['trace']}" in lines
+
+
+@pytest.mark.parametrize(("plan", "expected"), [(False, 2), (True, 0)])
+def test_the_flag_plan_times_a_bound_plan_and_the_head_says_so(plan: bool, expected: int) -> None:
+    options = Options(minbytes=4096, maxbytes=4096, iters=1, warmup_iters=0, check=0, plan=plan)
+    lines: list[str] = []
+
+    def run(comm: qccl.Communicator) -> int:
+        seen = []
+        real = comm.quantized_allreduce
+        comm.quantized_allreduce = lambda *given, **more: (seen.append(given), real(*given, **more))
+        Sweep(comm, options, emit=lines.append).run()
+        return len(seen)
+
+    assert qccl.run_ranks(2, run) == [expected, expected]
+    assert ("# timed: start and wait of a plan that was bound once" in lines) == plan

@@ -1065,14 +1065,16 @@ def test_the_benchmark_on_a_gpu(cupy):
     from qccl.bench.measure import Counts, measure
 
     case = Case(3000, dtypes.FLOAT32, "sum")
-    counts = Counts(iters=2, warmups=1, checks=1)
+    counts = Counts(iters=10, warmups=1, checks=1)  # two calls in each of five rounds
 
     def run(comm):
         with gpu.on_device(comm.rank):
             found = []
             for call in (PlainCall(comm, case), QuantizedCall(comm, case, qccl.codecs.get("minmax8"), "auto", None)):
                 assert call.name == "minmax8" or call.is_supported(arrays_of(comm))
-                row = measure(comm, call, counts, meter=None, before_side=lambda mode: None, arrays=arrays_of(comm))
+                (row,) = measure(
+                    comm, [call], counts, meter=None, before_turn=lambda turn: None, arrays=arrays_of(comm)
+                )
                 found += [row.out_of_place.wrong, row.in_place.wrong, row.out_of_place.seconds]
             info, number, bus = arrays_of(comm).device()
             return found, info, number, bus
@@ -1085,7 +1087,8 @@ def test_the_benchmark_on_a_gpu(cupy):
         arrays = arrays_of(comm, graph_launches=3)
         x = arrays.empty(3000, dtypes.FLOAT32)
         arrays.put(x, values(0, 3000))
-        call = QuantizedCall(comm, Case(3000, dtypes.FLOAT32, "avg"), qccl.codecs.get("none"), "auto", None)
+        given = (Case(3000, dtypes.FLOAT32, "avg"), qccl.codecs.get("none"), "auto", None)
+        call = QuantizedCall(comm, *given, as_plan=True)
         run = call.bind(arrays, x, x)
         run()
         return arrays.calls_per_run, arrays.run(run, 2)

@@ -116,6 +116,7 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
     done = bench("--ranks=2", "-b4M", "-e4M", "-n5", "--link=1gbit", f"--json={path}")
     assert done.returncode == 0, done.stderr
     assert "# Crossed the link     : at least 1" in done.stdout
+    assert "# Plain bulk transfer  : " in done.stdout
     found = json.loads(path.read_text())
     result = found["results"][0]
     assert found["config"]["link"] == {"name": "1gbit", "bytes_per_second": 125e6}
@@ -123,6 +124,10 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
     assert 0.99 < result["out_of_place"]["crossed"] < 1.2
     assert result["out_of_place"]["time"] > 0.7 * result["floor"]
     assert result["out_of_place"]["plain_time"] > 0.9 * (4 << 20) / 125.0
+    for mode in ("out_of_place", "in_place"):
+        side = result[mode]
+        assert side["bulk_share"] == pytest.approx(side["bulk_time"] / side["time"])
+        assert side["bulk_time"] > 0.9 * result["floor"]
 
 
 def test_the_timeline_shows_encodes_during_transfers(tmp_path: Path) -> None:
@@ -262,15 +267,16 @@ def test_ranks_of_a_node_share_memory_and_only_others_the_link(link_per_rank: bo
         "from mpi4py import MPI; import numpy as np; c = MPI.COMM_WORLD\n"
         "node = c.Split_type(MPI.COMM_TYPE_SHARED); assert node.allgather(c.rank) == [c.rank % 2, c.rank % 2 + 2]\n"
         "x = np.zeros(1 << 20, np.uint8); node.Bcast(x); c.Barrier()\n"
-        "c.Send(x, c.rank + 1) if c.rank in (0, 2) else c.Recv(x, c.rank - 1)\n"
+        "c.Sendrecv(np.zeros(1 << 20, np.uint8), (c.rank + 1) % 4, recvbuf=x, source=(c.rank - 1) % 4)\n"
     )
     with Lab(4, parse_link("1gbit"), 2, link_per_rank=link_per_rank) as network:
         status = start.run_ranks_by_mpiexec(
             4, [sys.executable, "-c", program], lab=network, smallest=0, silence=60, on_line=print
         )
         passed = network.shaped_nbytes()
-    assert status == 0 and len(passed) == (4 if link_per_rank else 2)
-    assert 2 << 20 <= sum(passed) < 2.2 * (1 << 20)
+    assert status == 0
+    each = 1 if link_per_rank else 2  # of the messages that go to the other node
+    assert [round(nbytes / (1 << 20)) for nbytes in passed] == [each] * (4 // each)
 
 
 def test_nodes_that_cannot_be() -> None:

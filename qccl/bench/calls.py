@@ -1,7 +1,8 @@
-"""The calls that are measured: the compressed collective as a plan, and the library's own all-reduce beside it."""
+"""The calls that are measured: the compressed collective, and the library's own all-reduce beside it."""
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from qccl import codecs
 from qccl.bench import accuracy, data, reference
 from qccl.bench.arrays import Arrays
 from qccl.bench.kinds import KINDS, neighbours
@@ -18,7 +20,7 @@ from qccl.codecs.base import Codec
 from qccl.codecs.none import NoCodec
 from qccl.collectives.layout import Layout
 from qccl.dtypes import DType
-from qccl.errors import ArgumentError
+from qccl.errors import ArgumentError, CodecError
 from qccl.plan import Plan
 from qccl.schedule import Exchange, Schedule
 from qccl.signatures import Coalesced, Hierarchical, PeerExchange
@@ -64,15 +66,27 @@ class Wiring:
         legs = [leg for op in schedule.ops if isinstance(op, Exchange) for leg in op.sends]
         return sum(len(leg.span) for leg in legs if self.nodes[leg.peer] != self.nodes[schedule.rank])
 
+    def legs(self, rank: int) -> int:
+        """Pairs of ranks on different nodes of which the first is behind the link of ``rank``."""
+        senders = [r for r, link in enumerate(self.links) if link == self.links[rank]]
+        return sum(len(self.peers(sender)) for sender in senders)
+
+    def peers(self, rank: int) -> list[int]:
+        """The ranks on other nodes than ``rank``, the next first."""
+        size = len(self.nodes)
+        behind = ((rank + i) % size for i in range(1, size))
+        return [peer for peer in behind if self.nodes[peer] != self.nodes[rank]]
+
     def by_link(self, sent: Sequence[int]) -> list[int]:
         """What each link carries of what the ranks send."""
         return [sum(n for n, mine in zip(sent, self.links, strict=True) if mine == link) for link in set(self.links)]
 
 
 class QuantizedCall:
-    """The compressed collective as a plan, bound once and run many times.
+    """The compressed collective: the communicator's method, or a plan that is bound once and run many times.
 
     Attributes:
+        plan: tells what the call does; only with ``as_plan`` is it what is called.
         codecs: all of them, the one that counts most last.
         shards: parts of the vector, each with buckets of its own, that are worked on by one rank (of each node).
     """
@@ -86,8 +100,11 @@ class QuantizedCall:
         chunk: int | None,
         parameters: Mapping[str, Any] = MappingProxyType({}),
         wiring: Wiring | None = None,
+        *,
+        as_plan: bool = False,
     ) -> None:
         self.case, self.codec = case, codec
+        self._as_plan = as_plan
         kind = KINDS[case.kind]
         self.identical = kind.identical
         given = dict(parameters)
@@ -98,9 +115,11 @@ class QuantizedCall:
         if kind.algorithms:
             given["algorithm"] = algorithm
         self._comm = comm
+        self._given = {"codec": _as_written(codec), "chunk": chunk} | given
         common = (case.count, case.dtype, codec, chunk)
         if case.kind == Coalesced.name:
             self._each = _equal_arrays(case.count, codec, given.pop("arrays"))
+            del self._given["arrays"]
             self.plan = Plan(comm, Coalesced.make(*common, each=self._each, **given))
         elif case.kind == PeerExchange.name:
             peers = neighbours(comm.rank, comm.size)
@@ -128,18 +147,41 @@ class QuantizedCall:
 
     def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
         """One call from ``x`` to ``out``, ready to run."""
+        if not self._as_plan:
+            return self._method_on(x, out)
         plan = self.plan_on(x, out)
         return lambda: plan.start().wait()
+
+    def _method_on(self, x: Any, out: Any) -> Callable[[], object]:
+        """The call as programs make it: the communicator reads the arguments and finds the plan every time."""
+        case, given = self.case, dict(self._given)
+        if case.dtype.name == "bfloat16":
+            given["dtype"] = case.dtype  # NumPy's and CuPy's arrays of it hold uint16
+        name = f"quantized_{case.kind}"
+        method = getattr(self._comm, name if hasattr(self._comm, name) else case.kind)
+        if case.kind == Coalesced.name:
+            xs, outs = self._pieces(x), None if out is x else self._pieces(out)
+            return lambda: method(xs, outs, **given)
+        if case.kind == PeerExchange.name:
+            peers = neighbours(self._comm.rank, self._comm.size)
+            applied, *others = (out[i * case.count : (i + 1) * case.count] for i in range(1 + len(peers)))
+            replicas = dict(zip(peers, others, strict=True))
+            return lambda: method(x, send_to=peers, replicas=replicas, applied=applied, **given)
+        target = None if out is x else out
+        return lambda: method(x, target, **given)
+
+    def _pieces(self, whole: Any) -> list[Any]:
+        """The arrays that a call of many is of."""
+        return [whole[start:stop] for start, stop in pairwise(accumulate(self._each, initial=0))]
 
     def plan_on(self, x: Any, out: Any) -> Plan:
         """The plan, bound to ``x`` and ``out``: to their pieces where the call is of several arrays."""
         case = self.case
         if case.kind == Coalesced.name:
-            stops = list(accumulate(self._each, initial=0))
             arrays = {
-                f"{name} {i}": self._values(whole[start:stop])
-                for i, (start, stop) in enumerate(pairwise(stops))
+                f"{name} {i}": self._values(piece)
                 for name, whole in (("input", x), ("output", out))
+                for i, piece in enumerate(self._pieces(whole))
             }
             return self.plan._bind_values(arrays, out, None)
         if case.kind == PeerExchange.name:
@@ -171,6 +213,14 @@ class QuantizedCall:
 
     def _values(self, array: Any) -> Values:
         return self._comm._memory.from_array(array, dtype=self.case.dtype, writable=True, what="an array")
+
+
+def _as_written(codec: Codec) -> str | Codec:
+    """The codec as programs give it: as text, where that names it."""
+    text = codec.spec()
+    with contextlib.suppress(CodecError):
+        return text if codecs.get(text) == codec else codec
+    return codec
 
 
 def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:

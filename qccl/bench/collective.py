@@ -33,6 +33,7 @@ _NODES_HELP = "With --link: so many nodes, each of which shares memory and a lin
 _LAYOUT_HELP = "Who speaks for a node: its first rank, or each for a part [leader]."
 _INTRA_HELP = "How values move inside nodes [none]."
 _ARRAYS_HELP = "Arrays of equal size that the vector consists of [16]."
+_PLAN_HELP = "Time a plan that is bound once, not the communicator's method."
 _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto."
 
 
@@ -82,6 +83,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option(
         "-G", "--cudagraph", type=click.IntRange(min=0), default=0, metavar="N", help="Replays of a captured call [0]."
     ),
+    click.option("--plan", is_flag=True, help=_PLAN_HELP),
     click.option(
         "--ranks", type=click.IntRange(min=1), metavar="N", help=f"Processes to start here [{_DEFAULT_RANKS}]."
     ),

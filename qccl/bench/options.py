@@ -31,6 +31,7 @@ class Options:
         algorithm, chunk, timeout: as in Communicator.quantized_allreduce.
         backend: as in qccl.init().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
+        plan: a bound plan is timed, and not the communicator's method.
         link: rate of the lab that the ranks are in, or None.
         nodes, link_per_rank: of the lab, see there.
         collective: one of kinds.KINDS.
@@ -57,6 +58,7 @@ class Options:
     timeout: float = 60.0
     backend: str = "host"
     cudagraph: int = 0
+    plan: bool = False
     link: str | None = None
     nodes: int | None = None
     link_per_rank: bool = False
@@ -70,6 +72,11 @@ class Options:
     plot: str | None = None
     trace: str | None = None
     args: tuple[str, ...] = ()
+
+    @property
+    def timed(self) -> str:
+        """What a timed call is: "method", "plan" (bound once) or "graph" (of a plan)."""
+        return "graph" if self.cudagraph else "plan" if self.plan else "method"
 
     def sizes(self) -> Iterator[int]:
         """The sizes in bytes, ascending."""

@@ -70,7 +70,7 @@ class Report:
 
     def totals(self) -> table.Totals:
         """The footers' figures."""
-        return table.totals(self.rows, self.plain_rows, len(self.devices))
+        return table.totals(self._rows, len(self.devices), self._link)
 
     def document(self) -> dict[str, Any]:
         """Everything, ready for json.dump()."""
@@ -86,6 +86,8 @@ class Report:
             "results": [self._result(row, plain) for row, plain in self._rows],
             "out_of_bounds": {"count": t.wrong, "okay": str(not t.wrong).lower()},
             "average_bus_bandwidth": {"bandwidth": t.bandwidth, "okay": "unchecked", "by_codec": t.by_codec},
+            "speedup": {codec: {"least": ends[0], "greatest": ends[1]} for codec, ends in t.speedups.items()},
+            "greatest_spread": t.spread,
             "crossed_link": t.crossed,
             "errors": [],
             "end_time": _now(),
@@ -116,6 +118,7 @@ class Report:
             "parallel_init": "false",
             "backend": "cuda" if self._on_gpus else "host",
             "plain": self.plain,
+            "timed": self._options.timed,
             "link": None if self._link is None else {"name": self._link.name, "bytes_per_second": self._link.rate},
             "ranks": len(self.devices),
             "load_average": self._load,
@@ -156,6 +159,7 @@ class Report:
             return None
         result: dict[str, Any] = {
             "time": side.seconds * 1e6,
+            "time_rounds": [seconds * 1e6 for seconds in side.rounds],
             "alg_bw": table.algbw(row, side),
             "bus_bw": table.busbw(row, side, len(self.devices)),
             "nwrong": side.wrong,
@@ -163,10 +167,12 @@ class Report:
         }
         if plain is not None:
             result |= {"plain_time": plain.seconds * 1e6, "plain_nwrong": plain.wrong}
+            result["plain_time_rounds"] = [seconds * 1e6 for seconds in plain.rounds]
             result["speedup"] = plain.seconds / side.seconds
         if self._link is not None:
-            result |= {"crossed": side.crossed}
-            result["line_share"] = table.line_share(row, side, self._link, self._options.iters)
+            result |= {"crossed": side.crossed, "bulk_share": table.bulk_share(side)}
+            result["bulk_time"] = None if side.bulk is None else side.bulk * 1e6
+            result["line_share"] = table.line_share(row, side, self._link)
         return result
 
 

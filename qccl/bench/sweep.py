@@ -14,11 +14,12 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
+from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
 from qccl.bench.data import gaussian
 from qccl.bench.kinds import KINDS
 from qccl.bench.lab import shaped_nbytes
-from qccl.bench.measure import Counts, Row, measure
+from qccl.bench.measure import Counts, measure
 from qccl.bench.options import DTYPES, Options
 from qccl.bench.progress import Progress
 from qccl.bench.report import Device, Report
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
 
 __all__ = ["Sweep"]
+
+#: what the table's head says of Options.timed
+_TIMED = {
+    "method": "the communicator's method, as programs call it",
+    "plan": "start and wait of a plan that was bound once",
+    "graph": "replays of a captured plan",
+}
 
 
 class Sweep:
@@ -54,6 +62,7 @@ class Sweep:
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
         self._plain = comm.transport.name
         self._arrays = arrays_of(comm, options.cudagraph)
+        self._bulk = None if self._link is None else Bulk(comm, self._wiring)
         self._done = 0
         self._report = Report(options, _devices(comm, self._arrays), _library(comm), self._link)
 
@@ -65,8 +74,10 @@ class Sweep:
         for _ in itertools.count() if endless else range(self._options.run_cycles):
             for case in self._cases():
                 self._measure_size(case)
+        if self._bulk is not None:
+            self._bulk.close()
         totals = self._report.totals()
-        for line in table.footer(totals, self._link):
+        for line in table.footer(totals, self._plain):
             self._emit(line)
         self._write_files()
         return totals.okay
@@ -83,16 +94,24 @@ class Sweep:
             yield Case(count, dtype, op, self._options.collective, root)
 
     def _measure_size(self, case: Case) -> None:
-        """The plain all-reduce, and then each codec beside it."""
-        plain = self._measure_plain(case)
+        """The plain all-reduce and each codec, in turn."""
+        plain_call = self._plain_call(case)
+        calls = [self._call(case, codec) for codec in self._codecs]
+        rows = measure(
+            self._comm,
+            calls if plain_call is None else [plain_call, *calls],
+            self._counts,
+            meter=self._meter if self._link else None,
+            before_turn=lambda turn: self._step(f"{format_size(case.nbytes)} {turn}"),
+            arrays=self._arrays,
+            bulk=self._bulk,
+        )
+        plain = None if plain_call is None else rows.pop(0)
         if plain is not None:
-            self._emit(table.row(plain, self._comm.size, 1.0, self._link, self._options.iters))
-        for codec in self._codecs:
-            call = self._call(case, codec)
-            row = self._measure(call)
+            self._emit(table.row(plain, plain, self._comm.size, self._link))
+        for row in rows:
             self._report.add(row, plain)
-            speedup = None if plain is None else plain.out_of_place.seconds / row.out_of_place.seconds
-            self._emit(table.row(row, self._comm.size, speedup, self._link, self._options.iters))
+            self._emit(table.row(row, plain, self._comm.size, self._link))
 
     def _call(self, case: Case, codec: Codec) -> QuantizedCall:
         o, size = self._options, self._comm.size
@@ -100,27 +119,22 @@ class Sweep:
         own = {"layout": o.layout, "intra": o.intra, "inter": o.inter, "arrays": o.arrays}
         every: dict[str, Any] = own | {"node_ids": node_ids}
         parameters = {name: every[name] for name in self._kind.parameters if name in every}
-        return QuantizedCall(self._comm, case, codec, o.algorithm, o.chunk, parameters, self._wiring)
+        given = (self._comm, case, codec, o.algorithm, o.chunk, parameters, self._wiring)
+        return QuantizedCall(*given, as_plan=o.timed != "method")
 
-    def _measure_plain(self, case: Case) -> Row | None:
+    def _plain_call(self, case: Case) -> PlainCall | None:
         """None where the library has no all-reduce of this type, or it is not an all-reduce that is measured."""
         if not self._kind.is_allreduce:
             return None
         call = PlainCall(self._comm, case, self._wiring)
         if call.is_supported(self._arrays):
-            return self._measure(call)
-        self._done += 2
+            return call
+        self._done += self._turns()  # left out
         return None
 
-    def _measure(self, call: QuantizedCall | PlainCall) -> Row:
-        return measure(
-            self._comm,
-            call,
-            self._counts,
-            meter=self._meter if self._link else None,
-            before_side=lambda mode: self._step(f"{format_size(call.case.nbytes)} {call.name} {mode}"),
-            arrays=self._arrays,
-        )
+    def _turns(self) -> int:
+        """The turns of one call of a size, in all its modes."""
+        return self._counts.rounds * (2 if self._kind.is_allreduce else 1)
 
     def _meter(self) -> int:
         """What has passed this rank's link, told by the first of the ranks behind it."""
@@ -129,8 +143,8 @@ class Sweep:
 
     def _step(self, label: str) -> None:
         if self._progress is not None and self._options.run_cycles:
-            sides = 2 * (len(self._codecs) + 1) if self._kind.is_allreduce else len(self._codecs)
-            total = sides * len(list(self._cases())) * self._options.run_cycles
+            calls = len(self._codecs) + (1 if self._kind.is_allreduce else 0)
+            total = self._turns() * calls * len(list(self._cases())) * self._options.run_cycles
             self._progress(self._done, total, label)
         self._done += 1
 
@@ -145,6 +159,7 @@ class Sweep:
             f"# ranks {self._comm.size} minBytes {o.minbytes} maxBytes {o.maxbytes} step: {step} "
             f"warmup iters: {o.warmup_iters} iters: {o.iters} validation: {o.check} algorithm: {o.algorithm}{where}"
         )
+        yield f"# timed: {_TIMED[o.timed]}"
         load = " ".join(f"{minutes:.1f}" for minutes in os.getloadavg())
         yield f"# load average {load}, {os.cpu_count()} cores"
         yield "#"

@@ -10,7 +10,10 @@ from qccl.bench.measure import Row, Side
 from qccl.bench.options import NCCL_NAMES
 from qccl.bench.sizes import Link
 
-__all__ = ["Totals", "algbw", "busbw", "floor_seconds", "footer", "header", "line_share", "row", "totals"]
+__all__ = [
+    *("Totals", "algbw", "bulk_share", "busbw", "floor_seconds", "footer", "header", "line_share", "row"),
+    *("speedups", "totals"),
+]
 
 #: least share of the sent bytes that a link's limiter must have counted
 _CROSSED = 0.999
@@ -31,39 +34,57 @@ def floor_seconds(r: Row, link: Link) -> float:
     return r.wire_nbytes / link.rate
 
 
-def line_share(r: Row, side: Side, link: Link, iters: int) -> float | None:
-    """The floor over the time; None where what passes in the link's burst would count for more than 2%."""
-    if r.wire_nbytes * iters < 50 * link.burst:
+def line_share(r: Row, side: Side, link: Link) -> float | None:
+    """The floor over the time; None where what passes in the link's burst may be more than 2% of a call."""
+    if r.wire_nbytes < 50 * link.burst:
         return None
     return floor_seconds(r, link) / side.seconds
+
+
+def bulk_share(side: Side) -> float | None:
+    """The time of a plain transfer of the same bytes over the time; None where none was measured."""
+    return None if side.bulk is None else side.bulk / side.seconds
+
+
+def speedups(r: Row, plain: Row | None) -> tuple[float | None, float | None]:
+    """How often as fast as the plain all-reduce out of place and in place, each by the medians; None: not compared."""
+    if plain is None:
+        return None, None
+    out = plain.out_of_place.seconds / r.out_of_place.seconds
+    return out, None if r.in_place is None or plain.in_place is None else plain.in_place.seconds / r.in_place.seconds
 
 
 def header(plain: str, *, lab: bool) -> list[str]:
     """The lines above the columns."""
     side = f"{'time':>7} {'algbw':>5} {'busbw':>5} {'#wrong':>6}"
     units = f"{'(us)':>7} {'GB/s':>5} {'GB/s':>5} {'':>6}"
-    floor = (f" {'floor':>7} {'line':>5}", f" {'(us)':>7} {'(%)':>5}") if lab else ("", "")
+    floor = (f" {'floor':>7} {'line':>5} {'bulk':>5}", f" {'(us)':>7} {'(%)':>5} {'(%)':>5}") if lab else ("", "")
     return [
-        f"#{'':39} {'out-of-place':^26} {'in-place':^26}",
+        f"#{'':39} {'out-of-place':^26} {'in-place':^26} {'':17} {'vs ' + plain:>13} {'spread':>9}",
         f"#{'size':>9} {'count':>9} {'type':>8} {'redop':>5} {'root':>4} {side} {side}"
-        f" {'wire':>9} {'L2 err':>7} {'vs ' + plain:>6}{floor[0]}  codec",
-        f"#{'(B)':>9} {'(elements)':>9} {'':18} {units} {units} {'(B/rank)':>9} {'':14}{floor[1]}".rstrip(),
+        f" {'wire':>9} {'L2 err':>7} {'out':>6} {'in':>6} {'out':>4} {'in':>4}{floor[0]}  codec",
+        f"#{'(B)':>9} {'(elements)':>9} {'':18} {units} {units} {'(B/rank)':>9} {'':7} {'':13} {'(%)':>4} {'(%)':>4}"
+        f"{floor[1]}",
     ]
 
 
-def row(r: Row, ranks: int, speedup: float | None, link: Link | None, iters: int) -> str:
-    """One line."""
+def row(r: Row, plain: Row | None, ranks: int, link: Link | None) -> str:
+    """One line; ``plain`` is that of the plain all-reduce beside it, or None."""
     sides = " ".join(_side(r, side, ranks) for side in (r.out_of_place, r.in_place))
     error = "N/A" if r.out_of_place.error is None else f"{r.out_of_place.error:.1e}"
-    faster = "-" if speedup is None else f"{speedup:.2f}x"
+    faster = " ".join(f"{'-' if s is None else f'{s:.2f}x':>6}" for s in speedups(r, plain))
+    spread = " ".join(
+        f"{'-' if side is None else f'{side.spread * 100:.0f}':>4}" for side in (r.out_of_place, r.in_place)
+    )
     floor = ""
     if link is not None:
-        share = line_share(r, r.out_of_place, link, iters)
-        floor = f" {_digits(floor_seconds(r, link) * 1e6, 7)} {'-' if share is None else f'{share * 100:.1f}':>5}"
+        shares = line_share(r, r.out_of_place, link), bulk_share(r.out_of_place)
+        floor = f" {_digits(floor_seconds(r, link) * 1e6, 7)}"
+        floor += "".join(f" {'-' if share is None else f'{share * 100:.1f}':>5}" for share in shares)
     name = NCCL_NAMES[r.case.dtype.name]
     return (
         f"{r.case.nbytes:>10} {r.case.count:>9} {name:>8} {_op(r):>5} {r.case.root:>4} {sides}"
-        f" {r.wire_nbytes:>9} {error:>7} {faster:>6}{floor}  {r.codec}"
+        f" {r.wire_nbytes:>9} {error:>7} {faster} {spread}{floor}  {r.codec}"
     )
 
 
@@ -75,13 +96,20 @@ class Totals:
         wrong: elements out of bounds in all rows; None where nothing was checked.
         bandwidth: mean busbw in GB/s of all rows of codecs, both modes.
         by_codec: the same for each codec.
+        speedups: of each codec that was compared with the plain all-reduce, the least and the greatest speed-up of the
+            rows; a row counts with the worse of its modes.
+        spread: the greatest of all rows, those of the plain all-reduce too.
         crossed: least share of the sent bytes that the link's limiter counted; None outside the lab.
+        bulk: the least and the greatest share of the link's rate that plain transfers got; None outside the lab.
     """
 
     wrong: int | None
     bandwidth: float
     by_codec: dict[str, float]
+    speedups: dict[str, tuple[float, float]]
+    spread: float
     crossed: float | None
+    bulk: tuple[float, float] | None
 
     @property
     def okay(self) -> bool:
@@ -89,8 +117,10 @@ class Totals:
         return not self.wrong and (self.crossed is None or self.crossed >= _CROSSED)
 
 
-def totals(rows: Sequence[Row], plain: Sequence[Row], ranks: int) -> Totals:
-    """Sum up the rows of the codecs and those of the plain all-reduce."""
+def totals(pairs: Sequence[tuple[Row, Row | None]], ranks: int, link: Link | None) -> Totals:
+    """Sum up the rows of the codecs, each with that of the plain all-reduce beside it."""
+    rows = [r for r, _ in pairs]
+    plain = list(dict.fromkeys(p for _, p in pairs if p is not None))
     sides = [side for r in (*rows, *plain) for side in r.sides]
     checked = [side.wrong for side in sides if side.wrong is not None]
     crossed = [side.crossed for side in sides if side.crossed is not None]
@@ -102,20 +132,51 @@ def totals(rows: Sequence[Row], plain: Sequence[Row], ranks: int) -> Totals:
         sum(checked) if checked else None,
         _mean(every),
         {codec: _mean(bandwidths) for codec, bandwidths in by_codec.items()},
+        _speedups_by_codec(pairs),
+        max((side.spread for side in sides), default=0.0),
         min(crossed, default=None),
+        _bulk_shares(rows, link),
     )
 
 
-def footer(t: Totals, link: Link | None) -> list[str]:
+def _speedups_by_codec(pairs: Sequence[tuple[Row, Row | None]]) -> dict[str, tuple[float, float]]:
+    found: dict[str, list[float]] = {}
+    for r, plain in pairs:
+        if modes := [speedup for speedup in speedups(r, plain) if speedup is not None]:
+            found.setdefault(r.codec, []).append(min(modes))
+    return {codec: (min(each), max(each)) for codec, each in found.items()}
+
+
+def _bulk_shares(rows: Sequence[Row], link: Link | None) -> tuple[float, float] | None:
+    if link is None:
+        return None
+    shares = [floor_seconds(r, link) / side.bulk for r in rows for side in r.sides if side.bulk]
+    return (min(shares), max(shares)) if shares else None
+
+
+def footer(t: Totals, plain: str) -> list[str]:
     """The lines below the table."""
     wrong = "N/A" if t.wrong is None else f"{t.wrong} {'FAILED' if t.wrong else 'OK'}"
     lines = [f"# {'Out of bounds values':<20} : {wrong}", f"# {'Avg bus bandwidth':<20} : {t.bandwidth:g}"]
     if len(t.by_codec) > 1:
         lines += [f"#   {codec:<18} : {bandwidth:g}" for codec, bandwidth in t.by_codec.items()]
-    if link is not None and t.crossed is not None:
+    if t.speedups:
+        lines.append(f"# {'Speed-up over ' + plain:<20} : of the slower of out of place and in place")
+        lines += [f"#   {codec:<18} : {_range(*ends, '.2f')}x" for codec, ends in t.speedups.items()]
+    lines.append(f"# {'Spread of the rounds':<20} : at most {t.spread * 100:.0f}% of the median")
+    if t.bulk is not None:
+        lines.append(
+            f"# {'Plain bulk transfer':<20} : {_range(t.bulk[0] * 100, t.bulk[1] * 100, '.1f')}% of the link's rate"
+        )
+    if t.crossed is not None:
         verdict = "OK" if t.crossed >= _CROSSED else "FAILED: traffic went past the link"
         lines.append(f"# {'Crossed the link':<20} : at least {t.crossed * 100:.1f}% of the bytes sent {verdict}")
     return [*lines, "#"]
+
+
+def _range(least: float, greatest: float, form: str) -> str:
+    texts = dict.fromkeys(f"{end:{form}}" for end in (least, greatest))
+    return " to ".join(texts)
 
 
 def _op(r: Row) -> str:

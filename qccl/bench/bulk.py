@@ -1,0 +1,58 @@
+"""A plain transfer of as many bytes as a call sends: what links and transport give to bytes that nobody encodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+
+from qccl.bench.calls import Wiring
+
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
+    from qccl.transports.base import Transport
+
+__all__ = ["Bulk"]
+
+_TAG = 20_000
+
+
+class Bulk:
+    """Plain transfers among the ranks of ``comm``, by a transport like the one that it uses (making one is collective).
+
+    Every rank sends to all ranks on other nodes at once, and receives from them.
+    """
+
+    def __init__(self, comm: Communicator, wiring: Wiring) -> None:
+        self._wiring = wiring
+        mine = cast("Transport", comm.transport).split(0, comm.rank, comm.timeout)  # the engine polls the other one
+        assert mine is not None
+        self._transport = mine
+
+    def bind(self, nbytes: int) -> Callable[[], object]:
+        """A transfer, ready to run, in which every link carries ``nbytes``."""
+        t, wiring = self._transport, self._wiring
+        peers = wiring.peers(t.rank)
+        each = {rank: -(-nbytes // wiring.legs(rank)) for rank in (t.rank, *peers)}
+        out = np.ones(each[t.rank], np.uint8)
+        inbox = {peer: np.empty(each[peer], np.uint8) for peer in peers}
+        sent = t.buffer(out.ctypes.data, out.nbytes)
+        got = {peer: t.buffer(memory.ctypes.data, memory.nbytes) for peer, memory in inbox.items()}
+
+        def transfer(memory: object = (out, inbox)) -> None:  # which lives as long as the call
+            for peer in peers:
+                t.receive(peer, _TAG, got[peer], peer)
+            for peer in peers:
+                t.send(peer, _TAG, sent, peer)
+            left, idle = 2 * len(peers), 0
+            while left:
+                completed = len(t.poll(idle=idle))
+                left -= completed
+                idle = 0 if completed else idle + 1
+
+        return transfer
+
+    def close(self) -> None:
+        """Release the transport, after the last transfer on every rank."""
+        self._transport.close()
