@@ -41,8 +41,10 @@ class Communicator(Collectives):
     failure in the middle of a call the communicator is unusable and every further call raises that failure again.
 
     Attributes:
-        rank, size: of this process in the group.
-        local_rank, local_size: among the ranks of the same machine.
+        rank: number of this process in the group, from 0 on.
+        size: number of ranks in the group.
+        local_rank: number among the ranks of the same machine.
+        local_size: number of ranks on the same machine.
         nodes: of each rank, the number of its machine.
         backend: "host" or "cuda".
         transport: carries the bytes; its ``name`` is "mpi", "torch", "loopback" or "nccl"; the rest is for engines.
@@ -52,10 +54,10 @@ class Communicator(Collectives):
     def __init__(
         self, unique_id: bytes, rank: int, size: int, *, timeout: float = 60.0, device: int | None = None
     ) -> None:
-        """Collective: rank ``rank`` of ``size`` on CUDA, by the id that get_unique_id() gave on one of them.
+        """Collective, on CUDA: ``unique_id`` is what get_unique_id() gave on one rank, the same on all.
 
-        ``device`` is the GPU of this rank; None means the current one. Programs that a launcher started need none of
-        this: see qccl.init().
+        ``device`` is the GPU of this rank; None means the current one. Programs that a launcher started use qccl.init()
+        instead.
         """
         from qccl.backends import CudaBackend
         from qccl.transports.nccl import NcclTransport

@@ -1,4 +1,4 @@
-"""The errors that qccl raises on purpose, and that callers may want to tell apart.
+"""The errors that qccl raises on purpose, and that callers may want to tell apart::
 
     QcclError
     +-- ArgumentError      also ValueError       an argument is out of range or does not fit the others

@@ -19,7 +19,8 @@ class TraceEvent:
         rank: where it ran.
         lane: "compute", "send" or "recv"; on CUDA "compute" or "comm".
         name: what, in words.
-        start, stop: seconds; of time.perf_counter() in a run, whose origin the ranks of one machine share.
+        start: seconds; in a run those of time.perf_counter(), which the ranks of one machine share.
+        stop: seconds, on the same clock.
     """
 
     rank: int

@@ -68,7 +68,7 @@ def get(spec: str | Mapping[str, Any] | Codec) -> Codec:
 
     A string is ``name[bits][:key=value,...]``, with "+ef" and "+nesterov:mu=0.9" behind it for error feedback and
     momentum. A dict has the name under "compressor" and the same keys, each with or
-    without the prefix "byteps_"; its values may be strings. Raises CodecError naming the key or value that is wrong,
+    without the prefix ``byteps_``; its values may be strings. Raises CodecError naming the key or value that is wrong,
     those that are possible, and the nearest.
     """
     if isinstance(spec, Codec):

@@ -1,0 +1,65 @@
+"""The tables of docs/results/host-*.json, in Markdown, for the page of results."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def markdown(folder: Path) -> str:
+    """All tables of all files in ``folder``, the newest file first."""
+    return "\n".join(line for path in sorted(folder.glob("host-*.json"), reverse=True) for line in _file(path))
+
+
+def _file(path: Path) -> Iterator[str]:
+    found = json.loads(path.read_text(encoding="utf-8"))
+    machine = found["machine"]
+    yield f"\n## {machine['cpu']}, {machine['date']}\n"
+    yield f"{machine['cores']} cores, {machine['instruction set']}, {machine['mpi']}, float32, `python bench/host.py`;"
+    yield f"[the file](results/{path.name}). Times are in milliseconds, and medians.\n"
+    yield "### Behind slow links\n"
+    yield "16 MiB in each call. The floor is the time that the encoded bytes alone need on the link; a plain transfer"
+    yield "moves as many bytes by the same library.\n"
+    lab = found["lab"]
+    yield from _table(
+        ("link", "ranks", "codec", "qccl", "floor", "plain transfer", "MPI", "MPI / qccl"),
+        (
+            (r["link"], r["ranks"], r["codec"], *map(_ms, (r["qccl"], r["floor"], r["bulk"], r["mpi"])), _over(r))
+            for r in lab
+        ),
+    )
+    yield "### In shared memory\n"
+    yield "More ranks than cores share the processors.\n"
+    yield from _table(
+        ("size", "ranks", "codec", "qccl", "MPI", "MPI / qccl"),
+        (
+            (f"{4 * r['count'] >> 10} KiB", r["ranks"], r["codec"], _ms(r["qccl"]), _ms(r["mpi"]), _over(r))
+            for r in found["shared"]
+        ),
+    )
+    yield "### Beside a caller who computes\n"
+    yield "A call of 16 MiB with `async_op=True`, and what the caller does meanwhile: each alone, and both together.\n"
+    yield from _table(
+        ("link", "ranks", "codec", "beside", "the call alone", "the caller alone", "both"),
+        (
+            (r["link"], r["ranks"], r["codec"], what, *map(_ms, (r["qccl"], side["alone"], side["both"])))
+            for r in found["overlap"]
+            for what, side in r["beside"].items()
+        ),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield "| " + " | ".join(map(str, row)) + " |"
+    yield ""
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
+
+
+def _over(row: dict[str, Any]) -> str:
+    return f"{row['mpi'] / row['qccl']:.2f}"

@@ -1,0 +1,168 @@
+"""The documentation is true: its blocks of Python run as they stand there, and its lists leave nothing out.
+
+A block whose first line is ``# FILE: COMMAND`` is a program, which is started by that command. The others of a page are
+one program in the order of the page, and run on ranks that are threads, with ``comm``, ``np`` and ``qccl``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from mpi_start import start
+
+import qccl
+from qccl import codecs
+from qccl.launch import detect
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+REFERENCE = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+#: pages whose blocks have a test of their own
+ELSEWHERE = {DOCS / "adding-a-codec.md"}
+PAGES = sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE)
+RANKS = 4
+
+#: runs the programs that it is given as PORT=FILE
+IN_TURN = """
+import os, runpy, sys
+for place in sys.argv[1:]:
+    os.environ["MASTER_PORT"], _, path = place.partition("=")
+    print(path, flush=True)
+    runpy.run_path(path, run_name="__main__")
+"""
+
+_PROGRAM = re.compile(r"# (\w+\.py): (.+)\n")
+_BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+class Block(NamedTuple):
+    page: Path
+    line: int
+    text: str
+
+    @property
+    def program(self) -> re.Match[str] | None:
+        return _PROGRAM.match(self.text)
+
+    @property
+    def launcher(self) -> str:
+        return self.program[2].split()[0]
+
+    def write(self, folder: Path) -> Path:
+        path = folder / self.program[1]
+        path.write_text(self.text)
+        return path
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+
+def blocks_of(page: Path) -> list[Block]:
+    text = page.read_text()
+    return [Block(page, text[: found.start(1)].count("\n"), found[1]) for found in _BLOCK.finditer(text)]
+
+
+BLOCKS = [block for page in PAGES for block in blocks_of(page)]
+PROGRAMS = [block for block in BLOCKS if block.program]
+SNIPPETS = {page: found for page in PAGES if (found := [b for b in blocks_of(page) if not b.program])}
+
+
+@pytest.mark.parametrize("page", SNIPPETS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_snippets(page, tmp_path, monkeypatch):
+    if "import jax" in page.read_text():
+        pytest.importorskip("jax")
+    monkeypatch.chdir(tmp_path)
+    compiled = [compile("\n" * b.line + b.text, page.name, "exec", dont_inherit=True) for b in SNIPPETS[page]]
+
+    def run(comm):
+        names = {"__name__": page.stem, "comm": comm, "np": np, "qccl": qccl}
+        for code in compiled:
+            exec(code, names)
+
+    qccl.run_ranks(RANKS, run, timeout=30)
+
+
+def marked(block: Block) -> Any:
+    return pytest.param(
+        block, id=str(block), marks=[pytest.mark.mpi, *[pytest.mark.gpu] * ("import cupy" in block.text)]
+    )
+
+
+@pytest.mark.parametrize("block", [marked(block) for block in PROGRAMS if block.launcher == "mpiexec"])
+def test_programs(block, tmp_path):
+    found = re.fullmatch(r"mpiexec -n (\d+) python (\w+\.py)", block.program[2])
+    assert found and found[2] == block.program[1]
+    ended = start(int(found[1]), str(block.write(tmp_path)), limit=60)
+    assert ended.status == 0, ended.output
+
+
+def test_programs_of_torchrun(tmp_path):
+    """They share two processes with torchrun's variables, because to start torch takes long."""
+    pytest.importorskip("torch")
+    programs = [block for block in PROGRAMS if block.launcher != "mpiexec"]
+    assert len(programs) > 1
+    for block in programs:
+        assert block.program[2] == f"torchrun --standalone --nproc-per-node 2 {block.program[1]}"
+    run_torch_programs([block.write(tmp_path) for block in programs], 2)
+
+
+def run_torch_programs(programs: list[Path], size: int) -> None:
+    """Run programs one after the other, all in the same ``size`` processes, each program with a port of its own."""
+    with contextlib.ExitStack() as probes:
+        sockets = [probes.enter_context(socket.socket()) for _ in programs]
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        places = [f"{probe.getsockname()[1]}={path}" for probe, path in zip(sockets, programs, strict=True)]
+    processes = []
+    for rank in range(size):
+        variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
+        settings = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+        environment = os.environ | {key: str(value) for key, value in (variables | settings).items()}
+        command, pipe = [sys.executable, "-c", IN_TURN, *places], subprocess.PIPE
+        processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+    try:
+        for rank, process in enumerate(processes):
+            output, _ = process.communicate(timeout=150)
+            assert process.returncode == 0, f"rank {rank}:\n{output}"
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait(10)
+
+
+def test_every_block_of_python_is_marked():
+    """An indented block would not be run."""
+    for page in PAGES:
+        assert not re.search(r"^ {4}(import |from \w+ import )", page.read_text(), re.MULTILINE), page
+
+
+def test_the_reference_has_every_public_name():
+    for name in qccl.__all__:
+        assert f"qccl.{name}" in REFERENCE, name
+    for kind in codecs.CODECS.values():
+        assert f".. autoclass:: qccl.codecs.{kind.__name__}" in REFERENCE, kind
+    for name, member in inspect.getmembers(qccl.Communicator):
+        if not name.startswith("_") and (callable(member) or isinstance(member, property)):
+            assert re.search(rf"auto(method|property):: Communicator\.{name}$", REFERENCE, re.MULTILINE), name
+
+
+def test_the_environment_variables():
+    read = re.compile(r"""(?:getenv\(|environ(?:\.get\(|\[)|_?environ\.get\()\s*"(\w+)"|"(\w+)" in os\.environ""")
+    sources = [*(ROOT / "qccl").rglob("*.py"), *(ROOT / "kernels").rglob("*.cpp"), *(ROOT / "kernels").rglob("*.h")]
+    found = {a or b for path in sources for a, b in read.findall(path.read_text())}
+    assert {"OMP_NUM_THREADS", "QCCL_ISA", "QCCL_PORT", "QCCL_CACHE_DIR"} <= found
+    page = (DOCS / "guide" / "settings.md").read_text()
+    launchers = inspect.getmodule(detect)._VARIABLES.values()
+    for name in found | {name for names in launchers for name in names if name}:
+        assert f"`{name}`" in page, name
