@@ -81,7 +81,9 @@ class Collectives(ABC):
                 left out in earlier steps then counts for what it would have done.
             op: "sum", "avg" (the global mean), "min" or "max", or NCCL's number for it.
             async_op: return a Work at once instead of the result. Later calls on this communicator that use the same
-                memory wait for it; those on other communicators do not.
+                memory wait for it; those on other communicators do not. Until it has ended leave the memory alone. On
+                the host a tensor of PyTorch cannot be resized from then on, as after ``x.numpy()``; NumPy refuses to
+                resize ``x`` meanwhile, unless told not to check (``refcheck=False``).
             algorithm: "two_round", "one_shot", or "auto" (by size).
             chunk: elements in a step of the pipeline; None means a good default.
             nonfinite: "propagate" lets NaN and infinity through (they spoil their bucket); "error" raises

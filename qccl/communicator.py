@@ -285,6 +285,8 @@ class Communicator(Collectives):
         check_trace(how.trace)
         check_counts(signature, arrays, self.rank, self.size)
         check_key(signature.codec, how.key)
+        if how.async_op:
+            self._memory.hold(arrays.values())
         plan = self._plans.take(self, signature)._bind_values(arrays, result, how.key)
         work = plan._start(stream=how.stream, timeout=timeout, trace=how.trace, lr=how.lr)
         work._when_reusable(lambda: self._plans.give_back(plan))

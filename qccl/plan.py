@@ -118,10 +118,14 @@ class Plan:
     ) -> Work:
         """Begin one run with the bound arrays; all ranks must. Arguments: see the method. Returns its Work.
 
+        Raises InvalidBufferError where a tensor got other memory since it was bound.
+
         On the host it progresses while the caller computes, if it is not waited for within a moment.
         """
         timeout = None if timeout is None else timeout_of(timeout)
         check_trace(trace)
+        if self._bound is not None:
+            self._comm._memory.hold(self._bound.arrays.values())
         work = self._start(stream=stream, timeout=timeout, trace=trace, lr=lr)
         work._detach(at_once=False)
         return work

@@ -10,7 +10,7 @@ from qccl.arguments import CodecLike, count_of
 from qccl.calls import Collectives, Run
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.memory.base import Memory, Values
+from qccl.memory.base import Memory, Pointer, Values
 from qccl.signatures import AllReduce, Hierarchical, PeerExchange
 
 if TYPE_CHECKING:
@@ -21,8 +21,8 @@ __all__ = ["hierarchical_allreduce", "peer_exchange", "quantized_allreduce"]
 
 
 def quantized_allreduce(
-    sendbuf: int,
-    recvbuf: int,
+    sendbuf: Pointer,
+    recvbuf: Pointer,
     count: int,
     datatype: str | int | DType,
     op: str | int,
@@ -40,6 +40,7 @@ def quantized_allreduce(
 ) -> Work | None:
     """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
 
+    A pointer is an address as int, a ctypes.c_void_p, or an array of ctypes itself.
     ``datatype`` and ``op`` are names or NCCL's enum values; ``stream`` 0 is CUDA's legacy default stream, and the only
     one on the host. The memory must stay valid until the call has ended. Returns the Work with ``async_op``, otherwise
     None.
@@ -52,8 +53,8 @@ def quantized_allreduce(
 
 
 def hierarchical_allreduce(
-    sendbuf: int,
-    recvbuf: int,
+    sendbuf: Pointer,
+    recvbuf: Pointer,
     count: int,
     datatype: str | int | DType,
     op: str | int,
@@ -88,15 +89,15 @@ def hierarchical_allreduce(
 
 
 def peer_exchange(
-    sendbuf: int,
+    sendbuf: Pointer,
     count: int,
     datatype: str | int | DType,
     comm: Communicator,
     stream: int = 0,
     *,
     send_to: Collection[int],
-    replicas: Mapping[int, int],
-    applied: int | None = None,
+    replicas: Mapping[int, Pointer],
+    applied: Pointer | None = None,
     codec: CodecLike = "minmax8",
     async_op: bool = False,
     chunk: int | None = None,
@@ -117,7 +118,7 @@ def peer_exchange(
 
 
 def _pair(
-    comm: Communicator, sendbuf: int, recvbuf: int, count: int, datatype: str | int | DType
+    comm: Communicator, sendbuf: Pointer, recvbuf: Pointer, count: int, datatype: str | int | DType
 ) -> tuple[Values, Values]:
     """The memory at both pointers."""
     memory, count, dtype = _memory(comm), count_of(count), dtypes.get(datatype)

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -96,6 +102,60 @@ def test_arrays(which):
     qccl.run_ranks(2, run)
 
 
+def test_an_unreadable_array_is_told_why_once():
+    """With the reason of its library."""
+
+    class Broken:
+        def __dlpack_device__(self):
+            return 1, 0
+
+        def __dlpack__(self, **given):
+            raise BufferError("it is on fire")
+
+    def run(comm):
+        for x, message in (
+            ([0.0], "x is of type list, .* (it has neither __dlpack__ nor a buffer); pass"),
+            (Broken(), "x is of type Broken, .* (it is on fire); pass"),
+            (np.zeros(2, "M8[s]"), "x is of type ndarray, .* (DLPack only supports .*); pass"),
+        ):
+            pattern = message.replace("(", r"\(").replace(")", r"\)")
+            with pytest.raises(qccl.InvalidBufferError, match=pattern) as caught:
+                comm.quantized_allreduce(x)
+            assert str(caught.value).count("access to its memory") == 1
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_sharded_jax_array():
+    """It needs two devices, which JAX must be told of when it starts."""
+    pytest.importorskip("jax")
+    program = """
+import jax, numpy as np, qccl
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+mesh = Mesh(jax.devices(), ("a",))
+def run(comm):
+    errors = []
+    for spec in (PartitionSpec("a"), PartitionSpec()):
+        x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, spec))
+        try:
+            comm.quantized_allreduce(x, out=np.empty(8, np.float32))
+        except qccl.InvalidBufferError as error:
+            errors.append(str(error))
+        part = x.addressable_shards[0].data
+        assert (comm.quantized_allreduce(part, out=np.empty(part.shape, np.float32)) == 2).all()
+    return errors
+for errors in qccl.run_ranks(2, run):
+    print(*errors, sep="\\n")
+"""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4
+    assert all("lies on 2 devices" in line and "x.addressable_shards[0].data" in line for line in lines)
+
+
 def test_out_does_not_fit():
     def run(comm):
         x = np.ones(COUNT, np.float32)
@@ -159,8 +219,17 @@ def test_raw_pointers():
             (p, 0, COUNT, "float32", "sum"): "null",
             (p + 1, p + 1, COUNT, "float32", "sum"): "aligned",
             (p, p + 4, COUNT - 1, "float32", "sum"): "overlap",
-            (16, 16, COUNT, "float32", "sum"): "not memory",
-            (p, p, 1 << 44, "float32", "sum"): "not memory",
+            (16, 16, COUNT, "float32", "sum"): "not all memory",
+            (p, p, 1 << 44, "float32", "sum"): "not all memory",
+            (p, p, (1 << 61) - 1, "float32", "sum"): "not all memory",
+            (p, p, 1 << 61, "float32", "sum"): "not all memory",
+            (p, p, 1 << 62, "float32", "sum"): "64-bit",
+            (p, p, (1 << 63) + 1, "float16", "sum"): "64-bit",
+            (p, p, 1 << 80, "float32", "sum"): "64-bit",
+            (p + (1 << 64), p, COUNT, "float32", "sum"): "64-bit",
+            (-16, -16, 0, "float32", "sum"): "64-bit",
+            (1 << 64, 1 << 64, 0, "float32", "sum"): "64-bit",
+            ("x", p, COUNT, "float32", "sum"): "an int, a ctypes.c_void_p or an array of ctypes, not str",
         }.items():
             with pytest.raises(qccl.InvalidBufferError, match=message):
                 call(*arguments)
@@ -183,6 +252,49 @@ def test_raw_pointers():
         assert call(np.uint64(p), np.uint64(p), np.int64(COUNT), np.int8(7), np.int8(0)) is None
         assert (x == 2).all()
         call(0, 0, 0, "float32", "sum")  # nothing to read: null is fine
+
+    qccl.run_ranks(2, run)
+
+
+def test_raw_pointers_across_a_hole():
+    """Both ends are memory of this process, and something between is not."""
+    page, libc = mmap.PAGESIZE, ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    size, private = ctypes.c_size_t(5 * page), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    start = libc.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, private, -1, ctypes.c_long(0))
+
+    def unmap(first, pages):
+        assert libc.munmap(ctypes.c_void_p(start + first * page), ctypes.c_size_t(pages * page)) == 0
+
+    def run(comm):
+        with pytest.raises(qccl.InvalidBufferError, match="not all memory"):
+            qccl.quantized_allreduce(start, start, 5 * page // 4, "float32", "sum", comm)
+        qccl.quantized_allreduce(start, start, 2 * page // 4, "float32", "sum", comm)
+        qccl.quantized_allreduce(start + 3 * page, start + 3 * page, 2 * page // 4, "float32", "sum", comm)
+
+    unmap(2, 1)
+    try:
+        qccl.run_ranks(1, run)
+    finally:
+        unmap(0, 2)
+        unmap(3, 2)
+
+
+def test_pointers_of_ctypes():
+    def run(comm):
+        x = (ctypes.c_float * 8)(*range(8))
+        y = np.zeros(8, np.float32)
+        call = partial(qccl.quantized_allreduce, datatype="float32", op="sum", comm=comm, codec="none")
+        call(x, y.ctypes.data_as(ctypes.c_void_p), 8)
+        assert (y == 2 * np.arange(8)).all()
+        call(ctypes.c_void_p(y.ctypes.data), x, 8)
+        assert list(x) == list(4 * np.arange(8))
+        with pytest.raises(qccl.InvalidBufferError, match="null"):
+            call(ctypes.c_void_p(), x, 8)
+        with pytest.raises(qccl.InvalidBufferError, match="array of 32 bytes, and 36 were announced"):
+            call(x, x, 9)
+        work = call(y.ctypes.data, (ctypes.c_float * 8)(), 8, async_op=True)  # the Work keeps the array
+        work.wait()
 
     qccl.run_ranks(2, run)
 

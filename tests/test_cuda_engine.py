@@ -23,6 +23,7 @@ import pytest
 import qccl
 from qccl import gpu, launch
 from qccl.engines import streams
+from qccl.memory.cuda import CudaMemory
 from qccl.transports import rendezvous
 
 CALLS = [
@@ -433,6 +434,24 @@ class OnlyDLPack:
         return self._array.__dlpack_device__()
 
 
+class Tensor(OnlyDLPack):
+    """What is asked of a tensor of PyTorch."""
+
+    negated = False
+
+    def is_neg(self):
+        return self.negated
+
+    def is_conj(self):
+        return False
+
+    def data_ptr(self):
+        return self._array.data.ptr
+
+    def untyped_storage(self):
+        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: 4 * self._array.size)
+
+
 def call_streams(world, x, **arguments):
     """The streams that a call on ``x`` waits for, and those that wait for it."""
 
@@ -482,9 +501,6 @@ def test_a_library_that_does_not_tell_its_stream_is_given_ours(world, cupy):
 def test_the_current_stream_of_torch_and_cupy(world, cupy, monkeypatch):
     mine = cupy.cuda.Stream()
 
-    class Tensor(OnlyDLPack):
-        pass
-
     current = SimpleNamespace(cuda_stream=mine.ptr)
     torch = SimpleNamespace(Tensor=Tensor, cuda=SimpleNamespace(current_stream=lambda device: current))
     monkeypatch.setitem(sys.modules, "torch", torch)
@@ -501,6 +517,21 @@ def test_the_current_stream_of_torch_and_cupy(world, cupy, monkeypatch):
         return world.calls[0][2]
 
     assert one(run) == mine.ptr
+
+
+def test_tensors_of_torch(cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
+    memory = CudaMemory(0)
+    x = Tensor(fake_cuda.array(values(0, 100)))
+    held = memory.from_array(x, writable=True, what="x")
+    assert held.owner.data_ptr() == held.address, "the storage, which has the memory even if the tensor has not"
+    memory.hold([held])
+    x._array = fake_cuda.array(values(0, 100))
+    with pytest.raises(qccl.InvalidBufferError, match="x has other memory"):
+        memory.hold([held])
+    x.negated = True
+    with pytest.raises(qccl.InvalidBufferError, match=r"x\.resolve_neg"):
+        memory.from_array(x, writable=True, what="x")
 
 
 def test_what_is_no_stream(cupy):
@@ -528,7 +559,7 @@ def test_arrays_that_are_refused(world, cupy):
             (host, "host memory"),
             (elsewhere, "GPU 3"),
             (Interface(elsewhere), "GPU 3"),
-            ([1.0], "no access to memory on a GPU"),
+            ([1.0], "neither __dlpack__ nor __cuda_array_interface__"),
             (Interface(x, mask=object()), "mask"),
             (Interface(x, data=(x.data.ptr, True)), "read-only"),
             (Interface(x, strides=(8,)), "not contiguous"),

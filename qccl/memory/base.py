@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,21 +11,30 @@ from typing import Any, Protocol
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import InvalidBufferError
+from qccl.memory.tensors import check_values, is_tensor, storage_of
 from qccl.scalars import as_integer
 
 __all__ = [
     "EXPONENT_BITS",
     "Memory",
+    "Pointer",
     "Values",
     "check_disjoint",
     "check_pointer",
+    "check_unmoved",
     "from_view",
     "is_part_of",
     "same_or_disjoint",
+    "unreadable",
 ]
 
 #: by element type, the bits that are all set in a value that is NaN or infinite
 EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
+
+#: what a raw pointer may be given as
+Pointer = int | ctypes.c_void_p | ctypes.Array[Any]
+
+_ADDRESSES = 1 << 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +44,9 @@ class Values:
     Attributes:
         layout: shape, and strides in elements.
         what: what the caller knows it as, for messages, such as "x" or "xs[2]".
-        array: what the caller gave, which keeps the memory alive; None for a raw pointer.
-        view: keeps the memory alive where ``array`` alone does not.
+        array: what the caller gave; None for a raw pointer.
+        view: the description of ``array``'s memory.
+        owner: keeps the memory alive where the array may let go of it: a tensor's storage, an array of ctypes.
     """
 
     address: int
@@ -45,6 +56,7 @@ class Values:
     what: str
     array: Any = None
     view: Any = None
+    owner: Any = None
 
     @property
     def nbytes(self) -> int:
@@ -53,7 +65,7 @@ class Values:
     def part(self, first: int, count: int) -> Values:
         """``count`` of the elements (of a row-major array), from ``first`` on."""
         address = self.address + first * self.dtype.itemsize
-        return Values(address, count, self.dtype, ((count,), (1,)), self.what, self.array, self.view)
+        return Values(address, count, self.dtype, ((count,), (1,)), self.what, self.array, self.view, self.owner)
 
     @property
     def order(self) -> str:
@@ -75,8 +87,15 @@ class Memory(Protocol):
         and bfloat16, and for read-only memory where it is to be written.
         """
 
-    def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
+    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, what: str) -> Values:
         """``count`` elements at a raw address. Raises InvalidBufferError where that cannot be."""
+
+    def hold(self, values: Iterable[Values]) -> None:
+        """Make ready for a run that goes on while the caller does something else with the arrays.
+
+        Raises InvalidBufferError where an array no longer lies where it lay. On the host tensors of PyTorch cannot be
+        resized any more.
+        """
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         """The stream of a call on these values, and others whose work they may still wait for; () on the host.
@@ -90,6 +109,9 @@ class Memory(Protocol):
 
 def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, what: str) -> Values:
     """The values of a description (of _host.describe) that is known to be in the right memory; the checks of Memory."""
+    tensor = is_tensor(array)
+    if tensor:
+        check_values(array, what)
     element = _element_type(view.dtype, wanted, what)
     shape, strides = tuple(view.shape), tuple(view.strides)
     if not _is_dense(shape, strides):
@@ -101,16 +123,46 @@ def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, wh
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
             f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert)"
         )
-    return Values(view.address, math.prod(shape), element, (shape, strides), what, array, view)
+    count = math.prod(shape)
+    if count and not view.address:
+        raise InvalidBufferError(f"{what} has {count} elements but no memory (its address is null); allocate it first")
+    owner = storage_of(array, view.address, count * element.itemsize, what) if tensor else None
+    return Values(view.address, count, element, (shape, strides), what, array, view, owner)
 
 
-def check_pointer(pointer: int, count: int, dtype: DType, what: str) -> int:
+def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBufferError:
+    """The error for an array without accessible memory: ``allowed`` may be passed, ``reason`` is its library's."""
+    devices = getattr(getattr(array, "sharding", None), "device_set", ())
+    if len(devices) > 1:
+        return InvalidBufferError(
+            f"{what} is a JAX array that lies on {len(devices)} devices, and a call takes the memory of one; pass the "
+            f"part on one device, such as {what}.addressable_shards[0].data"
+        )
+    return InvalidBufferError(
+        f"{what} is of type {type(array).__name__}, which does not give access to its memory ({reason}); pass {allowed}"
+    )
+
+
+def check_unmoved(values: Values) -> None:
+    """Raise InvalidBufferError where a tensor got other memory since these are its values."""
+    if values.count and is_tensor(values.array) and values.array.data_ptr() != values.view.address:
+        raise InvalidBufferError(
+            f"{values.what} has other memory than it had when it was bound: its storage was replaced or resized; call "
+            f"plan.bind() again"
+        )
+
+
+def check_pointer(pointer: Pointer, count: int, dtype: DType, what: str) -> int:
     """The address; raises InvalidBufferError for what cannot be that of ``count`` elements anywhere."""
-    address = as_integer(pointer)
-    if address is None:
-        raise InvalidBufferError(f"{what} must be an address as int, not {type(pointer).__name__}")
+    nbytes = count * dtype.itemsize
+    address = _address(pointer, nbytes, what)
+    if not (0 <= address < _ADDRESSES and address + nbytes <= _ADDRESSES):
+        raise InvalidBufferError(
+            f"{what}: {count} elements of {dtype} from {address:#x} do not fit in 64-bit addresses (a wrong pointer, "
+            f"or a count too large?)"
+        )
     if count > 0:
-        if address <= 0:
+        if address == 0:
             raise InvalidBufferError(f"{what} is a null pointer, but {count} elements were announced")
         if address % dtype.itemsize:
             raise InvalidBufferError(f"{what} {address:#x} is not aligned to {dtype} ({dtype.itemsize} bytes)")
@@ -153,6 +205,21 @@ def check_disjoint(written: Iterable[Values], read: Iterable[Values] = ()) -> No
             end, last = stop, what
         if writes and stop > end_written:
             end_written, last_written = stop, what
+
+
+def _address(pointer: Pointer, nbytes: int, what: str) -> int:
+    address = as_integer(pointer)
+    if address is not None:
+        return address
+    if isinstance(pointer, ctypes.c_void_p):
+        return pointer.value or 0
+    if not isinstance(pointer, ctypes.Array):
+        raise InvalidBufferError(
+            f"{what} must be an address: an int, a ctypes.c_void_p or an array of ctypes, not {type(pointer).__name__}"
+        )
+    if ctypes.sizeof(pointer) < nbytes:
+        raise InvalidBufferError(f"{what} is an array of {ctypes.sizeof(pointer)} bytes, and {nbytes} were announced")
+    return ctypes.addressof(pointer)
 
 
 def _element_type(found: str, wanted: DType | None, what: str) -> DType:

@@ -9,6 +9,7 @@ work before a stream that it is given, and then that is CUDA's legacy default st
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,8 @@ from qccl import dtypes
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.gpu import on_device, require
-from qccl.memory.base import EXPONENT_BITS, Values, check_pointer, from_view
+from qccl.memory.base import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
+from qccl.memory.tensors import is_tensor
 
 __all__ = ["CudaMemory"]
 
@@ -50,17 +52,17 @@ class CudaMemory:
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         wanted = None if dtype is None else dtypes.get(dtype)
         view: Any = None
-        refusal = ""
+        refusal = "it has neither __dlpack__ nor __cuda_array_interface__"
         if hasattr(array, "__dlpack__"):
             view, refusal = _by_dlpack(array)
         if view is None and hasattr(array, "__cuda_array_interface__"):
             view, refusal = _by_interface(array)
         if view is None:
-            raise InvalidBufferError(
-                f"{what} is a {type(array).__name__}, which gives no access to memory on a GPU"
-                f"{f' ({refusal})' if refusal else ''}; pass a CuPy, torch or JAX array on GPU {self.device}, or a raw "
-                f'pointer, or make the communicator with qccl.init(backend="host")'
+            allowed = (
+                f"a CuPy, torch or JAX array on GPU {self.device}, or a raw pointer, or make the communicator with "
+                f'qccl.init(backend="host")'
             )
+            raise unreadable(array, what, allowed, refusal)
         values = from_view(view, array, wanted, writable=writable, what=what)
         if isinstance(view, _View):  # DLPack names the device, the array interface does not
             self._check_memory(values.address, values.nbytes, what)
@@ -68,12 +70,17 @@ class CudaMemory:
             self._check_device(view, what)
         return values
 
-    def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
+    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, what: str) -> Values:
         """As in Memory; the driver knows which addresses are whose."""
-        address = check_pointer(address, count, dtype, what)
+        address = check_pointer(pointer, count, dtype, what)
         if count:
             self._check_memory(address, count * dtype.itemsize, what)
-        return Values(address, count, dtype, ((count,), (1,)), what)
+        return Values(address, count, dtype, ((count,), (1,)), what, owner=pointer)
+
+    def hold(self, values: Iterable[Values]) -> None:
+        """As in Memory; a tensor of a GPU can still be resized."""
+        for each in values:
+            check_unmoved(each)
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         """As in Memory: the call's stream, then the producers' own where those are others."""
@@ -181,7 +188,7 @@ def _by_dlpack(array: Any) -> tuple[Any, str]:
     """
     from qccl import _host
 
-    export = _Export(array, _NO_ORDER if _is_torch(array) or _is_cupy(array) else _LEGACY)
+    export = _Export(array, _NO_ORDER if is_tensor(array) or _is_cupy(array) else _LEGACY)
     try:
         return _host.describe(export), ""
     except (TypeError, BufferError, RuntimeError, ValueError) as error:
@@ -211,18 +218,13 @@ def _by_interface(array: Any) -> tuple[_View | None, str]:
     return _View(address, shape, elements, name, readonly), ""
 
 
-def _is_torch(array: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(array, torch.Tensor)
-
-
 def _is_cupy(array: Any) -> bool:
     return isinstance(array, require().cupy.ndarray)
 
 
 def _current_stream(array: Any, device: int) -> int | None:
     """The current stream of the library that made ``array``; None where it does not say."""
-    if _is_torch(array):
+    if is_tensor(array):
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
     if _is_cupy(array):
         return int(require().cupy.cuda.get_current_stream(device).ptr)

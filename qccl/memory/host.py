@@ -7,13 +7,17 @@ hold bfloat16 (``dtype="bfloat16"``), and raw addresses.
 from __future__ import annotations
 
 import ctypes
+import errno
+import mmap
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
-from qccl.memory.base import EXPONENT_BITS, Values, check_pointer, from_view
+from qccl.memory.base import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
+from qccl.memory.tensors import forbid_resizing, is_tensor
 from qccl.scalars import as_integer
 
 __all__ = ["HostMemory"]
@@ -35,10 +39,8 @@ class HostMemory:
         try:
             view = _host.describe(source)
         except (TypeError, BufferError, RuntimeError, ValueError) as error:
-            raise InvalidBufferError(
-                f"{what} is a {type(array).__name__}, which gives access to its memory neither through __dlpack__ nor "
-                f"through the buffer protocol ({error}); pass a NumPy, torch, JAX or CuPy array, or a raw pointer"
-            ) from error
+            allowed = "a NumPy, torch, JAX or CuPy array, or a raw pointer"
+            raise unreadable(array, what, allowed, _refusal(array)) from error
         if view.device_type != _DLPACK_CPU:
             device = _DLPACK_DEVICES.get(view.device_type, f"DLPack device type {view.device_type}")
             raise InvalidBufferError(
@@ -47,16 +49,23 @@ class HostMemory:
             )
         return from_view(view, array, wanted, writable=writable, what=what)
 
-    def from_pointer(self, address: int, count: int, dtype: DType, *, what: str) -> Values:
+    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, what: str) -> Values:
         """As in Memory; null, unaligned and unmapped addresses are refused."""
-        address = check_pointer(address, count, dtype, what)
-        for byte in (address, address + count * dtype.itemsize - 1) if count else ():
-            if not _is_mapped(byte):
-                raise InvalidBufferError(
-                    f"{what}: {count} elements of {dtype} from {address:#x} reach {byte:#x}, which is not memory of "
-                    f"this process (a device pointer, or a count too large?)"
-                )
-        return Values(address, count, dtype, ((count,), (1,)), what)
+        address = check_pointer(pointer, count, dtype, what)
+        nbytes = count * dtype.itemsize
+        if nbytes and not _is_mapped(address, nbytes):
+            raise InvalidBufferError(
+                f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + nbytes:#x}) are not all memory "
+                f"of this process (a device pointer, or a count too large?)"
+            )
+        return Values(address, count, dtype, ((count,), (1,)), what, owner=pointer)
+
+    def hold(self, values: Iterable[Values]) -> None:
+        """As in Memory. Other arrays refuse to be resized while their memory is in use (NumPy unless told not to)."""
+        for each in values:
+            check_unmoved(each)
+            if is_tensor(each.array):
+                forbid_resizing(each.array)
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         if stream is not None and as_integer(stream) != 0:
@@ -80,19 +89,41 @@ class HostMemory:
         return None
 
 
+def _refusal(array: Any) -> str:
+    """Why an array gives no access to its memory, in the words of its library."""
+    try:
+        array.__dlpack__()
+    except Exception as error:
+        return "it has neither __dlpack__ nor a buffer" if isinstance(error, AttributeError) else str(error)
+    return "its element type is none of DLPack's"
+
+
 class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("len", ctypes.c_size_t))
 
 
+_MS_ASYNC = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _is_mapped(address: int) -> bool:
-    """Whether the byte at ``address`` can be read, asked of the kernel rather than of luck (Linux; else assumed)."""
+def _is_mapped(address: int, nbytes: int) -> bool:
+    """Whether this memory exists, asked of the kernel rather than of luck (Linux; elsewhere it is assumed).
+
+    The first and the last byte must be readable, and no address between may be unmapped.
+    """
     read = getattr(_libc, "process_vm_readv", None)
     if read is None:
         return True
-    local = ctypes.create_string_buffer(1)
-    to, source = _IoVec(ctypes.addressof(local), 1), _IoVec(address, 1)
-    done: int = read(os.getpid(), ctypes.byref(to), 1, ctypes.byref(source), 1, 0)
-    return done == 1 or ctypes.get_errno() not in (14,)  # EFAULT; a sandbox that forbids the call says EPERM
+    ends = (_IoVec * 2)(_IoVec(address, 1), _IoVec(address + nbytes - 1, 1))
+    local = ctypes.create_string_buffer(2)
+    to = _IoVec(ctypes.addressof(local), 2)
+    done: int = read(os.getpid(), ctypes.byref(to), 1, ends, 2, 0)
+    if done == 1 or (done < 0 and ctypes.get_errno() == errno.EFAULT):  # a sandbox that forbids the call says EPERM
+        return False
+    first = address & -mmap.PAGESIZE
+    extent = address + nbytes - first
+    if extent <= 2 * mmap.PAGESIZE:
+        return True
+    # with MS_ASYNC nothing is written, only the list of mappings is gone through
+    failed: int = _libc.msync(ctypes.c_void_p(first), ctypes.c_size_t(extent), _MS_ASYNC)
+    return not (failed and ctypes.get_errno() == errno.ENOMEM)
