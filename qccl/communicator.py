@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator"]
 
+#: more than will ever be made; the number of a call has 64 bits
+_CALLS = 1 << 63
+
 _T = TypeVar("_T")
 
 
@@ -237,6 +240,8 @@ class Communicator(Collectives):
             found = f"one with {list(saved)}" if isinstance(saved, Mapping) else type(saved).__name__
             raise ArgumentError(f'a state is the dict that state_dict() returned, with "calls" and "keys", not {found}')
         calls = count_of(saved["calls"], 'the state\'s "calls"')
+        if calls >= _CALLS:
+            raise ArgumentError(f'the state\'s "calls" must be a number of calls, less than 2**63, not {calls}')
         self._engine.settle(self.timeout)
         self._state.load(saved["keys"])
         self._skipped += calls - self._calls

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from qccl import codecs
-from qccl.arguments import CodecLike
+from qccl.arguments import CodecLike, count_of
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError
 from qccl.scalars import as_real
@@ -73,9 +73,7 @@ class LowPrecisionDecentralized:
 
     def step(self, gradient: Any, lr: float) -> Any:
         """Collective: one step with the gradient of this rank's model; returns the model."""
-        given, wanted = (
-            (getattr(array, "shape", None), getattr(array, "dtype", None)) for array in (gradient, self.model)
-        )
+        given, wanted = _kind(gradient), _kind(self.model)
         if given != wanted:
             raise ArgumentError(f"shape and type of the gradient are {given}, and those of the model {wanted}")
         rate = as_real(lr)  # of no type of its own, as NumPy's scalars are
@@ -100,17 +98,21 @@ class LowPrecisionDecentralized:
         """Go on from a state_dict() of the same rank, with the same peers. All ranks must, from the same step."""
         if not isinstance(state, Mapping) or not {"model", "replicas", "steps"} <= set(state):
             raise ArgumentError("a state is the dict that state_dict() returned, with model, replicas and steps")
-        if tuple(state["replicas"]) != self.peers:
-            raise ArgumentError(f"the state has replicas of ranks {list(state['replicas'])}; peers are {self.peers}")
-        shapes = {tuple(array.shape) for array in (state["model"], *state["replicas"].values())}
-        if shapes != {tuple(self.model.shape)}:
-            raise ArgumentError(
-                f"the state has arrays of the shapes {sorted(shapes)}; the model has {self.model.shape}"
-            )
+        replicas = state["replicas"]
+        if not isinstance(replicas, Mapping) or tuple(replicas) != self.peers:
+            found = list(replicas) if isinstance(replicas, Mapping) else replicas
+            raise ArgumentError(f"the state has replicas of ranks {found}; peers are {self.peers}")
+        steps = count_of(state["steps"], 'the state\'s "steps"')
+        wanted = _kind(self.model)
+        for array in (state["model"], *replicas.values()):
+            if _kind(array) != wanted:
+                raise ArgumentError(
+                    f"the state has an array of shape and type {_kind(array)}, and those of the model are {wanted}"
+                )
         self.model[...] = state["model"]
-        for peer, replica in state["replicas"].items():
+        for peer, replica in replicas.items():
             self.replicas[peer][...] = replica
-        self.steps = int(state["steps"])
+        self.steps = steps
 
     def _check_agreement(self) -> None:
         """Raise MismatchError, on all ranks, where they do not have the same weights and codec."""
@@ -119,6 +121,11 @@ class LowPrecisionDecentralized:
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
         if others:
             raise MismatchError(f"ranks {others} have other weights, or another codec, than rank 0")
+
+
+def _kind(array: Any) -> tuple[Any, Any]:
+    """Shape and element type."""
+    return getattr(array, "shape", None), getattr(array, "dtype", None)
 
 
 def _copy(array: Any) -> Any:

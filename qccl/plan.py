@@ -146,6 +146,7 @@ class Plan:
         lr = None if lr is None else lr_of(lr)
         arrays, result, compiled, addresses, text = self._bound
         keep: Any = self._bound
+        streams = self._comm._memory.streams(stream, *arrays.values())
         if self._comm._skipped:
             text = self._comm._numbered(text, self.signature.codec)
         if self._key is not None and self.signature.codec.remembers:
@@ -161,7 +162,7 @@ class Plan:
             result,
             keep=keep,
             lr=lr,
-            streams=self._comm._memory.streams(stream, *arrays.values()),
+            streams=streams,
             timeout=timeout,
             trace=trace,
         )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
-from qccl.scalars import as_real
+from qccl.scalars import as_bool, as_integer, as_real
 
 if TYPE_CHECKING:
     import numpy as np
@@ -57,10 +57,16 @@ class StateStore:
             for name, count in counts.items():
                 entry.memory[name] = self._allocate(4 * count), count
             self._entries[key] = entry
-        if entry.call != call or {name: count for name, (_, count) in entry.memory.items()} != counts:
+        if entry.call != call:
             raise ArgumentError(
                 f"the state under key={key!r} is that of {entry.call}, and this is {call}; use a key of its own for "
                 f"each array, or forget the state with reset({key!r})"
+            )
+        held = {name: count for name, (_, count) in entry.memory.items()}
+        if held != counts:  # only what was loaded can differ
+            raise ArgumentError(
+                f"the state under key={key!r} that was loaded has floats {held}, and this call needs {dict(counts)}; "
+                f"load what state_dict() returned, or forget the state with reset({key!r})"
             )
         if entry.lr is None:
             entry.lr = lr is not None
@@ -75,7 +81,7 @@ class StateStore:
         """Forget the state under a key (None: all). Raises ArgumentError for a key that has none."""
         if key is None:
             self._entries.clear()
-        elif self._entries.pop(key, None) is None:
+        elif not isinstance(key, str) or self._entries.pop(key, None) is None:
             raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self._entries)}")
 
     def save(self) -> dict[str, dict[str, Any]]:
@@ -104,12 +110,15 @@ class StateStore:
         self._entries = entries
 
     def _loaded(self, key: str, saved: Mapping[str, Any]) -> _Entry:
-        import numpy as np
-
         try:
-            place, call, lr, values = (saved["rank"], saved["size"]), saved["call"], saved["lr"], saved["values"]
-            arrays = {name: np.ascontiguousarray(each, np.float32) for name, each in values.items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            place = as_integer(saved["rank"]), as_integer(saved["size"])
+            call, lr = saved["call"], None if saved["lr"] is None else as_bool(saved["lr"])
+            arrays = {name: _floats(each) for name, each in saved["values"].items()}
+            if not all(isinstance(text, str) for text in (key, call, *arrays)):
+                raise TypeError("its key, its call or the name of an array is not a text")
+            if lr is None and saved["lr"] is not None:
+                raise TypeError(f"lr is {saved['lr']!r}, not True, False or None")
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ArgumentError(
                 f"what is given as the state of key={key!r} is not what state_dict() returns ({error!r})"
             ) from error
@@ -124,6 +133,20 @@ class StateStore:
             memory.write(array.tobytes())
             entry.memory[name] = memory, array.size
         return entry
+
+
+def _floats(values: Any) -> np.ndarray:
+    """One row of finite float32, from an array or list that holds exactly such. Raises ValueError or TypeError."""
+    import numpy as np
+
+    given = np.asarray(values)
+    if given.dtype.kind not in "fiu" or given.ndim != 1:
+        raise ValueError(f"values are one row of real numbers, not {given.dtype} of shape {given.shape}")
+    with np.errstate(over="ignore", invalid="ignore"):
+        floats = np.ascontiguousarray(given, np.float32)
+    if not np.isfinite(floats).all() or (floats != given).any():
+        raise ValueError("values are finite float32, and some given are not")
+    return floats
 
 
 def check_key(codec: Codec, key: str | None) -> None:

@@ -152,8 +152,12 @@ def test_goes_on_from_a_state() -> None:
         assert other.steps == 3 and other.step(gradient(3), 0.1).tobytes() == sgd.model.tobytes()
         with pytest.raises(qccl.ArgumentError, match=r"replicas of ranks \[7\]"):
             other.load_state_dict(state | {"replicas": {7: state["model"]}})
-        with pytest.raises(qccl.ArgumentError, match=r"shapes \[\(5, 1\), \(5, 7\)\]; the model has \(5, 7\)"):
-            other.load_state_dict(state | {"model": state["model"][:, :1]})
+        for array in (state["model"][:, :1], state["model"].astype(np.complex64), [1.0]):
+            with pytest.raises(qccl.ArgumentError, match=r"those of the model are \(\(5, 7\), dtype\('float32'\)\)"):
+                other.load_state_dict(state | {"model": array})
+        for wrong in ({"replicas": [7]}, {"steps": -1}, {"steps": None}):
+            with pytest.raises(qccl.ArgumentError, match="the state"):
+                other.load_state_dict(state | {"model": state["model"] + 1} | wrong)
         assert other.model.tobytes() == sgd.model.tobytes()
 
     qccl.run_ranks(3, run)
