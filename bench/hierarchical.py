@@ -1,8 +1,9 @@
 """All-reduce in two levels, 2 nodes of 2 ranks: ``python bench/hierarchical.py`` (as root, on an idle machine).
 
 With one link per node: the share of the line, and MPI's own all-reduce beside it. With one per rank: what it gains that
-each rank has its own (sharded), and not only the leaders use theirs. All sides take turns within one run, in blocks of
-back-to-back calls; a figure is the median of the blocks' means.
+each rank has its own (sharded), and not only the leaders use theirs. The calls are those that programs make; in place
+beside MPI's in place. All sides, and plain transfers of the same bytes over the same links, take turns within one run,
+in blocks of back-to-back calls; a figure is the median of the blocks' means.
 """
 
 from __future__ import annotations
@@ -11,22 +12,25 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import click
 import numpy as np
-from host import cpu_seconds, plain, run_plan, turns
+from host import cpu_seconds, medians, plain, spread, turns
 from runs import MARK, machine, print_table, run_ranks, run_undisturbed, save
 
 import qccl
+from qccl.bench.bulk import Bulk
+from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link, parse_size
-from qccl.schedule import Exchange, Schedule
 from qccl.signatures import LAYOUTS
 
 _RANKS, _NODES = 4, 2
+#: of each mode, what MPI's all-reduce is called in the results
+_MPI = {"out of place": "mpi", "in place": "mpi in place"}
 
 
 @click.command()
@@ -63,13 +67,14 @@ def _run(task: dict[str, Any]) -> dict[str, Any]:
 
 def _print(rows: list[dict[str, Any]]) -> None:
     print_table(
-        ("link", "of each", "layout", "", "ms", "floor", "of the line", "MPI ms", "gain", "leader / this", "crossed",
-         "CPU ms per rank", "others"),
+        ("link", "of each", "layout", "", "ms", "floor", "of the line", "of a plain transfer", "MPI ms", "gain",
+         "leader / this", "spread", "crossed", "CPU ms per rank", "others"),
         [
             (r["link"], "rank" if r["link_per_rank"] else "node", layout, mode, f"{side['time'] * 1e3:.2f}",
-             f"{side['floor'] * 1e3:.2f}", f"{side['floor'] / side['time']:.1%}", f"{r['mpi'] * 1e3:.1f}",
-             f"{r['mpi'] / side['time']:.2f}", f"{r['sides']['leader'][mode]['time'] / side['time']:.2f}",
-             f"{side['crossed']:.3f}", f"{side['cpu'] * 1e3:.1f}", f"{r['others']:.0%}")
+             f"{side['floor'] * 1e3:.2f}", f"{side['floor'] / side['time']:.1%}",
+             f"{side['bulk'] / side['time']:.1%}", f"{r[_MPI[mode]] * 1e3:.1f}",
+             f"{r[_MPI[mode]] / side['time']:.2f}", f"{r['sides']['leader'][mode]['time'] / side['time']:.2f}",
+             f"{spread(r['blocks']):.0%}", f"{side['crossed']:.3f}", f"{side['cpu'] * 1e3:.1f}", f"{r['others']:.0%}")
             for r in rows
             for layout, modes in r["sides"].items()
             for mode, side in modes.items()
@@ -83,34 +88,31 @@ def rank(task: dict[str, Any]) -> None:
         x = np.random.default_rng(comm.rank).standard_normal(task["count"]).astype(np.float32)
         y = np.empty_like(x)
         nodes = [r % task["nodes"] for r in range(comm.size)]  # as in the lab; with a link each all seem to be alone
+        wiring = Wiring(tuple(nodes), tuple(range(comm.size) if task["link_per_rank"] else nodes))
+        bulk = Bulk(comm, wiring)
+        z, sides = y.copy(), {"mpi": (plain(comm, x, y), 4)}
+        sides["mpi in place"] = plain(comm, z, z), 4
         calls: dict[tuple[str, str], tuple[Callable[[], object], int]] = {}
         for layout in LAYOUTS:
-            plan = comm.plan(
-                "hierarchical_allreduce",
-                len(x),
-                codec=task["codec"],
-                op="avg",  # which stays finite in place
-                chunk=task["chunk"],
-                layout=layout,
-                node_ids=nodes,
-            )
-            for mode, source in (("out of place", x), ("in place", y)):
-                sent = _sent_between(plan.schedule(in_place=source is y), nodes)
-                calls[layout, mode] = run_plan(plan.bind(source, y)), sent
-        sides = {f"{layout} {mode}": (call, 10) for (layout, mode), (call, _) in calls.items()}
-        times = turns(comm, {"mpi": (plain(comm, x, y), 4)} | sides, task["blocks"])
+            given: dict[str, Any] = {"codec": task["codec"], "chunk": task["chunk"], "layout": layout}
+            given |= {"op": "avg", "node_ids": nodes}  # the mean stays finite in place
+            plan = comm.plan("hierarchical_allreduce", len(x), **given)
+            for mode, source, target in (("out of place", x, y), ("in place", y, None)):
+                call = partial(comm.hierarchical_allreduce, source, target, **given)
+                sent = wiring.crossing(plan.schedule(in_place=target is None))
+                calls[layout, mode] = call, sent
+                most = max(wiring.by_link([int(item) for item in comm.allgather(str(sent).encode())]))
+                sides[f"{layout} {mode}"] = call, 10
+                sides[f"{layout} {mode} bulk"] = bulk.bind(most), 10
+        times = medians(turns(comm, sides, task["blocks"]))
         found: dict[str, dict[str, Any]] = {layout: {} for layout in LAYOUTS}
         for (layout, mode), (call, sent) in calls.items():
+            side = f"{layout} {mode}"
             costs = _costs(comm, call, sent, parse_link(task["link"]).rate)
-            found[layout][mode] = {"time": times[f"{layout} {mode}"]} | costs
+            found[layout][mode] = {"time": times[side], "bulk": times[f"{side} bulk"]} | costs
         if comm.rank == 0:
-            print(MARK + json.dumps({"ranks": comm.size, "mpi": times["mpi"], "sides": found}), flush=True)
-
-
-def _sent_between(schedule: Schedule, nodes: Sequence[int]) -> int:
-    """The bytes that the rank sends to other nodes."""
-    legs = (leg for op in schedule.ops if isinstance(op, Exchange) for leg in op.sends)
-    return sum(len(leg.span) for leg in legs if nodes[leg.peer] != nodes[schedule.rank])
+            kept = {key: times[key] for key in ("mpi", "mpi in place", "blocks")}
+            print(MARK + json.dumps({"ranks": comm.size, "sides": found} | kept), flush=True)
 
 
 def _costs(comm: qccl.Communicator, call: Callable[[], object], sent: int, rate: float) -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 Sections: "lab" behind slow links, beside a plain transfer of the same bytes by the same transport and MPI's own
 all-reduce; "shared" in shared memory beside MPI's; "overlap" of an asynchronous call with a caller who sleeps or
-computes. Sides take turns within one run, in blocks of back-to-back calls; a figure is the median of the blocks' means.
+computes. What is timed is the call as programs make it, out of place (a sum) and in place (the mean, which stays
+finite); in shared memory a bound plan, too. Sides take turns within one run, in blocks of back-to-back calls; a figure
+is the median of the blocks' means, the spread the slowest block less the fastest one over the median.
 """
 
 from __future__ import annotations
@@ -21,12 +23,12 @@ import numpy as np
 from runs import MARK, machine, print_table, run_ranks, run_undisturbed, save
 
 import qccl
+from qccl.bench.bulk import Bulk
+from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import format_size, parse_link, parse_size
 
-__all__ = ["cpu_seconds", "plain", "run_plan", "turns"]
-
-_TAG = 20_000
+__all__ = ["cpu_seconds", "medians", "plain", "spread", "turns"]
 
 
 @click.command()
@@ -87,22 +89,29 @@ def _print(section: str, rows: list[dict[str, Any]]) -> None:
     match section:
         case "lab":
             print_table(
-                ("link", "ranks", "codec", "ms", "plain transfer", "of it", "floor", "of the line", "MPI ms", "gain",
-                 "crossed", "CPU ms per rank", "others"),
+                ("link", "ranks", "codec", "ms", "in place", "floor", "of the line", "of a plain transfer",
+                 "plain transfer of the line", "MPI ms", "in place", "gain", "in place", "spread", "crossed",
+                 "CPU ms per rank", "others"),
                 [
-                    (r["link"], r["ranks"], r["codec"], f"{r['qccl'] * 1e3:.2f}", f"{r['bulk'] * 1e3:.2f}",
-                     f"{r['bulk'] / r['qccl']:.1%}", f"{r['floor'] * 1e3:.2f}", f"{r['floor'] / r['qccl']:.1%}",
-                     f"{r['mpi'] * 1e3:.1f}", f"{r['mpi'] / r['qccl']:.2f}", f"{r['crossed']:.3f}",
-                     f"{r['cpu'] * 1e3:.1f}", f"{r['others']:.0%}")
+                    (r["link"], r["ranks"], r["codec"], f"{r['qccl'] * 1e3:.2f}", f"{r['qccl in place'] * 1e3:.2f}",
+                     f"{r['floor'] * 1e3:.2f}", f"{r['floor'] / r['qccl']:.1%}", f"{r['bulk'] / r['qccl']:.1%}",
+                     f"{r['floor'] / r['bulk']:.1%}", f"{r['mpi'] * 1e3:.1f}", f"{r['mpi in place'] * 1e3:.1f}",
+                     f"{r['mpi'] / r['qccl']:.2f}", f"{r['mpi in place'] / r['qccl in place']:.2f}",
+                     f"{spread(r['blocks']):.0%}", f"{r['crossed']:.3f}", f"{r['cpu'] * 1e3:.1f}",
+                     f"{r['others']:.0%}")
                     for r in rows
                 ],
             )  # fmt: skip
         case "shared":
             print_table(
-                ("ranks", "size", "codec", "us", "MPI us", "ratio", "others"),
+                ("ranks", "size", "codec", "us", "in place", "bound plan", "MPI us", "in place", "ratio", "in place",
+                 "spread", "others"),
                 [
                     (r["ranks"], format_size(4 * r["count"]), r["codec"], f"{r['qccl'] * 1e6:.1f}",
-                     f"{r['mpi'] * 1e6:.1f}", f"{r['qccl'] / r['mpi']:.2f}", f"{r['others']:.0%}")
+                     f"{r['qccl in place'] * 1e6:.1f}", f"{r['plan'] * 1e6:.1f}", f"{r['mpi'] * 1e6:.1f}",
+                     f"{r['mpi in place'] * 1e6:.1f}", f"{r['qccl'] / r['mpi']:.2f}",
+                     f"{r['qccl in place'] / r['mpi in place']:.2f}", f"{spread(r['blocks']):.0%}",
+                     f"{r['others']:.0%}")
                     for r in rows
                 ],
             )  # fmt: skip
@@ -137,38 +146,22 @@ def rank(task: dict[str, Any]) -> None:
             print(MARK + json.dumps({"ranks": comm.size} | found), flush=True)
 
 
-def run_plan(plan: qccl.Plan) -> Callable[[], object]:
-    """A call of the plan, to be timed."""
-    return lambda: plan.start().wait()
+def _both_ways(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Callable[[], object]]:
+    """The calls that programs make, out of place and in place, and MPI's beside them."""
+    given = {key: task[key] for key in ("codec", "algorithm", "chunk")}
+    z = x.copy()
+    return {
+        "qccl": lambda: comm.quantized_allreduce(x, y, **given),
+        "mpi": plain(comm, x, y),
+        "qccl in place": lambda: comm.quantized_allreduce(z, op="avg", **given),
+        "mpi in place": plain(comm, z, z),
+    }
 
 
 def plain(comm: qccl.Communicator, x: Any, y: Any) -> Callable[[], object]:
     """A call of the library's own all-reduce, to be timed."""
-    source, target, allreduce = x.ctypes.data, y.ctypes.data, comm.transport.allreduce
-    return lambda: allreduce(source, target, len(x), "float32", "sum")
-
-
-def _bulk(comm: qccl.Communicator, nbytes: int) -> Callable[[], object]:
-    """A plain transfer of ``nbytes`` to each rank and from each, by a transport like the one that qccl uses."""
-    t = comm.transport.split(0, comm.rank, 60)  # of its own: the engine polls the other
-    out, inbox = np.ones(nbytes, np.uint8), np.zeros((t.size, nbytes), np.uint8)
-    sent = t.buffer(out.ctypes.data, nbytes)
-    got = [t.buffer(inbox[p].ctypes.data, nbytes) for p in range(t.size)]
-    peers = [(t.rank + i) % t.size for i in range(1, t.size)]
-
-    def transfer() -> None:
-        for p in peers:
-            t.receive(p, _TAG, got[p], p)
-        for p in peers:
-            t.send(p, _TAG, sent, p)
-        left, idle = 2 * len(peers), 0
-        while left:
-            completed = len(t.poll(idle=idle))
-            left -= completed
-            idle = 0 if completed else idle + 1
-
-    transfer.memory = out, inbox
-    return transfer
+    allreduce = comm.transport.allreduce
+    return lambda: allreduce(x.ctypes.data, y.ctypes.data, len(x), "float32", "sum")
 
 
 def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
@@ -182,13 +175,25 @@ def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) ->
     return max(float(item) for item in comm.allgather(repr(mine).encode()))
 
 
-def turns(comm: qccl.Communicator, sides: dict[str, tuple[Callable[[], object], int]], blocks: int) -> dict[str, float]:
-    """The sides (a call, and the calls in a block) in turn; the medians of their blocks."""
+def turns(
+    comm: qccl.Communicator, sides: dict[str, tuple[Callable[[], object], int]], blocks: int
+) -> dict[str, list[float]]:
+    """The sides (a call, and the calls in a block) in turn; the means of their blocks."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(blocks):
         for name, (call, calls) in sides.items():
             times[name].append(_seconds(comm, call, calls))
-    return {name: statistics.median(each) for name, each in times.items()}
+    return times
+
+
+def medians(blocks: dict[str, list[float]]) -> dict[str, Any]:
+    """The median of each side's blocks, and the blocks."""
+    return {name: statistics.median(each) for name, each in blocks.items()} | {"blocks": blocks}
+
+
+def spread(blocks: dict[str, list[float]]) -> float:
+    """The greatest of the sides' spreads."""
+    return max((max(each) - min(each)) / statistics.median(each) for each in blocks.values())
 
 
 def cpu_seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
@@ -204,7 +209,8 @@ def cpu_seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int)
 def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
     sent = plan.schedule(in_place=False).sent_nbytes()
     most = max(int(item) for item in comm.allgather(str(sent).encode()))
-    run, bulk = run_plan(plan), _bulk(comm, most // (comm.size - 1))
+    calls = _both_ways(comm, x, y, task)
+    run, bulk = calls["qccl"], Bulk(comm, Wiring.one_link_each(comm.size)).bind(most)
     before, counted = shaped_nbytes(), 5
     for _ in range(counted):
         run()
@@ -213,8 +219,8 @@ def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task:
     blocks = 5
     floor = most / parse_link(task["link"]).rate
     each = max(4, -(-task["calls"] // blocks), min(40, round(0.2 / floor)))  # TCP starts slowly after a pause
-    found = turns(comm, {"qccl": (run, each), "bulk": (bulk, each), "mpi": (plain(comm, x, y), 4)}, blocks)
-    return found | {
+    sides = {name: (call, 4 if name.startswith("mpi") else each) for name, call in calls.items()}
+    return medians(turns(comm, sides | {"bulk": (bulk, each)}, blocks)) | {
         "floor": floor,
         "crossed": crossed,
         "cpu": cpu_seconds(comm, run, 5),
@@ -223,8 +229,8 @@ def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task:
 
 def _measure_shared(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
     each = max(10, min(500, (16 << 20) // x.nbytes))
-    sides = {"qccl": (run_plan(plan), each), "mpi": (plain(comm, x, y), each)}
-    return turns(comm, sides, 15)
+    calls = _both_ways(comm, x, y, task) | {"plan": lambda: plan.start().wait()}
+    return medians(turns(comm, {name: (call, each) for name, call in calls.items()}, 15))
 
 
 # -- overlap ---------------------------------------------------------------------------------------------------------
@@ -243,7 +249,7 @@ def _measure_overlap(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, t
         return both
 
     blocks, each = 5, max(4, -(-task["calls"] // 5))
-    alone = turns(comm, {"call": (call, each)}, blocks)["call"]
+    alone = statistics.median(turns(comm, {"call": (call, each)}, blocks)["call"])
     cpu = cpu_seconds(comm, call, each)
     cores = min(len(os.sched_getaffinity(0)), comm.size)
     sides = {}
@@ -252,7 +258,7 @@ def _measure_overlap(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, t
         "NumPy": _busy(alone, _in_numpy()),
         "Python": _busy(alone, _in_python),
     }.items():
-        times = turns(comm, {"other": (other, each), "both": (beside(other), each)}, blocks)
+        times = medians(turns(comm, {"other": (other, each), "both": (beside(other), each)}, blocks))
         shared = 0.0 if name == "sleep" else (cpu + cpu_seconds(comm, other, each)) * comm.size / cores
         sides[name] = {
             "alone": times["other"],

@@ -1,17 +1,22 @@
 """What compression gains behind slow links, and where it loses: ``python bench/links.py`` (as root; minutes).
 
-One line per link, number of ranks and codec: the time of a call, the least time its bytes take on the link, MPI's own
-all-reduce of the same values in the same run, and the error. "shared memory" has no link: there compression loses.
+One line per link, number of ranks and codec: the time of a call, the least time its bytes take on the link and what a
+plain transfer of them gets, MPI's own all-reduce of the same values in the same run, out of place and in place, and the
+error. "shared memory" has no link: there compression loses. ``--write README.md`` puts the table in its place there.
 """
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 import click
-from runs import allreduce, print_table
+from runs import allreduce, document_table, machine, print_table, rewrite_table
 
-HEAD = ("link", "ranks", "codec", "ms", "floor ms", "of the line", "MPI ms", "speed-up", "relative L2 error")
+HEAD = (
+    *("link", "ranks", "codec", "ms, in place", "floor ms", "of the line", "of a plain transfer", "MPI ms, in place"),
+    *("speed-up, in place", "spread", "relative L2 error"),
+)
 
 
 @click.command()
@@ -20,31 +25,38 @@ HEAD = ("link", "ranks", "codec", "ms", "floor ms", "of the line", "MPI ms", "sp
 @click.option("--size", default="16M", show_default=True)
 @click.option("--codec", default="minmax8,minmax4", show_default=True)
 @click.option("--iters", default=20, show_default=True)
-def main(links: str, ranks: str, size: str, codec: str, iters: int) -> None:
+@click.option("--write", type=click.Path(exists=True, dir_okay=False), help="A page, to put the table in its place.")
+def main(links: str, ranks: str, size: str, codec: str, iters: int, write: str | None) -> None:
     """Print the table."""
-    rows = (
+    before = machine()
+    rows = [
         row
         for link in links.split(",")
         for n in ranks.split(",")
         for row in _rows(link, n, ["-b", size, "-e", size, "-n", str(iters), "--codec", codec])
-    )
+    ]
     print_table(HEAD, rows)
+    if write is not None:
+        rewrite_table(write, "python bench/links.py", document_table(HEAD, rows, before))
 
 
 def _rows(link: str, ranks: str, flags: list[str]) -> Iterator[tuple[object, ...]]:
     limited = [] if link == "none" else ["--link", link]
     for result in allreduce("--ranks", ranks, *limited, *flags)["results"]:
-        side = result["out_of_place"]
+        side, in_place = result["out_of_place"], result["in_place"]
         share = side.get("line_share")
+        rounds = [each[name] for each in (side, in_place) for name in ("time_rounds", "plain_time_rounds")]
         yield (
             "shared memory" if link == "none" else link,
             ranks,
             result["codec"],
-            f"{side['time'] / 1e3:.1f}",
+            f"{side['time'] / 1e3:.1f}, {in_place['time'] / 1e3:.1f}",
             f"{result['floor'] / 1e3:.1f}" if "floor" in result else "",
             "" if share is None else f"{share:.1%}",
-            f"{side['plain_time'] / 1e3:.1f}",
-            f"{side['speedup']:.2f}",
+            f"{side['bulk_share']:.1%}" if "bulk_share" in side else "",
+            f"{side['plain_time'] / 1e3:.1f}, {in_place['plain_time'] / 1e3:.1f}",
+            f"{side['speedup']:.2f}, {in_place['speedup']:.2f}",
+            f"{max((max(each) - min(each)) / statistics.median(each) for each in rounds):.0%}",
             f"{side['relative_l2_error']:.1e}",
         )
 

@@ -5,21 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import platform
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import qccl
 from qccl import _host
 from qccl.bench.lab import Lab
 from qccl.bench.sizes import parse_link
 from qccl.bench.start import find_mpiexec, run_ranks_by_mpiexec
 
-__all__ = ["MARK", "allreduce", "machine", "print_table", "run_ranks", "run_undisturbed", "save"]
+__all__ = [
+    *("MARK", "allreduce", "document_table", "machine", "print_table", "rewrite_table", "run_ranks"),
+    *("run_undisturbed", "save"),
+]
 
 #: what rank 0 begins the line with in which it says what was found
 MARK = "result "
@@ -42,10 +49,31 @@ def allreduce(*flags: str) -> dict[str, Any]:
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a Markdown table."""
-    print("| " + " | ".join(head) + " |")
-    print("| " + " | ".join("---" for _ in head) + " |")
-    for row in rows:
-        print("| " + " | ".join(str(cell) for cell in row) + " |", flush=True)
+    for line in _table(head, rows):
+        print(line, flush=True)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    for row in (head, ["---"] * len(head), *rows):
+        yield "| " + " | ".join(map(str, row)) + " |"
+
+
+def document_table(head: Sequence[str], rows: Iterable[Sequence[object]], of: dict[str, Any]) -> str:
+    """The table, and what it was measured on: what machine() returned before."""
+    what = f"{of['cpu']}, {of['cores']} cores, {of['mpi']}, qccl {of['qccl']} ({of['commit']}), {of['date']}"
+    return "\n".join(_table(head, rows)) + f"\n\n(Measured on {what}.)"
+
+
+def rewrite_table(page: str, command: str, text: str) -> None:
+    """Put ``text`` between the two comments of a page that name the command which measures it."""
+    path = Path(page)
+    begin, end = f"<!-- measured by {command} -->\n", f"<!-- end of {command} -->"
+    head, found, rest = path.read_text(encoding="utf-8").partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not found or not closed:
+        raise SystemExit(f"{page} has no lines {begin.strip()!r} and {end!r}; put them around the table's place")
+    path.write_text(f"{head}{begin}\n{text}\n\n{end}{tail}", encoding="utf-8")
+    print(f"wrote the table of {page}")
 
 
 def run_ranks(script: str, ranks: int, task: dict[str, Any], lab: Lab | None) -> dict[str, Any]:
@@ -113,6 +141,9 @@ def machine() -> dict[str, Any]:
         "cores": len(os.sched_getaffinity(0)),
         "instruction set": _host.isa,
         "mpi": f"{mpi.name} {mpi.version}",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "qccl": qccl.__version__,
         "commit": commit(),
         "date": date.today().isoformat(),
         "load before": os.getloadavg(),

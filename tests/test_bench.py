@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -539,3 +540,26 @@ def test_nodes_need_a_link() -> None:
     ):
         done = bench("allreduce", *arguments)
         assert done.returncode == 2 and reason in done.stderr
+
+
+# -- the tables of the documentation -----------------------------------------------------------------------------------
+
+
+def test_a_measured_table_takes_its_place_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the README has the place that `bench/links.py --write README.md` fills."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    runs = importlib.import_module("runs")
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "README.md").read_text())
+    before, _, rest = page.read_text().partition("<!-- measured by python bench/links.py -->\n")
+    _, _, after = rest.partition("<!-- end of python bench/links.py -->")
+    of = {"cpu": "a processor", "cores": 2, "mpi": "MPICH 5", "qccl": "1.0", "commit": "abc", "date": "2026-11-22"}
+    table = runs.document_table(("link", "ms"), [("1gbit", 34.2)], of)
+    assert table.splitlines()[:3] == ["| link | ms |", "| --- | --- |", "| 1gbit | 34.2 |"]
+    assert table.endswith("(Measured on a processor, 2 cores, MPICH 5, qccl 1.0 (abc), 2026-11-22.)")
+    for _ in range(2):
+        runs.rewrite_table(str(page), "python bench/links.py", table)
+        found = page.read_text()
+        assert found.count(table) == 1 and found.startswith(before) and found.endswith(after)
+    with pytest.raises(SystemExit, match="has no lines '<!-- measured by python other"):
+        runs.rewrite_table(str(page), "python other.py", table)
