@@ -21,21 +21,21 @@ def _file(path: Path) -> Iterator[str]:
     yield f"[the file](results/{path.name}). Times are in milliseconds, and medians.\n"
     yield "### Behind slow links\n"
     yield "16 MiB in each call. The floor is the time that the encoded bytes alone need on the link; a plain transfer"
-    yield "moves as many bytes by the same library.\n"
+    yield "moves as many bytes by the same library in the same run. Of two figures the second is in place.\n"
     lab = found["lab"]
     yield from _table(
         ("link", "ranks", "codec", "qccl", "floor", "plain transfer", "MPI", "MPI / qccl"),
         (
-            (r["link"], r["ranks"], r["codec"], *map(_ms, (r["qccl"], r["floor"], r["bulk"], r["mpi"])), _over(r))
+            (r["link"], r["ranks"], r["codec"], _both(r, "qccl"), *map(_ms, (r["floor"], r["bulk"])), *_beside(r))
             for r in lab
         ),
     )
     yield "### In shared memory\n"
     yield "More ranks than cores share the processors.\n"
     yield from _table(
-        ("size", "ranks", "codec", "qccl", "MPI", "MPI / qccl"),
+        ("size", "ranks", "codec", "qccl", "a bound plan", "MPI", "MPI / qccl"),
         (
-            (f"{4 * r['count'] >> 10} KiB", r["ranks"], r["codec"], _ms(r["qccl"]), _ms(r["mpi"]), _over(r))
+            (f"{4 * r['count'] >> 10} KiB", r["ranks"], r["codec"], _both(r, "qccl"), _plan(r), *_beside(r))
             for r in found["shared"]
         ),
     )
@@ -61,5 +61,16 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}" if seconds < 0.1 else f"{seconds * 1e3:.0f}"
 
 
-def _over(row: dict[str, Any]) -> str:
-    return f"{row['mpi'] / row['qccl']:.2f}"
+def _both(row: dict[str, Any], side: str) -> str:
+    """Out of place and in place; earlier files have no times in place."""
+    return ", ".join(_ms(row[name]) for name in (side, f"{side} in place") if name in row)
+
+
+def _plan(row: dict[str, Any]) -> str:
+    return _ms(row["plan"]) if "plan" in row else ""
+
+
+def _beside(row: dict[str, Any]) -> tuple[str, str]:
+    """MPI's times, and how much longer than qccl's they are."""
+    modes = [mode for mode in ("", " in place") if f"mpi{mode}" in row]
+    return _both(row, "mpi"), ", ".join(f"{row[f'mpi{mode}'] / row[f'qccl{mode}']:.2f}" for mode in modes)
