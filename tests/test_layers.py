@@ -68,6 +68,7 @@ PACKAGES: dict[str, set[str]] = {
     "bench": {"click", "numpy"},
     "bench/info.py": {"click", "mpi4py"},
     "bench/plot.py": {"matplotlib"},
+    "bench/rank.py": {"torch"},
     "bench/sweep.py": {"mpi4py", "numpy"},
     "codecs": {"numpy"},
     "engines/cuda_program.py": {"numpy"},

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from qccl.codecs import Dithering, MinMax, OneBit, TopK, Trellis
+from qccl.bench.data import from_float32, to_float32
+from qccl.codecs import Dithering, MinMax, OneBit, RandomK, TopK, Trellis
 from qccl.collectives.layout import cut_for_all
 from qccl.dtypes import DType
 
@@ -47,9 +48,9 @@ def allreduce_bound(
     """
     size = len(values)
     if size == 1:
-        return np.zeros(values[0].shape)
+        return _storing(values[0].astype(np.float64), np.zeros(values[0].shape), dtype)
     sent = [algorithm != "two_round" or rank != owner for rank in range(size)]
-    coded = [codec.error_bound(v) if s else np.zeros(v.shape) for v, s in zip(values, sent, strict=True)]
+    coded = [_coding(codec, v, dtype) if s else np.zeros(v.shape) for v, s in zip(values, sent, strict=True)]
     exact, error = allreduce_exact(values, op), _combined(coded, _magnitude(values), op)
     if op == "avg":
         error = error / size + _TINY32
@@ -127,6 +128,15 @@ def _combined(errors: Sequence[NDArray[np.float64]], magnitude: NDArray[np.float
         return cast("NDArray[np.float64]", np.maximum.reduce(errors))
     error: NDArray[np.float64] = np.add.reduce(errors)
     return error + _rounding(len(errors) + 1) * (magnitude + error) + len(errors) * _TINY32
+
+
+def _coding(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float64]:
+    """The error of encoding values that need not be exact in ``dtype``, in which sparse codecs send them."""
+    if not codec.sparse:
+        return codec.error_bound(x)
+    sent = to_float32(from_float32(x, dtype), dtype)
+    bound: NDArray[np.float64] = codec.error_bound(sent if isinstance(codec, RandomK) else x) + np.abs(sent - x)
+    return bound
 
 
 def _storing(exact: NDArray[np.float64], error: NDArray[np.float64], dtype: DType) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,13 +17,15 @@ from qccl.bench import accuracy, data, reference
 from qccl.bench.arrays import Arrays
 from qccl.bench.kinds import KINDS, neighbours
 from qccl.codecs.base import Codec
+from qccl.codecs.feedback import momentum_of
 from qccl.codecs.none import NoCodec
 from qccl.collectives.layout import Layout
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, CodecError
 from qccl.plan import Plan
 from qccl.schedule import Exchange, Schedule
-from qccl.signatures import Coalesced, Hierarchical, PeerExchange
+from qccl.signatures import Coalesced, Hierarchical, PeerExchange, of_plan
+from qccl.signatures.base import Signature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.memory.base import Values
 
-__all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring"]
+__all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "plain_name", "signature_of"]
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,11 @@ class Wiring:
 class QuantizedCall:
     """The compressed collective: the communicator's method, or a plan that is bound once and run many times.
 
+    A codec that keeps something from call to call does so by a key that is made of its name, and begins with nothing.
+
     Attributes:
         plan: tells what the call does; only with ``as_plan`` is it what is called.
+        codec: what encodes, without what it keeps from call to call.
         codecs: all of them, the one that counts most last.
         shards: parts of the vector, each with buckets of its own, that are worked on by one rank (of each node).
     """
@@ -103,40 +108,47 @@ class QuantizedCall:
         *,
         as_plan: bool = False,
     ) -> None:
-        self.case, self.codec = case, codec
+        self.case, self.codec, self._comm = case, codec.plain, comm
         self._as_plan = as_plan
         kind = KINDS[case.kind]
         self.identical = kind.identical
-        given = dict(parameters)
-        if "root" in kind.parameters:
-            given["root"] = case.root
-        if kind.combines:
-            given["op"] = case.op
-        if kind.algorithms:
-            given["algorithm"] = algorithm
-        self._comm = comm
-        self._given = {"codec": _as_written(codec), "chunk": chunk} | given
-        common = (case.count, case.dtype, codec, chunk)
-        if case.kind == Coalesced.name:
-            self._each = _equal_arrays(case.count, codec, given.pop("arrays"))
-            del self._given["arrays"]
-            self.plan = Plan(comm, Coalesced.make(*common, each=self._each, **given))
-        elif case.kind == PeerExchange.name:
-            peers = neighbours(comm.rank, comm.size)
-            self.plan = Plan(comm, PeerExchange.make(*common, send_to=peers, receive_from=peers, applied=True))
-        else:
-            self.plan = comm.plan(case.kind, case.count, case.dtype, codec=codec, chunk=chunk, **given)
+        self._key = f"qccl-bench {codec.spec()}" if codec.remembers else None
+        self._mu = np.float32(momentum_of(codec))
+        given = parameters_of(case, algorithm, {"node_ids": comm.nodes, **parameters})
+        self._given = {"codec": _as_written(codec), "chunk": chunk, **given}
+        self._given.pop("arrays", None)
+        if self._key is not None:
+            self._given["key"] = self._key
+        self.forget()
+        self.plan = Plan(comm, signature_of(case, codec, chunk, given, comm), self._key)
         schedule = self.plan.schedule(in_place=kind.is_allreduce)
         self.name, self.algorithm = codec.spec(), schedule.name
-        self.codecs: tuple[Codec, ...] = (codec,)
+        self.codecs: tuple[Codec, ...] = (self.codec,)
         self.shards = 1 if self.algorithm == "one_shot" else comm.size
         if isinstance(self.plan.signature, Hierarchical):
             self._nodes, parts, self._between = self.plan.signature.resolved()
-            self.codecs = (self.plan.signature.intra, codec)
+            self.codecs = (self.plan.signature.intra, self.codec)
             self.shards = parts * (len(self._nodes) if self._between == "two_round" else 1)
         wiring = wiring or Wiring.one_link_each(comm.size)
         sent = comm.allgather(struct.pack("<q", wiring.crossing(schedule)))
         self.sent: list[int] = wiring.by_link([struct.unpack("<q", item)[0] for item in sent])
+
+    @property
+    def growth(self) -> int:
+        """How many times the values at most grow by what the codec kept, where each call's result is the next's input.
+
+        Residuals and momenta are then geometric series: no more than twice, and for momentum thrice, the last values.
+        """
+        return 1 if self._key is None else 4
+
+    def forget(self) -> None:
+        """Collective: let the next call find nothing that calls before it kept, nor those of other codecs."""
+        if self._key is not None:
+            self._comm.reset()
+
+    def contributions(self, values: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+        """What the ranks' inputs add to the result of a first call: momentum counts a new value 1 + mu times."""
+        return [x + self._mu * x for x in values] if self._mu else list(values)
 
     def counts(self, comm: Communicator) -> tuple[int, int]:
         """Elements of this rank's input and output."""
@@ -172,7 +184,8 @@ class QuantizedCall:
 
     def _pieces(self, whole: Any) -> list[Any]:
         """The arrays that a call of many is of."""
-        return [whole[start:stop] for start, stop in pairwise(accumulate(self._each, initial=0))]
+        assert isinstance(self.plan.signature, Coalesced)
+        return [whole[start:stop] for start, stop in pairwise(accumulate(self.plan.signature.each, initial=0))]
 
     def plan_on(self, x: Any, out: Any) -> Plan:
         """The plan, bound to ``x`` and ``out``: to their pieces where the call is of several arrays."""
@@ -183,7 +196,7 @@ class QuantizedCall:
                 for name, whole in (("input", x), ("output", out))
                 for i, piece in enumerate(self._pieces(whole))
             }
-            return self.plan._bind_values(arrays, out, None)
+            return self.plan._bind_values(arrays, out, self._key)
         if case.kind == PeerExchange.name:
             names = ["applied", *(f"replica {peer}" for peer in neighbours(self._comm.rank, self._comm.size))]
             pieces = (out[i * case.count : (i + 1) * case.count] for i in range(len(names)))
@@ -223,10 +236,51 @@ def _as_written(codec: Codec) -> str | Codec:
     return codec
 
 
+class _Place(Protocol):
+    """Which of how many ranks."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+
+def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """What the case's collective has as parameters, of those and the case's own."""
+    kind = KINDS[case.kind]
+    given = {name: parameters[name] for name in kind.parameters if name in parameters}
+    if "root" in kind.parameters:
+        given["root"] = case.root
+    if kind.combines:
+        given["op"] = case.op
+    if kind.algorithms:
+        given["algorithm"] = algorithm
+    return given
+
+
+def signature_of(
+    case: Case, codec: Codec, chunk: int | None, parameters: Mapping[str, Any], place: _Place
+) -> Signature:
+    """The call with its ``parameters_of``. Raises ArgumentError for what is impossible."""
+    common, given = (case.count, case.dtype, codec, chunk), dict(parameters)
+    if case.kind == Coalesced.name:
+        return Coalesced.make(*common, each=_equal_arrays(case.count, codec, given.pop("arrays")), **given)
+    if case.kind == PeerExchange.name:
+        peers = neighbours(place.rank, place.size)
+        return PeerExchange.make(*common, send_to=peers, receive_from=peers, applied=True)
+    return of_plan(case.kind, *common, given)
+
+
 def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
     """The elements of so many arrays, as equal as whole buckets can be: then the buckets are those of one array."""
     layout = Layout(count, arrays, codec.granule, 1)
     return tuple(len(layout.shard(i)) for i in range(arrays))
+
+
+def plain_name(comm: Communicator) -> str:
+    """The library under the communicator."""
+    return "gloo" if comm.transport.name == "torch" else str(comm.transport.name)
 
 
 class PlainCall:
@@ -235,14 +289,22 @@ class PlainCall:
     identical = False
     codec: Codec = NoCodec()
     codecs = (codec,)
+    growth = 1
 
     def __init__(self, comm: Communicator, case: Case, wiring: Wiring | None = None) -> None:
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
-        self.name, self.algorithm, self.shards = comm.transport.name, "", comm.size
+        self.name, self.algorithm, self.shards = plain_name(comm), "", comm.size
         wiring = wiring or Wiring.one_link_each(comm.size)
         nodes = len(set(wiring.nodes))
         each = 2 * (nodes - 1) * case.nbytes // nodes * nodes // len(set(wiring.links))
         self.sent = [each] * len(set(wiring.links))
+
+    def forget(self) -> None:
+        """Nothing: no call keeps anything."""
+
+    def contributions(self, values: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
+        """The inputs themselves."""
+        return list(values)
 
     def counts(self, comm: Communicator) -> tuple[int, int]:
         """Elements of this rank's input and output."""

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import click
 
 import qccl
 from qccl import codecs, dtypes
-from qccl.bench.options import DTYPES
-from qccl.bench.params import checked, codec_list, list_of, output_file, picture_file
+from qccl.bench.files import write_json
+from qccl.bench.options import DTYPES, STDOUT
+from qccl.bench.params import checked, codec_list, list_of, output_file_or_stdout, picture_file
 from qccl.bench.sizes import parse_size
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
@@ -97,7 +100,14 @@ class Speed:
 )
 @click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
 @click.option("--plot", "picture", callback=checked(picture_file), metavar="FILE", help="With --frontier: a picture.")
-@click.option("-J", "--json", "path", callback=checked(output_file), metavar="FILE", help="Write the figures.")
+@click.option(
+    "-J",
+    "--json",
+    "path",
+    callback=checked(output_file_or_stdout),
+    metavar="FILE",
+    help="Write the figures, after each row; -: to standard output, the table to standard error.",
+)
 def codec(
     size: int,
     iters: int,
@@ -128,31 +138,51 @@ def codec(
         return _frontier(specs, picture, path)
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
-    click.echo(
-        f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {_host.isa}, "
-        f"{f'{threads} threads' if threads > 1 else 'one core'}"
-    )
-    click.echo("#")
-    for line in _header(sources):
-        click.echo(line)
-    found = []
-    for spec in specs or codec_list(DEFAULT_CODECS):
-        for name in names:
-            speed = measure_codec(
-                codecs.get(spec), dtypes.get(DTYPES[name]), size, iters, warmup_iters, sources, threads
-            )
-            found.append(speed)
-            click.echo(_line(speed, name))
-    if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            shares = [{op: speed.share(op) for op in ("encode", "decode", "reduce")} for speed in found]
-            results = [asdict(speed) | {"share": share} for speed, share in zip(found, shares, strict=True)]
-            json.dump(
-                {"qccl_version": qccl.__version__, "isa": _host.isa, "threads": threads, "results": results},
-                file,
-                indent=1,
-            )
-        click.echo(f"# Wrote {path}")
+    head = {"qccl_version": qccl.__version__, "isa": _host.isa, "threads": threads}
+    with _Output(path, head) as output:
+        output.line(
+            f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {_host.isa}, "
+            f"{f'{threads} threads' if threads > 1 else 'one core'}"
+        )
+        output.line("#")
+        for line in _header(sources):
+            output.line(line)
+        for spec, name in itertools.product(specs or codec_list(DEFAULT_CODECS), names):
+            dtype = dtypes.get(DTYPES[name])
+            speed = measure_codec(codecs.get(spec), dtype, size, iters, warmup_iters, sources, threads)
+            output.line(_line(speed, name))
+            shares = {op: speed.share(op) for op in ("encode", "decode", "reduce")}
+            output.add(asdict(speed) | {"share": shares})
+
+
+class _Output:
+    """Where the table and the figures go: figures into a file, after each row, or to standard output at the end.
+
+    ``path``: as --json has it. ``head``: what the document has beside the results.
+    """
+
+    def __init__(self, path: str | None, head: dict[str, Any]) -> None:
+        self._path = path
+        self._document = {**head, "results": []}
+
+    def __enter__(self) -> _Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        if self._path == STDOUT:
+            click.echo(json.dumps(self._document, indent=1))
+        elif self._path is not None and kind is None:
+            self.line(f"# Wrote {self._path}")
+
+    def line(self, text: str) -> None:
+        """Print a line of the table."""
+        click.echo(text, err=self._path == STDOUT)
+
+    def add(self, *results: dict[str, Any]) -> None:
+        """Take the figures of more rows."""
+        self._document["results"] += results
+        if self._path not in (None, STDOUT):
+            write_json(self._path, self._document)
 
 
 def _frontier(specs: Sequence[str] | None, picture: str | None, path: str | None) -> None:
@@ -160,19 +190,17 @@ def _frontier(specs: Sequence[str] | None, picture: str | None, path: str | None
     from qccl.bench import frontier
 
     points = frontier.measure(specs or frontier.FRONTIER)
-    click.echo(f"# qccl-bench {qccl.__version__} codec --frontier, {frontier.COUNT} float32 of each kind")
-    click.echo("# relative L2 error of one encode and decode; in brackets: other systems' formulas")
-    for line in frontier.table(points):
-        click.echo(line)
-    if picture is not None:
-        from qccl.bench.plot import write_frontier
+    with _Output(path, {"qccl_version": qccl.__version__}) as output:
+        output.line(f"# qccl-bench {qccl.__version__} codec --frontier, {frontier.COUNT} float32 of each kind")
+        output.line("# relative L2 error of one encode and decode; in brackets: other systems' formulas")
+        for line in frontier.table(points):
+            output.line(line)
+        if picture is not None:
+            from qccl.bench.plot import write_frontier
 
-        write_frontier(picture, points)
-        click.echo(f"# Wrote {picture}")
-    if path is not None:
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump({"qccl_version": qccl.__version__, "results": [asdict(p) for p in points]}, file, indent=1)
-        click.echo(f"# Wrote {path}")
+            write_frontier(picture, points)
+            output.line(f"# Wrote {picture}")
+        output.add(*map(asdict, points))
 
 
 def measure_codec(

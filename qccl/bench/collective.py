@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -10,11 +11,20 @@ from typing import Any
 import click
 
 import qccl
+from qccl.bench.cases import check_calls
 from qccl.bench.kinds import KINDS
-from qccl.bench.lab import Lab, LabError, obstacle
-from qccl.bench.options import DTYPES, OPS, Options
-from qccl.bench.params import checked, codec_list, list_of, nccl_only, output_file, picture_file
-from qccl.bench.progress import Bar, is_progress
+from qccl.bench.lab import Lab, obstacle
+from qccl.bench.options import DTYPES, OPS, STDOUT, Options
+from qccl.bench.params import (
+    checked,
+    codec_list,
+    list_of,
+    nccl_only,
+    output_file,
+    output_file_or_stdout,
+    picture_file,
+)
+from qccl.bench.progress import Bar, decode_report, encode_progress, is_progress, is_report
 from qccl.bench.sizes import parse_link, parse_size
 from qccl.bench.start import run_ranks_by_mpiexec, stoppable
 from qccl.launch import Launcher, detect
@@ -34,6 +44,7 @@ _LAYOUT_HELP = "Who speaks for a node: its first rank, or each for a part [leade
 _INTRA_HELP = "How values move inside nodes [none]."
 _ARRAYS_HELP = "Arrays of equal size that the vector consists of [16]."
 _PLAN_HELP = "Time a plan that is bound once, not the communicator's method."
+_JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
 _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto."
 
 
@@ -90,9 +101,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option("--link", callback=checked(lambda text: parse_link(text).name), metavar="RATE", help=_LINK_HELP),
     click.option("--nodes", type=click.IntRange(min=1), metavar="N", help=_NODES_HELP),
     click.option("--link-per-rank", is_flag=True, help="With --nodes: each rank of a node has a link of its own."),
-    click.option(
-        "-J", "--json", callback=checked(output_file), metavar="FILE", help="Write nccl-tests' JSON, and more."
-    ),
+    click.option("-J", "--json", callback=checked(output_file_or_stdout), metavar="FILE", help=_JSON_HELP),
     click.option("--plot", callback=checked(picture_file), metavar="FILE", help="Draw it (.png, .svg, .pdf)."),
     click.option("--trace", callback=checked(output_file), metavar="FILE", help=_TRACE_HELP),
     nccl_only,
@@ -138,10 +147,12 @@ def command(name: str) -> click.Command:
 
 def _run(ranks: int | None, options: Options) -> int:
     """Start the ranks, or be one; the exit status."""
-    launcher = detect()
-    with stoppable():
+    with stoppable(), _Screen(to_stderr=options.json == STDOUT) as screen:
         try:
-            return _start(ranks or _DEFAULT_RANKS, options) if launcher is None else _join(launcher, ranks, options)
+            launcher = detect()
+            if launcher is None:
+                return _start(ranks or _DEFAULT_RANKS, options, screen)
+            return _join(launcher, ranks, options, screen)
         except KeyboardInterrupt:
             click.echo("qccl-bench: stopped; its ranks and networks are gone", err=True)
             return 130
@@ -170,50 +181,74 @@ def _check(options: Options) -> None:
         raise click.UsageError(f"--link {o.link}: {reason}")
 
 
-def _start(ranks: int, options: Options) -> int:
+def _check_calls(options: Options, size: int) -> None:
+    """What no call of the run may be, on so many ranks."""
+    try:
+        check_calls(options, size)
+    except (qccl.ArgumentError, qccl.CodecError) as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _start(ranks: int, options: Options, screen: _Screen) -> int:
     """Start the ranks and show what rank 0 prints; the exit status."""
     if options.link is not None and ranks == 1:
         raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
-    bar = Bar(sys.stderr)
+    _check_calls(options, ranks)
     command = [sys.executable, "-m", "qccl.bench.worker", options.to_json()]
     calls = options.iters + options.warmup_iters + options.check + 2
     o = options
     lab_of = Lab(ranks, parse_link(o.link), o.nodes, link_per_rank=o.link_per_rank) if o.link else None
     with lab_of or contextlib.nullcontext() as lab:
-        try:
-            return run_ranks_by_mpiexec(
-                ranks,
-                command,
-                lab=lab,
-                smallest=options.minbytes,
-                silence=calls * options.timeout + 60,
-                on_line=lambda line: _show(line, bar),
-            )
-        finally:
-            bar.clear()
+        return run_ranks_by_mpiexec(
+            ranks,
+            command,
+            lab=lab,
+            smallest=options.minbytes,
+            silence=calls * options.timeout + 60,
+            on_line=screen.show,
+        )
 
 
-def _join(launcher: Launcher, ranks: int | None, options: Options) -> int:
+def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Screen) -> int:
     """Be one of the launcher's ranks; the exit status."""
-    from qccl.bench.sweep import Sweep
+    from qccl.bench.rank import run_rank
 
     if options.link is not None:
-        raise LabError(f"--link starts its own ranks, but {launcher.name} has started this one; leave one of them out")
+        raise click.UsageError(
+            f"--link starts its own ranks, but {launcher.name} has started this one; leave one of them out"
+        )
     if ranks not in (None, launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
-    bar = Bar(sys.stderr)
-    with qccl.init(backend=options.backend, timeout=options.timeout) as comm:
-        try:
-            return 0 if Sweep(comm, options, emit=lambda line: _show(line, bar), progress=bar.show).run() else 1
-        finally:
-            bar.clear()
+    _check_calls(options, launcher.size)
+    return run_rank(options, screen.show, lambda *step: screen.show(encode_progress(*step)))
 
 
-def _show(line: str, bar: Bar) -> None:
-    """Print a line of the table above the bar, or move the bar."""
-    if is_progress(line):
-        bar.feed(line)
-    else:
-        bar.clear()
-        click.echo(line)
-        bar.draw()
+class _Screen:
+    """Shows what rank 0 says: the table above the bar, and at the end the report that is for standard output.
+
+    The report comes also where the run was stopped: the last one that rank 0 sent. ``to_stderr``: the table goes there.
+    """
+
+    def __init__(self, *, to_stderr: bool) -> None:
+        self._bar = Bar(sys.stderr)
+        self._to_stderr = to_stderr
+        self._report: dict[str, Any] | None = None
+
+    def __enter__(self) -> _Screen:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.clear()
+        if self._report is not None:
+            click.echo(json.dumps(self._report, indent=1))
+
+    def show(self, line: str) -> None:
+        """Take a line of rank 0's."""
+        if is_progress(line):
+            self._bar.feed(line)
+        elif is_report(line):
+            self._report = decode_report(line)
+        else:
+            self._bar.clear()
+            click.echo(line, err=self._to_stderr)
+            self._bar.draw()

@@ -169,7 +169,7 @@ def _measure_mode(
             checked.append(check(comm, call, run, x, out, counts.checks))
         else:
             checked.append(check_parts(comm, call, run, x, out, counts.checks))
-        most = _calls_until_overflow(call.case, comm.size) if out is x else 1 << 62
+        most = _calls_until_overflow(call.case, comm.size, call.growth) if out is x else 1 << 62
         timed.append(_Timed(run, sum(call.sent), most=most))
         beside.append(None if transfer is None else _Timed(transfer, 0, renews=False))
     for n in _cut(counts):
@@ -244,10 +244,10 @@ def _side(
     return Side(rounds, wrong, error, crossed, statistics.median(transfers) if transfers else None)
 
 
-def _calls_until_overflow(case: Case, size: int) -> int:
-    if case.op != "sum" or size == 1:
-        return 1 << 62
-    return max(2, int(_HEADROOM[case.dtype.name] / math.log2(size)))
+def _calls_until_overflow(case: Case, size: int, growth: int = 1) -> int:
+    """``growth``: see QuantizedCall."""
+    factor = (size if case.op == "sum" else 1) * growth
+    return 1 << 62 if factor == 1 else max(2, int(_HEADROOM[case.dtype.name] / math.log2(factor)))
 
 
 def _combined(times: Sequence[float], average: int) -> float:

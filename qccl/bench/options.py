@@ -9,7 +9,10 @@ from typing import Any
 
 from qccl.bench.sizes import sweep
 
-__all__ = ["DTYPES", "NCCL_NAMES", "OPS", "Options"]
+__all__ = ["DTYPES", "NCCL_NAMES", "OPS", "STDOUT", "Options"]
+
+#: instead of a file's name, for --json
+STDOUT = "-"
 
 #: nccl-tests' names of the element types, and ours
 DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
@@ -37,7 +40,7 @@ class Options:
         collective: one of kinds.KINDS.
         root, layout, intra, inter: as in the collectives that have them.
         arrays: that a call is of, where it is of many.
-        json, plot, trace: files to write, or None.
+        json, plot, trace: files to write, or None; json may be STDOUT.
         args: the command line.
     """
 

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from qccl import codecs
+from qccl.bench.options import STDOUT
 
-__all__ = ["checked", "codec_list", "list_of", "nccl_only", "output_file", "picture_file"]
+__all__ = ["checked", "codec_list", "list_of", "nccl_only", "output_file", "output_file_or_stdout", "picture_file"]
 
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -46,6 +47,11 @@ def codec_list(text: str) -> tuple[str, ...]:
     """Codecs with commas between them: ``minmax8,minmax4:bucket=256,rounding=stochastic,none``."""
     # A comma also separates the options of a codec, which begin with "key=".
     return tuple(codecs.get(spec.strip()).spec() for spec in re.split(r",(?!\s*\w+\s*=)", text))
+
+
+def output_file_or_stdout(text: str) -> str:
+    """The absolute path of a file that can be written; "-" stays, and is standard output."""
+    return text if text == STDOUT else output_file(text)
 
 
 def output_file(text: str) -> str:

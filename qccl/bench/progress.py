@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, which the ranks feed through marked lines of their output."""
+"""What the ranks say beside the table, in marked lines of their output: how far the run is, and its report."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import json
 import shutil
 import time
 from collections.abc import Callable
-from typing import TextIO
+from typing import Any, TextIO
 
-__all__ = ["Bar", "Progress", "encode_progress", "is_progress"]
+__all__ = ["Bar", "Progress", "decode_report", "encode_progress", "encode_report", "is_progress", "is_report"]
 
 #: called with (steps done, steps in all, what comes next)
 Progress = Callable[[int, int, str], None]
 
-_MARK = "\x1e"  # ASCII's record separator begins a line that is not for the reader
+#: ASCII's separators of records and of groups begin lines that are not for the reader
+_MARK, _REPORT_MARK = "\x1e", "\x1d"
 _WIDTH = 30
 
 
@@ -25,6 +26,22 @@ def encode_progress(done: int, total: int, label: str) -> str:
 def is_progress(line: str) -> bool:
     """Whether encode_progress() made this line."""
     return line.startswith(_MARK)
+
+
+def encode_report(document: dict[str, Any]) -> str:
+    """The line by which rank 0 hands over all that the run has found so far."""
+    return _REPORT_MARK + json.dumps(document)
+
+
+def is_report(line: str) -> bool:
+    """Whether encode_report() made this line."""
+    return line.startswith(_REPORT_MARK)
+
+
+def decode_report(line: str) -> dict[str, Any]:
+    """The document in a line of encode_report()."""
+    document: dict[str, Any] = json.loads(line[len(_REPORT_MARK) :])
+    return document
 
 
 class Bar:

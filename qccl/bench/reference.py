@@ -14,7 +14,7 @@ import numpy as np
 
 from qccl import _host
 from qccl.bench.data import from_float32, to_float32
-from qccl.codecs import RandomK
+from qccl.codecs import RandomK, TopK
 from qccl.dtypes import FLOAT32, DType
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ def allreduce(
         return from_float32(values[0], dtype)
     is_two_round = algorithm == "two_round"
     terms = (
-        v if is_two_round and rank == owner else _coded(codec, v, start, call, 0, rank) for rank, v in enumerate(values)
+        v if is_two_round and rank == owner else _sent(codec, v, dtype, start, call, rank)
+        for rank, v in enumerate(values)
     )
     total = _total(list(terms), op, np.float32(1 / size) if op == "avg" else None)
     if is_two_round:
@@ -119,6 +120,12 @@ def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: 
     _host.Encode(memory, kernel, FLOAT32.code, (0, 0), (1, 0), x.size, *place)()
     _host.Decode(memory, kernel, FLOAT32.code, (1, 0), (2, 0), x.size, False, *place)()
     return decoded
+
+
+def _sent(codec: Codec, x: NDArray[np.float32], dtype: DType, index: int, call: int, rank: int) -> NDArray[np.float32]:
+    """``_coded`` in round 0 of values that need not be exact in ``dtype``: TopK rounds what it sends to it."""
+    decoded = _coded(codec, _as_kept(codec, x, dtype), index, call, 0, rank)
+    return to_float32(from_float32(decoded, dtype), dtype) if isinstance(codec, TopK) else decoded
 
 
 def _as_kept(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 from collections.abc import Sequence
@@ -45,11 +44,15 @@ class Report:
     Attributes:
         devices: where each rank runs.
         plain: name and version of the library whose all-reduce is the yardstick.
+        complete: the run has come to its end.
+        errors: what ended it before.
     """
 
     def __init__(self, options: Options, devices: Sequence[Device], plain: str, link: Link | None) -> None:
         self._options, self._link = options, link
         self.devices, self.plain = devices, plain
+        self.complete = False
+        self.errors: list[str] = []
         self._start, self._load = _now(), os.getloadavg()
         self._on_gpus = any(device.device >= 0 for device in devices)
         self._rows: list[tuple[Row, Row | None]] = []
@@ -89,15 +92,10 @@ class Report:
             "speedup": {codec: {"least": ends[0], "greatest": ends[1]} for codec, ends in t.speedups.items()},
             "greatest_spread": t.spread,
             "crossed_link": t.crossed,
-            "errors": [],
+            "errors": self.errors,
+            "complete": self.complete,
             "end_time": _now(),
         }
-
-    def write(self, path: str) -> None:
-        """Write the file."""
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(self.document(), file, indent=1)
-            file.write("\n")
 
     def _config(self) -> dict[str, Any]:
         o = self._options

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import itertools
 import json
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import qccl
-from qccl import codecs, dtypes
+from qccl import codecs
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
 from qccl.bench.bulk import Bulk
-from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
+from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring, plain_name
+from qccl.bench.cases import cases, parameters
 from qccl.bench.data import gaussian
+from qccl.bench.files import write_json
 from qccl.bench.kinds import KINDS
 from qccl.bench.lab import shaped_nbytes
 from qccl.bench.measure import Counts, measure
-from qccl.bench.options import DTYPES, Options
-from qccl.bench.progress import Progress
+from qccl.bench.options import STDOUT, Options
+from qccl.bench.progress import Progress, encode_report
 from qccl.bench.report import Device, Report
 from qccl.bench.sizes import format_size, parse_link
 from qccl.codecs.base import Codec
@@ -44,7 +47,8 @@ _TIMED = {
 class Sweep:
     """One run: ``run()`` measures everything, on all ranks, and says whether all was right.
 
-    ``emit`` gets the lines of the table, ``progress`` the steps, both on rank 0 only.
+    ``emit`` gets the lines of the table (with ``--json -`` reports among them, see progress.encode_report),
+    ``progress`` the steps, both on rank 0 only.
     """
 
     def __init__(
@@ -58,9 +62,10 @@ class Sweep:
         ranks, nodes = range(comm.size), options.nodes or comm.size
         on = tuple(rank % nodes for rank in ranks)
         self._wiring = Wiring(on, tuple(ranks) if options.link_per_rank else on)
+        self._cases = list(cases(options, comm.size))
         self._codecs = [codecs.get(spec) for spec in options.codecs]
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
-        self._plain = comm.transport.name
+        self._plain = plain_name(comm)
         self._arrays = arrays_of(comm, options.cudagraph)
         self._bulk = None if self._link is None else Bulk(comm, self._wiring)
         self._done = 0
@@ -68,30 +73,28 @@ class Sweep:
 
     def run(self) -> bool:
         """Collective: all rows, all files; True where no element was wrong and no traffic went past the link."""
+        try:
+            return self._run()
+        except qccl.QcclError as error:
+            self._report.errors.append(f"{type(error).__name__}: {error}")
+            self._save()
+            raise
+
+    def _run(self) -> bool:
         for line in self._head():
             self._emit(line)
         endless = self._options.run_cycles == 0
         for _ in itertools.count() if endless else range(self._options.run_cycles):
-            for case in self._cases():
+            for case in self._cases:
                 self._measure_size(case)
         if self._bulk is not None:
             self._bulk.close()
+        self._report.complete = True
         totals = self._report.totals()
         for line in table.footer(totals, self._plain):
             self._emit(line)
         self._write_files()
         return totals.okay
-
-    def _cases(self) -> Iterator[Case]:
-        """Types, then operations, then sizes, as in nccl-tests; a size is cut to whole elements."""
-        ops = self._options.ops if self._kind.combines else ("none",)
-        for name, op, nbytes in itertools.product(self._options.dtypes, ops, self._options.sizes()):
-            dtype = dtypes.get(DTYPES[name])
-            count = nbytes // dtype.itemsize
-            if not (self._kind.whole_input and self._kind.whole_output) or self._options.collective == "all_to_all":
-                count -= count % self._comm.size  # equal parts
-            root = self._options.root if "root" in self._kind.parameters else -1
-            yield Case(count, dtype, op, self._options.collective, root)
 
     def _measure_size(self, case: Case) -> None:
         """The plain all-reduce and each codec, in turn."""
@@ -112,14 +115,11 @@ class Sweep:
         for row in rows:
             self._report.add(row, plain)
             self._emit(table.row(row, plain, self._comm.size, self._link))
+        self._save()
 
     def _call(self, case: Case, codec: Codec) -> QuantizedCall:
-        o, size = self._options, self._comm.size
-        node_ids = self._comm.nodes if o.nodes is None else [rank % o.nodes for rank in range(size)]
-        own = {"layout": o.layout, "intra": o.intra, "inter": o.inter, "arrays": o.arrays}
-        every: dict[str, Any] = own | {"node_ids": node_ids}
-        parameters = {name: every[name] for name in self._kind.parameters if name in every}
-        given = (self._comm, case, codec, o.algorithm, o.chunk, parameters, self._wiring)
+        o = self._options
+        given = (self._comm, case, codec, o.algorithm, o.chunk, parameters(o, self._comm.nodes), self._wiring)
         return QuantizedCall(*given, as_plan=o.timed != "method")
 
     def _plain_call(self, case: Case) -> PlainCall | None:
@@ -144,7 +144,7 @@ class Sweep:
     def _step(self, label: str) -> None:
         if self._progress is not None and self._options.run_cycles:
             calls = len(self._codecs) + (1 if self._kind.is_allreduce else 0)
-            total = self._turns() * calls * len(list(self._cases())) * self._options.run_cycles
+            total = self._turns() * calls * len(self._cases) * self._options.run_cycles
             self._progress(self._done, total, label)
         self._done += 1
 
@@ -179,17 +179,26 @@ class Sweep:
                 write_trace(o.trace, events)
         if self._comm.rank != 0:
             return
-        if o.json is not None:
-            self._report.write(o.json)
+        self._save()
         if o.plot is not None:
             importlib.import_module("qccl.bench.plot").write_plot(o.plot, self._report, self._link)
         for path in (o.json, o.plot, o.trace):
-            if path is not None:
+            if path not in (None, STDOUT):
                 self._emit(f"# Wrote {path}")
+
+    def _save(self) -> None:
+        """Write what was measured so far, so that an error or Ctrl-C loses nothing of it."""
+        if self._options.json is None or self._comm.rank != 0:
+            return
+        document = self._report.document()
+        if self._options.json == STDOUT:
+            self._emit(encode_report(document))
+        else:
+            write_json(self._options.json, document)
 
     def _trace(self) -> list[TraceEvent]:
         """One more call of the largest size with the first codec, as all ranks' events."""
-        comm, case = self._comm, list(self._cases())[-1]
+        comm, case = self._comm, self._cases[-1]
         call = self._call(case, self._codecs[0])
         given, taken = call.counts(comm)
         x, y = self._arrays.empty(given, case.dtype), self._arrays.empty(taken, case.dtype)
@@ -216,8 +225,10 @@ def _library(comm: Communicator) -> str:
     """The name and version of the library whose all-reduce is the yardstick, and its algorithm if one is set."""
     if comm.transport.name == "nccl":
         return f"nccl {nccl_version()}"
+    if comm.transport.name == "torch":
+        return f"gloo of PyTorch {importlib.metadata.version('torch')}"
     if comm.transport.name != "mpi":
-        return str(comm.transport.name)
+        return plain_name(comm)
     from mpi4py import MPI
 
     name, version = MPI.get_vendor()

@@ -1,0 +1,72 @@
+"""One rank of ``qccl-bench``: the communicator of all ranks, whoever started them, and the run on it."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import qccl
+from qccl.bench.options import Options
+from qccl.bench.progress import Progress
+from qccl.bench.sweep import Sweep
+from qccl.errors import EngineError
+from qccl.gpu import device_count
+from qccl.launch import Launcher, detect
+
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
+
+__all__ = ["run_rank"]
+
+
+def run_rank(options: Options, emit: Callable[[str], None], progress: Progress) -> int:
+    """Collective: measure as one rank; the exit status. ``emit`` and ``progress``: see Sweep.
+
+    Arguments that are wrong are so on all ranks; rank 0 alone says why and fails, because launchers end all ranks when
+    one fails.
+    """
+    launcher = detect()
+    rank = launcher.rank if launcher else 0
+    try:
+        with _communicator(launcher, options.backend, options.timeout) as comm:
+            return 0 if Sweep(comm, options, emit, progress).run() else 1
+    except (qccl.ArgumentError, qccl.CodecError) as error:
+        if rank == 0:
+            print(f"qccl-bench: {type(error).__name__}: {error}", file=sys.stderr)
+        return int(rank == 0)
+    except qccl.QcclError as error:
+        print(f"qccl-bench: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+    return 1
+
+
+@contextlib.contextmanager
+def _communicator(launcher: Launcher | None, backend: str, timeout: float) -> Iterator[Communicator]:
+    """The communicator of all ranks: over MPI or NCCL, or gloo where torchrun started them and there are no GPUs."""
+    if launcher is None or launcher.name != "torchrun" or backend == "cuda":
+        with qccl.init(backend=backend, timeout=timeout) as comm:
+            yield comm
+        return
+    try:
+        import torch.distributed as dist
+    except ImportError as error:
+        raise EngineError(
+            f"torchrun's environment is set, but PyTorch cannot be imported ({error}); install torch, or start the "
+            f"ranks with mpiexec, or with --ranks"
+        ) from error
+    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    on_gpus = backend == "auto" and _everywhere(device_count() >= launcher.local_size)
+    with qccl.init("cuda", timeout) if on_gpus else qccl.Communicator.from_torch(timeout=timeout) as comm:
+        yield comm
+    dist.destroy_process_group()
+
+
+def _everywhere(fact: bool) -> bool:
+    """Collective: whether something is so on all ranks of torch's group."""
+    import torch.distributed as dist
+
+    facts = [False] * dist.get_world_size()
+    dist.all_gather_object(facts, fact)
+    return all(facts)

@@ -1,0 +1,203 @@
+"""What a run of qccl-bench leaves behind: the JSON after each row, codecs with state, errors once, torchrun's ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import qccl
+from qccl.bench import collective, files, sweep
+from qccl.bench.cli import main
+from qccl.bench.options import Options
+from qccl.bench.sweep import Sweep
+
+ROOT = Path(__file__).parent.parent
+STATEFUL = ("onebit+ef", "topk:k=0.01+ef+nesterov:mu=0.9", "randomk:k=0.1+nesterov:mu=0.9", "minmax4+nesterov:mu=0.5")
+
+
+def swept(ranks: int, options: Options) -> tuple[list[bool], list[str]]:
+    lines: list[str] = []
+    return qccl.run_ranks(ranks, lambda comm: Sweep(comm, options, emit=lines.append).run()), lines
+
+
+# -- codecs with state -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("collective_name", ["allreduce", "allreduce_coalesced"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_codecs_that_keep_something_are_measured_and_right(ranks: int, collective_name: str) -> None:
+    """By the bits of the first call of each check, whatever calls came before it."""
+    options = Options(
+        *(4096, 65536, 0, 16, 2, 1),
+        check=2,
+        codecs=STATEFUL,
+        ops=("sum", "avg"),
+        dtypes=("float", "half"),
+        collective=collective_name,
+        arrays=3,
+    )
+    okay, lines = swept(ranks, options)
+    assert all(okay)
+    rows = [line.split() for line in lines if not line.startswith("#")]
+    assert [row[-1] for row in rows if row[-1] != "loopback"] == list(STATEFUL) * 8
+    assert {row[i] for row in rows for i in (8, 12)} == {"0"}  # elements that are wrong
+
+
+# -- the JSON ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [qccl.EngineError("the link is cut"), KeyboardInterrupt()])
+def test_what_was_measured_before_an_error_is_in_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    path, found = tmp_path / "x.json", []
+    measure = sweep.measure
+
+    def failing(comm, calls, *args, **kwargs):
+        if calls[0].case.nbytes == 65536:
+            found.append(json.loads(path.read_text()))
+            raise error
+        return measure(comm, calls, *args, **kwargs)
+
+    monkeypatch.setattr(sweep, "measure", failing)
+    options = Options(4096, 65536, stepfactor=16, iters=1, codecs=("minmax8", "minmax4"), json=str(path))
+    with pytest.raises(type(error)):
+        swept(1, options)
+    (before,), after = found, json.loads(path.read_text())
+    assert [row["codec"] for row in before["results"]] == ["minmax8", "minmax4"]
+    assert not before["complete"] and not after["complete"] and after["results"] == before["results"]
+    assert after["errors"] == (["EngineError: the link is cut"] if isinstance(error, qccl.EngineError) else [])
+
+
+def test_a_complete_run_says_so(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    swept(1, Options(4096, 4096, iters=1, json=str(path)))
+    found = json.loads(path.read_text())
+    assert found["complete"] and found["errors"] == [] and len(found["results"]) == 1
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    files.write_json(str(path), [1])
+    with pytest.raises(TypeError):
+        files.write_json(str(path), ["begun", object()])
+    assert json.loads(path.read_text()) == [1] and list(tmp_path.iterdir()) == [path]
+
+
+def test_json_of_the_kernels_goes_to_standard_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["codec", "-b", "64K", "-n", "1", "-d", "float", "--codec", "minmax8,none", "--json"]
+    result = CliRunner().invoke(main, [*flags, "-"])
+    assert result.exit_code == 0, result.output
+    assert [row["codec"] for row in json.loads(result.stdout)["results"]] == ["minmax8", "none"]
+    assert "memcpy" in result.stderr
+
+
+@pytest.mark.mpi
+def test_json_on_standard_output_and_the_table_on_standard_error() -> None:
+    flags = ["--ranks=2", "-b4K", "-e4K", "-n2", "--codec=minmax8,onebit+ef", "--json=-"]
+    done = subprocess.run(
+        [sys.executable, "-m", "qccl.bench", "allreduce", *flags],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["complete"] and [row["codec"] for row in found["results"]] == ["minmax8", "onebit+ef"]
+    assert "# Out of bounds values : 0 OK" in done.stderr and "\x1d" not in done.stderr
+
+
+def test_the_report_comes_though_the_run_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(ranks, command, *, on_line, **given):
+        on_line(collective.encode_progress(0, 2, "4K"))
+        on_line(sweep.encode_report({"results": [1]}))
+        on_line("a row")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(collective, "detect", lambda: None)
+    monkeypatch.setattr(collective, "run_ranks_by_mpiexec", stopped)
+    result = CliRunner().invoke(main, ["allreduce", "--json=-"])
+    assert result.exit_code == 130 and json.loads(result.stdout) == {"results": [1]}
+    assert result.stderr.startswith("a row\n")
+
+
+# -- arguments ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (
+            ["reduce", "--codec=minmax8,onebit+ef"],
+            "onebit+ef keeps its residual from call to call, which reduce does not",
+        ),
+        (["allreduce", "--codec=minmax8+ef", "-omax"], "use minmax8, or an all-reduce with op sum or avg"),
+        (["allreduce", "--codec=topk:k=0.1", "-osum,min"], "op 'min' is not possible with topk"),
+        (["broadcast", "--root=2"], "root=2 is not a rank"),
+    ],
+)
+def test_calls_that_are_impossible_are_refused_before_ranks_start(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], part: str
+) -> None:
+    monkeypatch.setattr(collective, "detect", lambda: None)
+    monkeypatch.setattr(collective, "run_ranks_by_mpiexec", lambda *args, **kwargs: pytest.fail("ranks were started"))
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2 and part in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("flags", [["-f", "1"], ["-b", "2K", "-e", "1K"], ["--codec=topk:k=0.1", "-omin"], ["--nope"]])
+def test_one_of_a_launchers_ranks_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    """The others say nothing and end well, so that the launcher lets rank 0 speak."""
+    monkeypatch.setenv("PMI_SIZE", "2")
+    found = []
+    for rank in range(2):
+        monkeypatch.setenv("PMI_RANK", str(rank))
+        found.append(CliRunner().invoke(main, ["allreduce", *flags]))
+    assert found[0].exit_code == 2 and "Error: " in found[0].output
+    assert (found[1].exit_code, found[1].output) == (0, "")
+
+
+# -- torchrun ----------------------------------------------------------------------------------------------------------
+
+
+def test_under_torchrun_its_ranks_are_used() -> None:
+    """Over gloo, beside gloo's own all-reduce; rank 0 prints."""
+    pytest.importorskip("torch")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    others = ("PMI_", "OMPI_", "SLURM_")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(others)}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    flags = ["-b4K", "-e4K", "-n2", "--codec=minmax8", "-T30"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "qccl.bench", "allreduce", *flags],
+            cwd=ROOT,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        ends = [rank.communicate(timeout=150) for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], ends
+    lines = ends[0][0].splitlines()
+    assert [line.split()[-1] for line in lines if not line.startswith("#")] == ["gloo", "minmax8"]
+    assert "plain: gloo of PyTorch" in lines[0] and "# Out of bounds values : 0 OK" in lines
+    assert ends[1][0] == ""
