@@ -102,7 +102,8 @@ class Communicator(Collectives):
         """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was.
 
         With ``backend="cuda"`` MPI brings the ranks together, and carries what ``inter="host"`` sends through it;
-        ``device`` is as in qccl.init().
+        ``device`` is as in qccl.init(). Raises ArgumentError where MPI has one rank only and the launcher started
+        more, unless ``comm`` is MPI.COMM_SELF.
         """
         from qccl.transports.mpi import MpiTransport
 

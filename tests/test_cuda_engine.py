@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl import gpu, launch
+from qccl import gpu, launch, launchers
 from qccl.engines import streams
 from qccl.memory.cuda import CudaMemory
 from qccl.transports import rendezvous
@@ -1002,7 +1002,7 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
 
         def run(rank):
             must, device, local_size = arguments[rank]
-            launcher = launch.Launcher("torchrun", rank, len(arguments), rank, local_size)
+            launcher = launchers.Launcher("torchrun", rank, len(arguments), rank, local_size)
             try:
                 comm = launch._by_tcp(launcher, device, 10.0, must=must)
             except qccl.QcclError as error:

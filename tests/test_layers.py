@@ -28,7 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
     "collectives": {"codecs", "dtypes", "errors", "schedule"},
     "gpu": {"errors"},
-    "transports": {"_host", "dtypes", "errors", "gpu"},
+    "launchers": {"errors"},
+    "transports": {"_host", "dtypes", "errors", "gpu", "launchers"},
     "engines": {"_host", "codecs", "dtypes", "errors", "gpu", "schedule", "trace", "transports"},
     "memory": {"_host", "dtypes", "errors", "gpu", "scalars"},
     "backends": {"engines", "memory", "transports"},
@@ -45,7 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pointers": {"arguments", "calls", "dtypes", "errors", "memory", "signatures"},
     "weights": {"errors"},
     "decentralized": {"arguments", "codecs", "communicator", "errors", "scalars", "weights"},
-    "launch": {"arguments", "backends", "communicator", "errors", "gpu", "transports"},
+    "launch": {"arguments", "backends", "communicator", "errors", "gpu", "launchers", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "": {
         "codecs",

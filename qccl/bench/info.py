@@ -17,7 +17,7 @@ import qccl
 from qccl.bench.lab import obstacle
 from qccl.bench.start import find_mpiexec
 from qccl.errors import QcclError
-from qccl.launch import detect
+from qccl.launchers import detect
 
 __all__ = ["info"]
 

@@ -48,6 +48,7 @@ from qccl.errors import (  # noqa: E402
     PeerLost,
     QcclError,
 )
+from qccl.launchers import check_alone  # noqa: E402
 from qccl.transports.places import find_places  # noqa: E402
 
 __all__ = ["MpiTransport"]
@@ -180,13 +181,19 @@ class MpiTransport:
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
-        """Collective: the ranks of an mpi4py intracommunicator, which is duplicated and left as it was."""
+        """Collective: the ranks of an mpi4py intracommunicator, which is duplicated and left as it was.
+
+        Where MPI has one rank only, and something says that there are more, that is no group but a mistake. Who wants
+        to be alone passes MPI.COMM_SELF.
+        """
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ArgumentError(f"comm must be an mpi4py intracommunicator, e.g. MPI.COMM_WORLD, not {comm!r}")
         if _is_fork:
             raise EngineError("this process was forked by one that uses MPI, and cannot use it; start it by mpiexec")
         if MPI.Is_finalized():
             raise EngineError(_FINALIZED)
+        if MPI.Is_initialized() and MPI.COMM_WORLD.Get_size() == 1 and comm != MPI.COMM_SELF:
+            check_alone()
         try:
             duplicate, request = comm.Idup()
             _wait(request, timeout, "the duplication of the communicator", duplicate)

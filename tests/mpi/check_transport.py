@@ -145,3 +145,11 @@ def test_a_closed_transport_refuses():
     t.close()
     with pytest.raises(EngineError, match="closed"):
         t.send(0, 1, buffer_of(t, np.zeros(1, np.uint8)), 0)
+
+
+def test_groups_of_one_rank_on_purpose():
+    world = MPI.COMM_WORLD
+    for comm in (MPI.COMM_SELF, MPI.COMM_SELF.Dup(), world.Split(world.rank)):
+        made = MpiTransport.from_mpi(comm, 20)
+        assert (made.rank, made.size) == (0, 1)
+        made.close()
