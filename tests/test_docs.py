@@ -22,7 +22,7 @@ from mpi_start import start
 
 import qccl
 from qccl import codecs
-from qccl.launch import detect
+from qccl.launchers import detect
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

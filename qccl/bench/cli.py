@@ -13,7 +13,7 @@ from qccl.bench.codec import codec
 from qccl.bench.collective import command
 from qccl.bench.info import info
 from qccl.bench.kinds import KINDS
-from qccl.launch import detect
+from qccl.launchers import detect
 
 __all__ = ["main"]
 

@@ -14,7 +14,7 @@ from qccl.bench.progress import Progress
 from qccl.bench.sweep import Sweep
 from qccl.errors import EngineError
 from qccl.gpu import device_count
-from qccl.launch import Launcher, detect
+from qccl.launchers import Launcher, detect
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
