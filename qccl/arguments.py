@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
@@ -13,6 +14,7 @@ from qccl.scalars import as_integer, as_real
 __all__ = [
     "OPS",
     "CodecLike",
+    "OpLike",
     "check_group",
     "check_trace",
     "chunk_of",
@@ -29,6 +31,10 @@ CodecLike = str | Mapping[str, Any] | Codec
 
 #: reduction -> value of NCCL's ncclRedOp_t
 OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
+_ALIASES = {"mean": "avg"}
+
+#: what a reduction may be given as; see op_of
+OpLike = str | int | Any
 
 
 def integer(value: Any, what: str) -> int:
@@ -61,14 +67,30 @@ def chunk_of(chunk: int | None) -> int | None:
     return chunk
 
 
-def op_of(op: str | int) -> str:
-    """The name of a reduction that is given as a name or as NCCL's number."""
-    given = op if isinstance(op, str) else as_integer(op)
+def op_of(op: OpLike) -> str:
+    """The name of a reduction: a name, NCCL's number, or an object of torch.distributed or mpi4py."""
+    given = _ALIASES.get(op, op) if isinstance(op, str) else _name_in_library(op) or as_integer(op)
     for name, number in OPS.items():
         if given in (name, number):
             return name
     allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
-    raise ArgumentError(f"op {op!r} is not supported; allowed are {allowed}")
+    raise ArgumentError(
+        f"op {op!r} is not supported; allowed are {allowed}, and torch's and mpi4py's names of the same"
+    )
+
+
+def _name_in_library(op: Any) -> str | None:
+    """The name in lower case of an object of torch.distributed or mpi4py; None for anything else.
+
+    Both are asked only where they are loaded. torch's convert to integers, which are not NCCL's.
+    """
+    distributed, mpi = sys.modules.get("torch.distributed"), sys.modules.get("mpi4py.MPI")
+    reduce_op = getattr(distributed, "ReduceOp", None)  # torch may be built without it
+    if reduce_op is not None and isinstance(op, (reduce_op, reduce_op.RedOpType)):
+        return str(getattr(op, "op", op).name).lower()
+    if mpi is not None and isinstance(op, mpi.Op):
+        return next((name for name in ("sum", "min", "max") if op == getattr(mpi, name.upper())), None)
+    return None
 
 
 def one_of(value: str, allowed: Collection[str], what: str) -> str:

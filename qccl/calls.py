@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from qccl.arguments import CodecLike
+from qccl.arguments import CodecLike, OpLike
 from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
 from qccl.memory.base import Memory, Values
@@ -59,7 +59,7 @@ class Collectives(ABC):
         codec: CodecLike = "minmax8",
         key: str | None = None,
         lr: float | None = None,
-        op: str | int = "sum",
+        op: OpLike = "sum",
         async_op: bool = False,
         algorithm: str = "auto",
         chunk: int | None = None,
@@ -79,7 +79,8 @@ class Collectives(ABC):
                 under it.
             lr: the learning rate that the result will be multiplied by, where it changes from step to step: what codes
                 left out in earlier steps then counts for what it would have done.
-            op: "sum", "avg" (the global mean), "min" or "max", or NCCL's number for it.
+            op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or NCCL's number, a ReduceOp of
+                torch.distributed, or an Op of mpi4py for it.
             async_op: return a Work at once instead of the result. Later calls on this communicator that use the same
                 memory wait for it; those on other communicators do not. Until it has ended leave the memory alone. On
                 the host a tensor of PyTorch cannot be resized from then on, as after ``x.numpy()``; NumPy refuses to
@@ -87,7 +88,8 @@ class Collectives(ABC):
             algorithm: "two_round", "one_shot", or "auto" (by size).
             chunk: elements in a step of the pipeline; None means a good default.
             nonfinite: "propagate" lets NaN and infinity through (they spoil their bucket); "error" raises
-                ArgumentError on every rank when the result has any.
+                ArgumentError on every rank when the result has any. It names the result's first such element. On the
+                host, if no other call was under way, it also says whether this rank's own input had any, and where.
             dtype: "bfloat16" reads an array of uint16 as bfloat16.
             stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) behind which the call is put,
                 and which goes on when it is done; None means the current stream of the library that made ``x``.
@@ -117,7 +119,7 @@ class Collectives(ABC):
         codec: CodecLike = "minmax8",
         key: str | None = None,
         lr: float | None = None,
-        op: str | int = "sum",
+        op: OpLike = "sum",
         async_op: bool = False,
         algorithm: str = "auto",
         chunk: int | None = None,
@@ -157,7 +159,7 @@ class Collectives(ABC):
         *,
         counts: Sequence[int] | None = None,
         codec: CodecLike = "minmax8",
-        op: str | int = "sum",
+        op: OpLike = "sum",
         async_op: bool = False,
         chunk: int | None = None,
         dtype: DType | str | None = None,
@@ -281,7 +283,7 @@ class Collectives(ABC):
         *,
         root: int = 0,
         codec: CodecLike = "minmax8",
-        op: str | int = "sum",
+        op: OpLike = "sum",
         async_op: bool = False,
         algorithm: str = "auto",
         chunk: int | None = None,
@@ -312,7 +314,7 @@ class Collectives(ABC):
         out: Any = None,
         *,
         codec: CodecLike = "minmax8",
-        op: str | int = "sum",
+        op: OpLike = "sum",
         intra: str = "none",
         layout: str = "leader",
         node_ids: Sequence[int] | None = None,

@@ -293,12 +293,13 @@ class Communicator(Collectives):
         check_key(signature.codec, how.key)
         if how.async_op:
             self._memory.hold(arrays.values())
+        own = self._own_input(signature, arrays) if how.nonfinite == "error" else ""
         plan = self._plans.take(self, signature)._bind_values(arrays, result, how.key)
         work = plan._start(stream=how.stream, timeout=timeout, trace=how.trace, lr=how.lr)
         work._when_reusable(lambda: self._plans.give_back(plan))
         if how.nonfinite == "error":
             outputs = [values for name, values in arrays.items() if name.startswith("output")]
-            work._check_result(lambda: self._refuse_nonfinite(outputs))
+            work._check_result(lambda: self._refuse_nonfinite(outputs, own))
         if not how.async_op:
             return work.wait()
         work._detach(at_once=True)
@@ -358,14 +359,30 @@ class Communicator(Collectives):
             self._fail(error)
             raise
 
-    def _refuse_nonfinite(self, outputs: Iterable[Values]) -> None:
-        """Raise ArgumentError where values are not all finite; the same on every rank, as their values are."""
+    def _own_input(self, signature: Signature, arrays: Mapping[str, Values]) -> str:
+        """What _refuse_nonfinite() says of this rank's input, which the call may overwrite; "" where it is not known.
+
+        It is not known while other calls are under way, which may be writing it, and on CUDA, where the host would have
+        to wait for it.
+        """
+        if not self._engine.is_idle:
+            return ""
+        names = [name for name in signature.counts(self.rank, self.size) if name.startswith("input")]
+        for values in (arrays[name] for name in names):
+            first = self._memory.first_nonfinite(values)
+            if first is not None:
+                return f"; before the call, element {first} of {values.what} of rank {self.rank} was not finite"
+        return f"; before the call, the input of rank {self.rank} was finite" if names else ""
+
+    def _refuse_nonfinite(self, outputs: Iterable[Values], own: str) -> None:
+        """Raise ArgumentError where values are not all finite; on every rank, as their values are the same."""
         for values in outputs:
             first = self._memory.first_nonfinite(values)
             if first is not None:
                 raise ArgumentError(
-                    f"the result is not finite at element {first} of {values.what} (and perhaps later), and "
-                    f'nonfinite="error" was given; the output was written all the same'
+                    f"the result is not finite at element {first} of {values.what} (and perhaps later: one input that "
+                    f"is not finite spoils its whole bucket, and a sum may overflow){own}. The output was written all "
+                    f'the same; nonfinite="error" asks for this error'
                 )
 
     def _fail(self, error: QcclError, call: int | None = None) -> None:

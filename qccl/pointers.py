@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from qccl import dtypes
-from qccl.arguments import CodecLike, count_of
+from qccl.arguments import CodecLike, OpLike, count_of
 from qccl.calls import Collectives, Run
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -25,7 +25,7 @@ def quantized_allreduce(
     recvbuf: Pointer,
     count: int,
     datatype: str | int | DType,
-    op: str | int,
+    op: OpLike,
     comm: Communicator,
     stream: int = 0,
     *,
@@ -57,7 +57,7 @@ def hierarchical_allreduce(
     recvbuf: Pointer,
     count: int,
     datatype: str | int | DType,
-    op: str | int,
+    op: OpLike,
     comm: Communicator,
     stream: int = 0,
     *,

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import qccl
+from qccl.arguments import op_of
 
 COUNT = 3000
 
@@ -203,6 +204,34 @@ def test_numbers_of_other_libraries_are_taken_as_pythons():
         assert (x == 4).all()
 
     qccl.run_ranks(2, run, timeout=np.float64(20))
+
+
+def test_reductions_of_torch():
+    distributed = pytest.importorskip("torch.distributed")
+    reduce_op = distributed.ReduceOp
+    given = {
+        "sum": [0, "sum", reduce_op.SUM, reduce_op(reduce_op.SUM)],
+        "avg": [4, "avg", "mean", reduce_op.AVG, reduce_op(reduce_op.AVG)],
+        "min": [3, "min", reduce_op.MIN, reduce_op(reduce_op.MIN)],
+        "max": [np.int64(2), "max", reduce_op.MAX, reduce_op(reduce_op.MAX)],
+    }
+    for name, each in given.items():
+        assert {op_of(op) for op in each} == {name}
+    for op in (reduce_op.PRODUCT, reduce_op(reduce_op.BXOR), distributed._make_nccl_premul_sum(2.0)):
+        with pytest.raises(qccl.ArgumentError, match="is not supported"):
+            op_of(op)
+
+    def run(comm):
+        x = np.full(8, comm.rank, np.float32)
+        assert (comm.quantized_allreduce(x.copy(), op=reduce_op.MAX, codec="none") == 1).all()
+        assert (
+            comm.quantized_allreduce(x.copy(), op="mean" if comm.rank else reduce_op.AVG, codec="none") == 0.5
+        ).all()
+        y = np.empty_like(x)
+        qccl.quantized_allreduce(x.ctypes.data, y.ctypes.data, 8, "float32", reduce_op.MIN, comm, codec="none")
+        assert (y == 0).all()
+
+    qccl.run_ranks(2, run)
 
 
 def test_raw_pointers():

@@ -176,6 +176,60 @@ def test_nonfinite_error_is_raised_on_every_rank():
     qccl.run_ranks(3, run)
 
 
+@pytest.mark.parametrize("out_of_place", [False, True])
+def test_nonfinite_error_says_whose_input_it_was(out_of_place):
+    def run(comm):
+        x = ramp(comm.rank)
+        if comm.rank == 1:
+            x[3] = np.nan
+        out = np.empty_like(x) if out_of_place else None
+        with pytest.raises(qccl.ArgumentError) as caught:
+            comm.quantized_allreduce(x, out, nonfinite="error")
+        return str(caught.value)
+
+    texts = qccl.run_ranks(3, run)
+    name = "out" if out_of_place else "x"
+    assert all(f"the result is not finite at element 0 of {name} (and perhaps later" in text for text in texts)
+    for rank, text in enumerate(texts):
+        found = "element 3 of x of rank 1 was not finite" if rank == 1 else f"the input of rank {rank} was finite"
+        assert f"before the call, {found}" in text
+
+
+def test_nonfinite_error_says_of_an_input_only_what_is_known():
+    def run(comm):
+        x = np.full(8, 3e38, np.float32)
+        with pytest.raises(qccl.ArgumentError, match=r"element 0 of x .* input of rank . was finite"):
+            comm.quantized_allreduce(x, codec="none", nonfinite="error")  # the sum overflows
+        x = np.full(8, np.inf if comm.rank else 0, np.float32)
+        with pytest.raises(qccl.ArgumentError) as caught:
+            comm.quantized_broadcast(x, root=1, nonfinite="error")
+        assert ("before the call" in str(caught.value)) == (comm.rank == 1)  # the only one whose input is used
+        finite = [np.zeros(8, np.float32), np.zeros(8, np.float32)]
+        finite[1][comm.rank] = np.inf
+        with pytest.raises(qccl.ArgumentError, match=rf"element {comm.rank} of xs\[1\] of rank {comm.rank} was"):
+            comm.quantized_allreduce_coalesced(finite, nonfinite="error")
+
+    qccl.run_ranks(2, run)
+
+
+def test_nonfinite_error_says_nothing_of_an_input_that_another_call_may_write():
+    begun = threading.Event()
+
+    def run(comm):
+        x = np.full(8, np.inf, np.float32)
+        if comm.rank == 0:
+            assert begun.wait(20)
+        first = comm.quantized_allreduce(np.zeros(8, np.float32), async_op=True)
+        second = comm.quantized_allreduce(x, async_op=True, nonfinite="error")
+        begun.set()
+        first.wait()
+        with pytest.raises(qccl.ArgumentError, match="element 0 of x") as caught:
+            second.wait()
+        assert comm.rank == 0 or "before the call" not in str(caught.value)  # rank 1 waited for rank 0
+
+    qccl.run_ranks(2, run)
+
+
 def test_several_calls_under_way_end_in_any_order():
     def run(comm):
         arrays = [np.full(1000 * (i + 1), comm.rank + i, np.float32) for i in range(4)]

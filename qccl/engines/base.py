@@ -104,12 +104,16 @@ class Engine(Protocol):
     Attributes:
         chunk_elements: elements in a chunk where the caller does not say; None: the collective's default.
         failure: what ended the group outside any call (a watchdog's finding), or None.
+        is_idle: no run is under way, and the caller's memory can be read at once (never on CUDA).
     """
 
     chunk_elements: int | None
 
     @property
     def failure(self) -> QcclError | None: ...
+
+    @property
+    def is_idle(self) -> bool: ...
 
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""

@@ -117,6 +117,11 @@ class CudaEngine:
         with self._translated(), on_device(self.device):
             return DeviceState(self, nbytes)
 
+    @property
+    def is_idle(self) -> bool:
+        """False: to know it, and to read the caller's memory, the host would have to wait."""
+        return False
+
     def settle(self, timeout: float) -> None:
         """Return when no run is under way, or the group has failed."""
         if self._failure is None:

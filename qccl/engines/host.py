@@ -93,6 +93,11 @@ class HostEngine:
         """Memory for what lasts from run to run."""
         return Block(nbytes)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no run is under way."""
+        return not self._active and not self._queue
+
     def settle(self, timeout: float) -> None:
         """Return when no run is under way, or the group has failed."""
         limit = time.monotonic() + timeout

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qccl.arguments import integer, one_of, op_of
+from qccl.arguments import OpLike, integer, one_of, op_of
 from qccl.collectives import ALLREDUCE, REDUCE, TREES, choose_allreduce, choose_reduce, choose_tree
 from qccl.collectives.allreduce import coalesced
 from qccl.collectives.rooted import broadcast
@@ -29,7 +29,7 @@ class AllReduce(Signature):
     algorithm: str
 
     @classmethod
-    def make(cls, *given: Any, op: str | int = "sum", algorithm: str = "auto") -> AllReduce:
+    def make(cls, *given: Any, op: OpLike = "sum", algorithm: str = "auto") -> AllReduce:
         """Check the arguments."""
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         return cls(**common(*given), op=op_of(op), algorithm=algorithm)
@@ -59,7 +59,7 @@ class Reduce(Signature):
     algorithm: str
 
     @classmethod
-    def make(cls, *given: Any, op: str | int = "sum", root: int = 0, algorithm: str = "auto") -> Reduce:
+    def make(cls, *given: Any, op: OpLike = "sum", root: int = 0, algorithm: str = "auto") -> Reduce:
         """Check the arguments."""
         one_of(algorithm, ("auto", *REDUCE), "algorithm")
         return cls(**common(*given), op=op_of(op), root=integer(root, "root"), algorithm=algorithm)
@@ -144,7 +144,7 @@ class Coalesced(Signature):
     algorithm: str
 
     @classmethod
-    def make(cls, *given: Any, each: Sequence[int] = (), op: str | int = "sum", algorithm: str = "auto") -> Coalesced:
+    def make(cls, *given: Any, each: Sequence[int] = (), op: OpLike = "sum", algorithm: str = "auto") -> Coalesced:
         """Check the arguments."""
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         return cls(**common(*given), each=tuple(each), op=op_of(op), algorithm=algorithm)

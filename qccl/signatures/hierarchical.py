@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from qccl import codecs
-from qccl.arguments import CodecLike, integers, one_of, op_of
+from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives import ALLREDUCE, choose_inter
 from qccl.collectives.hierarchical import hierarchical
@@ -43,7 +43,7 @@ class Hierarchical(Signature):
     def make(
         cls,
         *given: Any,
-        op: str | int = "sum",
+        op: OpLike = "sum",
         intra: CodecLike = "none",
         layout: str = "leader",
         node_ids: Sequence[int] = (),

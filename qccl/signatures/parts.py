@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qccl.arguments import count_of, integers, op_of
+from qccl.arguments import OpLike, count_of, integers, op_of
 from qccl.collectives.scatter import all_gather, all_to_all, reduce_scatter
 from qccl.errors import ArgumentError
 from qccl.memory.base import Values, check_disjoint, is_part_of
@@ -47,7 +47,7 @@ class ReduceScatter(_Parts):
     op: str
 
     @classmethod
-    def make(cls, *given: Any, op: str | int = "sum", counts: Sequence[int] | None = None) -> ReduceScatter:
+    def make(cls, *given: Any, op: OpLike = "sum", counts: Sequence[int] | None = None) -> ReduceScatter:
         """Check the arguments."""
         return cls(**common(*given), op=op_of(op), parts=_counts(counts))
 

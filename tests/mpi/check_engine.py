@@ -57,6 +57,16 @@ def test_the_same_bytes_through_the_communicator(dtype, codec, algorithm):
     assert mine == qccl.run_ranks(SIZE, reduce)[RANK]
 
 
+def test_reductions_of_mpi4py():
+    with qccl.Communicator.from_mpi(MPI.COMM_WORLD) as comm:
+        for op, wanted in ((MPI.SUM, SIZE * (SIZE - 1) / 2), (MPI.MIN, 0), (MPI.MAX, SIZE - 1)):
+            x = np.full(8, RANK, np.float32)
+            assert (comm.quantized_allreduce(x, op=op, codec="none") == wanted).all()
+        for op in (MPI.PROD, MPI.LOR, MPI.OP_NULL):
+            with pytest.raises(qccl.ArgumentError, match="is not supported"):
+                comm.quantized_allreduce(x, op=op)
+
+
 def test_runs_end_whichever_the_ranks_wait_for(caller):
     xs = [ramp(RANK, 2000 + i) for i in range(20)]
     ys = [np.empty_like(x) for x in xs]
