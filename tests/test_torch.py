@@ -73,8 +73,9 @@ def test_a_rank_that_dies(what):
         assert status == 0 and out.endswith("done\n"), f"rank {rank}: exit status {status}\n{out}\n{err}"
 
 
-def test_a_process_ends_soon_after_a_rank_has_stopped():
-    with started("stops", 3) as (process, *_):
+@pytest.mark.parametrize("what", ["stops", "never_comes"])
+def test_a_process_ends_soon_after_a_rank_has_stopped(what):
+    with started(what, 3) as (process, *_):
         out, err = process.communicate(timeout=60)
         end = time.time()
     assert process.returncode == 0 and out.endswith("done\n"), f"exit status {process.returncode}\n{out}\n{err}"

@@ -155,6 +155,18 @@ def stops() -> None:
     raise AssertionError("no error")
 
 
+def never_comes() -> None:
+    """A rank that has stopped before a group was made: the others give up in time, and their processes end."""
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        qccl.Communicator.from_torch(timeout=3)
+    except (qccl.CollectiveTimeout, qccl.PeerLost):  # the rank that gives up first leaves the other
+        print(time.time())
+        return
+    raise AssertionError("no error")
+
+
 def stays_away() -> None:
     comm = qccl.Communicator.from_torch(timeout=20)
     comm.barrier()

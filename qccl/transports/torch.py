@@ -87,9 +87,10 @@ class TorchTransport:
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         store = dist.PrefixStore(f"qccl/{name}", dist.distributed_c10d._get_default_store())
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout + _LATER_SECONDS))
+            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         except RuntimeError as error:
             raise CollectiveTimeout(f"gloo did not connect {size} ranks within {timeout} s ({_text(error)})") from error
+        self._group._set_default_timeout(timedelta(seconds=timeout + _LATER_SECONDS))
         _open.add(self)
         places = find_places(rank, lambda place: self.allgather(place, timeout))
         self.local_rank, self.local_size, self.nodes, self.shares_memory = places
@@ -100,10 +101,15 @@ class TorchTransport:
         if "gloo" not in (backend := backend_of(group)):
             raise ArgumentError(f"the process group has the backend {backend}, and host memory is sent over gloo")
         name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        options = dist.BroadcastOptions()  # from the group's rank 0
+        options.timeout = timedelta(seconds=timeout)
+        deadline = time.monotonic() + timeout
         try:
-            dist.broadcast(name, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+            (dist.group.WORLD if group is None else group).broadcast([name], options).wait()
         except RuntimeError as error:
-            raise _lost([], error) from error
+            if time.monotonic() < deadline:
+                raise _lost([], error) from error
+            raise CollectiveTimeout(f"not every rank called from_torch() within {timeout} s") from error
         return cls(bytes(name.tolist()).hex(), dist.get_rank(group), dist.get_world_size(group), timeout)
 
     def buffer(self, address: int, nbytes: int) -> torch.Tensor:
