@@ -211,6 +211,23 @@ def test_calls_and_state_are_the_hosts_whatever_the_order(n: int, seed: int) -> 
             assert np.array_equal(state_there["values"][name], values)
 
 
+def test_ranks_that_load_different_numbers_of_calls_are_noticed() -> None:
+    """Also in a call that was made before: random numbers are keyed by it, so the ranks agree anew."""
+
+    def calls(comm: qccl.Communicator) -> None:
+        def call() -> None:
+            comm.quantized_allreduce(fake_cuda.array(np.ones(300, np.float32), comm.rank), codec="randomk:k=0.1")
+            comm.check()
+
+        call()
+        comm.load_state_dict(comm.state_dict() | {"calls": 9 if comm.rank else 4})
+        with pytest.raises(qccl.MismatchError, match=r"\+3 calls|\+8 calls"):
+            call()
+
+    with fake_cuda.installed(fake_cuda.World(), fake_kernels.work):
+        assert ranks(2, calls) == [None, None]
+
+
 def test_state_is_saved_loaded_and_forgotten_on_the_device() -> None:
     def calls(comm: qccl.Communicator) -> None:
         def call() -> bytes:

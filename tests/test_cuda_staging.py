@@ -356,6 +356,29 @@ def test_a_transport_that_fails(world, cupy):  # noqa: F811
     world.finish(lambda: world.is_idle(0) and world.is_idle(1))
 
 
+def test_streams_go_on_after_a_failure_only_when_it_is_known():
+    """Or what they do then could be taken for a result."""
+    from qccl.engines.courier import Courier, Message, Trip
+
+    transport = LoopbackGroup(2).transport(0)
+    transport.poll = lambda *, idle: (_ for _ in ()).throw(qccl.PeerLost("a node has gone"))
+    words, seen, failed = memoryview(bytearray(8)).cast("I"), list[int](), threading.Event()
+
+    def on_failure(error: qccl.QcclError) -> None:
+        time.sleep(0.1)
+        seen.append(words[1])
+        failed.set()
+
+    courier = Courier(transport, on_failure)
+    data = np.zeros(8, np.uint8)
+    message = Message(1, False, transport.buffer(data.ctypes.data, 8), ((0, 0),), 1)
+    words[0] = 1
+    courier.begin(Trip([message], words, 1, call=0, what="a call", deadline=time.monotonic() + 10, kept=data))
+    assert failed.wait(10)
+    courier.close(10)
+    assert seen == [0] and words[1] == 1, "and then they do go on"
+
+
 def test_aborting_lets_the_streams_go_on(world, cupy):  # noqa: F811
     """Nobody answers, and the caller's stream waits for the call: after abort() it ends all the same."""
 

@@ -184,6 +184,25 @@ def test_state_goes_on_after_it_was_saved_and_loaded():
         assert [y.tobytes() for y in results] == [y.tobytes() for y in saved[rank][2]]
 
 
+@pytest.mark.parametrize(("lr", "other"), [(0.5, None), (None, 0.5)])
+def test_calls_go_on_with_or_without_a_learning_rate_after_loading(lr, other):
+    calls, codec = steps(2, 300, "float32", 1), "minmax2+ef"
+
+    def first(comm: qccl.Communicator) -> dict:
+        run(comm, calls, [lr], codec=codec)
+        return comm.state_dict()
+
+    saved = qccl.run_ranks(2, first)
+
+    def second(comm: qccl.Communicator) -> None:
+        comm.load_state_dict(saved[comm.rank])
+        with pytest.raises(ArgumentError, match="give lr in all of them or in none"):
+            run(comm, calls, [other], codec=codec)
+        run(comm, calls, [lr], codec=codec)
+
+    qccl.run_ranks(2, second)
+
+
 def test_reset_is_a_new_beginning():
     calls, codec = steps(2, 500, "float32", 2), "minmax2:bucket=64+ef"
 

@@ -486,6 +486,25 @@ def test_a_rank_that_closed_is_missed_at_once():
     assert any("rank 0 left the group" in str(e) and "called allreduce(count=100" in str(e) for e in errors)
 
 
+def test_a_call_without_a_rank_that_has_closed_fails_at_once():
+    """Nobody comes to end it: without the news it would last until its deadline."""
+
+    def run(t):
+        caller = Caller(t, timeout=20)
+        if t.rank == 0:
+            caller.engine.close(0.2)
+            return
+        deadline = time.monotonic() + 10
+        while not caller.engine._left and time.monotonic() < deadline:
+            caller.engine.step()
+        caller.allreduce(ramp(t.rank, 100))
+
+    start = time.monotonic()
+    _, error = outcomes(2, run)
+    assert time.monotonic() - start < 10
+    assert isinstance(error, PeerLost) and "rank 0 left the group, and rank 1 called allreduce(count=100" in str(error)
+
+
 def test_a_failed_engine_raises_the_same_again():
     def run(t):
         caller = Caller(t, timeout=0.2)

@@ -140,6 +140,25 @@ def test_mpi_errors_keep_message_and_code(transport):
     assert isinstance(info.value.__cause__, MPI.Exception)
 
 
+def test_nothing_is_written_after_an_abort():
+    """The memory of a receive that was posted is the caller's again."""
+    world = MPI.COMM_WORLD
+    t = MpiTransport.world(20)
+    x = np.zeros(1000, np.uint8)
+    if t.rank == 0 and t.size > 1:
+        t.receive(1, 5, buffer_of(t, x), "in")
+        t.abort("on purpose")
+    world.Barrier()
+    if t.rank == 1:
+        t.send(0, 5, buffer_of(t, np.ones(1000, np.uint8)), "out")
+        t.poll(idle=0)
+    for _ in range(20):  # MPI moves what has been sent
+        world.Barrier()
+        time.sleep(0.005)
+    assert not x.any()
+    t.close()
+
+
 def test_a_closed_transport_refuses():
     t = MpiTransport.world(20)
     t.close()
