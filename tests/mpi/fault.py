@@ -15,7 +15,7 @@ from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import mpi
 
 TIMEOUT = 2.0
-PATIENCE = 30.0  # where nothing fails, however slow the machine is
+PATIENCE = 30.0  # where no rank is to reach a deadline, however slow the machine is
 mpi._FINALIZE_SECONDS = 2
 
 
@@ -76,7 +76,7 @@ def fork(comm: qccl.Communicator) -> None:
 
 def main() -> None:
     how = sys.argv[1]
-    comm = qccl.init(backend="host", timeout=PATIENCE if how in ("stay", "fork") else TIMEOUT)
+    comm = qccl.init(backend="host", timeout=TIMEOUT if how.startswith(("stop", "late")) else PATIENCE)
     reduce(comm, 1000)
     mpi.MPI.COMM_WORLD.Barrier()  # or a rank that is still in that call would hear of the failure there
     if how == "stay":
