@@ -12,6 +12,7 @@ from oracle import NAN, Place, Sparse, f32, from_float, mix, pack, random_words,
 NO_BYTES = np.zeros(0, np.uint8)
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def sum_of(x: np.ndarray) -> np.float32:
     """In the order of docs/wire-format.md: 256 lanes, tiles of 2048, lanes folded in halves."""
     lanes = np.zeros(256, f32)

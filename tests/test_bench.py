@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -109,6 +110,82 @@ def test_lists_of_codecs_keep_the_commas_of_options() -> None:
         "none",
     )
     assert params.list_of(("a", "b"))("all") == ("a", "b")
+
+
+USERS = """
+from dataclasses import dataclass
+from typing import ClassVar
+import numpy as np
+from qccl.codecs import PythonCodec
+
+@dataclass(frozen=True)
+class Half(PythonCodec):
+    bucket: int = 64
+    name: ClassVar[str] = "half"
+    granule = property(lambda self: self.bucket)
+
+    def _nbytes(self, count, dtype):
+        return 2 * count
+
+    def encode_values(self, x):
+        return x.astype(np.float16).view(np.uint8)
+
+    def decode_values(self, wire, count):
+        return wire.view(np.float16).astype(np.float32)
+
+    def error_bound(self, x):
+        return abs(np.asarray(x, np.float64)) * 2.0**-11 + 2.0**-25
+
+number = 5
+"""
+
+
+@pytest.fixture
+def users(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module with a codec in the current folder; its name."""
+    name = f"users_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{name}.py").write_text(USERS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield name
+    sys.modules.pop(name, None)
+
+
+def test_a_codec_of_the_users_is_named_by_module_and_class(users: str) -> None:
+    text = f"{users}:Half,{users}:Half:bucket=128+ef+nesterov:mu=0.5,minmax8:bucket=64"
+    specs = params.codec_list(text)
+    assert ",".join(specs) == text
+    plain, stateful, minmax = (params.codec_of(spec) for spec in specs)
+    assert (plain.spec(), minmax.spec()) == ("half", "minmax8:bucket=64")
+    assert stateful.spec() == "half:bucket=128+ef+nesterov:mu=0.5" and stateful.plain.bucket == 128
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{}:Half:buckets=3", "half has no key 'buckets'; its keys: bucket"),
+        ("{}:Hallf", "cannot be imported .*has no attribute 'Hallf'"),
+        ("{}:number", "is 5; it must be a dataclass that inherits from qccl.codecs.PythonCodec"),
+        ("no_such_module:Half", "cannot be imported .*No module named 'no_such_module'"),
+        ("minmax8:bucket", "'bucket' is not key=value"),
+        ("minmux8:bucket=8", "there is no codec 'minmux8'"),
+    ],
+)
+def test_what_is_no_codec_of_the_users_is_refused(users: str, text: str, reason: str) -> None:
+    with pytest.raises(qccl.CodecError, match=reason):
+        params.codec_list(text.format(users))
+
+
+def test_specifications_elsewhere_import_nothing(users: str) -> None:
+    """A specification may come from a file or a dict that nobody looked at."""
+    with pytest.raises(qccl.CodecError):
+        qccl.codecs.get(f"{users}:Half")
+    assert users not in sys.modules
+
+
+def test_a_codec_of_the_users_is_measured(users: str) -> None:
+    result = invoke("codec", "-b", "64K", "-n", "1", "-w", "0", "-d", "float", "--codec", f"{users}:Half")
+    assert result.exit_code == 0 and "half (Python, slow)" in result.output, result.output
 
 
 def test_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

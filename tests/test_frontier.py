@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from qccl import codecs
 from qccl.bench import frontier
 from qccl.bench.cli import main
 from qccl.bench.frontier import Point
@@ -40,7 +41,7 @@ LAYOUTS = ("", ":block=512,outliers=1", ":block=2048,outliers=0")
 @pytest.fixture(scope="module")
 def points() -> list[Point]:
     specs = [f"trellis{bits}{layout}" for bits in range(1, 9) for layout in LAYOUTS]
-    return frontier.measure([*specs, "trellis8:block=32"], 1 << 18)
+    return frontier.measure([*specs, "trellis8:block=32"], 1 << 18, draws=1)
 
 
 def ours(points: list[Point]) -> list[Point]:
@@ -69,6 +70,28 @@ def test_others_have_larger_errors(points: list[Point], peer: Peer) -> None:
         else:
             continue
         assert min(p.errors[sample] for p in ours(points) if p.density <= most) < share * other.errors[sample], sample
+
+
+def test_a_point_is_the_median_and_the_range_of_its_draws() -> None:
+    name = "1e-4 of them x1000"
+    alone = [relative_error(through("minmax8", x), x) for x in (SAMPLES[name](1 << 14, draw) for draw in range(3))]
+    point = next(p for p in frontier.measure(["minmax8"], 1 << 14, draws=3) if p.ours)
+    assert point.errors[name] == sorted(alone)[1] and point.ranges[name] == (min(alone), max(alone))
+    assert min(alone) < 0.9 * max(alone)
+
+
+def through(spec: str, x: np.ndarray) -> np.ndarray:
+    codec = codecs.get(spec)
+    return codec.decode(codec.encode(x), x.size, "float32")
+
+
+def test_errors_have_the_digits_that_draws_share() -> None:
+    assert frontier.cell(0.0123456, 0.0123, 0.0125) == "0.0123"
+    assert frontier.cell(0.043301, 0.0209, 0.0854) == "0.043 (0.021 to 0.085)"
+
+
+def test_every_codec_is_compared_that_loses_something() -> None:
+    assert {codecs.get(spec).name for spec in frontier.FRONTIER} == set(codecs.CODECS) - {"none"}
 
 
 def test_no_code_is_better_than_shannons_bound(points: list[Point]) -> None:
@@ -103,7 +126,18 @@ def test_a_constant_array_is_exact_for_those_with_a_minimum() -> None:
 
 def test_command(tmp_path: Path) -> None:
     picture, path = tmp_path / "frontier.png", tmp_path / "frontier.json"
-    arguments = ["codec", "--frontier", "--codec", "trellis4,minmax4", "--plot", str(picture), "--json", str(path)]
+    arguments = [
+        "codec",
+        "--frontier",
+        "--draws",
+        "1",
+        "--codec",
+        "trellis4,minmax4",
+        "--plot",
+        str(picture),
+        "--json",
+        str(path),
+    ]
     result = CliRunner().invoke(main, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
@@ -115,6 +149,7 @@ def test_command(tmp_path: Path) -> None:
     assert all(set(r["errors"]) == set(SAMPLES) for r in results)
 
 
-def test_a_picture_needs_the_frontier() -> None:
-    result = CliRunner().invoke(main, ["codec", "--plot", "x.png"])
+@pytest.mark.parametrize("option", [("--plot", "x.png"), ("--draws", "3")])
+def test_a_picture_and_draws_need_the_frontier(option: tuple[str, str]) -> None:
+    result = CliRunner().invoke(main, ["codec", *option])
     assert result.exit_code == 2 and "--frontier" in result.output

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from click.testing import CliRunner
 
 import qccl
 from qccl.bench.codec import codec as measured
-from qccl.codecs import ErrorFeedback, PythonCodec
+from qccl.codecs import Codec, ErrorFeedback, Momentum, PythonCodec, get
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
 from qccl.engines.cuda_source import check_codecs
@@ -159,9 +161,49 @@ def test_wires_and_values_of_another_size_are_refused(int8) -> None:
         Wide(64).decode(wire, 96, "float32")
 
 
-def test_state_and_devices_are_refused(int8) -> None:
-    with pytest.raises(qccl.CodecError, match="keep no state"):
-        ErrorFeedback(int8(64))
+@dataclass(frozen=True)
+class Copy(PythonCodec):
+    """A codec of qccl's own, called from Python."""
+
+    name: ClassVar[str] = "copy"
+    codec: ClassVar[Codec] = get("minmax3:bucket=64")
+
+    @property
+    def granule(self) -> int:
+        return self.codec.granule
+
+    def _nbytes(self, count, dtype):
+        return self.codec.encoded_nbytes(count, dtype)
+
+    def encode_values(self, x):
+        return self.codec.encode(x)
+
+    def decode_values(self, wire, count):
+        return self.codec.decode(wire, count, "float32")
+
+    def error_bound(self, x):
+        return self.codec.error_bound(x)
+
+
+@pytest.mark.parametrize("algorithm", ["one_shot", "two_round"])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("around", [ErrorFeedback, Momentum, lambda codec: Momentum(ErrorFeedback(codec), 0.5)])
+def test_error_feedback_and_momentum_go_around_it(around, dtype: str, algorithm: str) -> None:
+    """To the bit as around the same codec in C++, with a changing learning rate, and a result that overflows."""
+
+    def run(comm, codec):
+        found = []
+        for step in range(4):
+            x = np.clip(values(comm.rank + 10 * step, 1000) * (3e4 if step == 2 else 1), -65504, 65504).astype(dtype)
+            options = {"op": "avg", "algorithm": algorithm, "key": "x", "lr": 0.1 / (step + 1)}
+            found.append(comm.quantized_allreduce(x, codec=codec, **options).tobytes())
+        return found
+
+    native, python = around(Copy.codec), around(Copy())
+    assert qccl.run_ranks(2, lambda comm: run(comm, python)) == qccl.run_ranks(2, lambda comm: run(comm, native))
+
+
+def test_devices_are_refused(int8) -> None:
     with pytest.raises(qccl.CodecError, match="run on the host alone"):
         check_codecs(two_round(0, 2, 256, FLOAT32, int8(64)))
 

@@ -55,11 +55,15 @@ struct Callback final : qccl::Codec {
   }
   void reduce(const qccl::ReduceCall& c) const override {
     const nb::gil_scoped_acquire held;
-    if (c.state) throw std::runtime_error("a codec of Python functions keeps no state");
+    nb::object state = nb::none();
+    if (const qccl::StateCall* s = c.state) {
+      state = nb::make_tuple(address(s->residual), address(s->new_residual), address(s->momentum),
+                             address(s->new_momentum), s->mu, s->lr);
+    }
     nb::list sources;
     for (std::uint32_t i = 0; i < c.source_count; ++i) sources.append(address(c.sources[i]));
     reduce_(sources, address(c.own), c.own_index, address(c.wire), address(c.out), c.count, c.dtype,
-            static_cast<std::uint32_t>(c.op), c.scale);
+            static_cast<std::uint32_t>(c.op), c.scale, state);
   }
 
  private:

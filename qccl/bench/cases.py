@@ -7,10 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qccl import codecs, dtypes
+from qccl import dtypes
 from qccl.bench.calls import Case, parameters_of, signature_of
 from qccl.bench.kinds import KINDS
 from qccl.bench.options import DTYPES, Options
+from qccl.bench.params import codec_of
 
 __all__ = ["cases", "check_calls", "parameters"]
 
@@ -46,5 +47,5 @@ def check_calls(options: Options, size: int) -> None:
     every = parameters(options, [0] * size)
     for case, spec in itertools.product(cases(options, size), options.codecs):
         given = parameters_of(case, options.algorithm, every)
-        call = signature_of(case, codecs.get(spec), options.chunk, given, _Rank(0, size))
+        call = signature_of(case, codec_of(spec), options.chunk, given, _Rank(0, size))
         call.counts(0, size)

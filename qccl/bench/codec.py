@@ -17,7 +17,7 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.bench.files import write_json
 from qccl.bench.options import DTYPES, STDOUT
-from qccl.bench.params import checked, codec_list, list_of, output_file_or_stdout, picture_file
+from qccl.bench.params import checked, codec_list, codec_of, list_of, output_file_or_stdout, picture_file
 from qccl.bench.sizes import parse_size
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
@@ -99,6 +99,9 @@ class Speed:
     "-t", "--threads", type=click.IntRange(min=1), default=1, metavar="N", help="That share an operation [1]."
 )
 @click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
+@click.option(
+    "--draws", type=click.IntRange(min=1), default=None, metavar="N", help="With --frontier: draws of each kind [5]."
+)
 @click.option("--plot", "picture", callback=checked(picture_file), metavar="FILE", help="With --frontier: a picture.")
 @click.option(
     "-J",
@@ -117,6 +120,7 @@ def codec(
     sources: int,
     threads: int,
     frontier: bool,
+    draws: int | None,
     picture: str | None,
     path: str | None,
 ) -> None:
@@ -130,12 +134,14 @@ def codec(
     """
     if picture is not None and not frontier:
         raise click.UsageError("--plot draws errors against bytes; give --frontier too")
+    if draws is not None and not frontier:
+        raise click.UsageError("--draws is a number of draws of values to measure errors on; give --frontier too")
     try:
         from qccl import _host
     except ImportError as error:
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
     if frontier:
-        return _frontier(specs, picture, path)
+        return _frontier(specs, draws, picture, path)
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
     head = {"qccl_version": qccl.__version__, "isa": _host.isa, "threads": threads}
@@ -149,7 +155,7 @@ def codec(
             output.line(line)
         for spec, name in itertools.product(specs or codec_list(DEFAULT_CODECS), names):
             dtype = dtypes.get(DTYPES[name])
-            speed = measure_codec(codecs.get(spec), dtype, size, iters, warmup_iters, sources, threads)
+            speed = measure_codec(codec_of(spec), dtype, size, iters, warmup_iters, sources, threads)
             output.line(_line(speed, name))
             shares = {op: speed.share(op) for op in ("encode", "decode", "reduce")}
             output.add(asdict(speed) | {"share": shares})
@@ -185,14 +191,19 @@ class _Output:
             write_json(self._path, self._document)
 
 
-def _frontier(specs: Sequence[str] | None, picture: str | None, path: str | None) -> None:
+def _frontier(specs: Sequence[str] | None, draws: int | None, picture: str | None, path: str | None) -> None:
     """Measure errors; print, draw and write them."""
     from qccl.bench import frontier
 
-    points = frontier.measure(specs or frontier.FRONTIER)
-    with _Output(path, {"qccl_version": qccl.__version__}) as output:
-        output.line(f"# qccl-bench {qccl.__version__} codec --frontier, {frontier.COUNT} float32 of each kind")
-        output.line("# relative L2 error of one encode and decode; in brackets: other systems' formulas")
+    number = draws or frontier.DRAWS
+    points = frontier.measure(specs or frontier.FRONTIER, draws=number)
+    with _Output(path, {"qccl_version": qccl.__version__, "draws": number}) as output:
+        output.line(
+            f"# qccl-bench {qccl.__version__} codec --frontier, {number} draws of {frontier.COUNT} float32 of each kind"
+        )
+        output.line("# relative L2 error of one encode and decode: median of the draws, and their range if over 10%")
+        output.line("# 1e-4 of them x1000: Gaussian values, each of which is 1000 times as large with a chance of 1e-4")
+        output.line("# in brackets: other systems' formulas")
         for line in frontier.table(points):
             output.line(line)
         if picture is not None:
@@ -238,7 +249,7 @@ def measure_codec(
     exact = to_float32(values, dtype).astype(np.float64)
     error = float(np.linalg.norm(to_float32(decoded, dtype) - exact) / np.linalg.norm(exact))
     nbytes = count * dtype.itemsize
-    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.slow, sources, **seconds)
+    return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.plain.slow, sources, **seconds)
 
 
 def _times(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:

@@ -37,7 +37,7 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 _OPS_HELP = f"{', '.join(OPS)} or all [sum]."
 _TYPES_HELP = f"{', '.join(DTYPES)} or all [float]."
 _AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 least, 3 greatest [3]."
-_CODEC_HELP = "What to compare, e.g. minmax8,minmax4:bucket=256,none [minmax8]."
+_CODEC_HELP = "What to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
 _LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
 _NODES_HELP = "With --link: so many nodes, each of which shares memory and a link."
 _LAYOUT_HELP = "Who speaks for a node: its first rank, or each for a part [leader]."

@@ -2,41 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import statistics
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from qccl import codecs
+from qccl.bench.params import codec_of
 from qccl.bench.peers import PEERS
 from qccl.bench.samples import SAMPLES, relative_error
+from qccl.codecs.base import Codec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["COUNT", "FRONTIER", "Point", "measure", "shannon", "table"]
+__all__ = ["COUNT", "DRAWS", "FRONTIER", "Point", "cell", "measure", "shannon", "table"]
 
 #: elements that errors are measured on: whole buckets of every codec that is compared
 COUNT = 1 << 20
 
-_FAMILIES = (("trellis", ""), ("trellis", ":block=512,outliers=1"), ("minmax", ""), ("minmax", ":bucket=64"))
+#: draws of each kind of values, unless another number is asked for
+DRAWS = 5
+
+#: further options with which a codec of 1 to 8 bits is compared
+_VARIANTS = {"trellis": (":block=512,outliers=1",), "minmax": (":bucket=64",)}
+
+
+def _compared() -> Iterator[str]:
+    """Every codec that loses something: at all its bits, or its examples."""
+    for name, kind in codecs.CODECS.items():
+        if hasattr(kind, "bits") and not isinstance(kind.bits, property):
+            yield from (f"{name}{bits}{more}" for more in ("", *_VARIANTS.get(name, ())) for bits in range(1, 9))
+        elif name != "none":
+            yield from kind.examples or (name,)
+
 
 #: the codecs that are compared unless others are asked for
-FRONTIER = (
-    *(f"{family}{bits}{options}" for family, options in _FAMILIES for bits in range(1, 9)),
-    "onebit:reconstruct=mean",
-)
+FRONTIER = tuple(_compared())
 
 
 @dataclass(frozen=True)
 class Point:
-    """A codec, ours or another system's: bytes per element, and the relative L2 error on each sample."""
+    """A codec, ours or another system's: bytes per element, and the relative L2 errors on each kind of values.
+
+    Attributes:
+        errors: the median of all draws.
+        ranges: the least and the greatest.
+    """
 
     name: str
     ours: bool
     density: float
     errors: dict[str, float]
+    ranges: dict[str, tuple[float, float]]
 
     @property
     def family(self) -> str:
@@ -52,34 +73,61 @@ def shannon(density: float) -> float:
     return float(2.0 ** (-8 * density))
 
 
-def measure(specs: Sequence[str] = FRONTIER, count: int = COUNT) -> list[Point]:
-    """One encode and decode of each sample by the codecs and by other systems' formulas, ordered by bytes."""
-    samples = {name: make(count) for name, make in SAMPLES.items()}
-    return sorted([*_ours(specs, samples, count), *_peers(samples, count)], key=lambda p: (p.density, p.name))
+def measure(specs: Sequence[str] = FRONTIER, count: int = COUNT, draws: int = DRAWS) -> list[Point]:
+    """Encode and decode draws of each kind of values by the codecs and by other systems' formulas; ordered by bytes."""
+    coders = [*_ours(specs, count), *_peers(count)]
+    found: list[dict[str, list[float]]] = [{name: [] for name in SAMPLES} for _ in coders]
+    for name, make in SAMPLES.items():
+        for draw in range(draws):
+            x = make(count, draw)
+            for coder, errors in zip(coders, found, strict=True):
+                errors[name].append(relative_error(coder.decoded(x), x))
+    points = [coder.point(errors) for coder, errors in zip(coders, found, strict=True)]
+    return sorted(points, key=lambda p: (p.density, p.name))
 
 
-def _ours(specs: Sequence[str], samples: dict[str, NDArray[np.float32]], count: int) -> Iterator[Point]:
-    for spec in specs:
-        codec = codecs.get(spec)
-        errors = {
-            name: relative_error(codec.decode(codec.encode(x), count, "float32"), x) for name, x in samples.items()
-        }
-        yield Point(codec.spec(), True, codec.encoded_nbytes(count, "float32") / count, errors)
+@dataclass(frozen=True)
+class _Coder:
+    """What is compared."""
+
+    name: str
+    ours: bool
+    density: float
+    decoded: Callable[[NDArray[np.float32]], NDArray[np.float32]]
+
+    def point(self, errors: dict[str, list[float]]) -> Point:
+        """The errors of all draws, summed up."""
+        medians = {name: statistics.median(each) for name, each in errors.items()}
+        ranges = {name: (min(each), max(each)) for name, each in errors.items()}
+        return Point(self.name, self.ours, self.density, medians, ranges)
 
 
-def _peers(samples: dict[str, NDArray[np.float32]], count: int) -> Iterator[Point]:
-    for peer in PEERS:
-        errors = {name: relative_error(peer.decode(x), x) for name, x in samples.items()}
-        yield Point(peer.name, False, peer.nbytes(count) / count, errors)
+def _ours(specs: Sequence[str], count: int) -> Iterator[_Coder]:
+    def through(codec: Codec, x: NDArray[np.float32]) -> NDArray[np.float32]:
+        return codec.decode(codec.encode(x), x.size, "float32")
+
+    for codec in map(codec_of, specs):
+        yield _Coder(codec.spec(), True, codec.encoded_nbytes(count, "float32") / count, partial(through, codec))
+
+
+def _peers(count: int) -> Iterator[_Coder]:
+    return (_Coder(peer.name, False, peer.nbytes(count) / count, peer.decode) for peer in PEERS)
 
 
 def table(points: Sequence[Point]) -> Iterator[str]:
-    """Lines of text. Other systems' names are in brackets."""
-    names = list(SAMPLES)
-    widths = [max(len(name), 9) for name in names]
-    heads = "  ".join(f"{name:>{width}}" for name, width in zip(names, widths, strict=True))
-    yield f"{'codec':<28} {'B/element':>9} {'Shannon':>8}  {heads}"
+    """Lines of text: medians, and ranges where draws differ by a tenth. Others' names are in brackets."""
+    rows = [["codec", "B/element", "Shannon", *SAMPLES]]
     for p in points:
-        name = p.name if p.ours else f"[{p.name}]"
-        errors = "  ".join(f"{p.errors[n]:>{width}.5f}" for n, width in zip(names, widths, strict=True))
-        yield f"{name:<28} {p.density:>9.4f} {shannon(p.density):>8.5f}  {errors}"
+        cells = [cell(p.errors[name], *p.ranges[name]) for name in SAMPLES]
+        rows.append([p.name if p.ours else f"[{p.name}]", f"{p.density:.4f}", f"{shannon(p.density):.5f}", *cells])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for name, *others in rows:
+        aligned = (f"{each:>{width}}" for each, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([f"{name:<{widths[0]}}", *aligned])
+
+
+def cell(median: float, least: float, greatest: float) -> str:
+    """An error in the digits that another draw would have, too."""
+    if greatest <= 1.1 * least:
+        return f"{median:.3g}"
+    return f"{median:.2g} ({least:.2g} to {greatest:.2g})"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import importlib.util
 import os
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,9 +15,22 @@ import click
 
 from qccl import codecs
 from qccl.bench.options import STDOUT
+from qccl.codecs import Codec
+from qccl.errors import CodecError
 
-__all__ = ["checked", "codec_list", "list_of", "nccl_only", "output_file", "output_file_or_stdout", "picture_file"]
+__all__ = [
+    "checked",
+    "codec_list",
+    "codec_of",
+    "list_of",
+    "nccl_only",
+    "output_file",
+    "output_file_or_stdout",
+    "picture_file",
+]
 
+#: a class of the user's, and what may follow it
+_CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?=\s*(?:[:+]|$))", re.ASCII)
 _PICTURES = (".png", ".svg", ".pdf")
 
 
@@ -46,7 +62,53 @@ def list_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
 def codec_list(text: str) -> tuple[str, ...]:
     """Codecs with commas between them: ``minmax8,minmax4:bucket=256,rounding=stochastic,none``."""
     # A comma also separates the options of a codec, which begin with "key=".
-    return tuple(codecs.get(spec.strip()).spec() for spec in re.split(r",(?!\s*\w+\s*=)", text))
+    return tuple(_canonical(spec.strip()) for spec in re.split(r",(?!\s*\w+\s*=)", text))
+
+
+def _canonical(spec: str) -> str:
+    """How reports spell a specification; that of a class stays as it is, since its own does not say where it is."""
+    codec = codec_of(spec)
+    return spec if is_class(spec) else codec.spec()
+
+
+def is_class(spec: str) -> bool:
+    """Whether a specification is ``module:Class``, perhaps with ``:key=value,...`` and decorators behind it.
+
+    It is where a Python name stands between the first colon and the next one (or "+", or the end), without "=", and
+    what is before the first colon is not the name of one of qccl's codecs.
+    """
+    match = _CLASS.match(spec)
+    return match is not None and match["module"].rstrip("0123456789") not in codecs.CODECS
+
+
+def codec_of(spec: str) -> Codec:
+    """The codec of a specification as the command line has it: that of codecs.get(), or of a class that is imported.
+
+    Modules are looked for in the current folder, too. Raises CodecError, a ValueError.
+    """
+    if not is_class(spec):
+        return codecs.get(spec)
+    match = _CLASS.match(spec)
+    assert match is not None
+    kind = _imported(match["module"], match["name"])
+    return codecs.get(kind.name + spec[match.end() :], {kind.name: kind})
+
+
+def _imported(module: str, name: str) -> type[Codec]:
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise CodecError(
+            f"codec '{module}:{name}' cannot be imported ({error}); give module:Class, the module in this folder or "
+            f"on PYTHONPATH, or one of {', '.join(codecs.CODECS)}"
+        ) from error
+    if isinstance(found, type) and dataclasses.is_dataclass(found) and issubclass(found, Codec):
+        return found
+    raise CodecError(
+        f"codec '{module}:{name}' is {found!r}; it must be a dataclass that inherits from qccl.codecs.PythonCodec"
+    )
 
 
 def output_file_or_stdout(text: str) -> str:

@@ -108,7 +108,8 @@ def _draw_sample(axes: Any, sample: str, points: Sequence[Point]) -> None:
     ours = sorted((family for family in families if family[0]), key=lambda f: _rank(families[f]))
     others = sorted(family for family in families if not family[0])
     for i, family in enumerate(ours):
-        _draw_family(axes, sample, families[family], _LINES[i % len(_LINES)], "o-", 4, family[1])
+        style = f"{_MARKS[i // len(_LINES) % len(_MARKS)]}-"
+        _draw_family(axes, sample, families[family], _LINES[i % len(_LINES)], style, 4, family[1])
     for i, family in enumerate(others):
         _draw_family(axes, sample, families[family], "#555555", _OTHERS[i % len(_OTHERS)], 7, family[1])
     if sample.startswith("Gaussian"):

@@ -18,34 +18,35 @@ __all__ = ["SAMPLES", "relative_error"]
 _OFFSET = 100.0
 
 
-def _gauss(count: int) -> Values:
-    return _random().standard_normal(count, np.float32)
+def _gauss(count: int, draw: int = 0) -> Values:
+    return np.random.default_rng(draw).standard_normal(count, np.float32)
 
 
-def _laplace(count: int) -> Values:
-    return _random().laplace(size=count).astype(np.float32)
+def _laplace(count: int, draw: int = 0) -> Values:
+    return np.random.default_rng(draw).laplace(size=count).astype(np.float32)
 
 
-def _student(count: int) -> Values:
-    return _random().standard_t(3, size=count).astype(np.float32)
+def _student(count: int, draw: int = 0) -> Values:
+    return np.random.default_rng(draw).standard_t(3, size=count).astype(np.float32)
 
 
-def _offset(count: int) -> Values:
-    return _gauss(count) + np.float32(_OFFSET)
+def _offset(count: int, draw: int = 0) -> Values:
+    return _gauss(count, draw) + np.float32(_OFFSET)
 
 
-def _outliers(count: int) -> Values:
-    x = _gauss(count)
-    x[np.random.default_rng(1).random(count) < 1e-4] *= 1000
+def _outliers(count: int, draw: int = 0) -> Values:
+    """Each value is one of the large ones with a probability of 1e-4, whatever the others are."""
+    x = _gauss(count, draw)
+    x[np.random.default_rng([1, draw]).random(count) < 1e-4] *= 1000
     return x
 
 
-def _gradient(count: int) -> Values:
+def _gradient(count: int, draw: int = 0) -> Values:
     """Gradients of a small network's weights, one step of its training after the other.
 
     Two hidden layers of rectifiers learn to tell eight clusters of points apart; the first steps are left out.
     """
-    rng = _random()
+    rng = np.random.default_rng(draw)
     sizes = (32, 128, 128, 8)
     weights = [rng.standard_normal((a, b)) * np.sqrt(2 / a) for a, b in pairwise(sizes)]
     centres = rng.standard_normal((8, 32))
@@ -67,12 +68,8 @@ def _gradient(count: int) -> Values:
     return np.concatenate(found)[:count].astype(np.float32)
 
 
-def _random() -> np.random.Generator:
-    return np.random.default_rng(0)
-
-
-#: by name; each makes so many values
-SAMPLES: Mapping[str, Callable[[int], Values]] = {
+#: by name; each makes so many values, other ones for another number of the draw
+SAMPLES: Mapping[str, Callable[..., Values]] = {
     "Gaussian": _gauss,
     "Laplace": _laplace,
     "Student t(3)": _student,

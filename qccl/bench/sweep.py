@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import qccl
-from qccl import codecs
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
 from qccl.bench.bulk import Bulk
@@ -24,6 +23,7 @@ from qccl.bench.kinds import KINDS
 from qccl.bench.lab import shaped_nbytes
 from qccl.bench.measure import Counts, measure
 from qccl.bench.options import STDOUT, Options
+from qccl.bench.params import codec_of
 from qccl.bench.progress import Progress, encode_report
 from qccl.bench.report import Device, Report
 from qccl.bench.sizes import format_size, parse_link
@@ -63,7 +63,7 @@ class Sweep:
         on = tuple(rank % nodes for rank in ranks)
         self._wiring = Wiring(on, tuple(ranks) if options.link_per_rank else on)
         self._cases = list(cases(options, comm.size))
-        self._codecs = [codecs.get(spec) for spec in options.codecs]
+        self._codecs = [codec_of(spec) for spec in options.codecs]
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
         self._plain = plain_name(comm)
         self._arrays = arrays_of(comm, options.cudagraph)

@@ -63,13 +63,14 @@ _BYTEPS = {"onebit_scaling": "scaling", "dithering_partition": "partition", "dit
 _MOMENTUM = (("momentum", "momentum_type"), "nesterov", "nesterov")
 
 
-def get(spec: str | Mapping[str, Any] | Codec) -> Codec:
+def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] | None = None) -> Codec:
     """The codec that ``spec`` names.
 
     A string is ``name[bits][:key=value,...]``, with "+ef" and "+nesterov:mu=0.9" behind it for error feedback and
     momentum. A dict has the name under "compressor" and the same keys, each with or
     without the prefix ``byteps_``; its values may be strings. Raises CodecError naming the key or value that is wrong,
-    those that are possible, and the nearest.
+    those that are possible, and the nearest. ``kinds`` are the codecs by their names (None: CODECS); no other is
+    looked for, and nothing is imported.
     """
     if isinstance(spec, Codec):
         return spec
@@ -81,7 +82,7 @@ def get(spec: str | Mapping[str, Any] | Codec) -> Codec:
         decorators = _take_decorators(options, spec)
     else:
         raise CodecError(f"a codec is a string, a dict or a Codec, not {type(spec).__name__}; for example 'minmax8'")
-    codec = _make(name, options, spec)
+    codec = _make(name, options, spec, CODECS if kinds is None else kinds)
     for name, options in decorators:
         codec = _decorated(codec, name, options, spec)
     return codec
@@ -131,13 +132,13 @@ def _literal(text: str) -> int | float | bool | str:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _make(name: str, options: dict[str, Any], spec: object) -> Codec:
+def _make(name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, type[Codec]]) -> Codec:
     match = _NAME.fullmatch(name)
-    if match is None or match[1] not in CODECS:
+    if match is None or match[1] not in kinds:
         raise CodecError(
-            f"codec {spec!r}: there is no codec {name!r}; the codecs are {_list(CODECS)}{_near(name, CODECS)}"
+            f"codec {spec!r}: there is no codec {name!r}; the codecs are {_list(kinds)}{_near(name, kinds)}"
         )
-    kind = CODECS[match[1]]
+    kind = kinds[match[1]]
     keys = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     if match[2]:
         if "bits" not in keys:

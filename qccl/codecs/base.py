@@ -74,7 +74,7 @@ class Codec(ABC):
     sparse: ClassVar[bool] = False
     #: whether decoding must be told who made the wire (call, round, rank, first element), which is not in it
     placed: ClassVar[bool] = False
-    #: whether its arithmetic is Python functions, for trying things out: on the host alone, and without state
+    #: whether its arithmetic is Python functions, for trying things out: on the host alone
     slow: ClassVar[bool] = False
 
     @property

@@ -34,9 +34,6 @@ class Decorator(Codec):
                 f"'onebit+{self.name}'), or give it a Codec"
             )
 
-        if self.codec.slow:
-            raise CodecError(f"{self.codec!r} is Python functions, which keep no state; use it without {self.name!r}")
-
     @property
     def plain(self) -> Codec:
         return self.codec.plain

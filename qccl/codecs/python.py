@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from abc import abstractmethod
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl.codecs.base import Codec, Form, Kernel
@@ -67,22 +68,30 @@ class _Calls:
         dtype: int,
         op: int,
         scale: float,
+        given_state: tuple[Any, ...] | None,
     ) -> None:
         import numpy as np
 
+        state = _State(*given_state) if given_state else _State()
         terms = [self._values(source, count, dtype) for source in sources]
         if own:
-            terms.insert(own_index, _load(own, count, dtype))
+            terms.insert(own_index, state.with_momentum(_load(own, count, dtype)))
         total = terms[0]
         with np.errstate(all="ignore"):
             for term in terms[1:]:
                 total = getattr(np, _COMBINE[op])(total, term)
-            total = total * np.float32(scale)
-        if wire:
-            self._put_wire(total, wire, dtype)
-            total = self._values(wire, count, dtype) if out else total
-        if out:
+            if scale != 1:
+                total = total * np.float32(scale)
+        if not wire:
             _store(total, out, dtype)
+            return
+        total = state.with_residual(total)
+        self._put_wire(total, wire, dtype)
+        if out or state.residual:
+            decoded = self._values(wire, count, dtype)
+            if out:
+                _store(decoded, out, dtype)
+            state.keep_residual(total, _load(out, count, dtype) if out else decoded)
 
     def _put_wire(self, x: np.ndarray, wire: int, dtype: int) -> None:
         import numpy as np
@@ -108,6 +117,60 @@ class _Calls:
                 f"it must give float32 of shape ({count},)"
             )
         return found
+
+
+@dataclass(frozen=True)
+class _State:
+    """Addresses of what is kept from call to call, fp32 (0: none); its arithmetic is that of ``kernels/state.h``."""
+
+    residual: int = 0
+    new_residual: int = 0
+    momentum: int = 0
+    new_momentum: int = 0
+    mu: float = 0.0
+    lr: float = 1.0
+
+    def with_momentum(self, x: np.ndarray) -> np.ndarray:
+        """The own values, which the momentum goes on with and is added to."""
+        import numpy as np
+
+        if not self.momentum:
+            return x
+        with np.errstate(all="ignore"):
+            momentum = np.float32(self.mu) * _load_float32(self.momentum, x.size) + x
+            _store_float32(momentum, self.new_momentum)
+            found: np.ndarray = x + np.float32(self.mu) * momentum
+        return found
+
+    def with_residual(self, total: np.ndarray) -> np.ndarray:
+        """The total, and what earlier codes left out."""
+        import numpy as np
+
+        if not self.residual:
+            return total
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / np.float32(self.lr)
+            return total + _load_float32(self.residual, total.size) * inverse
+
+    def keep_residual(self, total: np.ndarray, received: np.ndarray) -> None:
+        """What the code leaves out; what is not finite is forgotten."""
+        import numpy as np
+
+        if not self.residual:
+            return
+        with np.errstate(all="ignore"):
+            left = (total - received) * np.float32(self.lr)
+        _store_float32(np.where(np.isfinite(left), left, np.float32(0)), self.new_residual)
+
+
+def _load_float32(address: int, count: int) -> np.ndarray:
+    import numpy as np
+
+    return np.frombuffer(_bytes(address, 4 * count), np.float32)
+
+
+def _store_float32(x: np.ndarray, address: int) -> None:
+    ctypes.memmove(address, x.ctypes.data, x.nbytes)
 
 
 def _dtype(code: int) -> Any:
