@@ -129,5 +129,10 @@ def table(points: Sequence[Point]) -> Iterator[str]:
 def cell(median: float, least: float, greatest: float) -> str:
     """An error in the digits that another draw would have, too."""
     if greatest <= 1.1 * least:
-        return f"{median:.3g}"
-    return f"{median:.2g} ({least:.2g} to {greatest:.2g})"
+        return _rounded(median, 3)
+    return f"{_rounded(median, 2)} ({_rounded(least, 2)} to {_rounded(greatest, 2)})"
+
+
+def _rounded(error: float, digits: int) -> str:
+    """An error with so many digits, never as a power of ten."""
+    return np.format_float_positional(error, digits, unique=False, fractional=False, trim="-")
