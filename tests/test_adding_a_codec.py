@@ -1,9 +1,11 @@
-"""docs/adding-a-codec.md is true: its code is compiled as it stands there, for the host and the emulated device."""
+"""docs/adding-a-codec.md is true: its code is compiled as it stands there, and followed in a copy of the repository."""
 
 from __future__ import annotations
 
 import ctypes
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -106,3 +108,75 @@ def test_the_dataclass_agrees_with_the_oracle_about_sizes(monkeypatch: pytest.Mo
         error = np.abs(reference["Ternary"](64).decode(wire, count, "float32", Place()) - x)
         assert (error <= codec.error_bound(x)).all()
     assert issubclass(names["Ternary"], codecs.BucketCodec)
+
+
+def insert(file: Path, before: str, text: str) -> None:
+    """Put ``text`` in front of the one place where ``before`` is."""
+    old = file.read_text()
+    assert old.count(before) == 1, f"{file.name} has {before!r} {old.count(before)} times"
+    file.write_text(old.replace(before, text + before))
+
+
+def follow(root: Path) -> None:
+    """Do what the page says."""
+    dataclass, oracle_text, row, *_ = blocks("python")
+    options, section = blocks("markdown")
+    (root / "kernels/ternary.h").write_text(blocks("cpp")[0])
+    insert(root / "kernels/codecs.h", '#include "trellis.h"', '#include "ternary.h"\n')
+    insert(root / "kernels/codecs.h", " each(Trellis)", " each(Ternary)")
+    (root / "qccl/codecs/ternary.py").write_text(dataclass)
+    insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", "from qccl.codecs.ternary import Ternary\n")
+    insert(root / "qccl/codecs/__init__.py", ", Trellis)\n", ", Ternary")
+    (root / "tests/oracle_ternary.py").write_text(oracle_text)
+    insert(root / "tests/codec_table.py", "from oracle_trellis", "from oracle_ternary import Ternary\n")
+    insert(root / "tests/codec_table.py", '    "trellis": [', row)
+    insert(root / "docs/wire-format.md", "| `trellis` | `bits` |", options)
+    insert(root / "docs/wire-format.md", "## `trellis`, 1 to 8 bits", section + "\n")
+
+
+def build(root: Path) -> None:
+    """The host extension, for one instruction set and without optimisation; what counts is bytes."""
+    cmake = Path(sys.executable).with_name("cmake")
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DQCCL_X86_64_LEVELS=OFF", "-DQCCL_LOOP_OPTIMIZATION=-O0"]
+    options += ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0"]
+    commands = [["-S", ".", "-B", "build", *options], ["--build", "build", "--target", "_host", "--parallel", "2"]]
+    for arguments in commands:
+        done = subprocess.run([cmake, *arguments], cwd=root, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (library,) = (root / "build").glob("_host*.so")
+    shutil.copy(library, root / "qccl")
+
+
+#: runs a file or pytest with the copy's qccl, not with the installed one
+RUN = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+sys.path[:0] = [".", "tests"]
+sys.argv = sys.argv[1:]
+import qccl
+assert qccl.codecs.get("ternary")
+if sys.argv[0].endswith(".py"):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module("pytest", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_page_is_followed_in_a_copy(tmp_path: Path) -> None:
+    """The example passes the very tests that the page names."""
+    root = tmp_path / "qccl"
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "*.so", "results")
+    shutil.copytree(PAGE.parents[1], root, symlinks=True, ignore=ignored)
+    follow(root)
+    build(root)
+    files = [f"tests/test_{name}.py" for name in ("bucket_codecs", "codec_golden", "codecs", "wire_format")]
+    files += ["tests/test_collectives_codecs.py"]
+    for arguments in (["tests/golden/make.py"], ["pytest", "-q", "-x", "-k", "ternary or every or options", *files]):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *arguments], cwd=root, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    wires = [json.loads((folder / "tests/golden/wire.json").read_text()) for folder in (PAGE.parents[1], root)]
+    added = [entry for entry in wires[1] if entry not in wires[0]]
+    assert len(wires[1]) == len(wires[0]) + len(added) and {e["codec"].split(":")[0] for e in added} == {"ternary"}
