@@ -22,6 +22,7 @@ from qccl.state import StateStore, check_key
 from qccl.work import Work
 
 if TYPE_CHECKING:
+    from qccl.schedule import Schedule
     from qccl.trace import TraceEvent
     from qccl.transports.base import Group
     from qccl.transports.nccl import NcclTransport
@@ -329,6 +330,7 @@ class Communicator(Collectives):
         streams: tuple[int, ...],
         timeout: float | None,
         trace: list[TraceEvent] | None,
+        schedule: Schedule | None,
         lr: float | None,
     ) -> Work:
         """Start a program on this communicator's next sequence number; ``text`` and ``pairs`` are those of Header."""
@@ -339,6 +341,7 @@ class Communicator(Collectives):
             header=Header(Kind.CALL, self._sequence, text, pairs),
             deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
             trace=trace,
+            schedule=schedule,
             streams=streams,
             lr=1.0 if lr is None else lr,
         )

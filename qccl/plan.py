@@ -32,6 +32,7 @@ class _Compiled(NamedTuple):
     """A program, and what it remembers from run to run: the call that its state is of, and floats in each buffer."""
 
     program: Program
+    in_place: bool
     algorithm: str
     remembered: str
     state: Mapping[str, int]
@@ -165,6 +166,7 @@ class Plan:
             streams=streams,
             timeout=timeout,
             trace=trace,
+            schedule=None if trace is None else self.schedule(in_place=compiled.in_place),
         )
         return self._work
 
@@ -195,7 +197,7 @@ class Plan:
             schedule = self.schedule(in_place=in_place)
             state = {name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE}
             remembered = self.signature.remembered(schedule.name)
-            found = _Compiled(self._comm._engine.compile(schedule), schedule.name, remembered, state)
+            found = _Compiled(self._comm._engine.compile(schedule), in_place, schedule.name, remembered, state)
             self._programs[in_place] = found
         return found
 

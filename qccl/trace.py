@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import socket
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from os import PathLike
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
 
 __all__ = ["TraceEvent", "write_trace"]
+
+#: rounds of messages by which the clocks of machines are compared
+_CLOCK_ROUNDS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +28,13 @@ class TraceEvent:
 
     Attributes:
         rank: where it ran.
-        lane: "compute", "send" or "recv"; on CUDA "compute" or "comm".
+        lane: "compute", "send" or "recv"; on CUDA "compute", "comm", "out" or "in".
         name: what, in words.
-        start: seconds; in a run those of time.perf_counter(), which the ranks of one machine share.
-        stop: seconds, on the same clock.
+        start, stop: seconds; of time.perf_counter() in a run, whose origin the ranks of one machine share. A transfer
+            starts when it is posted and stops when its completion is noticed.
+        args: what else there is to know: "bytes", "elements", "codec", "round" (of quantisation, from 0), "chunk" (of
+            that round, from 0), "operation" (its number in the schedule); of a transfer also "peer", "call" and
+            "message" (its number among those to the peer, or from it), by which both ends are told to belong together.
     """
 
     rank: int
@@ -28,52 +42,181 @@ class TraceEvent:
     name: str
     start: float
     stop: float
+    args: Mapping[str, int | str] = field(default_factory=dict, hash=False)
 
 
-def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent]) -> None:
-    """Write the events in Chrome's JSON: a process per rank, a thread per lane, more where events of a lane overlap.
+def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent], comm: Communicator | None = None) -> None:
+    """Write the events in Chrome's JSON; with ``comm`` collective: rank 0 writes those of all ranks.
 
-    Times count from the first event, in microseconds.
+    A rank is a process with a track for what it computes and two for each peer, to it and from it. An arrow joins the
+    two ends of a message. A message is drawn from the moment it is the next one between its two ranks until it has
+    arrived; how long it had waited before, posted, is its "queued_us". Times count from the first event, in
+    microseconds. The clocks of different machines are compared by messages; "otherData" says how exactly.
     """
-    ordered = sorted(events, key=lambda e: (e.start, e.stop))
-    origin = ordered[0].start if ordered else 0.0
-    records: list[dict[str, Any]] = []
-    names: dict[tuple[int, str], int] = {}
-    for event, row in zip(ordered, _rows(ordered), strict=True):
-        thread = event.lane if row == 0 else f"{event.lane} {row + 1}"
-        records.append(
-            {
-                "name": event.name,
-                "cat": event.lane,
-                "ph": "X",
-                "pid": event.rank,
-                "tid": names.setdefault((event.rank, thread), len(names)),
-                "ts": (event.start - origin) * 1e6,
-                "dur": (event.stop - event.start) * 1e6,
-            }
-        )
+    found, clocks = list(events), "all events are of one clock, or their clocks were not compared"
+    if comm is not None:
+        found, clocks = _gathered(found, comm)
+        if comm.rank != 0:
+            return
+    slices = _slices(found)
+    records = [*_labels(slices), *(each.record() for each in slices), *_arrows(slices)]
+    document = {"displayTimeUnit": "ns", "otherData": {"clocks": clocks}, "traceEvents": records}
     with open(path, "w", encoding="utf-8") as file:
-        json.dump({"displayTimeUnit": "ns", "traceEvents": [*_labels(names), *records]}, file)
+        json.dump(document, file)
 
 
-def _rows(ordered: Sequence[TraceEvent]) -> list[int]:
-    """For each event, in order of start, the first row of its lane that is free by then."""
-    busy_until: dict[tuple[int, str], list[float]] = {}
-    rows: list[int] = []
-    for event in ordered:
-        stops = busy_until.setdefault((event.rank, event.lane), [])
-        row = next((i for i, stop in enumerate(stops) if stop <= event.start), len(stops))
-        stops[row : row + 1] = [event.stop]
-        rows.append(row)
-    return rows
+# -- all ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _labels(names: dict[tuple[int, str], int]) -> list[dict[str, Any]]:
-    """Records that name the processes and threads, and order the ranks."""
+def _gathered(events: Sequence[TraceEvent], comm: Communicator) -> tuple[list[TraceEvent], str]:
+    """Collective: all ranks' events by the clock of rank 0, and a remark on how exact that is."""
+    item = {"machine": _machine(), "events": [asdict(event) for event in events]}
+    items = [json.loads(each) for each in comm.allgather(json.dumps(item).encode())]
+    offsets, clocks = [0.0] * comm.size, "all ranks share a clock"
+    if len({each["machine"] for each in items}) > 1:
+        bounds = _clock_bounds(comm)
+        elsewhere = [rank for rank, each in enumerate(items) if each["machine"] != items[0]["machine"]]
+        for rank in elsewhere:
+            offsets[rank] = sum(bounds[rank]) / 2
+        error = max((high - low) / 2 for low, high in (bounds[rank] for rank in elsewhere))
+        clocks = f"the clocks of ranks {elsewhere} were compared with rank 0's by messages, to {error * 1e6:.0f} us"
+    return [
+        TraceEvent(**event | {"start": event["start"] - offset, "stop": event["stop"] - offset})
+        for each, offset in zip(items, offsets, strict=True)
+        for event in each["events"]
+    ], clocks
+
+
+def _machine() -> str:
+    """What processes that share a clock have in common: the start of the operating system."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return socket.gethostname()
+
+
+def _clock_bounds(comm: Communicator) -> list[tuple[float, float]]:
+    """Collective: how many seconds each rank's clock is at least, and at most, ahead of rank 0's.
+
+    No rank leaves an all-gather before every rank has entered it: so each pair of an entry and an exit is a bound.
+    """
+    rounds = []
+    for _ in range(_CLOCK_ROUNDS):
+        entered = time.perf_counter()
+        comm.allgather(b"")
+        rounds.append((entered, time.perf_counter()))
+    all_rounds = [json.loads(each) for each in comm.allgather(json.dumps(rounds).encode())]
+    return [
+        (
+            max(mine[0] - zero[1] for mine, zero in zip(found, all_rounds[0], strict=True)),
+            min(mine[1] - zero[0] for mine, zero in zip(found, all_rounds[0], strict=True)),
+        )
+        for found in all_rounds
+    ]
+
+
+# -- what is drawn -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Slice:
+    """An event on its track; ``start`` and ``stop`` in nanoseconds from the first event on, ``tid`` from 1 on."""
+
+    event: TraceEvent
+    start: int
+    stop: int
+    tid: int = 0
+
+    @property
+    def track(self) -> tuple[int, int, str]:
+        """Where it stands on its rank, and the track's name: computing, other lanes, then the peers."""
+        lane, peer = self.event.lane, self.event.args.get("peer")
+        if lane in ("send", "recv") and isinstance(peer, int):
+            return 2 + peer, lane == "recv", f"{'to' if lane == 'send' else 'from'} rank {peer}"
+        return (0 if lane == "compute" else 1), 0, lane
+
+    @property
+    def message(self) -> tuple[Any, ...] | None:
+        """What both ends of a message have in common, first who sends it; None for what is not one end of a message."""
+        rank, args = self.event.rank, self.event.args
+        if self.event.lane not in ("send", "recv") or not {"peer", "message"} <= args.keys():
+            return None
+        ends = (rank, args["peer"]) if self.event.lane == "send" else (args["peer"], rank)
+        return (*ends, args.get("call"), args["message"])
+
+    def record(self) -> dict[str, Any]:
+        record = {"name": self.event.name, "cat": self.event.lane, "ph": "X", "pid": self.event.rank, "tid": self.tid}
+        return record | {"ts": self.start / 1e3, "dur": (self.stop - self.start) / 1e3, "args": dict(self.event.args)}
+
+
+def _slices(events: Sequence[TraceEvent]) -> list[_Slice]:
+    """The events, by tracks, on each of which they follow each other."""
+    origin = min((event.start for event in events), default=0.0)
+
+    def at(seconds: float) -> int:
+        return round((seconds - origin) * 1e9)
+
+    slices = [_Slice(event, at(event.start), at(event.stop)) for event in events]
+    for send, receive in _messages(slices):
+        # A receive is posted long before there is anything to receive, and a send may be over before that is noticed.
+        receive.start = min(max(receive.start, send.start), receive.stop)
+        send.stop = max(send.start, min(send.stop, receive.stop))
+    tracks: defaultdict[int, defaultdict[tuple[int, int, str], list[_Slice]]]
+    tracks = defaultdict(lambda: defaultdict(list))
+    for each in sorted(slices, key=lambda each: (each.stop, each.start)):
+        tracks[each.event.rank][each.track].append(each)
+    found: list[_Slice] = []
+    for rank in sorted(tracks):
+        for tid, track in enumerate(sorted(tracks[rank]), 1):
+            found += _in_turn(tracks[rank][track], tid)
+    return found
+
+
+def _in_turn(slices: Sequence[_Slice], tid: int) -> Sequence[_Slice]:
+    """Let each begin when the one before it has ended: what overlaps on a track is not drawn, or drawn wrongly."""
+    free = 0
+    for each in slices:
+        posted, each.tid = each.start, tid
+        each.start = max(posted, free)
+        each.stop = free = max(each.stop, each.start + 1)
+        if each.message is not None:
+            args = {**each.event.args, "queued_us": round((each.start - posted) / 1e3, 3)}
+            each.event = TraceEvent(**{**asdict(each.event), "args": args})
+    return slices
+
+
+def _messages(slices: Iterable[_Slice]) -> list[tuple[_Slice, _Slice]]:
+    """Both ends of each message that has both."""
+    ends: defaultdict[tuple[Any, ...], tuple[list[_Slice], list[_Slice]]] = defaultdict(lambda: ([], []))
+    for each in sorted(slices, key=lambda each: each.start):
+        if each.message is not None:
+            ends[each.message][each.event.lane == "recv"].append(each)
+    return [pair for sends, receives in ends.values() for pair in zip(sends, receives, strict=False)]
+
+
+def _arrows(slices: Iterable[_Slice]) -> list[dict[str, Any]]:
+    """A pair of records for each message, but where it arrives before it is sent because clocks are not exact."""
+    records: list[dict[str, Any]] = []
+    for number, (send, receive) in enumerate(_messages(slices), 1):
+        if send.start < receive.stop:
+            both = {"name": "message", "cat": "message", "id": number}
+            records.append(both | {"ph": "s", "pid": send.event.rank, "tid": send.tid, "ts": send.start / 1e3})
+            end = {"ph": "f", "bp": "e", "pid": receive.event.rank, "tid": receive.tid, "ts": (receive.stop - 1) / 1e3}
+            records.append(both | end)
+    return records
+
+
+def _labels(slices: Iterable[_Slice]) -> list[dict[str, Any]]:
+    """Records that name processes and threads, and order them."""
     labels: list[dict[str, Any]] = []
-    for rank in sorted({rank for rank, _ in names}):
-        labels.append({"name": "process_name", "ph": "M", "pid": rank, "tid": 0, "args": {"name": f"rank {rank}"}})
-        labels.append({"name": "process_sort_index", "ph": "M", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-    for (rank, thread), tid in names.items():
-        labels.append({"name": "thread_name", "ph": "M", "pid": rank, "tid": tid, "args": {"name": thread}})
+
+    def label(kind: str, rank: int, tid: int, **args: object) -> None:
+        labels.append({"name": kind, "ph": "M", "pid": rank, "tid": tid, "args": args})
+
+    threads = dict.fromkeys((each.event.rank, each.tid, each.track[2]) for each in slices)
+    for rank in dict.fromkeys(rank for rank, _, _ in threads):
+        label("process_name", rank, 0, name=f"rank {rank}")
+        label("process_sort_index", rank, 0, sort_index=rank)
+    for rank, tid, name in threads:
+        label("thread_name", rank, tid, name=name)
+        label("thread_sort_index", rank, tid, sort_index=tid)
     return labels

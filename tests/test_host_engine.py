@@ -625,7 +625,7 @@ def test_a_trace_has_every_node_with_its_times():
         assert len(events) == nodes
         assert {e.lane for e in events} == {"compute", "send", "recv"}
         assert all(e.rank == rank and before <= e.start <= e.stop <= after for e in events)
-        assert len({e.name for e in events}) == nodes
+        assert len({(e.lane, *sorted(e.args.items())) for e in events}) == nodes
 
 
 class SlowLink:

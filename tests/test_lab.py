@@ -135,14 +135,14 @@ def test_the_timeline_shows_encodes_during_transfers(tmp_path: Path) -> None:
     done = bench("--ranks=4", "-b8M", "-e8M", "-n2", "-c0", "--link=1gbit", f"--trace={path}")
     assert done.returncode == 0, done.stderr
     events = [event for event in json.loads(path.read_text())["traceEvents"] if event["ph"] == "X"]
-    arrived = {}  # (operation, sender, receiver) -> when
+    arrived = {}  # (message, sender, receiver) -> when
     for event in events:
-        if found := re.fullmatch(r"recv (\d+) from (\d+)", event["name"]):
-            arrived[found[1], int(found[2]), event["pid"]] = event["ts"] + event["dur"]
+        if event["cat"] == "recv":
+            arrived[event["args"]["message"], event["args"]["peer"], event["pid"]] = event["ts"] + event["dur"]
     for rank in range(4):
         mine = [event for event in events if event["pid"] == rank]
-        sends = [(e["ts"], re.fullmatch(r"send (\d+) to (\d+)", e["name"])) for e in mine if e["cat"] == "send"]
-        transfers = [(begin, arrived[name[1], rank, int(name[2])]) for begin, name in sends if name]
+        sends = [(e["ts"] - e["args"]["queued_us"], e["args"]) for e in mine if e["cat"] == "send"]
+        transfers = [(begin, arrived[args["message"], rank, args["peer"]]) for begin, args in sends]
         encodes = [(e["ts"], e["ts"] + e["dur"]) for e in mine if e["name"].startswith("encode")]
         during = [e for e in encodes if any(begin <= e[0] and e[1] <= end for begin, end in transfers)]
         assert len(encodes) > 12 and len(during) > len(encodes) / 2

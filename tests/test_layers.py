@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gpu": {"errors"},
     "launchers": {"errors"},
     "transports": {"_host", "dtypes", "errors", "gpu", "launchers"},
-    "engines": {"_host", "codecs", "dtypes", "errors", "gpu", "schedule", "trace", "transports"},
+    "engines": {"_host", "codecs", "dtypes", "errors", "gpu", "intervals", "schedule", "trace", "transports"},
     "memory": {"_host", "dtypes", "errors", "gpu", "scalars"},
     "backends": {"engines", "memory", "transports"},
     "arguments": {"codecs", "errors", "scalars"},

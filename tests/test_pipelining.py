@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +34,9 @@ def spans(events: list[dict], rank: int, kind: str) -> list[tuple[int, float, fl
     """(operation number, start, stop) of the events of one kind on one rank, by operation."""
     found = []
     for event in events:
-        match = re.match(rf"{kind} (\d+)", event["name"])
-        if event["ph"] == "X" and event["pid"] == rank and match:
-            found.append((int(match[1]), event["ts"], event["ts"] + event["dur"]))
+        if event["ph"] == "X" and event["pid"] == rank and event["name"].startswith(kind):
+            posted = event["ts"] - event["args"].get("queued_us", 0)
+            found.append((event["args"]["operation"], posted, event["ts"] + event["dur"]))
     return sorted(found)
 
 

@@ -108,31 +108,6 @@ def test_deadlock_is_an_error() -> None:
         simulate([Schedule("forward", rank, 2, buffers, ops[rank]) for rank in range(2)])
 
 
-def test_trace_file(tmp_path: Path) -> None:
-    """Ranks are processes, lanes threads; what overlaps in a lane gets a thread of its own; times are microseconds."""
-    events = [
-        TraceEvent(1, "send", "late", 10.5, 11.0),
-        TraceEvent(0, "compute", "encode", 10.0, 10.25),
-        TraceEvent(1, "send", "early", 10.25, 10.75),
-    ]
-    write_trace(tmp_path / "trace.json", events)
-    records = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    threads = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
-    processes = {r["pid"]: r["args"]["name"] for r in records if r["name"] == "process_name"}
-    drawn = [
-        (processes[r["pid"]], threads[r["pid"], r["tid"]], r["name"], r["ts"], r["dur"])
-        for r in records
-        if r["ph"] == "X"
-    ]
-    assert drawn == [
-        ("rank 0", "compute", "encode", 0.0, 250_000.0),
-        ("rank 1", "send", "early", 250_000.0, 500_000.0),
-        ("rank 1", "send 2", "late", 500_000.0, 500_000.0),
-    ]
-    write_trace(tmp_path / "empty.json", [])
-    assert json.loads((tmp_path / "empty.json").read_text())["traceEvents"] == []
-
-
 def test_simulated_trace_can_be_written(tmp_path: Path) -> None:
     timeline = simulate(all_ranks("two_round", 3, 1 << 18))
     write_trace(tmp_path / "trace.json", timeline.events)

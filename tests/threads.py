@@ -54,7 +54,8 @@ class Caller:
 
     def program(self, count: int, **arguments: Any) -> Program:
         t = self.transport
-        return self.engine.compile(two_round(t.rank, t.size, count, FLOAT32, CODEC, **arguments))
+        self.schedule = two_round(t.rank, t.size, count, FLOAT32, CODEC, **arguments)
+        return self.engine.compile(self.schedule)
 
     def header(self, count: int, **changed: Any) -> Header:
         sequence = changed.pop("sequence", self.sequence)
@@ -75,6 +76,7 @@ class Caller:
             header=self.header(len(x), **changed),
             deadline=time.monotonic() + self.timeout,
             trace=trace,
+            schedule=None if trace is None else self.schedule,
         )
         self.sequence += 1
         execution.kept = x, y

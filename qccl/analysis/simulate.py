@@ -137,18 +137,22 @@ class _Run:
         stop = self._now + seconds
         heappush(self._agenda, (stop, number, False))
         heappush(self._agenda, (stop + latency, number, True))
-        for rank, lane, name in self._rows(self._graph.events[number]):
+        for rank, lane, name, args in self._rows(number):
             end = stop if lane == "send" else stop + latency
-            self.trace.append(TraceEvent(rank, lane, name, self._now, end))
+            self.trace.append(TraceEvent(rank, lane, name, self._now, end, args))
 
-    def _rows(self, event: Event) -> Iterator[tuple[int, str, str]]:
-        """Rank, lane and name of each line of the trace that shows an event."""
+    def _rows(self, number: int) -> Iterator[tuple[int, str, str, dict[str, int | str]]]:
+        """Rank, lane, name and arguments of each line of the trace that shows an event."""
+        event = self._graph.events[number]
         match event:
             case Step():
-                yield event.rank, "compute", _label(self._schedules[event.rank].ops[event.op_index])
+                op = self._schedules[event.rank].ops[event.op_index]
+                yield event.rank, "compute", _label(op), {"operation": event.op_index}
             case Transfer():
-                yield event.source, "send", f"to {event.target}: {event.sent}"
-                yield event.target, "recv", f"from {event.source}: {event.received}"
+                args: dict[str, int | str] = {"bytes": len(event.sent), "message": number}
+                sent, received = f"to {event.target}: {event.sent}", f"from {event.source}: {event.received}"
+                yield event.source, "send", sent, {**args, "peer": event.target, "operation": event.send_op}
+                yield event.target, "recv", received, {**args, "peer": event.source, "operation": event.recv_op}
 
     def _step_seconds(self, number: int) -> float:
         event = self._graph.events[number]

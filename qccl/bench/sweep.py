@@ -174,9 +174,7 @@ class Sweep:
     def _write_files(self) -> None:
         o = self._options
         if o.trace is not None:
-            events = self._trace()
-            if self._comm.rank == 0:
-                write_trace(o.trace, events)
+            write_trace(o.trace, self._trace(), self._comm)
         if self._comm.rank != 0:
             return
         self._save()
@@ -197,7 +195,7 @@ class Sweep:
             write_json(self._options.json, document)
 
     def _trace(self) -> list[TraceEvent]:
-        """One more call of the largest size with the first codec, as all ranks' events."""
+        """One more call of the largest size with the first codec, as this rank's events."""
         comm, case = self._comm, self._cases[-1]
         call = self._call(case, self._codecs[0])
         given, taken = call.counts(comm)
@@ -208,8 +206,7 @@ class Sweep:
         plan.start().synchronize()
         comm.barrier()
         plan.start(trace=events).synchronize()
-        gathered = comm.allgather(json.dumps([asdict(event) for event in events]).encode())
-        return [TraceEvent(**event) for item in gathered for event in json.loads(item)]
+        return events
 
 
 def _silent(line: str) -> None:

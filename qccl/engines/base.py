@@ -82,6 +82,7 @@ class Program(Protocol):
         header: Header,
         deadline: float,
         trace: list[TraceEvent] | None = None,
+        schedule: Schedule | None = None,
         streams: Sequence[int] = (),
         lr: float = 1.0,
     ) -> Execution:
@@ -93,6 +94,7 @@ class Program(Protocol):
             header: what the ranks must agree on.
             deadline: in time.monotonic() seconds.
             trace: a list that gets an event per node.
+            schedule: with trace, the one that the program was made of: a program on the host does not keep it.
             streams: on CUDA, the caller's stream, and others whose work so far must be waited for.
             lr: the learning rate that residuals count by (schedule.Reduce).
         """

@@ -21,10 +21,11 @@ from qccl.engines.cuda_kernels import kernels
 from qccl.engines.cuda_run import CudaRun
 from qccl.engines.cuda_source import Launch
 from qccl.engines.cuda_staging import Staging
+from qccl.engines.labels import group_label
 from qccl.engines.streams import HOME, Step, steps
 from qccl.errors import ArgumentError, EngineError
 from qccl.gpu import require
-from qccl.schedule import Commit, Lane, Leg, Op, Reduce, Role, Schedule, Span, reads, writes
+from qccl.schedule import Commit, Lane, Leg, Node, Op, Reduce, Role, Schedule, Span, reads, writes
 from qccl.trace import TraceEvent
 from qccl.transports.base import Call, DeviceLeg
 
@@ -82,6 +83,7 @@ class CudaProgram:
         header: Header,
         deadline: float,
         trace: list[TraceEvent] | None = None,
+        schedule: Schedule | None = None,
         streams: Sequence[int] = (),
         lr: float = 1.0,
     ) -> CudaRun:
@@ -191,15 +193,17 @@ class CudaProgram:
             start, stop = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
             record, stream = gpu.runtime.eventRecord, lanes[step.lane]
             calls += [*waits, (record, (start.ptr, stream)), *work, (record, (stop.ptr, stream)), *done]
-            kind = type(self._schedule.ops[step.ops[0]]).__name__.lower()
-            events.append((step.lane.value, f"{kind} {step.ops[0]}", start, stop))
+            group = [Node(i, step.exchange or self._schedule.ops[i]) for i in step.ops]
+            label = group_label(group, self._schedule.buffers)
+            events.append((step.lane.value, label.name, label.args, start, stop))
 
         def finish() -> None:
             def at(event: Any) -> float:
                 return now + float(gpu.runtime.eventElapsedTime(begin.ptr, event.ptr)) / 1e3
 
             trace.extend(
-                TraceEvent(self._schedule.rank, lane, name, at(start), at(stop)) for lane, name, start, stop in events
+                TraceEvent(self._schedule.rank, lane, name, at(start), at(stop), args)
+                for lane, name, args, start, stop in events
             )
 
         run.finish = finish

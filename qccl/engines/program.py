@@ -8,7 +8,6 @@ calls bound to their addresses, the transfers, and what waits for what. How they
 from __future__ import annotations
 
 import math
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +15,7 @@ from qccl import _host
 from qccl.dtypes import FLOAT32
 from qccl.engines.agreement import Block, Header, data_nbytes_of, disagreement
 from qccl.engines.direct import direct
+from qccl.engines.labels import Label, labels
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.schedule import Carried, Commit, Decode, Encode, Leg, Node, Reduce, Role, Schedule, Span, nodes
 
@@ -56,9 +56,9 @@ class Program:
         self._memory.threads = engine.threads
         self._workspace = self._allocate(schedule)
         self.workspace_nbytes = self._workspace.nbytes
-        least = max(_LEAST_DIRECT, transport.eager_nbytes + 1)
+        self._least = max(_LEAST_DIRECT, transport.eager_nbytes + 1)
         # not kept: they are most of what a long schedule takes
-        every, needs = direct(tuple(nodes(schedule, per_leg=True)), least)
+        every, needs = direct(tuple(nodes(schedule, per_leg=True)), self._least)
         self.steps = _host.Steps(schedule.rank, schedule.size, transport.eager_nbytes)
         self._direct: list[tuple[int, str, int]] = []  # sends from the caller's memory: buffer and offset
         for node, needed in zip(every, needs, strict=True):
@@ -69,9 +69,6 @@ class Program:
                 self._add_transfer(node, node.leg, needed, schedule)
         self.steps.link()
         self.run = _host.Run(self.steps)
-        kinds = {type(node.op): type(node.op).__name__.lower() for node in every}
-        self._kinds = tuple(kinds[type(node.op)] for node in every)
-        self._op_indices = array("I", (node.op_index for node in every))
 
     def start(
         self,
@@ -81,6 +78,7 @@ class Program:
         header: Header,
         deadline: float,
         trace: list[TraceEvent] | None = None,
+        schedule: Schedule | None = None,
         streams: Sequence[int] = (),
         lr: float = 1.0,
     ) -> Execution:
@@ -92,6 +90,7 @@ class Program:
             header: what the ranks must agree on; its sequence number is the next one of the group.
             deadline: in time.monotonic() seconds.
             trace: a list that gets an event per node.
+            schedule: with trace, the one that the program was made of, which is not kept.
             streams: none; the host has no streams.
             lr: the learning rate that residuals count by.
 
@@ -101,17 +100,17 @@ class Program:
             raise ArgumentError("this program is still running; a program has one workspace, so wait for it first")
         self._bind(bindings)
         self._memory.call, self._memory.lr = call, lr
-        execution = Execution(self, header, deadline, trace)
+        said = [] if trace is None or schedule is None else self._labels(schedule)
+        execution = Execution(self, header, deadline, trace, said)
         self.engine.start(execution)
         return execution
 
-    def label(self, step: int) -> tuple[str, str]:
-        """Lane and name of a step in a trace."""
-        transfer, index = self.steps.transfer(step), self._op_indices[step]
-        if transfer is None:
-            return "compute", f"{self._kinds[step]} {index}"
-        is_send, peer = transfer
-        return ("send", f"send {index} to {peer}") if is_send else ("recv", f"recv {index} from {peer}")
+    def _labels(self, schedule: Schedule) -> list[Label]:
+        """What a trace says of each step."""
+        every = tuple(nodes(schedule, per_leg=True))
+        said = dict(zip(map(_identity, every), labels(every, schedule.buffers), strict=True))
+        kept, _ = direct(every, self._least)
+        return [said[_identity(node)] for node in kept]
 
     def _bind(self, bindings: Mapping[str, int]) -> None:
         """Enter the caller's addresses, unless they are those of the last run."""
@@ -211,6 +210,11 @@ class Program:
         self.steps.add_transfer(node.is_send, leg.peer, tag, address, len(span) * buffer.itemsize, needed)
 
 
+def _identity(node: Node) -> tuple[int, Leg | None, bool, int]:
+    """What tells a node from the others of its schedule, also where it sends from elsewhere than its wire slot."""
+    return node.op_index, node.leg, node.is_send, node.sequence
+
+
 class Execution:
     """One run of a Program. ``done`` turns true when it has ended well; failures are raised by step() and run().
 
@@ -223,6 +227,7 @@ class Execution:
     __slots__ = (
         "_extents",
         "_header",
+        "_labels",
         "_program",
         "_trace",
         "begun",
@@ -236,13 +241,18 @@ class Execution:
     is_ordered = False
 
     def __init__(
-        self, program: Program, header: Header, deadline: float, trace: list[TraceEvent] | None = None
+        self,
+        program: Program,
+        header: Header,
+        deadline: float,
+        trace: list[TraceEvent] | None = None,
+        labels: Sequence[Label] = (),
     ) -> None:
         self.kept: object = None
         self._program = program
         self._header = header
         self._extents = program.extents
-        self._trace = trace
+        self._trace, self._labels = trace, labels
         self.sequence = header.sequence
         self.deadline = deadline
         self.begun = self.done = self.detached = False
@@ -331,5 +341,8 @@ class Execution:
         if self._trace is not None:
             from qccl.trace import TraceEvent
 
-            rank, label = self._program.engine.rank, self._program.label
-            self._trace.extend(TraceEvent(rank, *label(i), start, stop) for i, start, stop in self._program.run.trace())
+            rank = self._program.engine.rank
+            for i, start, stop in self._program.run.trace():
+                lane, name, args = self._labels[i]
+                args = {**args, "call": self.sequence}
+                self._trace.append(TraceEvent(rank, lane, name, start, stop, args))
