@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -13,8 +14,9 @@ import pytest
 from click.testing import CliRunner
 
 import qccl
-from qccl.bench import collective, files, sweep
+from qccl.bench import collective, files, sweep, table
 from qccl.bench.cli import main
+from qccl.bench.columns import COLUMNS
 from qccl.bench.options import Options
 from qccl.bench.sweep import Sweep
 
@@ -164,6 +166,24 @@ def test_one_of_a_launchers_ranks_says_what_is_wrong(monkeypatch: pytest.MonkeyP
         found.append(CliRunner().invoke(main, ["allreduce", *flags]))
     assert found[0].exit_code == 2 and "Error: " in found[0].output
     assert (found[1].exit_code, found[1].output) == (0, "")
+
+
+# -- columns -----------------------------------------------------------------------------------------------------------
+
+
+def test_every_column_is_explained_in_the_help_and_on_the_page() -> None:
+    titles = " ".join(table.header("mpi", lab=True)).replace("out-of-place", "").replace("in-place", "")
+    known = set(re.sub(r"\(.*?\)|GB/s|\b(out|in)\b|#(?!wrong)", " ", titles).replace("L2 err", " ").split()) - {
+        "vs",
+        "mpi",
+    }
+    assert known == set(COLUMNS) - {"L2 err", "vs mpi"}
+    page = " ".join((ROOT / "bench" / "README.md").read_text(encoding="utf-8").split())
+    for arguments in (["--help"], ["allreduce", "--help"]):
+        shown = " ".join(CliRunner().invoke(main, arguments).output.split())
+        for name, text in COLUMNS.items():
+            assert f"{name} {text}" in shown and f"- **{name}**: {text}" in page
+    assert "(bench/README.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 # -- torchrun ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import click
 import qccl
 from qccl.bench.codec import codec
 from qccl.bench.collective import command
+from qccl.bench.columns import columns_help
 from qccl.bench.info import info
 from qccl.bench.kinds import KINDS
 from qccl.launchers import detect
@@ -51,7 +52,7 @@ def _rank() -> int:
     return launcher.rank if launcher else 0
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Group, epilog=columns_help(), context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(qccl.__version__, prog_name="qccl-bench")
 def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""

@@ -12,6 +12,7 @@ import click
 
 import qccl
 from qccl.bench.cases import check_calls
+from qccl.bench.columns import columns_help
 from qccl.bench.kinds import KINDS
 from qccl.bench.lab import Lab, obstacle
 from qccl.bench.options import DTYPES, OPS, STDOUT, Options
@@ -139,7 +140,9 @@ def command(name: str) -> click.Command:
     for option in reversed(options):
         decorated = option(decorated)
     decorated = click.command(
-        name, short_help=f"Time compressed {kind.title}{' beside the plain one' if beside else ''}."
+        name,
+        epilog=columns_help(),
+        short_help=f"Time compressed {kind.title}{' beside the plain one' if beside else ''}.",
     )(decorated)
     assert isinstance(decorated, click.Command)
     return decorated
