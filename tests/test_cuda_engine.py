@@ -521,14 +521,15 @@ def test_the_current_stream_of_torch_and_cupy(world, cupy, monkeypatch):
 
 def test_tensors_of_torch(cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
-    memory = CudaMemory(0)
-    x = Tensor(fake_cuda.array(values(0, 100)))
+    memory, before, after = CudaMemory(0), *(fake_cuda.array(values(0, 100)) for _ in range(2))
+    x = Tensor(before)
     held = memory.from_array(x, writable=True, what="x")
     assert held.owner.data_ptr() == held.address, "the storage, which has the memory even if the tensor has not"
     memory.hold([held])
-    x._array = fake_cuda.array(values(0, 100))
+    x._array = after
     with pytest.raises(qccl.InvalidBufferError, match="x has other memory"):
         memory.hold([held])
+    del held  # it looks into what the fake array exported
     x.negated = True
     with pytest.raises(qccl.InvalidBufferError, match=r"x\.resolve_neg"):
         memory.from_array(x, writable=True, what="x")
