@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from test_allreduce import oracle_codec
 
 import qccl
 from qccl import codecs
+from qccl.collectives.layout import cut
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text()
 
@@ -94,3 +96,27 @@ def test_every_collective_is_in_the_table_of_rounds_and_indices() -> None:
 def test_the_word_on_the_page() -> None:
     word = re.search(r"`r = (0x[0-9a-f]{8})`", PAGE)
     assert word is not None and oracle.random_words(4, 7, oracle.Place(call=5))[3] == int(word[1], 16)
+
+
+@pytest.mark.parametrize("spec", ["minmax8", "minmax4:bucket=shard", "none", "topk:k=0.01", "onebit:bucket=8"])
+@pytest.mark.parametrize("chunk", [None, 5000])
+def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, chunk: int | None) -> None:
+    """The page's formulas, written down once more, against the library's layout."""
+    codec = codecs.get(spec)
+    for count, n in itertools.product((1, 1023, 2500, 100_000, 30_000_001), (1, 2, 3, 40)):
+        granules = -(-count // codec.granule)
+        largest = -(-granules // n)
+        chunks = max(1, -(-largest // max(1, (chunk or 1) // codec.granule)))
+        if chunk is None:
+            size = codec.encoded_nbytes(largest * codec.granule, "float32")
+            b = max(49152, min(-(-size // 9), 163840, 3145728 // (3 * (3 * n - 2))))
+            chunks = max(1, min(-(-size // b), largest))
+        chunks = chunks if codec.splittable else 1
+        layout = cut(count, n, codec, chunk)
+        assert layout.chunks == chunks
+        for j in range(n):
+            first, last = granules * j // n, granules * (j + 1) // n
+            for k in range(chunks):
+                start, stop = (first + (last - first) * i // chunks for i in (k, k + 1))
+                found = layout.chunk(j, k)
+                assert found == range(*(min(edge * codec.granule, count) for edge in (start, stop))) or not found

@@ -19,9 +19,11 @@ _COMBINE = ("add", "minimum", "maximum")
 
 
 class PythonCodec(Codec):
-    """A codec that is two functions of arrays.
+    """A codec whose arithmetic is two functions of arrays: ``encode_values`` and ``decode_values``.
 
-    What they raise, the call raises on that rank; the others are told that this one gave up. They hold the GIL.
+    It is a dataclass, and has a ``name``, ``granule``, ``_nbytes`` and ``error_bound`` besides
+    (``docs/adding-a-codec.md``). What the functions raise, the call raises on that rank; the others are told that this
+    one gave up. They hold the GIL.
     """
 
     slow: ClassVar[bool] = True
