@@ -19,6 +19,7 @@ from qccl.engines import host
 from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, Kind
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.schedule import Buffer, Encode, Exchange, Leg, Role, Schedule, Span
+from qccl.transports import loopback
 from qccl.transports.loopback import LoopbackGroup
 
 
@@ -530,9 +531,11 @@ def test_a_failed_engine_raises_the_same_again():
         if t.rank == 1:
             return
         x = ramp(0, 64)
-        runs = [caller.start(caller.program(64), x, np.empty_like(x)) for _ in range(2)]
+        programs = [caller.program(64) for _ in range(2)]
+        runs = [caller.start(program, x, np.empty_like(x)) for program in programs]
+        again = (lambda: caller.allreduce(x), lambda: caller.start(programs[0], x, np.empty_like(x)))
         raised = []
-        for use in (runs[0].run, runs[1].run, runs[1].step, lambda: caller.allreduce(x)):
+        for use in (runs[0].run, runs[1].run, runs[1].step, *again):
             with pytest.raises(CollectiveTimeout) as info:
                 use()
             raised.append(str(info.value))
@@ -541,6 +544,66 @@ def test_a_failed_engine_raises_the_same_again():
 
     messages, _ = outcomes(2, run)
     assert len(set(messages)) == 1
+
+
+def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
+    """Another message is before them, and the other rank does not look just now."""
+    monkeypatch.setattr(host, "_LAST_WORDS_SECONDS", 10.0)
+    monkeypatch.setattr(loopback, "_LAST_WORDS_NBYTES", 0)  # what is not taken is lost
+    begun = threading.Event()
+
+    def run(t):
+        caller = Caller(t, timeout=20)
+        x = ramp(t.rank, 100)
+        if t.rank == 0:
+            caller.start(caller.program(100), x, np.empty_like(x))
+            begun.set()
+            caller.engine.abort("rank 0 gave up: out of paper")
+            return
+        assert begun.wait(10)
+        time.sleep(0.2)
+        caller.start(caller.program(100), x, np.empty_like(x)).run()
+
+    _, error = outcomes(2, run)
+    assert isinstance(error, PeerLost) and str(error) == "rank 0 gave up: out of paper", error
+
+
+def test_an_abort_does_not_wait_for_a_thread_that_is_held_up(monkeypatch):
+    """That one fails when it is back."""
+    monkeypatch.setattr(host, "_HALT_SECONDS", 0.1)
+    inside, aborted = threading.Event(), threading.Event()
+
+    def run(t):
+        if t.rank:
+            aborted.wait(10)
+            return None
+        caller = Caller(t, timeout=20)
+        poll = t.poll
+
+        def held_up(*, idle):
+            inside.set()
+            assert aborted.wait(10)
+            return poll(idle=idle)
+
+        t.poll = held_up
+        x, raised = ramp(0, 100), []
+        execution = caller.start(caller.program(100), x, np.empty_like(x))
+
+        def wait():
+            try:
+                execution.run()
+            except PeerLost as error:
+                raised.append(str(error))
+
+        thread = threading.Thread(target=wait, daemon=True)
+        thread.start()
+        assert inside.wait(10)
+        caller.engine.abort("enough")
+        aborted.set()
+        thread.join(10)
+        return raised
+
+    assert outcomes(2, run)[0] == ["enough"]
 
 
 def test_an_interrupt_in_the_middle_reaches_the_other_ranks():
