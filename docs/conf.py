@@ -6,7 +6,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
+from sphinx.domains.python import PyObject
+
 import qccl
+from qccl.bench.cli import main
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
@@ -15,7 +19,7 @@ project = "qccl"
 author = "the qccl authors"
 release = version = qccl.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton", "sphinx_click"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
 
 html_theme = "furo"
 html_title = f"qccl {release}"
@@ -24,6 +28,7 @@ html_css_files = ["qccl.css"]
 html_copy_source = False
 html_show_copyright = False
 
+smartquotes = False  # quotes and dashes stand in code
 highlight_language = "none"  # blocks without a language are shell commands, tables and drawings
 myst_heading_anchors = 3
 
@@ -37,18 +42,32 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 
+for field in PyObject.doc_field_types:
+    if field.name == "variable":
+        field.label = "Attributes"
+
+
 def setup(app: Any) -> None:
     """What is made while the pages are read."""
-    app.connect("source-read", add_results)
+    app.connect("source-read", add_generated)
     app.connect("autodoc-process-signature", hide_constructor)
 
 
-def add_results(app: Any, docname: str, source: list[str]) -> None:
-    """The tables of docs/results."""
+def add_generated(app: Any, docname: str, source: list[str]) -> None:
+    """The tables of docs/results, and the help of qccl-bench, at the end of their pages."""
     from results_tables import markdown
 
     if docname == "results":
         source[0] += markdown(DOCS / "results")
+    if docname == "reference/command":
+        source[0] += "\n".join(f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps())
+
+
+def helps() -> list[tuple[str, str]]:
+    """The names of the commands of qccl-bench, and the text of each one's --help."""
+    top = click.Context(main, info_name="qccl-bench", terminal_width=100, **main.context_settings)
+    commands = [click.Context(command, top, name, terminal_width=100) for name, command in main.commands.items()]
+    return [("qccl-bench", main.get_help(top)), *((str(c.info_name), c.command.get_help(c)) for c in commands)]
 
 
 def hide_constructor(app: Any, what: str, name: str, obj: object, options: Any, signature: str, returns: str) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from qccl.bench.sizes import format_size
+
 
 def markdown(folder: Path) -> str:
     """All tables of all files in ``folder``, the newest file first."""
@@ -35,7 +37,7 @@ def _file(path: Path) -> Iterator[str]:
     yield from _table(
         ("size", "ranks", "codec", "qccl", "a bound plan", "MPI", "MPI / qccl"),
         (
-            (f"{4 * r['count'] >> 10} KiB", r["ranks"], r["codec"], _both(r, "qccl"), _plan(r), *_beside(r))
+            (format_size(4 * r["count"]), r["ranks"], r["codec"], _both(r, "qccl"), _plan(r), *_beside(r))
             for r in found["shared"]
         ),
     )
@@ -52,7 +54,9 @@ def _file(path: Path) -> Iterator[str]:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
-    for row in (head, ["---"] * len(head), *rows):
+    rows = list(rows)
+    rule = ["--:" if any(str(row[i])[0].isdigit() for row in rows) else "---" for i in range(len(head))]
+    for row in (head, rule, *rows):
         yield "| " + " | ".join(map(str, row)) + " |"
     yield ""
 

@@ -30,7 +30,7 @@ class LowPrecisionDecentralized:
 
     Attributes:
         model: the array that was given, with the current model.
-        weights: W.
+        weights: the matrix W.
         spectral_gap: 1 less the second largest absolute eigenvalue of W: how fast models come together (0: never).
         peers: the ranks that this one averages with, fixed for its life.
         replicas: their models.

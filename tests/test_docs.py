@@ -166,3 +166,19 @@ def test_the_environment_variables():
     launchers = inspect.getmodule(detect)._VARIABLES.values()
     for name in found | {name for names in launchers for name in names if name}:
         assert f"`{name}`" in page, name
+
+
+def test_the_break_even_bandwidths():
+    """Those of docs/when-not.md follow from its formula and the speeds in docs/codecs.md."""
+    page, speeds = (DOCS / "when-not.md"), (DOCS / "codecs.md").read_text()
+    names: dict[str, Any] = {}
+    exec(blocks_of(page)[0].text, names)
+    rows = re.findall(
+        r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| (\d+) Gbit/s \| (\d+) Gbit/s \|$", page.read_text(), re.M
+    )
+    assert len(rows) == 3
+    for codec, encode, decode, two, eight in rows:
+        assert f"| `{codec}` | float32 | {encode} | {decode} |" in speeds
+        for ranks, stated in ((2, two), (8, eight)):
+            found = names["break_even"](ranks, float(encode) * 1e9, float(decode) * 1e9) * 8e-9
+            assert round(found) == int(stated), (codec, ranks)

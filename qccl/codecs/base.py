@@ -94,7 +94,7 @@ class Codec(ABC):
 
     @property
     def remembers(self) -> tuple[str, ...]:
-        """What is kept from call to call, under the caller's key: "residual", "momentum"; nothing for most."""
+        """Names of what is kept from call to call under the caller's key ("residual", "momentum"); mostly none."""
         return ()
 
     def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:
