@@ -55,7 +55,7 @@ def _file(path: Path) -> Iterator[str]:
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
     rows = list(rows)
-    rule = ["--:" if any(str(row[i])[0].isdigit() for row in rows) else "---" for i in range(len(head))]
+    rule = ["--:" if any(str(row[i])[:1].isdigit() for row in rows) else "---" for i in range(len(head))]
     for row in (head, rule, *rows):
         yield "| " + " | ".join(map(str, row)) + " |"
     yield ""
