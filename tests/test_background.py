@@ -155,6 +155,15 @@ def test_the_thread_sleeps_when_nothing_is_under_way():
     assert qccl.run_ranks(2, run) == [True, True]
 
 
+def test_a_call_that_ends_at_once_needs_no_thread():
+    def run(comm):
+        comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True).wait()
+        return comm._engine.detached, len(progress_threads())
+
+    until(lambda: not progress_threads())
+    assert qccl.run_ranks(1, run) == [(0, 0)]
+
+
 def test_beside_a_caller_that_computes_in_python():
     """Each poll needs the interpreter; with its usual switch interval this would take seconds."""
     usual = sys.getswitchinterval()
