@@ -53,7 +53,16 @@ def run(what: str, size: int) -> list[tuple[int, str, str]]:
 
 @pytest.mark.parametrize(
     ("what", "size"),
-    [("calls", 1), ("calls", 2), ("calls", 3), ("mismatch", 3), ("stays_away", 2), ("leaves", 3), ("refused", 1)],
+    [
+        ("calls", 1),
+        ("calls", 2),
+        ("calls", 3),
+        ("mismatch", 3),
+        ("stays_away", 2),
+        ("leaves", 3),
+        ("own_memory", 1),
+        ("refused", 1),
+    ],
 )
 def test_ranks(what, size):
     for rank, (status, out, err) in enumerate(run(what, size)):

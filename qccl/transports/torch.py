@@ -85,6 +85,7 @@ class TorchTransport:
         self._timer: threading.Timer | None = None
         self._back_by = math.inf  # time.monotonic() when nobody waits for the threads any more
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._reduced: torch.Tensor | None = None  # last, by gloo's all-reduce
         store = dist.PrefixStore(f"qccl/{name}", dist.distributed_c10d._get_default_store())
         try:
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -100,7 +101,7 @@ class TorchTransport:
         """Collective: the ranks of a process group with gloo (None: the default group)."""
         if "gloo" not in (backend := backend_of(group)):
             raise ArgumentError(f"the process group has the backend {backend}, and host memory is sent over gloo")
-        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
+        name = _copy_of(uuid.uuid4().bytes)
         options = dist.BroadcastOptions()  # from the group's rank 0
         options.timeout = timedelta(seconds=timeout)
         deadline = time.monotonic() + timeout
@@ -167,7 +168,8 @@ class TorchTransport:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         try:
-            self._group.allreduce([_bytes_at(target, nbytes).view(_DTYPES[dtype])], options).wait()
+            self._reduced = _bytes_at(target, nbytes).view(_DTYPES[dtype])  # kept as long as gloo: see _copy_of()
+            self._group.allreduce([self._reduced], options).wait()
         except RuntimeError as error:
             raise _lost(self._closed(), error) from error
 
@@ -288,7 +290,7 @@ class TorchTransport:
 
     def _gather(self, item: bytes, deadline: float, timeout: float) -> list[bytes]:
         """All ranks' items, of equal length."""
-        mine = torch.frombuffer(bytearray(item), dtype=torch.uint8)
+        mine = _copy_of(item)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         try:
             work = self._group.allgather([theirs], [mine])
@@ -327,6 +329,15 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
+
+
+def _copy_of(item: bytes) -> torch.Tensor:
+    """For gloo's collectives: in memory of torch's.
+
+    A thread of gloo's may let go of the tensor last. If it held an object of Python's, the thread would need the
+    interpreter for that, and while that ends, it would end the process by abort().
+    """
+    return torch.frombuffer(bytearray(item), dtype=torch.uint8).clone()
 
 
 def _tag(tag: int, nbytes: int) -> int:
