@@ -458,7 +458,7 @@ def test_what_a_call_waits_for_is_named():
 
 def test_a_rank_that_stops_in_the_middle():
     def run(t):
-        caller = Caller(t, timeout=0.5)
+        caller = Caller(t, timeout=2)
         x = ramp(t.rank, 100_000)
         y = np.empty_like(x)
         execution = caller.start(caller.program(len(x), chunk_elements=640), x, y)
@@ -472,7 +472,7 @@ def test_a_rank_that_stops_in_the_middle():
     first, stopped, third = outcomes(3, run)
     assert stopped is False
     assert all(isinstance(e, CollectiveTimeout | PeerLost) for e in (first, third)), (first, third)
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 15
 
 
 def test_a_rank_that_gives_up_is_heard_at_once():
@@ -746,7 +746,8 @@ def test_the_next_chunk_is_encoded_while_one_is_sent():
 
     def run(t):
         caller = Caller(SlowLink(t, 20))
-        program = caller.engine.compile(one_shot(t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=3))
+        caller.schedule = one_shot(t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=3)
+        program = caller.engine.compile(caller.schedule)
         x = ramp(t.rank, 64 * chunks)
         y, events = np.empty_like(x), []
         caller.start(program, x, y, trace=events).run()
