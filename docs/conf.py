@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from docutils import nodes
 from sphinx.domains.python import PyObject
 
 import qccl
@@ -37,6 +38,7 @@ autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
 autoclass_content = "both"
 add_module_names = False
+toc_object_entries_show_parents = "hide"
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -51,6 +53,7 @@ def setup(app: Any) -> None:
     """What is made while the pages are read."""
     app.connect("source-read", add_generated)
     app.connect("autodoc-process-signature", hide_constructor)
+    app.connect("doctree-resolved", set_dashes)
 
 
 def add_generated(app: Any, docname: str, source: list[str]) -> None:
@@ -73,3 +76,10 @@ def helps() -> list[tuple[str, str]]:
 def hide_constructor(app: Any, what: str, name: str, obj: object, options: Any, signature: str, returns: str) -> Any:
     """The arguments of classes whose objects only qccl makes."""
     return ("", "") if obj in (qccl.Plan, qccl.Work) else None
+
+
+def set_dashes(app: Any, doctree: nodes.document, docname: str) -> None:
+    """The dash that Sphinx puts between a parameter and its description, without smartquotes."""
+    for text in list(doctree.findall(nodes.Text)):
+        if text == " -- ":
+            text.parent.replace(text, nodes.Text(" \N{EN DASH} "))
