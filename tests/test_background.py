@@ -155,6 +155,26 @@ def test_the_thread_sleeps_when_nothing_is_under_way():
     assert qccl.run_ranks(2, run) == [True, True]
 
 
+def test_the_thread_gives_way_to_a_caller_who_starts_another_call():
+    """Although what it drives waits for a rank that waits for that."""
+    started = threading.Event()
+
+    def run(comm):
+        x, y = np.ones(1000, np.float32), np.ones(1000, np.float32)
+        if comm.rank:
+            assert started.wait(10)
+        first = comm.quantized_allreduce(x, async_op=True)
+        if comm.rank == 0:
+            time.sleep(0.1)
+        second = comm.quantized_allreduce(y, async_op=True)
+        started.set()
+        first.wait()
+        second.wait()
+        return (x == 2).all() and (y == 2).all()
+
+    assert qccl.run_ranks(2, run) == [True, True]
+
+
 def test_a_call_that_ends_at_once_needs_no_thread():
     def run(comm):
         comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True).wait()

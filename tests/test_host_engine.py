@@ -18,7 +18,7 @@ from qccl.dtypes import FLOAT32
 from qccl.engines import host
 from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, Kind
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
-from qccl.schedule import Buffer, Encode, Exchange, Leg, Role, Schedule, Span
+from qccl.schedule import Buffer, Decode, Encode, Exchange, Leg, Role, Schedule, Span
 from qccl.transports import loopback
 from qccl.transports.loopback import LoopbackGroup
 
@@ -27,6 +27,7 @@ def reduce_and_close(t):
     caller = Caller(t)
     y = caller.allreduce(ramp(t.rank, 1000))
     caller.close()
+    assert not any(engine is caller.engine for engine in host._unfinished), "all others have left, too"
     return y
 
 
@@ -350,6 +351,22 @@ def test_only_one_of_two_calls_in_flight_ends():
 
     error, _ = outcomes(2, run)
     assert isinstance(error, CollectiveTimeout) and "rank 1 did not make this call" in str(error), error
+
+
+def test_the_nearest_deadline_counts():
+    """Also where it is that of the call before."""
+
+    def run(t):
+        if t.rank:
+            return
+        caller = Caller(t, timeout=0.3)
+        x = ramp(t.rank, 100)
+        caller.start(caller.program(100), x, np.empty_like(x))
+        caller.timeout = 20
+        caller.start(caller.program(100), x, np.empty_like(x)).run(time.monotonic() + 5)
+
+    error, _ = outcomes(2, run)
+    assert isinstance(error, CollectiveTimeout) and "(call 0 of the group)" in str(error), error
 
 
 class Paused:
@@ -740,6 +757,93 @@ class SlowLink:
         return found
 
 
+@pytest.mark.parametrize("count", [2000, 40_000])
+def test_a_run_is_not_done_before_its_sends_are(count):
+    """What they send, and the memory that it is in, would change under them: with the header, and without."""
+
+    def run(t):
+        link = SlowLink(t, 20)
+        caller = Caller(link)
+        x = ramp(t.rank, count)
+        for make in (one_shot, two_round):
+            program = caller.engine.compile(make(t.rank, 2, count, FLOAT32, CODEC))
+            caller.start(program, x, np.empty_like(x)).run()
+            assert not link._sends
+        caller.close()
+        return True
+
+    assert outcomes(2, run) == [True] * 2
+
+
+def test_runs_in_flight_have_tags_of_their_own():
+    def run(t):
+        counting = Counting(t)
+        caller = Caller(counting)
+        x = ramp(t.rank, 40_000)
+        found = []
+        for _ in range(RUNS_IN_FLIGHT):
+            counting.sent.clear()
+            caller.start(caller.program(len(x), chunk_elements=4096), x, np.empty_like(x)).run()
+            found.append({tag for _, tag, _ in counting.sent if tag != CONTROL_TAG})
+        caller.close()
+        return found
+
+    for found in outcomes(2, run):
+        assert all(found) and sum(map(len, found)) == len(set.union(*found))
+
+
+class BadNewsFirst:
+    """A transport that tells of sends when the second control message has come, in one look with it, and after it."""
+
+    def __init__(self, transport, waits):
+        self._transport, self._waits = transport, waits  # set when nothing is left but a send
+        self._sends, self._listening, self._held, self._heard = set(), set(), [], 0
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def send(self, peer, tag, buffer, token):
+        self._sends.add(token)
+        self._transport.send(peer, tag, buffer, token)
+
+    def receive(self, peer, tag, buffer, token, *, at_most=False):
+        if tag == CONTROL_TAG:
+            self._listening.add(token)
+        self._transport.receive(peer, tag, buffer, token, at_most=at_most)
+
+    def poll(self, *, idle):
+        if self._heard and idle > 2:
+            self._waits.set()
+        found = list(self._transport.poll(idle=idle))
+        self._heard += sum(token in self._listening for token in found)
+        self._held += [token for token in found if token in self._sends]
+        found = [token for token in found if token not in self._sends]
+        if self._heard > 1:
+            found, self._held = found + self._held, []
+        return found
+
+
+def test_a_run_that_ends_beside_bad_news_has_ended_well():
+    waits = threading.Event()
+
+    def run(t):
+        caller = Caller(t if t.rank else BadNewsFirst(t, waits), timeout=20)
+        program = caller.engine.compile(one_shot(t.rank, 2, 2000, FLOAT32, CODEC))
+        x = ramp(t.rank, 2000)
+        y = np.empty_like(x)
+        execution = caller.start(program, x, y)
+        execution.run()
+        if t.rank:
+            assert waits.wait(10)
+            caller.engine.abort("rank 1 gave up: out of paper")
+            return None
+        with pytest.raises(PeerLost, match="out of paper"):
+            caller.allreduce(x)
+        return execution.done and near_sum(y, 2)
+
+    assert outcomes(2, run)[0] is True
+
+
 def test_the_next_chunk_is_encoded_while_one_is_sent():
     """On a link where a send takes longer than an encode, whatever the machine does."""
     chunks = 8
@@ -825,6 +929,56 @@ def test_a_small_call_is_one_message_to_each_rank(n):
             [(False, HEADER_NBYTES), (True, CODEC.encoded_nbytes(40_000, FLOAT32))] * (n - 1)
         )
         assert near_sum(found[2], n) and near_sum(found[3], n)
+
+
+def kept_data(rank):
+    """Two codes from rank 0 to rank 1, the first of them into memory that a code from rank 2 must have left."""
+
+    def code(name):
+        return Span(name, 0, CODEC.encoded_nbytes(64, FLOAT32))
+
+    def values(name, i):
+        return Span(name, 64 * i, 64 * i + 64)
+
+    buffers = {"input": Buffer(128, FLOAT32, Role.INPUT), "output": Buffer(192, FLOAT32, Role.OUTPUT)}
+    buffers |= {name: Buffer(code(name).stop, None, Role.WORK) for name in ("a", "b")}
+    if rank == 1:
+        recv = [Exchange((), (Leg(peer, code(name)),)) for peer, name in ((2, "a"), (0, "a"), (0, "b"))]
+        decode = [Decode(CODEC, code("aab"[i]), values("output", i), False, 0, 0, (2, 0, 0)[i]) for i in range(3)]
+        return Schedule("kept", rank, 3, buffers, (recv[0], decode[0], *recv[1:], *decode[1:]))
+    ops = []
+    for i, name in enumerate("ab" if rank == 0 else "a"):
+        ops += [Encode(CODEC, values("input", i), code(name), 0), Exchange((Leg(1, code(name)),), ())]
+    return Schedule("kept", rank, 3, buffers, tuple(ops))
+
+
+def test_data_that_came_with_a_header_waits_for_its_place():
+    """Another message comes from the same rank meanwhile, and what is received after it has its place already."""
+    heard = threading.Event()
+
+    def run(t):
+        caller = Caller(t)
+        xs = [ramp(10 * t.rank + call, 128) for call in range(2)]
+        ys = [np.zeros(192, np.float32) for _ in xs]
+        if t.rank == 2:
+            assert heard.wait(10)
+        runs = []
+        for x, y in zip(xs, ys, strict=True):
+            runs.append(caller.start(caller.engine.compile(kept_data(t.rank)), x, y))
+            deadline = time.monotonic() + 10
+            while t.rank == 1 and not heard.is_set() and time.monotonic() < deadline:
+                caller.engine.step()
+                if caller.engine._loop.early:
+                    heard.set()
+        for execution in runs:
+            execution.run()
+        caller.close()
+        return xs, ys
+
+    sent = outcomes(3, run)
+    for call, y in enumerate(sent[1][1]):
+        expected = np.concatenate([sent[2][0][call][:64], sent[0][0][call]])
+        assert np.abs(y - expected).max() <= 1
 
 
 @pytest.mark.parametrize("count", [1000, 40_000])
