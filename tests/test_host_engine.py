@@ -251,6 +251,69 @@ def test_ranks_that_disagree_otherwise(changed):
         assert f"{key}={value}" in str(error) and "call 0" in str(error)
 
 
+def test_no_output_is_written_before_all_ranks_have_come():
+    """Also where it needs nothing of theirs."""
+    looked = threading.Event()
+    wire = Span("wire", 0, CODEC.encoded_nbytes(64, FLOAT32))
+    values = [Buffer(64, FLOAT32, role) for role in (Role.INPUT, Role.OUTPUT)]
+    buffers = {"input": values[0], "output": values[1], "wire": Buffer(len(wire), None, Role.WORK)}
+    ops = (Encode(CODEC, Span("input", 0, 64), wire, 0), Decode(CODEC, wire, Span("output", 0, 64)))
+
+    def run(t):
+        caller = Caller(t)
+        x, y = ramp(0, 64), np.full(64, 7, np.float32)
+        program = caller.engine.compile(Schedule("alone", t.rank, 2, buffers, ops))
+        if t.rank:
+            assert looked.wait(10)
+        execution = caller.start(program, x, y)
+        if t.rank == 0:
+            for _ in range(20):
+                execution.step()
+            assert (y == 7).all()
+            looked.set()
+        execution.run()
+        caller.close()
+        return np.abs(y - x).max() <= 1
+
+    assert outcomes(2, run) == [True, True]
+
+
+def test_nothing_that_came_is_passed_on_before_all_ranks_have_come():
+    """The rank that it is for may never make this call, and would have to keep it."""
+    looked = threading.Event()
+    wire = Span("wire", 0, CODEC.encoded_nbytes(64, FLOAT32))
+    values = [Buffer(64, FLOAT32, role) for role in (Role.INPUT, Role.OUTPUT)]
+    buffers = {"input": values[0], "output": values[1], "wire": Buffer(len(wire), None, Role.WORK)}
+    send, recv = ([Exchange(*((Leg(p, wire),), ())[::d]) for p in range(3)] for d in (1, -1))
+    ops = [
+        (Encode(CODEC, Span("input", 0, 64), wire, 0), send[1]),
+        (recv[0], send[2]),
+        (recv[1], Decode(CODEC, wire, Span("output", 0, 64))),
+    ]
+
+    def run(t):
+        counting = Counting(t)
+        caller = Caller(counting)
+        x, y = ramp(0, 64), np.zeros(64, np.float32)
+        program = caller.engine.compile(Schedule("chain", t.rank, 3, buffers, ops[t.rank]))
+        if t.rank == 2:
+            assert looked.wait(10)
+        execution = caller.start(program, x, y)
+        if t.rank == 1:
+            deadline = time.monotonic() + 10
+            while execution.waits_for() != "rank 2 did not make this call" and time.monotonic() < deadline:
+                execution.step()
+            for _ in range(20):
+                execution.step()
+            assert not [tag for _, tag, _ in counting.sent if tag != CONTROL_TAG]
+            looked.set()
+        execution.run()
+        caller.close()
+        return t.rank < 2 or np.abs(y - x).max() <= 1
+
+    assert outcomes(3, run) == [True] * 3
+
+
 def test_ranks_that_make_different_numbers_of_calls():
     def run(t):
         caller = Caller(t)
@@ -718,6 +781,8 @@ def test_a_trace_has_every_node_with_its_times():
         before = time.perf_counter()
         caller.start(program, x, y, trace=events).run()
         after = time.perf_counter()
+        caller.start(program, x, y).run()
+        assert program.run.trace() == [], "a run without a trace records nothing, and keeps nothing of the last"
         caller.close()
         return before, events, after, len(program.steps)
 
@@ -952,32 +1017,42 @@ def kept_data(rank):
     return Schedule("kept", rank, 3, buffers, tuple(ops))
 
 
-def test_data_that_came_with_a_header_waits_for_its_place():
+@pytest.mark.parametrize("late", [0, 2])
+def test_data_that_came_with_a_header_waits_for_its_place(late):
     """Another message comes from the same rank meanwhile, and what is received after it has its place already."""
-    heard = threading.Event()
+    heard, sent = threading.Event(), threading.Event()
+
+    def hear(caller, execution):
+        """Until the others' messages have come: that of the late rank last, in one look with that of its next call."""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if caller.engine._loop.early and execution.waits_for() == f"rank {late} did not make this call":
+                break
+            caller.engine.step()
+        heard.set()
+        assert sent.wait(10)
 
     def run(t):
         caller = Caller(t)
         xs = [ramp(10 * t.rank + call, 128) for call in range(2)]
         ys = [np.zeros(192, np.float32) for _ in xs]
-        if t.rank == 2:
+        if t.rank == late:
             assert heard.wait(10)
         runs = []
         for x, y in zip(xs, ys, strict=True):
             runs.append(caller.start(caller.engine.compile(kept_data(t.rank)), x, y))
-            deadline = time.monotonic() + 10
-            while t.rank == 1 and not heard.is_set() and time.monotonic() < deadline:
-                caller.engine.step()
-                if caller.engine._loop.early:
-                    heard.set()
+            if t.rank == 1 and y is ys[0]:
+                hear(caller, runs[0])
+        if t.rank == late:
+            sent.set()
         for execution in runs:
             execution.run()
         caller.close()
         return xs, ys
 
-    sent = outcomes(3, run)
-    for call, y in enumerate(sent[1][1]):
-        expected = np.concatenate([sent[2][0][call][:64], sent[0][0][call]])
+    found = outcomes(3, run)
+    for call, y in enumerate(found[1][1]):
+        expected = np.concatenate([found[2][0][call][:64], found[0][0][call]])
         assert np.abs(y - expected).max() <= 1
 
 
