@@ -23,13 +23,13 @@ __all__ = ["Counts", "Row", "Side", "measure"]
 
 #: doublings that Gaussian data has room for before it overflows
 _HEADROOM = {"float32": 100, "bfloat16": 100, "float16": 10}
-#: parts into which the timed calls are cut, between which the calls that are compared take turns
+#: parts into which the timed calls are cut; the compared calls take turns part by part
 _ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often: timed and untimed calls, checked calls, and how the ranks' times become one (nccl-tests' -a)."""
+    """Numbers of timed, warm-up and checked calls, and how the ranks' times are combined (nccl-tests' -a)."""
 
     iters: int = 20
     warmups: int = 1
@@ -47,10 +47,10 @@ class Side:
     """One mode (out of place, or in place) of a row.
 
     Attributes:
-        rounds: seconds per call in each round; the sides of rows that were measured together took turns round by round.
-        wrong: elements outside the derived bound or other than they must be, input that was changed, and guard
-            elements that were written, on all ranks; None where nothing was checked.
-        error: relative L2 error of the result; None likewise.
+        rounds: seconds per call in each round; rows that are measured together take turns round by round.
+        wrong: on all ranks, elements outside the derived bound or with other bits than the codec gives, elements of
+            the input that were changed, and guard elements that were written; None where nothing was checked.
+        error: relative L2 error of the result; None where nothing was checked.
         crossed: bytes that the link's limiter counted, per byte sent; None outside the lab.
         bulk: seconds that a plain transfer of the same bytes took, in the same rounds; None outside the lab.
     """
@@ -70,10 +70,6 @@ class Side:
     def spread(self) -> float:
         """The slowest round less the fastest one, over the median."""
         return (max(self.rounds) - min(self.rounds)) / self.seconds if self.seconds else 0.0
-
-    def speedups(self, plain: Side) -> list[float]:
-        """How often as fast as ``plain`` each round was, beside which it was measured."""
-        return [theirs / mine for theirs, mine in zip(plain.rounds, self.rounds, strict=True) if mine]
 
 
 @dataclass(frozen=True)
@@ -101,12 +97,15 @@ class Row:
 
 @dataclass
 class _Timed:
-    """What takes turns with others, and what it took on this rank.
+    """A call or plain transfer that takes turns with others, and this rank's measurements of it.
 
     Attributes:
+        nbytes: bytes that all ranks send in a call.
         renews: the array's values are set again before a turn.
         most: calls until the values must be set again.
-        nbytes: what all ranks send in a call.
+        seconds: the mean of each turn.
+        crossed: bytes that passed this rank's link.
+        called: calls, including warm-up calls.
     """
 
     run: Callable[[], object]
@@ -130,118 +129,106 @@ def measure(
 ) -> list[Row]:
     """Collective: measure calls of one collective and size, out of place and in place; a row for each.
 
-    Within a mode they take turns, so that what disturbs the machine for a while disturbs all of them. ``meter`` reads
-    this rank's link counter; ``before_turn`` hears whose turn begins; ``arrays`` are the communicator's if not given;
-    beside the compressed calls ``bulk`` transfers as many bytes, if given.
+    Within a mode the calls take turns, so that a disturbance of the machine affects all of them alike.
+    ``meter`` reads this rank's link counter, if there is a link. ``before_turn`` gets the name of the call whose turn
+    begins. ``arrays`` are by default those of the communicator's backend. ``bulk``, if given, transfers as many bytes
+    beside each compressed call.
     """
-    arrays = arrays_of(comm) if arrays is None else arrays
+    bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter, before_turn)
     given, taken = calls[0].counts(comm)
     dtype = calls[0].case.dtype
-    x, y = Guarded(arrays, given, dtype), Guarded(arrays, taken, dtype)
+    x, y = Guarded(bench.arrays, given, dtype), Guarded(bench.arrays, taken, dtype)
     bulks = [None if bulk is None or isinstance(call, PlainCall) else bulk.bind(max(call.sent)) for call in calls]
     modes = [("out of place", y), ("in place", x)]
     if not KINDS[calls[0].case.kind].is_allreduce:
         modes.pop()
-    sides = [_measure_mode(comm, calls, bulks, counts, arrays, x, out, meter, before_turn, name) for name, out in modes]
+    sides = [bench.measure_mode(calls, bulks, x, out, mode) for mode, out in modes]
     return [
         Row(call.case, call.name, call.algorithm, max(call.sent), found[0], found[1] if len(found) > 1 else None)
         for call, found in zip(calls, zip(*sides, strict=True), strict=True)
     ]
 
 
-def _measure_mode(
-    comm: Communicator,
-    calls: Sequence[QuantizedCall | PlainCall],
-    bulks: Sequence[Callable[[], object] | None],
-    counts: Counts,
-    arrays: Arrays,
-    x: Guarded,
-    out: Guarded,
-    meter: Callable[[], int] | None,
-    before_turn: Callable[[str], None],
-    mode: str,
-) -> list[Side]:
-    """One mode of all calls: they are checked, and then timed in turn."""
-    checked, timed, beside = [], [], []
-    for call, transfer in zip(calls, bulks, strict=True):
-        run = call.bind(arrays, x.array, out.array)
-        if isinstance(call, PlainCall) or KINDS[call.case.kind].is_allreduce:
-            checked.append(check(comm, call, run, x, out, counts.checks))
-        else:
-            checked.append(check_parts(comm, call, run, x, out, counts.checks))
-        most = _calls_until_overflow(call.case, comm.size, call.growth) if out is x else 1 << 62
-        timed.append(_Timed(run, sum(call.sent), most=most))
-        beside.append(None if transfer is None else _Timed(transfer, 0, renews=False))
-    for n in _cut(counts):
-        for call, mine, other in zip(calls, timed, beside, strict=True):
-            before_turn(f"{call.name} {mode}")
-            _take_turn(comm, arrays, mine, x, n, counts.warmups, meter)
-            if other is not None:
-                _take_turn(comm, arrays, other, x, n, counts.warmups, None)
-    return [
-        _side(comm, mine, other, counts.average, wrong, error, metered=meter is not None)
-        for mine, other, (wrong, error) in zip(timed, beside, checked, strict=True)
-    ]
+@dataclass(frozen=True)
+class _Bench:
+    """The arguments of measure() that are the same for both modes."""
+
+    comm: Communicator
+    counts: Counts
+    arrays: Arrays
+    meter: Callable[[], int] | None
+    before_turn: Callable[[str], None]
+
+    def measure_mode(
+        self,
+        calls: Sequence[QuantizedCall | PlainCall],
+        bulks: Sequence[Callable[[], object] | None],
+        x: Guarded,
+        out: Guarded,
+        mode: str,
+    ) -> list[Side]:
+        """Check all calls from ``x`` to ``out``, and then time them in turn."""
+        checked, timed, beside = [], [], []
+        for call, transfer in zip(calls, bulks, strict=True):
+            run = call.bind(self.arrays, x.array, out.array)
+            if isinstance(call, PlainCall) or KINDS[call.case.kind].is_allreduce:
+                checked.append(check(self.comm, call, run, x, out, self.counts.checks))
+            else:
+                checked.append(check_parts(self.comm, call, run, x, out, self.counts.checks))
+            most = _calls_until_overflow(call.case, self.comm.size, call.growth) if out is x else 1 << 62
+            timed.append(_Timed(run, sum(call.sent), most=most))
+            beside.append(None if transfer is None else _Timed(transfer, 0, renews=False))
+        for n in _cut(self.counts):
+            for call, mine, other in zip(calls, timed, beside, strict=True):
+                self.before_turn(f"{call.name} {mode}")
+                self._take_turn(mine, x, n, self.meter)
+                if other is not None:
+                    self._take_turn(other, x, n, None)
+        return [
+            self._side(mine, other, wrong, error)
+            for mine, other, (wrong, error) in zip(timed, beside, checked, strict=True)
+        ]
+
+    def _take_turn(self, timed: _Timed, x: Guarded, n: int, meter: Callable[[], int] | None) -> None:
+        """Time ``n`` calls back to back, right after warm-up calls that bring the ranks in step.
+
+        A sum in place grows with every call. Before it overflows, the timing pauses while the values are set again.
+        """
+        warmups = min(self.counts.warmups, timed.most // 2)
+        total, left = 0.0, n
+        while left:
+            now = min(left, max(1, (timed.most - warmups) // self.arrays.calls_per_run))
+            if timed.renews:
+                x.fill(self.comm.rank, seed=0)
+            self.comm.barrier()
+            passed = meter() if meter else 0
+            self.comm.barrier()
+            for _ in range(warmups):
+                timed.run()
+            total += self.arrays.run(timed.run, now)
+            self.comm.barrier()
+            timed.crossed += (meter() if meter else 0) - passed
+            left -= now
+            timed.called += now + warmups
+        timed.seconds.append(total / n)
+
+    def _side(self, mine: _Timed, bulk: _Timed | None, wrong: int | None, error: float | None) -> Side:
+        """Combine the figures of all ranks."""
+        item = json.dumps([mine.seconds, mine.crossed, bulk.seconds if bulk else []]).encode()
+        gathered = [json.loads(each) for each in self.comm.allgather(item)]
+        rounds, transfers = (
+            tuple(_combined(times, self.counts.average) for times in zip(*(each[i] for each in gathered), strict=True))
+            for i in (0, 2)
+        )
+        sent = mine.nbytes * mine.called
+        crossed = sum(each[1] for each in gathered) / sent if self.meter is not None and sent else None
+        return Side(rounds, wrong, error, crossed, statistics.median(transfers) if transfers else None)
 
 
 def _cut(counts: Counts) -> list[int]:
-    """The timed calls of each round."""
+    """The number of timed calls in each round."""
     least, more = divmod(counts.iters, counts.rounds)
     return [least + (i < more) for i in range(counts.rounds)]
-
-
-def _take_turn(
-    comm: Communicator,
-    arrays: Arrays,
-    timed: _Timed,
-    x: Guarded,
-    n: int,
-    warmups: int,
-    meter: Callable[[], int] | None,
-) -> None:
-    """Time ``n`` calls back to back, begun right after warm-up calls that bring the ranks in step.
-
-    A sum in place grows with every call; before it overflows the timing stops, the values are set again, and it goes
-    on.
-    """
-    warmups = min(warmups, timed.most // 2)
-    total, left = 0.0, n
-    while left:
-        now = min(left, max(1, (timed.most - warmups) // arrays.calls_per_run))
-        if timed.renews:
-            x.fill(comm.rank, seed=0)
-        comm.barrier()
-        passed = meter() if meter else 0
-        comm.barrier()
-        for _ in range(warmups):
-            timed.run()
-        total += arrays.run(timed.run, now)
-        comm.barrier()
-        timed.crossed += (meter() if meter else 0) - passed
-        left -= now
-        timed.called += now + warmups
-    timed.seconds.append(total / n)
-
-
-def _side(
-    comm: Communicator,
-    mine: _Timed,
-    bulk: _Timed | None,
-    average: int,
-    wrong: int | None,
-    error: float | None,
-    *,
-    metered: bool,
-) -> Side:
-    """What all ranks found, as one."""
-    item = json.dumps([mine.seconds, mine.crossed, bulk.seconds if bulk else []]).encode()
-    gathered = [json.loads(each) for each in comm.allgather(item)]
-    rounds, transfers = (
-        tuple(_combined(times, average) for times in zip(*(each[i] for each in gathered), strict=True)) for i in (0, 2)
-    )
-    sent = mine.nbytes * mine.called
-    crossed = sum(each[1] for each in gathered) / sent if metered and sent else None
-    return Side(rounds, wrong, error, crossed, statistics.median(transfers) if transfers else None)
 
 
 def _calls_until_overflow(case: Case, size: int, growth: int = 1) -> int:
