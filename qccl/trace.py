@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +29,12 @@ class TraceEvent:
     Attributes:
         rank: where it ran.
         lane: "compute", "send" or "recv"; on CUDA "compute", "comm", "out" or "in".
-        name: what, in words.
-        start, stop: seconds; of time.perf_counter() in a run, whose origin the ranks of one machine share. A transfer
-            starts when it is posted and stops when its completion is noticed.
-        args: what else there is to know: "bytes", "elements", "codec", "round" (of quantisation, from 0), "chunk" (of
-            that round, from 0), "operation" (its number in the schedule); of a transfer also "peer", "call" and
-            "message" (its number among those to the peer, or from it), by which both ends are told to belong together.
+        name: a description in words.
+        start, stop: seconds; in a run those of time.perf_counter(), whose origin the ranks of one machine share. A
+            transfer starts when it is posted and stops when its completion is noticed.
+        args: details: "bytes", "elements", "codec", "round" (of quantisation, from 0), "chunk" (of that round, from 0),
+            "operation" (its number in the schedule). A transfer also has "peer", "call" and "message" (its number among
+            the messages to, or from, the peer), which match a send with its receive.
     """
 
     rank: int
@@ -46,12 +46,12 @@ class TraceEvent:
 
 
 def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent], comm: Communicator | None = None) -> None:
-    """Write the events in Chrome's JSON; with ``comm`` collective: rank 0 writes those of all ranks.
+    """Write the events in Chrome's JSON. With ``comm`` the call is collective, and rank 0 writes all ranks' events.
 
-    A rank is a process with a track for what it computes and two for each peer, to it and from it. An arrow joins the
-    two ends of a message. A message is drawn from the moment it is the next one between its two ranks until it has
-    arrived; how long it had waited before, posted, is its "queued_us". Times count from the first event, in
-    microseconds. The clocks of different machines are compared by messages; "otherData" says how exactly.
+    The file shows a rank as a process: one track for its computations, and for each peer one for sends and one for
+    receives. An arrow joins a send to its receive. Messages of a track are drawn one after the other: a message begins
+    when the one before it has ended, and "queued_us" is the time between its posting and this beginning. Times are
+    microseconds from the first event. Clocks of different machines are compared by messages; "otherData" has the error.
     """
     found, clocks = list(events), "all events are of one clock, or their clocks were not compared"
     if comm is not None:
@@ -88,16 +88,16 @@ def _gathered(events: Sequence[TraceEvent], comm: Communicator) -> tuple[list[Tr
 
 
 def _machine() -> str:
-    """What processes that share a clock have in common: the start of the operating system."""
+    """An id that processes with the same clock share: the boot id of the operating system."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return socket.gethostname()
 
 
 def _clock_bounds(comm: Communicator) -> list[tuple[float, float]]:
-    """Collective: how many seconds each rank's clock is at least, and at most, ahead of rank 0's.
+    """Collective: for each rank, the least and the greatest number of seconds its clock may be ahead of rank 0's.
 
-    No rank leaves an all-gather before every rank has entered it: so each pair of an entry and an exit is a bound.
+    No rank leaves an all-gather before every rank has entered it, so one rank's entry and another's exit give a bound.
     """
     rounds = []
     for _ in range(_CLOCK_ROUNDS):
@@ -128,7 +128,7 @@ class _Slice:
 
     @property
     def track(self) -> tuple[int, int, str]:
-        """Where it stands on its rank, and the track's name: computing, other lanes, then the peers."""
+        """A key that orders the tracks of a rank (computations, other lanes, peers), with the track's name last."""
         lane, peer = self.event.lane, self.event.args.get("peer")
         if lane in ("send", "recv") and isinstance(peer, int):
             return 2 + peer, lane == "recv", f"{'to' if lane == 'send' else 'from'} rank {peer}"
@@ -136,7 +136,7 @@ class _Slice:
 
     @property
     def message(self) -> tuple[Any, ...] | None:
-        """What both ends of a message have in common, first who sends it; None for what is not one end of a message."""
+        """A key that a send and its receive share: sender, receiver, call, number; None for other events."""
         rank, args = self.event.rank, self.event.args
         if self.event.lane not in ("send", "recv") or not {"peer", "message"} <= args.keys():
             return None
@@ -157,7 +157,7 @@ def _slices(events: Sequence[TraceEvent]) -> list[_Slice]:
 
     slices = [_Slice(event, at(event.start), at(event.stop)) for event in events]
     for send, receive in _messages(slices):
-        # A receive is posted long before there is anything to receive, and a send may be over before that is noticed.
+        # A receive is posted long before its message is sent, and a send may be noticed long after it ended.
         receive.start = min(max(receive.start, send.start), receive.stop)
         send.stop = max(send.start, min(send.stop, receive.stop))
     tracks: defaultdict[int, defaultdict[tuple[int, int, str], list[_Slice]]]
@@ -172,20 +172,20 @@ def _slices(events: Sequence[TraceEvent]) -> list[_Slice]:
 
 
 def _in_turn(slices: Sequence[_Slice], tid: int) -> Sequence[_Slice]:
-    """Let each begin when the one before it has ended: what overlaps on a track is not drawn, or drawn wrongly."""
+    """Let each begin when the one before it has ended: viewers drop or misplace slices that overlap on a track."""
     free = 0
     for each in slices:
         posted, each.tid = each.start, tid
         each.start = max(posted, free)
         each.stop = free = max(each.stop, each.start + 1)
         if each.message is not None:
-            args = {**each.event.args, "queued_us": round((each.start - posted) / 1e3, 3)}
-            each.event = TraceEvent(**{**asdict(each.event), "args": args})
+            args: dict[str, Any] = {**each.event.args, "queued_us": round((each.start - posted) / 1e3, 3)}
+            each.event = replace(each.event, args=args)
     return slices
 
 
 def _messages(slices: Iterable[_Slice]) -> list[tuple[_Slice, _Slice]]:
-    """Both ends of each message that has both."""
+    """The send and the receive of each message for which there are both."""
     ends: defaultdict[tuple[Any, ...], tuple[list[_Slice], list[_Slice]]] = defaultdict(lambda: ([], []))
     for each in sorted(slices, key=lambda each: each.start):
         if each.message is not None:
@@ -194,7 +194,7 @@ def _messages(slices: Iterable[_Slice]) -> list[tuple[_Slice, _Slice]]:
 
 
 def _arrows(slices: Iterable[_Slice]) -> list[dict[str, Any]]:
-    """A pair of records for each message, but where it arrives before it is sent because clocks are not exact."""
+    """Two records per message. Messages that inexact clocks let arrive before they are sent get no arrow."""
     records: list[dict[str, Any]] = []
     for number, (send, receive) in enumerate(_messages(slices), 1):
         if send.start < receive.stop:

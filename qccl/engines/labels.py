@@ -1,4 +1,4 @@
-"""What a trace says of the steps of a schedule: their lanes, names and arguments."""
+"""Labels of a schedule's nodes in a trace: lane, name and arguments."""
 
 from __future__ import annotations
 
@@ -25,6 +25,8 @@ class Label(NamedTuple):
 
 @dataclass(slots=True)
 class _Written:
+    """A range of a buffer, and the last node that wrote it."""
+
     start: int
     stop: int
     node: int
@@ -36,39 +38,50 @@ class _Written:
 
 
 def labels(program: Sequence[Node], buffers: Mapping[str, Buffer]) -> list[Label]:
-    """A label for each node; Exchanges are nodes for each leg.
+    """A label for each node; each transfer of an Exchange must be a node of its own.
 
-    A schedule numbers no chunks. A message is that of chunk k if so many came before it with the same peer, direction
-    and round, and a computation is of the chunk whose message it makes or takes.
+    A schedule does not number chunks, so this counts messages: of those with one peer, direction and round, message k
+    carries chunk k. A computation gets the chunk of the first message that it encodes or decodes.
     """
     sources, readers = _flow(program)
     args = [_arguments(node, buffers) for node in program]
-    for i in sorted(_legs(program), key=lambda i: (program[i].is_send, i)):  # sends may pass on what was received
-        made_by = sources[i] if program[i].is_send else readers[i]
-        for other in sorted(made_by, key=lambda j: program[j].leg is not None):
-            if program[other].leg is None or program[i].is_send:
-                known = _message(program[other].op, args[other], is_send=program[i].is_send)
-                args[i] = known | args[i]
-                break
-    seen: Counter[tuple[int, bool, int | str | None]] = Counter()
-    for i, leg in _legs(program).items():
-        key = leg, program[i].is_send, args[i].get("round")
-        args[i]["chunk"] = seen[key]
-        seen[key] += 1
-    for i, node in enumerate(program):
-        near = [j for j in (*sources[i], *readers[i]) if program[j].leg is not None]
-        if node.leg is None and near:
-            args[i]["chunk"] = args[near[0]]["chunk"]
+    _describe_messages(program, args, sources, readers)
+    _number_chunks(program, args, sources, readers)
     return [_label(node, each) for node, each in zip(program, args, strict=True)]
 
 
-def _legs(program: Sequence[Node]) -> dict[int, int]:
-    """The nodes that are transfers, with their peers."""
-    return {i: node.leg.peer for i, node in enumerate(program) if node.leg is not None}
+def _describe_messages(
+    program: Sequence[Node], args: list[Args], sources: Sequence[list[int]], readers: Sequence[list[int]]
+) -> None:
+    """Copy codec, round and elements to each transfer from the operation that encodes or decodes its message."""
+    transfers = [i for i, node in enumerate(program) if node.leg is not None]
+    for i in sorted(transfers, key=lambda i: program[i].is_send):  # receives first: a send may forward a message
+        is_send = program[i].is_send
+        near = sources[i] if is_send else readers[i]
+        others = [j for j in near if program[j].leg is None]
+        if is_send:
+            others += [j for j in near if program[j].leg is not None]
+        if others:
+            args[i] = _message(program[others[0]].op, args[others[0]], is_send=is_send) | args[i]
+
+
+def _number_chunks(
+    program: Sequence[Node], args: list[Args], sources: Sequence[list[int]], readers: Sequence[list[int]]
+) -> None:
+    seen: Counter[tuple[int, bool, int | str | None]] = Counter()
+    for i, node in enumerate(program):
+        if node.leg is not None:
+            key = node.leg.peer, node.is_send, args[i].get("round")
+            args[i]["chunk"] = seen[key]
+            seen[key] += 1
+    for i, node in enumerate(program):
+        messages = [j for j in (*sources[i], *readers[i]) if program[j].leg is not None]
+        if node.leg is None and messages:
+            args[i]["chunk"] = args[messages[0]]["chunk"]
 
 
 def _flow(program: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each node, those that wrote what it reads, and those that read what it wrote."""
+    """For each node, the nodes that wrote its inputs, and the nodes that read its outputs."""
     written: defaultdict[str, IntervalMap[_Written]] = defaultdict(IntervalMap)
     sources: list[list[int]] = [[] for _ in program]
     readers: list[list[int]] = [[] for _ in program]
@@ -106,7 +119,7 @@ def _arguments(node: Node, buffers: Mapping[str, Buffer]) -> Args:
 
 
 def _message(op: Op, known: Args, *, is_send: bool) -> Args:
-    """What is known of a message by the operation that makes it or takes it."""
+    """The arguments of a message, from those of the operation that encodes or decodes it."""
     found: Args = {key: known[key] for key in ("codec", "round", "elements") if key in known}
     if isinstance(op, Reduce) and not is_send:
         found["round"] = op.src_round
@@ -122,7 +135,7 @@ def _label(node: Node, args: Args) -> Label:
 
 
 def group_label(group: Sequence[Node], buffers: Mapping[str, Buffer]) -> Label:
-    """The one label of operations that a device does at once: their sums, and what else the first one has."""
+    """One label for operations that a device runs in one launch: the first one's, with the sums of all sizes."""
     each = [_arguments(node, buffers) for node in group]
     sums = {
         key: sum(value for args in each if isinstance(value := args.get(key), int))
