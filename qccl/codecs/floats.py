@@ -1,4 +1,4 @@
-"""Elements of the three types as NumPy's float32, and back; NumPy has no bfloat16, so that is held in uint16."""
+"""Conversion of float32, float16 and bfloat16 arrays to float32 and back; bfloat16 is held in NumPy's uint16."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["from_float32", "storage", "to_float32"]
 
 
 def storage(dtype: DType) -> np.dtype[Any]:
-    """What NumPy holds the elements in."""
+    """The NumPy type that holds the elements."""
     return np.dtype(np.uint16 if dtype is BFLOAT16 else dtype.name)
 
 

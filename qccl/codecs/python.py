@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl.codecs.base import Codec, Form, Kernel
+from qccl.dtypes import DTYPES, FLOAT32
 from qccl.errors import CodecError
 
 if TYPE_CHECKING:
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
 __all__ = ["PythonCodec"]
 
 _COMBINE = ("add", "minimum", "maximum")
+_FLOAT32 = FLOAT32.code
 
 
 class PythonCodec(Codec):
     """A codec whose arithmetic is two functions of arrays: ``encode_values`` and ``decode_values``.
 
-    It is a dataclass, and has a ``name``, ``granule``, ``_nbytes`` and ``error_bound`` besides
-    (``docs/adding-a-codec.md``). What the functions raise, the call raises on that rank; the others are told that this
-    one gave up. They hold the GIL.
+    A subclass is a dataclass that also has ``name``, ``granule``, ``_nbytes`` and ``error_bound``
+    (``docs/adding-a-codec.md``). If one of the functions raises an error, the call raises it on this rank, and PeerLost
+    on the others. The functions hold the GIL.
     """
 
     slow: ClassVar[bool] = True
@@ -100,7 +102,7 @@ class _Calls:
 
         x.flags.writeable = False
         found = np.ascontiguousarray(self.codec.encode_values(x))
-        nbytes = self.codec.encoded_nbytes(x.size, _dtype(dtype))
+        nbytes = self.codec.encoded_nbytes(x.size, DTYPES[dtype])
         if found.dtype != np.uint8 or found.size != nbytes:
             raise CodecError(
                 f"{self.codec!r}: encode_values() of {x.size} values gave {found.size} of {found.dtype}; "
@@ -111,7 +113,7 @@ class _Calls:
     def _values(self, wire: int, count: int, dtype: int) -> np.ndarray:
         import numpy as np
 
-        data = np.frombuffer(_bytes(wire, self.codec.encoded_nbytes(count, _dtype(dtype))), np.uint8)
+        data = np.frombuffer(_bytes(wire, self.codec.encoded_nbytes(count, DTYPES[dtype])), np.uint8)
         found = np.asarray(self.codec.decode_values(data, count))
         if found.dtype != np.float32 or found.shape != (count,):
             raise CodecError(
@@ -123,7 +125,7 @@ class _Calls:
 
 @dataclass(frozen=True)
 class _State:
-    """Addresses of what is kept from call to call, fp32 (0: none); its arithmetic is that of ``kernels/state.h``."""
+    """Addresses of the fp32 arrays kept from call to call (0: none); the arithmetic is that of ``kernels/state.h``."""
 
     residual: int = 0
     new_residual: int = 0
@@ -133,29 +135,29 @@ class _State:
     lr: float = 1.0
 
     def with_momentum(self, x: np.ndarray) -> np.ndarray:
-        """The own values, which the momentum goes on with and is added to."""
+        """This rank's values with Nesterov momentum; stores the new momentum."""
         import numpy as np
 
         if not self.momentum:
             return x
         with np.errstate(all="ignore"):
-            momentum = np.float32(self.mu) * _load_float32(self.momentum, x.size) + x
+            momentum = np.float32(self.mu) * _load(self.momentum, x.size, _FLOAT32) + x
             _store_float32(momentum, self.new_momentum)
             found: np.ndarray = x + np.float32(self.mu) * momentum
         return found
 
     def with_residual(self, total: np.ndarray) -> np.ndarray:
-        """The total, and what earlier codes left out."""
+        """The total plus the residual of earlier calls."""
         import numpy as np
 
         if not self.residual:
             return total
         with np.errstate(all="ignore"):
             inverse = np.float32(1) / np.float32(self.lr)
-            return total + _load_float32(self.residual, total.size) * inverse
+            return total + _load(self.residual, total.size, _FLOAT32) * inverse
 
     def keep_residual(self, total: np.ndarray, received: np.ndarray) -> None:
-        """What the code leaves out; what is not finite is forgotten."""
+        """Store the new residual, which is 0 where it would not be finite."""
         import numpy as np
 
         if not self.residual:
@@ -165,20 +167,8 @@ class _State:
         _store_float32(np.where(np.isfinite(left), left, np.float32(0)), self.new_residual)
 
 
-def _load_float32(address: int, count: int) -> np.ndarray:
-    import numpy as np
-
-    return np.frombuffer(_bytes(address, 4 * count), np.float32)
-
-
 def _store_float32(x: np.ndarray, address: int) -> None:
     ctypes.memmove(address, x.ctypes.data, x.nbytes)
-
-
-def _dtype(code: int) -> Any:
-    from qccl.dtypes import DTYPES
-
-    return DTYPES[code]
 
 
 def _bytes(address: int, nbytes: int) -> bytes:
@@ -190,7 +180,7 @@ def _load(address: int, count: int, dtype: int) -> np.ndarray:
 
     from qccl.codecs.floats import storage, to_float32
 
-    kind = _dtype(dtype)
+    kind = DTYPES[dtype]
     return to_float32(np.frombuffer(_bytes(address, kind.itemsize * count), storage(kind)), kind)
 
 
@@ -200,5 +190,5 @@ def _store(x: np.ndarray, address: int, dtype: int) -> None:
     from qccl.codecs.floats import from_float32
 
     with np.errstate(all="ignore"):
-        data = from_float32(np.where(np.isnan(x), np.float32(np.nan), x), _dtype(dtype))
+        data = from_float32(np.where(np.isnan(x), np.float32(np.nan), x), DTYPES[dtype])
     ctypes.memmove(address, data.ctypes.data, data.nbytes)
