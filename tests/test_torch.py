@@ -60,7 +60,7 @@ def run(what: str, size: int) -> list[tuple[int, str, str]]:
         ("mismatch", 3),
         ("stays_away", 2),
         ("leaves", 3),
-        ("own_memory", 1),
+        ("keeps", 1),
         ("refused", 1),
     ],
 )

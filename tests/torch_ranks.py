@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 
 import numpy as np
 import torch
@@ -187,26 +188,28 @@ def leaves() -> None:
     time.sleep(0.3 * comm.rank)
 
 
-def own_memory() -> None:
-    """A thread of gloo's lets go of tensors last, perhaps while the interpreter ends: they hold nothing of Python's."""
-    given: list[torch.Tensor] = []
+def keeps() -> None:
+    """gloo's collectives live on, or a thread of gloo's lets go of their tensors last, perhaps while Python ends."""
+    works: list[weakref.ref[object]] = []
 
     def watch(kind: type, name: str) -> None:
         original = getattr(kind, name)
 
-        def call(self: object, *arguments: object) -> object:
-            lists = [x for x in arguments if isinstance(x, list)]
-            for x in lists:
-                given.extend(x[0] if isinstance(x[0], list) else x)
-            return original(self, *arguments)
+        def call(*arguments: object) -> object:
+            work = original(*arguments)
+            works.append(weakref.ref(work))
+            return work
 
         setattr(kind, name, call)
 
     watch(dist.ProcessGroup, "broadcast")
     watch(dist.ProcessGroupGloo, "allgather")
+    watch(dist.ProcessGroupGloo, "allreduce")
     with qccl.Communicator.from_torch(timeout=20) as comm:
         assert comm.allgather(b"abc") == [b"abc"]
-    assert len(given) > 3 and all(x.untyped_storage().resizable() for x in given)
+        z = np.ones(9, np.float32)
+        comm.transport.allreduce(z.ctypes.data, z.ctypes.data, 9, "float32", "sum")
+    assert len(works) > 4 and all(work() is not None for work in works)
 
 
 def refused() -> None:

@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 import zlib
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -57,6 +58,9 @@ _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _process = os.getpid()
 #: transports that were not closed, or before the other ranks'
 _open: set[TorchTransport] = set()
+#: the last of gloo's collectives. Whoever lets go of one last, with its tensors, needs the interpreter's lock. Where
+#: that is gloo's own thread, a moment after the call, and the interpreter is ending, it ends the process by abort()
+_collectives: deque[object] = deque(maxlen=16)
 
 
 class TorchTransport:
@@ -85,7 +89,6 @@ class TorchTransport:
         self._timer: threading.Timer | None = None
         self._back_by = math.inf  # time.monotonic() when nobody waits for the threads any more
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._reduced: torch.Tensor | None = None  # last, by gloo's all-reduce
         store = dist.PrefixStore(f"qccl/{name}", dist.distributed_c10d._get_default_store())
         try:
             self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
@@ -101,12 +104,12 @@ class TorchTransport:
         """Collective: the ranks of a process group with gloo (None: the default group)."""
         if "gloo" not in (backend := backend_of(group)):
             raise ArgumentError(f"the process group has the backend {backend}, and host memory is sent over gloo")
-        name = _copy_of(uuid.uuid4().bytes)
+        name = torch.frombuffer(bytearray(uuid.uuid4().bytes), dtype=torch.uint8)
         options = dist.BroadcastOptions()  # from the group's rank 0
         options.timeout = timedelta(seconds=timeout)
         deadline = time.monotonic() + timeout
         try:
-            (dist.group.WORLD if group is None else group).broadcast([name], options).wait()
+            _keep((dist.group.WORLD if group is None else group).broadcast([name], options)).wait()
         except RuntimeError as error:
             if time.monotonic() < deadline:
                 raise _lost([], error) from error
@@ -168,8 +171,8 @@ class TorchTransport:
         options = dist.AllreduceOptions()
         options.reduceOp = _OPS[op]
         try:
-            self._reduced = _bytes_at(target, nbytes).view(_DTYPES[dtype])  # kept as long as gloo: see _copy_of()
-            self._group.allreduce([self._reduced], options).wait()
+            values = _bytes_at(target, nbytes).view(_DTYPES[dtype])
+            _keep(self._group.allreduce([values], options)).wait()
         except RuntimeError as error:
             raise _lost(self._closed(), error) from error
 
@@ -290,10 +293,10 @@ class TorchTransport:
 
     def _gather(self, item: bytes, deadline: float, timeout: float) -> list[bytes]:
         """All ranks' items, of equal length."""
-        mine = _copy_of(item)
+        mine = torch.frombuffer(bytearray(item), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            work = self._group.allgather([theirs], [mine])
+            work = _keep(self._group.allgather([theirs], [mine]))
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
@@ -331,13 +334,9 @@ def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _copy_of(item: bytes) -> torch.Tensor:
-    """For gloo's collectives: in memory of torch's.
-
-    A thread of gloo's may let go of the tensor last. If it held an object of Python's, the thread would need the
-    interpreter for that, and while that ends, it would end the process by abort().
-    """
-    return torch.frombuffer(bytearray(item), dtype=torch.uint8).clone()
+def _keep(work: Any) -> Any:
+    _collectives.append(work)
+    return work
 
 
 def _tag(tag: int, nbytes: int) -> int:
