@@ -75,14 +75,14 @@ def op_of(op: OpLike) -> str:
             return name
     allowed = ", ".join(f"{name} ({number})" for name, number in OPS.items())
     raise ArgumentError(
-        f"op {op!r} is not supported; allowed are {allowed}, and torch's and mpi4py's names of the same"
+        f"op {op!r} is not supported; allowed are {allowed}, and the same operations of torch.distributed and mpi4py"
     )
 
 
 def _name_in_library(op: Any) -> str | None:
     """The name in lower case of an object of torch.distributed or mpi4py; None for anything else.
 
-    Both are asked only where they are loaded. torch's convert to integers, which are not NCCL's.
+    A library that is not loaded cannot have made ``op``. torch's objects convert to integers other than NCCL's.
     """
     distributed, mpi = sys.modules.get("torch.distributed"), sys.modules.get("mpi4py.MPI")
     reduce_op = getattr(distributed, "ReduceOp", None)  # torch may be built without it

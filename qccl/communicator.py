@@ -363,9 +363,9 @@ class Communicator(Collectives):
             raise
 
     def _own_input(self, signature: Signature, arrays: Mapping[str, Values]) -> str:
-        """What _refuse_nonfinite() says of this rank's input, which the call may overwrite; "" where it is not known.
+        """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.
 
-        It is not known while other calls are under way, which may be writing it, and on CUDA, where the host would have
+        It is "" while other calls are under way, which may be writing the input, and on CUDA, where the host would have
         to wait for it.
         """
         if not self._engine.is_idle:
@@ -384,8 +384,8 @@ class Communicator(Collectives):
             if first is not None:
                 raise ArgumentError(
                     f"the result is not finite at element {first} of {values.what} (and perhaps later: one input that "
-                    f"is not finite spoils its whole bucket, and a sum may overflow){own}. The output was written all "
-                    f'the same; nonfinite="error" asks for this error'
+                    f"is not finite spoils its whole bucket, and a sum may overflow){own}. The call has written the "
+                    f'output; nonfinite="error" requests this error'
                 )
 
     def _fail(self, error: QcclError, call: int | None = None) -> None:

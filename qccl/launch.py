@@ -1,4 +1,4 @@
-"""The communicator that follows from how this process was started (launchers.py)."""
+"""qccl.init(): the communicator of the ranks that the launcher started (see launchers.py)."""
 
 from __future__ import annotations
 

@@ -63,10 +63,10 @@ class StateStore:
                 f"each array, or forget the state with reset({key!r})"
             )
         held = {name: count for name, (_, count) in entry.memory.items()}
-        if held != counts:  # only what was loaded can differ
+        if held != counts:  # only a loaded state can differ
             raise ArgumentError(
-                f"the state under key={key!r} that was loaded has floats {held}, and this call needs {dict(counts)}; "
-                f"load what state_dict() returned, or forget the state with reset({key!r})"
+                f"the loaded state under key={key!r} has the numbers of floats {held}, but this call needs "
+                f"{dict(counts)}; load what state_dict() returned, or forget the state with reset({key!r})"
             )
         if entry.lr is None:
             entry.lr = lr is not None
@@ -115,7 +115,7 @@ class StateStore:
             call, lr = saved["call"], None if saved["lr"] is None else as_bool(saved["lr"])
             arrays = {name: _floats(each) for name, each in saved["values"].items()}
             if not all(isinstance(text, str) for text in (key, call, *arrays)):
-                raise TypeError("its key, its call or the name of an array is not a text")
+                raise TypeError("its key, its call and the names of its arrays must be strings")
             if lr is None and saved["lr"] is not None:
                 raise TypeError(f"lr is {saved['lr']!r}, not True, False or None")
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -136,16 +136,18 @@ class StateStore:
 
 
 def _floats(values: Any) -> np.ndarray:
-    """One row of finite float32, from an array or list that holds exactly such. Raises ValueError or TypeError."""
+    """The finite float32 values of a one-dimensional array or list. Raises ValueError or TypeError otherwise."""
     import numpy as np
 
     given = np.asarray(values)
     if given.dtype.kind not in "fiu" or given.ndim != 1:
-        raise ValueError(f"values are one row of real numbers, not {given.dtype} of shape {given.shape}")
+        raise ValueError(
+            f"values must be a one-dimensional array of real numbers, not {given.dtype} of shape {given.shape}"
+        )
     with np.errstate(over="ignore", invalid="ignore"):
         floats = np.ascontiguousarray(given, np.float32)
     if not np.isfinite(floats).all() or (floats != given).any():
-        raise ValueError("values are finite float32, and some given are not")
+        raise ValueError("all values must be finite float32 numbers, and some are not")
     return floats
 
 

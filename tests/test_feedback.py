@@ -428,7 +428,7 @@ def test_wrong_states_are_not_loaded(spoil, reason):
         assert comm.calls == saved["calls"] == 1
         assert kept_by(comm)["a"]["values"]["residual"].tobytes() == before.tobytes()
         comm.load_state_dict(saved | {"keys": {"a": saved["keys"]["a"] | {"values": {"residual": before[:50]}}}})
-        with pytest.raises(ArgumentError, match=r"has floats .*50.* needs .*100.*reset\('a'\)"):
+        with pytest.raises(ArgumentError, match=r"numbers of floats .*50.* needs .*100.*reset\('a'\)"):
             comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a")
 
     qccl.run_ranks(2, call)

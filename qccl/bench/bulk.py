@@ -1,4 +1,4 @@
-"""A plain transfer of as many bytes as a call sends: what links and transport give to bytes that nobody encodes."""
+"""A plain transfer of as many bytes as a call sends: the baseline for a call behind a link."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TAG = 20_000
 
 
 class Bulk:
-    """Plain transfers among the ranks of ``comm``, by a transport like the one that it uses (making one is collective).
+    """Plain transfers among the ranks of ``comm``, over a duplicate of its transport (a collective constructor).
 
     Every rank sends to all ranks on other nodes at once, and receives from them.
     """
@@ -40,7 +40,7 @@ class Bulk:
         sent = t.buffer(out.ctypes.data, out.nbytes)
         got = {peer: t.buffer(memory.ctypes.data, memory.nbytes) for peer, memory in inbox.items()}
 
-        def transfer(memory: object = (out, inbox)) -> None:  # which lives as long as the call
+        def transfer(memory: object = (out, inbox)) -> None:  # the default keeps the memory alive
             for peer in peers:
                 t.receive(peer, _TAG, got[peer], peer)
             for peer in peers:

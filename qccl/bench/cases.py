@@ -1,4 +1,4 @@
-"""What a run calls, by its options: the cases in their order, the calls' parameters, and whether all are possible."""
+"""The calls of a run, from its options: the cases in order, the calls' parameters, and a check that all are allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the columns of ``qccl-bench`` say: for ``--help``, and bench/README.md, which has the same list."""
+"""Explanations of the columns of ``qccl-bench``, for ``--help``; bench/README.md has the same list."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ __all__ = ["COLUMNS", "columns_help"]
 #: by the columns' names in the table, in its order
 COLUMNS = {
     "size": "bytes of the whole vector, uncompressed",
-    "count": "its elements",
-    "type": "of its elements",
-    "redop": "how the ranks' values are combined; none where they are only moved",
-    "root": "the rank that has or gets the vector; -1 where there is no root",
+    "count": "number of elements",
+    "type": "element type",
+    "redop": "how the ranks' values are combined; none if they are only moved",
+    "root": "the rank that has or gets the vector; -1 if there is no root",
     "time": "microseconds of a call: the median of five rounds of back-to-back calls, on the slowest rank (-a)",
     "algbw": "GB/s: the uncompressed size over the time",
     "busbw": "algbw times nccl-tests' factor, 2(n-1)/n for all-reduce: more than the link carries is the gain",

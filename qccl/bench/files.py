@@ -1,4 +1,4 @@
-"""Writing files so that each is whole at any time, also where the program is killed."""
+"""Writing files that are complete at any time, even if the program is killed."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ __all__ = ["run_rank"]
 def run_rank(options: Options, emit: Callable[[str], None], progress: Progress) -> int:
     """Collective: measure as one rank; the exit status. ``emit`` and ``progress``: see Sweep.
 
-    Arguments that are wrong are so on all ranks; rank 0 alone says why and fails, because launchers end all ranks when
-    one fails.
+    Wrong arguments are wrong on all ranks. Only rank 0 reports them and fails, because launchers end all ranks when one
+    fails, before another could print the reason.
     """
     launcher = detect()
     rank = launcher.rank if launcher else 0
@@ -64,7 +64,7 @@ def _communicator(launcher: Launcher | None, backend: str, timeout: float) -> It
 
 
 def _everywhere(fact: bool) -> bool:
-    """Collective: whether something is so on all ranks of torch's group."""
+    """Collective: whether ``fact`` is true on all ranks of torch's group."""
     import torch.distributed as dist
 
     facts = [False] * dist.get_world_size()

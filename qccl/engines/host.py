@@ -395,15 +395,15 @@ def _threads(local_size: int) -> int:
 
 
 def _last_words(rank: int, error: BaseException) -> str:
-    """What the other ranks are told of an exception of ``rank``."""
+    """The message to the other ranks about an exception of ``rank``."""
     return f"rank {rank} gave up: {type(error).__name__}: {error}"
 
 
 def _unhandled() -> BaseException | None:
-    """At the process's end: the exception that ended the program, which Python keeps in sys.last_value; else None.
+    """At the process's end: the exception that ended the program, or None.
 
-    The prompt, pytest and notebooks keep there what they have caught, too. But there something has called the frame in
-    which the traceback begins, while nothing calls the program itself.
+    Python keeps it in sys.last_value. The prompt, pytest and notebooks keep exceptions there that they have caught;
+    the tracebacks of those begin in a frame that has a caller, and the program's main frame has none.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is None or error.__traceback__ is None or hasattr(sys, "ps1"):

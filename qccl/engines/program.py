@@ -106,7 +106,7 @@ class Program:
         return execution
 
     def _labels(self, schedule: Schedule) -> list[Label]:
-        """What a trace says of each step."""
+        """The label of each step in a trace."""
         every = tuple(nodes(schedule, per_leg=True))
         said = dict(zip(map(_identity, every), labels(every, schedule.buffers), strict=True))
         kept, _ = direct(every, self._least)
@@ -211,7 +211,7 @@ class Program:
 
 
 def _identity(node: Node) -> tuple[int, Leg | None, bool, int]:
-    """What tells a node from the others of its schedule, also where it sends from elsewhere than its wire slot."""
+    """A key that identifies a node in its schedule, also after direct() has changed the source of its send."""
     return node.op_index, node.leg, node.is_send, node.sequence
 
 

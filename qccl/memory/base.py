@@ -46,7 +46,7 @@ class Values:
         what: what the caller knows it as, for messages, such as "x" or "xs[2]".
         array: what the caller gave; None for a raw pointer.
         view: the description of ``array``'s memory.
-        owner: keeps the memory alive where the array may let go of it: a tensor's storage, an array of ctypes.
+        owner: keeps the memory alive if the array itself may release it: a tensor's storage, an array of ctypes.
     """
 
     address: int
@@ -91,10 +91,10 @@ class Memory(Protocol):
         """``count`` elements at a raw address. Raises InvalidBufferError where that cannot be."""
 
     def hold(self, values: Iterable[Values]) -> None:
-        """Make ready for a run that goes on while the caller does something else with the arrays.
+        """Keep the arrays' memory in place for a run during which the caller may use the arrays.
 
-        Raises InvalidBufferError where an array no longer lies where it lay. On the host tensors of PyTorch cannot be
-        resized any more.
+        Raises InvalidBufferError if an array's memory was replaced. On the host PyTorch refuses to resize the tensors
+        from then on.
         """
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
@@ -131,11 +131,11 @@ def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, wh
 
 
 def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBufferError:
-    """The error for an array without accessible memory: ``allowed`` may be passed, ``reason`` is its library's."""
+    """The error for an array without accessible memory; ``allowed`` names what to pass, ``reason`` is the library's."""
     devices = getattr(getattr(array, "sharding", None), "device_set", ())
     if len(devices) > 1:
         return InvalidBufferError(
-            f"{what} is a JAX array that lies on {len(devices)} devices, and a call takes the memory of one; pass the "
+            f"{what} is a JAX array on {len(devices)} devices, but a call accepts memory of one device only; pass the "
             f"part on one device, such as {what}.addressable_shards[0].data"
         )
     return InvalidBufferError(
@@ -144,7 +144,7 @@ def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBuffe
 
 
 def check_unmoved(values: Values) -> None:
-    """Raise InvalidBufferError where a tensor got other memory since these are its values."""
+    """Raise InvalidBufferError if a tensor's memory was replaced after ``values`` were made."""
     if values.count and is_tensor(values.array) and values.array.data_ptr() != values.view.address:
         raise InvalidBufferError(
             f"{values.what} has other memory than it had when it was bound: its storage was replaced or resized; call "
@@ -218,7 +218,7 @@ def _address(pointer: Pointer, nbytes: int, what: str) -> int:
             f"{what} must be an address: an int, a ctypes.c_void_p or an array of ctypes, not {type(pointer).__name__}"
         )
     if ctypes.sizeof(pointer) < nbytes:
-        raise InvalidBufferError(f"{what} is an array of {ctypes.sizeof(pointer)} bytes, and {nbytes} were announced")
+        raise InvalidBufferError(f"{what} is an array of {ctypes.sizeof(pointer)} bytes, but the call needs {nbytes}")
     return ctypes.addressof(pointer)
 
 

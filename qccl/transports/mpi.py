@@ -183,8 +183,8 @@ class MpiTransport:
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
         """Collective: the ranks of an mpi4py intracommunicator, which is duplicated and left as it was.
 
-        Where MPI has one rank only, and something says that there are more, that is no group but a mistake. Who wants
-        to be alone passes MPI.COMM_SELF.
+        Raises ArgumentError if MPI has one rank only although there are more (see launchers.py). A program that wants
+        one rank passes MPI.COMM_SELF.
         """
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ArgumentError(f"comm must be an mpi4py intracommunicator, e.g. MPI.COMM_WORLD, not {comm!r}")
