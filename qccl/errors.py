@@ -25,6 +25,7 @@ __all__ = [
     "PeerLost",
     "QcclError",
     "gave_up",
+    "last_words",
 ]
 
 
@@ -70,4 +71,13 @@ class EngineError(QcclError):
 
 def gave_up(rank: int, error: BaseException) -> QcclError:
     """What the other ranks, and later calls, are told of an exception that ended a call on ``rank``."""
-    return error if isinstance(error, QcclError) else PeerLost(f"rank {rank} gave up: {type(error).__name__}: {error}")
+    return error if isinstance(error, QcclError) else PeerLost(last_words(rank, error))
+
+
+def last_words(rank: int, error: BaseException) -> str:
+    """The message to the other ranks about an exception of ``rank``, even if its ``str()`` fails."""
+    try:
+        text = str(error)
+    except Exception:
+        text = "<its str() failed>"
+    return f"rank {rank} gave up: {type(error).__name__}: {text}"

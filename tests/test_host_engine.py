@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -1085,3 +1086,21 @@ def test_an_exception_that_was_caught_is_not_what_ended_the_process(monkeypatch)
         assert host._unhandled() is None
         monkeypatch.delattr(sys, "last_value")
         assert host._unhandled() is None
+
+
+def test_engines_say_goodbye_before_their_transports_end():
+    """Also where the transport's module was imported when there were engines already, as MPI's may be."""
+    program = """
+import atexit
+import qccl
+from qccl.transports.loopback import LoopbackGroup
+
+def make():
+    return qccl.Communicator._from_transport(LoopbackGroup(1).transport(0), timeout=5)
+
+first = make()
+atexit.register(lambda: print([comm._engine._failure is not None for comm in (first, second)]))
+second = make()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert ended.stdout.strip() == "[True, True]", ended

@@ -45,7 +45,7 @@ class Kind(IntEnum):
 
 @lru_cache(maxsize=1024)
 def _tail(text: str) -> bytes:
-    encoded = text.encode()
+    encoded = text.encode(errors="backslashreplace")  # an error's text may name a file in bytes that are no UTF-8
     return hashlib.sha256(encoded).digest() + encoded[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
 
 

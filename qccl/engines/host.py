@@ -24,7 +24,16 @@ from qccl import _host
 from qccl.engines.agreement import CALL, Block, Header, Kind, data_nbytes
 from qccl.engines.background import Background
 from qccl.engines.program import Execution, Program
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, gave_up
+from qccl.errors import (
+    ArgumentError,
+    CollectiveTimeout,
+    EngineError,
+    MismatchError,
+    PeerLost,
+    QcclError,
+    gave_up,
+    last_words,
+)
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
 
@@ -80,9 +89,9 @@ class HostEngine:
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         self._meeting: Program | None = None
         transport.attend = self.step
-        if not _live:  # so that it comes before what the transport does at the end of the process
-            atexit.unregister(_say_goodbye)
-            atexit.register(_say_goodbye)
+        # for each engine anew, so that it comes before what this transport's module does at the end of the process
+        atexit.unregister(_say_goodbye)
+        atexit.register(_say_goodbye)
         _live.add(self)
 
     def compile(self, schedule: Schedule) -> Program:
@@ -318,7 +327,7 @@ class HostEngine:
         if isinstance(error, PeerLost | MismatchError | CollectiveTimeout):  # their texts say which rank
             self._fail(error, kind, str(error))
         else:
-            self._fail(gave_up(self.rank, error), kind, _last_words(self.rank, error))
+            self._fail(gave_up(self.rank, error), kind, last_words(self.rank, error))
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
         if self._failed or self._closed:
@@ -370,7 +379,7 @@ class HostEngine:
             return
         if not self._failed and not self._closed:
             error = _unhandled()
-            reason = f"rank {self.rank} ended its process" if error is None else _last_words(self.rank, error)
+            reason = f"rank {self.rank} ended its process" if error is None else last_words(self.rank, error)
             if self._active or self._queue or self._failure is not None:
                 reason += " in the middle of a call" if error is None else ""
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
@@ -392,11 +401,6 @@ def _threads(local_size: int) -> int:
     if "OMP_NUM_THREADS" in os.environ:
         return _host.most_threads()
     return max(1, len(os.sched_getaffinity(0)) // local_size) if _host.most_threads() > 1 else 1
-
-
-def _last_words(rank: int, error: BaseException) -> str:
-    """The message to the other ranks about an exception of ``rank``."""
-    return f"rank {rank} gave up: {type(error).__name__}: {error}"
 
 
 def _unhandled() -> BaseException | None:
