@@ -145,6 +145,56 @@ def test_a_rank_that_gives_up_while_its_codec_computes_tells_the_others(int8, mo
     assert time.monotonic() - begin < 10
 
 
+class Speechless(Exception):
+    """Its text cannot be had."""
+
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    ("error", "cause"),
+    [(OSError("caf\udce9"), r"rank 1 gave up: OSError: caf\\udce9"), (Speechless(), "rank 1 gave up: Speechless: <")],
+    ids=["no UTF-8", "no text"],
+)
+def test_the_others_hear_of_an_error_whose_text_cannot_be_sent_as_it_is(int8, error: Exception, cause: str) -> None:
+    class Broken(int8):
+        def encode_values(self, x):
+            raise error
+
+    def run(comm):
+        kind = Broken if comm.rank == 1 else int8
+        try:
+            comm.quantized_allreduce(values(comm.rank, 500), codec=kind(64), timeout=10)
+        except Exception as caught:
+            return caught
+        return None
+
+    heard, own = qccl.run_ranks(2, run, timeout=20)
+    assert own is error
+    assert isinstance(heard, qccl.PeerLost) and re.search(cause, str(heard)), heard
+
+
+@pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
+def test_a_codec_may_use_its_array_again(int8, algorithm: str) -> None:
+    """Also where it decodes several wires that are then added up."""
+    scratch: dict[int, np.ndarray] = {}
+
+    class Thrifty(int8):
+        def decode_values(self, wire, count):
+            found = scratch.setdefault(threading.get_ident(), np.empty(500, np.float32))[:count]
+            found[:] = super().decode_values(wire, count)
+            return found
+
+    def sums(kind):
+        return qccl.run_ranks(
+            3, lambda comm: comm.quantized_allreduce(values(comm.rank, 500), codec=kind(64), algorithm=algorithm)
+        )
+
+    for expected, found in zip(sums(int8), sums(Thrifty), strict=True):
+        assert found.tobytes() == expected.tobytes()
+
+
 def test_wires_and_values_of_another_size_are_refused(int8) -> None:
     class Short(int8):
         def encode_values(self, x):

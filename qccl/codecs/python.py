@@ -114,7 +114,7 @@ class _Calls:
         import numpy as np
 
         data = np.frombuffer(_bytes(wire, self.codec.encoded_nbytes(count, DTYPES[dtype])), np.uint8)
-        found = np.asarray(self.codec.decode_values(data, count))
+        found = np.array(self.codec.decode_values(data, count))  # a copy: the codec may use its array again
         if found.dtype != np.float32 or found.shape != (count,):
             raise CodecError(
                 f"{self.codec!r}: decode_values() of {count} values gave {found.dtype} of shape {found.shape}; "
