@@ -76,7 +76,7 @@ def arrays():
     read_only = np.zeros(COUNT, np.float32)
     read_only.flags.writeable = False
     return {
-        "float64": (np.zeros(COUNT), "float64"),
+        "float64": (np.zeros(COUNT), "float64; .* convert it"),
         "int32": (np.zeros(COUNT, np.int32), "int32"),
         "uint16": (np.zeros(COUNT, np.uint16), 'dtype="bfloat16"'),
         "strided": (np.zeros(2 * COUNT, np.float32)[::2], "contiguous"),
@@ -85,6 +85,8 @@ def arrays():
         "read only": (read_only, "out="),
         "a list": ([0.0] * COUNT, "list"),
         "None": (None, "NoneType"),
+        "a number": (np.float32(1), "x is read-only.* a single number"),
+        "text": ("minmax4", "x is the text 'minmax4'; .* codec='minmax4'"),
     }
 
 
@@ -95,9 +97,29 @@ def test_arrays(which):
     def run(comm):
         with pytest.raises(qccl.InvalidBufferError, match=message):
             comm.quantized_allreduce(x)
-        if which not in ("read only", "None"):
+        if which not in ("read only", "None"):  # as out they are another error, or none at all
             with pytest.raises(qccl.InvalidBufferError):
                 comm.quantized_allreduce(np.zeros(COUNT, np.float32), out=x)
+
+    qccl.run_ranks(2, run)
+
+
+def test_one_array_where_a_list_is_needed():
+    def run(comm):
+        with pytest.raises(qccl.InvalidBufferError, match=r"xs\[0\] is read-only.* a single number.* pass \[x\]"):
+            comm.quantized_allreduce_coalesced(np.zeros(COUNT, np.float32))
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_wrong_size_is_shown_beside_that_of_the_other_array():
+    def run(comm):
+        x = np.zeros(100, np.float32)
+        with pytest.raises(qccl.ArgumentError, match=r"x has 100 elements, .* needs 50 on rank .; out has 100"):
+            comm.quantized_all_gather(x, out=np.empty_like(x))
+        part = np.zeros(60, np.float32)
+        with pytest.raises(qccl.ArgumentError, match=r"out has 60 elements, .* needs 50 on rank .; x has 100"):
+            comm.quantized_reduce_scatter(x, out=part)
 
     qccl.run_ranks(2, run)
 

@@ -434,6 +434,23 @@ def test_the_bar_is_drawn_on_a_terminal_only() -> None:
             assert stream.text == ""
 
 
+@pytest.mark.parametrize(
+    ("columns", "bar", "end"),
+    [
+        (60, "[#######.......]", "  about 0 s left"),
+        (24, "[]", "minmax8 in"),
+        (200, f"[{'#' * 15}{'.' * 15}]", "  about 0 s left"),
+    ],
+)
+def test_the_bar_leaves_room_for_the_words(monkeypatch: pytest.MonkeyPatch, columns: int, bar: str, end: str) -> None:
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
+    stream = Terminal(tty=True)
+    progress.Bar(stream).show(6, 12, "64K minmax8 in place")
+    line = stream.text.removeprefix("\r\x1b[K")
+    assert line.startswith(f"{bar} 6/12  64K") and line.endswith(end) and len(line) < columns
+
+
 # -- codec and info ----------------------------------------------------------------------------------------------------
 
 

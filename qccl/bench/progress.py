@@ -50,7 +50,7 @@ class Bar:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._shown = stream.isatty()
-        self._text = ""
+        self._share, self._words = 0.0, ""
         self._begin = time.monotonic()
 
     def feed(self, line: str) -> None:
@@ -60,19 +60,21 @@ class Bar:
 
     def show(self, done: int, total: int, label: str) -> None:
         """Show ``done`` of ``total`` steps, and what comes next."""
-        filled = _WIDTH * done // max(total, 1)
         left = ""
         if done:
             seconds = (time.monotonic() - self._begin) / done * (total - done)
             left = f"  about {seconds / 60:.0f} min left" if seconds > 90 else f"  about {seconds:.0f} s left"
-        self._text = f"[{'#' * filled}{'.' * (_WIDTH - filled)}] {done}/{total}  {label}{left}"
+        self._share, self._words = done / max(total, 1), f" {done}/{total}  {label}{left}"
         self.draw()
 
     def draw(self) -> None:
-        """Write the bar again."""
-        if self._shown and self._text:
-            columns = shutil.get_terminal_size().columns
-            self._stream.write(f"\r\x1b[K{self._text[: columns - 1]}")
+        """Write the bar again; in a narrow terminal it is shorter, so that the words beside it fit."""
+        if self._shown and self._words:
+            columns = shutil.get_terminal_size().columns - 1
+            width = max(0, min(_WIDTH, columns - len("[]") - len(self._words)))
+            filled = int(width * self._share)
+            text = f"[{'#' * filled}{'.' * (width - filled)}]{self._words}"
+            self._stream.write(f"\r\x1b[K{text[:columns]}")
             self._stream.flush()
 
     def clear(self) -> None:

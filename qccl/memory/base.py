@@ -119,9 +119,10 @@ def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, wh
             f"{what} is not contiguous: shape {shape}, strides {strides} elements; pass a contiguous copy"
         )
     if writable and view.readonly:
+        number = "" if shape else "; it is a single number: where a list of arrays is needed, pass [x] rather than x"
         raise InvalidBufferError(
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
-            f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert)"
+            f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert){number}"
         )
     count = math.prod(shape)
     if count and not view.address:
@@ -137,6 +138,10 @@ def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBuffe
         return InvalidBufferError(
             f"{what} is a JAX array on {len(devices)} devices, but a call accepts memory of one device only; pass the "
             f"part on one device, such as {what}.addressable_shards[0].data"
+        )
+    if isinstance(array, str):
+        return InvalidBufferError(
+            f"{what} is the text {array!r}; pass {allowed}, and a codec by its name: codec={array!r}"
         )
     return InvalidBufferError(
         f"{what} is of type {type(array).__name__}, which does not give access to its memory ({reason}); pass {allowed}"
@@ -227,8 +232,10 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
     if wanted is BFLOAT16 and found == "uint16":
         return BFLOAT16
     if found not in names:
-        hint = '; for bfloat16 held in uint16 pass dtype="bfloat16"' if found == "uint16" else ""
-        raise InvalidBufferError(f"{what} has element type {found}; allowed are {', '.join(names)}{hint}")
+        hint = (
+            'for bfloat16 held in uint16 pass dtype="bfloat16"' if found == "uint16" else "convert it to one of these"
+        )
+        raise InvalidBufferError(f"{what} has element type {found}; allowed are {', '.join(names)}; {hint}")
     if wanted is not None and wanted.name != found:
         raise InvalidBufferError(
             f"{what} has element type {found}, and {wanted} is needed: what dtype= names, or the call's first array has"

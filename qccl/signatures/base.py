@@ -128,9 +128,11 @@ def check_counts(signature: Signature, arrays: Mapping[str, Values], rank: int, 
     """Raise ArgumentError where an array has not as many elements as the call needs."""
     for name, count in signature.counts(rank, size).items():
         if arrays[name].count != count:
+            other = arrays.get({"input": "output", "output": "input"}.get(name, ""), arrays[name])
+            beside = "" if other is arrays[name] else f"; {other.what} has {other.count}"
             raise ArgumentError(
                 f"{arrays[name].what} has {arrays[name].count} elements, and {signature.name} of {signature.count} "
-                f"elements on {size} ranks needs {count} on rank {rank}"
+                f"elements on {size} ranks needs {count} on rank {rank}{beside}"
             )
 
 
