@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from mpi_start import start
 
 import qccl
-from qccl.bench import collective, files, sweep, table
+from qccl.bench import collective, files, launched, sweep, table
 from qccl.bench.cli import main
 from qccl.bench.columns import COLUMNS
 from qccl.bench.options import Options
@@ -157,8 +158,10 @@ def test_calls_that_are_impossible_are_refused_before_ranks_start(
 
 
 @pytest.mark.parametrize("flags", [["-f", "1"], ["-b", "2K", "-e", "1K"], ["--codec=topk:k=0.1", "-omin"], ["--nope"]])
-def test_one_of_a_launchers_ranks_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    """The others say nothing and end well, so that the launcher lets rank 0 speak."""
+def test_rank_0_of_a_launcher_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
+    """The others say nothing and end well, so that the launcher lets rank 0 speak; none ends before all have met."""
+    met: list[str] = []
+    monkeypatch.setattr(launched, "_all_errors", lambda launcher, text: met.append(text) or [text])
     monkeypatch.setenv("PMI_SIZE", "2")
     found = []
     for rank in range(2):
@@ -166,6 +169,29 @@ def test_one_of_a_launchers_ranks_says_what_is_wrong(monkeypatch: pytest.MonkeyP
         found.append(CliRunner().invoke(main, ["allreduce", *flags]))
     assert found[0].exit_code == 2 and "Error: " in found[0].output
     assert (found[1].exit_code, found[1].output) == (0, "")
+    assert len(met) == 2 and all(met)
+
+
+IN_FOLDER = """
+import os, sys
+os.chdir(sys.argv.pop(1) + os.environ["PMI_RANK"])
+from qccl.bench.cli import main
+main()
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("lacking", [(0, 1), (1,), (0,)])
+def test_a_folder_that_some_ranks_lack(tmp_path: Path, lacking: tuple[int, ...]) -> None:
+    """The job ends, whichever ranks cannot write the file, and rank 0 says why."""
+    for rank in range(2):
+        (tmp_path / f"rank{rank}").mkdir()
+        if rank not in lacking:
+            (tmp_path / f"rank{rank}" / "x").mkdir()
+    arguments = ["allreduce", "-b1024", "-e1024", "-n2", "--json", "x/out.json"]
+    ended = start(2, "-c", IN_FOLDER, str(tmp_path / "rank"), *arguments, limit=60)
+    assert ended.status == 2 and ended.output.count("cannot be written") == 1, ended.output
+    assert ("rank 1: " in ended.output) == (lacking == (1,)), ended.output
 
 
 # -- columns -----------------------------------------------------------------------------------------------------------

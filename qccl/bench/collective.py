@@ -15,6 +15,7 @@ from qccl.bench.cases import check_calls
 from qccl.bench.columns import columns_help
 from qccl.bench.kinds import KINDS
 from qccl.bench.lab import Lab, obstacle
+from qccl.bench.launched import LaunchedCommand, check_other_ranks
 from qccl.bench.options import DTYPES, OPS, STDOUT, Options
 from qccl.bench.params import (
     checked,
@@ -141,6 +142,7 @@ def command(name: str) -> click.Command:
         decorated = option(decorated)
     decorated = click.command(
         name,
+        cls=LaunchedCommand,
         epilog=columns_help(),
         short_help=f"Time compressed {kind.title}{' beside the plain one' if beside else ''}.",
     )(decorated)
@@ -223,6 +225,7 @@ def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Scre
     if ranks not in (None, launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
     _check_calls(options, launcher.size)
+    check_other_ranks(launcher)
     return run_rank(options, screen.show, lambda *step: screen.show(encode_progress(*step)))
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import qccl
+from qccl.bench.launched import join_torch_group
 from qccl.bench.options import Options
 from qccl.bench.progress import Progress
 from qccl.bench.sweep import Sweep
@@ -56,7 +56,7 @@ def _communicator(launcher: Launcher | None, backend: str, timeout: float) -> It
             f"torchrun's environment is set, but PyTorch cannot be imported ({error}); install torch, or start the "
             f"ranks with mpiexec, or with --ranks"
         ) from error
-    dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+    join_torch_group(timeout)
     on_gpus = backend == "auto" and _everywhere(device_count() >= launcher.local_size)
     with qccl.init("cuda", timeout) if on_gpus else qccl.Communicator.from_torch(timeout=timeout) as comm:
         yield comm

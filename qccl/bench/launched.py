@@ -1,0 +1,90 @@
+"""Errors of arguments in a command whose ranks a launcher started: the ranks exchange them, and rank 0 reports them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import click
+
+from qccl.errors import ArgumentError
+from qccl.launchers import Launcher, detect
+
+__all__ = ["LaunchedCommand", "check_other_ranks", "join_torch_group"]
+
+_TORCH_SECONDS = 60.0
+
+
+class LaunchedCommand(click.Command):
+    """A command that every rank of a launcher runs.
+
+    An error of arguments may be one rank's alone, such as a folder that its machine lacks. That rank may not just end:
+    the others would wait for it when they initialize MPI or torch.distributed, which has no deadline. So every rank, with
+    an error or without, takes part in one exchange of the errors (check_other_ranks). Then rank 0 reports them and exits
+    with status 2, and the others exit with status 0, because launchers end all ranks when one fails.
+    """
+
+    def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        with _exchanged():
+            return super().make_context(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _exchanged():
+            return super().invoke(ctx)
+
+
+@contextlib.contextmanager
+def _exchanged() -> Iterator[None]:
+    try:
+        yield
+    except click.UsageError as error:
+        if (launcher := _launcher()) is not None:
+            _all_errors(launcher, error.format_message())
+            if launcher.rank > 0:
+                raise click.exceptions.Exit(0) from error
+        raise
+
+
+def _launcher() -> Launcher | None:
+    try:
+        return detect()
+    except ArgumentError:  # variables that cannot be read: no rank can reach the others
+        return None
+
+
+def check_other_ranks(launcher: Launcher) -> None:
+    """Collective: end this rank if another one has an error; rank 0 reports the first one."""
+    for rank, text in enumerate(_all_errors(launcher, "")):
+        if text and launcher.rank > 0:
+            raise click.exceptions.Exit(0)
+        if text:
+            error = click.ClickException(f"rank {rank}: {text}")
+            error.exit_code = click.UsageError.exit_code
+            raise error
+
+
+def _all_errors(launcher: Launcher, text: str) -> list[str]:
+    """Collective: what every rank gave, by rank; this rank's alone where it cannot reach the others."""
+    try:
+        if launcher.name != "torchrun":
+            from mpi4py import MPI
+
+            return MPI.COMM_WORLD.allgather(text)
+        import torch.distributed as dist
+
+        join_torch_group(_TORCH_SECONDS)
+        texts = [""] * dist.get_world_size()
+        dist.all_gather_object(texts, text)
+        return texts
+    except (ImportError, RuntimeError):
+        return [text]  # the run itself reports what is missing
+
+
+def join_torch_group(timeout: float) -> None:
+    """Collective: torch.distributed's group of all ranks, over gloo, unless this process is in it already."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
