@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from qccl import codecs
     from qccl.communicator import Communicator
+    from qccl.cuda.nccl import get_unique_id
     from qccl.decentralized import LowPrecisionDecentralized
     from qccl.launch import init
     from qccl.plan import Plan
     from qccl.pointers import hierarchical_allreduce, peer_exchange, quantized_allreduce
     from qccl.ranks import run_ranks
-    from qccl.transports.nccl import get_unique_id
     from qccl.work import Work
 
 from qccl.errors import (
@@ -63,7 +63,7 @@ _HOME = {
     "LowPrecisionDecentralized": "qccl.decentralized",
     "Plan": "qccl.plan",
     "Work": "qccl.work",
-    "get_unique_id": "qccl.transports.nccl",
+    "get_unique_id": "qccl.cuda.nccl",
     "hierarchical_allreduce": "qccl.pointers",
     "peer_exchange": "qccl.pointers",
     "init": "qccl.launch",

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl.arguments import CodecLike, OpLike
+from qccl.arrays import Memory, Values
 from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
-from qccl.memory.base import Memory, Values
 from qccl.signatures import (
     AllGather,
     AllReduce,

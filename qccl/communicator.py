@@ -8,24 +8,24 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeout_of
-from qccl.backends import Backend, HostBackend
+from qccl.arrays import Values
 from qccl.calls import Collectives, Run
 from qccl.codecs.base import Codec
 from qccl.dtypes import DTypeLike
-from qccl.engines.agreement import Header, Kind
-from qccl.engines.base import Program
+from qccl.engine.base import Backend, Program
+from qccl.engine.control import Header, Kind
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
-from qccl.memory.base import Values
+from qccl.host import HostBackend
 from qccl.plan import Plan, PlanCache
 from qccl.signatures import Hierarchical, Signature, check_counts, of_plan
 from qccl.state import StateStore, check_key
 from qccl.work import Work
 
 if TYPE_CHECKING:
+    from qccl.cuda.nccl import NcclTransport
     from qccl.schedule import Schedule
     from qccl.trace import TraceEvent
     from qccl.transports.base import Group
-    from qccl.transports.nccl import NcclTransport
 
 __all__ = ["Communicator"]
 
@@ -63,8 +63,8 @@ class Communicator(Collectives):
         ``device`` is the GPU of this rank; None means the current one. Programs that a launcher started use qccl.init()
         instead.
         """
-        from qccl.backends import CudaBackend
-        from qccl.transports.nccl import NcclTransport
+        from qccl.cuda import CudaBackend
+        from qccl.cuda.nccl import NcclTransport
 
         timeout = timeout_of(timeout)
         self._set_up(NcclTransport.from_unique_id(unique_id, rank, size, device, timeout), timeout, CudaBackend)
@@ -145,8 +145,8 @@ class Communicator(Collectives):
 
     @classmethod
     def _on_cuda(cls, make: Callable[[type[NcclTransport]], NcclTransport], timeout: float) -> Communicator:
-        from qccl.backends import CudaBackend
-        from qccl.transports.nccl import NcclTransport
+        from qccl.cuda import CudaBackend
+        from qccl.cuda.nccl import NcclTransport
 
         return cls._from_transport(make(NcclTransport), timeout, CudaBackend)
 

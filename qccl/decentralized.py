@@ -58,9 +58,9 @@ class LowPrecisionDecentralized:
         self.weights = matrix(weights, comm.size)
         self.spectral_gap = spectral_gap(self.weights)
         self._codec = codecs.get(codec)
-        if self._codec.remembers:
+        if self._codec.state_names:
             raise ArgumentError(
-                f"{self._codec.spec()} keeps its {' and '.join(self._codec.remembers)} from call to call, which peer "
+                f"{self._codec.spec()} keeps its {' and '.join(self._codec.state_names)} from call to call, which peer "
                 f"exchange does not; use {self._codec.plain.spec()}"
             )
         self._row = [float(w) for w in self.weights[comm.rank]]

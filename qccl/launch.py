@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from qccl.cuda.runtime import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
-from qccl.gpu import device_count, pick_device
 from qccl.launchers import Launcher, check_alone, check_size, detect, remedy
 
 if TYPE_CHECKING:
@@ -128,16 +128,16 @@ def _decide(notes: Sequence[bytes]) -> bytes:
     kind, text = _verdict(notes)
     if kind != _YES:
         return kind + text.encode()
-    from qccl.transports.nccl import get_unique_id
+    from qccl.cuda.nccl import get_unique_id
 
     return kind + get_unique_id()
 
 
 def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
     """The ranks of a host group on their GPUs; the group is theirs, too, or is given up where that fails."""
-    from qccl.backends import CudaBackend
     from qccl.communicator import Communicator
-    from qccl.transports.nccl import NcclTransport
+    from qccl.cuda import CudaBackend
+    from qccl.cuda.nccl import NcclTransport
 
     try:
         transport = NcclTransport.from_group(group, device, timeout)

@@ -7,15 +7,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
+from qccl.arrays import Values
 from qccl.errors import ArgumentError
-from qccl.memory.base import Values
 from qccl.schedule import Role, Schedule
 from qccl.signatures import Signature, check_counts
 from qccl.state import check_key, lr_of
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
-    from qccl.engines.base import Program
+    from qccl.engine.base import Program
     from qccl.trace import TraceEvent
     from qccl.work import Work
 
@@ -34,7 +34,7 @@ class _Compiled(NamedTuple):
     program: Program
     in_place: bool
     algorithm: str
-    remembered: str
+    state_owner: str
     state: Mapping[str, int]
 
 
@@ -105,7 +105,7 @@ class Plan:
         in_place, addresses = signature.bind(arrays, comm.rank, comm.size)
         compiled = self._program(in_place)
         if compiled.state and order != signature.order:  # another element would get what this one's code left out
-            compiled = compiled._replace(remembered=replace(signature, order=order).remembered(compiled.algorithm))
+            compiled = compiled._replace(state_owner=replace(signature, order=order).state_owner(compiled.algorithm))
         self._bound = _Bound(arrays, result, compiled, addresses, text)
         return self
 
@@ -150,8 +150,8 @@ class Plan:
         streams = self._comm._memory.streams(stream, *arrays.values())
         if self._comm._skipped:
             text = self._comm._numbered(text, self.signature.codec)
-        if self._key is not None and self.signature.codec.remembers:
-            state = self._comm._state.take(self._key, compiled.remembered, compiled.state, lr)
+        if self._key is not None and self.signature.codec.state_names:
+            state = self._comm._state.take(self._key, compiled.state_owner, compiled.state, lr)
             addresses = addresses | {name: memory.address for name, memory in state.items()}
             text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
             keep = self._bound, state
@@ -196,8 +196,8 @@ class Plan:
         if found is None:
             schedule = self.schedule(in_place=in_place)
             state = {name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE}
-            remembered = self.signature.remembered(schedule.name)
-            found = _Compiled(self._comm._engine.compile(schedule), in_place, schedule.name, remembered, state)
+            state_owner = self.signature.state_owner(schedule.name)
+            found = _Compiled(self._comm._engine.compile(schedule), in_place, schedule.name, state_owner, state)
             self._programs[in_place] = found
         return found
 

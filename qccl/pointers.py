@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from qccl import dtypes
 from qccl.arguments import CodecLike, OpLike, count_of
+from qccl.arrays import Memory, Pointer, Values
 from qccl.calls import Collectives, Run
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.memory.base import Memory, Pointer, Values
 from qccl.signatures import AllReduce, Hierarchical, PeerExchange
 
 if TYPE_CHECKING:

@@ -23,20 +23,20 @@ from qccl.intervals import IntervalMap
 
 __all__ = [
     "Buffer",
-    "Carried",
     "Commit",
     "Decode",
     "Encode",
     "Exchange",
-    "Lane",
-    "Leg",
     "Node",
     "Op",
+    "Queue",
     "Reduce",
     "Role",
     "Schedule",
     "Span",
     "State",
+    "StateBuffer",
+    "Transfer",
     "VerificationError",
     "dependencies",
     "nodes",
@@ -60,7 +60,7 @@ class VerificationError(QcclError):
         self.op_index = op_index
 
 
-class Lane(Enum):
+class Queue(Enum):
     """Where an operation runs: a CUDA stream, or on the host the kind of progress it needs."""
 
     COMPUTE = "compute"
@@ -143,7 +143,7 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class StateBuffer:
     """Float32 values that last from call to call: read from ``old``; written to ``new``, which a Commit makes last."""
 
     old: Span
@@ -160,8 +160,8 @@ class State:
         mu: how much of that lasts from one call to the next.
     """
 
-    residual: Carried | None = None
-    momentum: Carried | None = None
+    residual: StateBuffer | None = None
+    momentum: StateBuffer | None = None
     mu: float = 0.0
 
 
@@ -204,11 +204,11 @@ class Commit:
     """
 
     guard: tuple[Span, ...]
-    carried: tuple[Carried, ...]
+    state_buffers: tuple[StateBuffer, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class Transfer:
     """One transfer to or from ``peer``; the span is in a wire buffer."""
 
     peer: int
@@ -219,8 +219,8 @@ class Leg:
 class Exchange:
     """Transfers that belong together: one NCCL group, or MPI Isend and Irecv legs."""
 
-    sends: tuple[Leg, ...]
-    recvs: tuple[Leg, ...]
+    sends: tuple[Transfer, ...]
+    recvs: tuple[Transfer, ...]
 
 
 Op = Encode | Decode | Reduce | Commit | Exchange
@@ -243,11 +243,11 @@ class Schedule:
     size: int
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
-    distant: frozenset[int] = frozenset()
+    staged_peers: frozenset[int] = frozenset()
 
     def sent_nbytes(self) -> int:
         """Bytes this rank sends in its Exchanges."""
-        return sum(len(leg.span) for op in self.ops if isinstance(op, Exchange) for leg in op.sends)
+        return sum(len(transfer.span) for op in self.ops if isinstance(op, Exchange) for transfer in op.sends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,23 +260,23 @@ class Node:
 
     op_index: int
     op: Op
-    leg: Leg | None = None
+    transfer: Transfer | None = None
     is_send: bool = False
     sequence: int = 0
     place: Span | None = None
 
     @property
-    def lane(self) -> Lane:
-        return Lane.COMM if isinstance(self.op, Exchange) else Lane.COMPUTE
+    def queue(self) -> Queue:
+        return Queue.COMM if isinstance(self.op, Exchange) else Queue.COMPUTE
 
     def reads(self) -> tuple[Span, ...]:
-        if self.leg is not None:
-            return _present((self.leg.span, self.place)) if self.is_send else ()
+        if self.transfer is not None:
+            return _present((self.transfer.span, self.place)) if self.is_send else ()
         return reads(self.op)
 
     def writes(self) -> tuple[Span, ...]:
-        if self.leg is not None:
-            return () if self.is_send else (self.leg.span,)
+        if self.transfer is not None:
+            return () if self.is_send else (self.transfer.span,)
         return writes(self.op)
 
 
@@ -284,7 +284,7 @@ def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
     return tuple(span for span in spans if span is not None)
 
 
-def _carried(state: State | None) -> tuple[Carried, ...]:
+def _carried(state: State | None) -> tuple[StateBuffer, ...]:
     return () if state is None else tuple(each for each in (state.residual, state.momentum) if each is not None)
 
 
@@ -296,11 +296,11 @@ def reads(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.wire, op.dst) if op.accumulate else (op.wire,)
         case Reduce():
-            return _present((*op.srcs, op.own, *(carried.old for carried in _carried(op.state))))
+            return _present((*op.srcs, op.own, *(state_buffers.old for state_buffers in _carried(op.state))))
         case Commit():
-            return (*op.guard, *(carried.new for carried in op.carried))
+            return (*op.guard, *(state_buffers.new for state_buffers in op.state_buffers))
         case Exchange():
-            return tuple(leg.span for leg in op.sends)
+            return tuple(transfer.span for transfer in op.sends)
 
 
 def writes(op: Op) -> tuple[Span, ...]:
@@ -311,25 +311,25 @@ def writes(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.dst,)
         case Reduce():
-            return _present((op.wire, op.out, *(carried.new for carried in _carried(op.state))))
+            return _present((op.wire, op.out, *(state_buffers.new for state_buffers in _carried(op.state))))
         case Commit():
-            return tuple(carried.old for carried in op.carried)
+            return tuple(state_buffers.old for state_buffers in op.state_buffers)
         case Exchange():
-            return tuple(leg.span for leg in op.recvs)
+            return tuple(transfer.span for transfer in op.recvs)
 
 
-def nodes(schedule: Schedule, *, per_leg: bool) -> Iterator[Node]:
-    """The nodes of a schedule in program order; ``per_leg`` splits each Exchange into its legs, receives first."""
+def nodes(schedule: Schedule, *, per_transfer: bool) -> Iterator[Node]:
+    """The nodes of a schedule in program order; ``per_transfer`` splits each Exchange into its legs, receives first."""
     counters: dict[tuple[int, bool], int] = {}
     for i, op in enumerate(schedule.ops):
-        if not (per_leg and isinstance(op, Exchange)):
+        if not (per_transfer and isinstance(op, Exchange)):
             yield Node(i, op)
             continue
-        for legs, is_send in ((op.recvs, False), (op.sends, True)):
-            for leg in legs:
-                sequence = counters.get((leg.peer, is_send), 0)
-                counters[leg.peer, is_send] = sequence + 1
-                yield Node(i, op, leg, is_send, sequence)
+        for transfers, is_send in ((op.recvs, False), (op.sends, True)):
+            for transfer in transfers:
+                sequence = counters.get((transfer.peer, is_send), 0)
+                counters[transfer.peer, is_send] = sequence + 1
+                yield Node(i, op, transfer, is_send, sequence)
 
 
 @dataclass(slots=True)

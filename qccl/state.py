@@ -13,7 +13,7 @@ from qccl.scalars import as_bool, as_integer, as_real
 if TYPE_CHECKING:
     import numpy as np
 
-    from qccl.engines.base import Persistent
+    from qccl.engine.base import Persistent
 
 __all__ = ["StateStore", "check_key", "lr_of"]
 
@@ -153,9 +153,9 @@ def _floats(values: Any) -> np.ndarray:
 
 def check_key(codec: Codec, key: str | None) -> None:
     """Raise ArgumentError unless ``key`` is a string, or None where the codec keeps nothing."""
-    if key is None and codec.remembers:
+    if key is None and codec.state_names:
         raise ArgumentError(
-            f"{codec.spec()} keeps its {' and '.join(codec.remembers)} from call to call, so it must know what it is "
+            f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, so it must know what it is "
             f"given; name that with key=, alike on all ranks and in all steps, such as key='layer1.weight'"
         )
     if key is not None and not isinstance(key, str):

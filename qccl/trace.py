@@ -38,7 +38,7 @@ class TraceEvent:
     """
 
     rank: int
-    lane: str
+    queue: str
     name: str
     start: float
     stop: float
@@ -129,22 +129,22 @@ class _Slice:
     @property
     def track(self) -> tuple[int, int, str]:
         """A key that orders the tracks of a rank (computations, other lanes, peers), with the track's name last."""
-        lane, peer = self.event.lane, self.event.args.get("peer")
-        if lane in ("send", "recv") and isinstance(peer, int):
-            return 2 + peer, lane == "recv", f"{'to' if lane == 'send' else 'from'} rank {peer}"
-        return (0 if lane == "compute" else 1), 0, lane
+        queue, peer = self.event.queue, self.event.args.get("peer")
+        if queue in ("send", "recv") and isinstance(peer, int):
+            return 2 + peer, queue == "recv", f"{'to' if queue == 'send' else 'from'} rank {peer}"
+        return (0 if queue == "compute" else 1), 0, queue
 
     @property
     def message(self) -> tuple[Any, ...] | None:
         """A key that a send and its receive share: sender, receiver, call, number; None for other events."""
         rank, args = self.event.rank, self.event.args
-        if self.event.lane not in ("send", "recv") or not {"peer", "message"} <= args.keys():
+        if self.event.queue not in ("send", "recv") or not {"peer", "message"} <= args.keys():
             return None
-        ends = (rank, args["peer"]) if self.event.lane == "send" else (args["peer"], rank)
+        ends = (rank, args["peer"]) if self.event.queue == "send" else (args["peer"], rank)
         return (*ends, args.get("call"), args["message"])
 
     def record(self) -> dict[str, Any]:
-        record = {"name": self.event.name, "cat": self.event.lane, "ph": "X", "pid": self.event.rank, "tid": self.tid}
+        record = {"name": self.event.name, "cat": self.event.queue, "ph": "X", "pid": self.event.rank, "tid": self.tid}
         return record | {"ts": self.start / 1e3, "dur": (self.stop - self.start) / 1e3, "args": dict(self.event.args)}
 
 
@@ -189,7 +189,7 @@ def _messages(slices: Iterable[_Slice]) -> list[tuple[_Slice, _Slice]]:
     ends: defaultdict[tuple[Any, ...], tuple[list[_Slice], list[_Slice]]] = defaultdict(lambda: ([], []))
     for each in sorted(slices, key=lambda each: each.start):
         if each.message is not None:
-            ends[each.message][each.event.lane == "recv"].append(each)
+            ends[each.message][each.event.queue == "recv"].append(each)
     return [pair for sends, receives in ends.values() for pair in zip(sends, receives, strict=False)]
 
 

@@ -11,7 +11,7 @@ from qccl.errors import ArgumentError, CollectiveTimeout, QcclError, gave_up
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
-    from qccl.engines.base import Execution
+    from qccl.engine.base import Execution
 
 __all__ = ["Work"]
 

@@ -371,7 +371,7 @@ class Meeting:
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = threading.Barrier(size)
-        self.legs: defaultdict[tuple[int, int], tuple[deque[list[Any]], deque[list[Any]]]] = defaultdict(
+        self.transfers: defaultdict[tuple[int, int], tuple[deque[list[Any]], deque[list[Any]]]] = defaultdict(
             lambda: (deque(), deque())
         )
         self.collectives: defaultdict[int, dict[int, tuple[int, int, int]]] = defaultdict(dict)
@@ -404,12 +404,12 @@ class NcclCommunicator:
         return self._rank
 
     def send(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._leg(0, (self._rank, peer), address, count, datatype, stream)
+        self._transfer(0, (self._rank, peer), address, count, datatype, stream)
 
     def recv(self, address: int, count: int, datatype: int, peer: int, stream: int) -> None:
-        self._leg(1, (peer, self._rank), address, count, datatype, stream)
+        self._transfer(1, (peer, self._rank), address, count, datatype, stream)
 
-    def _leg(self, side: int, pair: tuple[int, int], address: int, count: int, datatype: int, stream: int) -> None:
+    def _transfer(self, side: int, pair: tuple[int, int], address: int, count: int, datatype: int, stream: int) -> None:
         assert datatype == 1 and pair[0] != pair[1]
         group = self._world.local.group
         assert group is not None, "a transfer outside a group"
@@ -493,25 +493,25 @@ def group_start(world: World) -> None:
 
 
 def group_end(world: World) -> None:
-    legs, world.local.group = world.local.group, None
-    world.calls.append(("group", len(legs)))
-    for stream in dict.fromkeys(leg[1] for leg in legs):
-        _put_group(world, stream, [leg for leg in legs if leg[1] == stream])
+    transfers, world.local.group = world.local.group, None
+    world.calls.append(("group", len(transfers)))
+    for stream in dict.fromkeys(transfer[1] for transfer in transfers):
+        _put_group(world, stream, [transfer for transfer in transfers if transfer[1] == stream])
 
 
-def _put_group(world: World, stream: int, legs: list[tuple[Any, ...]]) -> None:
+def _put_group(world: World, stream: int, transfers: list[tuple[Any, ...]]) -> None:
     """A node that is done when all of its transfers are; each run of it (a graph has many) posts them anew."""
     state: dict[str, list[list[Any]]] = {}
 
     def run() -> bool:
-        if any(rank in meeting.aborted for meeting, *_, rank in legs):
+        if any(rank in meeting.aborted for meeting, *_, rank in transfers):
             return True
         if "posted" not in state:
-            state["posted"] = [[address, count, False] for *_, address, count, _ in legs]
-            for (meeting, _, side, pair, *_), entry in zip(legs, state["posted"], strict=True):
-                meeting.legs[pair][side].append(entry)
-        for meeting, _, _, pair, *_ in legs:
-            sends, receives = meeting.legs[pair]
+            state["posted"] = [[address, count, False] for *_, address, count, _ in transfers]
+            for (meeting, _, side, pair, *_), entry in zip(transfers, state["posted"], strict=True):
+                meeting.transfers[pair][side].append(entry)
+        for meeting, _, _, pair, *_ in transfers:
+            sends, receives = meeting.transfers[pair]
             while sends and receives:
                 source, target = sends.popleft(), receives.popleft()
                 assert source[1] == target[1], f"a send of {source[1]} bytes meets a receive of {target[1]}"
@@ -522,7 +522,7 @@ def _put_group(world: World, stream: int, legs: list[tuple[Any, ...]]) -> None:
             return True
         return False
 
-    world.put(stream, f"group of {len(legs)}", run)
+    world.put(stream, f"group of {len(transfers)}", run)
 
 
 # -- the modules -----------------------------------------------------------------------------------------------------
@@ -767,14 +767,14 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
 @contextlib.contextmanager
 def installed(world: World, kernels: Any) -> Any:
     """Put the modules in place, and forget what was made of them afterwards."""
-    from qccl import gpu
+    from qccl.cuda import runtime
 
     made = modules(world, kernels)
-    engine = [f"qccl.engines.cuda{part}" for part in ("", "_kernels", "_program", "_run", "_staging", "_state")]
-    ours = (*engine, "qccl.transports.nccl", "qccl.memory.cuda")
+    engine = [f"qccl.cuda.engine{part}" for part in ("", "_kernels", "_program", "_run", "_staging", "_state")]
+    ours = (*engine, "qccl.cuda.nccl", "qccl.cuda.memory")
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
-    gpu.require.cache_clear()
+    runtime.require.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
@@ -783,12 +783,12 @@ def installed(world: World, kernels: Any) -> Any:
         del os.environ["QCCL_CACHE_DIR"]
         if folder is not None:
             os.environ["QCCL_CACHE_DIR"] = folder
-        for engine in list(getattr(sys.modules.get("qccl.engines.cuda"), "_live", ())):
+        for engine in list(getattr(sys.modules.get("qccl.cuda.engine"), "_live", ())):
             engine.close(0.1)
         for thread in threading.enumerate():
             if thread.name.startswith("qccl"):
                 thread.join(5)
-        gpu.require.cache_clear()
+        runtime.require.cache_clear()
         for name, module in saved.items():
             sys.modules.pop(name, None)
             if module is not None:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from qccl import _host, dtypes
-from qccl.engines import cuda_source as cs
+from qccl.cuda import source as cs
 
 _NOWHERE = 0xFFFFFFFF
 _DTYPES = {"Float32": dtypes.FLOAT32, "Float16": dtypes.FLOAT16, "BFloat16": dtypes.BFLOAT16}

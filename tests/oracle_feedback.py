@@ -50,10 +50,10 @@ class Group:
     kept: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        remembers = get(self.spec).remembers
+        state_names = get(self.spec).state_names
 
         def zeros(kind: str) -> np.ndarray | None:
-            return np.zeros(self.count, f32) if kind in remembers else None
+            return np.zeros(self.count, f32) if kind in state_names else None
 
         self.kept = [Rank(zeros("residual"), zeros("momentum")) for _ in range(self.ranks)]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl.engines import background
+from qccl.engine import progress as background
 from qccl.errors import CollectiveTimeout, MismatchError, PeerLost
 
 COUNT = 300_000
@@ -121,7 +121,7 @@ def test_the_thread_ends_with_its_communicator():
 
 
 def test_a_failed_group_leaves_neither_threads_nor_engines():
-    from qccl.engines import host
+    from qccl.host import engine as host
 
     def run(comm):
         comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True).wait()
@@ -141,7 +141,7 @@ def test_the_thread_sleeps_when_nothing_is_under_way():
     def run(comm):
         x = np.ones(1000, np.float32)
         comm.quantized_allreduce(x, async_op=True).wait()
-        thread = comm._engine._background
+        thread = comm._engine._progress_thread
         until(lambda: thread._asleep)
         for again in (True, False):  # and it is woken
             x.fill(1)
@@ -302,7 +302,7 @@ def test_a_transport_that_is_not_threaded_has_no_thread():
         with qccl.Communicator._from_transport(transport) as other:
             x = np.ones(1000, np.float32)
             work = other.quantized_allreduce(x, async_op=True)
-            assert other._engine._background is None
+            assert other._engine._progress_thread is None
             until(work.is_completed)
         return (x == 2).all()
 

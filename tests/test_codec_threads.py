@@ -27,9 +27,9 @@ def _run(codec: Codec, dtype: dtypes.DType, threads: int) -> list[bytes]:
     values = rng.standard_normal(_COUNT).astype(np.float32)
     own = (values.view(np.uint32) >> 16).astype(np.uint16) if dtype.name == "bfloat16" else values.astype(storage)
     wires = [np.full(codec.encoded_nbytes(_COUNT, dtype), 0xA5, np.uint8) for _ in range(_SOURCES + 2)]
-    decoded, added, total, carried = np.empty_like(own), own.copy(), np.empty_like(own), np.empty_like(own)
+    decoded, added, total, state_buffers = np.empty_like(own), own.copy(), np.empty_like(own), np.empty_like(own)
     residual, left = rng.standard_normal(_COUNT).astype(np.float32), np.empty(_COUNT, np.float32)
-    arrays = [own, decoded, added, total, carried, residual, left, *wires]
+    arrays = [own, decoded, added, total, state_buffers, residual, left, *wires]
     memory = _host.Memory(len(arrays))
     memory.threads = threads
     for i, array in enumerate(arrays):

@@ -62,7 +62,9 @@ def test_sums_are_in_rank_order() -> None:
     """A rank's codes come in the order of ranks, with its own values in their place."""
     for size in (2, 5):
         for rank, schedule in enumerate(all_ranks("two_round", size, 8 * size)):
-            arrived = {leg.span: leg.peer for op in schedule.ops if isinstance(op, Exchange) for leg in op.recvs}
+            arrived = {
+                transfer.span: transfer.peer for op in schedule.ops if isinstance(op, Exchange) for transfer in op.recvs
+            }
             (reduce,) = (op for op in schedule.ops if isinstance(op, Reduce))
             order = [arrived[span] for span in reduce.srcs]
             order.insert(reduce.own_index, rank)

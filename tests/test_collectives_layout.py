@@ -9,18 +9,18 @@ import pytest
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.layout import (
     ALIGNMENT,
-    Coded,
+    Encoding,
     Slots,
     check_place,
-    cut,
-    cut_for_all,
     exchange,
+    partition,
+    partition_for_all,
     peers_of,
     pipeline,
 )
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
-from qccl.schedule import Decode, Exchange, Leg, Span
+from qccl.schedule import Decode, Exchange, Span, Transfer
 
 COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 
@@ -30,12 +30,12 @@ COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 @pytest.mark.parametrize("chunk", [1, 8, 24, 10_000])
 def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
     """In order, without gaps, at multiples of the bucket, no larger than asked, and balanced."""
-    layout = cut(count, parts, MinMax(bucket=8), chunk)
+    layout = partition(count, parts, MinMax(bucket=8), chunk)
     shards = [layout.shard(part) for part in range(parts)]
     chunks = [layout.chunk(part, k) for part in range(parts) for k in range(layout.chunks)]
-    for pieces in (shards, chunks):
-        assert [i for piece in pieces for i in piece] == list(range(count))
-        assert all(piece.start % 8 == 0 or piece.start == count for piece in pieces)
+    for segments in (shards, chunks):
+        assert [i for segment in segments for i in segment] == list(range(count))
+        assert all(segment.start % 8 == 0 or segment.start == count for segment in segments)
     granules = [-(-len(shard) // 8) for shard in shards]
     assert max(granules) - min(granules) <= 1
     assert max(map(len, chunks)) <= max(chunk, 8)
@@ -43,7 +43,7 @@ def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
 
 
 def test_codec_that_cannot_be_split_has_one_chunk() -> None:
-    layout = cut(10_000, 3, MinMax(bucket="shard"), 8)
+    layout = partition(10_000, 3, MinMax(bucket="shard"), 8)
     assert (layout.chunks, layout.granule) == (1, 1024)
 
 
@@ -53,7 +53,7 @@ def test_codec_that_cannot_be_split_has_one_chunk() -> None:
 def test_default_chunk(count: int, size: int, bits: int) -> None:
     """Messages of 48 to 160 KiB whatever the bits, at least 9 of a shard if they are not too small then."""
     codec = MinMax(bits)
-    layout = cut(count, size, codec)
+    layout = partition(count, size, codec)
     shard = codec.encoded_nbytes(len(layout.shard(0)), FLOAT32)
     chunk = codec.encoded_nbytes(len(layout.chunk(0, 0)), FLOAT32)
     bucket = codec.encoded_nbytes(1024, FLOAT32)
@@ -69,7 +69,7 @@ def test_default_chunk(count: int, size: int, bits: int) -> None:
 def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:
     """48 KiB of codes first and last, up to 192 between, less where there are many parts; nothing is left out."""
     codec = MinMax(8)
-    layout = cut_for_all(count, parts, (NoCodec(), codec))
+    layout = partition_for_all(count, parts, (NoCodec(), codec))
     bucket = codec.encoded_nbytes(layout.granule, FLOAT32)
     for part in range(parts):
         chunks = [layout.chunk(part, k) for k in range(layout.chunks)]
@@ -86,7 +86,7 @@ def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, par
 @pytest.mark.parametrize("chunk", [0, -3])
 def test_bad_chunk(chunk: int) -> None:
     with pytest.raises(ArgumentError, match=f"chunk_elements is {chunk}; it must be 1 or more"):
-        cut(5, 2, MinMax(), chunk)
+        partition(5, 2, MinMax(), chunk)
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
@@ -107,13 +107,13 @@ def test_slots_do_not_overlap() -> None:
 
 def test_slot_sizes() -> None:
     """Aligned, large enough for every chunk, and no more rows than chunks."""
-    layout = cut(1000, 3, NoCodec(), 1024)
-    coded = Coded(layout, NoCodec(), FLOAT32)
-    slots = coded.slots("ring", 2, 4)
+    layout = partition(1000, 3, NoCodec(), 1024)
+    encoding = Encoding(layout, NoCodec(), FLOAT32)
+    slots = encoding.slots("ring", 2, 4)
     assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == layout.chunks
     for part in range(3):
         for k in range(layout.chunks):
-            assert coded.nbytes(part, k) == 4 * len(layout.chunk(part, k)) <= slots.slot_nbytes
+            assert encoding.nbytes(part, k) == 4 * len(layout.chunk(part, k)) <= slots.slot_nbytes
 
 
 def test_peers_are_rotated() -> None:
@@ -125,7 +125,7 @@ def test_peers_are_rotated() -> None:
 
 def test_exchange_leaves_out_what_is_empty() -> None:
     full, empty = Span("a", 0, 8), Span("a", 8, 8)
-    assert list(exchange({1: full, 2: empty}, {1: empty})) == [Exchange((Leg(1, full),), ())]
+    assert list(exchange({1: full, 2: empty}, {1: empty})) == [Exchange((Transfer(1, full),), ())]
     assert list(exchange({1: empty}, {1: empty})) == []
 
 

@@ -11,7 +11,7 @@ import pytest
 import qccl
 from qccl.codecs import get
 from qccl.dtypes import FLOAT32
-from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES
+from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES
 
 CODEC = get("minmax4:bucket=64")
 COUNT = 64 * 8 * 7 * 6

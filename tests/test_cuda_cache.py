@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from qccl.engines import cuda_cache
+from qccl.cuda import cache as cuda_cache
 
 
 @pytest.fixture

@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl import gpu, launch, launchers
-from qccl.engines import streams
-from qccl.memory.cuda import CudaMemory
+from qccl import launch, launchers
+from qccl.cuda import runtime, streams
+from qccl.cuda.memory import CudaMemory
 from qccl.transports import rendezvous
 
 CALLS = [
@@ -117,13 +117,13 @@ def test_a_missing_event_shows(world, cupy, monkeypatch):
 
     def without_one(schedule):
         program = list(complete(schedule))
-        number = next((i for i, s in enumerate(program) if s.waits and s.ops and s.lane.value == "compute"), None)
+        number = next((i for i, s in enumerate(program) if s.waits and s.ops and s.queue.value == "compute"), None)
         if number is not None:
             s = program[number]
-            program[number] = streams.Step(s.lane, s.ops, (), s.records)
+            program[number] = streams.Step(s.queue, s.ops, (), s.records)
         return tuple(program)
 
-    monkeypatch.setattr(importlib.import_module("qccl.engines.cuda_program"), "steps", without_one)
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.program"), "steps", without_one)
     for seed in range(5):
         world.random.seed(seed)
         if ranks(2, all_calls) != expected:
@@ -276,10 +276,10 @@ def test_a_trace(cupy):
         x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
         events: list[qccl.trace.TraceEvent] = []
         comm.quantized_allreduce(x, algorithm="two_round", async_op=True, trace=events).synchronize()
-        return [(e.rank, e.lane, e.name.split()[0]) for e in events]
+        return [(e.rank, e.queue, e.name.split()[0]) for e in events]
 
-    lanes = [("compute", "encode"), ("comm", "exchange"), ("compute", "reduce"), ("comm", "exchange")]
-    expected = [(rank, lane, name) for rank in range(2) for lane, name in [*lanes, ("compute", "decode")]]
+    queues = [("compute", "encode"), ("comm", "exchange"), ("compute", "reduce"), ("comm", "exchange")]
+    expected = [(rank, queue, name) for rank in range(2) for queue, name in [*queues, ("compute", "decode")]]
     assert [each for events in ranks(2, run) for each in events] == expected
 
 
@@ -305,7 +305,7 @@ def test_a_call_in_a_graph(codec, cupy):
         return [comm.quantized_allreduce(values(comm.rank, count, i), **arguments).tobytes() for i in range(3)]
 
     def run(comm):
-        with gpu.on_device(comm.rank):
+        with runtime.on_device(comm.rank):
             x = fake_cuda.array(values(comm.rank, count), comm.rank)
             comm.quantized_allreduce(x, **arguments)
             comm.check()
@@ -331,7 +331,7 @@ def test_replays_draw_fresh_random_numbers(cupy):
     one_at_a_time = threading.Lock()
 
     def run(comm):
-        with gpu.on_device(comm.rank):
+        with runtime.on_device(comm.rank):
             x, out = (fake_cuda.array(values(comm.rank, 5000), comm.rank) for _ in range(2))
             comm.quantized_allreduce(x, out, **arguments)
             comm.check()
@@ -458,12 +458,12 @@ def call_streams(world, x, **arguments):
     def run(comm):
         comm.quantized_allreduce(x, op="avg")
         comm.check()
-        lanes = set(comm._engine.lanes.values())
+        queues = set(comm._engine.queues.values())
         world.calls.clear()
         comm.quantized_allreduce(x, op="avg", **arguments)
         comm.check()
-        waited = [c[2] for c in world.calls if c[0] == "record" and c[2] not in lanes]
-        waiting = [c[1] for c in world.calls if c[0] == "wait" and c[1] not in lanes]
+        waited = [c[2] for c in world.calls if c[0] == "record" and c[2] not in queues]
+        waiting = [c[1] for c in world.calls if c[0] == "wait" and c[1] not in queues]
         return waited, waiting
 
     return one(run)
@@ -719,7 +719,7 @@ def test_a_call_that_cannot_be_put_on_its_streams(world, cupy, monkeypatch):
         def fails(*arguments):
             raise fake_cuda.CUDADriverError(719)
 
-        monkeypatch.setattr(gpu.require().driver, "launchKernel", fails)
+        monkeypatch.setattr(runtime.require().driver, "launchKernel", fails)
         comm._plans.clear()  # the plans there are have the other one
         with pytest.raises(qccl.EngineError, match="719") as caught:
             comm.quantized_allreduce(x, out)
@@ -833,7 +833,7 @@ def test_events_are_of_the_communicators_gpu(world, cupy):
         world.frozen = True
         works = [comm.quantized_allreduce(x, out, async_op=True) for _ in range(50)]
         world.frozen = False
-        assert gpu.require().runtime.getDevice() == 0
+        assert runtime.require().runtime.getDevice() == 0
         assert all(work.synchronize() is out for work in works)
         assert (out.get() == x.get()).all()
 
@@ -843,7 +843,7 @@ def test_at_the_end_of_the_process(world, cupy):
     comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
     x, out = pair()
     comm.quantized_allreduce(x, out)
-    importlib.import_module("qccl.engines.cuda")._wait_for_the_last()
+    importlib.import_module("qccl.cuda.engine")._wait_for_the_last()
     assert (out.get() == x.get()).all()
     assert ("destroy", 0) in world.calls
 
@@ -855,7 +855,7 @@ def test_no_more_threads(cupy, monkeypatch):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuses)
-    assert gpu.bounded(0, 1.0, "a test", threading.get_ident) == threading.get_ident()
+    assert runtime.bounded(0, 1.0, "a test", threading.get_ident) == threading.get_ident()
 
 
 def test_errors_of_the_libraries_are_ours(cupy):
@@ -866,9 +866,9 @@ def test_errors_of_the_libraries_are_ours(cupy):
         (fake_cuda.NcclError(6), qccl.PeerLost, None),
         (fake_cuda.CUDARuntimeError(2), qccl.EngineError, 2),
     ):
-        found = gpu.mapped(error)
+        found = runtime.mapped(error)
         assert type(found) is kind and getattr(found, "code", None) == code and str(error) in str(found)
-    assert gpu.mapped(KeyError("x")) is None
+    assert runtime.mapped(KeyError("x")) is None
 
 
 def test_a_timeout_of_the_wait(world, cupy):
@@ -948,8 +948,8 @@ def test_adopting_a_communicator_of_cupy(world, cupy):
 
 def test_over_a_host_group(cupy, monkeypatch):
     """What MPI does under mpiexec, with threads: the id comes from rank 0, and one rank's trouble is everyone's."""
+    from qccl.cuda.nccl import NcclTransport
     from qccl.transports.loopback import LoopbackGroup
-    from qccl.transports.nccl import NcclTransport
 
     def make(n, device):
         group = LoopbackGroup(n)
@@ -1039,10 +1039,10 @@ def test_bad_ids(cupy):
 
 
 def test_without_cuda_there_is_one_clear_error():
-    if not gpu.missing():
+    if not runtime.missing():
         pytest.skip("this machine has CUDA")
     for statement in (
-        "import qccl.engines.cuda",
+        "import qccl.cuda.engine",
         "qccl.init(backend='cuda')",
         "qccl.init(device=0)",
         "qccl.get_unique_id()",
@@ -1058,9 +1058,9 @@ def test_without_cuda_there_is_one_clear_error():
 
 def test_what_is_missing_is_named(world):
     with fake_cuda.installed(world, fake_kernels.work) as cupy, pytest.MonkeyPatch.context() as monkeypatch:
-        assert gpu.missing() == []
-        assert gpu.device_count() == fake_cuda.DEVICES
-        assert gpu.nccl_version() == "2.28.0"
+        assert runtime.missing() == []
+        assert runtime.device_count() == fake_cuda.DEVICES
+        assert runtime.nccl_version() == "2.28.0"
         monkeypatch.setattr(cupy, "__version__", "13.6.0")
         monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: 21705)
         monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
@@ -1069,24 +1069,24 @@ def test_what_is_missing_is_named(world):
             raise fake_cuda.CUDARuntimeError(35)
 
         monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", no_driver)
-        lacking = " | ".join(gpu.missing())
+        lacking = " | ".join(runtime.missing())
         for part in ("CuPy is 13.6.0", "NCCL is 2.17", "cuda-python cannot be imported", "no CUDA driver"):
             assert part in lacking
         monkeypatch.setattr(cupy.cuda.nccl, "available", False)
-        assert any("finds no NCCL" in each for each in gpu.missing())
+        assert any("finds no NCCL" in each for each in runtime.missing())
         monkeypatch.setitem(sys.modules, "cupy", None)
-        assert gpu.device_count() == 0
-        assert len(gpu.missing()) == 1
+        assert runtime.device_count() == 0
+        assert len(runtime.missing()) == 1
 
 
 def test_which_gpu_a_rank_takes(cupy, monkeypatch):
-    assert gpu.pick_device(3, 0) == 3
-    assert gpu.pick_device(None, 5) == 5
-    assert gpu.pick_device(None, None) == 0
+    assert runtime.pick_device(3, 0) == 3
+    assert runtime.pick_device(None, 5) == 5
+    assert runtime.pick_device(None, None) == 0
     with pytest.raises(qccl.EngineError, match="rank 8"):
-        gpu.pick_device(None, 8)
+        runtime.pick_device(None, 8)
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 1)
-    assert gpu.pick_device(None, 3) == 0  # the launcher shows each rank its own
+    assert runtime.pick_device(None, 3) == 0  # the launcher shows each rank its own
 
 
 def test_the_benchmark_on_a_gpu(cupy):
@@ -1100,7 +1100,7 @@ def test_the_benchmark_on_a_gpu(cupy):
     counts = Counts(iters=10, warmups=1, checks=1)  # two calls in each of five rounds
 
     def run(comm):
-        with gpu.on_device(comm.rank):
+        with runtime.on_device(comm.rank):
             found = []
             for call in (PlainCall(comm, case), QuantizedCall(comm, case, qccl.codecs.get("minmax8"), "auto", None)):
                 assert call.name == "minmax8" or call.is_supported(arrays_of(comm))

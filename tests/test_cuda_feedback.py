@@ -18,10 +18,10 @@ from test_cuda_kernels import Arrays
 import qccl
 from qccl import _host, codecs, dtypes
 from qccl.codecs import Codec
+from qccl.cuda import source as cuda_source
+from qccl.cuda.source import Launch
 from qccl.dtypes import DType
-from qccl.engines import cuda_source
-from qccl.engines.cuda_source import Launch
-from qccl.schedule import Carried, Commit, Reduce, State
+from qccl.schedule import Commit, Reduce, State, StateBuffer
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 from emulator import Emulator
@@ -133,9 +133,9 @@ class Operations:
     def _values(self, count: int, dtype: str) -> np.ndarray:
         return hard_values(self.rng.choice(KINDS), count, dtype, self.rng)
 
-    def _carried(self, count: int) -> Carried:
+    def _carried(self, count: int) -> StateBuffer:
         old = self.rng.standard_normal(count).astype(np.float32)
-        return Carried(self.arrays.add(old), self.arrays.add(np.full(count, 9, np.float32)))
+        return StateBuffer(self.arrays.add(old), self.arrays.add(np.full(count, 9, np.float32)))
 
 
 def cases() -> Iterator[tuple[str, DType, str]]:
@@ -170,11 +170,11 @@ def test_commit(emulator: Emulator, dtype: DType, spoilt: int | None, by: float)
         output[spoilt] = by
     guards = [arrays.add(np.ones(5, dtype.name)), arrays.add(output)]
     old, new = (rng.standard_normal((2, 5000)).astype(np.float32) for _ in range(2))
-    carried = [Carried(arrays.add(a), arrays.add(b)) for a, b in zip(old, new, strict=True)]
-    launch = cuda_source.launch([Commit(tuple(guards), tuple(carried))], RANK, dtype, arrays.place)
+    state_buffers = [StateBuffer(arrays.add(a), arrays.add(b)) for a, b in zip(old, new, strict=True)]
+    launch = cuda_source.launch([Commit(tuple(guards), tuple(state_buffers))], RANK, dtype, arrays.place)
     emulator.run(launch, arrays.addresses, 0)
     arrays.check_guards()
-    for i, each in enumerate(carried):
+    for i, each in enumerate(state_buffers):
         wanted = new[i] if spoilt is None else old[i]
         assert np.array_equal(arrays.take(each.old, np.float32), wanted)
         assert np.array_equal(arrays.take(each.new, np.float32), new[i])

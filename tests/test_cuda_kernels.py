@@ -22,9 +22,9 @@ from oracle import Place
 
 from qccl import codecs, dtypes
 from qccl.codecs import BucketCodec, Codec, MinMax, NoCodec
+from qccl.cuda import source as cuda_source
+from qccl.cuda.source import Launch
 from qccl.dtypes import DType
-from qccl.engines import cuda_source
-from qccl.engines.cuda_source import Launch
 from qccl.schedule import Decode, Encode, Op, Reduce, Span
 
 sys.path.insert(0, str(Path(__file__).parent / "cuda"))

@@ -16,8 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 FILES = [
-    *(ROOT / "qccl" / name for name in ("gpu.py", "memory/cuda.py", "transports/nccl.py")),
-    *sorted((ROOT / "qccl" / "engines").glob("cuda*.py")),
+    *sorted((ROOT / "qccl" / "cuda").glob("*.py")),
     *sorted((ROOT / "tests" / "gpu").glob("*.py")),
 ]
 _UNKNOWN = "?"

@@ -16,8 +16,8 @@ from mpi_start import start
 from test_cuda_engine import captured, cupy, values, world  # noqa: F401  (fixtures)
 
 import qccl
-from qccl import gpu
 from qccl.codecs import get
+from qccl.cuda import runtime
 from qccl.dtypes import FLOAT32
 from qccl.signatures import of_plan
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
@@ -29,8 +29,8 @@ CODEC = "minmax3:bucket=64,rounding=stochastic"
 
 def ranks(n: int, fn: Callable[[qccl.Communicator], Any], *, timeout: float = 20.0) -> list[Any]:
     """What ``fn(comm)`` returned or raised on each of ``n`` GPUs that met over loopback, as they would over MPI."""
-    from qccl.backends import CudaBackend
-    from qccl.transports.nccl import NcclTransport
+    from qccl.cuda import CudaBackend
+    from qccl.cuda.nccl import NcclTransport
 
     group = LoopbackGroup(n)
 
@@ -98,10 +98,10 @@ def test_streams_may_share_a_queue_of_the_hardware(node_ids, world, cupy):  # no
 @pytest.mark.parametrize("without", ["a message that has come", "a message that has left", "a place that is free"])
 def test_each_thing_that_is_waited_for_matters(without, world, cupy, monkeypatch):  # noqa: F811
     """Rank 0's host sends late, or its device fetches late: the bytes are right, but not without the word for that."""
-    from qccl.engines.courier import Courier, Trip
-    from qccl.engines.cuda_staging import Staging
+    from qccl.cuda.proxy import HostProxy, TransferBatch
+    from qccl.cuda.staging import Staging
 
-    wait, may_start, finish = Staging._wait, Trip.may_start, Courier._finish
+    wait, may_start, finish = Staging._wait, TransferBatch.may_start, HostProxy._finish
     received, active = list[int](), threading.Event()
 
     def run(comm: qccl.Communicator) -> bytes:
@@ -121,29 +121,29 @@ def test_each_thing_that_is_waited_for_matters(without, world, cupy, monkeypatch
         if (word in sends) != (without == "a message that has left"):
             wait(staging, stream, word, back)
 
-    def ahead(trip: Trip, message: Any) -> bool:
+    def ahead(batch: TransferBatch, message: Any) -> bool:
         if message.is_send and message.peer == 1:
             if len(received) < 2:
                 return False
             world.run(1000)  # all that the device can do before the message leaves
-        return may_start(trip, message)
+        return may_start(batch, message)
 
-    def finishes(courier: Courier, trip: Trip, message: Any) -> None:
-        if courier.transport.rank == 0 and not message.is_send:
+    def finishes(proxy: HostProxy, batch: TransferBatch, message: Any) -> None:
+        if proxy.transport.rank == 0 and not message.is_send:
             received.append(message.done)
-        finish(courier, trip, message)
+        finish(proxy, batch, message)
 
     def holds(node: fake_cuda.Node) -> bool:
         """Rank 0's device does not fetch the first message before the fourth, which has its place, has come."""
         return active.is_set() and node.what == "copy 1" and node.device == 0 and len(received) < 4
 
     [expected] = exact(2, count=20_000, algorithm="one_shot")
-    monkeypatch.setattr(Courier, "_finish", finishes)
-    monkeypatch.setattr(Trip, "may_start", ahead)
+    monkeypatch.setattr(HostProxy, "_finish", finishes)
+    monkeypatch.setattr(TransferBatch, "may_start", ahead)
     assert ranks(2, run) == [expected] * 2
     if without == "a place that is free":
         world.holds = holds
-        monkeypatch.setattr(Trip, "may_start", lambda trip, m: not m.is_send or may_start(trip, m))
+        monkeypatch.setattr(TransferBatch, "may_start", lambda batch, m: not m.is_send or may_start(batch, m))
     else:
         monkeypatch.setattr(Staging, "_wait", skips)
     assert ranks(2, run) != [expected] * 2
@@ -232,7 +232,7 @@ def test_the_host_does_not_wait_and_calls_follow_each_other(world, cupy):  # noq
 
 
 def test_numbers_of_runs_go_round(world, cupy):  # noqa: F811
-    from qccl.engines.courier import reached
+    from qccl.cuda.proxy import reached
 
     assert reached(5, 5) and reached(6, 5) and not reached(4, 5)
     assert reached(0, (1 << 32) - 1) and reached(3, (1 << 32) - 3) and not reached((1 << 32) - 1, 0)
@@ -365,7 +365,7 @@ def test_a_transport_that_fails(world, cupy):  # noqa: F811
 
 def test_streams_go_on_after_a_failure_only_when_it_is_known():
     """Or what they do then could be taken for a result."""
-    from qccl.engines.courier import Courier, Message, Trip
+    from qccl.cuda.proxy import HostProxy, Message, TransferBatch
 
     transport = LoopbackGroup(2).transport(0)
     transport.poll = lambda *, idle: (_ for _ in ()).throw(qccl.PeerLost("a node has gone"))
@@ -376,13 +376,13 @@ def test_streams_go_on_after_a_failure_only_when_it_is_known():
         seen.append(words[1])
         failed.set()
 
-    courier = Courier(transport, on_failure)
+    proxy = HostProxy(transport, on_failure)
     data = np.zeros(8, np.uint8)
     message = Message(1, False, transport.buffer(data.ctypes.data, 8), ((0, 0),), 1)
     words[0] = 1
-    courier.begin(Trip([message], words, 1, call=0, what="a call", deadline=time.monotonic() + 10, kept=data))
+    proxy.begin(TransferBatch([message], words, 1, call=0, what="a call", deadline=time.monotonic() + 10, kept=data))
     assert failed.wait(10)
-    courier.close(10)
+    proxy.close(10)
     assert seen == [0] and words[1] == 1, "and then they do go on"
 
 
@@ -399,7 +399,7 @@ def test_aborting_lets_the_streams_go_on(world, cupy):  # noqa: F811
             time.sleep(0.1)
             assert not world.is_empty(0)
             comm.abort("enough")
-            gpu.require().runtime.deviceSynchronize()
+            runtime.require().runtime.deviceSynchronize()
             with pytest.raises(qccl.PeerLost, match="enough"):
                 comm.check()
         return "done"
@@ -438,7 +438,7 @@ def test_graphs_are_refused(world, cupy):  # noqa: F811
     one_at_a_time = threading.Lock()
 
     def run(comm: qccl.Communicator) -> bytes:
-        with gpu.on_device(comm.rank):
+        with runtime.on_device(comm.rank):
             x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
             staged(comm, x)
             comm.check()
@@ -533,12 +533,12 @@ def test_the_group_that_brings_ranks_together_stays_as_long_as_they(world, cupy,
     assert closed == [group] * 2
 
 
-def test_a_trace_has_the_lanes(world, cupy):  # noqa: F811
+def test_a_trace_has_the_queues(world, cupy):  # noqa: F811
     def run(comm: qccl.Communicator) -> list[tuple[str, str]]:
         events: list[qccl.trace.TraceEvent] = []
         x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
         staged(comm, x, chunk=None, async_op=True, trace=events).synchronize()
-        return [(event.lane, event.name.split()[0]) for event in events]
+        return [(event.queue, event.name.split()[0]) for event in events]
 
     expected = [("compute", "encode"), ("out", "exchange"), ("in", "exchange"), ("compute", "reduce")]
     assert ranks(2, run) == [expected, expected]

@@ -9,7 +9,7 @@ import pytest
 
 import qccl
 from qccl.codecs import get
-from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES
+from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES
 from qccl.weights import matrix
 
 RANKS, STEPS, LR = 8, 300, 0.5

@@ -14,8 +14,8 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.collectives import ALLREDUCE
 from qccl.collectives.hierarchical import hierarchical
-from qccl.engines.direct import direct
-from qccl.schedule import Encode, Exchange, Leg, Node, Reduce, Role, Schedule, Span, nodes
+from qccl.host.zero_copy import direct
+from qccl.schedule import Encode, Exchange, Node, Reduce, Role, Schedule, Span, Transfer, nodes
 
 NONE, MINMAX = codecs.get("none"), codecs.get("minmax8")
 NODES = ((0, 1, 2), (3, 4))
@@ -50,7 +50,7 @@ SCHEDULES = [
 
 
 def made(schedule: Schedule, least: int = 1) -> tuple[list[Node], list[tuple[int, ...]]]:
-    return direct(tuple(nodes(schedule, per_leg=True)), least)
+    return direct(tuple(nodes(schedule, per_transfer=True)), least)
 
 
 def copies(program: Sequence[Node]) -> list[Encode]:
@@ -70,16 +70,16 @@ def overlap(a: Span, b: Span) -> bool:
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=range(len(SCHEDULES)))
 def test_only_copies_that_are_sent_are_left_out(schedule: Schedule) -> None:
-    before = list(nodes(schedule, per_leg=True))
+    before = list(nodes(schedule, per_transfer=True))
     program, needed = made(schedule)
-    placed = {node.leg.span: node.place for node in program if node.place is not None}
+    placed = {node.transfer.span: node.place for node in program if node.place is not None}
     gone = [op for op in copies(before) if op not in copies(program)]
     assert [node.op for node in before if node.op not in gone] == [node.op for node in program]
     assert {op.wire for op in gone} == placed.keys()
     for node in program:
         if node.place is not None:
             assert node.is_send and schedule.buffers[node.place.buffer].role is not Role.WORK
-            assert len(node.leg.span) == 4 * len(node.place)
+            assert len(node.transfer.span) == 4 * len(node.place)
     assert all(j < i for i, needs in enumerate(needed) for j in needs)
     # In one_shot each rank's own wire is summed, too; in the second round of two_round there is no copy to leave out.
     assert bool(placed) == (schedule.name != "one_shot")
@@ -105,23 +105,23 @@ def test_no_more_sends_to_a_rank_are_under_way_than_there_are_slots(schedule: Sc
     last: dict[tuple[int, Span], int] = {}
     rings = {name: set() for name in schedule.buffers}
     for i, node in enumerate(program):
-        if node.leg is None or not node.is_send:
+        if node.transfer is None or not node.is_send:
             continue
-        start = node.leg.peer, node.leg.span.buffer, node.leg.span.start
+        start = node.transfer.peer, node.transfer.span.buffer, node.transfer.span.start
         assert start not in last or last[start] in before[i]
         last[start] = i
-        rings[node.leg.span.buffer].add(node.leg.span.start)
+        rings[node.transfer.span.buffer].add(node.transfer.span.start)
     assert all(len(starts) <= 3 * schedule.size for starts in rings.values())
 
 
 def test_what_is_small_or_coded_or_read_by_others_is_copied() -> None:
     assert not copies(made(two_levels(0))[0])
-    assert copies(made(two_levels(0), least=1 << 30)[0]) == copies(nodes(two_levels(0), per_leg=True))
+    assert copies(made(two_levels(0), least=1 << 30)[0]) == copies(nodes(two_levels(0), per_transfer=True))
     # Pieces of several parts lie next to each other in one message, and not in memory.
     assert copies(made(two_levels(0, algorithm="two_round"))[0])
 
     wire, half, x = Span("wire", 0, 4096), Span("wire", 0, 2048), Span("x", 0, 1024)
-    encode, send = Encode(NONE, x, wire, 0), Exchange((Leg(1, wire),), ())
+    encode, send = Encode(NONE, x, wire, 0), Exchange((Transfer(1, wire),), ())
     write = Reduce(NONE, (), Span("y", 0, 1024), 0, None, x)
     add = Reduce(NONE, (wire,), None, 0, None, Span("y", 0, 1024))
     for ops, leaves_out in (
@@ -129,15 +129,15 @@ def test_what_is_small_or_coded_or_read_by_others_is_copied() -> None:
         ([encode, send, write], True),
         ([encode, write, send], False),
         ([encode, send, add], False),
-        ([encode, Exchange((Leg(1, half),), ())], False),
-        ([encode, Exchange((Leg(1, wire), Leg(2, half)), ())], False),
-        ([encode, Exchange((Leg(1, wire), Leg(2, wire)), ())], True),
+        ([encode, Exchange((Transfer(1, half),), ())], False),
+        ([encode, Exchange((Transfer(1, wire), Transfer(2, half)), ())], False),
+        ([encode, Exchange((Transfer(1, wire), Transfer(2, wire)), ())], True),
         ([encode, Encode(NONE, Span("y", 0, 8), Span("wire", 32, 64), 0), send], False),
         ([encode, send, encode, send], True),
         ([encode, write, encode, send], True),
         ([encode], False),
     ):
-        program, _ = direct(tuple(nodes(Schedule("made", 0, 3, {}, tuple(ops)), per_leg=True)), 1)
+        program, _ = direct(tuple(nodes(Schedule("made", 0, 3, {}, tuple(ops)), per_transfer=True)), 1)
         assert any(node.place == x for node in program) == leaves_out, ops
 
 

@@ -95,7 +95,7 @@ def test_decorators_go_around_codecs():
 
 
 def test_what_a_codec_remembers():
-    assert [get(s).remembers for s in ("onebit", "onebit+ef", "onebit+nesterov", "onebit+ef+nesterov")] == [
+    assert [get(s).state_names for s in ("onebit", "onebit+ef", "onebit+nesterov", "onebit+ef+nesterov")] == [
         (),
         ("residual",),
         ("momentum",),

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 from schedule_cases import changed, places, rejected
 
-from qccl.analysis.expect import allreduce
+from qccl.analysis.postconditions import allreduce
 from qccl.analysis.verify import verify
 from qccl.codecs import ErrorFeedback, MinMax, Momentum
 from qccl.collectives import ALLREDUCE
@@ -18,7 +18,7 @@ from qccl.collectives.allreduce import coalesced
 from qccl.collectives.scatter import reduce_scatter
 from qccl.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from qccl.errors import ArgumentError
-from qccl.schedule import Carried, Commit, Encode, Exchange, Op, Reduce, Role, Schedule, Span, dependencies, nodes
+from qccl.schedule import Commit, Encode, Exchange, Op, Reduce, Role, Schedule, Span, StateBuffer, dependencies, nodes
 
 PLAIN = MinMax(bits=4, bucket=8)
 BOTH = Momentum(ErrorFeedback(PLAIN), 0.5)
@@ -71,17 +71,17 @@ def test_every_value_that_is_encoded_has_its_residual_and_own_values_their_momen
         for op in schedule.ops:
             assert not isinstance(op, Encode)
             for kind in covered:
-                carried = getattr(op.state, kind) if isinstance(op, Reduce) and op.state else None
-                for i in range(carried.old.start, carried.old.stop) if carried else ():
+                state_buffers = getattr(op.state, kind) if isinstance(op, Reduce) and op.state else None
+                for i in range(state_buffers.old.start, state_buffers.old.stop) if state_buffers else ():
                     assert i not in covered[kind]
                     covered[kind].add(i)
         assert covered == {"residual": set(range(100)), "momentum": set(range(100))}
 
 
 @pytest.mark.parametrize("per_leg", [True, False])
-def test_the_commit_waits_for_everything(per_leg):
+def test_the_commit_waits_for_everything(per_transfer):
     schedule = all_ranks("two_round", 3, 100)[1]
-    program = list(nodes(schedule, per_leg=per_leg))
+    program = list(nodes(schedule, per_transfer=per_transfer))
     assert isinstance(program[-1].op, Commit) and any(isinstance(node.op, Exchange) for node in program)
     assert dependencies(program)[-1] == tuple(range(len(program) - 1))
 
@@ -102,7 +102,7 @@ def moved(ops: list[Op]) -> None:
 
 def written_at_once(ops: list[Op]) -> None:
     old = ops[0].state.residual.old
-    with_state(ops, 0, residual=Carried(old, old))
+    with_state(ops, 0, residual=StateBuffer(old, old))
 
 
 def early(ops: list[Op]) -> None:
@@ -116,7 +116,10 @@ def unguarded(ops: list[Op]) -> None:
 
 def half(ops: list[Op]) -> None:
     ops[-1] = replace(
-        ops[-1], carried=tuple(Carried(Span(c.old.buffer, 0, 8), Span(c.new.buffer, 0, 8)) for c in ops[-1].carried)
+        ops[-1],
+        state_buffers=tuple(
+            StateBuffer(Span(c.old.buffer, 0, 8), Span(c.new.buffer, 0, 8)) for c in ops[-1].state_buffers
+        ),
     )
 
 

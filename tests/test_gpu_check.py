@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl import gpu
+from qccl.cuda import runtime
 from qccl.schedule import Reduce
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,11 +49,11 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_gpu_it_fails_and_says_why(tmp_path):
-    if not gpu.missing():
+    if not runtime.missing():
         pytest.skip("this machine has CUDA")
     done = gpu_check("-o", str(tmp_path / "r.json"))
     assert done.returncode == 1
-    assert f"nothing can be checked here: {gpu.missing()[0]}" in done.stderr
+    assert f"nothing can be checked here: {runtime.missing()[0]}" in done.stderr
     assert not (tmp_path / "r.json").exists()
 
 
@@ -118,7 +118,7 @@ def test_a_section_in_a_process_of_its_own():
 
     found = check.run_apart("streams")  # this process sees a GPU only if there is one
     assert found["status"] in ("failed", "passed")
-    if gpu.missing():
+    if runtime.missing():
         assert "cannot be used here" in found["reason"]
 
 
@@ -165,8 +165,8 @@ def test_staging_on_a_fake_gpu(world, monkeypatch):
     """The section "staged" as it is, with shorter waits; wrong bytes and streams that hang are found."""
     import staged
 
-    from qccl.engines.courier import Trip
-    from qccl.engines.cuda_staging import Staging
+    from qccl.cuda.proxy import TransferBatch
+    from qccl.cuda.staging import Staging
 
     monkeypatch.setattr(staged, "CALLS", tuple((c, a, min(n, 5000), k and 1024) for c, a, n, k in staged.CALLS))
     assert set(staged.check(3)) == {"enqueue_ms", "done_ms"}
@@ -174,7 +174,7 @@ def test_staging_on_a_fake_gpu(world, monkeypatch):
     assert 0.2 <= staged.check_away(0.2, 1.0)["seconds"] < 1.0
     assert staged.measure(1)["gb_per_s_sent_by_each"] > 0
     with monkeypatch.context() as without:
-        without.setattr(Trip, "release", lambda trip: None)
+        without.setattr(TransferBatch, "release", lambda batch: None)
         without.setattr(world, "patience", 0.4)
         with pytest.raises(AssertionError, match="the device hangs"):
             staged.check_away(0.2, 1.0)
@@ -230,7 +230,7 @@ def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
 
     def run(rank):
         local.rank = rank
-        with gpu.on_device(rank):
+        with runtime.on_device(rank):
             reports[rank] = ranks._calls()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -262,7 +262,7 @@ def test_what_ranks_do_when_one_stays_away(world, monkeypatch):
 
     def run(rank):
         local.rank = rank
-        with gpu.on_device(rank):
+        with runtime.on_device(rank):
             reports[rank] = ranks._faults()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -381,7 +381,7 @@ def test_the_limits_of_the_sections():
     "section", ["kernels", "streams", "graphs", "dispatch", "overlap", "staged", "ranks", "faults"]
 )
 def test_a_section(section):
-    if lacking := gpu.missing():
+    if lacking := runtime.missing():
         pytest.skip("; ".join(lacking))
     import check
 

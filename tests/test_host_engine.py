@@ -16,10 +16,10 @@ from threads import CODEC, Caller, address, near_sum, outcomes, ramp
 from qccl._host import RUNS_IN_FLIGHT
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
-from qccl.engines import host
-from qccl.engines.agreement import CONTROL_TAG, HEADER_NBYTES, Header, Kind
+from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Header, Kind
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
-from qccl.schedule import Buffer, Decode, Encode, Exchange, Leg, Role, Schedule, Span
+from qccl.host import engine as host
+from qccl.schedule import Buffer, Decode, Encode, Exchange, Role, Schedule, Span, Transfer
 from qccl.transports import loopback
 from qccl.transports.loopback import LoopbackGroup
 
@@ -155,7 +155,7 @@ def test_stepping_by_hand_never_blocks():
             done = execution.step()
             most, steps = max(most, looking.waits), steps + 1
         caller.close()
-        return most, steps, sum(e.lane == "compute" for e in events), y
+        return most, steps, sum(e.queue == "compute" for e in events), y
 
     for most, steps, operations, y in outcomes(2, run):
         assert near_sum(y, 2) and most <= 1 and steps >= operations - 1  # the first is run by start()
@@ -285,7 +285,7 @@ def test_nothing_that_came_is_passed_on_before_all_ranks_have_come():
     wire = Span("wire", 0, CODEC.encoded_nbytes(64, FLOAT32))
     values = [Buffer(64, FLOAT32, role) for role in (Role.INPUT, Role.OUTPUT)]
     buffers = {"input": values[0], "output": values[1], "wire": Buffer(len(wire), None, Role.WORK)}
-    send, recv = ([Exchange(*((Leg(p, wire),), ())[::d]) for p in range(3)] for d in (1, -1))
+    send, recv = ([Exchange(*((Transfer(p, wire),), ())[::d]) for p in range(3)] for d in (1, -1))
     ops = [
         (Encode(CODEC, Span("input", 0, 64), wire, 0), send[1]),
         (recv[0], send[2]),
@@ -752,7 +752,7 @@ def test_refusals_when_compiling():
 
     def run(t):
         caller = Caller(t)
-        exchange = Exchange((Leg(1 - t.rank, Span("x", 0, 64)),), ())
+        exchange = Exchange((Transfer(1 - t.rank, Span("x", 0, 64)),), ())
         with pytest.raises(EngineError, match="legs must be in work buffers"):
             caller.engine.compile(Schedule("s", t.rank, 2, {"x": values}, (exchange,)))
         encode = Encode(CODEC, Span("w", 0, 64), Span("w", 0, 72), 0)
@@ -789,9 +789,9 @@ def test_a_trace_has_every_node_with_its_times():
 
     for rank, (before, events, after, nodes) in enumerate(outcomes(2, run)):
         assert len(events) == nodes
-        assert {e.lane for e in events} == {"compute", "send", "recv"}
+        assert {e.queue for e in events} == {"compute", "send", "recv"}
         assert all(e.rank == rank and before <= e.start <= e.stop <= after for e in events)
-        assert len({(e.lane, *sorted(e.args.items())) for e in events}) == nodes
+        assert len({(e.queue, *sorted(e.args.items())) for e in events}) == nodes
 
 
 class SlowLink:
@@ -1009,12 +1009,12 @@ def kept_data(rank):
     buffers = {"input": Buffer(128, FLOAT32, Role.INPUT), "output": Buffer(192, FLOAT32, Role.OUTPUT)}
     buffers |= {name: Buffer(code(name).stop, None, Role.WORK) for name in ("a", "b")}
     if rank == 1:
-        recv = [Exchange((), (Leg(peer, code(name)),)) for peer, name in ((2, "a"), (0, "a"), (0, "b"))]
+        recv = [Exchange((), (Transfer(peer, code(name)),)) for peer, name in ((2, "a"), (0, "a"), (0, "b"))]
         decode = [Decode(CODEC, code("aab"[i]), values("output", i), False, 0, 0, (2, 0, 0)[i]) for i in range(3)]
         return Schedule("kept", rank, 3, buffers, (recv[0], decode[0], *recv[1:], *decode[1:]))
     ops = []
     for i, name in enumerate("ab" if rank == 0 else "a"):
-        ops += [Encode(CODEC, values("input", i), code(name), 0), Exchange((Leg(1, code(name)),), ())]
+        ops += [Encode(CODEC, values("input", i), code(name), 0), Exchange((Transfer(1, code(name)),), ())]
     return Schedule("kept", rank, 3, buffers, tuple(ops))
 
 

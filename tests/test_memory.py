@@ -11,7 +11,7 @@ import pytest
 import qccl
 from qccl.collectives import ALLREDUCE, choose_allreduce
 from qccl.dtypes import FLOAT32
-from qccl.engines.host import HostEngine
+from qccl.host.engine import HostEngine
 from qccl.schedule import Role
 from qccl.transports.loopback import LoopbackGroup
 

@@ -15,9 +15,9 @@ from codec_table import TABLE
 
 from qccl import codecs
 from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.cuda import source as cuda_source
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
-from qccl.engines import cuda_source
-from qccl.schedule import Carried, Commit, Decode, Encode, Reduce, Span, State
+from qccl.schedule import Commit, Decode, Encode, Reduce, Span, State, StateBuffer
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed (extra 'nvrtc')")
 
@@ -78,12 +78,12 @@ def bucketed(number: int) -> Iterator[str]:
 def stateful(number: int) -> Iterator[str]:
     """Those of reductions with state, and of the end of a run that has some; element types in turns."""
     span = Span("state", 0, 100_000)
-    both = State(Carried(span, span), Carried(span, span), 0.9)
+    both = State(StateBuffer(span, span), StateBuffer(span, span), 0.9)
     plain_codecs = [NoCodec(), MinMax(3, rounding="stochastic"), *(codecs.get(rows[0].spec) for rows in TABLE.values())]
     for i, codec in enumerate(plain_codecs):
         dtype = DTYPES[(i + number) % 3]
         yield from names(Reduce(codec, (_SPAN,), _SPAN, 0, _SPAN, _SPAN, state=both), dtype)
-        yield from names(Commit((_SPAN,), (Carried(span, span),)), dtype)
+        yield from names(Commit((_SPAN,), (StateBuffer(span, span),)), dtype)
 
 
 def of_the_default_bucket() -> Iterator[str]:

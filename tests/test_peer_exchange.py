@@ -12,7 +12,7 @@ from test_allreduce import assert_same_bits, oracle_codec, stored
 from test_collectives_wire import sent_by_each
 
 import qccl
-from qccl.analysis import expect
+from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, get
 from qccl.collectives.peers import peer_exchange

@@ -68,7 +68,7 @@ def test_a_process_ends_while_a_rank_gives_up():
     script = """
 import threading, time
 import numpy as np, qccl
-from qccl.engines import host
+from qccl.host import engine as host
 
 host._LAST_WORDS_SECONDS = 0.5
 failing = threading.Event()

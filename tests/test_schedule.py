@@ -14,12 +14,12 @@ from qccl.schedule import (
     Decode,
     Encode,
     Exchange,
-    Lane,
-    Leg,
     Node,
+    Queue,
     Role,
     Schedule,
     Span,
+    Transfer,
     dependencies,
     nodes,
 )
@@ -70,26 +70,28 @@ def test_dependencies_are_the_conflicts() -> None:
                     assert j in everything[i]
 
 
-def test_dependencies_of_an_exchange_are_those_of_its_legs() -> None:
+def test_dependencies_of_an_exchange_are_those_of_its_transfers() -> None:
     for name, make in ALLREDUCE.items():
         schedule = make(1, 4, 700, FLOAT32, CODEC, chunk_elements=24, depth=3, in_place=name == "one_shot")
-        legs = list(nodes(schedule, per_leg=True))
-        whole = dependencies(list(nodes(schedule, per_leg=False)))
-        pairs = zip(legs, dependencies(legs), strict=True)
+        transfers = list(nodes(schedule, per_transfer=True))
+        whole = dependencies(list(nodes(schedule, per_transfer=False)))
+        pairs = zip(transfers, dependencies(transfers), strict=True)
         for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):
-            assert set(whole[i]) == {legs[j].op_index for _, before in group for j in before}
+            assert set(whole[i]) == {transfers[j].op_index for _, before in group for j in before}
 
 
 def test_nodes() -> None:
     span = [Span("wire", 8 * i, 8 * i + 8) for i in range(5)]
     ops = (
         Encode(CODEC, Span("output", 0, 0), span[0], 0),
-        Exchange((Leg(1, span[0]), Leg(2, span[0])), (Leg(2, span[1]),)),
-        Exchange((Leg(2, span[2]),), (Leg(2, span[3]), Leg(1, span[4]))),
+        Exchange((Transfer(1, span[0]), Transfer(2, span[0])), (Transfer(2, span[1]),)),
+        Exchange((Transfer(2, span[2]),), (Transfer(2, span[3]), Transfer(1, span[4]))),
     )
     buffers = {"wire": Buffer(40, None, Role.WORK), "output": Buffer(0, BFLOAT16, Role.OUTPUT)}
     schedule = Schedule("test", 0, 3, buffers, ops)
-    found = [(n.op_index, n.leg and n.leg.peer, n.is_send, n.sequence) for n in nodes(schedule, per_leg=True)]
+    found = [
+        (n.op_index, n.transfer and n.transfer.peer, n.is_send, n.sequence) for n in nodes(schedule, per_transfer=True)
+    ]
     assert found == [
         (0, None, False, 0),
         (1, 2, False, 0),
@@ -99,8 +101,8 @@ def test_nodes() -> None:
         (2, 1, False, 0),
         (2, 2, True, 1),
     ]
-    whole = list(nodes(schedule, per_leg=False))
-    assert [n.lane for n in whole] == [Lane.COMPUTE, Lane.COMM, Lane.COMM]
+    whole = list(nodes(schedule, per_transfer=False))
+    assert [n.queue for n in whole] == [Queue.COMPUTE, Queue.COMM, Queue.COMM]
     assert whole[1].reads() == (span[0], span[0]) and whole[1].writes() == (span[1],)
     assert schedule.sent_nbytes() == 24
     assert (buffers["wire"].nbytes, Buffer(3, BFLOAT16, Role.WORK).nbytes, Buffer(3, FLOAT32, Role.WORK).nbytes) == (

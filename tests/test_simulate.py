@@ -13,7 +13,7 @@ from qccl.analysis.simulate import Costs, Timeline, simulate
 from qccl.codecs import MinMax
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import FLOAT32
-from qccl.schedule import Buffer, Exchange, Leg, Role, Schedule, Span, VerificationError
+from qccl.schedule import Buffer, Exchange, Role, Schedule, Span, Transfer, VerificationError
 from qccl.trace import TraceEvent, write_trace
 
 CODEC = MinMax(bits=8)
@@ -43,11 +43,11 @@ def encode_during_send(timeline: Timeline, rank: int) -> float:
 
 @pytest.mark.parametrize("rules", RULES)
 @pytest.mark.parametrize("name", sorted(ALLREDUCE))
-def test_lanes_hold_one_event_at_a_time(name: str, rules: Rules) -> None:
+def test_queues_hold_one_event_at_a_time(name: str, rules: Rules) -> None:
     timeline = simulate(all_ranks(name, 3, 1 << 20), Costs(latency=0.0), rules=rules)
     for rank in range(3):
-        for lane in ("compute", "send", "recv"):
-            events = list(timeline.on(rank, lane))
+        for queue in ("compute", "send", "recv"):
+            events = list(timeline.on(rank, queue))
             assert events and all(a.stop <= b.start + 1e-12 for a, b in pairwise(events))
     assert timeline.total == max(e.stop for e in timeline.events)
 
@@ -103,7 +103,7 @@ def test_one_shot_takes_one_latency_less() -> None:
 def test_deadlock_is_an_error() -> None:
     span = Span("wire", 0, 8)
     buffers = {"wire": Buffer(8, None, Role.WORK)}
-    ops = [(Exchange((), (Leg(peer, span),)), Exchange((Leg(peer, span),), ())) for peer in (1, 0)]
+    ops = [(Exchange((), (Transfer(peer, span),)), Exchange((Transfer(peer, span),), ())) for peer in (1, 0)]
     with pytest.raises(VerificationError, match=r"2 events of all ranks never happen; verify\(\) says why"):
         simulate([Schedule("forward", rank, 2, buffers, ops[rank]) for rank in range(2)])
 

@@ -8,20 +8,20 @@ import pytest
 
 from qccl.codecs import get
 from qccl.collectives.allreduce import one_shot, two_round
+from qccl.cuda.streams import HOME, Step, queues_of, steps
 from qccl.dtypes import FLOAT32
-from qccl.engines.streams import HOME, Step, lanes_of, steps
 from qccl.schedule import (
     Buffer,
     Decode,
     Encode,
     Exchange,
-    Lane,
-    Leg,
     Node,
+    Queue,
     Reduce,
     Role,
     Schedule,
     Span,
+    Transfer,
     dependencies,
     nodes,
 )
@@ -41,19 +41,19 @@ def schedules(size, count):
 def predecessors(program: tuple[Step, ...], leave_out: tuple[int, int] | None = None) -> list[set[int]]:
     """For each step all steps that are complete before it may start, by lanes and events alone."""
     found: list[set[int]] = []
-    latest: dict[Lane, int] = {}
+    latest: dict[Queue, int] = {}
     for number, step in enumerate(program):
         direct = {w for w in step.waits if (w, number) != leave_out}
-        direct |= {latest[step.lane]} if step.lane in latest else set()
+        direct |= {latest[step.queue]} if step.queue in latest else set()
         found.append(direct | {each for d in direct for each in found[d]})
-        latest[step.lane] = number
+        latest[step.queue] = number
     return found
 
 
 def required(schedule: Schedule, program: tuple[Step, ...]) -> set[tuple[int, int]]:
     """The pairs of steps that the schedule's dependencies order."""
     step_of = {op: number for number, step in enumerate(program) for op in step.ops}
-    needed = dependencies(tuple(nodes(schedule, per_leg=False)))
+    needed = dependencies(tuple(nodes(schedule, per_transfer=False)))
     pairs = {(step_of[j], step_of[i]) for i, each in enumerate(needed) for j in each}
     end = len(program) - 1
     return pairs | {(0, number) for number in range(1, end + 1)} | {(number, end) for number in range(end)}
@@ -69,7 +69,7 @@ def test_every_dependency_is_kept_and_no_event_is_to_spare(size, count):
         assert all(first in before[second] for first, second in pairs)
         for number, step in enumerate(program):
             for event in step.waits:
-                assert program[event].lane is not step.lane and program[event].records
+                assert program[event].queue is not step.queue and program[event].records
                 without = predecessors(program, leave_out=(event, number))
                 assert any(first not in without[second] for first, second in pairs), "an event that is implied"
         waited = {event for step in program for event in step.waits} | {len(program) - 1}
@@ -79,24 +79,26 @@ def test_every_dependency_is_kept_and_no_event_is_to_spare(size, count):
 @pytest.mark.parametrize("algorithm", ["one_shot", "two_round"])
 @pytest.mark.parametrize("layout", ["leader", "sharded"])
 @pytest.mark.parametrize("node_ids", [(0, 1), (0, 0, 1, 1), (0, 1, 1, 2, 2)], ids=str)
-def test_legs_through_the_host_have_lanes_of_their_own(node_ids, layout, algorithm):
+def test_transfers_through_the_host_have_queues_of_their_own(node_ids, layout, algorithm):
     """Each leg is on one lane, every dependency is kept, and no message waits for the one before to have come."""
     how = {"node_ids": node_ids, "layout": layout, "algorithm": algorithm, "inter": "host"}
     signature = of_plan("hierarchical_allreduce", 20 * CHUNK * len(node_ids), "float32", CODEC, CHUNK, how)
     owners = min(map(node_ids.count, node_ids)) if layout == "sharded" else 1
     for rank, node in enumerate(node_ids):
         schedule = signature.schedule(rank, len(node_ids), in_place=True)
-        assert schedule.distant == {r for r, other in enumerate(node_ids) if other != node}
+        assert schedule.staged_peers == {r for r, other in enumerate(node_ids) if other != node}
         program = steps(schedule)
         parts = [(s, Node(op, step.exchange or schedule.ops[op])) for s, step in enumerate(program) for op in step.ops]
-        legs = [(part.op_index, leg) for _, part in parts for leg in legs_of(part.op)]
-        assert sorted(map(str, legs)) == sorted(
-            str((i, leg)) for i, op in enumerate(schedule.ops) for leg in legs_of(op)
+        transfers = [(part.op_index, transfer) for _, part in parts for transfer in transfers_of(part.op)]
+        assert sorted(map(str, transfers)) == sorted(
+            str((i, transfer)) for i, op in enumerate(schedule.ops) for transfer in transfers_of(op)
         )
         for s, part in parts:
-            for leg in legs_of(part.op):
-                lane = (Lane.OUT if part.op.sends else Lane.IN) if leg.peer in schedule.distant else Lane.COMM
-                assert program[s].lane is lane
+            for transfer in transfers_of(part.op):
+                queue = (
+                    (Queue.OUT if part.op.sends else Queue.IN) if transfer.peer in schedule.staged_peers else Queue.COMM
+                )
+                assert program[s].queue is queue
         needed = dependencies([part for _, part in parts])
         end = len(program) - 1
         pairs = {(parts[j][0], parts[i][0]) for i, each in enumerate(needed) for j in each}
@@ -107,25 +109,25 @@ def test_legs_through_the_host_have_lanes_of_their_own(node_ids, layout, algorit
             for event in step.waits:
                 without = predecessors(program, leave_out=(event, number))
                 assert any(first not in without[second] for first, second in pairs), "an event that is implied"
-        outs, ins = ([s for s, step in enumerate(program) if step.lane is lane] for lane in (Lane.OUT, Lane.IN))
+        outs, ins = ([s for s, step in enumerate(program) if step.queue is queue] for queue in (Queue.OUT, Queue.IN))
         assert bool(outs) == bool(ins) == (node_ids[:rank].count(node) < owners)
         for earlier, later in zip(ins, outs[1:], strict=False) if algorithm == "one_shot" else ():
             assert earlier not in before[later]
 
 
-def legs_of(op):
+def transfers_of(op):
     return (*op.sends, *op.recvs) if isinstance(op, Exchange) else ()
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_operations_keep_their_order_on_each_lane(size):
+def test_operations_keep_their_order_on_each_queue(size):
     for schedule in schedules(size, 20 * CHUNK + 7):
         program = steps(schedule)
-        for lane in Lane:
-            order = [op for step in program if step.lane is lane for op in step.ops]
-            assert order == [i for i, node in enumerate(nodes(schedule, per_leg=False)) if node.lane is lane]
+        for queue in Queue:
+            order = [op for step in program if step.queue is queue for op in step.ops]
+            assert order == [i for i, node in enumerate(nodes(schedule, per_transfer=False)) if node.queue is queue]
         assert program[0].ops == program[-1].ops == ()
-        assert program[0].lane is program[-1].lane is HOME
+        assert program[0].queue is program[-1].queue is HOME
 
 
 def kinds(schedule: Schedule, program: tuple[Step, ...]) -> list[str]:
@@ -235,19 +237,19 @@ def test_what_shares_a_launch():
 
 
 def test_a_rank_that_only_sends_is_done_when_its_send_is():
-    send = Exchange((Leg(1, Span("a", 0, WIRE)),), ())
+    send = Exchange((Transfer(1, Span("a", 0, WIRE)),), ())
     program = steps(wires(encode(0, 0), send))
-    assert [(step.lane, step.waits) for step in program[1:]] == [
-        (Lane.COMPUTE, ()),
-        (Lane.COMM, (1,)),
-        (Lane.COMPUTE, (2,)),
+    assert [(step.queue, step.waits) for step in program[1:]] == [
+        (Queue.COMPUTE, ()),
+        (Queue.COMM, (1,)),
+        (Queue.COMPUTE, (2,)),
     ]
-    assert lanes_of(program) == (Lane.COMPUTE, Lane.COMM)
+    assert queues_of(program) == (Queue.COMPUTE, Queue.COMM)
 
 
 def test_a_rank_that_only_receives_waits_for_the_run_before():
     """Its slot may still be read by what was there before, on the home lane."""
-    receive = Exchange((), (Leg(1, Span("a", 0, WIRE)),))
+    receive = Exchange((), (Transfer(1, Span("a", 0, WIRE)),))
     program = steps(wires(receive, Decode(CODEC, Span("a", 0, WIRE), Span("output", 0, 64))))
     assert [step.waits for step in program] == [(), (0,), (1,), ()]
     assert program[0].records

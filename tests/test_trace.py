@@ -93,8 +93,8 @@ def test_a_call_is_drawn_in_a_few_tracks_with_arguments_and_arrows(tmp_path: Pat
 def test_what_overlaps_is_drawn_one_after_the_other_and_nothing_is_lost(tmp_path: Path) -> None:
     """A message is drawn from when it is the next one; a receive from when there is something to receive."""
 
-    def transfer(rank: int, lane: str, start: float, stop: float, message: int) -> TraceEvent:
-        return TraceEvent(rank, lane, f"m{message}", start, stop, {"peer": 1 - rank, "message": message, "call": 7})
+    def transfer(rank: int, queue: str, start: float, stop: float, message: int) -> TraceEvent:
+        return TraceEvent(rank, queue, f"m{message}", start, stop, {"peer": 1 - rank, "message": message, "call": 7})
 
     events = [
         TraceEvent(0, "compute", "encode", 10.0, 10.25),

@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 from schedule_cases import CODEC, Mutation, all_ranks, changed, one_shot, places, rejected, shifted, two_round
 
-from qccl.analysis.verify import Want, allreduce, verify
+from qccl.analysis.verify import Postcondition, allreduce, verify
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives import ALLREDUCE
 from qccl.dtypes import DTYPES, FLOAT16, FLOAT32
@@ -20,12 +20,12 @@ from qccl.schedule import (
     Decode,
     Encode,
     Exchange,
-    Leg,
     Op,
     Reduce,
     Role,
     Schedule,
     Span,
+    Transfer,
 )
 
 
@@ -100,8 +100,11 @@ def test_missing_send() -> None:
 def test_receive_of_another_size() -> None:
     def shorten(ops: list[Op]) -> None:
         i = places(ops, Exchange)[0]
-        leg = ops[i].recvs[0]
-        ops[i] = replace(ops[i], recvs=(Leg(leg.peer, Span(leg.span.buffer, leg.span.start, leg.span.stop - 1)),))
+        transfer = ops[i].recvs[0]
+        ops[i] = replace(
+            ops[i],
+            recvs=(Transfer(transfer.peer, Span(transfer.span.buffer, transfer.span.start, transfer.span.stop - 1)),),
+        )
 
     rejected(changed(one_shot(2), shorten), r"rank 1, op 1: receive 0 from rank 0 is of 11 bytes, but .* sends 12")
 
@@ -130,8 +133,8 @@ def by_pairs(schedules: list[Schedule], order: list[tuple[int, int]]) -> list[Sc
         for pair in order:
             if rank in pair:
                 peer = sum(pair) - rank
-                sends = tuple(leg for leg in exchange.sends if leg.peer == peer)
-                recvs = tuple(leg for leg in exchange.recvs if leg.peer == peer)
+                sends = tuple(transfer for transfer in exchange.sends if transfer.peer == peer)
+                recvs = tuple(transfer for transfer in exchange.recvs if transfer.peer == peer)
                 yield Exchange(sends, recvs)
 
     result = []
@@ -160,7 +163,7 @@ def test_swapped_groups_deadlock_under_nccl() -> None:
 def forward(rank: int) -> Schedule:
     """Send on to the other of two ranks what was received from it."""
     span = Span("wire", 0, 12)
-    ops = (Exchange((), (Leg(1 - rank, span),)), Exchange((Leg(1 - rank, span),), ()))
+    ops = (Exchange((), (Transfer(1 - rank, span),)), Exchange((Transfer(1 - rank, span),), ()))
     return Schedule("forward", rank, 2, {"wire": Buffer(12, None, Role.WORK)}, ops)
 
 
@@ -294,7 +297,7 @@ def shift_encode_wire(ops: list[Op]) -> None:
 def shift_receive(ops: list[Op]) -> None:
     i = places(ops, Exchange)[0]
     first, *rest = ops[i].recvs
-    ops[i] = replace(ops[i], recvs=(Leg(first.peer, shifted(first.span)), *rest))
+    ops[i] = replace(ops[i], recvs=(Transfer(first.peer, shifted(first.span)), *rest))
 
 
 def shift_last_receive(ops: list[Op]) -> None:
@@ -302,7 +305,7 @@ def shift_last_receive(ops: list[Op]) -> None:
     i = places(ops, Exchange)[0]
     first, *rest = ops[i].recvs
     span = Span(first.span.buffer, 256 - len(first.span) + 1, 257)
-    ops[i] = replace(ops[i], recvs=(Leg(first.peer, span), *rest))
+    ops[i] = replace(ops[i], recvs=(Transfer(first.peer, span), *rest))
 
 
 def shift_decode(ops: list[Op]) -> None:
@@ -344,7 +347,7 @@ def test_code_cut_in_two() -> None:
         ops[j] = replace(ops[j], wire=Span("scatter.send", 12, 24))
         k = places(ops, Exchange)[0]
         first, second = ops[k].sends
-        halves = Leg(first.peer, Span("scatter.send", 1, 13)), Leg(second.peer, Span("scatter.send", 12, 24))
+        halves = Transfer(first.peer, Span("scatter.send", 1, 13)), Transfer(second.peer, Span("scatter.send", 12, 24))
         ops[k] = replace(ops[k], sends=halves)
 
     one_chunk = all_ranks("two_round", 3, 24, chunk_elements=8)
@@ -355,7 +358,7 @@ def test_inside_one_operation() -> None:
     def receive_over_send(ops: list[Op]) -> None:
         i = places(ops, Exchange)[0]
         first, *rest = ops[i].recvs
-        ops[i] = replace(ops[i], recvs=(Leg(first.peer, shifted(ops[i].sends[0].span, 4)), *rest))
+        ops[i] = replace(ops[i], recvs=(Transfer(first.peer, shifted(ops[i].sends[0].span, 4)), *rest))
 
     rejected(changed(two_round(), receive_over_send), "receives into scatter.send while it sends or receives the same")
     over = on_reduce(0, wire=lambda op: op.srcs[0])
@@ -381,10 +384,10 @@ def test_bad_reduce(mutate: Mutation, reason: str) -> None:
     rejected(changed(two_round(), mutate), reason)
 
 
-def test_leg_to_itself() -> None:
+def test_transfer_to_itself() -> None:
     def talk_to_itself(ops: list[Op]) -> None:
         i = places(ops, Exchange)[0]
-        ops[i] = replace(ops[i], sends=(Leg(1, ops[i].sends[0].span),))
+        ops[i] = replace(ops[i], sends=(Transfer(1, ops[i].sends[0].span),))
 
     rejected(changed(two_round(), talk_to_itself), "has a leg with rank 1; peers are the other ranks")
 
@@ -411,14 +414,14 @@ def test_wants_of_another_collective() -> None:
         mine, theirs = Span("wire", 0, 12), Span("wire", 64, 76)
         ops = (
             Encode(CODEC, Span("input", 0, 8), mine, rank * 8),
-            Exchange((Leg(1 - rank, mine),), (Leg(1 - rank, theirs),)),
+            Exchange((Transfer(1 - rank, mine),), (Transfer(1 - rank, theirs),)),
             Decode(CODEC, theirs, Span("output", 0, 8)),
         )
         values = {"input": Buffer(8, FLOAT32, Role.INPUT), "output": Buffer(8, FLOAT32, Role.OUTPUT)}
         return Schedule("gather", rank, 2, values | {"wire": Buffer(128, None, Role.WORK)}, ops)
 
-    def wanted(schedule: Schedule) -> list[Want]:
-        return [Want(Span("output", 0, 8), [1 - schedule.rank])]
+    def wanted(schedule: Schedule) -> list[Postcondition]:
+        return [Postcondition(Span("output", 0, 8), [1 - schedule.rank])]
 
     verify([gather(0), gather(1)], expect=wanted)
     rejected([gather(0), gather(1)], "without the contribution of rank 0")

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 from schedule_cases import changed, places
 
-from qccl.analysis import expect
+from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.allreduce import coalesced
@@ -92,7 +92,7 @@ def test_accepts_sizes_to_64(name: str) -> None:
         verify_one(name, draw, size)
 
 
-def drop_a_leg(ops: list[Op]) -> None:
+def drop_a_transfer(ops: list[Op]) -> None:
     i = places(ops, Exchange)[0]
     ops[i] = Exchange(ops[i].sends[1:], ops[i].recvs)
 
@@ -109,7 +109,7 @@ def broken() -> Iterator[tuple[list[Schedule], Callable[..., object]]]:
     yield all_ranks(coalesced, 3, [5, 40], FLOAT16, CODEC), expect.allreduce
 
 
-@pytest.mark.parametrize("mutate", [drop_a_leg, late])
+@pytest.mark.parametrize("mutate", [drop_a_transfer, late])
 def test_rejects_what_is_broken(mutate: Callable[[list[Op]], object]) -> None:
     for schedules, wanted in broken():
         verify(schedules, expect=wanted)

@@ -14,7 +14,6 @@ from test_allreduce import oracle_codec
 
 import qccl
 from qccl import codecs
-from qccl.collectives.layout import cut
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text()
 
@@ -112,7 +111,7 @@ def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, chunk: int | None
             b = max(49152, min(-(-size // 9), 163840, 3145728 // (3 * (3 * n - 2))))
             chunks = max(1, min(-(-size // b), largest))
         chunks = chunks if codec.splittable else 1
-        layout = cut(count, n, codec, chunk)
+        layout = partition(count, n, codec, chunk)
         assert layout.chunks == chunks
         for j in range(n):
             first, last = granules * j // n, granules * (j + 1) // n

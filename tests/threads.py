@@ -12,8 +12,8 @@ import numpy as np
 from qccl.codecs import get
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
-from qccl.engines.agreement import Header, Kind
-from qccl.engines.host import Execution, HostEngine, Program
+from qccl.engine.control import Header, Kind
+from qccl.host.engine import Execution, HostEngine, Program
 from qccl.signatures import AllReduce
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 

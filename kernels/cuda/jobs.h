@@ -1,4 +1,4 @@
-// What a launch is told: plain data, laid out the same by qccl/engines/cuda_source.py.
+// What a launch is told: plain data, laid out the same by qccl/cuda/source.py.
 //
 // Jobs are constant for the life of a plan and lie in device memory; a launch does all jobs of one kind, the codec and
 // the element type being the kernel's template arguments. Buffers are named by number, and their addresses come with

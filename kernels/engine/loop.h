@@ -1,4 +1,4 @@
-// The inner loop of the host engine (qccl/engines/host.py): all runs under way on one transport advance together,
+// The inner loop of the host engine (qccl/host/engine.py): all runs under way on one transport advance together,
 // whichever is waited for, because another rank may be waiting for another one.
 #pragma once
 

@@ -11,7 +11,7 @@
 
 namespace qccl {
 
-// Bytes of a control message (qccl/engines/agreement.py), whose last four are the number of bytes of data behind it, and
+// Bytes of a control message (qccl/engine/control.py), whose last four are the number of bytes of data behind it, and
 // all others of which must be equal on ranks that agree.
 constexpr std::size_t kHeaderNbytes = 512;
 constexpr std::size_t kAgreedNbytes = kHeaderNbytes - 4;

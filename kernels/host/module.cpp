@@ -99,7 +99,7 @@ void bind_operations(nb::module_& m) {
                      "values alone.\n\n``op``: 0 sum, 1 min, 2 max. One object may not run in two threads at once.")
       .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<Place>, std::optional<Place>, u32,
                     std::optional<Place>, std::optional<Place>, u64, u32, float, u64, u32, u32, std::vector<u32>, u32,
-                    Carried, Carried, float>(),
+                    StateBuffer, StateBuffer, float>(),
            "memory"_a, "codec"_a, "dtype_code"_a, "srcs"_a, "own"_a.none(), "own_index"_a, "wire"_a.none(),
            "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a,
            "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0, "residual"_a = nb::none(),

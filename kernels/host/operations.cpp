@@ -174,7 +174,7 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
                std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
                std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
                std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round,
-               Carried residual, Carried momentum, float mu)
+               StateBuffer residual, StateBuffer momentum, float mu)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
       sources_(std::move(sources)),
@@ -203,7 +203,7 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
             nullptr,
             {}} {
   check_dtype(dtype);
-  for (const Carried& carried : {residual_, momentum_}) {
+  for (const StateBuffer& carried : {residual_, momentum_}) {
     if (!carried) continue;
     check_place(*memory_, carried->first, "state");
     check_place(*memory_, carried->second, "state");

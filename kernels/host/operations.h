@@ -83,7 +83,7 @@ using MemoryPointer = std::shared_ptr<Memory>;
 using CodecPointer = std::shared_ptr<const Codec>;
 
 // Where a Reduce reads what it remembers, and where it writes what it will.
-using Carried = std::optional<std::pair<Place, Place>>;
+using StateBuffer = std::optional<std::pair<Place, Place>>;
 
 template <class T>
 std::size_t held(const std::vector<T>& items) {
@@ -133,8 +133,8 @@ class Reduce final : public Operation {
   Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
          std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
          std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
-         std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round, Carried residual,
-         Carried momentum, float mu);
+         std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round, StateBuffer residual,
+         StateBuffer momentum, float mu);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Reduce>(*this); }
   std::size_t nbytes() const override { return sizeof *this + held(sources_) + held(addresses_) + held(source_ranks_); }
@@ -148,7 +148,7 @@ class Reduce final : public Operation {
   std::vector<const unsigned char*> addresses_;
   std::vector<std::uint32_t> source_ranks_;
   std::optional<Place> own_, wire_, out_;
-  Carried residual_, momentum_;
+  StateBuffer residual_, momentum_;
   float mu_;
   ReduceCall call_;
 };

@@ -3,7 +3,7 @@
 One graph serves the verifier (can every event happen?) and the simulator (when does it?). Its events:
 
 - a ``Step``: a compute operation of one rank;
-- a ``Transfer``: a send of one rank together with the matching receive of another. Neither ends before both have
+- a ``Rendezvous``: a send of one rank together with the matching receive of another. Neither ends before both have
   begun (a rendezvous), which is the least that MPI and NCCL promise;
 - a ``Gate``: the opening or closing of an Exchange on one rank, where an engine runs it as one thing.
 
@@ -21,9 +21,9 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby, zip_longest
 from typing import Literal
 
-from qccl.schedule import Exchange, Lane, Node, Schedule, Span, VerificationError, dependencies, nodes
+from qccl.schedule import Exchange, Node, Queue, Schedule, Span, VerificationError, dependencies, nodes
 
-__all__ = ["Ensemble", "Event", "EventGraph", "Gate", "Rules", "Step", "Transfer", "in_order"]
+__all__ = ["Ensemble", "Event", "EventGraph", "Gate", "Rendezvous", "Rules", "Step", "in_order"]
 
 Rules = Literal["mpi", "nccl"]
 
@@ -37,7 +37,7 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class Rendezvous:
     """The bytes of ``sent`` on rank ``source`` go to ``received`` on rank ``target``."""
 
     source: int
@@ -57,7 +57,7 @@ class Gate:
     opens: bool
 
 
-Event = Step | Transfer | Gate
+Event = Step | Rendezvous | Gate
 
 
 class EventGraph:
@@ -101,7 +101,7 @@ def in_order(graph: EventGraph) -> tuple[list[int], list[int]]:
 def _position(event: Event) -> int:
     """Where an event stands in the programs; of a shared one, where the last rank comes to it."""
     match event:
-        case Transfer():
+        case Rendezvous():
             return max(event.send_op, event.recv_op)
         case _:
             return event.op_index
@@ -117,30 +117,30 @@ class Ensemble:
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules
         #: first in every graph
-        self._transfers: list[Transfer] = []
+        self._transfers: list[Rendezvous] = []
         self._local = [_Local(schedule) for schedule in schedules]
-        self._match_legs()
+        self._match_transfers()
 
     def graph(self, rules: Rules) -> EventGraph:
         """The events of all ranks and their order."""
         graph = EventGraph()
         for event in self._transfers:
             graph.add(event)
-        connect = {"mpi": _connect_legs, "nccl": _connect_lanes}[rules]
+        connect = {"mpi": _connect_transfers, "nccl": _connect_queues}[rules]
         for local in self._local:
             connect(graph, local)
         return graph
 
-    def _match_legs(self) -> None:
+    def _match_transfers(self) -> None:
         """Match the i-th send to a peer with the i-th receive there, as MPI and NCCL do."""
-        sends, recvs = _legs_by_pair(self._schedules)
+        sends, recvs = _transfers_by_pair(self._schedules)
         for source, target in sorted(sends.keys() | recvs.keys()):
-            sent, received = self._local[source].legs[target, True], self._local[target].legs[source, False]
+            sent, received = self._local[source].transfers[target, True], self._local[target].transfers[source, False]
             for i, (send, recv) in enumerate(zip_longest(sends[source, target], recvs[source, target])):
                 _check_match(source, target, i, send, recv)
                 sent.append(len(self._transfers))
                 received.append(len(self._transfers))
-                self._transfers.append(Transfer(source, target, send[0], recv[0], send[1], recv[1]))
+                self._transfers.append(Rendezvous(source, target, send[0], recv[0], send[1], recv[1]))
 
 
 class _Local:
@@ -148,20 +148,20 @@ class _Local:
 
     def __init__(self, schedule: Schedule) -> None:
         self.rank = schedule.rank
-        self.program = list(nodes(schedule, per_leg=True))
+        self.program = list(nodes(schedule, per_transfer=True))
         self.before = dependencies(self.program)
         #: (peer, is_send) -> the transfers, in order
-        self.legs: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+        self.transfers: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
 
     def transfer(self, node: Node) -> int | None:
         """The event of a leg; None for a compute operation."""
-        return None if node.leg is None else self.legs[node.leg.peer, node.is_send][node.sequence]
+        return None if node.transfer is None else self.transfers[node.transfer.peer, node.is_send][node.sequence]
 
 
 _Pair = tuple[int, int]
 
 
-def _legs_by_pair(
+def _transfers_by_pair(
     schedules: Sequence[Schedule],
 ) -> tuple[defaultdict[_Pair, list[tuple[int, Span]]], defaultdict[_Pair, list[tuple[int, Span]]]]:
     """All sends, and all receives, as (op number, span) in program order by (source, target)."""
@@ -170,10 +170,10 @@ def _legs_by_pair(
     for schedule in schedules:
         for i, op in enumerate(schedule.ops):
             if isinstance(op, Exchange):
-                for leg in op.sends:
-                    sends[schedule.rank, leg.peer].append((i, leg.span))
-                for leg in op.recvs:
-                    recvs[leg.peer, schedule.rank].append((i, leg.span))
+                for transfer in op.sends:
+                    sends[schedule.rank, transfer.peer].append((i, transfer.span))
+                for transfer in op.recvs:
+                    recvs[transfer.peer, schedule.rank].append((i, transfer.span))
     return sends, recvs
 
 
@@ -192,7 +192,7 @@ def _check_match(
         raise VerificationError(target, recv[0], f"{message} (its op {send[0]})")
 
 
-def _connect_legs(graph: EventGraph, local: _Local) -> None:
+def _connect_transfers(graph: EventGraph, local: _Local) -> None:
     """MPI's rules, for one rank."""
     events: list[int] = []
     for node, before in zip(local.program, local.before, strict=True):
@@ -203,18 +203,18 @@ def _connect_legs(graph: EventGraph, local: _Local) -> None:
         events.append(event)
 
 
-def _connect_lanes(graph: EventGraph, local: _Local) -> None:
+def _connect_queues(graph: EventGraph, local: _Local) -> None:
     """NCCL's rules, for one rank. An operation depends on what any of its legs depends on."""
     ends: list[int] = []  # of each node's operation
-    last: dict[Lane, int] = {}
+    last: dict[Queue, int] = {}
     pairs = zip(local.program, local.before, strict=True)
     for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):
         members = list(group)
         first = {ends[j] for _, before in members for j in before}
-        lane = members[0][0].lane
-        if lane in last:
-            first.add(last[lane])
-        if lane is Lane.COMPUTE:
+        queue = members[0][0].queue
+        if queue in last:
+            first.add(last[queue])
+        if queue is Queue.COMPUTE:
             start = stop = graph.add(Step(local.rank, i))
         else:
             start, stop = (graph.add(Gate(local.rank, i, opens)) for opens in (True, False))
@@ -226,4 +226,4 @@ def _connect_lanes(graph: EventGraph, local: _Local) -> None:
         for earlier in first:
             graph.order(earlier, start)
         ends += [stop] * len(members)
-        last[lane] = stop
+        last[queue] = stop

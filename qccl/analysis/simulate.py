@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from qccl.analysis.events import Ensemble, Event, Gate, Rules, Step, Transfer
+from qccl.analysis.events import Ensemble, Event, Gate, Rendezvous, Rules, Step
 from qccl.schedule import Commit, Decode, Encode, Exchange, Op, Reduce, Schedule, Span, VerificationError
 from qccl.trace import TraceEvent
 
@@ -44,9 +44,9 @@ class Timeline:
     events: tuple[TraceEvent, ...]
     total: float
 
-    def on(self, rank: int, lane: str) -> Iterator[TraceEvent]:
+    def on(self, rank: int, queue: str) -> Iterator[TraceEvent]:
         """The events of one lane of one rank, by start."""
-        return iter(sorted((e for e in self.events if (e.rank, e.lane) == (rank, lane)), key=lambda e: e.start))
+        return iter(sorted((e for e in self.events if (e.rank, e.queue) == (rank, queue)), key=lambda e: e.start))
 
 
 def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules: Rules = "mpi") -> Timeline:
@@ -70,7 +70,7 @@ class _Run:
         self._agenda: list[tuple[float, int, bool]] = []  # (time, event, done? or only its resources free)
         ranks = range(len(schedules))
         self._steps: list[list[tuple[int, int]]] = [[] for _ in ranks]  # ready: (op number, event)
-        self._queues: list[dict[int, Transfer]] = [{} for _ in ranks]  # ready, by source
+        self._queues: list[dict[int, Rendezvous]] = [{} for _ in ranks]  # ready, by source
         self._processor_busy, self._sending, self._receiving = ([False for _ in ranks] for _ in range(3))
         self.trace: list[TraceEvent] = []
 
@@ -97,7 +97,7 @@ class _Run:
         match event:
             case Step():
                 heappush(self._steps[event.rank], (event.op_index, number))
-            case Transfer():
+            case Rendezvous():
                 self._queues[event.source][number] = event
             case Gate():
                 self._done(number)
@@ -129,7 +129,7 @@ class _Run:
     def _release(self, event: Event) -> None:
         if isinstance(event, Step):
             self._processor_busy[event.rank] = False
-        elif isinstance(event, Transfer):
+        elif isinstance(event, Rendezvous):
             self._sending[event.source] = self._receiving[event.target] = False
 
     def _begin(self, number: int, seconds: float, latency: float) -> None:
@@ -137,9 +137,9 @@ class _Run:
         stop = self._now + seconds
         heappush(self._agenda, (stop, number, False))
         heappush(self._agenda, (stop + latency, number, True))
-        for rank, lane, name, args in self._rows(number):
-            end = stop if lane == "send" else stop + latency
-            self.trace.append(TraceEvent(rank, lane, name, self._now, end, args))
+        for rank, queue, name, args in self._rows(number):
+            end = stop if queue == "send" else stop + latency
+            self.trace.append(TraceEvent(rank, queue, name, self._now, end, args))
 
     def _rows(self, number: int) -> Iterator[tuple[int, str, str, dict[str, int | str]]]:
         """Rank, lane, name and arguments of each line of the trace that shows an event."""
@@ -148,7 +148,7 @@ class _Run:
             case Step():
                 op = self._schedules[event.rank].ops[event.op_index]
                 yield event.rank, "compute", _label(op), {"operation": event.op_index}
-            case Transfer():
+            case Rendezvous():
                 args: dict[str, int | str] = {"bytes": len(event.sent), "message": number}
                 sent, received = f"to {event.target}: {event.sent}", f"from {event.source}: {event.received}"
                 yield event.source, "send", sent, {**args, "peer": event.target, "operation": event.send_op}
@@ -169,7 +169,7 @@ class _Run:
                 seconds = values * (len(op.srcs) + (op.own is not None)) / costs.decode_rate
                 seconds += values / costs.encode_rate if op.wire is not None else 0.0
             case Commit():
-                values = sum(_nbytes(schedule, span) for span in (*op.guard, *(each.new for each in op.carried)))
+                values = sum(_nbytes(schedule, span) for span in (*op.guard, *(each.new for each in op.state_buffers)))
                 seconds = values / costs.decode_rate
             case _:
                 seconds = 0.0

@@ -33,12 +33,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
-from qccl.analysis.contents import Contents, Given, Want
-from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Rules, Step, Transfer, in_order
-from qccl.analysis.expect import allreduce
+from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Rendezvous, Rules, Step, in_order
+from qccl.analysis.postconditions import allreduce
+from qccl.analysis.symbolic import Contents, Postcondition, Precondition
 from qccl.dtypes import FLOAT32, DType
 from qccl.schedule import (
-    Carried,
     Commit,
     Decode,
     Encode,
@@ -49,20 +48,21 @@ from qccl.schedule import (
     Schedule,
     Span,
     State,
+    StateBuffer,
     VerificationError,
     reads,
     writes,
 )
 
-__all__ = ["Given", "VerificationError", "Want", "allreduce", "verify"]
+__all__ = ["Postcondition", "Precondition", "VerificationError", "allreduce", "verify"]
 
 
 def verify(
     schedules: Sequence[Schedule],
     *,
     rules: Collection[Rules] = ("mpi", "nccl"),
-    expect: Callable[[Schedule], Iterable[Want]] = allreduce,
-    given: Callable[[Schedule], Iterable[Given]] | None = None,
+    expect: Callable[[Schedule], Iterable[Postcondition]] = allreduce,
+    given: Callable[[Schedule], Iterable[Precondition]] | None = None,
 ) -> None:
     """Raise VerificationError unless the schedules (of all ranks, in rank order) are right under all ``rules``.
 
@@ -107,13 +107,13 @@ def _place(cycle: Sequence[Event]) -> tuple[int, int]:
         if isinstance(event, Step | Gate):
             return event.rank, event.op_index
     first = cycle[0]
-    assert isinstance(first, Transfer)
+    assert isinstance(first, Rendezvous)
     return first.source, first.send_op
 
 
 def _described(schedules: Sequence[Schedule], event: Event) -> str:
     match event:
-        case Transfer():
+        case Rendezvous():
             return f"the transfer from rank {event.source} (op {event.send_op}) to {event.target} (op {event.recv_op})"
         case Gate():
             return f"the {'start' if event.opens else 'end'} of {_named(schedules, event.rank, event.op_index)}"
@@ -225,11 +225,14 @@ class _Checker:
             if each is not None:
                 self._carried(each, count)
 
-    def _carried(self, carried: Carried, count: int) -> None:
-        for span, role in ((carried.old, Role.STATE), (carried.new, Role.WORK)):
+    def _carried(self, state_buffers: StateBuffer, count: int) -> None:
+        for span, role in ((state_buffers.old, Role.STATE), (state_buffers.new, Role.WORK)):
             buffer = self._schedule.buffers[span.buffer]
             if (len(span), buffer.dtype, buffer.role) != (count, FLOAT32, role):
-                self._fail(f"carries {carried.old} and {carried.new}; both must be {count} of float32, state and work")
+                self._fail(
+                    f"carries {state_buffers.old} and {state_buffers.new}; both must be {count} of float32, state "
+                    f"and work"
+                )
 
     def _commit(self, op: Commit) -> None:
         """It comes last, after the output that guards it is there."""
@@ -238,8 +241,8 @@ class _Checker:
         outputs = {n: b.size for n, b in self._schedule.buffers.items() if b.role is Role.OUTPUT and b.size}
         if {span.buffer: len(span) for span in op.guard} != outputs:
             self._fail(f"is guarded by {', '.join(map(str, op.guard))}, which is not all of the output")
-        for carried in op.carried:
-            self._carried(carried, len(carried.old))
+        for state_buffers in op.state_buffers:
+            self._carried(state_buffers, len(state_buffers.old))
 
     def _alike(self, src: Span, dst: Span) -> None:
         """Check that two spans of values are the same memory or disjoint, of the same length and type."""
@@ -249,12 +252,14 @@ class _Checker:
             self._fail(f"reads {src} and writes {dst}, which overlap in part")
 
     def _exchange(self, op: Exchange) -> None:
-        for leg in (*op.sends, *op.recvs):
-            if not 0 <= leg.peer < self._schedule.size or leg.peer == self._schedule.rank:
-                self._fail(f"has a leg with rank {leg.peer}; peers are the other ranks below {self._schedule.size}")
-            if self._dtype(leg.span) is not None:
-                self._fail(f"transfers {leg.span}; only buffers of bytes are transferred")
-        self._concurrent([leg.span for leg in op.sends], [leg.span for leg in op.recvs])
+        for transfer in (*op.sends, *op.recvs):
+            if not 0 <= transfer.peer < self._schedule.size or transfer.peer == self._schedule.rank:
+                self._fail(
+                    f"has a leg with rank {transfer.peer}; peers are the other ranks below {self._schedule.size}"
+                )
+            if self._dtype(transfer.span) is not None:
+                self._fail(f"transfers {transfer.span}; only buffers of bytes are transferred")
+        self._concurrent([transfer.span for transfer in op.sends], [transfer.span for transfer in op.recvs])
 
     def _concurrent(self, sent: Sequence[Span], received: Sequence[Span]) -> None:
         """Check that no byte is received while it is sent, or received twice; one may be sent several times."""

@@ -14,7 +14,7 @@ import numpy as np
 
 from qccl.bench.data import from_float32, to_float32
 from qccl.codecs import Dithering, MinMax, OneBit, RandomK, TopK, Trellis
-from qccl.collectives.layout import cut_for_all
+from qccl.collectives.layout import partition_for_all
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def stretches(count: int, shards: int, codecs: Sequence[Codec], longest: int) ->
 
     Buckets are those of all ``codecs``; one with one range for a whole shard, the last, gets whole shards.
     """
-    layout = cut_for_all(count, shards, codecs, longest)
+    layout = partition_for_all(count, shards, codecs, longest)
     for shard in range(layout.parts):
         for k in range(layout.chunks):
             if chunk := layout.chunk(shard, k):

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from qccl.bench import data
+from qccl.cuda.runtime import on_device, require
 from qccl.dtypes import DType
-from qccl.gpu import on_device, require
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

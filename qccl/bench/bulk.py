@@ -34,7 +34,7 @@ class Bulk:
         """A transfer, ready to run, in which every link carries ``nbytes``."""
         t, wiring = self._transport, self._wiring
         peers = wiring.peers(t.rank)
-        each = {rank: -(-nbytes // wiring.legs(rank)) for rank in (t.rank, *peers)}
+        each = {rank: -(-nbytes // wiring.transfers(rank)) for rank in (t.rank, *peers)}
         out = np.ones(each[t.rank], np.uint8)
         inbox = {peer: np.empty(each[peer], np.uint8) for peer in peers}
         sent = t.buffer(out.ctypes.data, out.nbytes)

@@ -30,8 +30,8 @@ from qccl.signatures.base import Signature
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from qccl.arrays import Values
     from qccl.communicator import Communicator
-    from qccl.memory.base import Values
 
 __all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "plain_name", "signature_of"]
 
@@ -65,10 +65,12 @@ class Wiring:
 
     def crossing(self, schedule: Schedule) -> int:
         """Bytes of a schedule that leave its rank's node."""
-        legs = [leg for op in schedule.ops if isinstance(op, Exchange) for leg in op.sends]
-        return sum(len(leg.span) for leg in legs if self.nodes[leg.peer] != self.nodes[schedule.rank])
+        transfers = [transfer for op in schedule.ops if isinstance(op, Exchange) for transfer in op.sends]
+        return sum(
+            len(transfer.span) for transfer in transfers if self.nodes[transfer.peer] != self.nodes[schedule.rank]
+        )
 
-    def legs(self, rank: int) -> int:
+    def transfers(self, rank: int) -> int:
         """Pairs of ranks on different nodes of which the first is behind the link of ``rank``."""
         senders = [r for r, link in enumerate(self.links) if link == self.links[rank]]
         return sum(len(self.peers(sender)) for sender in senders)
@@ -112,7 +114,7 @@ class QuantizedCall:
         self._as_plan = as_plan
         kind = KINDS[case.kind]
         self.identical = kind.identical
-        self._key = f"qccl-bench {codec.spec()}" if codec.remembers else None
+        self._key = f"qccl-bench {codec.spec()}" if codec.state_names else None
         self._mu = np.float32(momentum_of(codec))
         given = parameters_of(case, algorithm, {"node_ids": comm.nodes, **parameters})
         self._given = {"codec": _as_written(codec), "chunk": chunk, **given}

@@ -73,12 +73,12 @@ def _host() -> str:
 
 
 def _cuda() -> str:
-    from qccl import gpu
+    from qccl.cuda import runtime
 
-    lacking = gpu.missing()
+    lacking = runtime.missing()
     if lacking:
         return f"no: {'; '.join(lacking)}"
-    return f"yes: {', '.join(gpu.device_names())}; CuPy {_version_of('cupy')}, NCCL {gpu.nccl_version()}"
+    return f"yes: {', '.join(runtime.device_names())}; CuPy {_version_of('cupy')}, NCCL {runtime.nccl_version()}"
 
 
 def _mpi() -> str:

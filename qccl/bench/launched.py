@@ -17,13 +17,17 @@ __all__ = ["LaunchedCommand", "check_other_ranks", "join_torch_group"]
 _TORCH_SECONDS = 60.0
 
 
+class _OtherRanksError(click.ClickException):
+    exit_code = click.UsageError.exit_code
+
+
 class LaunchedCommand(click.Command):
     """A command that every rank of a launcher runs.
 
-    An error of arguments may be one rank's alone, such as a folder that its machine lacks. That rank may not just end:
-    the others would wait for it when they initialize MPI or torch.distributed, which has no deadline. So every rank, with
-    an error or without, takes part in one exchange of the errors (check_other_ranks). Then rank 0 reports them and exits
-    with status 2, and the others exit with status 0, because launchers end all ranks when one fails.
+    One rank alone may have an error, such as a folder that its machine lacks. If it ended at once, the others would
+    wait for it when they initialize MPI or torch.distributed, which has no deadline. So every rank, with an error or
+    without, takes part in one exchange of the errors (check_other_ranks). Then rank 0 reports an error and exits with
+    status 2, and the others exit with status 0, because launchers end all ranks when one fails.
     """
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
@@ -60,9 +64,7 @@ def check_other_ranks(launcher: Launcher) -> None:
         if text and launcher.rank > 0:
             raise click.exceptions.Exit(0)
         if text:
-            error = click.ClickException(f"rank {rank}: {text}")
-            error.exit_code = click.UsageError.exit_code
-            raise error
+            raise _OtherRanksError(f"rank {rank}: {text}")
 
 
 def _all_errors(launcher: Launcher, text: str) -> list[str]:

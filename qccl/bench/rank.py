@@ -12,8 +12,8 @@ from qccl.bench.launched import join_torch_group
 from qccl.bench.options import Options
 from qccl.bench.progress import Progress
 from qccl.bench.sweep import Sweep
+from qccl.cuda.runtime import device_count
 from qccl.errors import EngineError
-from qccl.gpu import device_count
 from qccl.launchers import Launcher, detect
 
 if TYPE_CHECKING:

@@ -93,7 +93,7 @@ class Codec(ABC):
         return self
 
     @property
-    def remembers(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         """Names of what is kept from call to call under the caller's key ("residual", "momentum"); mostly none."""
         return ()
 

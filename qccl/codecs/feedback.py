@@ -74,14 +74,14 @@ class ErrorFeedback(Decorator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.codec.remembers:
+        if self.codec.state_names:
             raise CodecError(
                 f"{self.codec.spec()}+ef is not possible: error feedback is next to the codec, once, and momentum "
                 f"comes behind it; write {self.codec.plain.spec()}+ef+nesterov"
             )
 
     @property
-    def remembers(self) -> tuple[str, ...]:
+    def state_names(self) -> tuple[str, ...]:
         return ("residual",)
 
 
@@ -105,12 +105,12 @@ class Momentum(Decorator):
         if mu is None or not 0 <= mu < 1:
             raise CodecError(f"nesterov: mu={self.mu!r} is not possible; allowed are numbers from 0 to below 1")
         keep(self, "mu", float(mu))
-        if "momentum" in self.codec.remembers:
+        if "momentum" in self.codec.state_names:
             raise CodecError(f"{self.codec.spec()}+nesterov is not possible: the codec has momentum already")
 
     @property
-    def remembers(self) -> tuple[str, ...]:
-        return (*self.codec.remembers, "momentum")
+    def state_names(self) -> tuple[str, ...]:
+        return (*self.codec.state_names, "momentum")
 
     def spec(self) -> str:
         return f"{super().spec()}:mu={self.mu}"

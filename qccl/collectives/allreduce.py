@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qccl.codecs.base import Codec
-from qccl.collectives.feedback import remembering
-from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Coded, Cut, cut, cut_together, pipeline
+from qccl.collectives.feedback import with_feedback
+from qccl.collectives.layout import (
+    DEFAULT_DEPTH,
+    CallerBuffers,
+    Encoding,
+    Partition,
+    partition,
+    partition_together,
+    pipeline,
+)
 from qccl.collectives.rounds import AllGather, Combine, ScatterReduce, alone, checked
 from qccl.dtypes import DType
 from qccl.schedule import Op, Schedule
@@ -34,9 +42,9 @@ def two_round(
     """
     combine = checked(rank, size, op, scale, depth, count)
     caller = CallerBuffers.make(in_place)
-    layout = cut(count, size, codec, chunk_elements)
+    layout = partition(count, size, codec, chunk_elements)
     schedule = _two_round(rank, size, (count,), layout, dtype, codec.plain, combine, caller, depth)
-    return remembering(schedule, codec, scale)
+    return with_feedback(schedule, codec, scale)
 
 
 def one_shot(
@@ -59,9 +67,9 @@ def one_shot(
     """
     combine = checked(rank, size, op, scale, depth, count)
     caller = CallerBuffers.make(in_place)
-    layout = cut(count, 1, codec, chunk_elements)
+    layout = partition(count, 1, codec, chunk_elements)
     schedule = _one_shot(rank, size, (count,), layout, dtype, codec.plain, combine, caller, depth)
-    return remembering(schedule, codec, scale)
+    return with_feedback(schedule, codec, scale)
 
 
 def coalesced(
@@ -85,15 +93,15 @@ def coalesced(
     combine = checked(rank, size, op, scale, depth, *counts)
     caller = CallerBuffers.make(in_place, len(counts))
     make = {"two_round": _two_round, "one_shot": _one_shot}[algorithm]
-    layout = cut_together(counts, size if algorithm == "two_round" else 1, codec, chunk_elements)
-    return remembering(make(rank, size, counts, layout, dtype, codec.plain, combine, caller, depth), codec, scale)
+    layout = partition_together(counts, size if algorithm == "two_round" else 1, codec, chunk_elements)
+    return with_feedback(make(rank, size, counts, layout, dtype, codec.plain, combine, caller, depth), codec, scale)
 
 
 def _two_round(
     rank: int,
     size: int,
     counts: Sequence[int],
-    layout: Cut,
+    layout: Partition,
     dtype: DType,
     codec: Codec,
     combine: Combine,
@@ -103,9 +111,9 @@ def _two_round(
     buffers = caller.buffers(counts, dtype)
     if size == 1 or not any(counts):
         return Schedule("two_round", rank, size, buffers, alone(codec, caller, counts, combine))
-    coded = Coded(layout, codec, dtype)
-    scatter = ScatterReduce(rank, range(size), coded, caller.source, depth)
-    gather = AllGather(rank, range(size), coded, depth, round_number=1)
+    encoding = Encoding(layout, codec, dtype)
+    scatter = ScatterReduce(rank, range(size), encoding, caller.source, depth)
+    gather = AllGather(rank, range(size), encoding, depth, round_number=1)
 
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, gather.wire(k), caller.target)
@@ -124,7 +132,7 @@ def _one_shot(
     rank: int,
     size: int,
     counts: Sequence[int],
-    layout: Cut,
+    layout: Partition,
     dtype: DType,
     codec: Codec,
     combine: Combine,
@@ -134,7 +142,7 @@ def _one_shot(
     buffers = caller.buffers(counts, dtype)
     if size == 1 or not any(counts):
         return Schedule("one_shot", rank, size, buffers, alone(codec, caller, counts, combine))
-    gather = AllGather(rank, range(size), Coded(layout, codec, dtype), depth, common=True)
+    gather = AllGather(rank, range(size), Encoding(layout, codec, dtype), depth, common=True)
 
     def encode(k: int) -> Iterator[Op]:
         return gather.encode(k, caller.source)

@@ -13,15 +13,15 @@ from dataclasses import replace
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import momentum_of
 from qccl.dtypes import FLOAT32
-from qccl.schedule import Buffer, Carried, Commit, Encode, Op, Reduce, Role, Schedule, Span, State
+from qccl.schedule import Buffer, Commit, Encode, Op, Reduce, Role, Schedule, Span, State, StateBuffer
 
-__all__ = ["NEXT", "remembering"]
+__all__ = ["NEXT", "with_feedback"]
 
 #: what a state buffer's name has behind it for the values of the call under way
 NEXT = ".next"
 
 
-def remembering(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
+def with_feedback(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
     """The schedule of a sum with the state of ``codec``; the same schedule if it has none.
 
     Its state buffers (Role.STATE) are "residual" and "momentum", or for several arrays "residual 0" and so on.
@@ -29,14 +29,14 @@ def remembering(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
     """
     outputs = {n: b for n, b in schedule.buffers.items() if b.role is Role.OUTPUT and b.size}
     alone = schedule.size == 1
-    kinds = [kind for kind in codec.remembers if not (alone and kind == "residual")]  # alone, nothing is encoded
+    kinds = [kind for kind in codec.state_names if not (alone and kind == "residual")]  # alone, nothing is encoded
     if not kinds or not outputs:
         return schedule
     ops: list[Op]
     if alone:
         ops = [_alone(name, output, schedule.buffers, codec, scale) for name, output in outputs.items()]
     else:
-        ops = [_remembering(op, kinds, momentum_of(codec)) for op in schedule.ops]
+        ops = [_with_feedback(op, kinds, momentum_of(codec)) for op in schedule.ops]
     names = [(f"{kind}{_suffix(name)}", output.size) for kind in kinds for name, output in outputs.items()]
     buffers = {name: Buffer(size, FLOAT32, Role.STATE) for name, size in names}
     buffers |= {name + NEXT: Buffer(size, FLOAT32, Role.WORK) for name, size in names}
@@ -45,7 +45,7 @@ def remembering(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
     return replace(schedule, buffers={**schedule.buffers, **buffers}, ops=(*ops, commit))
 
 
-def _remembering(op: Op, kinds: list[str], mu: float) -> Op:
+def _with_feedback(op: Op, kinds: list[str], mu: float) -> Op:
     """An operation with its part of the state, if it encodes."""
     match op:
         case Encode(codec, src, wire, index, round_):
@@ -65,12 +65,12 @@ def _alone(name: str, output: Buffer, buffers: Mapping[str, Buffer], codec: Code
 
 
 def _state(values: Span, kinds: list[str], mu: float) -> State:
-    carried = {kind: _carried(f"{kind}{_suffix(values.buffer)}", values.start, values.stop) for kind in kinds}
-    return State(**carried, mu=mu)
+    state_buffers = {kind: _carried(f"{kind}{_suffix(values.buffer)}", values.start, values.stop) for kind in kinds}
+    return State(**state_buffers, mu=mu)
 
 
-def _carried(name: str, start: int, stop: int) -> Carried:
-    return Carried(Span(name, start, stop), Span(name + NEXT, start, stop))
+def _carried(name: str, start: int, stop: int) -> StateBuffer:
+    return StateBuffer(Span(name, start, stop), Span(name + NEXT, start, stop))
 
 
 def _suffix(name: str) -> str:

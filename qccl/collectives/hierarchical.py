@@ -8,11 +8,11 @@ from qccl.codecs.base import Codec
 from qccl.collectives.layout import (
     DEFAULT_DEPTH,
     CallerBuffers,
-    Coded,
-    Grouped,
+    Coarsened,
+    Encoding,
     Layout,
-    Within,
-    cut_for_all,
+    Subset,
+    partition_for_all,
     pipeline,
 )
 from qccl.collectives.rounds import AllGather, Combine, ScatterReduce, alone, checked, decode, encode
@@ -60,7 +60,7 @@ def hierarchical(
         return Schedule("hierarchical", rank, size, buffers, alone(codec, caller, (count,), combine))
     node = next(tuple(ranks) for ranks in nodes if rank in ranks)
     splits = len(nodes) if algorithm == "two_round" else 1
-    fine = cut_for_all(count, parts * splits, (intra, codec), chunk_elements)
+    fine = partition_for_all(count, parts * splits, (intra, codec), chunk_elements)
     levels = _Levels(rank, node, nodes, fine, dtype, codec, intra, combine, caller, depth, parts, algorithm)
     ops = pipeline(fine.chunks, *levels.stages())
     return Schedule("hierarchical", rank, size, buffers | levels.buffers, ops)
@@ -90,7 +90,7 @@ class _Levels:
         self._source = caller.source if len(node) == 1 else caller.target  # of what goes between nodes
         self._lag = min(1, depth - 1)
         self.buffers: dict[str, Buffer] = {}
-        coarse = Coded(Grouped(fine, parts), intra, dtype)
+        coarse = Encoding(Coarsened(fine, parts), intra, dtype)
         self._up = ScatterReduce(rank, node, coarse, caller.source, depth, name="up")
         self._down = AllGather(rank, node, coarse, depth, name="down", round_number=3)
         self._rounds = len(node) == 1 and any(len(ranks) > 1 for ranks in nodes) and intra.name != "none"
@@ -140,7 +140,7 @@ class _Levels:
         return self._down.decode(k, self._target)
 
     def _one_shot(self) -> list[tuple[int, _Stage]]:
-        part = Coded(Within(self._fine, self._first, 1), self._codec, self._dtype)
+        part = Encoding(Subset(self._fine, self._first, 1), self._codec, self._dtype)
         gather = AllGather(self._rank, self._owners, part, self._depth, name="inter", round_number=1, common=True)
         self.buffers |= gather.buffers()
 
@@ -153,7 +153,7 @@ class _Levels:
         return [(0, encode_own), (0, gather.exchange), (self._lag, reduce)]
 
     def _two_round(self) -> list[tuple[int, _Stage]]:
-        shards = Coded(Within(self._fine, self._first, len(self._owners)), self._codec, self._dtype)
+        shards = Encoding(Subset(self._fine, self._first, len(self._owners)), self._codec, self._dtype)
         scatter = ScatterReduce(
             self._rank, self._owners, shards, self._source, self._depth, name="inter", round_number=1
         )

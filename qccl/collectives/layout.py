@@ -15,29 +15,29 @@ from typing import Protocol
 from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Exchange, Leg, Op, Role, Span
+from qccl.schedule import Buffer, Exchange, Op, Role, Span, Transfer
 
 __all__ = [
     "ALIGNMENT",
     "DEFAULT_DEPTH",
-    "PIECE_ALIGNMENT",
+    "SEGMENT_ALIGNMENT",
     "Arrays",
     "CallerBuffers",
-    "Coded",
-    "Cut",
-    "Grouped",
+    "Coarsened",
+    "Concatenation",
+    "Encoding",
     "Layout",
-    "Piece",
-    "Segments",
+    "Partition",
+    "Ramped",
+    "Segment",
     "Slots",
-    "Tapered",
-    "Within",
+    "Subset",
     "check_place",
-    "cut",
-    "cut_as_given",
-    "cut_for_all",
-    "cut_together",
     "exchange",
+    "partition",
+    "partition_as_given",
+    "partition_for_all",
+    "partition_together",
     "peers_of",
     "pipeline",
 ]
@@ -45,7 +45,7 @@ __all__ = [
 #: bytes that wire slots and workspace buffers are aligned to: a cache line
 ALIGNMENT = 64
 #: bytes that the codes of several pieces in one slot are aligned to: a vector register of a GPU
-PIECE_ALIGNMENT = 16
+SEGMENT_ALIGNMENT = 16
 #: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better where the link is fast (10 Gbit/s,
 #: 2 ranks: 10 ms with 20 KiB, 7 with 40, 5 with 160), but the first and the last chunk overlap with nothing
 _LEAST_CHUNK = 48 << 10
@@ -65,7 +65,7 @@ _SLOTS_NBYTES = 3 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Segment:
     """Elements ``start`` to ``stop`` of an array; ``index`` is the number of the first in the whole vector."""
 
     array: int
@@ -77,7 +77,7 @@ class Piece:
         return self.stop - self.start
 
 
-class Cut(Protocol):
+class Partition(Protocol):
     """How the elements of one or several arrays are cut: in parts, and each part in at most ``chunks`` chunks."""
 
     @property
@@ -86,7 +86,7 @@ class Cut(Protocol):
     @property
     def chunks(self) -> int: ...
 
-    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+    def segments(self, part: int, k: int) -> tuple[Segment, ...]:
         """Chunk ``k`` of a part, in order; no piece is empty, and each begins with a bucket of its own."""
 
 
@@ -113,10 +113,10 @@ class Layout:
         length = stop - start
         return self._elements(start + length * k // self.chunks, start + length * (k + 1) // self.chunks)
 
-    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+    def segments(self, part: int, k: int) -> tuple[Segment, ...]:
         """See Cut."""
         chunk = self.chunk(part, k)
-        return (Piece(0, chunk.start, chunk.stop, chunk.start),) if chunk else ()
+        return (Segment(0, chunk.start, chunk.stop, chunk.start),) if chunk else ()
 
     def _granules(self, part: int) -> tuple[int, int]:
         total = -(-self.count // self.granule)
@@ -127,7 +127,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Tapered(Layout):
+class Ramped(Layout):
     """A layout whose chunks grow from the first on, step by step to ``ramp`` times its size, and shrink again alike.
 
     Chunk ``k`` is ``[S*e(k)//e(chunks), S*e(k+1)//e(chunks))``, ``e`` being the sum of the sizes before (_before).
@@ -155,16 +155,16 @@ def _before(k: int, chunks: int, ramp: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class Concatenation:
     """Segments, each of which begins with a bucket of its own, one after the other as one vector of granules.
 
     Attributes:
-        segments: array, first element and number of elements of each.
+        ranges: array, first element and number of elements of each.
         bounds: the granules at which the parts begin, and the end.
         chunks_of: chunks of each part; where others have more, its further ones are empty.
     """
 
-    segments: tuple[tuple[int, int, int], ...]
+    ranges: tuple[tuple[int, int, int], ...]
     bounds: tuple[int, ...]
     granule: int
     chunks_of: tuple[int, ...]
@@ -177,47 +177,47 @@ class Segments:
     def parts(self) -> int:
         return len(self.bounds) - 1
 
-    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+    def segments(self, part: int, k: int) -> tuple[Segment, ...]:
         """See Cut."""
         start, length, chunks = self.bounds[part], self.bounds[part + 1] - self.bounds[part], self.chunks_of[part]
         if k >= chunks:
             return ()
         return self._between(start + length * k // chunks, start + length * (k + 1) // chunks)
 
-    def _between(self, start: int, stop: int) -> tuple[Piece, ...]:
+    def _between(self, start: int, stop: int) -> tuple[Segment, ...]:
         found, here = [], 0
-        for array, first, count in self.segments:
+        for array, first, count in self.ranges:
             granules = -(-count // self.granule)
             low, high = max(start, here) - here, min(stop, here + granules) - here
             if low < high:
                 low, high = low * self.granule, min(high * self.granule, count)
-                found.append(Piece(array, first + low, first + high, here * self.granule + low))
+                found.append(Segment(array, first + low, first + high, here * self.granule + low))
             here += granules
         return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class Coarsened:
     """A cut whose parts are ``parts`` groups of as many parts of another one."""
 
-    fine: Cut
+    fine: Partition
     parts: int
 
     @property
     def chunks(self) -> int:
         return self.fine.chunks
 
-    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+    def segments(self, part: int, k: int) -> tuple[Segment, ...]:
         """See Cut."""
         each = self.fine.parts // self.parts
-        return tuple(p for j in range(each) for p in self.fine.pieces(part * each + j, k))
+        return tuple(p for j in range(each) for p in self.fine.segments(part * each + j, k))
 
 
 @dataclass(frozen=True, slots=True)
-class Within:
+class Subset:
     """``parts`` parts of another cut, from part ``first`` on."""
 
-    fine: Cut
+    fine: Partition
     first: int
     parts: int
 
@@ -225,12 +225,12 @@ class Within:
     def chunks(self) -> int:
         return self.fine.chunks
 
-    def pieces(self, part: int, k: int) -> tuple[Piece, ...]:
+    def segments(self, part: int, k: int) -> tuple[Segment, ...]:
         """See Cut."""
-        return self.fine.pieces(self.first + part, k)
+        return self.fine.segments(self.first + part, k)
 
 
-def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None) -> Layout:
+def partition(count: int, parts: int, codec: Codec, chunk_elements: int | None = None) -> Layout:
     """The layout of ``count`` elements in ``parts`` shards, with chunks of at most ``chunk_elements`` or one granule.
 
     A codec that cannot be split (one range for a whole shard) gets one chunk.
@@ -239,7 +239,7 @@ def cut(count: int, parts: int, codec: Codec, chunk_elements: int | None = None)
     return Layout(count, parts, codec.granule, _chunks(-(-granules // parts), parts, codec, chunk_elements))
 
 
-def cut_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: int | None = None) -> Layout:
+def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: int | None = None) -> Layout:
     """The layout of a vector that several codecs encode, at buckets of all of them; the last decides on the chunks."""
     granule = math.lcm(*(codec.granule for codec in codecs))
     whole = -(-count // granule)
@@ -248,28 +248,30 @@ def cut_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements:
         nbytes = last.encoded_nbytes(largest * granule, FLOAT32)
         ramp = max(1, min(_RAMP, _most_chunk(parts) // _FIRST_CHUNK))
         chunks = next(n for n in naturals(1) if _before(n, n, ramp) * _FIRST_CHUNK >= nbytes)
-        return Tapered(count, parts, granule, min(chunks, max(largest, 1)), ramp)
+        return Ramped(count, parts, granule, min(chunks, max(largest, 1)), ramp)
     chunks = _chunks(largest * granule // last.granule, parts, last, chunk_elements)
     return Layout(count, parts, granule, min(chunks, max(largest, 1)))
 
 
-def cut_together(counts: Sequence[int], parts: int, codec: Codec, chunk_elements: int | None = None) -> Segments:
+def partition_together(
+    counts: Sequence[int], parts: int, codec: Codec, chunk_elements: int | None = None
+) -> Concatenation:
     """Several arrays as one vector, in parts as equal as possible."""
     granules = sum(-(-count // codec.granule) for count in counts)
     bounds = tuple(granules * part // parts for part in range(parts + 1))
-    segments = tuple((array, 0, count) for array, count in enumerate(counts))
-    return Segments(
-        segments, bounds, codec.granule, (_chunks(-(-granules // parts), parts, codec, chunk_elements),) * parts
+    ranges = tuple((array, 0, count) for array, count in enumerate(counts))
+    return Concatenation(
+        ranges, bounds, codec.granule, (_chunks(-(-granules // parts), parts, codec, chunk_elements),) * parts
     )
 
 
-def cut_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None = None) -> Segments:
+def partition_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None = None) -> Concatenation:
     """One array, whose parts have ``counts`` elements, each with buckets of its own."""
     granules = [-(-count // codec.granule) for count in counts]
-    segments = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
+    ranges = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
     bounds = tuple(accumulate(granules, initial=0))
     chunks_of = tuple(_chunks(n, len(counts), codec, chunk_elements) for n in granules)
-    return Segments(segments, bounds, codec.granule, chunks_of)
+    return Concatenation(ranges, bounds, codec.granule, chunks_of)
 
 
 def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: int | None) -> int:
@@ -314,16 +316,16 @@ class Slots:
         return Span(self.name, start, start + nbytes)
 
 
-class Coded:
+class Encoding:
     """A cut whose chunks go over the wire in codes: their sizes (looked up once per length) and slots for them.
 
-    The code of a chunk is the codes of its pieces, each from a multiple of PIECE_ALIGNMENT on.
+    The code of a chunk is the codes of its pieces, each from a multiple of SEGMENT_ALIGNMENT on.
     """
 
-    def __init__(self, layout: Cut, codec: Codec, dtype: DType) -> None:
-        if codec.remembers:
+    def __init__(self, layout: Partition, codec: Codec, dtype: DType) -> None:
+        if codec.state_names:
             raise ArgumentError(
-                f"{codec.spec()} keeps its {' and '.join(codec.remembers)} from call to call, which only all-reduce "
+                f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, which only all-reduce "
                 f"does; use {codec.plain.spec()}"
             )
         self.layout, self.codec, self.dtype = layout, codec, dtype
@@ -335,18 +337,18 @@ class Coded:
         found = self._nbytes.get((part, k))
         if found is None:
             found = 0
-            for piece in self.layout.pieces(part, k):
-                found = _aligned(found, PIECE_ALIGNMENT) + self._size(len(piece))
+            for segment in self.layout.segments(part, k):
+                found = _aligned(found, SEGMENT_ALIGNMENT) + self._size(len(segment))
             self._nbytes[part, k] = found
         return found
 
-    def pieces(self, part: int, k: int, *slots: Span) -> Iterator[tuple[Piece, list[Span]]]:
+    def segments(self, part: int, k: int, *slots: Span) -> Iterator[tuple[Segment, list[Span]]]:
         """The pieces of a chunk, and the code of each in all of some slots that hold codes of the chunk."""
         start = 0
-        for piece in self.layout.pieces(part, k):
-            stop = start + self._size(len(piece))
-            yield piece, [Span(slot.buffer, slot.start + start, slot.start + stop) for slot in slots]
-            start = _aligned(stop, PIECE_ALIGNMENT)
+        for segment in self.layout.segments(part, k):
+            stop = start + self._size(len(segment))
+            yield segment, [Span(slot.buffer, slot.start + start, slot.start + stop) for slot in slots]
+            start = _aligned(stop, SEGMENT_ALIGNMENT)
 
     def slots(self, name: str, width: int, depth: int) -> Slots:
         """A ring of slots, each large enough for any chunk."""
@@ -372,9 +374,9 @@ class Arrays:
     names: tuple[str, ...]
     first: int = 0
 
-    def span(self, piece: Piece) -> Span:
+    def span(self, segment: Segment) -> Span:
         """Where a piece lies."""
-        return Span(self.names[piece.array], piece.start - self.first, piece.stop - self.first)
+        return Span(self.names[segment.array], segment.start - self.first, segment.stop - self.first)
 
 
 @dataclass(frozen=True, slots=True)
@@ -414,8 +416,8 @@ def peers_of(rank: int, size: int) -> tuple[int, ...]:
 
 def exchange(sends: Mapping[int, Span], recvs: Mapping[int, Span]) -> Iterator[Exchange]:
     """One Exchange of the spans by peer; empty spans have no leg (on both sides), and no legs make no Exchange."""
-    outgoing = tuple(Leg(peer, span) for peer, span in sends.items() if len(span))
-    incoming = tuple(Leg(peer, span) for peer, span in recvs.items() if len(span))
+    outgoing = tuple(Transfer(peer, span) for peer, span in sends.items() if len(span))
+    incoming = tuple(Transfer(peer, span) for peer, span in recvs.items() if len(span))
     if outgoing or incoming:
         yield Exchange(outgoing, incoming)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, Arrays, Coded, cut, exchange, pipeline
+from qccl.collectives.layout import DEFAULT_DEPTH, Arrays, Encoding, exchange, partition, pipeline
 from qccl.collectives.rounds import checked, decode, encode
 from qccl.dtypes import DType
 from qccl.schedule import Buffer, Op, Role, Schedule, Span
@@ -36,29 +36,29 @@ def peer_exchange(
     if applied:
         buffers["applied"] = Buffer(count, dtype, Role.OUTPUT)
     buffers |= {f"replica {peer}": Buffer(count, dtype, Role.OUTPUT) for peer in receive_from}
-    coded = Coded(cut(count, 1, codec, chunk_elements), codec, dtype)
-    own = coded.slots("send", 1, depth)
-    ring = coded.slots("recv", len(receive_from), depth)
+    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, dtype)
+    own = encoding.slots("send", 1, depth)
+    ring = encoding.slots("recv", len(receive_from), depth)
 
     def wire(k: int) -> Span:
-        return own.span(k, 0, coded.nbytes(0, k))
+        return own.span(k, 0, encoding.nbytes(0, k))
 
     def received(k: int) -> dict[int, Span]:
-        return {peer: ring.span(k, i, coded.nbytes(0, k)) for i, peer in enumerate(receive_from)}
+        return {peer: ring.span(k, i, encoding.nbytes(0, k)) for i, peer in enumerate(receive_from)}
 
     def make(k: int) -> Iterator[Op]:
         if applied or send_to:
-            yield from encode(coded, 0, k, Arrays(("input",)), wire(k))
+            yield from encode(encoding, 0, k, Arrays(("input",)), wire(k))
 
     def move(k: int) -> Iterator[Op]:
         yield from exchange(dict.fromkeys(send_to, wire(k)), received(k))
 
     def add(k: int) -> Iterator[Op]:
         if applied:
-            yield from decode(coded, 0, k, wire(k), Arrays(("applied",)), rank, accumulate=True)
+            yield from decode(encoding, 0, k, wire(k), Arrays(("applied",)), rank, accumulate=True)
         for peer, code in received(k).items():
-            yield from decode(coded, 0, k, code, Arrays((f"replica {peer}",)), peer, accumulate=True)
+            yield from decode(encoding, 0, k, code, Arrays((f"replica {peer}",)), peer, accumulate=True)
 
-    ops = pipeline(coded.layout.chunks, (0, make), (0, move), (min(1, depth - 1), add)) if count else ()
+    ops = pipeline(encoding.layout.chunks, (0, make), (0, move), (min(1, depth - 1), add)) if count else ()
     slots = {each.name: each.buffer() for each, used in ((own, applied or send_to), (ring, receive_from)) if used}
     return Schedule("peer_exchange", rank, size, buffers | slots, ops)

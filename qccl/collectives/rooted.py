@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Coded, cut, exchange, pipeline
+from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Encoding, exchange, partition, pipeline
 from qccl.collectives.rounds import Combine, Relay, ScatterReduce, alone, checked, decode, encode
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -39,14 +39,14 @@ def broadcast(
     buffers = caller.buffers((count,), dtype)
     if size == 1 or count == 0:
         return Schedule(tree, rank, size, buffers, alone(codec, caller, (count,), Combine()))
-    coded = Coded(cut(count, 1, codec, chunk_elements), codec, dtype)
+    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, dtype)
     parent, children = _family(rank, size, root, tree)
-    relay = Relay(root, parent, children, coded, depth)
-    chunks = coded.layout.chunks
+    relay = Relay(root, parent, children, encoding, depth)
+    chunks = encoding.layout.chunks
     if parent is None:
 
         def encode_own(k: int) -> Iterator[Op]:
-            return encode(coded, 0, k, caller.source, relay.wire(k), 0, caller.target)
+            return encode(encoding, 0, k, caller.source, relay.wire(k), 0, caller.target)
 
         ops = pipeline(chunks, (0, encode_own), (0, relay.exchange))
     else:
@@ -99,13 +99,13 @@ def reduce_one_shot(
     buffers = _reduced(caller, count, dtype, rank == root)
     if size == 1 or count == 0:
         return Schedule("one_shot", rank, size, buffers, alone(codec, caller, (count,), combine))
-    coded = Coded(cut(count, 1, codec, chunk_elements), codec, dtype)
-    scatter = ScatterReduce(rank, range(size), coded, caller.source, depth, owners=(root,))
+    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, dtype)
+    scatter = ScatterReduce(rank, range(size), encoding, caller.source, depth, owners=(root,))
 
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, None, caller.target)
 
-    ops = pipeline(coded.layout.chunks, (0, scatter.send), (min(1, depth - 1), reduce))
+    ops = pipeline(encoding.layout.chunks, (0, scatter.send), (min(1, depth - 1), reduce))
     return Schedule("one_shot", rank, size, buffers | scatter.buffers(), ops)
 
 
@@ -134,17 +134,17 @@ def reduce_two_round(
     buffers = _reduced(caller, count, dtype, rank == root)
     if size == 1 or count == 0:
         return Schedule("two_round", rank, size, buffers, alone(codec, caller, (count,), combine))
-    layout = cut(count, size, codec, chunk_elements)
-    coded = Coded(layout, codec, dtype)
-    scatter = ScatterReduce(rank, range(size), coded, caller.source, depth)
+    layout = partition(count, size, codec, chunk_elements)
+    encoding = Encoding(layout, codec, dtype)
+    scatter = ScatterReduce(rank, range(size), encoding, caller.source, depth)
     others = [other for other in range(size) if other != root]
-    slots = coded.slots("gather", len(others) if rank == root else 1, depth)
+    slots = encoding.slots("gather", len(others) if rank == root else 1, depth)
 
     def wires(k: int) -> dict[int, Span]:
-        return {other: slots.span(k, i, coded.nbytes(other, k)) for i, other in enumerate(others)}
+        return {other: slots.span(k, i, encoding.nbytes(other, k)) for i, other in enumerate(others)}
 
     def own(k: int) -> Span:
-        return slots.span(k, 0, coded.nbytes(rank, k))
+        return slots.span(k, 0, encoding.nbytes(rank, k))
 
     def reduce(k: int) -> Iterator[Op]:
         if rank == root:
@@ -156,7 +156,7 @@ def reduce_two_round(
 
     def decode_others(k: int) -> Iterator[Op]:
         for other, wire in wires(k).items() if rank == root else ():
-            yield from decode(coded, other, k, wire, caller.target, other, 1)
+            yield from decode(encoding, other, k, wire, caller.target, other, 1)
 
     lag = min(1, depth - 1)
     ops = pipeline(layout.chunks, (0, scatter.send), (lag, reduce), (lag, gather), (lag + lag, decode_others))

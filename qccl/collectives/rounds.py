@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import Arrays, CallerBuffers, Coded, Slots, check_place, exchange, peers_of
+from qccl.collectives.layout import Arrays, CallerBuffers, Encoding, Slots, check_place, exchange, peers_of
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Span
 
@@ -37,7 +37,7 @@ class ScatterReduce:
         self,
         rank: int,
         group: Sequence[int],
-        coded: Coded,
+        encoding: Encoding,
         source: Arrays,
         depth: int,
         *,
@@ -45,16 +45,16 @@ class ScatterReduce:
         round_number: int = 0,
         owners: Sequence[int] | None = None,
     ) -> None:
-        self._coded, self._source, self._round = coded, source, round_number
+        self._encoding, self._source, self._round = encoding, source, round_number
         self._place = group.index(rank)
-        part_of = {owner: part for part, owner in enumerate(owners or group[: coded.layout.parts])}
+        part_of = {owner: part for part, owner in enumerate(owners or group[: encoding.layout.parts])}
         self._part = part_of.get(rank)
         others = [group[place] for place in peers_of(self._place, len(group))]
         self._owners = {other: part_of[other] for other in others if other in part_of}
         self._senders = [] if self._part is None else others
         self._in_order = [other for other in group if other != rank]
-        self._send = coded.slots(f"{name}.send", len(self._owners), depth)
-        self._recv = coded.slots(f"{name}.recv", len(self._senders), depth)
+        self._send = encoding.slots(f"{name}.send", len(self._owners), depth)
+        self._recv = encoding.slots(f"{name}.recv", len(self._senders), depth)
 
     def buffers(self) -> dict[str, Buffer]:
         """The wire buffers."""
@@ -64,8 +64,8 @@ class ScatterReduce:
         """Encode chunk ``k`` of every owner's part and exchange."""
         sends = {}
         for i, (owner, part) in enumerate(self._owners.items()):
-            wire = sends[owner] = self._send.span(k, i, self._coded.nbytes(part, k))
-            yield from encode(self._coded, part, k, self._source, wire, self._round)
+            wire = sends[owner] = self._send.span(k, i, self._encoding.nbytes(part, k))
+            yield from encode(self._encoding, part, k, self._source, wire, self._round)
         yield from exchange(sends, self._received(k))
 
     def reduce(self, k: int, combine: Combine, wire: Span | None, target: Arrays | None) -> Iterator[Op]:
@@ -75,17 +75,17 @@ class ScatterReduce:
         received = self._received(k)
         wires = [received[other] for other in self._in_order]
         slots = wires if wire is None else [*wires, wire]
-        for piece, codes in self._coded.pieces(self._part, k, *slots):
+        for segment, codes in self._encoding.segments(self._part, k, *slots):
             yield Reduce(
-                self._coded.codec,
+                self._encoding.codec,
                 srcs=tuple(codes[: len(wires)]),
-                own=self._source.span(piece),
+                own=self._source.span(segment),
                 own_index=self._place,
                 wire=None if wire is None else codes[-1],
-                out=None if target is None else target.span(piece),
+                out=None if target is None else target.span(segment),
                 op=combine.op,
                 scale=combine.scale,
-                index=piece.index,
+                index=segment.index,
                 round=self._round + 1,
                 src_ranks=tuple(self._in_order),
                 src_round=self._round,
@@ -94,7 +94,7 @@ class ScatterReduce:
     def _received(self, k: int) -> dict[int, Span]:
         if self._part is None:
             return {}
-        nbytes = self._coded.nbytes(self._part, k)
+        nbytes = self._encoding.nbytes(self._part, k)
         return {other: self._recv.span(k, i, nbytes) for i, other in enumerate(self._senders)}
 
 
@@ -109,20 +109,20 @@ class AllGather:
         self,
         rank: int,
         group: Sequence[int],
-        coded: Coded,
+        encoding: Encoding,
         depth: int,
         *,
         name: str = "gather",
         round_number: int = 0,
         common: bool = False,
     ) -> None:
-        self._group, self._place, self._coded, self._round = group, group.index(rank), coded, round_number
-        self._part_of = (0,) * len(group) if common else range(coded.layout.parts)
+        self._group, self._place, self._encoding, self._round = group, group.index(rank), encoding, round_number
+        self._part_of = (0,) * len(group) if common else range(encoding.layout.parts)
         others = peers_of(self._place, len(group))
         self._owners = [place for place in others if place < len(self._part_of)]
         self._receivers = others if self._place < len(self._part_of) else ()
-        self._send = coded.slots(f"{name}.send", 1 if self._receivers else 0, depth)
-        self._recv = coded.slots(f"{name}.recv", len(self._owners), depth)
+        self._send = encoding.slots(f"{name}.send", 1 if self._receivers else 0, depth)
+        self._recv = encoding.slots(f"{name}.recv", len(self._owners), depth)
 
     def buffers(self) -> dict[str, Buffer]:
         """The wire buffers."""
@@ -130,13 +130,13 @@ class AllGather:
 
     def wire(self, k: int) -> Span:
         """Where the own wire of chunk ``k`` is put, to be sent."""
-        return self._send.span(k, 0, self._coded.nbytes(self._part_of[self._place], k))
+        return self._send.span(k, 0, self._encoding.nbytes(self._part_of[self._place], k))
 
     def encode(self, k: int, source: Arrays, keep: Arrays | None = None) -> Iterator[Op]:
         """Encode chunk ``k`` of the own part, if there is one; ``keep`` gets what the others will have."""
         if self._place < len(self._part_of):
             part = self._part_of[self._place]
-            yield from encode(self._coded, part, k, source, self.wire(k), self._round, keep)
+            yield from encode(self._encoding, part, k, source, self.wire(k), self._round, keep)
 
     def exchange(self, k: int) -> Iterator[Op]:
         """Send the own wire of chunk ``k`` to all, and receive theirs."""
@@ -148,24 +148,24 @@ class AllGather:
     def decode(self, k: int, target: Arrays) -> Iterator[Op]:
         """Decode chunk ``k`` of the others' parts into place."""
         for place, slot in self._received(k).items():
-            yield from decode(self._coded, self._part_of[place], k, slot, target, self._group[place], self._round)
+            yield from decode(self._encoding, self._part_of[place], k, slot, target, self._group[place], self._round)
 
     def reduce(self, k: int, combine: Combine, target: Arrays) -> Iterator[Op]:
         """Where the part is common: combine all wires of chunk ``k``, the own one included, in the group's order."""
         found = self._received(k) | {self._place: self.wire(k)}
-        for piece, codes in self._coded.pieces(0, k, *(found[place] for place in sorted(found))):
+        for segment, codes in self._encoding.segments(0, k, *(found[place] for place in sorted(found))):
             yield Reduce(
-                *(self._coded.codec, tuple(codes), None, 0, None, target.span(piece)),
+                *(self._encoding.codec, tuple(codes), None, 0, None, target.span(segment)),
                 op=combine.op,
                 scale=combine.scale,
-                index=piece.index,
+                index=segment.index,
                 src_ranks=tuple(self._group[place] for place in sorted(found)),
                 src_round=self._round,
             )
 
     def _received(self, k: int) -> dict[int, Span]:
         return {
-            place: self._recv.span(k, i, self._coded.nbytes(self._part_of[place], k))
+            place: self._recv.span(k, i, self._encoding.nbytes(self._part_of[place], k))
             for i, place in enumerate(self._owners)
         }
 
@@ -177,10 +177,16 @@ class Relay:
     """
 
     def __init__(
-        self, root: int, parent: int | None, children: Sequence[int], coded: Coded, depth: int, name: str = "relay"
+        self,
+        root: int,
+        parent: int | None,
+        children: Sequence[int],
+        encoding: Encoding,
+        depth: int,
+        name: str = "relay",
     ) -> None:
-        self._root, self._parent, self._children, self._coded = root, parent, children, coded
-        self._slots = coded.slots(name, 1, max(depth, 2))  # one is received while another is passed on
+        self._root, self._parent, self._children, self._encoding = root, parent, children, encoding
+        self._slots = encoding.slots(name, 1, max(depth, 2))  # one is received while another is passed on
 
     def buffers(self) -> dict[str, Buffer]:
         """The wire buffer."""
@@ -188,23 +194,23 @@ class Relay:
 
     def wire(self, k: int) -> Span:
         """The wire of chunk ``k``."""
-        return self._slots.span(k, 0, self._coded.nbytes(0, k))
+        return self._slots.span(k, 0, self._encoding.nbytes(0, k))
 
     def exchange(self, step: int) -> Iterator[Op]:
         """Receive chunk ``step`` and pass on the one before; the root sends chunk ``step``."""
         passed, received = (step, step) if self._parent is None else (step - 1, step)
-        chunks = range(self._coded.layout.chunks)
+        chunks = range(self._encoding.layout.chunks)
         sends = dict.fromkeys(self._children, self.wire(passed)) if passed in chunks else {}
         receives = {self._parent: self.wire(received)} if self._parent is not None and received in chunks else {}
         yield from exchange(sends, receives)
 
     def decode(self, k: int, target: Arrays) -> Iterator[Op]:
         """Decode chunk ``k``."""
-        yield from decode(self._coded, 0, k, self.wire(k), target, self._root)
+        yield from decode(self._encoding, 0, k, self.wire(k), target, self._root)
 
 
 def encode(
-    coded: Coded,
+    encoding: Encoding,
     part: int,
     k: int,
     source: Arrays,
@@ -218,17 +224,17 @@ def encode(
 
     Elements are numbered from ``origin`` on.
     """
-    for piece, (code,) in coded.pieces(part, k, wire):
-        index = piece.index - origin
+    for segment, (code,) in encoding.segments(part, k, wire):
+        index = segment.index - origin
         if keep is None:
-            yield Encode(coded.codec, source.span(piece), code, index, round_number)
+            yield Encode(encoding.codec, source.span(segment), code, index, round_number)
         else:
-            own, out = source.span(piece), keep.span(piece)
-            yield Reduce(coded.codec, (), own, 0, code, out, index=index, round=round_number)
+            own, out = source.span(segment), keep.span(segment)
+            yield Reduce(encoding.codec, (), own, 0, code, out, index=index, round=round_number)
 
 
 def decode(
-    coded: Coded,
+    encoding: Encoding,
     part: int,
     k: int,
     wire: Span,
@@ -240,9 +246,9 @@ def decode(
     accumulate: bool = False,
 ) -> Iterator[Op]:
     """Decode chunk ``k`` of a part from ``wire``, made by rank ``maker``, or add it to what ``target`` holds."""
-    for piece, (code,) in coded.pieces(part, k, wire):
-        place = (piece.index - origin, round_number, maker)
-        yield Decode(coded.codec, code, target.span(piece), accumulate, *place)
+    for segment, (code,) in encoding.segments(part, k, wire):
+        place = (segment.index - origin, round_number, maker)
+        yield Decode(encoding.codec, code, target.span(segment), accumulate, *place)
 
 
 def alone(codec: Codec, caller: CallerBuffers, counts: Sequence[int], combine: Combine) -> tuple[Op, ...]:

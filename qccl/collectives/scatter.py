@@ -9,9 +9,9 @@ from qccl.collectives.layout import (
     DEFAULT_DEPTH,
     Arrays,
     CallerBuffers,
-    Coded,
-    cut_as_given,
+    Encoding,
     exchange,
+    partition_as_given,
     peers_of,
     pipeline,
 )
@@ -52,8 +52,8 @@ def reduce_scatter(
         return Schedule(
             "reduce_scatter", rank, size, buffers, ops if len(own) and (not in_place or scale != 1.0) else ()
         )
-    layout = cut_as_given(counts, codec, chunk_elements)
-    scatter = ScatterReduce(rank, range(size), Coded(layout, codec, dtype), source, depth)
+    layout = partition_as_given(counts, codec, chunk_elements)
+    scatter = ScatterReduce(rank, range(size), Encoding(layout, codec, dtype), source, depth)
 
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, None, target)
@@ -87,8 +87,8 @@ def all_gather(
     if size == 1:
         ops = (copy(codec, Span("input", 0, counts[0]), Span("output", 0, counts[0])),)
         return Schedule("all_gather", rank, size, buffers, () if in_place or not counts[0] else ops)
-    layout = cut_as_given(counts, codec, chunk_elements)
-    gather = AllGather(rank, range(size), Coded(layout, codec, dtype), depth)
+    layout = partition_as_given(counts, codec, chunk_elements)
+    gather = AllGather(rank, range(size), Encoding(layout, codec, dtype), depth)
 
     def encode_own(k: int) -> Iterator[Op]:
         return gather.encode(k, source, target)
@@ -123,14 +123,15 @@ def all_to_all(
     }
     peers = peers_of(rank, size)
     out, back = (
-        Coded(cut_as_given(counts, codec, chunk_elements), codec, dtype) for counts in (send_counts, recv_counts)
+        Encoding(partition_as_given(counts, codec, chunk_elements), codec, dtype)
+        for counts in (send_counts, recv_counts)
     )
     send, recv = out.slots("send", len(peers), depth), back.slots("recv", len(peers), depth)
 
     # Both ranks number an element by its place in the part. So that no random number is used twice, the number of the
     # receiver stands for the round.
-    def first_of(coded: Coded, peer: int) -> int:
-        return next((piece.index for piece in coded.layout.pieces(peer, 0)), 0)
+    def first_of(encoding: Encoding, peer: int) -> int:
+        return next((segment.index for segment in encoding.layout.segments(peer, 0)), 0)
 
     def keep(k: int) -> Iterator[Op]:
         start, first, count = sum(send_counts[:rank]), sum(recv_counts[:rank]), send_counts[rank]

@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
+from qccl.arrays import Values, same_or_disjoint
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
-from qccl.memory.base import Values, same_or_disjoint
 from qccl.schedule import Schedule
 
 __all__ = ["Signature", "check_counts", "common", "common_order", "reduction", "row_major"]
@@ -46,7 +46,7 @@ class Signature(ABC):
             raise ArgumentError(
                 f"op {op!r} is not possible with {codec.spec()}, which says nothing of most elements; use sum or avg"
             )
-        if self.codec.remembers:
+        if self.codec.state_names:
             self._check_state()
 
     def _check_state(self) -> None:
@@ -54,7 +54,7 @@ class Signature(ABC):
         if not self.keeps_state or op not in ("sum", "avg"):
             what = f"{self.name} with op {op}" if self.keeps_state else self.name
             raise ArgumentError(
-                f"{codec.spec()} keeps its {' and '.join(codec.remembers)} from call to call, which {what} does not; "
+                f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, which {what} does not; "
                 f"use {codec.plain.spec()}, or an all-reduce with op sum or avg"
             )
 
@@ -69,7 +69,7 @@ class Signature(ABC):
             del values["order"]
         return values
 
-    def remembered(self, algorithm: str) -> str:
+    def state_owner(self, algorithm: str) -> str:
         """The call, for telling whose state it is: chunks do not matter to it, but what "auto" stands for."""
         changed = {"chunk": None, "algorithm": algorithm} if hasattr(self, "algorithm") else {"chunk": None}
         return replace(self, **changed).text()

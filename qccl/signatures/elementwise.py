@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from qccl.arguments import OpLike, integer, one_of, op_of
+from qccl.arrays import Values, check_disjoint, same_or_disjoint
 from qccl.collectives import ALLREDUCE, REDUCE, TREES, choose_allreduce, choose_reduce, choose_tree
 from qccl.collectives.allreduce import coalesced
 from qccl.collectives.rooted import broadcast
 from qccl.errors import ArgumentError
-from qccl.memory.base import Values, check_disjoint, same_or_disjoint
 from qccl.schedule import Schedule
 from qccl.signatures.base import Signature, common, common_order, reduction
 

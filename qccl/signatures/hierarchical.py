@@ -119,5 +119,5 @@ class Hierarchical(Signature):
         if self.inter is None:
             return made
         return replace(
-            made, distant=frozenset(r for r, node in enumerate(self.node_ids) if node != self.node_ids[rank])
+            made, staged_peers=frozenset(r for r, node in enumerate(self.node_ids) if node != self.node_ids[rank])
         )

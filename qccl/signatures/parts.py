@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qccl.arguments import OpLike, count_of, integers, op_of
+from qccl.arrays import Values, check_disjoint, is_part_of
 from qccl.collectives.scatter import all_gather, all_to_all, reduce_scatter
 from qccl.errors import ArgumentError
-from qccl.memory.base import Values, check_disjoint, is_part_of
 from qccl.schedule import Schedule
 from qccl.signatures.base import Signature, common, reduction, row_major
 

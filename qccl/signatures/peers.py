@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from qccl.arguments import integer, integers
+from qccl.arrays import Values, check_disjoint
 from qccl.collectives.peers import peer_exchange
 from qccl.errors import ArgumentError
-from qccl.memory.base import Values, check_disjoint
 from qccl.schedule import Schedule
 from qccl.signatures.base import Signature, common
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from qccl._host import Wire
 
-__all__ = ["Call", "DeviceLeg", "DeviceTransport", "Group", "Transport", "numbered"]
+__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "numbered"]
 
 
 def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
@@ -107,7 +107,7 @@ class Transport(Group, Protocol):
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
-class DeviceLeg(NamedTuple):
+class DeviceTransfer(NamedTuple):
     """A transfer to or from ``peer`` of ``nbytes`` at an address on the device."""
 
     peer: int
@@ -129,7 +129,7 @@ class DeviceTransport(Group, Protocol):
     stream: int
     host: Transport | None
 
-    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         """The calls that put transfers which belong together on ``stream``. They neither block nor allocate."""
 
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:

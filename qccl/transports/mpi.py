@@ -49,7 +49,7 @@ from qccl.errors import (  # noqa: E402
     QcclError,
 )
 from qccl.launchers import check_alone  # noqa: E402
-from qccl.transports.places import find_places  # noqa: E402
+from qccl.transports.topology import find_topology  # noqa: E402
 
 __all__ = ["MpiTransport"]
 
@@ -174,7 +174,7 @@ class MpiTransport:
         self._gone = False
         _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        places = find_places(self.rank, lambda place: self.allgather(place, timeout))
+        places = find_topology(self.rank, lambda place: self.allgather(place, timeout))
         self.local_rank, self.local_size, self.nodes, self.shares_memory = places
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS

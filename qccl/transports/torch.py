@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
-from qccl.transports.places import find_places
+from qccl.transports.topology import find_topology
 
 __all__ = ["TorchTransport", "backend_of"]
 
@@ -96,7 +96,7 @@ class TorchTransport:
             raise CollectiveTimeout(f"gloo did not connect {size} ranks within {timeout} s ({_text(error)})") from error
         self._group._set_default_timeout(timedelta(seconds=timeout + _LATER_SECONDS))
         _open.add(self)
-        places = find_places(rank, lambda place: self.allgather(place, timeout))
+        places = find_topology(rank, lambda place: self.allgather(place, timeout))
         self.local_rank, self.local_size, self.nodes, self.shares_memory = places
 
     @classmethod

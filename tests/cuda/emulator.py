@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from qccl.engines import cuda_source
-from qccl.engines.cuda_source import Launch
+from qccl.cuda import source as cuda_source
+from qccl.cuda.source import Launch
 
 _SHIM = Path(__file__).with_name("shim.h")
 _OPTIONS = ("-O0", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")

@@ -12,9 +12,9 @@ from device import Mirror
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
+from qccl.cuda.runtime import require
 from qccl.dtypes import DType
-from qccl.engines.agreement import Header, Kind
-from qccl.gpu import require
+from qccl.engine.control import Header, Kind
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 
 LIMIT = 0.85
@@ -57,7 +57,7 @@ def _schedule(kind: str, codec: Codec, dtype: DType, count: int, jobs: int) -> t
 
 def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, Any]:
     """Bytes per second of each kernel on ``jobs`` arrays of ``mebibytes``, and its share of the copy's."""
-    from qccl.engines.cuda import CudaEngine
+    from qccl.cuda.engine import CudaEngine
 
     gpu = require()
     stream = gpu.cupy.cuda.Stream(non_blocking=True)

@@ -20,12 +20,12 @@ from kernel_calls import KINDS, hard_values
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
+from qccl.cuda import source as cuda_source
+from qccl.cuda.runtime import on_device, require
+from qccl.cuda.streams import steps
 from qccl.dtypes import DType
-from qccl.engines import cuda_source
-from qccl.engines.agreement import Header, Kind
-from qccl.engines.host import HostEngine
-from qccl.engines.streams import steps
-from qccl.gpu import on_device, require
+from qccl.engine.control import Header, Kind
+from qccl.host.engine import HostEngine
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 from qccl.transports.loopback import LoopbackGroup
 
@@ -191,7 +191,7 @@ def difference(case: Case, schedule: Schedule, mine: dict[str, np.ndarray], thei
 
 def _compile(engine: Any, chosen: list[Case]) -> None:
     """All kernels at once, and so on all cores: that is what takes the time."""
-    from qccl.engines.cuda_kernels import kernels
+    from qccl.cuda.kernels import kernels
 
     names: set[str] = set()
     for seed, case in enumerate(chosen):
@@ -206,7 +206,7 @@ def _compile(engine: Any, chosen: list[Case]) -> None:
 
 def check(chosen: list[Case]) -> tuple[int, list[str]]:
     """The number of operations compared, and what differs."""
-    from qccl.engines.cuda import CudaEngine
+    from qccl.cuda.engine import CudaEngine
 
     engine = CudaEngine(Mirror(1))
     compared, differences = 0, []

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from qccl.backends import CudaBackend
 from qccl.communicator import Communicator
-from qccl.gpu import require
-from qccl.transports.base import Call, DeviceLeg, Transport
+from qccl.cuda import CudaBackend
+from qccl.cuda.runtime import require
+from qccl.transports.base import Call, DeviceTransfer, Transport
 
 GUARD = 256
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
@@ -121,15 +121,15 @@ class Mirror:
         self._kernels = Kernels() if seconds_per_byte else None
         self._rate = seconds_per_byte
 
-    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         calls: list[Call] = []
         if self._kernels is not None:
-            seconds = self._rate * sum(leg.nbytes for leg in sends)
+            seconds = self._rate * sum(transfer.nbytes for transfer in sends)
             calls.append((self._kernels.spin, (_known(stream), seconds)))
-        by_peer = {leg.peer: leg for leg in sends}
-        for leg in receives:
-            nbytes = min(leg.nbytes, by_peer[leg.peer].nbytes)
-            copy = (leg.address, by_peer[leg.peer].address, nbytes, _ON_DEVICE, stream)
+        by_peer = {transfer.peer: transfer for transfer in sends}
+        for transfer in receives:
+            nbytes = min(transfer.nbytes, by_peer[transfer.peer].nbytes)
+            copy = (transfer.address, by_peer[transfer.peer].address, nbytes, _ON_DEVICE, stream)
             calls.append((self._runtime.memcpyAsync, copy))
         return calls
 
@@ -168,7 +168,7 @@ class Apart:
         self._stream = gpu.cupy.cuda.Stream(non_blocking=True)
         self.stream = self._stream.ptr
 
-    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         raise AssertionError("there is no way between these ranks' devices")
 
     def allreduce(self, *arguments: Any) -> None:

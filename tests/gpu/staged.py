@@ -16,9 +16,9 @@ import numpy as np
 from device import Apart, DeviceArray, Kernels
 
 import qccl
-from qccl.backends import CudaBackend
 from qccl.communicator import Communicator
-from qccl.gpu import require
+from qccl.cuda import CudaBackend
+from qccl.cuda.runtime import require
 from qccl.transports.loopback import LoopbackGroup
 
 #: before the first use of CUDA in a process

@@ -37,7 +37,7 @@ def world(monkeypatch):
 def comm(world):
     from device import Apart
 
-    from qccl.backends import CudaBackend
+    from qccl.cuda import CudaBackend
 
     transport = Apart(MpiTransport.world(20.0))
     with qccl.Communicator._from_transport(transport, 20.0, CudaBackend) as made:

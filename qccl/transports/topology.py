@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 from qccl.transports.base import numbered
 
-__all__ = ["Places", "find_places"]
+__all__ = ["Topology", "find_topology"]
 
 
-class Places(NamedTuple):
+class Topology(NamedTuple):
     """What is known of the ranks of a group; the attributes of a Group and of a Transport."""
 
     local_rank: int
@@ -21,7 +21,7 @@ class Places(NamedTuple):
     shares_memory: bool
 
 
-def find_places(rank: int, allgather: Callable[[bytes], list[bytes]]) -> Places:
+def find_topology(rank: int, allgather: Callable[[bytes], list[bytes]]) -> Topology:
     """Collective: every rank tells the others where it is; ranks of one machine may be behind links of their own."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
@@ -30,4 +30,4 @@ def find_places(rank: int, allgather: Callable[[bytes], list[bytes]]) -> Places:
     found = allgather(f"{socket.gethostname()}\n{network}".encode())
     hosts = [each.split(b"\n")[0] for each in found]
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
-    return Places(local_rank, local_size, numbered(found), len(set(found)) == 1)
+    return Topology(local_rank, local_size, numbered(found), len(set(found)) == 1)

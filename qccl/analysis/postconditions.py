@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 
-from qccl.analysis.contents import Given, Want
+from qccl.analysis.symbolic import Postcondition, Precondition
 from qccl.schedule import Schedule, Span
 
 __all__ = [
@@ -23,71 +23,73 @@ __all__ = [
 ]
 
 
-def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Iterator[Want]:
+def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Iterator[Postcondition]:
     """All elements, combined from all ranks, in all outputs: which are one vector."""
     first = 0
     for name, buffer in schedule.buffers.items():
         if name.startswith("output"):
-            yield Want(Span(name, 0, buffer.size), range(schedule.size), first, op, scale)
+            yield Postcondition(Span(name, 0, buffer.size), range(schedule.size), first, op, scale)
             first += buffer.size
 
 
-def reduce_scatter(schedule: Schedule, *, counts: Sequence[int], op: str = "sum", scale: float = 1.0) -> Iterator[Want]:
+def reduce_scatter(
+    schedule: Schedule, *, counts: Sequence[int], op: str = "sum", scale: float = 1.0
+) -> Iterator[Postcondition]:
     """The own part, in "output", which in place is the whole vector."""
     first = sum(counts[: schedule.rank])
     start = 0 if "input" in schedule.buffers else first
-    yield Want(Span("output", start, start + counts[schedule.rank]), range(schedule.size), first, op, scale)
+    yield Postcondition(Span("output", start, start + counts[schedule.rank]), range(schedule.size), first, op, scale)
 
 
-def all_gather(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Want]:
+def all_gather(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Postcondition]:
     """All parts."""
     for rank, count in enumerate(counts):
         first = sum(counts[:rank])
-        yield Want(Span("output", first, first + count), (rank,), first)
+        yield Postcondition(Span("output", first, first + count), (rank,), first)
 
 
-def given_parts(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Given]:
+def given_parts(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Precondition]:
     """Before an all-gather: the own part, wherever it is."""
     if "input" in schedule.buffers:
-        yield Given("input", (schedule.rank,), sum(counts[: schedule.rank]))
+        yield Precondition("input", (schedule.rank,), sum(counts[: schedule.rank]))
     else:
-        yield Given("output", (schedule.rank,))
+        yield Precondition("output", (schedule.rank,))
 
 
-def all_to_all(schedule: Schedule, *, counts: Sequence[Sequence[int]]) -> Iterator[Want]:
+def all_to_all(schedule: Schedule, *, counts: Sequence[Sequence[int]]) -> Iterator[Postcondition]:
     """Every rank's part for this one; rank r sends ``counts[r][j]`` elements to rank j."""
     start = 0
     for rank, parts in enumerate(counts):
         first, count = sum(parts[: schedule.rank]), parts[schedule.rank]
-        yield Want(Span("output", start, start + count), (rank,), first)
+        yield Postcondition(Span("output", start, start + count), (rank,), first)
         start += count
 
 
-def broadcast(schedule: Schedule, *, root: int) -> Iterator[Want]:
+def broadcast(schedule: Schedule, *, root: int) -> Iterator[Postcondition]:
     """The root's values."""
-    yield Want(Span("output", 0, schedule.buffers["output"].size), (root,))
+    yield Postcondition(Span("output", 0, schedule.buffers["output"].size), (root,))
 
 
-def reduce(schedule: Schedule, *, root: int, op: str = "sum", scale: float = 1.0) -> Iterator[Want]:
+def reduce(schedule: Schedule, *, root: int, op: str = "sum", scale: float = 1.0) -> Iterator[Postcondition]:
     """As in an all-reduce, but on one rank."""
     if schedule.rank == root:
         yield from allreduce(schedule, op=op, scale=scale)
 
 
-def given_replicas(schedule: Schedule) -> Iterator[Given]:
+def given_replicas(schedule: Schedule) -> Iterator[Precondition]:
     """Before a peer exchange: what to send, and models which are the same wherever they have a replica."""
-    yield Given("input", (schedule.rank,))
+    yield Precondition("input", (schedule.rank,))
     for name in schedule.buffers:
         if name == "applied":
-            yield Given(name, (schedule.size + schedule.rank,))
+            yield Precondition(name, (schedule.size + schedule.rank,))
         elif name.startswith("replica "):
-            yield Given(name, (schedule.size + int(name.split()[1]),))
+            yield Precondition(name, (schedule.size + int(name.split()[1]),))
 
 
-def exchanged(schedule: Schedule, *, receive_from: Sequence[Collection[int]]) -> Iterator[Want]:
+def exchanged(schedule: Schedule, *, receive_from: Sequence[Collection[int]]) -> Iterator[Postcondition]:
     """After a peer exchange: each model with the code of its rank's "input" added, and its replicas the same bits."""
     count, n = schedule.buffers["input"].size, schedule.size
     if "applied" in schedule.buffers:
-        yield Want(Span("applied", 0, count), (schedule.rank, n + schedule.rank))
+        yield Postcondition(Span("applied", 0, count), (schedule.rank, n + schedule.rank))
     for peer in receive_from[schedule.rank]:
-        yield Want(Span(f"replica {peer}", 0, count), (peer, n + peer))
+        yield Postcondition(Span(f"replica {peer}", 0, count), (peer, n + peer))

@@ -18,11 +18,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from qccl.engines.background import Background
+from qccl.engine.progress import ProgressThread
 from qccl.errors import CollectiveTimeout, EngineError, QcclError, gave_up
 from qccl.transports.base import Transport
 
-__all__ = ["Courier", "Message", "Trip"]
+__all__ = ["HostProxy", "Message", "TransferBatch"]
 
 #: how long a failing rank waits for the courier's thread to let go of the transport
 _GRACE_SECONDS = 1.0
@@ -54,7 +54,7 @@ class Message:
     done: int
 
 
-class Trip:
+class TransferBatch:
     """The messages of one run.
 
     Attributes:
@@ -91,7 +91,7 @@ class Trip:
             self.words[message.done] = self.number % (1 << 32)
 
 
-class Courier:
+class HostProxy:
     """Moves the messages of trips over one transport, on a thread of its own.
 
     Attributes:
@@ -105,23 +105,23 @@ class Courier:
         self._on_failure = on_failure
         self._turn = threading.Lock()  # held while the transport is used
         self._state = threading.Lock()  # of what follows; never held while anything blocks
-        self._trips: list[Trip] = []
-        self._waiting: dict[bool, deque[tuple[Trip, Message]]] = {True: deque(), False: deque()}
+        self._trips: list[TransferBatch] = []
+        self._waiting: dict[bool, deque[tuple[TransferBatch, Message]]] = {True: deque(), False: deque()}
         self._ended: str | None = None
-        self._background = Background(self)
+        self._progress_thread = ProgressThread(self)
 
-    def begin(self, trip: Trip) -> None:
+    def begin(self, batch: TransferBatch) -> None:
         """Take over the messages of a run. What the device is to wait for may only then be put on its streams."""
         with self._state:
             if self._ended is not None:
                 raise EngineError(self._ended)
-            if not trip.messages:
+            if not batch.messages:
                 return
-            self._trips.append(trip)
+            self._trips.append(batch)
             self.detached += 1
-            for message in trip.messages:
-                self._waiting[message.is_send].append((trip, message))
-        self._background.attend(at_once=True)
+            for message in batch.messages:
+                self._waiting[message.is_send].append((batch, message))
+        self._progress_thread.attend(at_once=True)
 
     def drive(self) -> None:
         """The thread's turn: see background.Driven."""
@@ -147,7 +147,7 @@ class Courier:
             self.abort(f"rank {self.transport.rank} left while messages were under way")
         with self._state:
             self._ended = self._ended or "the engine was closed"
-        self._background.end()
+        self._progress_thread.end()
 
     def abort(self, reason: str) -> None:
         """Give up at once: no stream of the device waits for a message any more, and the transport is given up."""
@@ -155,8 +155,8 @@ class Courier:
             self._ended = self._ended or reason
             under_way = list(self._trips)
             self.detached = 0
-        for trip in under_way:  # in order: words never go back
-            trip.release()
+        for batch in under_way:  # in order: words never go back
+            batch.release()
         taken = self._turn.acquire(timeout=_GRACE_SECONDS)
         try:
             self.transport.abort(reason)
@@ -167,7 +167,7 @@ class Courier:
 
     def dismiss(self) -> None:
         """Let the thread end."""
-        self._background.dismiss()
+        self._progress_thread.dismiss()
 
     def _advance(self, idle: int) -> bool:
         """Start what may start, and act on what has ended; whether there was any."""
@@ -178,7 +178,7 @@ class Courier:
         if started or ended:
             return True
         with self._state:
-            late = [trip for trip in self._trips if trip.deadline < time.monotonic()]
+            late = [batch for batch in self._trips if batch.deadline < time.monotonic()]
         if late:
             raise CollectiveTimeout(
                 f"rank {self.transport.rank} reached the deadline of {late[0].what}: {late[0].left} messages between "
@@ -186,22 +186,22 @@ class Courier:
             )
         return False
 
-    def _start(self, waiting: deque[tuple[Trip, Message]]) -> int:
+    def _start(self, waiting: deque[tuple[TransferBatch, Message]]) -> int:
         """Post the messages of one direction whose turn has come, in their order; how many."""
         started = 0
         while waiting and waiting[0][0].may_start(waiting[0][1]):
-            trip, message = waiting.popleft()
+            batch, message = waiting.popleft()
             post = self.transport.send if message.is_send else self.transport.receive
-            post(message.peer, trip.tag, message.buffer, (trip, message))
+            post(message.peer, batch.tag, message.buffer, (batch, message))
             started += 1
         return started
 
-    def _finish(self, trip: Trip, message: Message) -> None:
+    def _finish(self, batch: TransferBatch, message: Message) -> None:
         """A message has ended."""
-        trip.words[message.done] = trip.number % (1 << 32)
-        trip.left -= 1
-        if trip.left == 0:
+        batch.words[message.done] = batch.number % (1 << 32)
+        batch.left -= 1
+        if batch.left == 0:
             with self._state:
-                if trip in self._trips:
-                    self._trips.remove(trip)
+                if batch in self._trips:
+                    self._trips.remove(batch)
                     self.detached -= self._ended is None

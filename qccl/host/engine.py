@@ -21,9 +21,8 @@ import time
 from collections import deque
 
 from qccl import _host
-from qccl.engines.agreement import CALL, Block, Header, Kind, data_nbytes
-from qccl.engines.background import Background
-from qccl.engines.program import Execution, Program
+from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
+from qccl.engine.progress import ProgressThread
 from qccl.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -34,6 +33,7 @@ from qccl.errors import (
     gave_up,
     last_words,
 )
+from qccl.host.program import Execution, Program
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
 
@@ -78,7 +78,7 @@ class HostEngine:
         self.chunk_elements = _shared_chunk(transport.size) if transport.shares_memory else None
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards everything below
-        self._background = Background(self) if transport.is_threaded else None
+        self._progress_thread = ProgressThread(self) if transport.is_threaded else None
         self._active: dict[int, Execution] = {}  # by sequence number, in the order of their calls
         self._queue: deque[Execution] = deque()
         self._left: dict[int, str] = {}  # the ranks that make no more calls, and what they said of it
@@ -148,7 +148,7 @@ class HostEngine:
             return
         if self._active or self._queue:
             self.abort(f"rank {self.rank} closed the group in the middle of a call")
-        self._end_background()
+        self._end_progress_thread()
         self._closed = True
         if self._failure is None:
             try:
@@ -180,7 +180,7 @@ class HostEngine:
 
     def detach(self, execution: Execution, *, at_once: bool) -> None:
         """Let a run progress without its caller: from now on, or when the caller does not wait for it soon."""
-        if self._background is None:
+        if self._progress_thread is None:
             return
         self._take_turn()
         begun = not execution.done and not execution.detached and self._failure is None
@@ -189,7 +189,7 @@ class HostEngine:
             self.detached += 1
         self._lock.release()
         if begun:
-            self._background.attend(at_once=at_once)
+            self._progress_thread.attend(at_once=at_once)
 
     def step(self) -> None:
         """Advance what is under way: at most one compute operation, and one poll; nothing if it is advancing."""
@@ -248,10 +248,10 @@ class HostEngine:
         finally:
             self._loop.want(-1)
 
-    def _end_background(self) -> None:
-        if self._background is not None:
+    def _end_progress_thread(self) -> None:
+        if self._progress_thread is not None:
             self._loop.want(1)
-            self._background.end()
+            self._progress_thread.end()
             self._loop.want(-1)
 
     def _act(self, outcome: _host.Outcome) -> None:
@@ -335,8 +335,8 @@ class HostEngine:
         self._failed = True
         self._failure = self._failure or error
         self.detached = 0
-        if self._background is not None:
-            self._background.dismiss()
+        if self._progress_thread is not None:
+            self._progress_thread.dismiss()
         for execution in self._active.values():
             execution.end()
         self._loop.halt()
@@ -373,7 +373,7 @@ class HostEngine:
         One that is in native code when the interpreter ends cannot come back from there, and ends the process by
         abort() instead.
         """
-        self._end_background()
+        self._end_progress_thread()
         self._loop.halt()
         if not self._take_turn(_HALT_SECONDS):
             return
@@ -423,7 +423,7 @@ def _say_goodbye() -> None:
 def _forked() -> None:
     """In the child of os.fork(): the group is the parent's, and so is the background thread."""
     for engine in _live:
-        engine._lock, engine._background, engine.detached = threading.RLock(), None, 0
+        engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
         engine._failed = True
         engine._failure = EngineError(
             f"this process was forked by rank {engine.rank}; only the process that made a communicator may use it"

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from qccl.errors import ArgumentError, QcclError
 
 if TYPE_CHECKING:
-    from qccl.engines.cuda import CudaEngine
-    from qccl.engines.cuda_program import CudaProgram
+    from qccl.cuda.engine import CudaEngine
+    from qccl.cuda.program import CudaProgram
 
 __all__ = ["CudaRun"]
 

@@ -105,17 +105,17 @@ Locate = Callable[[Span], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A unit of work: ``lanes`` threads, each with ``vectors`` times 16 bytes of values (see ``tile.h``)."""
+    """A unit of work: ``queues`` threads, each with ``vectors`` times 16 bytes of values (see ``tile.h``)."""
 
-    lanes: int
+    queues: int
     vectors: int
 
     def __str__(self) -> str:
-        return f"qccl::Shape<{self.lanes}, {self.vectors}>"
+        return f"qccl::Shape<{self.queues}, {self.vectors}>"
 
     def capacity(self, itemsize: int) -> int:
         """Elements."""
-        return self.lanes * self.vectors * 16 // itemsize
+        return self.queues * self.vectors * 16 // itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,8 +295,8 @@ def _remember(
         kernel = replace(kernel, bucket=-(-max(_count(op) for op in ops) // 8) * 8)
     jobs = np.zeros(len(ops), STATE_JOB)
     for name in ("residual", "momentum"):
-        carried = [getattr(state, name) for state in states]
-        old, new = ([each and getattr(each, end) for each in carried] for end in ("old", "new"))
+        state_buffers = [getattr(state, name) for state in states]
+        old, new = ([each and getattr(each, end) for each in state_buffers] for end in ("old", "new"))
         _place(jobs, place, **{name: old, f"new_{name}": new})
     jobs["mu"] = [state.mu for state in states]
     names = (f"qccl::bucket_remember<{_types(kernel.type, dtype)}>",)
@@ -312,7 +312,7 @@ def _commit(op: Op, dtype: DType, place: Locate) -> Launch:
     if not isinstance(op, Commit):
         raise EngineError(f"{type(op).__name__} is no Commit")
     spans: list[tuple[Span, Span | None]] = [(span, None) for span in op.guard]
-    spans += [(each.new, each.old) for each in op.carried]
+    spans += [(each.new, each.old) for each in op.state_buffers]
     jobs = np.zeros(len(spans), DECODE_JOB)
     _place(jobs, place, wire=[a for a, _ in spans], dst=[b for _, b in spans])
     jobs["count"] = [len(a) for a, _ in spans]
@@ -366,7 +366,7 @@ def _made(
     parameters["seed"] = kernel.seed
     parameters["bucket"], parameters["units_per_bucket"] = cut.bucket, cut.units_per_bucket
     parameters["options"][: len(kernel.options)] = kernel.options
-    groups = THREADS // cut.shape.lanes
+    groups = THREADS // cut.shape.queues
     grid = (-(-max(units) // groups), len(jobs), 1)
     table = np.zeros(0, PLACE) if sources is None else sources
     return Launch(names, jobs, parameters, grid, table, scratch_nbytes, ranges, draws)
@@ -394,8 +394,8 @@ def _shape(elements: int, itemsize: int) -> Shape:
     vectors = -(-elements * itemsize // 16)
     if vectors <= 16:
         return Shape(_power_of_two(vectors), 1)
-    lanes = 32 if elements <= 1024 else THREADS
-    return Shape(lanes, _power_of_two(-(-vectors // lanes)))
+    queues = 32 if elements <= 1024 else THREADS
+    return Shape(queues, _power_of_two(-(-vectors // queues)))
 
 
 def _power_of_two(number: int) -> int:
@@ -405,7 +405,7 @@ def _power_of_two(number: int) -> int:
 
 def _passes(kind: str, kernel: Kernel, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
     """The kernels that make codes: one, or two where the units of a bucket must first agree on its range."""
-    needs_two = cut.units_per_bucket > 1 and cut.shape.lanes == THREADS
+    needs_two = cut.units_per_bucket > 1 and cut.shape.queues == THREADS
     passes = ("range", "codes") if needs_two else ("whole",)
     arguments = f"{_types(kernel.type, dtype)}, {cut.shape}"
     return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)

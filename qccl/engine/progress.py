@@ -14,7 +14,7 @@ import sys
 import threading
 from typing import Protocol
 
-__all__ = ["Background", "Driven"]
+__all__ = ["Driven", "ProgressThread"]
 
 #: between two looks at what is under way
 _NAP_SECONDS = 1e-3
@@ -42,7 +42,7 @@ class Driven(Protocol):
         """Advance the detached runs until none is left, or somebody else wants to. Never raises."""
 
 
-class Background:
+class ProgressThread:
     """The thread of one engine. Methods are for the engine's user, if they do not say otherwise."""
 
     def __init__(self, engine: Driven) -> None:

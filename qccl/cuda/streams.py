@@ -4,8 +4,8 @@ A lane is a stream: what is put on it runs in the order in which it was put ther
 point on another. Both are data here, derived from the schedule's dependencies with no GPU library in sight, so that
 what the CUDA engine will do can be tested anywhere.
 
-Legs to and from distant peers (Schedule.distant) go through host memory, on two lanes of their own: one copies what is
-sent out, the other copies in what has come. So a copy waits neither for NCCL's transfers nor for another message.
+Transfers to and from Schedule.staged_peers go through host memory, on two queues of their own: one copies what is sent
+to the host, the other copies what has come to the device. So a copy waits neither for NCCL nor for another message.
 
 Two laws. Program order within a lane is never changed (on the communication lane it is part of correctness: NCCL needs
 the same order of groups on all ranks). And every dependency between lanes is implied by an event and program order; an
@@ -23,9 +23,9 @@ from qccl.schedule import (
     Decode,
     Encode,
     Exchange,
-    Lane,
     Node,
     Op,
+    Queue,
     Reduce,
     Schedule,
     Span,
@@ -33,10 +33,10 @@ from qccl.schedule import (
     nodes,
 )
 
-__all__ = ["HOME", "Step", "lanes_of", "steps"]
+__all__ = ["HOME", "Step", "queues_of", "steps"]
 
 #: the lane that a run begins and ends on
-HOME = Lane.COMPUTE
+HOME = Queue.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Step:
         exchange: the transfers that it does: those of an Exchange that go on this lane.
     """
 
-    lane: Lane
+    queue: Queue
     ops: tuple[int, ...]
     waits: tuple[int, ...]
     records: bool
@@ -69,20 +69,20 @@ def steps(schedule: Schedule) -> tuple[Step, ...]:
     needed = dependencies(program)
     batches = _batches(schedule, program, needed)
     step_of = {i: s for s, batch in enumerate(batches, 1) for i in batch}
-    lanes = [HOME, *(program[batch[0]].lane for batch in batches), HOME]
+    queues = [HOME, *(program[batch[0]].queue for batch in batches), HOME]
     required = [set[int]()]
     required += [{0} | {step_of[j] for i in batch for j in needed[i]} for batch in batches]
-    required.append(set(range(len(lanes) - 1)))
-    waits = _events(lanes, required)
-    recorded = {step for each in waits for step in each} | {len(lanes) - 1}
+    required.append(set(range(len(queues) - 1)))
+    waits = _events(queues, required)
+    recorded = {step for each in waits for step in each} | {len(queues) - 1}
     ops = [(), *(tuple(program[i].op_index for i in batch) for batch in batches), ()]
     moved = [None, *(_exchange(program[batch[0]]) for batch in batches), None]
-    return tuple(Step(lanes[s], ops[s], waits[s], s in recorded, moved[s]) for s in range(len(lanes)))
+    return tuple(Step(queues[s], ops[s], waits[s], s in recorded, moved[s]) for s in range(len(queues)))
 
 
-def lanes_of(program: Sequence[Step]) -> tuple[Lane, ...]:
+def queues_of(program: Sequence[Step]) -> tuple[Queue, ...]:
     """The lanes that have steps, the home lane first."""
-    return tuple(dict.fromkeys(step.lane for step in program))
+    return tuple(dict.fromkeys(step.queue for step in program))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class _Half(Node):
     """The legs of an Exchange to distant peers, or those from them: ``op`` has these alone."""
 
     @property
-    def lane(self) -> Lane:
-        return Lane.OUT if isinstance(self.op, Exchange) and self.op.sends else Lane.IN
+    def queue(self) -> Queue:
+        return Queue.OUT if isinstance(self.op, Exchange) and self.op.sends else Queue.IN
 
 
 def _nodes(schedule: Schedule) -> Iterator[Node]:
@@ -100,11 +100,11 @@ def _nodes(schedule: Schedule) -> Iterator[Node]:
     What goes out comes before what the same Exchange waits for: put on the device in this order, no wait stands before
     what it waits for on another rank, even where the hardware runs several streams as one.
     """
-    for node in nodes(schedule, per_leg=False):
-        if not (schedule.distant and isinstance(node.op, Exchange)):
+    for node in nodes(schedule, per_transfer=False):
+        if not (schedule.staged_peers and isinstance(node.op, Exchange)):
             yield node
             continue
-        near, far = _parted(node.op, schedule.distant)
+        near, far = _parted(node.op, schedule.staged_peers)
         if far.sends:
             yield _Half(node.op_index, Exchange(far.sends, ()))
         if near.sends or near.recvs:
@@ -113,11 +113,14 @@ def _nodes(schedule: Schedule) -> Iterator[Node]:
             yield _Half(node.op_index, Exchange((), far.recvs))
 
 
-def _parted(op: Exchange, distant: Collection[int]) -> tuple[Exchange, Exchange]:
+def _parted(op: Exchange, staged_peers: Collection[int]) -> tuple[Exchange, Exchange]:
     """The legs with near peers, and those with distant ones."""
 
     def chosen(far: bool) -> Exchange:
-        sends, recvs = (tuple(leg for leg in legs if (leg.peer in distant) == far) for legs in (op.sends, op.recvs))
+        sends, recvs = (
+            tuple(transfer for transfer in transfers if (transfer.peer in staged_peers) == far)
+            for transfers in (op.sends, op.recvs)
+        )
         return Exchange(sends, recvs)
 
     return chosen(False), chosen(True)
@@ -138,7 +141,7 @@ def _batches(schedule: Schedule, program: Sequence[Node], needed: Sequence[tuple
     for i, node in enumerate(program):
         kind = _kind(schedule, node.op)
         if kind is not None:
-            kind = kind, max((j for j in needed[i] if program[j].lane is not node.lane), default=None)
+            kind = kind, max((j for j in needed[i] if program[j].queue is not node.queue), default=None)
         if kind is not None and kind == last and not set(needed[i]) & set(batches[-1]):
             batches[-1].append(i)
         else:
@@ -166,29 +169,29 @@ def _kind(schedule: Schedule, op: Op) -> object:
             return None
 
 
-def _events(lanes: Sequence[Lane], required: Sequence[set[int]]) -> list[tuple[int, ...]]:
+def _events(queues: Sequence[Queue], required: Sequence[set[int]]) -> list[tuple[int, ...]]:
     """For each step the steps of other lanes that it must wait for, without those that are implied.
 
     A step knows of each lane how far it has come for certain (a vector clock): from its predecessor on its own lane,
     and from the steps it waits for. What it requires within that is implied.
     """
-    known: list[Mapping[Lane, int]] = []
-    latest: dict[Lane, int] = {}
+    known: list[Mapping[Queue, int]] = []
+    latest: dict[Queue, int] = {}
     result = []
-    for step, lane in enumerate(lanes):
-        clock = dict(known[latest[lane]]) if lane in latest else {}
-        furthest: dict[Lane, int] = {}
+    for step, queue in enumerate(queues):
+        clock = dict(known[latest[queue]]) if queue in latest else {}
+        furthest: dict[Queue, int] = {}
         for other in required[step]:
-            if lanes[other] is not lane:
-                furthest[lanes[other]] = max(other, furthest.get(lanes[other], -1))
+            if queues[other] is not queue:
+                furthest[queues[other]] = max(other, furthest.get(queues[other], -1))
         waits = []
         for other in sorted(furthest.values(), reverse=True):  # only a later step can imply another
-            if clock.get(lanes[other], -1) < other:
+            if clock.get(queues[other], -1) < other:
                 waits.append(other)
                 for each, reached in known[other].items():
                     clock[each] = max(reached, clock.get(each, -1))
-        clock[lane] = step
-        latest[lane] = step
+        clock[queue] = step
+        latest[queue] = step
         known.append(clock)
         result.append(tuple(sorted(waits)))
     return result

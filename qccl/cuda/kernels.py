@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from qccl.engines import cuda_cache, cuda_source
-from qccl.gpu import require
+from qccl.cuda import cache as cuda_cache
+from qccl.cuda import source as cuda_source
+from qccl.cuda.runtime import require
 
 __all__ = ["kernels"]
 

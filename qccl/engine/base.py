@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from qccl.engines.agreement import Header
+from qccl.arrays import Memory
+from qccl.engine.control import Header
 from qccl.errors import QcclError
 from qccl.schedule import Schedule
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
 
-__all__ = ["Engine", "Execution", "Persistent", "Program"]
+__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program"]
 
 
 class Execution(Protocol):
@@ -140,3 +141,15 @@ class Engine(Protocol):
 
     def close(self, timeout: float) -> None:
         """Collective: leave. Idempotent."""
+
+
+class Backend(Protocol):
+    """What a communicator works with: an engine, and the memory of the caller's arrays. Made of a transport.
+
+    Attributes:
+        name: "host" or "cuda".
+    """
+
+    name: str
+    engine: Engine
+    memory: Memory

@@ -14,11 +14,11 @@ from collections.abc import Iterable
 from typing import Any
 
 from qccl import dtypes
+from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
-from qccl.memory.base import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
-from qccl.memory.tensors import forbid_resizing, is_tensor
 from qccl.scalars import as_integer
+from qccl.tensors import forbid_resizing, is_tensor
 
 __all__ = ["HostMemory"]
 

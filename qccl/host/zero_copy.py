@@ -49,7 +49,7 @@ def _copies(op: Encode, least: int) -> bool:
 
 
 def _sends(node: Node, wire: Span) -> bool:
-    return node.leg is not None and node.is_send and node.leg.span == wire
+    return node.transfer is not None and node.is_send and node.transfer.span == wire
 
 
 def _overlap(spans: Sequence[Span], wire: Span) -> bool:

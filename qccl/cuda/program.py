@@ -13,24 +13,24 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from qccl.cuda import source as cuda_source
+from qccl.cuda.kernels import kernels
+from qccl.cuda.proxy import HostProxy
+from qccl.cuda.run import CudaRun
+from qccl.cuda.runtime import require
+from qccl.cuda.source import Launch
+from qccl.cuda.staging import Staging
+from qccl.cuda.streams import HOME, Step, steps
 from qccl.dtypes import DType
-from qccl.engines import cuda_source
-from qccl.engines.agreement import Header
-from qccl.engines.courier import Courier
-from qccl.engines.cuda_kernels import kernels
-from qccl.engines.cuda_run import CudaRun
-from qccl.engines.cuda_source import Launch
-from qccl.engines.cuda_staging import Staging
-from qccl.engines.labels import group_label
-from qccl.engines.streams import HOME, Step, steps
+from qccl.engine.control import Header
+from qccl.engine.labels import group_label
 from qccl.errors import ArgumentError, EngineError
-from qccl.gpu import require
-from qccl.schedule import Commit, Lane, Leg, Node, Op, Reduce, Role, Schedule, Span, reads, writes
+from qccl.schedule import Commit, Node, Op, Queue, Reduce, Role, Schedule, Span, Transfer, reads, writes
 from qccl.trace import TraceEvent
-from qccl.transports.base import Call, DeviceLeg
+from qccl.transports.base import Call, DeviceTransfer
 
 if TYPE_CHECKING:
-    from qccl.engines.cuda import CudaEngine
+    from qccl.cuda.engine import CudaEngine
 
 __all__ = ["CudaProgram"]
 
@@ -44,8 +44,8 @@ class CudaProgram:
         workspace_nbytes: bytes of the workspace, tables included.
     """
 
-    def __init__(self, engine: CudaEngine, schedule: Schedule, courier: Courier | None = None) -> None:
-        """``courier`` moves what goes through host memory; it is needed where ranks have distant peers."""
+    def __init__(self, engine: CudaEngine, schedule: Schedule, proxy: HostProxy | None = None) -> None:
+        """``proxy`` moves what goes through host memory; it is needed where ranks have distant peers."""
         if (schedule.rank, schedule.size) != (engine.rank, engine.size):
             raise ArgumentError(
                 f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {engine.rank} of "
@@ -71,8 +71,8 @@ class CudaProgram:
         self._events = {s: cuda.Event(disable_timing=True) for s, step in enumerate(self._steps) if step.records}
         self._calls: dict[bool, list[Call]] = {}
         self._staging: Staging | None = None
-        if courier is not None and any(step.lane in (Lane.OUT, Lane.IN) for step in self._steps):
-            self._staging = Staging(schedule, self._steps, self._leg_address, courier)
+        if proxy is not None and any(step.queue in (Queue.OUT, Queue.IN) for step in self._steps):
+            self._staging = Staging(schedule, self._steps, self._transfer_address, proxy)
             self.workspace_nbytes += self._staging.nbytes
 
     def start(
@@ -94,14 +94,14 @@ class CudaProgram:
         captured = self._engine.is_capturing(streams[0])
         if captured and trace is not None:
             raise ArgumentError("a call that is put into a graph cannot be traced; leave trace out")
-        if captured and self._schedule.distant:
+        if captured and self._schedule.staged_peers:
             raise ArgumentError(
                 "a call with inter='host' cannot be put into a graph: the host must move its messages in every run; "
                 "leave inter out"
             )
         run = CudaRun(self._engine, f"{header.text} (call {header.sequence})", deadline, streams[0], captured=captured)
 
-        def enqueue(lanes: Mapping[Lane, int], event: int) -> None:
+        def enqueue(queues: Mapping[Queue, int], event: int) -> None:
             for name, number in self._bound.items():
                 self._memory[number] = bindings[name]
             # replays of a graph count on from here, in numbers that no call outside a graph has
@@ -110,13 +110,13 @@ class CudaProgram:
             self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
             if self._staging is not None:
                 self._staging.begin(header.sequence, run.what, deadline)
-            calls = self._traced_calls(lanes, run, trace) if trace is not None else self._calls_on(lanes, captured)
+            calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, captured)
             for function, arguments in calls:
                 function(*arguments)
-            require().runtime.eventRecord(event, lanes[HOME])
+            require().runtime.eventRecord(event, queues[HOME])
 
-        def arrive(lanes: Mapping[Lane, int]) -> None:
-            self._arrive(streams[:1] if captured else streams, lanes[HOME])
+        def arrive(queues: Mapping[Queue, int]) -> None:
+            self._arrive(streams[:1] if captured else streams, queues[HOME])
 
         self._engine.start(self, run, arrive, enqueue)
         return run
@@ -130,16 +130,16 @@ class CudaProgram:
             runtime.eventRecord(arrival, stream)
             runtime.streamWaitEvent(home, arrival)
 
-    def _calls_on(self, lanes: Mapping[Lane, int], captured: bool) -> list[Call]:
+    def _calls_on(self, queues: Mapping[Queue, int], captured: bool) -> list[Call]:
         if captured not in self._calls:
-            self._calls[captured] = [c for s in range(len(self._steps)) for part in self._step(s, lanes) for c in part]
+            self._calls[captured] = [c for s in range(len(self._steps)) for part in self._step(s, queues) for c in part]
         return self._calls[captured]
 
-    def _step(self, number: int, lanes: Mapping[Lane, int]) -> tuple[list[Call], list[Call], list[Call]]:
+    def _step(self, number: int, queues: Mapping[Queue, int]) -> tuple[list[Call], list[Call], list[Call]]:
         """What a step waits for, what it does, and what it tells."""
         runtime = require().runtime
         step = self._steps[number]
-        stream = lanes[step.lane]
+        stream = queues[step.queue]
         waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in step.waits]
         done: list[Call] = []
         if step.records and number < len(self._steps) - 1:
@@ -157,17 +157,20 @@ class CudaProgram:
                 calls.append((gpu.runtime.memsetAsync, (prepared.scratch, 0, prepared.scratch_nbytes, stream)))
             launch = gpu.driver.launchKernel
             return calls + [(launch, (*kernel, stream, arguments, 0)) for kernel, arguments in prepared.launches]
-        if self._staging is not None and step.lane in (Lane.OUT, Lane.IN):
+        if self._staging is not None and step.queue in (Queue.OUT, Queue.IN):
             return self._staging.calls(number, stream)
         if step.exchange is None:
             return []
-        sends, receives = (self._legs(legs) for legs in (step.exchange.sends, step.exchange.recvs))
+        sends, receives = (self._transfers(transfers) for transfers in (step.exchange.sends, step.exchange.recvs))
         return self._engine.transport.exchange(sends, receives, stream)
 
-    def _legs(self, legs: Sequence[Leg]) -> list[DeviceLeg]:
-        return [DeviceLeg(leg.peer, self._leg_address(leg.span), self._nbytes(leg.span)) for leg in legs]
+    def _transfers(self, transfers: Sequence[Transfer]) -> list[DeviceTransfer]:
+        return [
+            DeviceTransfer(transfer.peer, self._transfer_address(transfer.span), self._nbytes(transfer.span))
+            for transfer in transfers
+        ]
 
-    def _leg_address(self, span: Span) -> int:
+    def _transfer_address(self, span: Span) -> int:
         if self._schedule.buffers[span.buffer].role is not Role.WORK:
             raise EngineError(f"a leg transfers {span.buffer!r}; legs must be in work buffers")
         return self._address(span)
@@ -179,31 +182,31 @@ class CudaProgram:
 
     # -- a traced run ------------------------------------------------------------------------------------------------
 
-    def _traced_calls(self, lanes: Mapping[Lane, int], run: CudaRun, trace: list[TraceEvent]) -> list[Call]:
+    def _traced_calls(self, queues: Mapping[Queue, int], run: CudaRun, trace: list[TraceEvent]) -> list[Call]:
         """The same calls, with an event before and after each step; ``trace`` is filled when the run is done."""
         gpu = require()
         begin, now = gpu.cupy.cuda.Event(), time.perf_counter()
-        calls: list[Call] = [(gpu.runtime.eventRecord, (begin.ptr, lanes[HOME]))]
+        calls: list[Call] = [(gpu.runtime.eventRecord, (begin.ptr, queues[HOME]))]
         events = []
         for s, step in enumerate(self._steps):
-            waits, work, done = self._step(s, lanes)
+            waits, work, done = self._step(s, queues)
             if not step.ops:
                 calls += [*waits, *work, *done]
                 continue
             start, stop = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
-            record, stream = gpu.runtime.eventRecord, lanes[step.lane]
+            record, stream = gpu.runtime.eventRecord, queues[step.queue]
             calls += [*waits, (record, (start.ptr, stream)), *work, (record, (stop.ptr, stream)), *done]
             group = [Node(i, step.exchange or self._schedule.ops[i]) for i in step.ops]
             label = group_label(group, self._schedule.buffers)
-            events.append((step.lane.value, label.name, label.args, start, stop))
+            events.append((step.queue.value, label.name, label.args, start, stop))
 
         def finish() -> None:
             def at(event: Any) -> float:
                 return now + float(gpu.runtime.eventElapsedTime(begin.ptr, event.ptr)) / 1e3
 
             trace.extend(
-                TraceEvent(self._schedule.rank, lane, name, at(start), at(stop), args)
-                for lane, name, args, start, stop in events
+                TraceEvent(self._schedule.rank, queue, name, at(start), at(stop), args)
+                for queue, name, args, start, stop in events
             )
 
         run.finish = finish
@@ -310,4 +313,4 @@ class _Layout:
 
 
 def _is_launch(step: Step) -> bool:
-    return bool(step.ops) and step.lane is Lane.COMPUTE
+    return bool(step.ops) and step.queue is Queue.COMPUTE

@@ -16,11 +16,11 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qccl.engines.courier import Courier, Message, Trip
-from qccl.engines.streams import Step
+from qccl.cuda.proxy import HostProxy, Message, TransferBatch
+from qccl.cuda.runtime import require
+from qccl.cuda.streams import Step
 from qccl.errors import EngineError
-from qccl.gpu import require
-from qccl.schedule import Exchange, Lane, Leg, Node, Schedule, Span, dependencies
+from qccl.schedule import Exchange, Node, Queue, Schedule, Span, Transfer, dependencies
 from qccl.transports.base import Call
 
 __all__ = ["Staging", "try_out"]
@@ -39,7 +39,7 @@ class _Copied(NamedTuple):
     """
 
     span: Span
-    legs: tuple[tuple[Leg, int], ...]
+    transfers: tuple[tuple[Transfer, int], ...]
     word: int
 
 
@@ -51,45 +51,49 @@ class Staging:
     """
 
     def __init__(
-        self, schedule: Schedule, steps: Sequence[Step], address: Callable[[Span], int], courier: Courier
+        self, schedule: Schedule, steps: Sequence[Step], address: Callable[[Span], int], proxy: HostProxy
     ) -> None:
         """``address`` is that of a span on the device."""
-        self._address, self._courier, self._number = address, courier, 0
+        self._address, self._courier, self._number = address, proxy, 0
         self._count = 0  # of words
-        self._copies = {s: list(self._copied(step)) for s, step in enumerate(steps) if step.lane in (Lane.OUT, Lane.IN)}
-        self._lanes = {s: steps[s].lane for s in self._copies}
-        self._places: dict[tuple[Lane, str], int] = {}  # of each buffer, in each direction
+        self._copies = {
+            s: list(self._copied(step)) for s, step in enumerate(steps) if step.queue in (Queue.OUT, Queue.IN)
+        }
+        self._queues = {s: steps[s].queue for s in self._copies}
+        self._places: dict[tuple[Queue, str], int] = {}  # of each buffer, in each direction
         self.nbytes = _aligned(_WORD_NBYTES * self._count)
         for s, copies in self._copies.items():
             for copied in copies:
-                if (self._lanes[s], copied.span.buffer) not in self._places:
-                    self._places[self._lanes[s], copied.span.buffer] = self.nbytes
+                if (self._queues[s], copied.span.buffer) not in self._places:
+                    self._places[self._queues[s], copied.span.buffer] = self.nbytes
                     self.nbytes += _aligned(schedule.buffers[copied.span.buffer].nbytes)
         self._memory: Any = require().cupy.cuda.alloc_pinned_memory(self.nbytes)
         self._base = int(self._memory.ptr)
         words = (ctypes.c_uint32 * self._count).from_address(self._base)
         ctypes.memset(self._base, 0, ctypes.sizeof(words))
         self._words = memoryview(words).cast("B").cast("I")
-        self._before = self._uses(Lane.OUT) | self._uses(Lane.IN)
+        self._before = self._uses(Queue.OUT) | self._uses(Queue.IN)
         self._messages = [message for s in self._copies for message in self._messages_of(s)]
 
     def begin(self, call: int, what: str, deadline: float) -> None:
         """A run is about to be put on its streams: ``call`` is its number on all ranks."""
         self._number += 1
-        trip = Trip(self._messages, self._words, self._number, call=call, what=what, deadline=deadline, kept=self)
-        self._courier.begin(trip)
+        batch = TransferBatch(
+            self._messages, self._words, self._number, call=call, what=what, deadline=deadline, kept=self
+        )
+        self._courier.begin(batch)
 
     def calls(self, step: int, stream: int) -> list[Call]:
         """What a step puts on its stream in a run that has begun."""
         copy, calls = require().runtime.memcpyAsync, list[Call]()
         for number, copied in enumerate(self._copies[step]):
             here, there, nbytes = self._place(step, copied.span), self._address(copied.span), len(copied.span)
-            if self._lanes[step] is Lane.OUT:
+            if self._queues[step] is Queue.OUT:
                 for before, back in self._before[step, number]:
-                    calls += [(self._wait, (stream, word, back)) for _, word in before.legs]
+                    calls += [(self._wait, (stream, word, back)) for _, word in before.transfers]
                 calls.append((copy, (here, there, nbytes, _DEVICE_TO_HOST, stream)))
             else:
-                calls += [(self._wait, (stream, word, 0)) for _, word in copied.legs]
+                calls += [(self._wait, (stream, word, 0)) for _, word in copied.transfers]
                 calls.append((copy, (there, here, nbytes, _HOST_TO_DEVICE, stream)))
             calls.append((self._tell, (stream, copied.word)))
         return calls
@@ -99,20 +103,20 @@ class Staging:
     def _copied(self, step: Step) -> Iterator[_Copied]:
         """The copies of a step; each leg and each copy gets a word."""
         assert step.exchange is not None
-        legs = (*step.exchange.sends, *step.exchange.recvs)
-        for span in dict.fromkeys(leg.span for leg in legs):
-            ours = tuple((leg, self._new_word()) for leg in legs if leg.span == span)
+        transfers = (*step.exchange.sends, *step.exchange.recvs)
+        for span in dict.fromkeys(transfer.span for transfer in transfers):
+            ours = tuple((transfer, self._new_word()) for transfer in transfers if transfer.span == span)
             yield _Copied(span, ours, self._new_word())
 
     def _new_word(self) -> int:
         self._count += 1
         return self._count - 1
 
-    def _uses(self, lane: Lane) -> dict[tuple[int, int], list[tuple[_Copied, int]]]:
+    def _uses(self, queue: Queue) -> dict[tuple[int, int], list[tuple[_Copied, int]]]:
         """For each copy of a lane, by step and number: the last ones that used its place, and how many runs ago."""
-        keys = [(s, i) for s, copies in self._copies.items() if self._lanes[s] is lane for i in range(len(copies))]
+        keys = [(s, i) for s, copies in self._copies.items() if self._queues[s] is queue for i in range(len(copies))]
         copies = [self._copies[s][i] for s, i in keys]
-        twice = [Node(i, Exchange((), (Leg(0, copied.span),))) for i, copied in enumerate([*copies, *copies])]
+        twice = [Node(i, Exchange((), (Transfer(0, copied.span),))) for i, copied in enumerate([*copies, *copies])]
         found = dependencies(twice)[len(keys) :]
         return {
             key: [(copies[i % len(keys)], int(i < len(keys))) for i in before]
@@ -120,17 +124,17 @@ class Staging:
         }
 
     def _messages_of(self, step: int) -> Iterator[Message]:
-        is_send = self._lanes[step] is Lane.OUT
+        is_send = self._queues[step] is Queue.OUT
         for number, copied in enumerate(self._copies[step]):
             buffer = self._courier.transport.buffer(self._place(step, copied.span), len(copied.span))
             before = [(copied, 0)] if is_send else self._before[step, number]
             gates = tuple((each.word, back) for each, back in before)
-            for leg, word in copied.legs:
-                yield Message(leg.peer, is_send, buffer, gates, word)
+            for transfer, word in copied.transfers:
+                yield Message(transfer.peer, is_send, buffer, gates, word)
 
     def _place(self, step: int, span: Span) -> int:
         """The address in pinned memory."""
-        return self._base + self._places[self._lanes[step], span.buffer] + span.start
+        return self._base + self._places[self._queues[step], span.buffer] + span.start
 
     # -- words -------------------------------------------------------------------------------------------------------
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from typing import TYPE_CHECKING, Any
 
-from qccl.gpu import on_device, require
+from qccl.cuda.runtime import on_device, require
 
 if TYPE_CHECKING:
-    from qccl.engines.cuda import CudaEngine
+    from qccl.cuda.engine import CudaEngine
 
 __all__ = ["DeviceState"]
 

@@ -20,11 +20,11 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+from qccl.cuda.runtime import bounded, mapped, on_device, pick_device, require, wait_for
 from qccl.dtypes import get
 from qccl.errors import ArgumentError, EngineError, QcclError
-from qccl.gpu import bounded, mapped, on_device, pick_device, require, wait_for
-from qccl.transports.base import Call, DeviceLeg, Transport
-from qccl.transports.places import find_places
+from qccl.transports.base import Call, DeviceTransfer, Transport
+from qccl.transports.topology import find_topology
 
 __all__ = ["NcclTransport", "get_unique_id"]
 
@@ -64,7 +64,7 @@ class NcclTransport:
         self.stream: int = self._stream.ptr
         try:
             bounded(device, timeout, "the first transfers", self._connect)
-            places = find_places(self.rank, lambda place: self.allgather(place, timeout))
+            places = find_topology(self.rank, lambda place: self.allgather(place, timeout))
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")
             raise
@@ -141,11 +141,13 @@ class NcclTransport:
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
-    def exchange(self, sends: Sequence[DeviceLeg], receives: Sequence[DeviceLeg], stream: int) -> list[Call]:
+    def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         """One NCCL group: its transfers progress independently of each other."""
         comm = self._comm
-        calls: list[Call] = [(comm.recv, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in receives]
-        calls += [(comm.send, (leg.address, leg.nbytes, _UINT8, leg.peer, stream)) for leg in sends]
+        calls: list[Call] = [
+            (comm.recv, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in receives
+        ]
+        calls += [(comm.send, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in sends]
         return [(_grouped, (calls,))]
 
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
@@ -231,8 +233,16 @@ class NcclTransport:
         gpu = require()
         with self._stream:
             memory = gpu.cupy.cuda.alloc(_ALIGNMENT * (self.size + 1))
-        legs = [DeviceLeg(p, memory.ptr + _ALIGNMENT * (p + 1), 1) for p in range(self.size) if p != self.rank]
-        calls = self.exchange([DeviceLeg(leg.peer, memory.ptr, 1) for leg in legs], legs, self.stream) if legs else []
+        transfers = [
+            DeviceTransfer(p, memory.ptr + _ALIGNMENT * (p + 1), 1) for p in range(self.size) if p != self.rank
+        ]
+        calls = (
+            self.exchange(
+                [DeviceTransfer(transfer.peer, memory.ptr, 1) for transfer in transfers], transfers, self.stream
+            )
+            if transfers
+            else []
+        )
         calls += [(self._comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, _UINT8, self.stream))]
         for function, arguments in calls:
             function(*arguments)

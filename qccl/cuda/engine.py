@@ -27,16 +27,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from qccl.engines import cuda_source
-from qccl.engines.agreement import Header, disagreement
-from qccl.engines.courier import Courier
-from qccl.engines.cuda_program import CudaProgram
-from qccl.engines.cuda_run import CudaRun
-from qccl.engines.cuda_staging import try_out
-from qccl.engines.cuda_state import DeviceState
+from qccl.cuda import source as cuda_source
+from qccl.cuda.program import CudaProgram
+from qccl.cuda.proxy import HostProxy
+from qccl.cuda.run import CudaRun
+from qccl.cuda.runtime import NOT_READY, mapped, on_device, require, wait_for
+from qccl.cuda.staging import try_out
+from qccl.cuda.state import DeviceState
+from qccl.engine.control import Header, disagreement
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError, gave_up
-from qccl.gpu import NOT_READY, mapped, on_device, require, wait_for
-from qccl.schedule import Lane, Schedule
+from qccl.schedule import Queue, Schedule
 from qccl.transports.base import DeviceTransport
 
 require()  # without CUDA, this module says so when it is imported
@@ -77,8 +77,8 @@ class CudaEngine:
             self._home, *spare = (cuda.Stream(non_blocking=True) for _ in range(3))
             self._free = [cuda.Event(disable_timing=True) for _ in range(_EVENTS)]
         self._capture = spare
-        self.lanes: dict[Lane, int] = {Lane.COMPUTE: self._home.ptr, Lane.COMM: transport.stream}
-        self.capture_lanes: Mapping[Lane, int] = {Lane.COMPUTE: spare[0].ptr, Lane.COMM: spare[1].ptr}
+        self.queues: dict[Queue, int] = {Queue.COMPUTE: self._home.ptr, Queue.COMM: transport.stream}
+        self.capture_queues: Mapping[Queue, int] = {Queue.COMPUTE: spare[0].ptr, Queue.COMM: spare[1].ptr}
         self._enqueuing = threading.RLock()
         self._state = threading.Lock()  # of what follows; never held while anything blocks
         self._pending: deque[CudaRun] = deque()
@@ -90,7 +90,7 @@ class CudaEngine:
         self._wake = threading.Event()
         self._watcher: threading.Thread | None = None
         self._releases = False
-        self._courier: Courier | None = None
+        self._courier: HostProxy | None = None
         self._staged: list[Any] = []  # the streams of what goes through host memory
         _failed[:] = [engine for engine in _failed if engine.is_busy()]
         if not _live:  # so that it comes before what the transport does at the end of the process
@@ -107,9 +107,9 @@ class CudaEngine:
         """Prepare a schedule of this rank: compile its kernels, and take its workspace."""
         self._check_usable()
         cuda_source.check_codecs(schedule)
-        courier = self._make_courier() if schedule.distant else None
+        proxy = self._make_proxy() if schedule.staged_peers else None
         with self._translated(), on_device(self.device):
-            return CudaProgram(self, schedule, courier)
+            return CudaProgram(self, schedule, proxy)
 
     def persistent(self, nbytes: int) -> DeviceState:
         """Memory for what lasts from run to run."""
@@ -208,7 +208,7 @@ class CudaEngine:
     def is_busy(self) -> bool:
         """Whether the device has not done all that it was told."""
         query = require().runtime.streamQuery
-        return any(query(lane) == NOT_READY for lane in self.lanes.values())
+        return any(query(queue) == NOT_READY for queue in self.queues.values())
 
     # -- used by programs and runs -----------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class CudaEngine:
             copy(address, ctypes.addressof(source), len(source), _HOST_TO_DEVICE, self._home.ptr)
         return sources
 
-    def _make_courier(self) -> Courier:
+    def _make_proxy(self) -> HostProxy:
         """Who carries what goes through host memory; and the lanes for it. Raises ArgumentError where nobody can."""
         host = self.transport.host
         if host is None:
@@ -252,8 +252,8 @@ class CudaEngine:
             with self._translated(), on_device(self.device):
                 self._staged = [require().cupy.cuda.Stream(non_blocking=True, priority=-1) for _ in range(2)]
                 try_out(self._staged[0].ptr)
-            self.lanes |= zip((Lane.OUT, Lane.IN), (stream.ptr for stream in self._staged), strict=True)
-            self._courier = Courier(host, lambda error: (fail := failed()) and fail(error))
+            self.queues |= zip((Queue.OUT, Queue.IN), (stream.ptr for stream in self._staged), strict=True)
+            self._courier = HostProxy(host, lambda error: (fail := failed()) and fail(error))
             weakref.finalize(self, self._courier.dismiss).atexit = False  # then leave() sees to it
         return self._courier
 
@@ -261,15 +261,15 @@ class CudaEngine:
         self,
         program: CudaProgram,
         run: CudaRun,
-        arrive: Callable[[Mapping[Lane, int]], None],
-        enqueue: Callable[[Mapping[Lane, int], int], None],
+        arrive: Callable[[Mapping[Queue, int]], None],
+        enqueue: Callable[[Mapping[Queue, int], int], None],
     ) -> None:
         """Put a run on the lanes: behind what ``arrive`` waits for, where errors have no consequences, ``enqueue``."""
-        lanes = self.capture_lanes if run.captured else self.lanes
+        queues = self.capture_queues if run.captured else self.queues
         with self._enqueuing:
             self._check_usable()
             with self._translated(), self._on_device():
-                arrive(lanes)
+                arrive(queues)
             run.event = self.take_event()
             if run.captured:
                 self._captured.append(program)  # the graph holds its addresses for as long as it lives
@@ -280,7 +280,7 @@ class CudaEngine:
                 self._watch()
             try:
                 with self._on_device():
-                    enqueue(lanes, run.event.ptr)
+                    enqueue(queues, run.event.ptr)
             except BaseException as error:  # part of it may be on its way
                 ours = error if isinstance(error, QcclError) else mapped(error)
                 self.fail(ours or gave_up(self.rank, error))

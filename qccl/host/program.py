@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 from qccl import _host
 from qccl.dtypes import FLOAT32
-from qccl.engines.agreement import Block, Header, data_nbytes_of, disagreement
-from qccl.engines.direct import direct
-from qccl.engines.labels import Label, labels
+from qccl.engine.control import Block, Header, data_nbytes_of, disagreement
+from qccl.engine.labels import Label, labels
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
-from qccl.schedule import Carried, Commit, Decode, Encode, Leg, Node, Reduce, Role, Schedule, Span, nodes
+from qccl.host.zero_copy import direct
+from qccl.schedule import Commit, Decode, Encode, Node, Reduce, Role, Schedule, Span, StateBuffer, Transfer, nodes
 
 if TYPE_CHECKING:
-    from qccl.engines.host import HostEngine
+    from qccl.host.engine import HostEngine
     from qccl.trace import TraceEvent
     from qccl.transports.base import Transport
 
@@ -58,15 +58,15 @@ class Program:
         self.workspace_nbytes = self._workspace.nbytes
         self._least = max(_LEAST_DIRECT, transport.eager_nbytes + 1)
         # not kept: they are most of what a long schedule takes
-        every, needs = direct(tuple(nodes(schedule, per_leg=True)), self._least)
+        every, needs = direct(tuple(nodes(schedule, per_transfer=True)), self._least)
         self.steps = _host.Steps(schedule.rank, schedule.size, transport.eager_nbytes)
         self._direct: list[tuple[int, str, int]] = []  # sends from the caller's memory: buffer and offset
         for node, needed in zip(every, needs, strict=True):
-            if node.leg is None:
+            if node.transfer is None:
                 writes_output = any(schedule.buffers[span.buffer].role is Role.OUTPUT for span in node.writes())
                 self.steps.add_operation(self._operation(node, schedule), needed, writes_output)
             else:
-                self._add_transfer(node, node.leg, needed, schedule)
+                self._add_transfer(node, node.transfer, needed, schedule)
         self.steps.link()
         self.run = _host.Run(self.steps)
 
@@ -107,7 +107,7 @@ class Program:
 
     def _labels(self, schedule: Schedule) -> list[Label]:
         """The label of each step in a trace."""
-        every = tuple(nodes(schedule, per_leg=True))
+        every = tuple(nodes(schedule, per_transfer=True))
         said = dict(zip(map(_identity, every), labels(every, schedule.buffers), strict=True))
         kept, _ = direct(every, self._least)
         return [said[_identity(node)] for node in kept]
@@ -151,8 +151,8 @@ class Program:
             return dtype.code
 
         def state(op: Reduce) -> tuple[Any, Any, float]:
-            def places(carried: Carried | None) -> Any:
-                return None if carried is None else (at(carried.old), at(carried.new))
+            def places(state_buffers: StateBuffer | None) -> Any:
+                return None if state_buffers is None else (at(state_buffers.old), at(state_buffers.new))
 
             return (
                 (None, None, 0.0)
@@ -191,14 +191,14 @@ class Program:
                     op.src_round,
                     *state(op),
                 )
-            case Commit(guard, carried):
-                copies = [(at(each.new), at(each.old), len(each.new) * FLOAT32.itemsize) for each in carried]
+            case Commit(guard, state_buffers):
+                copies = [(at(each.new), at(each.old), len(each.new) * FLOAT32.itemsize) for each in state_buffers]
                 return _host.Commit(memory, [(code(span), at(span), len(span)) for span in guard], copies)
             case _:
                 raise EngineError(f"the host engine cannot run {type(node.op).__name__} (operation {node.op_index})")
 
-    def _add_transfer(self, node: Node, leg: Leg, needed: Sequence[int], schedule: Schedule) -> None:
-        span = leg.span
+    def _add_transfer(self, node: Node, transfer: Transfer, needed: Sequence[int], schedule: Schedule) -> None:
+        span = transfer.span
         buffer = schedule.buffers[span.buffer]
         if buffer.role is not Role.WORK:
             raise EngineError(f"operation {node.op_index} transfers {span.buffer!r}; legs must be in work buffers")
@@ -207,12 +207,12 @@ class Program:
             offset = node.place.start * schedule.buffers[node.place.buffer].itemsize
             self._direct.append((len(self.steps), node.place.buffer, offset))
         tag = 1 + node.sequence % _host.TAGS_PER_RUN
-        self.steps.add_transfer(node.is_send, leg.peer, tag, address, len(span) * buffer.itemsize, needed)
+        self.steps.add_transfer(node.is_send, transfer.peer, tag, address, len(span) * buffer.itemsize, needed)
 
 
-def _identity(node: Node) -> tuple[int, Leg | None, bool, int]:
+def _identity(node: Node) -> tuple[int, Transfer | None, bool, int]:
     """A key that identifies a node in its schedule, also after direct() has changed the source of its send."""
-    return node.op_index, node.leg, node.is_send, node.sequence
+    return node.op_index, node.transfer, node.is_send, node.sequence
 
 
 class Execution:
@@ -343,6 +343,6 @@ class Execution:
 
             rank = self._program.engine.rank
             for i, start, stop in self._program.run.trace():
-                lane, name, args = self._labels[i]
+                queue, name, args = self._labels[i]
                 args = {**args, "call": self.sequence}
-                self._trace.append(TraceEvent(rank, lane, name, start, stop, args))
+                self._trace.append(TraceEvent(rank, queue, name, start, stop, args))

@@ -12,12 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from qccl.analysis.events import Event, Step, Transfer
+from qccl.analysis.events import Event, Rendezvous, Step
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
 from qccl.schedule import (
-    Carried,
     Commit,
     Decode,
     Encode,
@@ -26,10 +25,11 @@ from qccl.schedule import (
     Role,
     Schedule,
     Span,
+    StateBuffer,
     VerificationError,
 )
 
-__all__ = ["Contents", "Given", "Want"]
+__all__ = ["Contents", "Postcondition", "Precondition"]
 
 
 #: bytes that codes which travel in one transfer may be aligned to
@@ -37,7 +37,7 @@ PADDING = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Want:
+class Postcondition:
     """What ``span`` must hold in the end.
 
     The inputs of ``ranks``, each exactly once, combined by ``op``, times ``scale``; from element ``first`` on.
@@ -51,7 +51,7 @@ class Want:
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class Precondition:
     """What a buffer holds from the start: the inputs of ``ranks``, from element ``first`` on.
 
     Numbers from the number of ranks on stand for inputs that several ranks have, bit for bit.
@@ -124,7 +124,7 @@ class Contents:
     """
 
     def __init__(
-        self, schedules: Sequence[Schedule], given: Callable[[Schedule], Iterable[Given]] | None = None
+        self, schedules: Sequence[Schedule], given: Callable[[Schedule], Iterable[Precondition]] | None = None
     ) -> None:
         self.schedules = schedules
         self.memory: list[dict[str, IntervalMap[_Cell]]] = []
@@ -151,13 +151,13 @@ class Contents:
         match event:
             case Step():
                 _Place(self, event.rank, event.op_index).compute()
-            case Transfer():
+            case Rendezvous():
                 target, shift = event.received, event.received.start - event.sent.start
                 for run in _Place(self, event.source, event.send_op).read(event.sent, padded=True):
                     place = Span(target.buffer, run.start + shift, run.stop + shift)
                     _Place(self, event.target, event.recv_op).write(place, [run])
 
-    def check(self, wants: Sequence[Iterable[Want]]) -> None:
+    def check(self, wants: Sequence[Iterable[Postcondition]]) -> None:
         """Compare the end with what each rank wants: right values, and the same bits where two ranks want the same."""
         models: dict[tuple[object, ...], tuple[int, set[tuple[int, int, Value | Wire]]]] = {}
         for rank, wanted in enumerate(wants):
@@ -371,8 +371,8 @@ class _Place:
             case Commit():
                 for span in op.guard:
                     self.read(span)
-                for carried in op.carried:
-                    self.write(carried.old, self.read(carried.new))
+                for state_buffers in op.state_buffers:
+                    self.write(state_buffers.old, self.read(state_buffers.new))
 
     def _reduce(self, op: Reduce) -> None:
         values = op.own or op.out
@@ -398,18 +398,20 @@ class _Place:
         if op.out is not None:
             self.put(op.out, total)
 
-    def _remember(self, term: _Term, carried: Carried, how: object) -> _Term:
+    def _remember(self, term: _Term, state_buffers: StateBuffer, how: object) -> _Term:
         """What becomes of values with what was carried for them; the same computation gives what is carried next."""
-        old = self.values(carried.old)
+        old = self.values(state_buffers.old)
         if (old.first, old.count) != (term.first, term.count):
-            self.fail(f"adds {carried.old}, of element {old.first} and on, to values of element {term.first} and on")
+            self.fail(
+                f"adds {state_buffers.old}, of element {old.first} and on, to values of element {term.first} and on"
+            )
         value = term.value
         corrected = self.world.value(("with", value, old.value, how), value.ranks, value.op, value.scale)
         left = self.world.value(("left", value, old.value, how), _mask([self.rank]), None, 1.0)
-        self.put(carried.new, _Term(left, term.first, term.count))
+        self.put(state_buffers.new, _Term(left, term.first, term.count))
         return _Term(corrected, term.first, term.count)
 
-    def compare(self, want: Want, runs: Sequence[_Cell]) -> None:
+    def compare(self, want: Postcondition, runs: Sequence[_Cell]) -> None:
         """Fail unless the runs are what is wanted."""
         ranks, shift = _mask(want.ranks), want.first - want.span.start
         for run in runs:
@@ -424,14 +426,14 @@ class _Place:
                 self.fail(f"{here} ends as {what.op} x {what.scale}; wanted is {want.op} x {want.scale}")
 
 
-def _given(schedule: Schedule) -> Iterator[Given]:
+def _given(schedule: Schedule) -> Iterator[Precondition]:
     """The rank's input in the buffers with Role.INPUT, or else in those with Role.OUTPUT: several are one vector."""
     for role in (Role.INPUT, Role.OUTPUT):
         found = [(name, b.size) for name, b in schedule.buffers.items() if b.role is role]
         if found:
             first = 0
             for name, size in found:
-                yield Given(name, (schedule.rank,), first)
+                yield Precondition(name, (schedule.rank,), first)
                 first += size
             return
 

@@ -18,7 +18,7 @@ Args = dict[str, int | str]
 class Label(NamedTuple):
     """Lane, name and arguments of a trace event (see TraceEvent)."""
 
-    lane: str
+    queue: str
     name: str
     args: Args
 
@@ -54,13 +54,13 @@ def _describe_messages(
     program: Sequence[Node], args: list[Args], sources: Sequence[list[int]], readers: Sequence[list[int]]
 ) -> None:
     """Copy codec, round and elements to each transfer from the operation that encodes or decodes its message."""
-    transfers = [i for i, node in enumerate(program) if node.leg is not None]
+    transfers = [i for i, node in enumerate(program) if node.transfer is not None]
     for i in sorted(transfers, key=lambda i: program[i].is_send):  # receives first: a send may forward a message
         is_send = program[i].is_send
         near = sources[i] if is_send else readers[i]
-        others = [j for j in near if program[j].leg is None]
+        others = [j for j in near if program[j].transfer is None]
         if is_send:
-            others += [j for j in near if program[j].leg is not None]
+            others += [j for j in near if program[j].transfer is not None]
         if others:
             args[i] = _message(program[others[0]].op, args[others[0]], is_send=is_send) | args[i]
 
@@ -70,13 +70,13 @@ def _number_chunks(
 ) -> None:
     seen: Counter[tuple[int, bool, int | str | None]] = Counter()
     for i, node in enumerate(program):
-        if node.leg is not None:
-            key = node.leg.peer, node.is_send, args[i].get("round")
+        if node.transfer is not None:
+            key = node.transfer.peer, node.is_send, args[i].get("round")
             args[i]["chunk"] = seen[key]
             seen[key] += 1
     for i, node in enumerate(program):
-        messages = [j for j in (*sources[i], *readers[i]) if program[j].leg is not None]
-        if node.leg is None and messages:
+        messages = [j for j in (*sources[i], *readers[i]) if program[j].transfer is not None]
+        if node.transfer is None and messages:
             args[i]["chunk"] = args[messages[0]]["chunk"]
 
 
@@ -98,9 +98,9 @@ def _flow(program: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
 
 def _arguments(node: Node, buffers: Mapping[str, Buffer]) -> Args:
     args: Args = {"operation": node.op_index}
-    if node.leg is not None:
-        nbytes = len(node.leg.span) * buffers[node.leg.span.buffer].itemsize
-        return args | {"peer": node.leg.peer, "bytes": nbytes, "message": node.sequence}
+    if node.transfer is not None:
+        nbytes = len(node.transfer.span) * buffers[node.transfer.span.buffer].itemsize
+        return args | {"peer": node.transfer.peer, "bytes": nbytes, "message": node.sequence}
     match node.op:
         case Encode(codec, src, wire, round=number):
             return args | {"codec": codec.spec(), "round": number, "elements": len(src), "bytes": len(wire)}
@@ -111,11 +111,11 @@ def _arguments(node: Node, buffers: Mapping[str, Buffer]) -> Args:
             count = len(own or out or ())
             return args | {"codec": codec.spec(), "round": number, "elements": count, "bytes": nbytes}
         case Exchange(sends, recvs):
-            sent, received = (sum(len(leg.span) for leg in legs) for legs in (sends, recvs))
-            peers = sorted({leg.peer for leg in (*sends, *recvs)})
+            sent, received = (sum(len(transfer.span) for transfer in transfers) for transfers in (sends, recvs))
+            peers = sorted({transfer.peer for transfer in (*sends, *recvs)})
             return args | {"bytes": sent, "received bytes": received, "peers": ", ".join(map(str, peers))}
-        case Commit(carried=carried):
-            return args | {"elements": sum(len(each.new) for each in carried)}
+        case Commit(state_buffers=state_buffers):
+            return args | {"elements": sum(len(each.new) for each in state_buffers)}
 
 
 def _message(op: Op, known: Args, *, is_send: bool) -> Args:
@@ -127,11 +127,11 @@ def _message(op: Op, known: Args, *, is_send: bool) -> Args:
 
 
 def _label(node: Node, args: Args) -> Label:
-    if node.leg is not None:
-        lane, kind = ("send", "send") if node.is_send else ("recv", "receive")
+    if node.transfer is not None:
+        queue, kind = ("send", "send") if node.is_send else ("recv", "receive")
     else:
-        lane, kind = node.lane.value, type(node.op).__name__.lower()
-    return Label(lane, f"{kind} chunk {args['chunk']}" if "chunk" in args else kind, args)
+        queue, kind = node.queue.value, type(node.op).__name__.lower()
+    return Label(queue, f"{kind} chunk {args['chunk']}" if "chunk" in args else kind, args)
 
 
 def group_label(group: Sequence[Node], buffers: Mapping[str, Buffer]) -> Label:
@@ -143,4 +143,4 @@ def group_label(group: Sequence[Node], buffers: Mapping[str, Buffer]) -> Label:
         if key in each[0]
     }
     kind = type(group[0].op).__name__.lower()
-    return Label(group[0].lane.value, f"{kind} {group[0].op_index}", each[0] | sums | {"operations": len(group)})
+    return Label(group[0].queue.value, f"{kind} {group[0].op_index}", each[0] | sums | {"operations": len(group)})

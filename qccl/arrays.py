@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import InvalidBufferError
-from qccl.memory.tensors import check_values, is_tensor, storage_of
 from qccl.scalars import as_integer
+from qccl.tensors import check_values, is_tensor, storage_of
 
 __all__ = [
     "EXPONENT_BITS",

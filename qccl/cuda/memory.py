@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from qccl import dtypes
+from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
+from qccl.cuda.runtime import on_device, require
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
-from qccl.gpu import on_device, require
-from qccl.memory.base import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
-from qccl.memory.tensors import is_tensor
+from qccl.tensors import is_tensor
 
 __all__ = ["CudaMemory"]
 

@@ -1,0 +1,25 @@
+"""The CUDA backend: kernels compiled at run time on the memory of a GPU, over NCCL."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qccl.arrays import Memory
+    from qccl.engine.base import Engine
+    from qccl.transports.base import DeviceTransport
+
+__all__ = ["CudaBackend"]
+
+
+class CudaBackend:
+    """The engine and the memory of one communicator on CUDA; see qccl.engine.base.Backend."""
+
+    name = "cuda"
+
+    def __init__(self, transport: DeviceTransport) -> None:
+        from qccl.cuda.engine import CudaEngine
+        from qccl.cuda.memory import CudaMemory
+
+        self.engine: Engine = CudaEngine(transport)
+        self.memory: Memory = CudaMemory(transport.device)

@@ -1,0 +1,1 @@
+"""What the engines of the host and of CUDA have in common: their interface, control messages, the progress thread."""

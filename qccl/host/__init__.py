@@ -1,0 +1,25 @@
+"""The host backend: compiled kernels on host memory, over a host transport."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qccl.arrays import Memory
+    from qccl.engine.base import Engine
+    from qccl.transports.base import Transport
+
+__all__ = ["HostBackend"]
+
+
+class HostBackend:
+    """The engine and the memory of one communicator on the host; see qccl.engine.base.Backend."""
+
+    name = "host"
+
+    def __init__(self, transport: Transport) -> None:
+        from qccl.host.engine import HostEngine
+        from qccl.host.memory import HostMemory
+
+        self.engine: Engine = HostEngine(transport)
+        self.memory: Memory = HostMemory()
