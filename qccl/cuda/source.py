@@ -105,17 +105,17 @@ Locate = Callable[[Span], tuple[int, int]]
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A unit of work: ``queues`` threads, each with ``vectors`` times 16 bytes of values (see ``tile.h``)."""
+    """A unit of work: ``lanes`` threads, each with ``vectors`` times 16 bytes of values (see ``tile.h``)."""
 
-    queues: int
+    lanes: int
     vectors: int
 
     def __str__(self) -> str:
-        return f"qccl::Shape<{self.queues}, {self.vectors}>"
+        return f"qccl::Shape<{self.lanes}, {self.vectors}>"
 
     def capacity(self, itemsize: int) -> int:
         """Elements."""
-        return self.queues * self.vectors * 16 // itemsize
+        return self.lanes * self.vectors * 16 // itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -366,7 +366,7 @@ def _made(
     parameters["seed"] = kernel.seed
     parameters["bucket"], parameters["units_per_bucket"] = cut.bucket, cut.units_per_bucket
     parameters["options"][: len(kernel.options)] = kernel.options
-    groups = THREADS // cut.shape.queues
+    groups = THREADS // cut.shape.lanes
     grid = (-(-max(units) // groups), len(jobs), 1)
     table = np.zeros(0, PLACE) if sources is None else sources
     return Launch(names, jobs, parameters, grid, table, scratch_nbytes, ranges, draws)
@@ -394,8 +394,8 @@ def _shape(elements: int, itemsize: int) -> Shape:
     vectors = -(-elements * itemsize // 16)
     if vectors <= 16:
         return Shape(_power_of_two(vectors), 1)
-    queues = 32 if elements <= 1024 else THREADS
-    return Shape(queues, _power_of_two(-(-vectors // queues)))
+    lanes = 32 if elements <= 1024 else THREADS
+    return Shape(lanes, _power_of_two(-(-vectors // lanes)))
 
 
 def _power_of_two(number: int) -> int:
@@ -405,7 +405,7 @@ def _power_of_two(number: int) -> int:
 
 def _passes(kind: str, kernel: Kernel, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
     """The kernels that make codes: one, or two where the units of a bucket must first agree on its range."""
-    needs_two = cut.units_per_bucket > 1 and cut.shape.queues == THREADS
+    needs_two = cut.units_per_bucket > 1 and cut.shape.lanes == THREADS
     passes = ("range", "codes") if needs_two else ("whole",)
     arguments = f"{_types(kernel.type, dtype)}, {cut.shape}"
     return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)
