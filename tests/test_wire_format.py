@@ -14,6 +14,7 @@ from test_allreduce import oracle_codec
 
 import qccl
 from qccl import codecs
+from qccl.collectives.layout import partition
 
 PAGE = (Path(__file__).parents[1] / "docs" / "wire-format.md").read_text()
 
