@@ -26,7 +26,7 @@ from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link, parse_size
-from qccl.signatures import LAYOUTS
+from qccl.collectives.hierarchical import LAYOUTS
 
 _RANKS, _NODES = 4, 2
 #: of each mode, what MPI's all-reduce is called in the results

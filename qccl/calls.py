@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl.arguments import CodecLike, OpLike
 from qccl.arrays import Memory, Values
+from qccl.collectives import (
+    AllGatherSpec,
+    AllReduceSpec,
+    AllToAllSpec,
+    BroadcastSpec,
+    CoalescedSpec,
+    CollectiveSpec,
+    HierarchicalSpec,
+    PeerExchangeSpec,
+    ReduceScatterSpec,
+    ReduceSpec,
+)
 from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
-from qccl.signatures import (
-    AllGather,
-    AllReduce,
-    AllToAll,
-    Broadcast,
-    Coalesced,
-    Hierarchical,
-    PeerExchange,
-    Reduce,
-    ReduceScatter,
-    Signature,
-)
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -107,9 +107,11 @@ class Collectives(ABC):
         source, target, result = self._pair(x, out, dtype)
         if target.count != source.count:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
-        signature = AllReduce.make(source.count, source.dtype, codec, chunk, source.order, op=op, algorithm=algorithm)
+        spec = AllReduceSpec.from_arguments(
+            source.count, source.dtype, codec, chunk, source.order, op=op, algorithm=algorithm
+        )
         run = Run(async_op, nonfinite, stream, timeout, trace, key, lr)
-        return self._run(signature, {"input": source, "output": target}, result, run)
+        return self._run(spec, {"input": source, "output": target}, result, run)
 
     def quantized_allreduce_coalesced(
         self,
@@ -147,10 +149,12 @@ class Collectives(ABC):
                 source if outs is None else memory.from_array(out, dtype=dtype, writable=True, what=f"outs[{i}]")
             )
         each = [arrays[f"input {i}"].count for i in range(len(xs))]
-        signature = Coalesced.make(sum(each), dtype or FLOAT32, codec, chunk, each=each, op=op, algorithm=algorithm)
-        order = signature.order_of(arrays)
-        signature = signature if order == "C" else replace(signature, order=order)
-        return self._run(signature, arrays, targets, Run(async_op, nonfinite, stream, timeout, trace, key, lr))
+        spec = CoalescedSpec.from_arguments(
+            sum(each), dtype or FLOAT32, codec, chunk, each=each, op=op, algorithm=algorithm
+        )
+        order = spec.order_of(arrays)
+        spec = spec if order == "C" else replace(spec, order=order)
+        return self._run(spec, arrays, targets, Run(async_op, nonfinite, stream, timeout, trace, key, lr))
 
     def quantized_reduce_scatter(
         self,
@@ -174,15 +178,13 @@ class Collectives(ABC):
         Returns ``out`` (or ``x``), or its Work.
         """
         source = self._memory.from_array(x, dtype=dtype, writable=out is None, what="x")
-        signature = ReduceScatter.make(source.count, source.dtype, codec, chunk, op=op, counts=counts)
+        spec = ReduceScatterSpec.from_arguments(source.count, source.dtype, codec, chunk, op=op, counts=counts)
         if out is None:
-            target = signature.output_in(source, self.rank, self.size)
+            target = spec.output_in(source, self.rank, self.size)
         else:
             target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
         arrays = {"input": source, "output": target}
-        return self._run(
-            signature, arrays, x if out is None else out, Run(async_op, "propagate", stream, timeout, trace)
-        )
+        return self._run(spec, arrays, x if out is None else out, Run(async_op, "propagate", stream, timeout, trace))
 
     def quantized_all_gather(
         self,
@@ -207,9 +209,9 @@ class Collectives(ABC):
         """
         source = self._memory.from_array(x, dtype=dtype, writable=False, what="x")
         target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
-        signature = AllGather.make(target.count, target.dtype, codec, chunk, counts=counts)
+        spec = AllGatherSpec.from_arguments(target.count, target.dtype, codec, chunk, counts=counts)
         return self._run(
-            signature, {"input": source, "output": target}, out, Run(async_op, nonfinite, stream, timeout, trace)
+            spec, {"input": source, "output": target}, out, Run(async_op, nonfinite, stream, timeout, trace)
         )
 
     def quantized_all_to_all(
@@ -235,11 +237,11 @@ class Collectives(ABC):
         """
         source = self._memory.from_array(x, dtype=dtype, writable=False, what="x")
         target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
-        signature = AllToAll.make(
+        spec = AllToAllSpec.from_arguments(
             source.count, source.dtype, codec, chunk, send_counts=send_counts, recv_counts=recv_counts
         )
         return self._run(
-            signature, {"input": source, "output": target}, out, Run(async_op, "propagate", stream, timeout, trace)
+            spec, {"input": source, "output": target}, out, Run(async_op, "propagate", stream, timeout, trace)
         )
 
     def quantized_broadcast(
@@ -269,11 +271,11 @@ class Collectives(ABC):
         else:
             source = target = self._memory.from_array(out, dtype=dtype, writable=True, what="out")
             result = out
-        signature = Broadcast.make(
+        spec = BroadcastSpec.from_arguments(
             source.count, source.dtype, codec, chunk, source.order, root=root, algorithm=algorithm
         )
         return self._run(
-            signature, {"input": source, "output": target}, result, Run(async_op, nonfinite, stream, timeout, trace)
+            spec, {"input": source, "output": target}, result, Run(async_op, nonfinite, stream, timeout, trace)
         )
 
     def quantized_reduce(
@@ -303,10 +305,10 @@ class Collectives(ABC):
         else:
             source, result = self._memory.from_array(x, dtype=dtype, writable=False, what="x"), None
             arrays = {"input": source}
-        signature = Reduce.make(
+        spec = ReduceSpec.from_arguments(
             source.count, source.dtype, codec, chunk, source.order, op=op, root=root, algorithm=algorithm
         )
-        return self._run(signature, arrays, result, Run(async_op, "propagate", stream, timeout, trace))
+        return self._run(spec, arrays, result, Run(async_op, "propagate", stream, timeout, trace))
 
     def hierarchical_allreduce(
         self,
@@ -341,7 +343,7 @@ class Collectives(ABC):
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
         source, target, result = self._pair(x, out, dtype)
-        signature = Hierarchical.make(
+        spec = HierarchicalSpec.from_arguments(
             *(source.count, source.dtype, codec, chunk, source.order),
             op=op,
             intra=intra,
@@ -351,7 +353,7 @@ class Collectives(ABC):
             inter=inter,
         )
         run = Run(async_op, nonfinite, stream, timeout, trace)
-        return self._run(signature, {"input": source, "output": target}, result, run)
+        return self._run(spec, {"input": source, "output": target}, result, run)
 
     def peer_exchange(
         self,
@@ -391,13 +393,13 @@ class Collectives(ABC):
         for peer, array in replicas.items():
             what = f"replicas[{peer}]"
             arrays[f"replica {peer}"] = memory.from_array(array, dtype=own.dtype, writable=True, what=what)
-        signature = PeerExchange.make(
+        spec = PeerExchangeSpec.from_arguments(
             *(own.count, own.dtype, codec, chunk, own.order),
             send_to=send_to,
             receive_from=replicas.keys(),
             applied=applied is not None,
         )
-        return self._run(signature, arrays, applied, Run(async_op, "propagate", stream, timeout, trace))
+        return self._run(spec, arrays, applied, Run(async_op, "propagate", stream, timeout, trace))
 
     def _pair(self, x: Any, out: Any, dtype: DType | str | None) -> tuple[Values, Values, Any]:
         """The memory of both arrays (the same where ``out`` is None), and the one that is returned."""
@@ -407,5 +409,5 @@ class Collectives(ABC):
         return source, self._memory.from_array(out, dtype=source.dtype, writable=True, what="out"), out
 
     @abstractmethod
-    def _run(self, signature: Signature, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
+    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
         """One call of a collective: its result, or its Work."""

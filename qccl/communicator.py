@@ -11,13 +11,13 @@ from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeou
 from qccl.arrays import Values
 from qccl.calls import Collectives, Run
 from qccl.codecs.base import Codec
+from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend, Program
 from qccl.engine.control import Header, Kind
 from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
 from qccl.host import HostBackend
 from qccl.plan import Plan, PlanCache
-from qccl.signatures import Hierarchical, Signature, check_counts, of_plan
 from qccl.state import StateStore, check_key
 from qccl.work import Work
 
@@ -182,11 +182,11 @@ class Communicator(Collectives):
         those of the collective's method ("op", "algorithm", ...).
         """
         self._check_usable()
-        if collective == Hierarchical.name:
+        if collective == HierarchicalSpec.name:
             parameters = {"node_ids": self.nodes, **parameters}
-        signature = of_plan(collective, count, dtype, codec, chunk, parameters)
-        check_key(signature.codec, key)
-        return Plan(self, signature, key)
+        spec = spec_of_plan(collective, count, dtype, codec, chunk, parameters)
+        check_key(spec.codec, key)
+        return Plan(self, spec, key)
 
     def barrier(self) -> None:
         """Return when every rank has called barrier()."""
@@ -283,19 +283,19 @@ class Communicator(Collectives):
 
     # -- how a call runs ---------------------------------------------------------------------------------------------
 
-    def _run(self, signature: Signature, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
+    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
         """One call of a collective: its result, or its Work."""
         self._check_usable()
         if how.nonfinite not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={how.nonfinite!r} is not "propagate" or "error"')
         timeout = None if how.timeout is None else timeout_of(how.timeout)
         check_trace(how.trace)
-        check_counts(signature, arrays, self.rank, self.size)
-        check_key(signature.codec, how.key)
+        spec.check_counts(arrays, self.rank, self.size)
+        check_key(spec.codec, how.key)
         if how.async_op:
             self._memory.hold(arrays.values())
-        own = self._own_input(signature, arrays) if how.nonfinite == "error" else ""
-        plan = self._plans.take(self, signature)._bind_values(arrays, result, how.key)
+        own = self._own_input(spec, arrays) if how.nonfinite == "error" else ""
+        plan = self._plans.take(self, spec)._bind_values(arrays, result, how.key)
         work = plan._start(stream=how.stream, timeout=timeout, trace=how.trace, lr=how.lr)
         work._when_reusable(lambda: self._plans.give_back(plan))
         if how.nonfinite == "error":
@@ -362,7 +362,7 @@ class Communicator(Collectives):
             self._fail(error)
             raise
 
-    def _own_input(self, signature: Signature, arrays: Mapping[str, Values]) -> str:
+    def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
         """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.
 
         It is "" while other calls are under way, which may be writing the input, and on CUDA, where the host would have
@@ -370,7 +370,7 @@ class Communicator(Collectives):
         """
         if not self._engine.is_idle:
             return ""
-        names = [name for name in signature.counts(self.rank, self.size) if name.startswith("input")]
+        names = [name for name in spec.counts(self.rank, self.size) if name.startswith("input")]
         for values in (arrays[name] for name in names):
             first = self._memory.first_nonfinite(values)
             if first is not None:

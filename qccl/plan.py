@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values
+from qccl.collectives import CollectiveSpec
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule
-from qccl.signatures import Signature, check_counts
 from qccl.state import check_key, lr_of
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ __all__ = ["Plan", "PlanCache"]
 
 #: bytes of workspace that idle plans of one communicator may hold together
 CACHE_NBYTES = 256 << 20
-#: signatures with idle plans, and idle plans of one signature (as many calls may be under way)
-CACHE_SIGNATURES = 512
+#: specs with idle plans, and idle plans of one spec (as many calls may be under way)
+CACHE_SPECS = 512
 CACHE_ALIKE = 16
 
 
@@ -55,17 +55,17 @@ class Plan:
     what it is run on where the codec keeps something from run to run.
     """
 
-    def __init__(self, comm: Communicator, signature: Signature, key: str | None = None) -> None:
-        self.signature = signature
+    def __init__(self, comm: Communicator, spec: CollectiveSpec, key: str | None = None) -> None:
+        self.spec = spec
         self._key = key
         self._comm = comm
         self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
-        self._text = signature.text()
-        self._names = signature.counts(comm.rank, comm.size).keys()
-        self._pairs = signature.pairs(comm.rank, comm.size)
-        comm._agree(comm._numbered(self._text, signature.codec), self._pairs)
+        self._text = spec.text()
+        self._names = spec.counts(comm.rank, comm.size).keys()
+        self._pairs = spec.pairs(comm.rank, comm.size)
+        comm._agree(comm._numbered(self._text, spec.codec), self._pairs)
 
     def __repr__(self) -> str:
         return f"<Plan {self._text}>"
@@ -77,8 +77,8 @@ class Plan:
 
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Fix the arrays (as in the collective's method) of the runs to come; returns the plan."""
-        comm, signature = self._comm, self.signature
-        memory, dtype, has_output = comm._memory, signature.dtype, "output" in self._names
+        comm, spec = self._comm, self.spec
+        memory, dtype, has_output = comm._memory, spec.dtype, "output" in self._names
         given: dict[str, Values] = {}
         if "input" in self._names:
             given["input"] = memory.from_array(x, dtype=dtype, writable=out is None and has_output, what="x")
@@ -86,26 +86,26 @@ class Plan:
             given["output"] = memory.from_array(out, dtype=dtype, writable=True, what="out")
         elif has_output:
             source = given.get("input") or memory.from_array(x, dtype=dtype, writable=True, what="x")
-            given["output"] = signature.output_in(source, comm.rank, comm.size)
-        check_counts(signature, given, comm.rank, comm.size)
+            given["output"] = spec.output_in(source, comm.rank, comm.size)
+        spec.check_counts(given, comm.rank, comm.size)
         result = x if out is None else out
         return self._bind_values(given, result if has_output else None, self._key)
 
     def _bind_values(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> Plan:
         self._comm._check_usable()
-        check_key(self.signature.codec, key)
+        check_key(self.spec.codec, key)
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
         self._bound, self._key = None, key
-        signature, comm, text = self.signature, self._comm, self._text
-        order = signature.order_of(arrays)
-        if order != signature.order:
-            text = replace(signature, order=order).text()
-            comm._agree(comm._numbered(text, signature.codec), self._pairs)
-        in_place, addresses = signature.bind(arrays, comm.rank, comm.size)
+        spec, comm, text = self.spec, self._comm, self._text
+        order = spec.order_of(arrays)
+        if order != spec.order:
+            text = replace(spec, order=order).text()
+            comm._agree(comm._numbered(text, spec.codec), self._pairs)
+        in_place, addresses = spec.bind(arrays, comm.rank, comm.size)
         compiled = self._program(in_place)
-        if compiled.state and order != signature.order:  # another element would get what this one's code left out
-            compiled = compiled._replace(state_owner=replace(signature, order=order).state_owner(compiled.algorithm))
+        if compiled.state and order != spec.order:  # another element would get what this one's code left out
+            compiled = compiled._replace(state_owner=replace(spec, order=order).state_owner(compiled.algorithm))
         self._bound = _Bound(arrays, result, compiled, addresses, text)
         return self
 
@@ -149,8 +149,8 @@ class Plan:
         keep: Any = self._bound
         streams = self._comm._memory.streams(stream, *arrays.values())
         if self._comm._skipped:
-            text = self._comm._numbered(text, self.signature.codec)
-        if self._key is not None and self.signature.codec.state_names:
+            text = self._comm._numbered(text, self.spec.codec)
+        if self._key is not None and self.spec.codec.state_names:
             state = self._comm._state.take(self._key, compiled.state_owner, compiled.state, lr)
             addresses = addresses | {name: memory.address for name, memory in state.items()}
             text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
@@ -187,16 +187,14 @@ class Plan:
     def schedule(self, *, in_place: bool) -> Schedule:
         """What this rank does in a run."""
         comm = self._comm
-        return self.signature.schedule(
-            comm.rank, comm.size, in_place=in_place, default_chunk=comm._engine.chunk_elements
-        )
+        return self.spec.schedule(comm.rank, comm.size, in_place=in_place, default_chunk=comm._engine.chunk_elements)
 
     def _program(self, in_place: bool) -> _Compiled:
         found = self._programs.get(in_place)
         if found is None:
             schedule = self.schedule(in_place=in_place)
             state = {name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE}
-            state_owner = self.signature.state_owner(schedule.name)
+            state_owner = self.spec.state_owner(schedule.name)
             found = _Compiled(self._comm._engine.compile(schedule), in_place, schedule.name, state_owner, state)
             self._programs[in_place] = found
         return found
@@ -206,14 +204,14 @@ class PlanCache:
     """Plans that are not running, most recently used last; the oldest go when there are too many or too large ones."""
 
     def __init__(self) -> None:
-        self._idle: dict[Signature, list[Plan]] = {}
+        self._idle: dict[CollectiveSpec, list[Plan]] = {}
         self._nbytes = 0  # of workspace, in all of them
 
-    def take(self, comm: Communicator, signature: Signature) -> Plan:
-        """An idle plan of this signature, or a new one."""
-        idle = self._idle.get(signature)
+    def take(self, comm: Communicator, spec: CollectiveSpec) -> Plan:
+        """An idle plan of this spec, or a new one."""
+        idle = self._idle.get(spec)
         if not idle:
-            return Plan(comm, signature)
+            return Plan(comm, spec)
         plan = idle.pop()
         self._nbytes -= plan.nbytes
         return plan
@@ -221,12 +219,12 @@ class PlanCache:
     def give_back(self, plan: Plan) -> None:
         """Keep a plan that has ended, for the next call like it."""
         plan._bound = plan._work = None
-        idle = self._idle.pop(plan.signature, [])
-        self._idle[plan.signature] = idle
+        idle = self._idle.pop(plan.spec, [])
+        self._idle[plan.spec] = idle
         if len(idle) < CACHE_ALIKE:
             idle.append(plan)
             self._nbytes += plan.nbytes
-        while len(self._idle) > CACHE_SIGNATURES or (self._nbytes > CACHE_NBYTES and len(self._idle) > 1):
+        while len(self._idle) > CACHE_SPECS or (self._nbytes > CACHE_NBYTES and len(self._idle) > 1):
             for dropped in self._idle.pop(next(iter(self._idle))):
                 self._nbytes -= dropped.nbytes
 

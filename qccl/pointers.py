@@ -9,9 +9,9 @@ from qccl import dtypes
 from qccl.arguments import CodecLike, OpLike, count_of
 from qccl.arrays import Memory, Pointer, Values
 from qccl.calls import Collectives, Run
+from qccl.collectives import AllReduceSpec, HierarchicalSpec, PeerExchangeSpec
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.signatures import AllReduce, Hierarchical, PeerExchange
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -46,9 +46,9 @@ def quantized_allreduce(
     None.
     """
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
-    signature = AllReduce.make(source.count, source.dtype, codec, chunk, op=op, algorithm=algorithm)
+    spec = AllReduceSpec.from_arguments(source.count, source.dtype, codec, chunk, op=op, algorithm=algorithm)
     run = Run(async_op, nonfinite, stream, timeout, None, key, lr)
-    work = comm._run(signature, {"input": source, "output": target}, None, run)
+    work = comm._run(spec, {"input": source, "output": target}, None, run)
     return work if async_op else None
 
 
@@ -74,7 +74,7 @@ def hierarchical_allreduce(
 ) -> Work | None:
     """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
-    signature = Hierarchical.make(
+    spec = HierarchicalSpec.from_arguments(
         *(source.count, source.dtype, codec, chunk),
         op=op,
         intra=intra,
@@ -84,7 +84,7 @@ def hierarchical_allreduce(
         inter=inter,
     )
     run = Run(async_op, nonfinite, stream, timeout, None)
-    work = comm._run(signature, {"input": source, "output": target}, None, run)
+    work = comm._run(spec, {"input": source, "output": target}, None, run)
     return work if async_op else None
 
 
@@ -110,10 +110,10 @@ def peer_exchange(
     given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
     given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
     arrays = {name: memory.from_pointer(pointer, count, dtype, what=what) for name, pointer, what in given}
-    signature = PeerExchange.make(
+    spec = PeerExchangeSpec.from_arguments(
         *(count, dtype, codec, chunk), send_to=send_to, receive_from=replicas.keys(), applied=applied is not None
     )
-    work = comm._run(signature, arrays, None, Run(async_op, "propagate", stream, timeout, None))
+    work = comm._run(spec, arrays, None, Run(async_op, "propagate", stream, timeout, None))
     return work if async_op else None
 
 

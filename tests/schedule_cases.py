@@ -9,7 +9,7 @@ import pytest
 
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax
-from qccl.collectives import ALLREDUCE
+from qccl.collectives.allreduce import ALLREDUCE
 from qccl.dtypes import FLOAT32
 from qccl.schedule import Op, Schedule, Span
 

@@ -10,7 +10,7 @@ import pytest
 from qccl.analysis.events import Ensemble, Gate, Step
 from qccl.codecs import MinMax, NoCodec
 from qccl.codecs.base import Codec
-from qccl.collectives import ALLREDUCE, choose_allreduce
+from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.dtypes import BFLOAT16, FLOAT32
 from qccl.errors import ArgumentError
 from qccl.schedule import Encode, Exchange, Reduce, Role, Schedule

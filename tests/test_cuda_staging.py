@@ -17,9 +17,9 @@ from test_cuda_engine import captured, cupy, values, world  # noqa: F401  (fixtu
 
 import qccl
 from qccl.codecs import get
+from qccl.collectives import spec_of_plan
 from qccl.cuda import runtime
 from qccl.dtypes import FLOAT32
-from qccl.signatures import of_plan
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 #: the ranks of nodes, and how many orders are tried
@@ -330,7 +330,7 @@ def test_a_peer_that_sends_something_else(world, cupy):  # noqa: F811
     def other(comm: qccl.Communicator) -> Any:
         x = fake_cuda.array(values(comm.rank, 2000), comm.rank)
         how = {"node_ids": [0, 1], "inter": "host"}
-        comm._engine._agreed.add(of_plan("hierarchical_allreduce", 2000, "float32", "minmax8", 256, how).text())
+        comm._engine._agreed.add(spec_of_plan("hierarchical_allreduce", 2000, "float32", "minmax8", 256, how).text())
         with pytest.raises(qccl.QcclError):
             staged(comm, x, async_op=True, timeout=2.0).synchronize()
 

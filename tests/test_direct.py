@@ -12,7 +12,7 @@ import pytest
 
 import qccl
 from qccl import codecs, dtypes
-from qccl.collectives import ALLREDUCE
+from qccl.collectives.allreduce import ALLREDUCE
 from qccl.collectives.hierarchical import hierarchical
 from qccl.host.zero_copy import direct
 from qccl.schedule import Encode, Exchange, Node, Reduce, Role, Schedule, Span, Transfer, nodes

@@ -13,9 +13,8 @@ from schedule_cases import changed, places, rejected
 from qccl.analysis.postconditions import allreduce
 from qccl.analysis.verify import verify
 from qccl.codecs import ErrorFeedback, MinMax, Momentum
-from qccl.collectives import ALLREDUCE
-from qccl.collectives.allreduce import coalesced
-from qccl.collectives.scatter import reduce_scatter
+from qccl.collectives.allreduce import ALLREDUCE, coalesced
+from qccl.collectives.reduce_scatter import reduce_scatter
 from qccl.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from qccl.errors import ArgumentError
 from qccl.schedule import Commit, Encode, Exchange, Op, Reduce, Role, Schedule, Span, StateBuffer, dependencies, nodes

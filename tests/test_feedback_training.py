@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl.collectives import ALLREDUCE
+from qccl.collectives import allreduce as allreduce_module
+from qccl.collectives.allreduce import ALLREDUCE
 from qccl.schedule import Reduce, Schedule
-from qccl.signatures import elementwise
 
 RANKS, COUNT = 3, 512
 
@@ -112,7 +112,7 @@ def test_it_does_not_without_the_residuals_of_both_sides(codec, settled, of_sums
     algorithms = {"two_round": stripped(ALLREDUCE["two_round"], of_sums)}
     early, late = settled, 6 * settled
     whole = errors(codec, "two_round", [late])
-    monkeypatch.setattr(elementwise, "ALLREDUCE", algorithms)
+    monkeypatch.setattr(allreduce_module, "ALLREDUCE", algorithms)
     found = errors(codec, "two_round", [early, late])
     assert found[late] > 0.5 * found[early]
     assert found[late] > 5 * whole[late]

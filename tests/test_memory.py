@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl.collectives import ALLREDUCE, choose_allreduce
+from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.dtypes import FLOAT32
 from qccl.host.engine import HostEngine
 from qccl.schedule import Role

@@ -15,7 +15,7 @@ import qccl
 from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, get
-from qccl.collectives.peers import peer_exchange
+from qccl.collectives.peer_exchange import peer_exchange
 from qccl.dtypes import FLOAT32
 from qccl.schedule import Schedule
 

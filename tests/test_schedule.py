@@ -6,7 +6,7 @@ import random
 from itertools import groupby
 
 from qccl.codecs import MinMax
-from qccl.collectives import ALLREDUCE
+from qccl.collectives.allreduce import ALLREDUCE
 from qccl.dtypes import BFLOAT16, FLOAT32
 from qccl.intervals import IntervalMap
 from qccl.schedule import (

@@ -11,7 +11,7 @@ import pytest
 from qccl.analysis.events import Rules
 from qccl.analysis.simulate import Costs, Timeline, simulate
 from qccl.codecs import MinMax
-from qccl.collectives import ALLREDUCE
+from qccl.collectives.allreduce import ALLREDUCE
 from qccl.dtypes import FLOAT32
 from qccl.schedule import Buffer, Exchange, Role, Schedule, Span, Transfer, VerificationError
 from qccl.trace import TraceEvent, write_trace

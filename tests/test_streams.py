@@ -7,6 +7,7 @@ import itertools
 import pytest
 
 from qccl.codecs import get
+from qccl.collectives import spec_of_plan
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.cuda.streams import HOME, Step, queues_of, steps
 from qccl.dtypes import FLOAT32
@@ -25,7 +26,6 @@ from qccl.schedule import (
     dependencies,
     nodes,
 )
-from qccl.signatures import of_plan
 
 CODEC = get("minmax4:bucket=64")
 CHUNK = 256
@@ -82,7 +82,7 @@ def test_every_dependency_is_kept_and_no_event_is_to_spare(size, count):
 def test_transfers_through_the_host_have_queues_of_their_own(node_ids, layout, algorithm):
     """Each leg is on one lane, every dependency is kept, and no message waits for the one before to have come."""
     how = {"node_ids": node_ids, "layout": layout, "algorithm": algorithm, "inter": "host"}
-    signature = of_plan("hierarchical_allreduce", 20 * CHUNK * len(node_ids), "float32", CODEC, CHUNK, how)
+    signature = spec_of_plan("hierarchical_allreduce", 20 * CHUNK * len(node_ids), "float32", CODEC, CHUNK, how)
     owners = min(map(node_ids.count, node_ids)) if layout == "sharded" else 1
     for rank, node in enumerate(node_ids):
         schedule = signature.schedule(rank, len(node_ids), in_place=True)

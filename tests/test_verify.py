@@ -13,7 +13,7 @@ from schedule_cases import CODEC, Mutation, all_ranks, changed, one_shot, places
 
 from qccl.analysis.verify import Postcondition, allreduce, verify
 from qccl.codecs import MinMax, NoCodec
-from qccl.collectives import ALLREDUCE
+from qccl.collectives.allreduce import ALLREDUCE
 from qccl.dtypes import DTYPES, FLOAT16, FLOAT32
 from qccl.schedule import (
     Buffer,

@@ -12,10 +12,13 @@ from schedule_cases import changed, places
 from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, NoCodec
+from qccl.collectives.all_gather import all_gather
+from qccl.collectives.all_to_all import all_to_all
 from qccl.collectives.allreduce import coalesced
+from qccl.collectives.broadcast import broadcast
 from qccl.collectives.hierarchical import hierarchical
-from qccl.collectives.rooted import broadcast, reduce_one_shot, reduce_two_round
-from qccl.collectives.scatter import all_gather, all_to_all, reduce_scatter
+from qccl.collectives.reduce import reduce_one_shot, reduce_two_round
+from qccl.collectives.reduce_scatter import reduce_scatter
 from qccl.dtypes import DTYPES, FLOAT16, FLOAT32
 from qccl.schedule import Exchange, Op, Schedule
 

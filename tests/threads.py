@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from qccl.codecs import get
+from qccl.collectives import AllReduceSpec
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
 from qccl.engine.control import Header, Kind
 from qccl.host.engine import Execution, HostEngine, Program
-from qccl.signatures import AllReduce
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 CODEC = get("minmax8:bucket=64")
@@ -67,7 +67,7 @@ class Caller:
             "algorithm": "two_round",
             "chunk": None,
         }
-        return Header(Kind.CALL, sequence, AllReduce(**(fields | changed)).text())
+        return Header(Kind.CALL, sequence, AllReduceSpec(**(fields | changed)).text())
 
     def start(self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, **changed: Any) -> Execution:
         execution = program.start(

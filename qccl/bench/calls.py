@@ -19,13 +19,12 @@ from qccl.bench.kinds import KINDS, neighbours
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import momentum_of
 from qccl.codecs.none import NoCodec
+from qccl.collectives import CoalescedSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec, spec_of_plan
 from qccl.collectives.layout import Layout
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, CodecError
 from qccl.plan import Plan
 from qccl.schedule import Exchange, Schedule
-from qccl.signatures import Coalesced, Hierarchical, PeerExchange, of_plan
-from qccl.signatures.base import Signature
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -127,9 +126,9 @@ class QuantizedCall:
         self.name, self.algorithm = codec.spec(), schedule.name
         self.codecs: tuple[Codec, ...] = (self.codec,)
         self.shards = 1 if self.algorithm == "one_shot" else comm.size
-        if isinstance(self.plan.signature, Hierarchical):
-            self._nodes, parts, self._between = self.plan.signature.resolved()
-            self.codecs = (self.plan.signature.intra, self.codec)
+        if isinstance(self.plan.spec, HierarchicalSpec):
+            self._nodes, parts, self._between = self.plan.spec.resolved()
+            self.codecs = (self.plan.spec.intra, self.codec)
             self.shards = parts * (len(self._nodes) if self._between == "two_round" else 1)
         wiring = wiring or Wiring.one_link_each(comm.size)
         sent = comm.allgather(struct.pack("<q", wiring.crossing(schedule)))
@@ -173,10 +172,10 @@ class QuantizedCall:
             given["dtype"] = case.dtype  # NumPy's and CuPy's arrays of it hold uint16
         name = f"quantized_{case.kind}"
         method = getattr(self._comm, name if hasattr(self._comm, name) else case.kind)
-        if case.kind == Coalesced.name:
+        if case.kind == CoalescedSpec.name:
             xs, outs = self._pieces(x), None if out is x else self._pieces(out)
             return lambda: method(xs, outs, **given)
-        if case.kind == PeerExchange.name:
+        if case.kind == PeerExchangeSpec.name:
             peers = neighbours(self._comm.rank, self._comm.size)
             applied, *others = (out[i * case.count : (i + 1) * case.count] for i in range(1 + len(peers)))
             replicas = dict(zip(peers, others, strict=True))
@@ -186,20 +185,20 @@ class QuantizedCall:
 
     def _pieces(self, whole: Any) -> list[Any]:
         """The arrays that a call of many is of."""
-        assert isinstance(self.plan.signature, Coalesced)
-        return [whole[start:stop] for start, stop in pairwise(accumulate(self.plan.signature.each, initial=0))]
+        assert isinstance(self.plan.spec, CoalescedSpec)
+        return [whole[start:stop] for start, stop in pairwise(accumulate(self.plan.spec.each, initial=0))]
 
     def plan_on(self, x: Any, out: Any) -> Plan:
         """The plan, bound to ``x`` and ``out``: to their pieces where the call is of several arrays."""
         case = self.case
-        if case.kind == Coalesced.name:
+        if case.kind == CoalescedSpec.name:
             arrays = {
                 f"{name} {i}": self._values(piece)
                 for name, whole in (("input", x), ("output", out))
                 for i, piece in enumerate(self._pieces(whole))
             }
             return self.plan._bind_values(arrays, out, self._key)
-        if case.kind == PeerExchange.name:
+        if case.kind == PeerExchangeSpec.name:
             names = ["applied", *(f"replica {peer}" for peer in neighbours(self._comm.rank, self._comm.size))]
             pieces = (out[i * case.count : (i + 1) * case.count] for i in range(len(names)))
             arrays = {name: self._values(piece) for name, piece in zip(names, pieces, strict=True)}
@@ -208,9 +207,9 @@ class QuantizedCall:
 
     def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
         """Largest possible error of a stretch of the result."""
-        case, signature = self.case, self.plan.signature
-        if isinstance(signature, Hierarchical):
-            given = (self.codec, signature.intra, case.dtype, case.op, self._between, self._nodes)
+        case, spec = self.case, self.plan.spec
+        if isinstance(spec, HierarchicalSpec):
+            given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
             return accuracy.hierarchical_bound(values, *given)
         return accuracy.allreduce_bound(values, self.codec, case.dtype, case.op, self.algorithm, shard)
 
@@ -218,11 +217,11 @@ class QuantizedCall:
         self, values: Sequence[NDArray[np.float32]], shard: int, start: int, number: int
     ) -> NDArray[Any] | None:
         """The stretch from element ``start`` of the result of collective ``number``, to the bit; None: not known."""
-        case, signature = self.case, self.plan.signature
-        if isinstance(signature, Hierarchical):
-            given = (self.codec, signature.intra, case.dtype, case.op, self._between, self._nodes)
+        case, spec = self.case, self.plan.spec
+        if isinstance(spec, HierarchicalSpec):
+            given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
             return reference.hierarchical(values, *given, self.shards, shard, start, number)
-        if isinstance(signature, Coalesced) and not self.codec.splittable:
+        if isinstance(spec, CoalescedSpec) and not self.codec.splittable:
             return None  # each array's part of a shard has a range of its own
         return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, shard, start, number)
 
@@ -263,15 +262,17 @@ def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> 
 
 def signature_of(
     case: Case, codec: Codec, chunk: int | None, parameters: Mapping[str, Any], place: _Place
-) -> Signature:
+) -> CollectiveSpec:
     """The call with its ``parameters_of``. Raises ArgumentError for what is impossible."""
     common, given = (case.count, case.dtype, codec, chunk), dict(parameters)
-    if case.kind == Coalesced.name:
-        return Coalesced.make(*common, each=_equal_arrays(case.count, codec, given.pop("arrays")), **given)
-    if case.kind == PeerExchange.name:
+    if case.kind == CoalescedSpec.name:
+        return CoalescedSpec.from_arguments(
+            *common, each=_equal_arrays(case.count, codec, given.pop("arrays")), **given
+        )
+    if case.kind == PeerExchangeSpec.name:
         peers = neighbours(place.rank, place.size)
-        return PeerExchange.make(*common, send_to=peers, receive_from=peers, applied=True)
-    return of_plan(case.kind, *common, given)
+        return PeerExchangeSpec.from_arguments(*common, send_to=peers, receive_from=peers, applied=True)
+    return spec_of_plan(case.kind, *common, given)
 
 
 def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:

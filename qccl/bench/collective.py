@@ -29,8 +29,8 @@ from qccl.bench.params import (
 from qccl.bench.progress import Bar, decode_report, encode_progress, is_progress, is_report
 from qccl.bench.sizes import parse_link, parse_size
 from qccl.bench.start import run_ranks_by_mpiexec, stoppable
+from qccl.collectives.hierarchical import INTRA, LAYOUTS
 from qccl.launchers import Launcher, detect
-from qccl.signatures import INTRA, LAYOUTS
 
 __all__ = ["command"]
 

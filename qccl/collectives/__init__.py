@@ -1,76 +1,70 @@
-"""Collectives: pure functions of (rank, size, count, dtype, codec, ...) that return a Schedule."""
+"""The collectives, one file each: the arguments and their checks, the choice of algorithm, the schedule.
+
+``layout`` and ``rounds`` have the parts that several algorithms are built from.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
-from qccl.codecs.base import Codec
-from qccl.collectives.allreduce import one_shot, two_round
-from qccl.collectives.rooted import reduce_one_shot, reduce_two_round
-from qccl.dtypes import DType
-from qccl.schedule import Schedule
+from qccl.arguments import CodecLike
+from qccl.collectives.all_gather import AllGatherSpec
+from qccl.collectives.all_to_all import AllToAllSpec
+from qccl.collectives.allreduce import AllReduceSpec
+from qccl.collectives.broadcast import BroadcastSpec
+from qccl.collectives.coalesced import CoalescedSpec
+from qccl.collectives.hierarchical import HierarchicalSpec
+from qccl.collectives.peer_exchange import PeerExchangeSpec
+from qccl.collectives.reduce import ReduceSpec
+from qccl.collectives.reduce_scatter import ReduceScatterSpec
+from qccl.collectives.spec import CollectiveSpec
+from qccl.dtypes import DTypeLike
+from qccl.errors import ArgumentError
 
-__all__ = ["ALLREDUCE", "REDUCE", "TREES", "choose_allreduce", "choose_inter", "choose_reduce", "choose_tree"]
+__all__ = [
+    "COLLECTIVES",
+    "AllGatherSpec",
+    "AllReduceSpec",
+    "AllToAllSpec",
+    "BroadcastSpec",
+    "CoalescedSpec",
+    "CollectiveSpec",
+    "HierarchicalSpec",
+    "PeerExchangeSpec",
+    "ReduceScatterSpec",
+    "ReduceSpec",
+    "spec_of_plan",
+]
 
-#: the algorithms of all-reduce by name
-ALLREDUCE: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
-    {"one_shot": one_shot, "two_round": two_round}
+_PLANNED = (
+    *(AllReduceSpec, ReduceScatterSpec, AllGatherSpec, AllToAllSpec, BroadcastSpec, ReduceSpec),
+    HierarchicalSpec,
 )
 
-#: the algorithms of reduce by name
-REDUCE: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
-    {"one_shot": reduce_one_shot, "two_round": reduce_two_round}
-)
-#: the trees of broadcast
-TREES = ("chain", "binomial")
-
-#: bytes that a link carries in the time of one more step: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
-_STEP_NBYTES = 24 * 1024
-#: bytes of a chunk, about
-_CHUNK_NBYTES = 96 * 1024
-#: encoded bytes above which two ranks do better in two rounds: both algorithms send as much, but one_shot codes a fifth
-#: more elements, which costs 10 to 25% in shared memory (as measured, the two meet at 64 KiB)
-_TWO_RANKS_NBYTES = 48 * 1024
+#: the collectives that Communicator.plan() accepts, by name
+COLLECTIVES: Mapping[str, Any] = MappingProxyType({spec.name: spec for spec in _PLANNED})
 
 
-def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
-    """The algorithm that "auto" stands for: "one_shot" where its extra bytes cost less than a second step.
-
-    Of a vector encoded in E bytes, one_shot sends (size-1) E in one step and two_round 2 (size-1)/size E in two. With
-    two ranks both send E, and what one_shot costs is computation.
-    """
-    nbytes = codec.encoded_nbytes(count, dtype)
-    if size <= 2:
-        return "one_shot" if nbytes <= _TWO_RANKS_NBYTES else "two_round"
-    extra = (size - 1) * (size - 2) * nbytes
-    return "one_shot" if extra <= size * _STEP_NBYTES else "two_round"
-
-
-def choose_inter(count: int, nodes: int, parts: int, dtype: DType, codec: Codec) -> str:
-    """The algorithm between nodes that "auto" stands for.
-
-    Two nodes send the same bytes either way, and one_shot quantises once, as ByteGrad has it.
-    """
-    return "one_shot" if nodes <= 2 else choose_allreduce(-(-count // parts), nodes, dtype, codec)
-
-
-def choose_reduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
-    """The algorithm of reduce that "auto" stands for, by the bytes that the root receives.
-
-    In one_shot (size-1) E, in two_round 2 (size-1)/size E in one more step. With two ranks one_shot has nothing against
-    it.
-    """
-    return "one_shot" if size <= 2 else choose_allreduce(count, size, dtype, codec)
-
-
-def choose_tree(count: int, size: int, dtype: DType, codec: Codec) -> str:
-    """The tree of broadcast that "auto" stands for: by what the line of the last rank waits for.
-
-    In a binomial tree the encoded vector is sent log2(size) times one after the other; in a chain once, and then a
-    chunk size - 2 times. A step counts as many bytes as a link carries meanwhile.
-    """
-    nbytes, depth = codec.encoded_nbytes(count, dtype), (size - 1).bit_length()
-    chunk = min(nbytes, _CHUNK_NBYTES)
-    chain = nbytes + (size - 2) * chunk + (size - 1) * _STEP_NBYTES
-    return "chain" if chain <= depth * (nbytes + _STEP_NBYTES) else "binomial"
+def spec_of_plan(
+    collective: str,
+    count: int,
+    dtype: DTypeLike,
+    codec: CodecLike,
+    chunk: int | None,
+    parameters: Mapping[str, Any],
+) -> CollectiveSpec:
+    """The spec of a collective that is given by name. Raises ArgumentError for an unknown name or parameter."""
+    if not isinstance(collective, str) or collective not in COLLECTIVES:
+        known = ", ".join(f'"{name}"' for name in COLLECTIVES)
+        raise ArgumentError(f"there is no plan for {collective!r}; the collectives are {known}")
+    from_arguments = COLLECTIVES[collective].from_arguments
+    parameters_known = inspect.signature(from_arguments).parameters.values()
+    own = [parameter.name for parameter in parameters_known if parameter.kind is parameter.KEYWORD_ONLY]
+    for name in parameters:
+        if name not in own:
+            raise ArgumentError(f"{collective} has no parameter {name!r}; those of its plans are {', '.join(own)}")
+    spec: CollectiveSpec = from_arguments(count, dtype, codec, chunk, **parameters)
+    return spec

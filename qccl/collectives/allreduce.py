@@ -1,9 +1,13 @@
-"""Schedules of all-reduce: ``two_round`` for large vectors, ``one_shot`` for small ones and for two ranks."""
+"""All-reduce: ``two_round`` for large vectors, ``one_shot`` for small ones and for two ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Self
 
+from qccl.arguments import OpLike, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
 from qccl.collectives.layout import (
@@ -16,10 +20,60 @@ from qccl.collectives.layout import (
     pipeline,
 )
 from qccl.collectives.rounds import AllGather, Combine, ScatterReduce, alone, checked
+from qccl.collectives.spec import CollectiveSpec, common, reduction
 from qccl.dtypes import DType
 from qccl.schedule import Op, Schedule
 
-__all__ = ["coalesced", "one_shot", "two_round"]
+__all__ = ["ALLREDUCE", "STEP_NBYTES", "AllReduceSpec", "choose_allreduce", "coalesced", "one_shot", "two_round"]
+
+#: bytes that a link carries in the time of one more step: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
+STEP_NBYTES = 24 * 1024
+#: encoded bytes above which two ranks do better in two rounds: both algorithms send as much, but one_shot codes a fifth
+#: more elements, which costs 10 to 25% in shared memory (as measured, the two meet at 64 KiB)
+_TWO_RANKS_NBYTES = 48 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AllReduceSpec(CollectiveSpec):
+    """Parameters of quantized_allreduce."""
+
+    name = "allreduce"
+    keeps_state = True
+
+    op: str
+    algorithm: str
+
+    @classmethod
+    def from_arguments(cls, *shared: Any, op: OpLike = "sum", algorithm: str = "auto") -> Self:
+        """Check the arguments."""
+        one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
+        return cls(**common(*shared), op=op_of(op), algorithm=algorithm)
+
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+        """See CollectiveSpec."""
+        combine, scale = reduction(self.op, size)
+        name = self.algorithm
+        if name == "auto":
+            name = choose_allreduce(self.count, size, self.dtype, self.codec)
+        return ALLREDUCE[name](
+            *(rank, size, self.count, self.dtype, self.codec, combine),
+            scale=scale,
+            in_place=in_place,
+            chunk_elements=self._chunk(default_chunk),
+        )
+
+
+def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
+    """The algorithm that "auto" stands for: "one_shot" where its extra bytes cost less than a second step.
+
+    Of a vector encoded in E bytes, one_shot sends (size-1) E in one step and two_round 2 (size-1)/size E in two. With
+    two ranks both send E, and what one_shot costs is computation.
+    """
+    nbytes = codec.encoded_nbytes(count, dtype)
+    if size <= 2:
+        return "one_shot" if nbytes <= _TWO_RANKS_NBYTES else "two_round"
+    extra = (size - 1) * (size - 2) * nbytes
+    return "one_shot" if extra <= size * STEP_NBYTES else "two_round"
 
 
 def two_round(
@@ -152,3 +206,9 @@ def _one_shot(
 
     ops = pipeline(layout.chunks, (0, encode), (0, gather.exchange), (min(1, depth - 1), reduce))
     return Schedule("one_shot", rank, size, buffers | gather.buffers(), ops)
+
+
+#: the algorithms of all-reduce by name
+ALLREDUCE: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
+    {"one_shot": one_shot, "two_round": two_round}
+)

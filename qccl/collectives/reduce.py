@@ -1,77 +1,75 @@
-"""Schedules with a root: broadcast down a tree of ranks, and reduce."""
+"""Reduce: as all-reduce, but one rank alone gets the result."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Self
 
+from qccl.arguments import OpLike, integer, one_of, op_of
+from qccl.arrays import Values
 from qccl.codecs.base import Codec
+from qccl.collectives.allreduce import choose_allreduce
 from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Encoding, exchange, partition, pipeline
-from qccl.collectives.rounds import Combine, Relay, ScatterReduce, alone, checked, decode, encode
+from qccl.collectives.rounds import ScatterReduce, alone, checked, decode
+from qccl.collectives.spec import CollectiveSpec, check_root, common, reduction
 from qccl.dtypes import DType
-from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Op, Role, Schedule, Span
 
-__all__ = ["broadcast", "reduce_one_shot", "reduce_two_round"]
+__all__ = ["REDUCE", "ReduceSpec", "choose_reduce", "reduce_one_shot", "reduce_two_round"]
 
 
-def broadcast(
-    rank: int,
-    size: int,
-    count: int,
-    dtype: DType,
-    codec: Codec,
-    *,
-    root: int = 0,
-    tree: str = "chain",
-    in_place: bool = False,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
-) -> Schedule:
-    """The root encodes once; the codes go down a "chain" of ranks, chunk by chunk, or a "binomial" tree.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReduceSpec(CollectiveSpec):
+    """Parameters of quantized_reduce."""
 
-    The root keeps what the others get: all hold the same bits. In a chain each rank sends the encoded vector at most
-    once, and the last one has it size - 1 steps of a chunk later; in a tree the root sends it log2(size) times, in as
-    many steps. Other ranks than the root have "output" alone.
+    name = "reduce"
+
+    op: str
+    root: int
+    algorithm: str
+
+    @classmethod
+    def from_arguments(cls, *shared: Any, op: OpLike = "sum", root: int = 0, algorithm: str = "auto") -> Self:
+        """Check the arguments."""
+        one_of(algorithm, ("auto", *REDUCE), "algorithm")
+        return cls(**common(*shared), op=op_of(op), root=integer(root, "root"), algorithm=algorithm)
+
+    def counts(self, rank: int, size: int) -> dict[str, int]:
+        """See CollectiveSpec; there is an output on the root alone."""
+        check_root(self.root, size)
+        both = {"input": self.count, "output": self.count}
+        return both if rank == self.root else {"input": self.count}
+
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
+        """See CollectiveSpec."""
+        if rank == self.root:
+            return CollectiveSpec.bind(self, arrays, rank, size)
+        return False, {"input": arrays["input"].address}
+
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+        """See CollectiveSpec."""
+        combine, scale = reduction(self.op, size)
+        name = self.algorithm
+        if name == "auto":
+            name = choose_reduce(self.count, size, self.dtype, self.codec)
+        return REDUCE[name](
+            *(rank, size, self.count, self.dtype, self.codec, combine),
+            root=self.root,
+            scale=scale,
+            in_place=in_place,
+            chunk_elements=self._chunk(default_chunk),
+        )
+
+
+def choose_reduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
+    """The algorithm of reduce that "auto" stands for, by the bytes that the root receives.
+
+    In one_shot (size-1) E, in two_round 2 (size-1)/size E in one more step. With two ranks one_shot has nothing against
+    it.
     """
-    checked(rank, size, "sum", 1.0, depth, count)
-    _check_root(root, size)
-    caller = CallerBuffers.make(in_place or rank != root)
-    buffers = caller.buffers((count,), dtype)
-    if size == 1 or count == 0:
-        return Schedule(tree, rank, size, buffers, alone(codec, caller, (count,), Combine()))
-    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, dtype)
-    parent, children = _family(rank, size, root, tree)
-    relay = Relay(root, parent, children, encoding, depth)
-    chunks = encoding.layout.chunks
-    if parent is None:
-
-        def encode_own(k: int) -> Iterator[Op]:
-            return encode(encoding, 0, k, caller.source, relay.wire(k), 0, caller.target)
-
-        ops = pipeline(chunks, (0, encode_own), (0, relay.exchange))
-    else:
-
-        def decode_one(k: int) -> Iterator[Op]:
-            return relay.decode(k, caller.target)
-
-        ops = pipeline(chunks, (0, relay.exchange), (1, decode_one)) + tuple(relay.exchange(chunks))
-    return Schedule(tree, rank, size, buffers | relay.buffers(), ops)
-
-
-def _family(rank: int, size: int, root: int, tree: str) -> tuple[int | None, list[int]]:
-    """Parent (None: the root) and children of a rank; of the children, the one with the most descendants first."""
-    if tree not in ("chain", "binomial"):
-        raise ArgumentError(f"tree is {tree!r}; there are chain and binomial")
-    place = (rank - root) % size
-    if tree == "chain":
-        parent, children = place - 1, [place + 1]
-    else:
-        steps = [1 << j for j in range(place.bit_length(), size.bit_length())]
-        parent, children = place - (1 << max(place.bit_length() - 1, 0)), [place + step for step in steps]
-    return (
-        None if place == 0 else (parent + root) % size,
-        [(child + root) % size for child in children if child < size],
-    )
+    return "one_shot" if size <= 2 else choose_allreduce(count, size, dtype, codec)
 
 
 def reduce_one_shot(
@@ -94,7 +92,7 @@ def reduce_one_shot(
     Other ranks than the root have "input" alone.
     """
     combine = checked(rank, size, op, scale, depth, count)
-    _check_root(root, size)
+    check_root(root, size)
     caller = CallerBuffers.make(in_place and rank == root)
     buffers = _reduced(caller, count, dtype, rank == root)
     if size == 1 or count == 0:
@@ -129,7 +127,7 @@ def reduce_two_round(
     twice, but in the root's shard. Other ranks than the root have "input" alone.
     """
     combine = checked(rank, size, op, scale, depth, count)
-    _check_root(root, size)
+    check_root(root, size)
     caller = CallerBuffers.make(in_place and rank == root)
     buffers = _reduced(caller, count, dtype, rank == root)
     if size == 1 or count == 0:
@@ -163,10 +161,11 @@ def reduce_two_round(
     return Schedule("two_round", rank, size, buffers | scatter.buffers() | {"gather": slots.buffer()}, ops)
 
 
-def _check_root(root: int, size: int) -> None:
-    if not 0 <= root < size:
-        raise ArgumentError(f"root is {root}; it must be a rank, 0 to {size - 1}")
-
-
 def _reduced(caller: CallerBuffers, count: int, dtype: DType, is_root: bool) -> dict[str, Buffer]:
     return caller.buffers((count,), dtype) if is_root else {"input": Buffer(count, dtype, Role.INPUT)}
+
+
+#: the algorithms of reduce by name
+REDUCE: MappingProxyType[str, Callable[..., Schedule]] = MappingProxyType(
+    {"one_shot": reduce_one_shot, "two_round": reduce_two_round}
+)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 from qccl import codecs, dtypes
-from qccl.arguments import CodecLike, chunk_of, count_of
+from qccl.arguments import CodecLike, chunk_of, count_of, integers
 from qccl.arrays import Values, same_or_disjoint
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 
-__all__ = ["Signature", "check_counts", "common", "common_order", "reduction", "row_major"]
+__all__ = [
+    "CollectiveSpec",
+    "PartsSpec",
+    "check_root",
+    "common",
+    "common_order",
+    "equal_parts",
+    "parts_of",
+    "reduction",
+    "row_major",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Signature(ABC):
+class CollectiveSpec(ABC):
     """The parameters that every collective has.
 
     The caller's arrays are named as the schedule's buffers are: "input", "output".
@@ -82,6 +92,17 @@ class Signature(ABC):
         """Elements that each array of this rank must have. Raises ArgumentError for what ``size`` ranks cannot do."""
         return {"input": self.count, "output": self.count}
 
+    def check_counts(self, arrays: Mapping[str, Values], rank: int, size: int) -> None:
+        """Raise ArgumentError if an array does not have the number of elements that the call needs."""
+        for name, count in self.counts(rank, size).items():
+            if arrays[name].count != count:
+                other = arrays.get({"input": "output", "output": "input"}.get(name, ""), arrays[name])
+                beside = "" if other is arrays[name] else f"; {other.what} has {other.count}"
+                raise ArgumentError(
+                    f"{arrays[name].what} has {arrays[name].count} elements, and {self.name} of {self.count} elements "
+                    f"on {size} ranks needs {count} on rank {rank}{beside}"
+                )
+
     def output_in(self, source: Values, rank: int, size: int) -> Values:
         """Where the result of this rank goes in its own array, for a caller who gives no other."""
         return source
@@ -124,18 +145,6 @@ def reduction(op: str, size: int) -> tuple[str, float]:
     return ("sum", 1.0 / size) if op == "avg" else (op, 1.0)
 
 
-def check_counts(signature: Signature, arrays: Mapping[str, Values], rank: int, size: int) -> None:
-    """Raise ArgumentError where an array has not as many elements as the call needs."""
-    for name, count in signature.counts(rank, size).items():
-        if arrays[name].count != count:
-            other = arrays.get({"input": "output", "output": "input"}.get(name, ""), arrays[name])
-            beside = "" if other is arrays[name] else f"; {other.what} has {other.count}"
-            raise ArgumentError(
-                f"{arrays[name].what} has {arrays[name].count} elements, and {signature.name} of {signature.count} "
-                f"elements on {size} ranks needs {count} on rank {rank}{beside}"
-            )
-
-
 def row_major(arrays: Mapping[str, Values], name: str) -> str:
     """The order "C". Raises ArgumentError where an array has another one."""
     for values in arrays.values():
@@ -158,3 +167,46 @@ def common_order(arrays: Mapping[str, Values]) -> str:
                 f"{first.layout} and {other.layout}; pass arrays of one shape and one order of axes"
             )
     return order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartsSpec(CollectiveSpec):
+    """A vector of which each rank has a part; ``parts`` are their lengths, None where they are equal."""
+
+    parts: tuple[int, ...] | None
+
+    def lengths(self, size: int) -> tuple[int, ...]:
+        """Of all parts. Raises ArgumentError where they do not fit."""
+        if self.parts is None:
+            return equal_parts(self.count, size, self.name)
+        if len(self.parts) != size or sum(self.parts) != self.count:
+            raise ArgumentError(
+                f"counts={list(self.parts)} are {len(self.parts)} numbers with the sum {sum(self.parts)}; there must "
+                f"be {size}, one for each rank, with the sum {self.count}, the elements of the whole vector"
+            )
+        return self.parts
+
+    def order_of(self, arrays: Mapping[str, Values]) -> str:
+        """See CollectiveSpec; parts of an array are row-major."""
+        return row_major(arrays, self.name)
+
+
+def parts_of(counts: Sequence[int] | None, what: str = "counts") -> tuple[int, ...] | None:
+    """Check the lengths of parts; None means equal parts."""
+    return None if counts is None else tuple(count_of(count, f"each of {what}") for count in integers(counts, what))
+
+
+def equal_parts(count: int, size: int, name: str, given_by: str = "counts=") -> tuple[int, ...]:
+    """The lengths of ``size`` equal parts. Raises ArgumentError if ``count`` cannot be divided equally."""
+    if count % size:
+        raise ArgumentError(
+            f"{name}: {count} elements cannot be shared equally among {size} ranks; say who gets how many "
+            f"with {given_by}"
+        )
+    return (count // size,) * size
+
+
+def check_root(root: int, size: int) -> None:
+    """Raise ArgumentError unless ``root`` is a rank."""
+    if not 0 <= root < size:
+        raise ArgumentError(f"root={root} is not a rank of this communicator; ranks are 0 to {size - 1}")
