@@ -29,8 +29,11 @@ class MinMax:
     def levels(self) -> int:
         return 2**self.bits - 1
 
+    def size(self, count: int) -> int:
+        return max(count, 1) if self.bucket == "shard" else int(self.bucket)
+
     def buckets(self, count: int) -> list[slice]:
-        size = max(count, 1) if self.bucket == "shard" else int(self.bucket)
+        size = self.size(count)
         return [slice(start, min(start + size, count)) for start in range(0, count, size)]
 
 
@@ -120,80 +123,88 @@ def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Line:
-    """The line from the least to the greatest value of a bucket, and the power of two that it is scaled by."""
+    """The line from the least to the greatest value of each bucket (columns), and the power of two it is scaled by."""
 
-    low: np.float32
-    high: np.float32
+    low: np.ndarray
+    high: np.ndarray
     levels: int
 
     @property
-    def finite(self) -> bool:
-        return bool(np.isfinite(self.low) and np.isfinite(self.high))
+    def finite(self) -> np.ndarray:
+        return np.isfinite(self.low) & np.isfinite(self.high)
 
     @property
-    def pre(self) -> np.float32:
-        with np.errstate(over="ignore"):
-            width = self.high - self.low
-        if not np.isfinite(width):
-            return f32(0.25)
-        return f32(2.0**100) if 0 < width < f32(2.0**-100) else f32(1)
+    def pre(self) -> np.ndarray:
+        width = self.high - self.low
+        small = (width > 0) & (width < f32(2.0**-100))
+        return np.where(np.isfinite(width), np.where(small, f32(2.0**100), f32(1)), f32(0.25))
 
     @property
-    def length(self) -> np.float32:
+    def length(self) -> np.ndarray:
         return self.high * self.pre - self.low * self.pre
 
     def position(self, x: np.ndarray) -> np.ndarray:
-        inverse = f32(self.levels) / self.length if self.length > 0 else f32(0)
+        inverse = np.where(self.length > 0, f32(self.levels) / self.length, f32(0))
         return (x * self.pre - self.low * self.pre) * inverse
 
     def value(self, codes: np.ndarray) -> np.ndarray:
-        if not self.finite:
-            return np.full(codes.shape, NAN)
         unit = self.length / f32(self.levels)
         from_low = self.low * self.pre + codes.astype(f32) * unit
         from_high = self.high * self.pre + (codes - self.levels).astype(f32) * unit
-        return np.where(codes <= self.levels // 2, from_low, from_high) * (f32(1) / self.pre)
+        values = np.where(codes <= self.levels // 2, from_low, from_high) * (f32(1) / self.pre)
+        return np.where(self.finite, values, NAN)
 
 
 def line_of(x: np.ndarray, levels: int) -> Line:
-    if not np.isfinite(x).all():
-        return Line(NAN, NAN, levels)
+    """The lines of buckets; a row of ``x`` is a bucket."""
+    finite = np.isfinite(x).all(axis=1, keepdims=True)
     # of equal values -0 is the lesser, which NumPy's min does not promise
-    ordered = x[np.lexsort((~np.signbit(x), x))]
-    return Line(ordered[0], ordered[-1], levels)
+    ordered = np.take_along_axis(x, np.lexsort((~np.signbit(x), x)), axis=1)
+    return Line(np.where(finite, ordered[:, :1], NAN), np.where(finite, ordered[:, -1:], NAN), levels)
 
 
 def codes_of(codec: MinMax, x: np.ndarray, line: Line, words: np.ndarray) -> np.ndarray:
-    if not line.finite:
-        return np.zeros(x.size, np.int64)
-    t = line.position(x)
+    t = np.where(line.finite, line.position(x), f32(0))
     if codec.stochastic:
         below = np.floor(t)
         u = (words >> 8).astype(f32) * f32(2.0**-24)
         t = below + (u < t - below)
-    return np.clip(np.rint(t), 0, codec.levels).astype(np.int64)
+    return np.where(line.finite, np.clip(np.rint(t), 0, codec.levels), 0).astype(np.int64)
 
 
+def equal_buckets(codec: MinMax, count: int) -> list[slice]:
+    """``count`` elements as stretches of buckets of one size: the full buckets, then the last if it is shorter."""
+    full = count - count % codec.size(count)
+    return [part for part in (slice(0, full), slice(full, count)) if part.start < part.stop]
+
+
+def rows(codec: MinMax, values: np.ndarray) -> np.ndarray:
+    """Values of buckets of one size, each in a row."""
+    return values.reshape(-1, min(codec.size(values.size), values.size))
+
+
+@np.errstate(all="ignore")
 def encode_floats(codec: MinMax, x: np.ndarray, place: Place) -> np.ndarray:
     words = random_words(x.size, codec.seed, place) if codec.stochastic else np.zeros(x.size, np.uint32)
-    codes, ranges = [], []
-    for bucket in codec.buckets(x.size):
-        line = line_of(x[bucket], codec.levels)
-        ranges += [line.low, line.high]
-        codes.append(pack(codes_of(codec, x[bucket], line, words[bucket]), codec.bits))
-    data = np.concatenate([*codes, np.empty(0, np.uint8)])
-    return np.concatenate([data, np.zeros(-data.size % 4, np.uint8), np.array(ranges, "<f4").view(np.uint8)])
+    codes, ranges = [np.empty(0, np.int64)], [np.empty(0, f32)]
+    for part in equal_buckets(codec, x.size):
+        buckets = rows(codec, x[part])
+        line = line_of(buckets, codec.levels)
+        codes.append(codes_of(codec, buckets, line, rows(codec, words[part])).reshape(-1))
+        ranges.append(np.hstack([line.low, line.high]).reshape(-1))
+    data = pack(np.concatenate(codes), codec.bits)  # a bucket but the last has a multiple of eight elements
+    return np.concatenate([data, np.zeros(-data.size % 4, np.uint8), np.concatenate(ranges).view(np.uint8)])
 
 
+@np.errstate(all="ignore")
 def decode_floats(codec: MinMax, wire: np.ndarray, count: int) -> np.ndarray:
     x = np.empty(count, f32)
-    buckets = codec.buckets(count)
-    ranges = wire[wire.size - 8 * len(buckets) :].copy().view("<f4")
-    for i, bucket in enumerate(buckets):
-        n = bucket.stop - bucket.start
-        start = bucket.start // 8 * codec.bits
-        codes = unpack(wire[start : start + (n * codec.bits + 7) // 8], n, codec.bits)
-        x[bucket] = Line(ranges[2 * i], ranges[2 * i + 1], codec.levels).value(codes)
+    codes = unpack(wire[: (count * codec.bits + 7) // 8], count, codec.bits)
+    ranges = wire[wire.size - 8 * len(codec.buckets(count)) :].copy().view("<f4").reshape(-1, 2)
+    for part in equal_buckets(codec, count):
+        buckets = rows(codec, codes[part])
+        of_part = ranges[part.start // codec.size(count) :][: len(buckets)]
+        x[part] = Line(of_part[:, :1], of_part[:, 1:], codec.levels).value(buckets).reshape(-1)
     return x
 
 
