@@ -770,8 +770,8 @@ def installed(world: World, kernels: Any) -> Any:
     from qccl.cuda import runtime
 
     made = modules(world, kernels)
-    engine = [f"qccl.cuda.engine{part}" for part in ("", "_kernels", "_program", "_run", "_staging", "_state")]
-    ours = (*engine, "qccl.cuda.nccl", "qccl.cuda.memory")
+    parts = ("engine", "kernels", "memory", "nccl", "program", "run", "staging", "state")
+    ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     runtime.require.cache_clear()

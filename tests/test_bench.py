@@ -443,7 +443,7 @@ def test_the_bar_is_drawn_on_a_terminal_only() -> None:
     ],
 )
 def test_the_bar_leaves_room_for_the_words(monkeypatch: pytest.MonkeyPatch, columns: int, bar: str, end: str) -> None:
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda *_args, **_kwargs: os.terminal_size((columns, 24)))
     monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
     stream = Terminal(tty=True)
     progress.Bar(stream).show(6, 12, "64K minmax8 in place")

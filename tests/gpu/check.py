@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import qccl
-from qccl.cuda import runtime
+from qccl.cuda import runtime as libraries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULT = "qccl-gpu-check-result: "
@@ -206,11 +206,11 @@ def run_apart(name: str) -> dict[str, Any]:
 def document(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The content of the results file."""
     machine = {"cpu_count": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-    if not runtime.missing():
-        machine["gpus"] = runtime.device_names()
-        machine["nccl"] = runtime.nccl_version()
-        cuda = runtime.require().runtime
-        machine["cuda_driver"], machine["cuda_runtime"] = cuda.driverGetVersion(), cuda.runtimeGetVersion()
+    if not libraries.missing():
+        machine["gpus"] = libraries.device_names()
+        machine["nccl"] = libraries.nccl_version()
+        runtime = libraries.require().runtime
+        machine["cuda_driver"], machine["cuda_runtime"] = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     names = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
     return {
         "what": "scripts/gpu-check",
@@ -261,12 +261,12 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in given.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"there is no section {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}")
-    lacking = runtime.missing()
+    lacking = libraries.missing()
     if lacking:
         print(f"gpu-check: nothing can be checked here: {'; '.join(lacking)}", file=sys.stderr)
         return 1
     found: dict[str, dict[str, Any]] = {}
-    output = given.output or default_output(runtime.device_names(), datetime.now(UTC))
+    output = given.output or default_output(libraries.device_names(), datetime.now(UTC))
     for name in given.sections or SECTIONS:
         found[name] = run_apart(name)
         print(f"{name:<10} {found[name]['status']:<8} {found[name]['seconds']:7.1f} s  {found[name].get('reason', '')}")
