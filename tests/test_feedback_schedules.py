@@ -77,7 +77,7 @@ def test_every_value_that_is_encoded_has_its_residual_and_own_values_their_momen
         assert covered == {"residual": set(range(100)), "momentum": set(range(100))}
 
 
-@pytest.mark.parametrize("per_leg", [True, False])
+@pytest.mark.parametrize("per_transfer", [True, False])
 def test_the_commit_waits_for_everything(per_transfer):
     schedule = all_ranks("two_round", 3, 100)[1]
     program = list(nodes(schedule, per_transfer=per_transfer))
