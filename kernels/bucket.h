@@ -1,33 +1,31 @@
-// The form of a codec whose buckets are coded one by one: what such a codec has, and where its bytes lie.
+// The interface of a codec, and the layout of its wire.
 //
 // A codec is a struct of static functions that a *team* runs on one bucket: on the host one thread (host/team.h), on the
-// device a block of threads (cuda/team.h). The functions see memory only through the team and what they are given, so
-// one text serves both, and both make the same bytes. See docs/adding-a-codec.md for a walk through one.
+// device a block of threads (cuda/team.h). The functions access memory only through the team and their arguments, so
+// host and device run the same source and make the same bytes. docs/adding-a-codec.md adds one step by step.
 //
-//   static constexpr bool sparse;            // decoding gives some elements only; the others are zero. T is the call's
-//                                            // element type then, for values on the wire; others must not look at it
+//   sparse, typed                            // see CodecDefaults
 //   codes_nbytes<T>(options, n)              // bytes of a bucket of n elements in the first part of the wire
 //   meta_nbytes<T>(options, n)               // and in the second; a multiple of four, or 0
-//   encode<T>(team, options, stamp, x, n, codes, meta)      // x[i] is value i, in fp32
-//   decode<T>(team, options, stamp, codes, meta, n, take)   // take(i, value), at most once for each element
+//   encode<T>(team, options, counter, x, n, codes, meta)      // x[i] is value i, in fp32
+//   decode<T>(team, options, counter, codes, meta, n, take)   // take(i, value), at most once for each element
 #pragma once
 
 #include "numeric.h"
+#include "parameters.h"
 #include "random.h"
 
 namespace QCCL_NAMESPACE {
 
-// A codec's parameters, the same struct for all; what `options` are is the codec's own affair.
-struct BucketOptions {
-  u64 bucket;  // elements
-  u64 seed;
-  u32 options[6];
-};
+#ifndef __CUDACC__  // the device's namespace is qccl itself
+using qccl::BucketOptions;
+using qccl::RngCounter;
+#endif
 
-// Who made a bucket's code, and from which element of the whole vector on: what random numbers are keyed by.
-struct Stamp {
-  u64 call, index;
-  u32 round, rank;
+// A codec inherits these and overrides what differs.
+struct CodecDefaults {
+  static constexpr bool sparse = false;  // decoding gives some elements only; the others are zero
+  static constexpr bool typed = false;   // the wire has values in the call's element type T; other codecs ignore T
 };
 
 // Random words for the elements of a bucket. Within it the upper half of the index changes at most once.
@@ -41,10 +39,10 @@ struct Draws {
   }
 };
 
-QCCL_FN Draws make_draws(u64 seed, const Stamp& stamp) {
-  const u32 high = (u32)(stamp.index >> 32);
-  return {random_key(seed, stamp.call, stamp.round, stamp.rank, high),
-          random_key(seed, stamp.call, stamp.round, stamp.rank, high + 1), (u32)stamp.index};
+QCCL_FN Draws make_draws(u64 seed, const RngCounter& counter) {
+  const u32 high = (u32)(counter.index >> 32);
+  return {random_key(seed, counter.call, counter.round, counter.rank, high),
+          random_key(seed, counter.call, counter.round, counter.rank, high + 1), (u32)counter.index};
 }
 
 // Sums over a bucket are made by this many lanes, whatever the team: lane j adds the terms j, j + 256, ... of a tile,
@@ -58,30 +56,33 @@ struct Two {
 };
 QCCL_FN Two operator+(const Two& a, const Two& b) { return {a.first + b.first, a.second + b.second}; }
 
+// Where the second parts begin, behind first parts of so many bytes and zeros.
+QCCL_FN u64 meta_offset(u64 codes_nbytes) { return (codes_nbytes + 3) / 4 * 4; }
+
 // The wire of one call: the first parts of all buckets, zeros to a multiple of four bytes, the second parts of all.
 template <class Codec, class T>
 struct BucketWire {
   BucketOptions options;
-  u64 count, buckets, codes_stride, meta_stride, codes_end, meta_begin;
+  u64 count, bucket, buckets, codes_stride, meta_stride, codes_end, meta_begin;
 
   QCCL_FN BucketWire make(const BucketOptions& options, u64 count) {
-    const u64 bucket = options.bucket, buckets = (count + bucket - 1) / bucket, last = count - (buckets - 1) * bucket;
+    const u64 bucket = options.bucket ? options.bucket : count, buckets = (count + bucket - 1) / bucket, last = count - (buckets - 1) * bucket;
     const u64 codes = Codec::template codes_nbytes<T>(options, bucket);
     const u64 meta = Codec::template meta_nbytes<T>(options, bucket);
     const u64 end = (buckets - 1) * codes + Codec::template codes_nbytes<T>(options, last);
-    return {options, count, buckets, codes, meta, end, meta ? (end + 3) / 4 * 4 : end};
+    return {options, count, bucket, buckets, codes, meta, end, meta ? meta_offset(end) : end};
   }
 
-  QCCL_FN u64 first_of(const BucketWire& wire, u64 b) { return b * wire.options.bucket; }
-  QCCL_FN u32 size_of(const BucketWire& wire, u64 b) {
-    const u64 rest = wire.count - b * wire.options.bucket;
-    return (u32)(rest < wire.options.bucket ? rest : wire.options.bucket);
+  QCCL_FN u64 first_of(const BucketWire& wire, u64 b) { return b * wire.bucket; }
+  QCCL_FN u64 size_of(const BucketWire& wire, u64 b) {
+    const u64 rest = wire.count - b * wire.bucket;
+    return rest < wire.bucket ? rest : wire.bucket;
   }
   QCCL_FN u64 codes_of(const BucketWire& wire, u64 b) { return b * wire.codes_stride; }
   QCCL_FN u64 meta_of(const BucketWire& wire, u64 b) { return wire.meta_begin + b * wire.meta_stride; }
   QCCL_FN u64 nbytes(const BucketWire& wire) {
-    const u32 last = size_of(wire, wire.buckets - 1);
-    return meta_of(wire, wire.buckets - 1) + Codec::template meta_nbytes<T>(wire.options, last);
+    const u64 last = wire.buckets - 1;
+    return meta_of(wire, last) + Codec::template meta_nbytes<T>(wire.options, size_of(wire, last));
   }
 };
 
@@ -92,6 +93,37 @@ QCCL_FN void store_word(u8* at, u32 word) {
 }
 QCCL_FN float load_float(const u8* at) { return float_of(load_word(at)); }
 QCCL_FN void store_float(u8* at, float x) { store_word(at, bits_of(x)); }
+
+template <u32 Bytes>
+QCCL_FN u32 load_number(const u8* at) {
+  u32 number = 0;
+  for (u32 i = 0; i < Bytes; ++i) number |= (u32)at[i] << 8 * i;
+  return number;
+}
+template <u32 Bytes>
+QCCL_FN void store_number(u8* at, u32 number) {
+  for (u32 i = 0; i < Bytes; ++i) at[i] = (u8)(number >> 8 * i);
+}
+
+QCCL_FN u32 storage_bits(float x) { return bits_of(x); }
+QCCL_FN u32 storage_bits(u16 x) { return x; }
+
+// Value j of a wire that has values in the element type T.
+template <class T>
+QCCL_FN void store_element(u8* codes, u64 j, float x) {
+  constexpr u32 size = sizeof(typename T::Storage);
+  store_number<size>(codes + j * size, storage_bits(T::from_float(x)));
+}
+template <class T>
+QCCL_FN float load_element(const u8* codes, u64 j) {
+  constexpr u32 size = sizeof(typename T::Storage);
+  const u32 bits = load_number<size>(codes + j * size);
+  if constexpr (size == 4) {
+    return float_of(bits);
+  } else {
+    return T::to_float((u16)bits);
+  }
+}
 
 // The size of a value as an integer that orders as it does: infinity is kInfinite, NaNs are above.
 QCCL_FN i32 magnitude(float x) { return (i32)(bits_of(x) & 0x7fffffffu); }

@@ -1,11 +1,27 @@
-// Every codec in per-bucket form (see bucket.h). A new one is its header and its name here.
+// The registry of the codecs. A new codec is its folder and its rows here: the header that every codec has, and those with
+// loops or device code of its own, if it has some.
 #pragma once
 
-#include "cast.h"
-#include "dithering.h"
-#include "onebit.h"
-#include "randomk.h"
-#include "topk.h"
-#include "trellis.h"
+#include "codecs/cast/codec.h"
+#include "codecs/dithering/codec.h"
+#include "codecs/minmax/codec.h"
+#include "codecs/none/codec.h"
+#include "codecs/onebit/codec.h"
+#include "codecs/randomk/codec.h"
+#include "codecs/topk/codec.h"
+#include "codecs/trellis/codec.h"
 
-#define QCCL_BUCKET_CODECS(each) each(Cast) each(Dithering) each(OneBit) each(RandomK) each(TopK) each(Trellis)
+#if defined(QCCL_HOST_LOOPS)
+#include "codecs/minmax/host.h"
+#include "codecs/none/host.h"
+#include "codecs/onebit/host.h"
+#include "codecs/randomk/host.h"
+#include "codecs/trellis/host.h"
+#else
+#include "codecs/minmax/device.h"
+#include "codecs/none/device.h"
+#include "codecs/trellis/device.h"
+#endif
+
+#define QCCL_CODECS(each) \
+  each(Cast) each(Dithering) each(MinMax) each(NoCodec) each(OneBit) each(RandomK) each(TopK) each(Trellis)

@@ -13,6 +13,13 @@
 #endif
 #define QCCL_FN static QCCL_MEMBER
 
+// For a lambda; device code is inlined anyhow.
+#ifdef __CUDACC__
+#define QCCL_INLINE
+#else
+#define QCCL_INLINE __attribute__((always_inline))
+#endif
+
 namespace QCCL_NAMESPACE {
 
 using u8 = unsigned char;
@@ -48,6 +55,16 @@ QCCL_FN bool is_finite(float x) { return (bits_of(x) & 0x7fffffffu) < 0x7f800000
 QCCL_FN i32 order_key(u32 bits) { return (i32)(bits ^ ((u32)((i32)bits >> 31) & 0x7fffffffu)); }
 constexpr i32 kKeyPlusInfinity = 0x7f800000;
 constexpr i32 kKeyMinusInfinity = -0x7f800001;
+
+struct Range {
+  float low, high;
+};
+
+// The range whose ends have the given order keys; NaN if an end is not finite.
+QCCL_FN Range finite_range(i32 lowest, i32 highest) {
+  if (lowest <= kKeyMinusInfinity || highest >= kKeyPlusInfinity) return {float_of(kQuietNan), float_of(kQuietNan)};
+  return {float_of((u32)order_key((u32)lowest)), float_of((u32)order_key((u32)highest))};
+}
 
 // The element types, numbered as in qccl/dtypes.py. `to_float` is exact; `from_float` rounds to nearest even, overflows
 // to infinity and turns every NaN into the quiet one without sign or payload.

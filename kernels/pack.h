@@ -35,4 +35,30 @@ QCCL_FN Word unpack8(Word packed) {
   return (x & repeat(one, 16)) | ((x & repeat(one << Bits, 16)) << (8 - Bits));
 }
 
+// Bytes of n packed codes.
+QCCL_FN u64 packed_nbytes(u64 n, u32 bits) { return n / 8 * bits + (n % 8 * bits + 7) / 8; }
+
+// Where the code of `element`, a multiple of eight, begins.
+QCCL_FN u64 code_offset(u64 element, u32 bits) { return element / 8 * bits; }
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// body(Constant<bits>{}), for 1 to 8 bits: the number of bits as a constant of the compiler.
+template <class Body>
+QCCL_FN void with_bits(u32 bits, const Body& body) {
+  switch (bits) {
+    case 1: return body(Constant<1>{});
+    case 2: return body(Constant<2>{});
+    case 3: return body(Constant<3>{});
+    case 4: return body(Constant<4>{});
+    case 5: return body(Constant<5>{});
+    case 6: return body(Constant<6>{});
+    case 7: return body(Constant<7>{});
+    default: return body(Constant<8>{});
+  }
+}
+
 }  // namespace QCCL_NAMESPACE

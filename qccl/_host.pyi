@@ -29,27 +29,19 @@ class Memory:
 class Codec:
     """A codec's loops with its parameters."""
 
-class MinMax(Codec):
-    """The min-max codec; ``bucket`` 0: one bucket per call."""
-
-    def __init__(self, bits: int, bucket: int, stochastic: bool, seed: int) -> None: ...
-
-class BucketCodec(Codec):
-    """A codec in per-bucket form by its C++ name in ``kernels/codecs.h``; ValueError names those that there are."""
+class CompiledCodec(Codec):
+    """A codec by its C++ name in ``kernels/codecs.h``; ValueError names those that there are."""
 
     def __init__(self, name: str, bucket: int, seed: int, options: Sequence[int]) -> None: ...
+    def wire_nbytes(self, count: int, dtype_code: int) -> int:
+        """Bytes of the wire of ``count`` elements."""
 
-class Callback(Codec):
+class CallbackCodec(Codec):
     """Python functions that are given addresses; what they raise is what the operation raises."""
 
     def __init__(
         self, encode: Callable[..., None], decode: Callable[..., None], reduce: Callable[..., None]
     ) -> None: ...
-
-class Raw(Codec):
-    """The codec ``none``: the wire is the values themselves."""
-
-    def __init__(self) -> None: ...
 
 class Operation:
     """Something to compute."""

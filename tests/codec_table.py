@@ -1,4 +1,4 @@
-"""The codecs that go bucket by bucket, one row each: the oracle's, with parameters that differ in kind.
+"""All codecs but ``none`` and ``minmax``, one row each: the oracle's, with parameters that differ in kind.
 
 What is listed here is tested against the oracle on all element types and instruction sets, with foreign bytes
 (test_bucket_codecs.py); its wire is held (golden/, those with buckets of 16); it keeps the laws of all-reduce; and its
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 
+import oracle
 from oracle_buckets import Bucketed, Cast, Dithering, OneBit, RandomK, TopK
 from oracle_trellis import Trellis
 
@@ -60,6 +61,11 @@ def with_small_buckets(largest: int) -> list[Bucketed]:
 _KINDS = {rows[0].name: type(rows[0]) for rows in TABLE.values()}
 
 
-def oracle_of(codec: Codec) -> Bucketed:
-    """The oracle of one of qccl's codecs that go bucket by bucket."""
-    return _KINDS[codec.name](**dataclasses.asdict(codec))  # type: ignore[call-overload]
+def oracle_of(codec: Codec) -> oracle.Codec:
+    """The oracle of one of qccl's codecs."""
+    fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
+    if codec.name == "none":
+        return None
+    if codec.name == "minmax":
+        return oracle.MinMax(fields["bits"], fields["bucket"], fields["rounding"] == "stochastic", fields["seed"])
+    return _KINDS[codec.name](**fields)

@@ -150,16 +150,8 @@ def _address(place: Any, memory: list[int]) -> int:
 
 
 def _codec(name: str, parameters: Any) -> Any:
-    found = re.match(r"qccl::bucket_\w+<qccl::(\w+),", name)
-    if found and found[1] == "MinMaxBuckets":
-        bits, stochastic = (int(option) for option in parameters["options"][:2])
-        return _host.MinMax(bits, int(parameters["bucket"]), bool(stochastic), int(parameters["seed"]))
-    if found and found[1] == "RawBuckets":
-        return _host.Raw()
-    if found:
-        options = [int(option) for option in parameters["options"]]
-        return _host.BucketCodec(found[1], int(parameters["bucket"]), int(parameters["seed"]), options)
-    found = re.search(r"MinMaxCodec<(\d), (true|false)>", name)
-    if found is None:
-        return _host.Raw()
-    return _host.MinMax(int(found[1]), int(parameters["bucket"]), found[2] == "true", int(parameters["seed"]))
+    """The codec by its C++ type, or by its tile, whose type begins with that."""
+    found = re.match(r"qccl::\w+<qccl::(\w+?)(Tile)?[<,]", name)
+    assert found, name
+    options = [int(option) for option in parameters["options"]]
+    return _host.CompiledCodec(found[1], int(parameters["bucket"]), int(parameters["seed"]), options)

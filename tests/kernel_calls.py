@@ -51,20 +51,22 @@ class Arena:
         return base[_GUARD : _GUARD + nbytes].copy().view(dtype)
 
 
-def kernel(codec: oracle.Codec) -> Any:
+def library_codec(codec: oracle.Codec) -> codecs.Codec:
+    """qccl's codec for one of the oracle's."""
     if codec is None:
-        return _host.Raw()
-    if not isinstance(codec, MinMax):
-        return codecs.get(codec.spec).host()
-    return _host.MinMax(codec.bits, 0 if codec.bucket == "shard" else codec.bucket, codec.stochastic, codec.seed)
+        return codecs.NoCodec()
+    if isinstance(codec, MinMax):
+        rounding = "stochastic" if codec.stochastic else "nearest"
+        return codecs.MinMax(codec.bits, codec.bucket, rounding, codec.seed)
+    return codecs.get(codec.spec)
+
+
+def kernel(codec: oracle.Codec) -> Any:
+    return library_codec(codec).host()
 
 
 def wire_nbytes(codec: oracle.Codec, count: int, dtype: str) -> int:
-    if codec is None:
-        return count * dtypes.get(dtype).itemsize
-    if not isinstance(codec, MinMax):
-        return codecs.get(codec.spec).encoded_nbytes(count, dtype)
-    return codecs.MinMax(codec.bits, codec.bucket).encoded_nbytes(count, dtype)
+    return library_codec(codec).encoded_nbytes(count, dtype)
 
 
 def encode(codec: oracle.Codec, values: np.ndarray, dtype: str, place: Place) -> np.ndarray:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 
 import numpy as np
 import oracle
-from codec_table import TABLE
+from codec_table import oracle_of
 from oracle import Place, f32, from_float, to_float
 from test_allreduce import shards
 
@@ -19,13 +18,7 @@ Codec = oracle.Codec
 
 def oracle_codec(spec: str) -> Codec:
     """The oracle's codec for what is inside of ``spec``."""
-    codec = get(spec).plain
-    if codec.name == "none":
-        return None
-    fields = dataclasses.asdict(codec)  # type: ignore[call-overload]
-    if codec.name == "minmax":
-        return oracle.MinMax(fields["bits"], fields["bucket"], fields["rounding"] == "stochastic", fields["seed"])
-    return type(TABLE[codec.name][0])(**fields)
+    return oracle_of(get(spec).plain)
 
 
 @dataclass

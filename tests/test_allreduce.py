@@ -11,17 +11,12 @@ from cases import BUCKET, Case, law_cases
 from codec_table import oracle_of
 
 import qccl
-from qccl.codecs import BucketCodec, get
+from qccl.codecs import get
 from qccl.dtypes import get as dtype_of
 
 
 def oracle_codec(spec: str) -> oracle.Codec:
-    codec = get(spec)
-    if codec.name == "none":
-        return None
-    if isinstance(codec, BucketCodec):
-        return oracle_of(codec)
-    return oracle.MinMax(codec.bits, codec.bucket, codec.rounding == "stochastic", codec.seed)
+    return oracle_of(get(spec))
 
 
 def shards(count: int, parts: int, granule: int) -> list[slice]:

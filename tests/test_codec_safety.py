@@ -19,7 +19,7 @@ from kernel_calls import DTYPES, assert_same_bits
 from oracle import MinMax
 
 import qccl
-from qccl import _host
+from qccl import _host, codecs
 
 
 def test_no_access_outside_the_buffers() -> None:
@@ -49,7 +49,7 @@ def make(**changes: Any) -> None:
     """A Reduce of two wires, with changes."""
     arguments: dict[str, Any] = {
         "memory": _host.Memory(3),
-        "codec": _host.MinMax(8, 1024, False, 0),
+        "codec": codecs.MinMax().host(),
         "dtype_code": 0,
         "srcs": [(0, 0), (0, 4096)],
         "own": None,
@@ -84,15 +84,23 @@ def test_impossible_operations_are_refused(changes: dict[str, Any], message: str
         make(**changes)
 
 
-@pytest.mark.parametrize(("bits", "bucket"), [(0, 8), (9, 8), (8, 12), (8, -8)])
-def test_impossible_kernels_are_refused(bits: int, bucket: int) -> None:
-    with pytest.raises(ValueError, match="allowed"):
-        _host.MinMax(bits, bucket, False, 0)
+@pytest.mark.parametrize(
+    ("name", "bucket", "options", "message"),
+    [
+        ("Maxmin", 8, [], "there is no codec Maxmin; allowed: Cast, .*MinMax, .*Trellis"),
+        ("MinMax", 12, [8], "bucket is 12; allowed: multiples of 8"),
+        ("MinMax", 1 << 25, [8], "bucket is 33554432; allowed: multiples of 8 to 2.24, or 0"),
+        ("MinMax", 8, [8] * 7, "7 options; allowed: up to 6"),
+    ],
+)
+def test_impossible_kernels_are_refused(name: str, bucket: int, options: list[int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _host.CompiledCodec(name, bucket, 0, options)
 
 
 def test_a_buffer_without_address_is_an_error_not_a_crash() -> None:
     memory = _host.Memory(2)
-    encode = _host.Encode(memory, _host.Raw(), 0, (0, 0), (1, 0), 4, 0, 0, 0)
+    encode = _host.Encode(memory, codecs.NoCodec().host(), 0, (0, 0), (1, 0), 4, 0, 0, 0)
     with pytest.raises(RuntimeError, match="buffer 0 has no address"):
         encode()
     with pytest.raises(IndexError):
@@ -103,7 +111,7 @@ def test_storing_an_address_rebinds_and_the_memory_stays_alive() -> None:
     first, second, wire = (np.full(4, value, np.float32) for value in (1, 2, 0))
     memory = _host.Memory(2)
     memory[0], memory[1] = first.ctypes.data, wire.ctypes.data
-    encode = _host.Encode(memory, _host.Raw(), 0, (0, 0), (1, 0), 4, 0, 0, 0)
+    encode = _host.Encode(memory, codecs.NoCodec().host(), 0, (0, 0), (1, 0), 4, 0, 0, 0)
     encode()
     assert (wire == 1).all()
     memory[0] = second.ctypes.data
@@ -118,7 +126,7 @@ def test_operations_release_the_gil() -> None:
     x, wire = np.ones(count, np.float32), np.empty(2 * count, np.uint8)
     memory = _host.Memory(2)
     memory[0], memory[1] = x.ctypes.data, wire.ctypes.data
-    encode = _host.Encode(memory, _host.MinMax(3, 8, True, 0), 0, (0, 0), (1, 0), count, 0, 0, 0)
+    encode = _host.Encode(memory, codecs.MinMax(3, 8, "stochastic").host(), 0, (0, 0), (1, 0), count, 0, 0, 0)
     inside: list[float] = []
 
     def work() -> None:

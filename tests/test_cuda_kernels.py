@@ -16,12 +16,12 @@ import numpy as np
 import oracle
 import pytest
 from cases import pairwise
-from codec_table import ALL, TABLE
+from codec_table import ALL, TABLE, oracle_of
 from kernel_calls import KINDS, hard_values
 from oracle import Place
 
 from qccl import codecs, dtypes
-from qccl.codecs import BucketCodec, Codec, MinMax, NoCodec
+from qccl.codecs import Codec, MinMax, NoCodec
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
 from qccl.dtypes import DType
@@ -31,13 +31,14 @@ sys.path.insert(0, str(Path(__file__).parent / "cuda"))
 from emulator import Emulator
 
 HEADERS = Path(cuda_source.__file__).parent.parent / "kernels"
+DEVICE_HEADERS = sorted((*HEADERS.glob("cuda/*.h"), *HEADERS.glob("codecs/*/device.h")))
 SYNCHRONISATION = re.compile(r"__sync(?:threads|warp)\(\);")
 
 RANK = 3
 GUARD = 64
 BUFFERS = 3
-#: the oracle of each codec that goes bucket by bucket
-ORACLES = {codecs.get(codec.spec): codec for codec in ALL}
+#: the codecs without a tile
+BUCKETED = [codecs.get(codec.spec) for codec in ALL]
 VARIANTS = ("sum", "avg", "min", "max", "no wire", "no out", "no own", "in place", "one source", "own last")
 
 
@@ -131,12 +132,7 @@ class Operations:
 
     @property
     def oracle_codec(self) -> oracle.Codec:
-        codec = self.case.codec
-        if isinstance(codec, BucketCodec):
-            return ORACLES[codec]
-        if not isinstance(codec, MinMax):
-            return None
-        return oracle.MinMax(codec.bits, codec.bucket, codec.rounding == "stochastic", codec.seed)
+        return oracle_of(self.case.codec)
 
     def check(self, emulator: Emulator, seed: int = 0) -> None:
         for launch in self.launches:
@@ -233,11 +229,11 @@ def cases() -> list[Case]:
 def bucketed() -> Iterator[Case]:
     """Each codec with each element type, the kinds of Reduce in turns, and two codecs with all of them."""
     allowed = {False: VARIANTS, True: tuple(variant for variant in VARIANTS if variant not in ("min", "max"))}
-    for i, (codec, dtype) in enumerate(itertools.product(ORACLES, dtypes.DTYPES)):
+    for i, (codec, dtype) in enumerate(itertools.product(BUCKETED, dtypes.DTYPES)):
         variants = allowed[codec.sparse]
         yield Case(codec, dtype, variants[i % len(variants)], i % 2 > 0)
     for name in TABLE:
-        codec = next(each for each in ORACLES if each.name == name)
+        codec = next(each for each in BUCKETED if each.name == name)
         yield from (Case(codec, dtypes.FLOAT32, variant, True) for variant in allowed[codec.sparse])
 
 
@@ -259,13 +255,13 @@ def synchronisations() -> list[tuple[Path, int]]:
     """Every place in the headers where threads wait for each other: file and offset."""
     return [
         (path.relative_to(HEADERS), match.start())
-        for path in sorted(HEADERS.glob("cuda/*.h"))
+        for path in DEVICE_HEADERS
         for match in SYNCHRONISATION.finditer(path.read_text())
     ]
 
 
 def test_there_is_a_barrier_and_several_waits_within_warps() -> None:
-    texts = "".join(path.read_text() for path in HEADERS.glob("cuda/*.h"))
+    texts = "".join(path.read_text() for path in DEVICE_HEADERS)
     assert texts.count("__syncthreads();") >= 1
     assert len(synchronisations()) > 5
 

@@ -3,10 +3,9 @@
 // blockIdx.x is the bucket, blockIdx.y the job. The total of a Reduce is put together in the scratch, as fp32.
 #pragma once
 
-#include "../codecs.h"
 #include "combine.h"
 #include "team.h"
-#include "trellis.h"
+#include "tile.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -28,30 +27,30 @@ QCCL_FN typename T::Storage* elements(u8* base, u64 first) {
 }
 
 template <class Codec, class T, class Take>
-QCCL_FN void decode_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const Stamp& stamp, const Take& take) {
+QCCL_FN void decode_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const RngCounter& counter, const Take& take) {
   using Wire = BucketWire<Codec, T>;
-  Codec::template decode<T>(BlockTeam(), layout.options, stamp, wire + Wire::codes_of(layout, b),
+  Codec::template decode<T>(BlockTeam(), layout.options, counter, wire + Wire::codes_of(layout, b),
                             wire + Wire::meta_of(layout, b), Wire::size_of(layout, b), take);
 }
 
 template <class Codec, class T, class Values>
-QCCL_FN void encode_bucket(const BucketWire<Codec, T>& layout, const Values& x, u64 b, const Stamp& stamp, u8* wire) {
+QCCL_FN void encode_bucket(const BucketWire<Codec, T>& layout, const Values& x, u64 b, const RngCounter& counter, u8* wire) {
   using Wire = BucketWire<Codec, T>;
-  Codec::template encode<T>(BlockTeam(), layout.options, stamp, x, Wire::size_of(layout, b),
+  Codec::template encode<T>(BlockTeam(), layout.options, counter, x, Wire::size_of(layout, b),
                             wire + Wire::codes_of(layout, b), wire + Wire::meta_of(layout, b));
   if (b == 0 && threadIdx.x < layout.meta_begin - layout.codes_end) wire[layout.codes_end + threadIdx.x] = 0;
 }
 
 // The values of a wire, to where elements are; a sparse one's zeros as well.
 template <class Codec, class T>
-QCCL_FN void store_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const Stamp& stamp,
+QCCL_FN void store_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const RngCounter& counter,
                           typename T::Storage* to) {
   const BlockTeam team;
   if constexpr (Codec::sparse) {
     team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { to[i] = T::from_float(0.0f); });
     team.sync();
   }
-  decode_bucket(layout, wire, b, stamp, [&](u32 i, float value) { to[i] = T::from_float(Codec::sparse ? 0.0f + value : value); });
+  decode_bucket(layout, wire, b, counter, [&](u32 i, float value) { to[i] = T::from_float(Codec::sparse ? 0.0f + value : value); });
 }
 
 template <class Codec, class T>
@@ -64,7 +63,7 @@ bucket_encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Param
   const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
   const u64 first = BucketWire<Codec, T>::first_of(layout, b);
   const Elements<T> x = {elements<T>(resolve(memory, job.src), first)};
-  encode_bucket(layout, x, b, Stamp{*memory.call, job.index + first, job.round, job.rank}, resolve(memory, job.wire));
+  encode_bucket(layout, x, b, RngCounter{*memory.call, job.index + first, job.round, job.rank}, resolve(memory, job.wire));
 }
 
 template <class Codec, class T, bool Accumulate>
@@ -78,16 +77,16 @@ bucket_decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Param
   const u64 first = BucketWire<Codec, T>::first_of(layout, b);
   const u8* wire = resolve(memory, job.wire);
   auto* dst = elements<T>(resolve(memory, job.dst), first);
-  const Stamp stamp = {*memory.call, job.index + first, job.round, job.rank};
+  const RngCounter counter = {*memory.call, job.index + first, job.round, job.rank};
   if constexpr (Accumulate) {
     if constexpr (Codec::sparse) {  // what is only read and stored again is no NaN but the quiet one, as on the host
       const BlockTeam team;
       team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { dst[i] = T::from_float(T::to_float(dst[i])); });
       team.sync();
     }
-    decode_bucket(layout, wire, b, stamp, [&](u32 i, float value) { dst[i] = T::from_float(T::to_float(dst[i]) + value); });
+    decode_bucket(layout, wire, b, counter, [&](u32 i, float value) { dst[i] = T::from_float(T::to_float(dst[i]) + value); });
   } else {
-    store_bucket(layout, wire, b, stamp, dst);
+    store_bucket(layout, wire, b, counter, dst);
   }
 }
 
@@ -108,8 +107,8 @@ QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob&
     }
     if (k == job.source_count) break;
     const Place& source = sources[job.first_source + k];
-    const Stamp stamp = {*memory.call, job.index + first, job.source_round, source.rank};
-    decode_bucket(layout, resolve(memory, source), b, stamp,
+    const RngCounter counter = {*memory.call, job.index + first, job.source_round, source.rank};
+    decode_bucket(layout, resolve(memory, source), b, counter,
                   [&](u32 i, float value) { total[i] = combine<Op>(total[i], value); });
     team.sync();
   }
@@ -139,11 +138,11 @@ bucket_reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant
     team.each(n, [&](u32 i) { elements<T>(out, first)[i] = T::from_float(total[i]); });
     return;
   }
-  const Stamp stamp = {*memory.call, job.index + first, job.round, job.rank};
-  encode_bucket(layout, total, b, stamp, wire);
+  const RngCounter counter = {*memory.call, job.index + first, job.round, job.rank};
+  encode_bucket(layout, total, b, counter, wire);
   if (!out) return;
   team.sync();
-  store_bucket(layout, wire, b, stamp, elements<T>(out, first));
+  store_bucket(layout, wire, b, counter, elements<T>(out, first));
 }
 
 }  // namespace QCCL_NAMESPACE

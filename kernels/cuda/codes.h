@@ -4,7 +4,7 @@
 // global memory are wide.
 #pragma once
 
-#include "../minmax_wire.h"
+#include "../pack.h"
 #include "tile.h"
 
 namespace QCCL_NAMESPACE {
@@ -100,13 +100,13 @@ QCCL_FN void copy_bytes(u8* to, const u8* from, u32 nbytes) {
 // Where the codes of this warp begin on the wire of the call.
 template <int Bits>
 QCCL_FN u64 warp_place(const Unit& unit) {
-  return minmax_code_offset(unit.warp_first, Bits);
+  return code_offset(unit.warp_first, Bits);
 }
 
 // Where the first piece of this thread begins, if it is direct. The next ones are 32 pieces further on each.
 template <int Bits, class T, class S>
 QCCL_FN u64 piece_place(const Unit& unit) {
-  return minmax_code_offset(unit.first, Bits) + unit.offset / kPerVector<T> * (Piece<Bits, T>::bits / 8);
+  return code_offset(unit.first, Bits) + unit.offset / kPerVector<T> * (Piece<Bits, T>::bits / 8);
 }
 
 // To the wire of the call. All lanes of the warp take part.

@@ -1,15 +1,16 @@
 // The device's kernels: encode, decode and reduce, each for all jobs of a launch.
 //
-// Template arguments: the codec, the element type, the shape of a unit of work, and what is to be done. A launch has
+// Template arguments: the codec's tile (codecs/minmax/device.h is one), the element type, the shape of a unit of work, and
+// what is to be done. The kernels of bucket.h do the same for codecs without a tile. A launch has
 // blocks of kThreads, as many in x as the longest job needs for its units; blockIdx.y is the job. Every byte that they
 // store is the host's: they are built without fused multiplication (--fmad=false) and with subnormals.
 #pragma once
 
+#include "../codecs.h"
 #include "bucket.h"
 #include "combine.h"
-#include "minmax.h"
-#include "raw.h"
 #include "state.h"
+#include "tile.h"
 
 #if defined(__CUDACC__) && (__CUDA_FTZ || !__CUDA_PREC_DIV)
 #error "compile without -ftz=true (which CuPy's RawModule adds) and without fast-math: the bytes must be the host's"
@@ -17,22 +18,22 @@
 
 namespace QCCL_NAMESPACE {
 
-template <class Codec, class T, class S, Pass P>
+template <class Tile, class T, class S, Pass P>
 __global__ void __launch_bounds__(kThreads, 4)
 encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const EncodeJob job = jobs[blockIdx.y];
   u8* src = resolve(memory, job.src);
   u8* wire = resolve(memory, job.wire);
-  const Origin origin = {job.count, job.index, job.round, job.rank, job.scratch};
+  const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};
   Unit unit;
   if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
   Values<T, S> x;
   load_values<T, S>(src, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
-  Codec::template encode<false, P, T, S>(x, wire, unit, origin, parameters, memory);
+  Tile::template encode<false, P, T, S>(x, wire, unit, tile_job, parameters, memory);
 }
 
-template <class Codec, class T, class S, bool Accumulate>
+template <class Tile, class T, class S, bool Accumulate>
 __global__ void __launch_bounds__(kThreads, Accumulate ? 2 : 4)
 decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
@@ -41,13 +42,13 @@ decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters p
   u8* dst = resolve(memory, job.dst);
   Unit unit;
   if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
-  typename Codec::template Wire<T, S> codes;
-  Codec::template load_wire<T, S>(wire, job.count, unit, codes);
+  typename Tile::template Wire<T, S> codes;
+  Tile::template load_wire<T, S>(wire, job.count, unit, codes);
   Values<T, S> x;
   if constexpr (Accumulate) {
     load_values<T, S>(dst, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
   }
-  Codec::template for_each_value<T, S>(
+  Tile::template for_each_value<T, S>(
       codes, unit, [&](u32 j, u32 i, float value) {
         if constexpr (Accumulate) {
           x[j][i] += value;
@@ -59,7 +60,7 @@ decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters p
   if constexpr (Accumulate) {
     nan = has_nan<T, S>(x);
   } else {
-    nan = Codec::template is_nan_wire<T, S>(codes);
+    nan = Tile::template is_nan_wire<T, S>(codes);
   }
   store_values<T, S>(dst, unit, x, nan);
 }
@@ -87,7 +88,7 @@ copy(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters par
   }
 }
 
-template <class Codec, class T, class S, Pass P, Combine Op>
+template <class Tile, class T, class S, Pass P, Combine Op>
 __global__ void __launch_bounds__(kThreads, 2)
 reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
@@ -97,7 +98,7 @@ reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Para
   if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
   if (own) prefetch_raw<T>(own, unit);
   for (u32 k = 0; k < job.source_count; ++k) {
-    Codec::template prefetch_wire<T>(resolve(memory, sources[job.first_source + k]), unit);
+    Tile::template prefetch_wire<T>(resolve(memory, sources[job.first_source + k]), unit);
   }
   Values<T, S> total;
   for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
@@ -106,21 +107,21 @@ reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Para
       load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
     }
     if (k == job.source_count) break;
-    typename Codec::template Wire<T, S> codes;
-    Codec::template load_wire<T, S>(resolve(memory, sources[job.first_source + k]), job.count, unit, codes);
-    Codec::template for_each_value<T, S>(
+    typename Tile::template Wire<T, S> codes;
+    Tile::template load_wire<T, S>(resolve(memory, sources[job.first_source + k]), job.count, unit, codes);
+    Tile::template for_each_value<T, S>(
         codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
   }
   asm volatile("" ::: "memory");  // from here on everything but the total is found again: registers are scarce
   find_unit<T, S>(job.units, job.count, parameters, unit);
   u8* wire = resolve(memory, job.wire);
   u8* out = resolve(memory, job.out);
-  const Origin origin = {job.count, job.index, job.round, job.rank, job.scratch};
+  const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};
   if (job.scale != 1.0f) for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] *= job.scale; });
   bool nan;
   if (wire) {
     repeat_first<T, S>(total, unit);
-    nan = Codec::template encode<true, P, T, S>(total, wire, unit, origin, parameters, memory);
+    nan = Tile::template encode<true, P, T, S>(total, wire, unit, tile_job, parameters, memory);
   } else {
     nan = has_nan<T, S>(total);
   }

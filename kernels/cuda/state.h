@@ -1,7 +1,6 @@
 // Reductions with state, and the end of a run that has some: see ../state.h. All codecs go bucket by bucket here.
 #pragma once
 
-#include "../bucket_forms.h"
 #include "../state.h"
 #include "bucket.h"
 
@@ -62,11 +61,11 @@ bucket_remember(const StateJob* jobs, const Place* sources, const __grid_constan
     team.each(n, [&](u32 i) { out[i] = T::from_float(total[i]); });
     return;
   }
-  const Stamp stamp = {*memory.call, reduce.index + first, reduce.round, reduce.rank};
-  encode_bucket(layout, total, b, stamp, wire);
+  const RngCounter counter = {*memory.call, reduce.index + first, reduce.round, reduce.rank};
+  encode_bucket(layout, total, b, counter, wire);
   team.sync();
   if (out) {
-    store_bucket(layout, wire, b, stamp, out);
+    store_bucket(layout, wire, b, counter, out);
     team.sync();
     if (residual) team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], T::to_float(out[i]), lr); });
   } else if (residual) {
@@ -74,7 +73,7 @@ bucket_remember(const StateJob* jobs, const Place* sources, const __grid_constan
       team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], 0.0f, lr); });
       team.sync();
     }
-    decode_bucket(layout, wire, b, stamp, [&](u32 i, float value) {
+    decode_bucket(layout, wire, b, counter, [&](u32 i, float value) {
       new_residual[i] = next_residual(total[i], Codec::sparse ? 0.0f + value : value, lr);
     });
   }

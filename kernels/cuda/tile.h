@@ -26,6 +26,17 @@ constexpr u32 kPerVector = 16 / sizeof(typename T::Storage);
 template <class T>
 constexpr u32 kPerRow = 32 * kPerVector<T>;
 
+// How much of an encoding a kernel does. A bucket of one unit takes one kernel. Otherwise `range` gathers what the units of
+// a bucket must agree on, and `codes`, in a second launch, does the rest.
+enum class Pass { whole, range, codes };
+
+// The job that a tile encodes for. The call's number is where Memory::call points.
+struct TileJob {
+  u64 count, index;
+  u32 round, rank;
+  u32 scratch;  // the number of its first bucket
+};
+
 // A thread's values.
 template <class T, class S>
 using Values = float[S::vectors][kPerVector<T>];

@@ -1,34 +1,30 @@
 // The codecs in per-bucket form over a whole call: one bucket after the other, its values in scratch as fp32.
 #pragma once
 
-#include "../bucket_forms.h"
-#include "../codecs.h"
 #include "../state.h"
-#include "calls.h"
+#include "blocking.h"
+#include "kernel_args.h"
 #include "combine.h"
 #include "elements.h"
-#include "onebit_lanes.h"
-#include "randomk_lanes.h"
 #include "team.h"
-#include "trellis_lanes.h"
 
 namespace QCCL_NAMESPACE {
 
-using qccl::BucketParameters;
 using qccl::BucketRange;
 using qccl::DecodeCall;
 using qccl::EncodeCall;
-using qccl::RandomPlace;
 using qccl::ReduceCall;
 using qccl::StateCall;
 
-static inline BucketOptions bucket_options(const BucketParameters& p) {
-  const u32* o = p.options;
-  return {p.bucket, p.seed, {o[0], o[1], o[2], o[3], o[4], o[5]}};
+static inline RngCounter counter_at(const RngCounter& counter, u64 first) {
+  return {counter.call, counter.index + first, counter.round, counter.rank};
 }
 
-static inline Stamp stamp_of(const RandomPlace& place, u64 first) {
-  return {place.call, place.index + first, place.round, place.rank};
+// Zeros behind the codes of the last bucket, by the thread that encodes that bucket.
+template <class Wire>
+void clear_padding(const Wire& layout, u8* wire, const BucketRange& buckets) {
+  if (buckets.last != layout.buckets) return;
+  for (u64 i = layout.codes_end; i < layout.meta_begin; ++i) wire[i] = 0;
 }
 
 // The values of n elements as fp32: where they are, or in `room`.
@@ -134,45 +130,29 @@ struct OneBucket {
   using Wire = BucketWire<Codec, T>;
 
   // The values of bucket b of a wire, to y; with `add`, those that a sparse codec has are added to what is there.
-  QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, bool add, float* y) {
+  QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, bool add, float* y) {
     const u32 n = Wire::size_of(layout, b);
     const HostTeam team(wire + Wire::nbytes(layout));
     const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
     if (Codec::sparse && !add) __builtin_memset(y, 0, n * sizeof *y);
     if constexpr (Codec::sparse) {
-      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n, AddTo{y});
+      Codec::template decode<T>(team, layout.options, counter, codes, meta, n, AddTo{y});
     } else {
-      Codec::template decode<T>(team, layout.options, stamp, codes, meta, n, PutTo{y});
+      Codec::template decode<T>(team, layout.options, counter, codes, meta, n, PutTo{y});
     }
   }
 
   // The same to the values that a call asks for.
-  QCCL_LOOP static void decode_to_values(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, float* y) {
+  QCCL_LOOP static void decode_to_values(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, float* y) {
     const HostTeam team(wire + Wire::nbytes(layout));
     const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    Codec::template decode<T>(team, layout.options, stamp, codes, meta, Wire::size_of(layout, b), PutQuiet{y});
+    Codec::template decode<T>(team, layout.options, counter, codes, meta, Wire::size_of(layout, b), PutQuiet{y});
   }
 
-  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const Stamp& stamp, u8* wire, float* room) {
+  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float* room) {
     const HostTeam team(nullptr, room);
-    Codec::template encode<T>(team, layout.options, stamp, x, Wire::size_of(layout, b), wire + Wire::codes_of(layout, b),
+    Codec::template encode<T>(team, layout.options, counter, x, Wire::size_of(layout, b), wire + Wire::codes_of(layout, b),
                               wire + Wire::meta_of(layout, b));
-  }
-};
-
-template <class T>
-struct OneBucket<OneBit, T> {
-  using Wire = BucketWire<OneBit, T>;
-
-  QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp&, bool, float* y) {
-    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    onebit_decode<Float32>(layout.options, codes, meta, Wire::size_of(layout, b), y);
-  }
-
-  // By the scalar functions.
-  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const Stamp& stamp, u8* wire, float* room) {
-    u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    OneBit::encode<T>(HostTeam(nullptr, room), layout.options, stamp, x, Wire::size_of(layout, b), codes, meta);
   }
 };
 
@@ -181,40 +161,21 @@ template <class Codec, class T>
 struct BucketOfElements {
   using Storage = typename T::Storage;
   template <class Bucket, class Wire>
-  static void encode(const Wire& layout, const Storage* from, u64 b, const Stamp& stamp, u8* wire, float* values, float* room) {
-    Bucket::encode(layout, as_floats<T>(from, Wire::size_of(layout, b), values), b, stamp, wire, room);
+  static void encode(const Wire& layout, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values, float* room) {
+    Bucket::encode(layout, as_floats<T>(from, Wire::size_of(layout, b), values), b, counter, wire, room);
   }
   template <class Bucket, class Wire>
-  static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, [[maybe_unused]] float* room, Storage* to) {
+  static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, [[maybe_unused]] float* room, Storage* to) {
     if constexpr (T::code == Float32::code && !Codec::sparse) {
-      Bucket::decode_to_values(layout, wire, b, stamp, to);
+      Bucket::decode_to_values(layout, wire, b, counter, to);
     } else {
-      Bucket::decode(layout, wire, b, stamp, false, room);
+      Bucket::decode(layout, wire, b, counter, false, room);
       to_elements<T>(room, Wire::size_of(layout, b), to);
     }
   }
 };
 
-template <class T>
-struct BucketOfElements<OneBit, T> {
-  using Storage = typename T::Storage;
-  template <class Bucket, class Wire>
-  static void encode(const Wire& layout, const Storage* from, u64 b, const Stamp& stamp, u8* wire, float* values, float* room) {
-    const u32 n = Wire::size_of(layout, b);
-    u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    // Of fp32, memory answers to passes in order faster: 1.3 times at 16 MiB; but two sums are too much work for those.
-    const bool in_order = T::code == Float32::code && layout.options.options[0] != OneBit::kMean;
-    if (!in_order && onebit_encode<T>(layout.options, from, n, codes, meta)) return;
-    Bucket::encode(layout, as_floats<T>(from, n, values), b, stamp, wire, room);
-  }
-  template <class Bucket, class Wire>
-  static void decode(const Wire& layout, const u8* wire, u64 b, const Stamp&, float*, Storage* to) {
-    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    onebit_decode<T>(layout.options, codes, meta, Wire::size_of(layout, b), to);
-  }
-};
-
-template <bool HasValues, class T>
+template <bool Typed, class T>
 struct TypeOnWire {
   using Type = Float32;
 };
@@ -223,73 +184,61 @@ struct TypeOnWire<true, T> {
   using Type = T;
 };
 
-// Whether the wire of a codec has values of the call's element type.
-template <class Codec>
-constexpr bool kHasValues = Codec::sparse;
-template <>
-constexpr bool kHasValues<RawBuckets> = true;
-
 template <class Codec, class T>
 struct BucketLoops {
   using Storage = typename T::Storage;
-  using Bucket = OneBucket<Codec, typename TypeOnWire<kHasValues<Codec>, T>::Type>;
+  using Bucket = OneBucket<Codec, typename TypeOnWire<Codec::typed, T>::Type>;
   using Wire = typename Bucket::Wire;
   using Elements = BucketOfElements<Codec, T>;
 
-  // Behind the codes of the last bucket, by whoever encodes that.
-  static void clear_padding(const Wire& layout, u8* wire, const BucketRange& buckets) {
-    if (buckets.last != layout.buckets) return;
-    for (u64 i = layout.codes_end; i < layout.meta_begin; ++i) wire[i] = 0;
-  }
-
   // Parts of the scratch, each with room for a bucket.
   static float* part(const Wire& layout, float* scratch, u32 number) {
-    return scratch + number * (smaller(layout.options.bucket, layout.count) + 64);
+    return scratch + number * (smaller(layout.bucket, layout.count) + 64);
   }
 
-  static void encode(const void* parameters, const EncodeCall& call) {
-    const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
+  static void encode(const BucketOptions& options, const EncodeCall& call) {
+    const Wire layout = Wire::make(options, call.count);
     float *values = part(layout, call.scratch, 0), *room = part(layout, call.scratch, 2);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
-      Elements::template encode<Bucket>(layout, element<T>(call.src, first), b, stamp_of(call.place, first), call.wire, values,
+      Elements::template encode<Bucket>(layout, element<T>(call.src, first), b, counter_at(call.counter, first), call.wire, values,
                                         room);
     }
     clear_padding(layout, call.wire, call.buckets);
   }
 
-  static void decode(const void* parameters, const DecodeCall& call) {
-    const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
+  static void decode(const BucketOptions& options, const DecodeCall& call) {
+    const Wire layout = Wire::make(options, call.count);
     float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
       const u32 n = Wire::size_of(layout, b);
       Storage* dst = element<T>(call.dst, first);
-      const Stamp stamp = stamp_of(call.place, first);
+      const RngCounter counter = counter_at(call.counter, first);
       if (!call.accumulate) {
-        Elements::template decode<Bucket>(layout, call.wire, b, stamp, total, dst);
+        Elements::template decode<Bucket>(layout, call.wire, b, counter, total, dst);
         continue;
       }
       Total sum(total, n, Combine::sum);
       sum.add(as_floats<T>(dst, n, term));
-      add_bucket(layout, call.wire, b, stamp, sum, total, term);
+      add_bucket(layout, call.wire, b, counter, sum, total, term);
       to_elements<T>(total, n, dst);
     }
   }
 
-  static void add_bucket(const Wire& layout, const u8* wire, u64 b, const Stamp& stamp, Total& sum, float* total, float* term) {
+  static void add_bucket(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, Total& sum, float* total, float* term) {
     if (sum.empty()) {
-      Bucket::decode(layout, wire, b, stamp, false, sum.put());
+      Bucket::decode(layout, wire, b, counter, false, sum.put());
     } else if (Codec::sparse) {
-      Bucket::decode(layout, wire, b, stamp, true, total);
+      Bucket::decode(layout, wire, b, counter, true, total);
     } else {
-      Bucket::decode(layout, wire, b, stamp, false, term);
+      Bucket::decode(layout, wire, b, counter, false, term);
       sum.add(term);
     }
   }
 
-  static void reduce(const void* parameters, const ReduceCall& call) {
-    const Wire layout = Wire::make(bucket_options(*static_cast<const BucketParameters*>(parameters)), call.count);
+  static void reduce(const BucketOptions& options, const ReduceCall& call) {
+    const Wire layout = Wire::make(options, call.count);
     float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
@@ -306,8 +255,8 @@ struct BucketLoops {
         }
         if (s == call.source_count) break;
         const u32 rank = call.source_ranks ? call.source_ranks[s] : 0;
-        const Stamp stamp = stamp_of({call.place.call, call.place.index, call.source_round, rank}, first);
-        add_bucket(layout, call.sources[s], b, stamp, sum, total, term);
+        const RngCounter counter = counter_at({call.counter.call, call.counter.index, call.source_round, rank}, first);
+        add_bucket(layout, call.sources[s], b, counter, sum, total, term);
       }
       finish(layout, call, b, first, n, total, term);
     }
@@ -323,45 +272,34 @@ struct BucketLoops {
     if (!call.wire) return to_elements<T>(total, n, out);
     const bool residual = call.state && call.state->residual;
     if (residual) add_residual(*call.state, first, n, total);
-    const Stamp stamp = stamp_of(call.place, first);
+    const RngCounter counter = counter_at(call.counter, first);
     float* room = part(layout, call.scratch, 2);
-    BucketOfElements<Codec, Float32>::template encode<Bucket>(layout, total, b, stamp, call.wire, total, room);
+    BucketOfElements<Codec, Float32>::template encode<Bucket>(layout, total, b, counter, call.wire, total, room);
     if (!out && !residual) return;
-    Bucket::decode(layout, call.wire, b, stamp, false, term);
+    Bucket::decode(layout, call.wire, b, counter, false, term);
     if (out) to_elements<T>(term, n, out);
     if (residual) keep_residual(*call.state, first, n, total, out ? as_floats<T>(out, n, term) : term);
   }
 };
 
-// The loops for the element type that the call names.
+// The loops of a codec without state. A codec may bring its own by a specialisation (codecs/minmax/host.h); reductions
+// with state go bucket by bucket always.
 template <class Codec>
-void bucket_reduce(const void* parameters, const ReduceCall& call) {
-  switch (call.dtype) {
-    case Float16::code: return BucketLoops<Codec, Float16>::reduce(parameters, call);
-    case BFloat16::code: return BucketLoops<Codec, BFloat16>::reduce(parameters, call);
-    default: return BucketLoops<Codec, Float32>::reduce(parameters, call);
-  }
-}
+struct CallLoops {
+  static constexpr bool whole_call = false;
 
-template <class Codec>
-constexpr qccl::CodecLoops bucket_loops() {
-  return {
-      [](const void* parameters, const EncodeCall& call) {
-        switch (call.dtype) {
-          case Float16::code: return BucketLoops<Codec, Float16>::encode(parameters, call);
-          case BFloat16::code: return BucketLoops<Codec, BFloat16>::encode(parameters, call);
-          default: return BucketLoops<Codec, Float32>::encode(parameters, call);
-        }
-      },
-      [](const void* parameters, const DecodeCall& call) {
-        switch (call.dtype) {
-          case Float16::code: return BucketLoops<Codec, Float16>::decode(parameters, call);
-          case BFloat16::code: return BucketLoops<Codec, BFloat16>::decode(parameters, call);
-          default: return BucketLoops<Codec, Float32>::decode(parameters, call);
-        }
-      },
-      bucket_reduce<Codec>,
-  };
-}
+  template <class T>
+  static void encode(const BucketOptions& options, const EncodeCall& call) {
+    BucketLoops<Codec, T>::encode(options, call);
+  }
+  template <class T>
+  static void decode(const BucketOptions& options, const DecodeCall& call) {
+    BucketLoops<Codec, T>::decode(options, call);
+  }
+  template <class T>
+  static void reduce(const BucketOptions& options, const ReduceCall& call) {
+    BucketLoops<Codec, T>::reduce(options, call);
+  }
+};
 
 }  // namespace QCCL_NAMESPACE

@@ -2,7 +2,6 @@
 // bytes more, because the wire has a range behind the codes; stores write nothing more.
 #pragma once
 
-#include "../minmax_wire.h"
 #include "../pack.h"
 #include "lanes.h"
 

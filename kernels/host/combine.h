@@ -1,7 +1,7 @@
 // How a reduction combines two terms.
 #pragma once
 
-#include "calls.h"
+#include "kernel_args.h"
 #include "lanes.h"
 
 namespace QCCL_NAMESPACE {

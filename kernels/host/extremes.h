@@ -1,7 +1,7 @@
 // The least and the greatest of many values, by their order keys.
 #pragma once
 
-#include "../minmax.h"
+#include "../numeric.h"
 #include "lanes.h"
 
 namespace QCCL_NAMESPACE {
@@ -37,9 +37,9 @@ struct Extremes {
   }
 
   // Of one value or more.
-  MinMaxRange range() const {
+  Range range() const {
     const bool some_negative = (Signed)top < 0, some_positive = top_signed >= 0;
-    return minmax_range(key_of(some_negative ? top : bottom), key_of(some_positive ? (Unsigned)top_signed : bottom));
+    return finite_range(key_of(some_negative ? top : bottom), key_of(some_positive ? (Unsigned)top_signed : bottom));
   }
 
  private:

@@ -15,9 +15,6 @@
 #define QCCL_AVX2 1
 #endif
 
-// For a lambda.
-#define QCCL_INLINE __attribute__((always_inline))
-
 // For a function that is a loop, which a caller is not to repeat.
 #define QCCL_LOOP __attribute__((noinline))
 

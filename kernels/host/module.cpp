@@ -10,8 +10,8 @@
 #include <cstring>
 
 #include "../engine/bind.h"
-#include "choose.h"
-#include "describe.h"
+#include "dispatch.h"
+#include "dlpack.h"
 #include "operations.h"
 #include "threads.h"
 
@@ -40,11 +40,12 @@ void bind_memory(nb::module_& m) {
 }
 
 // A codec whose arithmetic is Python functions, which take addresses. What they raise is what the operation raises.
-struct Callback final : qccl::Codec {
-  Callback(nb::object encode, nb::object decode, nb::object reduce)
+struct CallbackCodec final : qccl::Codec {
+  CallbackCodec(nb::object encode, nb::object decode, nb::object reduce)
       : encode_(std::move(encode)), decode_(std::move(decode)), reduce_(std::move(reduce)) {}
 
   std::uint64_t bucket(std::uint64_t count) const override { return count; }
+  std::uint64_t scratch(std::uint64_t, bool) const override { return 0; }
   void encode(const qccl::EncodeCall& c) const override {
     const nb::gil_scoped_acquire held;
     encode_(address(c.src), address(c.wire), c.count, c.dtype);
@@ -73,14 +74,12 @@ struct Callback final : qccl::Codec {
 
 void bind_codecs(nb::module_& m) {
   nb::class_<qccl::Codec>(m, "Codec", "A codec's loops with its parameters.");
-  nb::class_<qccl::MinMax, qccl::Codec>(m, "MinMax", "``bucket`` 0: one bucket per call.")
-      .def(nb::init<std::int64_t, std::int64_t, bool, std::uint64_t>(), "bits"_a, "bucket"_a, "stochastic"_a, "seed"_a);
-  nb::class_<qccl::BucketCodec, qccl::Codec>(m, "BucketCodec", "A codec in per-bucket form, by its C++ name.")
+  nb::class_<qccl::CompiledCodec, qccl::Codec>(m, "CompiledCodec", "A codec of kernels/codecs.h, by its name there.")
       .def(nb::init<const std::string&, std::uint64_t, std::uint64_t, const std::vector<std::uint32_t>&>(), "name"_a,
-           "bucket"_a, "seed"_a, "options"_a);
-  nb::class_<Callback, qccl::Codec>(m, "Callback", "A codec of Python functions, which are given addresses.")
+           "bucket"_a, "seed"_a, "options"_a)
+      .def("wire_nbytes", &qccl::CompiledCodec::wire_nbytes, "count"_a, "dtype_code"_a, "Bytes of a wire.");
+  nb::class_<CallbackCodec, qccl::Codec>(m, "CallbackCodec", "A codec of Python functions, which are given addresses.")
       .def(nb::init<nb::object, nb::object, nb::object>(), "encode"_a, "decode"_a, "reduce"_a);
-  nb::class_<qccl::Raw, qccl::Codec>(m, "Raw", "The wire is the values themselves.").def(nb::init<>());
 }
 
 void bind_operations(nb::module_& m) {
@@ -89,23 +88,23 @@ void bind_operations(nb::module_& m) {
   using u64 = std::uint64_t;
   nb::class_<Operation>(m, "Operation", "Something to compute.").def("__call__", &Operation::run, Release());
   nb::class_<Encode, Operation>(m, "Encode", "Values -> wire; ``src`` and ``wire`` are (buffer, byte offset).")
-      .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, u64, u32, u32>(), "memory"_a, "codec"_a,
+      .def(nb::init<MemoryPointer, CodecPointer, u32, BufferRef, BufferRef, u64, u64, u32, u32>(), "memory"_a, "codec"_a,
            "dtype_code"_a, "src"_a, "wire"_a, "count"_a, "index"_a, "round"_a, "rank"_a);
   nb::class_<Decode, Operation>(m, "Decode", "Wire -> values, or added to them.")
-      .def(nb::init<MemoryPointer, CodecPointer, u32, Place, Place, u64, bool, u64, u32, u32>(), "memory"_a, "codec"_a,
+      .def(nb::init<MemoryPointer, CodecPointer, u32, BufferRef, BufferRef, u64, bool, u64, u32, u32>(), "memory"_a, "codec"_a,
            "dtype_code"_a, "wire"_a, "dst"_a, "count"_a, "accumulate"_a, "index"_a = 0, "round"_a = 0, "rank"_a = 0);
   nb::class_<Reduce, Operation>(m, "Reduce",
                      "Several wires and ``own`` values, combined in order in fp32, to a wire and its values, or to "
                      "values alone.\n\n``op``: 0 sum, 1 min, 2 max. One object may not run in two threads at once.")
-      .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<Place>, std::optional<Place>, u32,
-                    std::optional<Place>, std::optional<Place>, u64, u32, float, u64, u32, u32, std::vector<u32>, u32,
+      .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<BufferRef>, std::optional<BufferRef>, u32,
+                    std::optional<BufferRef>, std::optional<BufferRef>, u64, u32, float, u64, u32, u32, std::vector<u32>, u32,
                     StateBuffer, StateBuffer, float>(),
            "memory"_a, "codec"_a, "dtype_code"_a, "srcs"_a, "own"_a.none(), "own_index"_a, "wire"_a.none(),
            "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a,
            "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0, "residual"_a = nb::none(),
            "momentum"_a = nb::none(), "mu"_a = 0.0f);
   nb::class_<Commit, Operation>(m, "Commit", "Copies (from, to, bytes), if all of ``guard`` (dtype_code, place, count) is finite.")
-      .def(nb::init<MemoryPointer, std::vector<std::tuple<u32, Place, u64>>, std::vector<std::tuple<Place, Place, u64>>>(),
+      .def(nb::init<MemoryPointer, std::vector<std::tuple<u32, BufferRef, u64>>, std::vector<std::tuple<BufferRef, BufferRef, u64>>>(),
            "memory"_a, "guard"_a, "copies"_a);
 }
 
@@ -121,7 +120,7 @@ NB_MODULE(_host, m) {
   bind_memory(m);
   bind_codecs(m);
   bind_operations(m);
-  qccl::bind_describe(m);
+  qccl::bind_dlpack(m);
   qccl::bind_engine(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
   m.def("most_threads", &qccl::most_threads, "Threads that an operation may have, by OMP_NUM_THREADS and processors.");

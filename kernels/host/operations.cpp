@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "choose.h"
+#include "dispatch.h"
 #include "float_environment.h"
 #include "threads.h"
 
@@ -25,19 +25,19 @@ void check_dtype(std::uint32_t dtype) {
           "dtype_code is " + std::to_string(dtype) + "; allowed: 0 (float32), 1 (float16), 2 (bfloat16)");
 }
 
-void check_place(const Memory& memory, const Place& place, const char* what) {
+void check_buffer(const Memory& memory, const BufferRef& place, const char* what) {
   require(place.first < memory.addresses.size(), std::string(what) + " names buffer " + std::to_string(place.first) +
                                                      ", but the memory has " +
                                                      std::to_string(memory.addresses.size()));
 }
 
-unsigned char* resolve(const Memory& memory, const Place& place) {
+unsigned char* resolve(const Memory& memory, const BufferRef& place) {
   const std::uintptr_t base = memory.addresses[place.first];
   if (!base) throw std::runtime_error("buffer " + std::to_string(place.first) + " has no address; store one first");
   return reinterpret_cast<unsigned char*>(base + place.second);
 }
 
-unsigned char* resolve(const Memory& memory, const std::optional<Place>& place) {
+unsigned char* resolve(const Memory& memory, const std::optional<BufferRef>& place) {
   return place ? resolve(memory, *place) : nullptr;
 }
 
@@ -84,49 +84,29 @@ const Isa& loops() {
   return chosen;
 }
 
-MinMax::MinMax(std::int64_t bits, std::int64_t bucket, bool stochastic, std::uint64_t seed)
-    : parameters{static_cast<std::uint32_t>(bits), static_cast<std::uint64_t>(bucket), stochastic, seed} {
-  require(bits >= 1 && bits <= 8, "bits is " + std::to_string(bits) + "; allowed: 1 to 8");
-  require(bucket == 0 || (bucket > 0 && bucket % 8 == 0),
-          "bucket is " + std::to_string(bucket) + "; allowed: multiples of 8, or 0 for one bucket per call");
-}
-
-void MinMax::encode(const EncodeCall& call) const { loops().minmax.encode(&parameters, call); }
-void MinMax::decode(const DecodeCall& call) const { loops().minmax.decode(&parameters, call); }
-void MinMax::reduce(const ReduceCall& call) const {
-  if (!call.state) return loops().minmax.reduce(&parameters, call);
-  const BucketParameters in_buckets = buckets(call.count);
-  loops().minmax_state(&in_buckets, call);
-}
-
-BucketParameters MinMax::buckets(std::uint64_t count) const {
-  return {bucket(count), parameters.seed, {parameters.bits, parameters.stochastic}};
-}
-
-void Raw::encode(const EncodeCall& call) const { loops().raw.encode(nullptr, call); }
-void Raw::decode(const DecodeCall& call) const { loops().raw.decode(nullptr, call); }
-void Raw::reduce(const ReduceCall& call) const {
-  call.state ? loops().raw_state(&kBuckets, call) : loops().raw.reduce(nullptr, call);
-}
-
-BucketCodec::BucketCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
-                         const std::vector<std::uint32_t>& options)
-    : parameters{bucket, seed, {}}, codec(nullptr) {
+CompiledCodec::CompiledCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
+                             const std::vector<std::uint32_t>& options)
+    : options_{bucket, seed, {}} {
   const Isa& isa = loops();
   std::string names;
-  for (std::uint32_t i = 0; i < isa.bucket_count; ++i) {
-    if (name == isa.buckets[i].name) codec = &isa.buckets[i];
-    names += (i ? ", " : "") + std::string(isa.buckets[i].name);
+  for (std::uint32_t i = 0; i < isa.codec_count; ++i) {
+    if (name == isa.codecs[i].name) entry_ = &isa.codecs[i];
+    names += (i ? ", " : "") + std::string(isa.codecs[i].name);
   }
-  require(codec != nullptr, "there is no codec " + name + "; allowed: " + names);
-  require(bucket >= 8 && bucket % 8 == 0 && bucket <= 1u << 24,
-          "bucket is " + std::to_string(bucket) + "; allowed: multiples of 8 from 8 to 2^24");
-  constexpr std::size_t most = sizeof parameters.options / sizeof parameters.options[0];
+  require(entry_ != nullptr, "there is no codec " + name + "; allowed: " + names);
+  require(bucket % 8 == 0 && bucket <= 1u << 24,
+          "bucket is " + std::to_string(bucket) + "; allowed: multiples of 8 to 2^24, or 0 for one bucket per call");
+  constexpr std::size_t most = sizeof options_.options / sizeof options_.options[0];
   require(options.size() <= most, std::to_string(options.size()) + " options; allowed: up to " + std::to_string(most));
-  std::copy(options.begin(), options.end(), parameters.options);
+  std::copy(options.begin(), options.end(), options_.options);
 }
 
-Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place src, Place wire,
+std::uint64_t CompiledCodec::wire_nbytes(std::uint64_t count, std::uint32_t dtype) const {
+  check_dtype(dtype);
+  return entry_->wire_nbytes(options_, count, dtype);
+}
+
+Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, BufferRef src, BufferRef wire,
                std::uint64_t count, std::uint64_t index, std::uint32_t round, std::uint32_t rank)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
@@ -134,8 +114,8 @@ Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Pl
       wire_(wire),
       call_{nullptr, nullptr, count, dtype, {0, index, round, rank}, nullptr, {}} {
   check_dtype(dtype);
-  check_place(*memory_, src, "src");
-  check_place(*memory_, wire, "wire");
+  check_buffer(*memory_, src, "src");
+  check_buffer(*memory_, wire, "wire");
 }
 
 void Encode::run() {
@@ -143,12 +123,12 @@ void Encode::run() {
   EncodeCall call = call_;
   call.src = resolve(*memory_, src_);
   call.wire = resolve(*memory_, wire_);
-  call.place.call = memory_->call;
-  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count),
+  call.counter.call = memory_->call;
+  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count, false),
              [this](const EncodeCall& part) { codec_->encode(part); });
 }
 
-Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst,
+Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, BufferRef wire, BufferRef dst,
                std::uint64_t count, bool accumulate, std::uint64_t index, std::uint32_t round, std::uint32_t rank)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
@@ -156,8 +136,8 @@ Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Pl
       dst_(dst),
       call_{nullptr, nullptr, count, dtype, accumulate, {0, index, round, rank}, nullptr, {}} {
   check_dtype(dtype);
-  check_place(*memory_, wire, "wire");
-  check_place(*memory_, dst, "dst");
+  check_buffer(*memory_, wire, "wire");
+  check_buffer(*memory_, dst, "dst");
 }
 
 void Decode::run() {
@@ -165,13 +145,13 @@ void Decode::run() {
   DecodeCall call = call_;
   call.wire = resolve(*memory_, wire_);
   call.dst = resolve(*memory_, dst_);
-  call.place.call = memory_->call;
-  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count),
+  call.counter.call = memory_->call;
+  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count, false),
              [this](const DecodeCall& part) { codec_->decode(part); });
 }
 
-Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
-               std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
+Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<BufferRef> sources,
+               std::optional<BufferRef> own, std::uint32_t own_index, std::optional<BufferRef> wire, std::optional<BufferRef> out,
                std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
                std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round,
                StateBuffer residual, StateBuffer momentum, float mu)
@@ -205,16 +185,16 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
   check_dtype(dtype);
   for (const StateBuffer& carried : {residual_, momentum_}) {
     if (!carried) continue;
-    check_place(*memory_, carried->first, "state");
-    check_place(*memory_, carried->second, "state");
+    check_buffer(*memory_, carried->first, "state");
+    check_buffer(*memory_, carried->second, "state");
     require(op == 0, "op is " + std::to_string(op) + "; a reduction with state allows 0 (sum) only");
   }
   require(!residual_ || wire, "there is a residual, but no wire that could leave something out");
   require(!momentum_ || own, "there is a momentum, but no own values");
-  for (const Place& source : sources_) check_place(*memory_, source, "srcs");
-  if (own) check_place(*memory_, *own, "own");
-  if (wire) check_place(*memory_, *wire, "wire");
-  if (out) check_place(*memory_, *out, "out");
+  for (const BufferRef& source : sources_) check_buffer(*memory_, source, "srcs");
+  if (own) check_buffer(*memory_, *own, "own");
+  if (wire) check_buffer(*memory_, *wire, "wire");
+  if (out) check_buffer(*memory_, *out, "out");
   require(!sources_.empty() || own, "there is nothing to reduce: srcs is empty and own is None");
   require(wire || out, "there is nowhere to put the result: wire and out are both None");
   require(!own || own_index <= sources_.size(), "own_index is " + std::to_string(own_index) + "; allowed: 0 to " +
@@ -234,15 +214,14 @@ void Reduce::run() {
   call.own = resolve(*memory_, own_);
   call.wire = resolve(*memory_, wire_);
   call.out = resolve(*memory_, out_);
-  call.place.call = memory_->call;
+  call.counter.call = memory_->call;
   const StateCall state = resolve_state();
   if (residual_ || momentum_) call.state = &state;
   if (sources_.empty() && !wire_ && call.scale == 1.0f && !call.state) {  // one rank alone: its values stay as they are, bit for bit
     std::memmove(call.out, call.own, call.count * kItemsize[call.dtype]);
     return;
   }
-  const std::uint64_t floats = call.state ? codec_->state_scratch(call.count) : codec_->scratch(call.count);
-  share_call(call, codec_->bucket(call.count), *memory_, floats,
+  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count, call.state != nullptr),
              [this](const ReduceCall& part) { codec_->reduce(part); });
 }
 
@@ -259,16 +238,16 @@ StateCall Reduce::resolve_state() const {
   return state;
 }
 
-Commit::Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard,
-               std::vector<std::tuple<Place, Place, std::uint64_t>> copies)
+Commit::Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, BufferRef, std::uint64_t>> guard,
+               std::vector<std::tuple<BufferRef, BufferRef, std::uint64_t>> copies)
     : memory_(std::move(memory)), guard_(std::move(guard)), copies_(std::move(copies)) {
   for (const auto& [dtype, place, count] : guard_) {
     check_dtype(dtype);
-    check_place(*memory_, place, "guard");
+    check_buffer(*memory_, place, "guard");
   }
   for (const auto& [from, to, nbytes] : copies_) {
-    check_place(*memory_, from, "copies");
-    check_place(*memory_, to, "copies");
+    check_buffer(*memory_, from, "copies");
+    check_buffer(*memory_, to, "copies");
   }
 }
 

@@ -1,6 +1,7 @@
 // Operations prepared once and run many times: what to do with which part of which buffer.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -9,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "calls.h"
+#include "kernel_args.h"
 
 namespace qccl {
 
@@ -23,7 +24,7 @@ struct Memory {
   std::uint32_t threads = 1;  // that may share an operation
 };
 
-// A codec's loops with its parameters.
+// A codec with its parameters.
 struct Codec {
   virtual ~Codec() = default;
   // Elements of a bucket in a call.
@@ -31,59 +32,44 @@ struct Codec {
   // Whether it can only be summed.
   virtual bool sparse() const { return false; }
   // Floats of scratch for a call.
-  virtual std::uint64_t scratch(std::uint64_t) const { return 0; }
+  virtual std::uint64_t scratch(std::uint64_t count, bool state) const = 0;
   virtual void encode(const EncodeCall&) const = 0;
   virtual void decode(const DecodeCall&) const = 0;
-  // Of a reduction with state, more floats of scratch may be needed.
-  virtual std::uint64_t state_scratch(std::uint64_t count) const { return scratch(count); }
   virtual void reduce(const ReduceCall&) const = 0;
 };
 
-struct MinMax final : Codec {
-  MinMax(std::int64_t bits, std::int64_t bucket, bool stochastic, std::uint64_t seed);
-  std::uint64_t bucket(std::uint64_t count) const override { return parameters.bucket ? parameters.bucket : count; }
-  void encode(const EncodeCall&) const override;
-  void decode(const DecodeCall&) const override;
-  void reduce(const ReduceCall&) const override;
-  std::uint64_t state_scratch(std::uint64_t count) const override { return bucket_scratch(buckets(count), count); }
-  // In per-bucket form (../bucket_forms.h).
-  BucketParameters buckets(std::uint64_t count) const;
-  MinMaxParameters parameters;
-};
+// A codec of the registry (../codecs.h), by its name there.
+class CompiledCodec final : public Codec {
+ public:
+  CompiledCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
+                const std::vector<std::uint32_t>& options);
+  std::uint64_t bucket(std::uint64_t count) const override { return options_.bucket ? options_.bucket : count; }
+  bool sparse() const override { return entry_->sparse; }
+  std::uint64_t scratch(std::uint64_t count, bool state) const override {
+    return entry_->whole_call && !state ? 0 : bucket_scratch(std::min(bucket(count), count));
+  }
+  void encode(const EncodeCall& call) const override { entry_->loops.encode(options_, call); }
+  void decode(const DecodeCall& call) const override { entry_->loops.decode(options_, call); }
+  void reduce(const ReduceCall& call) const override {
+    (call.state ? entry_->loops.reduce_with_state : entry_->loops.reduce)(options_, call);
+  }
+  std::uint64_t wire_nbytes(std::uint64_t count, std::uint32_t dtype) const;
 
-struct Raw final : Codec {
-  std::uint64_t bucket(std::uint64_t) const override { return kRawBucket; }
-  void encode(const EncodeCall&) const override;
-  void decode(const DecodeCall&) const override;
-  void reduce(const ReduceCall&) const override;
-  std::uint64_t state_scratch(std::uint64_t count) const override { return bucket_scratch(kBuckets, count); }
-  static constexpr BucketParameters kBuckets = {kRawBucket, 0, {}};
-};
-
-// A codec in per-bucket form, by its C++ name (../codecs.h).
-struct BucketCodec final : Codec {
-  BucketCodec(const std::string& name, std::uint64_t bucket, std::uint64_t seed,
-              const std::vector<std::uint32_t>& options);
-  std::uint64_t bucket(std::uint64_t) const override { return parameters.bucket; }
-  bool sparse() const override { return codec->sparse; }
-  std::uint64_t scratch(std::uint64_t count) const override { return bucket_scratch(parameters, count); }
-  void encode(const EncodeCall& call) const override { codec->loops.encode(&parameters, call); }
-  void decode(const DecodeCall& call) const override { codec->loops.decode(&parameters, call); }
-  void reduce(const ReduceCall& call) const override { codec->loops.reduce(&parameters, call); }
-  BucketParameters parameters;
-  const BucketCodecLoops* codec;
+ private:
+  BucketOptions options_;
+  const CodecEntry* entry_ = nullptr;
 };
 
 // The loops chosen for this process.
 const Isa& loops();
 
 // A buffer's number and an offset in bytes.
-using Place = std::pair<std::uint32_t, std::uint64_t>;
+using BufferRef = std::pair<std::uint32_t, std::uint64_t>;
 using MemoryPointer = std::shared_ptr<Memory>;
 using CodecPointer = std::shared_ptr<const Codec>;
 
 // Where a Reduce reads what it remembers, and where it writes what it will.
-using StateBuffer = std::optional<std::pair<Place, Place>>;
+using StateBuffer = std::optional<std::pair<BufferRef, BufferRef>>;
 
 template <class T>
 std::size_t held(const std::vector<T>& items) {
@@ -100,7 +86,7 @@ struct Operation {
 
 class Encode final : public Operation {
  public:
-  Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place src, Place wire, std::uint64_t count,
+  Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, BufferRef src, BufferRef wire, std::uint64_t count,
          std::uint64_t index, std::uint32_t round, std::uint32_t rank);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Encode>(*this); }
@@ -109,13 +95,13 @@ class Encode final : public Operation {
  private:
   MemoryPointer memory_;
   CodecPointer codec_;
-  Place src_, wire_;
+  BufferRef src_, wire_;
   EncodeCall call_;
 };
 
 class Decode final : public Operation {
  public:
-  Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Place wire, Place dst, std::uint64_t count,
+  Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, BufferRef wire, BufferRef dst, std::uint64_t count,
          bool accumulate, std::uint64_t index, std::uint32_t round, std::uint32_t rank);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Decode>(*this); }
@@ -124,14 +110,14 @@ class Decode final : public Operation {
  private:
   MemoryPointer memory_;
   CodecPointer codec_;
-  Place wire_, dst_;
+  BufferRef wire_, dst_;
   DecodeCall call_;
 };
 
 class Reduce final : public Operation {
  public:
-  Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<Place> sources,
-         std::optional<Place> own, std::uint32_t own_index, std::optional<Place> wire, std::optional<Place> out,
+  Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<BufferRef> sources,
+         std::optional<BufferRef> own, std::uint32_t own_index, std::optional<BufferRef> wire, std::optional<BufferRef> out,
          std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
          std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round, StateBuffer residual,
          StateBuffer momentum, float mu);
@@ -144,10 +130,10 @@ class Reduce final : public Operation {
 
   MemoryPointer memory_;
   CodecPointer codec_;
-  std::vector<Place> sources_;
+  std::vector<BufferRef> sources_;
   std::vector<const unsigned char*> addresses_;
   std::vector<std::uint32_t> source_ranks_;
-  std::optional<Place> own_, wire_, out_;
+  std::optional<BufferRef> own_, wire_, out_;
   StateBuffer residual_, momentum_;
   float mu_;
   ReduceCall call_;
@@ -157,16 +143,16 @@ class Reduce final : public Operation {
 class Commit final : public Operation {
  public:
   // `guard`: element type, place, elements. `copies`: from, to, bytes.
-  Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard,
-         std::vector<std::tuple<Place, Place, std::uint64_t>> copies);
+  Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, BufferRef, std::uint64_t>> guard,
+         std::vector<std::tuple<BufferRef, BufferRef, std::uint64_t>> copies);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Commit>(*this); }
   std::size_t nbytes() const override { return sizeof *this + held(guard_) + held(copies_); }
 
  private:
   MemoryPointer memory_;
-  std::vector<std::tuple<std::uint32_t, Place, std::uint64_t>> guard_;
-  std::vector<std::tuple<Place, Place, std::uint64_t>> copies_;
+  std::vector<std::tuple<std::uint32_t, BufferRef, std::uint64_t>> guard_;
+  std::vector<std::tuple<BufferRef, BufferRef, std::uint64_t>> copies_;
 };
 
 }  // namespace qccl

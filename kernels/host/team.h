@@ -4,7 +4,7 @@
 
 #include "../bucket.h"
 #include "codes.h"
-#include "walk.h"
+#include "blocking.h"
 
 namespace QCCL_NAMESPACE {
 

@@ -8,7 +8,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "calls.h"
+#include "kernel_args.h"
 
 namespace qccl {
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from enum import Enum
 from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,7 +21,7 @@ from qccl.scalars import as_integer
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MAX_BUCKET", "PLAIN_GRANULE", "BucketCodec", "Codec", "Form", "Kernel"]
+__all__ = ["MAX_BUCKET", "PLAIN_GRANULE", "BucketCodec", "Codec", "Kernel", "Tile"]
 
 #: granule of codecs without buckets: as large as the usual bucket, so that all cut a vector alike
 PLAIN_GRANULE = 1024
@@ -30,13 +29,20 @@ PLAIN_GRANULE = 1024
 MAX_BUCKET = 1 << 24
 
 
-class Form(Enum):
-    """How a codec is written in ``kernels/``."""
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """Device code of a codec's own, which replaces a block of threads per bucket (``kernels/cuda/kernels.h``).
 
-    RAW = "raw"  #: not at all: the wire is the values
-    TILES = "tiles"  #: with loops and device kernels of its own
-    PYTHON = "python"  #: not at all: Python functions, on the host alone (``python.py``)
-    BUCKETS = "buckets"  #: bucket by bucket, for the loops and kernels that all such codecs share (``bucket.h``)
+    Attributes:
+        encoder: the C++ type that encodes.
+        decoder: the C++ type that decodes.
+        needs_range: a code depends on the range of its bucket, which a first pass finds in a bucket of several units;
+            otherwise elements are independent, and the bucket does not matter.
+    """
+
+    encoder: str
+    decoder: str
+    needs_range: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,21 +50,21 @@ class Kernel:
     """What the compiled code knows of a codec.
 
     Attributes:
-        type: its C++ type in the namespace qccl, with which it encodes.
-        form: how it is written.
-        decoder: the type with which it decodes; empty: the same.
+        type: its C++ type, a row of ``kernels/codecs.h``.
         bucket: elements; 0: all of a call.
         seed, options: what else its functions are given (``BucketOptions``).
         draws: encoding takes random numbers, and so the number of the call.
+        tile: device code of its own for operations without state; mostly none.
+        copies: the wire is the values, so a copy encodes and decodes them.
     """
 
     type: str
-    form: Form = Form.BUCKETS
-    decoder: str = ""
     bucket: int = 0
     seed: int = 0
     options: tuple[int, ...] = ()
     draws: bool = False
+    tile: Tile | None = None
+    copies: bool = False
 
 
 class Codec(ABC):
@@ -124,10 +130,6 @@ class Codec(ABC):
     def kernel(self) -> Kernel:
         """What the compiled code knows of this codec."""
 
-    def bucket_kernel(self) -> Kernel:
-        """The same in per-bucket form, which reductions with state have for every codec."""
-        return self.kernel()
-
     @abstractmethod
     def host(self) -> Any:
         """The kernel object of the host extension (one per parameter set, cached)."""
@@ -183,9 +185,9 @@ class Codec(ABC):
 
 
 class BucketCodec(Codec):
-    """A codec that goes bucket by bucket, on the loops and device kernels that all such codecs share.
+    """A codec of ``kernels/codecs.h``, whose buckets are encoded independently.
 
-    It has a field or property ``bucket``, and its ``kernel()`` names a struct of ``kernels/codecs.h``.
+    It has a field or property ``bucket``, and its ``kernel()`` names the C++ type.
     """
 
     bucket: int
@@ -196,25 +198,33 @@ class BucketCodec(Codec):
 
     @abstractmethod
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
-        """Bytes of one bucket of ``count`` elements in the two parts of the wire (``bucket.h``)."""
+        """Bytes of one bucket of ``count`` elements in the two parts of the wire (``kernels/bucket.h``)."""
+
+    def _bucket_of(self, count: int) -> int:
+        """Elements of a bucket in a call of ``count``, 1 or more."""
+        return self.bucket
 
     def _nbytes(self, count: int, dtype: DType) -> int:
-        whole, rest = divmod(count, self.bucket)
-        codes, meta = (whole * nbytes for nbytes in self._sections(self.bucket, dtype))
+        if not count:
+            return 0
+        bucket = self._bucket_of(count)
+        whole, rest = divmod(count, bucket)
+        codes, meta = (whole * nbytes for nbytes in self._sections(bucket, dtype))
         if rest:
             more = self._sections(rest, dtype)
             codes, meta = codes + more[0], meta + more[1]
         return -(-codes // 4) * 4 + meta if meta else codes
 
     def host(self) -> Any:
-        return _bucket_kernel(self.kernel())
+        return _compiled(self)
 
 
 @cache
-def _bucket_kernel(kernel: Kernel) -> Any:
+def _compiled(codec: BucketCodec) -> Any:
     from qccl import _host
 
-    return _host.BucketCodec(kernel.type, kernel.bucket, kernel.seed, list(kernel.options))
+    kernel = codec.kernel()
+    return _host.CompiledCodec(kernel.type, kernel.bucket, kernel.seed, list(kernel.options))
 
 
 def _spelled(value: object) -> str:

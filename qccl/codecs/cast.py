@@ -1,6 +1,6 @@
 """Values as numbers of another, shorter type: two of 16 bits, two of 8 bits with a scale per bucket.
 
-The arithmetic is ``kernels/cast.h``; the bytes are ``docs/wire-format.md``.
+The arithmetic is ``kernels/codecs/cast/``; the bytes are ``docs/wire-format.md``.
 """
 
 from __future__ import annotations

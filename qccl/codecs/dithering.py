@@ -1,6 +1,6 @@
 """Each value at random to one of the levels around it, so that the mean is the value (QSGD, BytePS).
 
-The arithmetic is ``kernels/dithering.h``; the bytes are ``docs/wire-format.md``.
+The arithmetic is ``kernels/codecs/dithering/``; the bytes are ``docs/wire-format.md``.
 """
 
 from __future__ import annotations

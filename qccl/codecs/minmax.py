@@ -1,15 +1,14 @@
 """Codes on the line from the least to the greatest value of a bucket, 1 to 8 bits each (QSGD-TF, ByteGrad, CGX).
 
-The arithmetic is ``kernels/minmax.h``; the bytes are ``docs/wire-format.md``.
+The arithmetic is ``kernels/codecs/minmax/``; the bytes are ``docs/wire-format.md``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from qccl.codecs.base import PLAIN_GRANULE, Codec, Form, Kernel
+from qccl.codecs.base import PLAIN_GRANULE, BucketCodec, Kernel, Tile
 from qccl.codecs.checks import check_bucket, check_choice, check_integer, check_seed
 from qccl.dtypes import DType
 
@@ -22,7 +21,7 @@ _ROUNDINGS = ("nearest", "stochastic")
 
 
 @dataclass(frozen=True)
-class MinMax(Codec):
+class MinMax(BucketCodec):
     """``low + code * (high - low) / (2**bits - 1)`` per bucket; the ends are exact, the range is kept in fp32.
 
     Attributes:
@@ -35,7 +34,7 @@ class MinMax(Codec):
     """
 
     bits: int = 8
-    bucket: int | str = 1024
+    bucket: int | str = 1024  # type: ignore[assignment]
     rounding: str = "nearest"
     seed: int = 0
 
@@ -56,38 +55,26 @@ class MinMax(Codec):
     def splittable(self) -> bool:
         return self.bucket != "shard"
 
-    def _nbytes(self, count: int, dtype: DType) -> int:
-        if count == 0:
-            return 0
-        buckets = 1 if self.bucket == "shard" else -(-count // int(self.bucket))
-        codes = (count * self.bits + 7) // 8
-        return (codes + 3) // 4 * 4 + 8 * buckets
+    def _bucket_of(self, count: int) -> int:
+        return count if self.bucket == "shard" else int(self.bucket)
 
-    def spec(self) -> str:
-        given = [(key, getattr(self, key)) for key in ("bucket", "rounding", "seed")]
-        options = [f"{key}={value}" for key, value in given if value != getattr(MinMax, key)]
-        return f"{self.name}{self.bits}" + (":" + ",".join(options) if options else "")
+    def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
+        return -(-count * self.bits // 8), 8
 
     def kernel(self) -> Kernel:
-        draws = self.rounding == "stochastic"
-        return Kernel(
-            type=f"MinMaxCodec<{self.bits}, {str(draws).lower()}>",
-            form=Form.TILES,
-            decoder=f"MinMaxCodec<{self.bits}, false>",
-            bucket=0 if self.bucket == "shard" else int(self.bucket),
-            seed=self.seed,
-            draws=draws,
-        )
-
-    def bucket_kernel(self) -> Kernel:
-        bucket = 0 if self.bucket == "shard" else int(self.bucket)
         stochastic = self.rounding == "stochastic"
         return Kernel(
-            "MinMaxBuckets", bucket=bucket, seed=self.seed, options=(self.bits, int(stochastic)), draws=stochastic
+            "MinMax",
+            bucket=self._bucket_of(0),
+            seed=self.seed,
+            options=(self.bits, int(stochastic)),
+            draws=stochastic,
+            tile=Tile(
+                encoder=f"MinMaxTile<{self.bits}, {str(stochastic).lower()}>",
+                decoder=f"MinMaxTile<{self.bits}, false>",
+                needs_range=True,
+            ),
         )
-
-    def host(self) -> Any:
-        return _host_kernel(self)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """Half a step (nearest) or one step (stochastic), plus what the roundings of the arithmetic can add.
@@ -102,7 +89,7 @@ class MinMax(Codec):
         import numpy as np
 
         flat = np.asarray(x, dtype=np.float64).reshape(-1)
-        size = flat.size if self.bucket == "shard" else int(self.bucket)
+        size = self._bucket_of(flat.size)
         if flat.size == 0:
             return np.zeros(np.shape(x))
         starts = np.arange(0, flat.size, size)
@@ -113,11 +100,3 @@ class MinMax(Codec):
         slack = 7 * 2.0**-24 * width + np.spacing(greater).astype(np.float64) / 2 + 2.0**-148
         bound = np.where(width > 0, step + slack, 0.0)
         return np.repeat(bound, size)[: flat.size].reshape(np.shape(x))
-
-
-@cache
-def _host_kernel(codec: MinMax) -> Any:
-    from qccl import _host
-
-    bucket = 0 if codec.bucket == "shard" else int(codec.bucket)
-    return _host.MinMax(codec.bits, bucket, codec.rounding == "stochastic", codec.seed)

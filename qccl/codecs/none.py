@@ -1,12 +1,14 @@
-"""The codec "none": the wire is the values themselves ("raw" in the kernels). Sums are still made in fp32."""
+"""The codec "none": the wire is the values themselves. Sums are still made in fp32.
+
+The arithmetic is ``kernels/codecs/none/``.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
-from qccl.codecs.base import PLAIN_GRANULE, Codec, Form, Kernel
+from qccl.codecs.base import PLAIN_GRANULE, BucketCodec, Kernel, Tile
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
@@ -16,35 +18,23 @@ __all__ = ["NoCodec"]
 
 
 @dataclass(frozen=True)
-class NoCodec(Codec):
+class NoCodec(BucketCodec):
     """No compression; wire = the bytes of the values."""
 
     name: ClassVar[str] = "none"
 
     @property
-    def granule(self) -> int:
+    def bucket(self) -> int:  # type: ignore[override]
         return PLAIN_GRANULE
 
-    def _nbytes(self, count: int, dtype: DType) -> int:
-        return count * dtype.itemsize
+    def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
+        return count * dtype.itemsize, 0
 
     def kernel(self) -> Kernel:
-        return Kernel("RawCodec", Form.RAW)
-
-    def bucket_kernel(self) -> Kernel:
-        return Kernel("RawBuckets", bucket=2048)
-
-    def host(self) -> Any:
-        return _host_kernel()
+        tile = Tile("NoCodecTile", "NoCodecTile", needs_range=False)
+        return Kernel("NoCodec", bucket=self.bucket, tile=tile, copies=True)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         import numpy as np
 
         return np.zeros(np.shape(x))
-
-
-@cache
-def _host_kernel() -> Any:
-    from qccl import _host
-
-    return _host.Raw()

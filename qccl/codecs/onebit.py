@@ -1,6 +1,6 @@
 """Which side of zero a value is on, in one bit, and what the two sides of a bucket decode to (CNTK, BytePS).
 
-The arithmetic is ``kernels/onebit.h``; the bytes are ``docs/wire-format.md``.
+The arithmetic is ``kernels/codecs/onebit/``; the bytes are ``docs/wire-format.md``.
 """
 
 from __future__ import annotations

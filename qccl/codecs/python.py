@@ -7,7 +7,7 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from qccl.codecs.base import Codec, Form, Kernel
+from qccl.codecs.base import Codec, Kernel
 from qccl.dtypes import DTYPES, FLOAT32
 from qccl.errors import CodecError
 
@@ -39,13 +39,13 @@ class PythonCodec(Codec):
         """The ``count`` values (float32) of ``wire`` (uint8, read only)."""
 
     def kernel(self) -> Kernel:
-        return Kernel(type(self).__name__, Form.PYTHON)
+        return Kernel(type(self).__name__)
 
     def host(self) -> Any:
         from qccl import _host
 
         calls = _Calls(self)  # not kept: an object of the extension that a codec knew would never be freed
-        return _host.Callback(calls.encode, calls.decode, calls.reduce)
+        return _host.CallbackCodec(calls.encode, calls.decode, calls.reduce)
 
 
 class _Calls:

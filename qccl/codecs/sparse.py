@@ -1,6 +1,6 @@
 """Some values of each block, and zero for the others: the greatest ones, or some drawn at random (BytePS).
 
-The arithmetic is ``kernels/topk.h`` and ``kernels/randomk.h``; the bytes are ``docs/wire-format.md``.
+The arithmetic is ``kernels/codecs/topk/`` and ``kernels/codecs/randomk/``; the bytes are ``docs/wire-format.md``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Codes that are chosen together for the least squared error: trellis-coded quantisation, with outliers apart.
 
-The arithmetic is ``kernels/trellis.h``; the bytes are ``docs/wire-format.md``.
+The arithmetic is ``kernels/codecs/trellis/``; the bytes are ``docs/wire-format.md``.
 """
 
 from __future__ import annotations

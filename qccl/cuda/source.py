@@ -17,8 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from qccl.codecs.base import Form, Kernel
-from qccl.codecs.none import NoCodec
+from qccl.codecs.base import Kernel, Tile
 from qccl.dtypes import DType
 from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
@@ -96,7 +95,7 @@ PARAMETERS = np.dtype(
 COMMITTED = 4096
 _NOWHERE = 0xFFFFFFFF
 _FOLDER = Path(__file__).parent.parent / "kernels"
-_OPTIONS = ("--std=c++17", "--fmad=false", f"-I{_FOLDER}")
+_OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space", f"-I{_FOLDER}")
 _TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}
 
 #: finds the buffer's number and the byte offset of a span
@@ -174,8 +173,8 @@ def source(names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
 @cache
 def _digest() -> str:
     digest = hashlib.sha256()
-    for path in sorted((*_FOLDER.glob("*.h"), *_FOLDER.glob("cuda/*.h"))):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes())
+    for path in sorted((*_FOLDER.glob("*.h"), *_FOLDER.glob("cuda/*.h"), *_FOLDER.glob("codecs/**/*.h"))):
+        digest.update(str(path.relative_to(_FOLDER)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()
 
 
@@ -211,16 +210,16 @@ def _encode(ops: Sequence[Encode], rank: int, dtype: DType, place: Locate) -> La
     if not ops:
         return _nothing(ENCODE_JOB)
     kernel = ops[0].codec.kernel()
-    if kernel.form is Form.RAW:
+    if kernel.copies:
         return _copy([(op.src, op.wire, len(op.src)) for op in ops], dtype, place)
     jobs = np.zeros(len(ops), ENCODE_JOB)
     _place(jobs, place, src=[op.src for op in ops], wire=[op.wire for op in ops])
     _number(jobs, [len(op.src) for op in ops], ops, rank)
-    if kernel.form is Form.BUCKETS:
+    if kernel.tile is None:
         names: tuple[str, ...] = (f"qccl::bucket_encode<{_types(kernel.type, dtype)}>",)
         return _made(names, jobs, kernel, _whole_buckets(kernel), draws=kernel.draws)
-    cut = _cut(kernel, dtype, [len(op.src) for op in ops], ranges=True)
-    names = _passes("encode", kernel, dtype, cut)
+    cut = _cut(kernel.tile, kernel.bucket, dtype, [len(op.src) for op in ops], encodes=True)
+    names = _passes("encode", kernel.tile, dtype, cut)
     return _made(names, jobs, kernel, cut, draws=kernel.draws)
 
 
@@ -228,7 +227,7 @@ def _decode(ops: Sequence[Decode], dtype: DType, place: Locate) -> Launch:
     if not ops:
         return _nothing(DECODE_JOB)
     kernel, accumulate = ops[0].codec.kernel(), ops[0].accumulate
-    if kernel.form is Form.RAW and not accumulate:
+    if kernel.copies and not accumulate:
         return _copy([(op.wire, op.dst, len(op.dst)) for op in ops], dtype, place)
     counts = [len(op.dst) for op in ops]
     jobs = np.zeros(len(ops), DECODE_JOB)
@@ -236,13 +235,12 @@ def _decode(ops: Sequence[Decode], dtype: DType, place: Locate) -> Launch:
     jobs["count"] = counts
     for name in ("index", "round", "rank"):
         jobs[name] = [getattr(op, name) for op in ops]
-    types = _types(kernel.decoder or kernel.type, dtype)
     how = str(accumulate).lower()
-    if kernel.form is Form.BUCKETS:
-        cut, name = _whole_buckets(kernel), f"qccl::bucket_decode<{types}, {how}>"
+    if kernel.tile is None:
+        cut, name = _whole_buckets(kernel), f"qccl::bucket_decode<{_types(kernel.type, dtype)}, {how}>"
     else:
-        cut = _cut(kernel, dtype, counts, ranges=False)
-        name = f"qccl::decode<{types}, {cut.shape}, {how}>"
+        cut = _cut(kernel.tile, kernel.bucket, dtype, counts, encodes=False)
+        name = f"qccl::decode<{_types(kernel.tile.decoder, dtype)}, {cut.shape}, {how}>"
     return _made((name,), jobs, kernel, cut, draws=ops[0].codec.placed)
 
 
@@ -271,13 +269,13 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> La
         return _remember(ops, jobs, sources, dtype, place)
     how = f", qccl::Combine::{first.op}"
     draws = (first.wire is not None and kernel.draws) or first.codec.placed
-    if kernel.form is Form.BUCKETS:
+    if kernel.tile is None:
         names: tuple[str, ...] = (f"qccl::bucket_reduce<{_types(kernel.type, dtype)}{how}>",)
         return _made(
             names, jobs, kernel, _whole_buckets(kernel), sources=sources, draws=draws, scratch=4 * kernel.bucket
         )
-    cut = _cut(kernel, dtype, [_count(op) for op in ops], ranges=first.wire is not None)
-    names = _passes("reduce", kernel, dtype, cut, how)
+    cut = _cut(kernel.tile, kernel.bucket, dtype, [_count(op) for op in ops], encodes=first.wire is not None)
+    names = _passes("reduce", kernel.tile, dtype, cut, how)
     return _made(names, jobs, kernel, cut, sources=sources, draws=draws)
 
 
@@ -290,7 +288,7 @@ def _remember(
 ) -> Launch:
     """Reductions with state, a block of threads for each bucket."""
     codec, states = ops[0].codec, [op.state or State() for op in ops]
-    kernel = codec.bucket_kernel()
+    kernel = codec.kernel()
     if not kernel.bucket:
         kernel = replace(kernel, bucket=-(-max(_count(op) for op in ops) // 8) * 8)
     jobs = np.zeros(len(ops), STATE_JOB)
@@ -333,7 +331,7 @@ def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, place: Locate) 
     jobs = np.zeros(len(spans), DECODE_JOB)
     _place(jobs, place, wire=[a for a, _, _ in spans], dst=[b for _, b, _ in spans])
     jobs["count"] = [count * dtype.itemsize for _, _, count in spans]
-    return _made((f"qccl::copy<{shape}>",), jobs, NoCodec().kernel(), cut)
+    return _made((f"qccl::copy<{shape}>",), jobs, Kernel("copy"), cut)
 
 
 def _nothing(job: np.dtype[Any]) -> Launch:
@@ -377,16 +375,16 @@ def _whole_buckets(kernel: Kernel) -> _Cut:
     return _Cut(Shape(THREADS, 1), kernel.bucket, 1, kernel.bucket)
 
 
-def _cut(kernel: Kernel, dtype: DType, counts: Sequence[int], *, ranges: bool) -> _Cut:
-    """The units of jobs. Where ``ranges`` are to be found, a bucket is one unit if it can be."""
-    if kernel.form is Form.RAW:
+def _cut(tile: Tile, bucket: int, dtype: DType, counts: Sequence[int], *, encodes: bool) -> _Cut:
+    """The units of jobs. Where an encoder needs the range of a bucket, a bucket is one unit if it can be."""
+    if not tile.needs_range:
         shape = Shape(32, 4)
         capacity = shape.capacity(dtype.itemsize)
         return _Cut(shape, capacity, 1, capacity)
-    largest = kernel.bucket or max(counts)
-    shape = _shape(min(largest, _MOST if ranges else THREADS * 4), dtype.itemsize)
+    largest = bucket or max(counts)
+    shape = _shape(min(largest, _MOST if encodes else THREADS * 4), dtype.itemsize)
     capacity = shape.capacity(dtype.itemsize)
-    return _Cut(shape, kernel.bucket, -(-largest // capacity), capacity)
+    return _Cut(shape, bucket, -(-largest // capacity), capacity)
 
 
 def _shape(elements: int, itemsize: int) -> Shape:
@@ -403,11 +401,11 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _passes(kind: str, kernel: Kernel, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
+def _passes(kind: str, tile: Tile, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
     """The kernels that make codes: one, or two where the units of a bucket must first agree on its range."""
     needs_two = cut.units_per_bucket > 1 and cut.shape.lanes == THREADS
     passes = ("range", "codes") if needs_two else ("whole",)
-    arguments = f"{_types(kernel.type, dtype)}, {cut.shape}"
+    arguments = f"{_types(tile.encoder, dtype)}, {cut.shape}"
     return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)
 
 

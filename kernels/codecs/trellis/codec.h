@@ -9,8 +9,8 @@
 // search.
 #pragma once
 
-#include "bucket.h"
-#include "minmax_wire.h"
+#include "../../bucket.h"
+#include "../../pack.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -137,23 +137,8 @@ QCCL_FN u32 trellis_outlier(u32 element, float distance) {
 QCCL_FN u32 trellis_outlier_element(u32 word) { return word >> 21; }
 QCCL_FN float trellis_outlier_distance(u32 word) { return float_of(word << 11); }
 
-// A statement with the number of bits, 1 to 8, as the constant Bits.
-#define QCCL_WITH_BITS(bits, ...)                              \
-  switch (bits) {                                              \
-    case 1: { constexpr int Bits = 1; __VA_ARGS__; break; }    \
-    case 2: { constexpr int Bits = 2; __VA_ARGS__; break; }    \
-    case 3: { constexpr int Bits = 3; __VA_ARGS__; break; }    \
-    case 4: { constexpr int Bits = 4; __VA_ARGS__; break; }    \
-    case 5: { constexpr int Bits = 5; __VA_ARGS__; break; }    \
-    case 6: { constexpr int Bits = 6; __VA_ARGS__; break; }    \
-    case 7: { constexpr int Bits = 7; __VA_ARGS__; break; }    \
-    default: { constexpr int Bits = 8; __VA_ARGS__; break; }   \
-  }
-
-// The search is by the team: host/trellis_lanes.h, cuda/trellis.h.
-struct Trellis {
-  static constexpr bool sparse = false;
-
+// The search is by the team: host.h, device.h.
+struct Trellis : CodecDefaults {
   template <class T>
   QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
     return packed_nbytes(n, trellis_options(options).bits);
@@ -166,13 +151,13 @@ struct Trellis {
   }
 
   template <class T, class Team, class Values>
-  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp&, const Values& x, u32 n, u8* codes,
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter&, const Values& x, u32 n, u8* codes,
                       u8* meta) {
     trellis_encode(team, trellis_options(options), x, n, codes, meta);
   }
 
   template <class T, class Team, class Take>
-  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter&, const u8* codes, const u8* meta, u32 n,
                       const Take& take) {
     trellis_decode(team, trellis_options(options), codes, meta, n, take);
   }

@@ -4,7 +4,7 @@
 #include <string>
 #include <vector>
 
-#include "calls.h"
+#include "kernel_args.h"
 
 namespace qccl {
 

@@ -1,51 +1,12 @@
-// The min-max codec over a whole call: buckets, blocks of a bucket, and sixteen values at a time within a block.
+// The min-max codec over a block of up to kBlock values, sixteen at a time.
 #pragma once
 
-#include "calls.h"
-#include "combine.h"
-#include "extremes.h"
-#include "minmax_lanes.h"
-#include "walk.h"
+#include "../../host/blocking.h"
+#include "../../host/combine.h"
+#include "codec.h"
+#include "host_lanes.h"
 
 namespace QCCL_NAMESPACE {
-
-using qccl::BucketRange;
-using qccl::DecodeCall;
-using qccl::EncodeCall;
-using qccl::MinMaxParameters;
-using qccl::RandomPlace;
-using qccl::ReduceCall;
-
-// The wire of one call: codes of all buckets, zeros to a multiple of four bytes, then (low, high) of each bucket.
-template <int Bits>
-struct MinMaxWire {
-  static constexpr u32 levels = (1u << Bits) - 1;
-  u64 count, bucket, buckets, range_offset;
-
-  MinMaxWire(const MinMaxParameters& codec, u64 elements)
-      : count(elements), bucket(codec.bucket ? codec.bucket : elements) {
-    buckets = (count + bucket - 1) / bucket;
-    range_offset = minmax_range_offset(count, Bits);
-  }
-
-  u64 size_of(u64 b) const { return smaller(bucket, count - b * bucket); }
-
-  MinMaxScale scale(const u8* wire, u64 b) const {
-    MinMaxRange range;
-    __builtin_memcpy(&range, wire + range_offset + 8 * b, sizeof range);
-    return minmax_scale(range, levels);
-  }
-
-  void set_range(u8* wire, u64 b, MinMaxRange range) const {
-    __builtin_memcpy(wire + range_offset + 8 * b, &range, sizeof range);
-  }
-
-  // Behind the codes of the last bucket, by whoever encodes that.
-  void clear_padding(u8* wire, const BucketRange& range) const {
-    if (range.last != buckets) return;
-    for (u64 i = packed_nbytes(count, Bits); i < range_offset; ++i) wire[i] = 0;
-  }
-};
 
 constexpr u32 code_place(u32 i, int bits) { return i / 8 * bits; }
 
@@ -212,10 +173,10 @@ void finish_block(const float* total, u32 n, const Rounding& rounding, const Lin
 // The chances of a call's elements.
 class Chances {
  public:
-  Chances(const MinMaxParameters& codec, const RandomPlace& place) : codec_(codec), place_(place) {}
+  Chances(u64 seed, const RngCounter& counter) : seed_(seed), counter_(counter) {}
 
   // The index of an element of the call.
-  u64 index_of(u64 element) const { return place_.index + element; }
+  u64 index_of(u64 element) const { return counter_.index + element; }
 
   // What makes those of the elements whose index has the same upper half as this one.
   const RandomKey& key_of(u64 index) {
@@ -236,10 +197,10 @@ class Chances {
   }
 
  private:
-  RandomKey key(u32 high) const { return random_key(codec_.seed, place_.call, place_.round, place_.rank, high); }
+  RandomKey key(u32 high) const { return random_key(seed_, counter_.call, counter_.round, counter_.rank, high); }
 
-  const MinMaxParameters& codec_;
-  const RandomPlace& place_;
+  u64 seed_;
+  RngCounter counter_;
   u64 keyed_ = ~0ull;  // the upper half of an index that key_ is for; at first none
   RandomKey key_;
   alignas(64) u32 some_[kBlock + kChancesAtOnce];
@@ -276,123 +237,6 @@ void encode_values(const typename T::Storage* x, u32 n, const MinMaxScale& scale
 #endif
   encode_block<T, Bits>(x + done, n - done, Stochastic(scale, chances->of(begin + done, n - done)),
                         wire + code_place(done, Bits));
-}
-
-template <class T, int Bits>
-void minmax_encode(const MinMaxParameters& codec, const EncodeCall& call) {
-  const MinMaxWire<Bits> wire(codec, call.count);
-  Chances chances(codec, call.place);
-  const auto range_of = [&](u64 b) {
-    Extremes<T> extremes;
-    for_blocks(wire.size_of(b), [&](u64 at, u32 n) { extremes.extend(element<T>(call.src, b * wire.bucket + at), n); });
-    return extremes.range();
-  };
-  // Where the codes take long, and the bucket is small enough to stay in L1 meanwhile, the next one's range is found before
-  // them: so the chain of operations from a range to the first code is not waited for.
-  const bool early = codec.stochastic && wire.bucket <= kBlock;
-  const u64 end = call.buckets.last;
-  MinMaxRange next = {};
-  for (u64 b = call.buckets.first; b < end; ++b) {
-    const u64 first = b * wire.bucket, size = wire.size_of(b);
-    const MinMaxRange range = early && b > call.buckets.first ? next : range_of(b);
-    const MinMaxScale scale = minmax_scale(range, wire.levels);
-    if (early && b + 1 < end) next = range_of(b + 1);
-    wire.set_range(call.wire, b, range);
-    for_blocks(size, [&](u64 at, u32 n) {
-      const u64 begin = first + at;
-      encode_values<T, Bits>(element<T>(call.src, begin), n, scale, codec.stochastic ? &chances : nullptr, begin,
-                             call.wire + minmax_code_offset(begin, Bits));
-    });
-  }
-  wire.clear_padding(call.wire, call.buckets);
-}
-
-template <class T, int Bits>
-void minmax_decode(const MinMaxParameters& codec, const DecodeCall& call) {
-  const MinMaxWire<Bits> wire(codec, call.count);
-  Line<Bits> line;
-  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-    const u64 first = b * wire.bucket;
-    line.set(wire.scale(call.wire, b));
-    for_blocks(wire.size_of(b), [&](u64 at, u32 n) {
-      const u8* codes = call.wire + minmax_code_offset(first + at, Bits);
-      decode_block<T, Bits>(codes, n, line, call.accumulate, element<T>(call.dst, first + at));
-    });
-  }
-}
-
-// The scaled total of n elements from `begin`, all in bucket b.
-template <class T, int Bits>
-void minmax_total(const MinMaxWire<Bits>& wire, const ReduceCall& call, u64 b, u64 begin, u32 n, float* total) {
-  ManySources<Bits> sources;
-  const auto* own = element<T>(call.own, begin);
-  u32 done = 0;
-  do {  // a second turn only where there are very many sources
-    const u32 count = (u32)smaller(kMostSources, call.source_count - done);
-    for (u32 i = 0; i < count; ++i) {
-      const u8* source = call.sources[done + i];
-      sources.codes[i] = source + minmax_code_offset(begin, Bits);
-      sources.lines[i].set(wire.scale(source, b));
-    }
-    const bool last = done + count == call.source_count;
-    const bool has_own = call.own && call.own_index >= done && call.own_index < done + count + last;
-    const Terms terms{count, has_own ? call.own_index - done : kNoOwn, done > 0};
-    const float scale = last ? call.scale : 1.0f;
-    total_block<T, Bits>(call.op, sources, own, terms, scale, n, total);
-    done += count;
-  } while (done < call.source_count);
-}
-
-// To values alone.
-template <class T, int Bits>
-void minmax_reduce_to_values(const MinMaxWire<Bits>& wire, const ReduceCall& call, float* total) {
-  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-    const u64 first = b * wire.bucket;
-    for_blocks(wire.size_of(b), [&](u64 at, u32 n) {
-      minmax_total<T, Bits>(wire, call, b, first + at, n, total);
-      auto* out = element<T>(call.out, first + at);
-      for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE { store_values<T>(quiet_nans(load_lanes<float>(total + i)), out + i, lanes); });
-    });
-  }
-}
-
-// A bucket that fits a block is one pass over memory. A larger one is summed twice: for its range, then for its codes.
-template <class T, int Bits>
-void minmax_reduce(const MinMaxParameters& codec, const ReduceCall& call) {
-  const MinMaxWire<Bits> wire(codec, call.count);
-  alignas(64) float total[kBlock];
-  if (!call.wire) return minmax_reduce_to_values<T, Bits>(wire, call, total);
-  Chances chances(codec, call.place);
-  Line<Bits> line;
-  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-    const u64 first = b * wire.bucket, size = wire.size_of(b);
-    Extremes<Float32> extremes;
-    for_blocks(size, [&](u64 at, u32 n) {
-      minmax_total<T, Bits>(wire, call, b, first + at, n, total);
-      extremes.extend(total, n);
-    });
-    const MinMaxRange range = extremes.range();
-    const MinMaxScale scale = minmax_scale(range, wire.levels);
-    wire.set_range(call.wire, b, range);
-    line.set(scale);
-    for_blocks(size, [&](u64 at, u32 n) {
-      const u64 begin = first + at;
-      u8* to = call.wire + minmax_code_offset(begin, Bits);
-      auto* out = call.out ? element<T>(call.out, begin) : nullptr;
-      if (minmax_is_nan(scale)) {
-        __builtin_memset(to, 0, packed_nbytes(n, Bits));
-        if (out) decode_block<T, Bits>(to, n, line, false, out);
-        return;
-      }
-      if (size > kBlock) minmax_total<T, Bits>(wire, call, b, begin, n, total);
-      if (codec.stochastic) {
-        finish_block<T, Bits>(total, n, Stochastic(scale, chances.of(begin, n)), line, to, out);
-      } else {
-        finish_block<T, Bits>(total, n, Nearest<false>(scale), line, to, out);
-      }
-    });
-  }
-  wire.clear_padding(call.wire, call.buckets);
 }
 
 }  // namespace QCCL_NAMESPACE

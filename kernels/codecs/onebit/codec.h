@@ -4,13 +4,11 @@
 // (the other side is its negative) or two (the lower side's first). A bucket with a NaN or an infinity is NaN there.
 #pragma once
 
-#include "bucket.h"
+#include "../../bucket.h"
 
 namespace QCCL_NAMESPACE {
 
-struct OneBit {
-  static constexpr bool sparse = false;
-
+struct OneBit : CodecDefaults {
   // The first option.
   static constexpr u32 kSign = 0, kScale = 1, kMean = 2, kMidpoint = 3;
 
@@ -67,9 +65,8 @@ struct OneBit {
     if (reconstruct == kMidpoint) {
       const i32 high = team.greatest(n, [&](i32 i) { return order_key(bits_of(x[i])); });
       const i32 low = ~team.greatest(n, [&](i32 i) { return ~order_key(bits_of(x[i])); });
-      if (high >= kKeyPlusInfinity || low <= kKeyMinusInfinity) return {nan, nan};
-      const float most = float_of((u32)order_key((u32)high)), least = float_of((u32)order_key((u32)low));
-      return midpoints(least, most);
+      const Range range = finite_range(low, high);
+      return midpoints(range.low, range.high);
     }
     const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     if (greatest >= kInfinite) return {nan, nan};
@@ -89,7 +86,7 @@ struct OneBit {
   }
 
   template <class T, class Team, class Values>
-  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp&, const Values& x, u32 n, u8* codes,
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter&, const Values& x, u32 n, u8* codes,
                       u8* meta) {
     const Sides sides = find_sides(team, options.options[0], x, n);
     const bool finite = is_finite(sides.upper);
@@ -98,7 +95,7 @@ struct OneBit {
   }
 
   template <class T, class Team, class Take>
-  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter&, const u8* codes, const u8* meta, u32 n,
                       const Take& take) {
     const Sides sides = load_sides(options.options[0], meta);
     team.template unpack<1>(codes, n, [&](i32 i, u32 code) { take(i, code ? sides.lower : sides.upper); });

@@ -1,4 +1,4 @@
-#include "choose.h"
+#include "dispatch.h"
 
 #include <cstdlib>
 #include <stdexcept>

@@ -3,15 +3,9 @@
 
 #include <cstdint>
 
-namespace qccl {
+#include "../parameters.h"
 
-// Who makes a code, and from which element on: what its random numbers are keyed by.
-struct RandomPlace {
-  std::uint64_t call = 0;
-  std::uint64_t index = 0;
-  std::uint32_t round = 0;
-  std::uint32_t rank = 0;
-};
+namespace qccl {
 
 // The buckets of a call that loops work on, all of which are independent: threads share a call by them.
 struct BucketRange {
@@ -23,19 +17,19 @@ struct EncodeCall {
   unsigned char* wire;
   std::uint64_t count;
   std::uint32_t dtype;
-  RandomPlace place;
+  RngCounter counter;
   float* scratch;
   BucketRange buckets;
 };
 
-// `place`: of the wire's maker.
+// `counter` is that of the Encode that made the wire.
 struct DecodeCall {
   const unsigned char* wire;
   void* dst;
   std::uint64_t count;
   std::uint32_t dtype;
   bool accumulate;
-  RandomPlace place;
+  RngCounter counter;
   float* scratch;
   BucketRange buckets;
 };
@@ -67,60 +61,36 @@ struct ReduceCall {
   std::uint32_t dtype;
   Combine op;
   float scale;
-  RandomPlace place;
+  RngCounter counter;
   float* scratch;
   const StateCall* state;
   BucketRange buckets;
 };
 
-using ReduceLoop = void (*)(const void* parameters, const ReduceCall&);
-
-// The loops of one codec. `parameters` is the codec's own struct below.
+// The loops of one codec. A reduction with state has loops of its own: every codec does it bucket by bucket.
 struct CodecLoops {
-  void (*encode)(const void* parameters, const EncodeCall&);
-  void (*decode)(const void* parameters, const DecodeCall&);
-  ReduceLoop reduce;
+  void (*encode)(const BucketOptions&, const EncodeCall&);
+  void (*decode)(const BucketOptions&, const DecodeCall&);
+  void (*reduce)(const BucketOptions&, const ReduceCall&);
+  void (*reduce_with_state)(const BucketOptions&, const ReduceCall&);
 };
 
-struct MinMaxParameters {
-  std::uint32_t bits;
-  std::uint64_t bucket;  // elements; 0: the whole call
-  bool stochastic;
-  std::uint64_t seed;
-};
-
-// Elements of a bucket of the codec `none`.
-constexpr std::uint64_t kRawBucket = 2048;
-
-// The parameters of every codec in per-bucket form (../bucket.h).
-struct BucketParameters {
-  std::uint64_t bucket;
-  std::uint64_t seed;
-  std::uint32_t options[6];
-};
-
-struct BucketCodecLoops {
+struct CodecEntry {
   const char* name;
   bool sparse;
+  bool whole_call;  // encode, decode and reduce are the codec's own loops over a whole call, which need no scratch
   CodecLoops loops;
+  std::uint64_t (*wire_nbytes)(const BucketOptions&, std::uint64_t count, std::uint32_t dtype);
 };
 
-// How many floats of scratch the loops of such a codec need for a call.
-inline std::uint64_t bucket_scratch(const BucketParameters& codec, std::uint64_t count) {
-  const std::uint64_t bucket = codec.bucket < count ? codec.bucket : count;
-  return 4 * (bucket + 64);
-}
+// How many floats of scratch the loops that go bucket by bucket need, for buckets of so many elements.
+inline std::uint64_t bucket_scratch(std::uint64_t bucket) { return 4 * (bucket + 64); }
 
-// Everything one instruction set's build offers.
+// What one instruction set's build offers.
 struct Isa {
   const char* name;
-  CodecLoops minmax;
-  CodecLoops raw;
-  // reductions with state, of codecs whose loops have none; the parameters are those of the per-bucket form
-  ReduceLoop minmax_state;
-  ReduceLoop raw_state;
-  const BucketCodecLoops* buckets;
-  std::uint32_t bucket_count;
+  const CodecEntry* codecs;
+  std::uint32_t codec_count;
 };
 
 }  // namespace qccl

@@ -1,9 +1,9 @@
-// The trellis codec on the host: sixteen sequences at a time, bit for bit what the scalar functions of ../trellis.h give.
+// The trellis codec on the host: sixteen sequences at a time, bit for bit what the scalar functions of codec.h give.
 #pragma once
 
-#include "../trellis.h"
-#include "codes.h"
-#include "team.h"
+#include "../../host/codes.h"
+#include "../../host/team.h"
+#include "codec.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -293,7 +293,7 @@ void trellis_encode_bits(TrellisRoom& room, const TrellisOptions& o, u32 n, u8* 
 static inline void trellis_encode(const HostTeam&, const TrellisOptions& o, const float* x, u32 n, u8* codes, u8* meta) {
   TrellisRoom room;
   __builtin_memcpy(room.x, x, n * sizeof *x);
-  QCCL_WITH_BITS(o.bits, trellis_encode_bits<Bits>(room, o, n, codes, meta))
+  with_bits(o.bits, [&](auto bits) QCCL_INLINE { trellis_encode_bits<bits.value>(room, o, n, codes, meta); });
 }
 
 // The codes before those of a step.
@@ -342,7 +342,7 @@ template <class Take>
 QCCL_FN void trellis_decode(const HostTeam&, const TrellisOptions& o, const u8* codes, const u8* meta, u32 n,
                             const Take& take) {
   alignas(64) float y[kTrellisBucket];
-  QCCL_WITH_BITS(o.bits, trellis_decode_bits<Bits>(o, codes, meta, n, y))
+  with_bits(o.bits, [&](auto bits) QCCL_INLINE { trellis_decode_bits<bits.value>(o, codes, meta, n, y); });
   const float centre = load_float(meta);
   for (u32 k = o.outliers; k-- > 0;) {  // of two for the same element, the first is valid
     const u32 word = load_word(meta + kTrellisOutlierPlace + 4 * k), element = trellis_outlier_element(word);

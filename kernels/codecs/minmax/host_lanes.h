@@ -1,10 +1,10 @@
-// The scalar math of ../minmax.h on sixteen values at a time, bit for bit the same.
+// The scalar math of scalar.h on sixteen values at a time, bit for bit the same.
 #pragma once
 
-#include "../minmax.h"
-#include "../random.h"
-#include "codes.h"
-#include "elements.h"
+#include "../../host/codes.h"
+#include "../../host/elements.h"
+#include "../../random.h"
+#include "scalar.h"
 
 namespace QCCL_NAMESPACE {
 

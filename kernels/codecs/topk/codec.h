@@ -5,13 +5,11 @@
 // index that is not in the block or not greater than all before it.
 #pragma once
 
-#include "sparse.h"
+#include "../sparse.h"
 
 namespace QCCL_NAMESPACE {
 
-struct TopK {
-  static constexpr bool sparse = true;
-
+struct TopK : SparseCodec {
   QCCL_FN u32 index_nbytes(const BucketOptions& options) {
     return options.bucket <= 256 ? 1 : options.bucket <= 65536 ? 2 : 4;
   }
@@ -37,25 +35,25 @@ struct TopK {
   }
 
   template <class T, class Team, class Values>
-  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp&, const Values& x, u32 n, u8* codes,
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter&, const Values& x, u32 n, u8* codes,
                       u8* meta) {
     const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
     if (encode_spoiled<T>(team, x, n, keep, codes)) {
       return team.each(keep, [&](i32 j) { store_index(meta, nbytes, j, 0); });
     }
     team.select(n, keep, [&](i32 i) { return magnitude(x[i]); }, [&](u32 j, u32 i) {
-      store_kept<T>(codes, j, x[i]);
+      store_element<T>(codes, j, x[i]);
       store_index(meta, nbytes, j, i);
     });
   }
 
   template <class T, class Team, class Take>
-  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter&, const u8* codes, const u8* meta, u32 n,
                       const Take& take) {
     if (decode_spoiled<T>(team, codes, n, take)) return;
     const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
     team.ascending(keep, [&](i32 j) { return load_index(meta, nbytes, j); }, [&](u32 j, u32 i) {
-      if (i < n) take(i, load_kept<T>(codes, j));
+      if (i < n) take(i, load_element<T>(codes, j));
     });
   }
 };

@@ -4,13 +4,9 @@
 // A bucket with a NaN or an infinity is wholly NaN.
 #pragma once
 
-#include "numeric.h"
+#include "../../numeric.h"
 
 namespace QCCL_NAMESPACE {
-
-struct MinMaxRange {
-  float low, high;
-};
 
 // What encoding and decoding a bucket need, derived from its range. `pre` is the power of two that keeps the
 // differences clear of overflow and underflow, `post` its inverse.
@@ -22,13 +18,7 @@ struct MinMaxScale {
   u32 levels;       // L = 2^bits - 1
 };
 
-// The range whose ends have the given order keys; NaN if an end is not finite.
-QCCL_FN MinMaxRange minmax_range(i32 lowest, i32 highest) {
-  if (lowest <= kKeyMinusInfinity || highest >= kKeyPlusInfinity) return {float_of(kQuietNan), float_of(kQuietNan)};
-  return {float_of((u32)order_key((u32)lowest)), float_of((u32)order_key((u32)highest))};
-}
-
-QCCL_FN MinMaxScale minmax_scale(MinMaxRange range, u32 levels) {
+QCCL_FN MinMaxScale minmax_scale(Range range, u32 levels) {
   const float nan = float_of(kQuietNan);
   if (!is_finite(range.low) || !is_finite(range.high)) return {1.0f, 1.0f, nan, nan, 0.0f, nan, levels};
   const float width = range.high - range.low;

@@ -6,6 +6,6 @@
 namespace qccl {
 
 // Adds View and describe() to the module.
-void bind_describe(nanobind::module_& m);
+void bind_dlpack(nanobind::module_& m);
 
 }  // namespace qccl

@@ -5,7 +5,7 @@
 // 0, ..., n-1: a Feistel network on as many bits as n - 1 has, walked until it gives a number below n.
 #pragma once
 
-#include "sparse.h"
+#include "../sparse.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -14,8 +14,8 @@ struct RandomPick {
   u32 n, low_bits, high_bits, rotation;
 };
 
-QCCL_FN RandomPick make_pick(u64 seed, const Stamp& stamp, u32 n) {
-  const u64 key = mix(mix(mix(mix(0, seed), stamp.call), (u64)stamp.round << 32 | stamp.rank), stamp.index);
+QCCL_FN RandomPick make_pick(u64 seed, const RngCounter& counter, u32 n) {
+  const u64 key = mix(mix(mix(mix(0, seed), counter.call), (u64)counter.round << 32 | counter.rank), counter.index);
   u32 bits = 0;
   while ((n - 1) >> bits) ++bits;
   return {{(u32)key, (u32)(key >> 32)}, n, bits - bits / 2, bits / 2, (u32)(key % n)};
@@ -47,9 +47,7 @@ QCCL_FN void each_picked(const Team& team, const RandomPick& pick, u32 n, const 
   team.each(n, [&](u32 j) { body(j, picked(pick, j)); });
 }
 
-struct RandomK {
-  static constexpr bool sparse = true;
-
+struct RandomK : SparseCodec {
   template <class T>
   QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
     return kept(options, n) * sizeof(typename T::Storage);
@@ -60,23 +58,23 @@ struct RandomK {
   }
 
   template <class T, class Team, class Values>
-  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp& stamp, const Values& x, u32 n, u8* codes,
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter& counter, const Values& x, u32 n, u8* codes,
                       u8*) {
     const u32 keep = (u32)kept(options, n);
     if (encode_spoiled<T>(team, x, n, keep, codes)) return;
-    const RandomPick pick = make_pick(options.seed, stamp, n);
-    each_picked(team, pick, keep, [&](u32 j, u32 i) { store_kept<T>(codes, j, x[i]); });
+    const RandomPick pick = make_pick(options.seed, counter, n);
+    each_picked(team, pick, keep, [&](u32 j, u32 i) { store_element<T>(codes, j, x[i]); });
   }
 
   // The third option: values are multiplied by what share of them is kept, so that the mean is right.
   template <class T, class Team, class Take>
-  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp& stamp, const u8* codes, const u8*, u32 n,
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter& counter, const u8* codes, const u8*, u32 n,
                       const Take& take) {
     if (decode_spoiled<T>(team, codes, n, take)) return;
     const u32 keep = (u32)kept(options, n);
     const float factor = options.options[2] ? (float)n / (float)keep : 1.0f;
-    const RandomPick pick = make_pick(options.seed, stamp, n);
-    each_picked(team, pick, keep, [&](u32 j, u32 i) { take(i, load_kept<T>(codes, j) * factor); });
+    const RandomPick pick = make_pick(options.seed, counter, n);
+    each_picked(team, pick, keep, [&](u32 j, u32 i) { take(i, load_element<T>(codes, j) * factor); });
   }
 };
 

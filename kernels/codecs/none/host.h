@@ -1,30 +1,24 @@
-// The codec `none`: the wire is the values themselves.
+// Loops over whole calls without compression: the wire is the values themselves.
 #pragma once
 
-#include "calls.h"
-#include "combine.h"
-#include "elements.h"
-#include "walk.h"
+#include "../../host/bucket_loops.h"
+#include "codec.h"
 
 namespace QCCL_NAMESPACE {
 
-using qccl::DecodeCall;
-using qccl::EncodeCall;
-using qccl::ReduceCall;
-
-// The elements of a call that loops work on; of this codec a bucket is only what threads share a call by.
-struct RawRange {
+// The elements of a call that a thread works on.
+struct ElementRange {
   u64 begin, count;
 
   template <class Call>
-  explicit RawRange(const Call& call)
-      : begin(call.buckets.first * qccl::kRawBucket),
-        count(smaller(call.buckets.last * qccl::kRawBucket, call.count) - begin) {}
+  ElementRange(const BucketOptions& options, const Call& call)
+      : begin(call.buckets.first * options.bucket),
+        count(smaller(call.buckets.last * options.bucket, call.count) - begin) {}
 };
 
 template <class T>
-void raw_encode(const EncodeCall& call) {
-  const RawRange range(call);
+void raw_encode(const BucketOptions& options, const EncodeCall& call) {
+  const ElementRange range(options, call);
   constexpr u64 size = sizeof(typename T::Storage);
   __builtin_memcpy(call.wire + range.begin * size, element<T>(call.src, range.begin), range.count * size);
 }
@@ -45,8 +39,8 @@ QCCL_FN void store_wire(const Floats& x, u8* wire, u64 at, u32 lanes) {
 }
 
 template <class T>
-void raw_decode(const DecodeCall& call) {
-  const RawRange range(call);
+void raw_decode(const BucketOptions& options, const DecodeCall& call) {
+  const ElementRange range(options, call);
   constexpr u64 size = sizeof(typename T::Storage);
   auto* dst = element<T>(call.dst, range.begin);
   const u8* wire = call.wire + range.begin * size;
@@ -61,11 +55,11 @@ void raw_decode(const DecodeCall& call) {
 }
 
 template <class T, Combine op>
-void raw_reduce(const ReduceCall& call) {
+void raw_reduce(const BucketOptions& options, const ReduceCall& call) {
   const auto* own = element<T>(call.own, 0);
   auto* out = element<T>(call.out, 0);
   const Terms terms{call.source_count, call.own ? call.own_index : kNoOwn, false};
-  const RawRange range(call);
+  const ElementRange range(options, call);
   for_lanes(range.count, [&](u64 at, u32 lanes) QCCL_INLINE {
     const u64 i = range.begin + at;
     const auto own_values = [&]() QCCL_INLINE { return load_values<T>(own + i, lanes); };
@@ -78,13 +72,26 @@ void raw_reduce(const ReduceCall& call) {
   });
 }
 
-template <class T>
-void raw_reduce(const ReduceCall& call) {
-  switch (call.op) {
-    case Combine::min: return raw_reduce<T, Combine::min>(call);
-    case Combine::max: return raw_reduce<T, Combine::max>(call);
-    default: return raw_reduce<T, Combine::sum>(call);
+template <>
+struct CallLoops<NoCodec> {
+  static constexpr bool whole_call = true;
+
+  template <class T>
+  static void encode(const BucketOptions& options, const EncodeCall& call) {
+    raw_encode<T>(options, call);
   }
-}
+  template <class T>
+  static void decode(const BucketOptions& options, const DecodeCall& call) {
+    raw_decode<T>(options, call);
+  }
+  template <class T>
+  static void reduce(const BucketOptions& options, const ReduceCall& call) {
+    switch (call.op) {
+      case Combine::min: return raw_reduce<T, Combine::min>(options, call);
+      case Combine::max: return raw_reduce<T, Combine::max>(options, call);
+      default: return raw_reduce<T, Combine::sum>(options, call);
+    }
+  }
+};
 
 }  // namespace QCCL_NAMESPACE

@@ -5,13 +5,12 @@
 // a NaN or an infinity.
 #pragma once
 
-#include "bucket.h"
+#include "../../bucket.h"
+#include "../../pack.h"
 
 namespace QCCL_NAMESPACE {
 
-struct Dithering {
-  static constexpr bool sparse = false;
-
+struct Dithering : CodecDefaults {
   // The options: levels but for 0, the partition (1: natural), the norm (1: l2).
   QCCL_FN u32 levels(const BucketOptions& options) { return options.options[0]; }
   QCCL_FN bool natural(const BucketOptions& options) { return options.options[1] != 0; }
@@ -24,7 +23,7 @@ struct Dithering {
 
   template <class T>
   QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
-    return (n * bits(levels(options)) + 7) / 8;
+    return packed_nbytes(n, bits(levels(options)));
   }
   template <class T>
   QCCL_FN u64 meta_nbytes(const BucketOptions&, u64) {
@@ -95,73 +94,35 @@ struct Dithering {
     });
   }
 
-  // body.run<Bits>() for as many bits as `levels` need.
-  template <class Body>
-  QCCL_FN void for_bits(u32 levels, const Body& body) {
-    switch (bits(levels)) {
-      case 2: return body.template run<2>();
-      case 3: return body.template run<3>();
-      case 4: return body.template run<4>();
-      case 5: return body.template run<5>();
-      case 6: return body.template run<6>();
-      case 7: return body.template run<7>();
-      default: return body.template run<8>();
-    }
-  }
-
-  template <class Team, class Values>
-  struct Encoding {
-    const Team& team;
-    const Scale& scale;
-    const Draws& draws;
-    const Values& x;
-    u32 levels, n;
-    bool natural, finite;
-    u8* codes;
-    template <int Bits>
-    QCCL_MEMBER void run() const {
-      if (natural) {
-        make_codes<Bits, true>(team, scale, levels, draws, x, n, finite, codes);
-      } else {
-        make_codes<Bits, false>(team, scale, levels, draws, x, n, finite, codes);
-      }
-    }
-  };
-
-  template <class Team, class Take>
-  struct Decoding {
-    const Team& team;
-    const Scale& scale;
-    const Take& take;
-    u32 levels, n;
-    bool natural;
-    const u8* codes;
-    template <int Bits>
-    QCCL_MEMBER void run() const {
-      if (natural) {
-        take_codes<Bits, true>(team, scale, levels, codes, n, take);
-      } else {
-        take_codes<Bits, false>(team, scale, levels, codes, n, take);
-      }
-    }
-  };
-
   template <class T, class Team, class Values>
-  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp& stamp, const Values& x, u32 n, u8* codes,
-                      u8* meta) {
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter& counter, const Values& x, u32 n,
+                      u8* codes, u8* meta) {
     const float norm = find_norm(team, options, x, n);
     if (team.leads()) store_float(meta, norm);
-    const Scale scale = scale_of(norm, natural(options) ? 1.0f : (float)levels(options));
-    const Draws draws = make_draws(options.seed, stamp);
-    for_bits(levels(options), Encoding<Team, Values>{team, scale, draws, x, levels(options), n, natural(options),
-                                                     is_finite(norm), codes});
+    const u32 most = levels(options);
+    const Scale scale = scale_of(norm, natural(options) ? 1.0f : (float)most);
+    const Draws draws = make_draws(options.seed, counter);
+    with_bits(bits(most), [&](auto bits) QCCL_INLINE {
+      if (natural(options)) {
+        make_codes<bits.value, true>(team, scale, most, draws, x, n, is_finite(norm), codes);
+      } else {
+        make_codes<bits.value, false>(team, scale, most, draws, x, n, is_finite(norm), codes);
+      }
+    });
   }
 
   template <class T, class Team, class Take>
-  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
-                      const Take& take) {
-    const Scale scale = scale_of(load_float(meta), natural(options) ? 1.0f : (float)levels(options));
-    for_bits(levels(options), Decoding<Team, Take>{team, scale, take, levels(options), n, natural(options), codes});
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter&, const u8* codes, const u8* meta,
+                      u32 n, const Take& take) {
+    const u32 most = levels(options);
+    const Scale scale = scale_of(load_float(meta), natural(options) ? 1.0f : (float)most);
+    with_bits(bits(most), [&](auto bits) QCCL_INLINE {
+      if (natural(options)) {
+        take_codes<bits.value, true>(team, scale, most, codes, n, take);
+      } else {
+        take_codes<bits.value, false>(team, scale, most, codes, n, take);
+      }
+    });
   }
 };
 

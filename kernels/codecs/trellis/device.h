@@ -2,8 +2,8 @@
 // lane.
 #pragma once
 
-#include "../trellis.h"
-#include "team.h"
+#include "../../cuda/team.h"
+#include "codec.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -168,7 +168,7 @@ QCCL_FN void trellis_encode(const BlockTeam& team, const TrellisOptions& o, cons
   }
   team.sync();
   const auto code = [&](u32 i) { return (u32)room.codes[i]; };
-  QCCL_WITH_BITS(o.bits, team.template pack<Bits>(n, code, codes))
+  with_bits(o.bits, [&](auto bits) QCCL_INLINE { team.template pack<bits.value>(n, code, codes); });
   team.sync();
 }
 
@@ -180,7 +180,7 @@ QCCL_FN void trellis_decode(const BlockTeam& team, const TrellisOptions& o, cons
   const TrellisFrame frame = trellis_frame(load_float(meta), load_float(meta + 4));
   const u8* shares = meta + kTrellisOutlierPlace + 4 * o.outliers;
   const auto keep = [&](u32 i, u32 code) { room.codes[i] = (u8)code; };
-  QCCL_WITH_BITS(o.bits, team.template unpack<Bits>(codes, n, keep))
+  with_bits(o.bits, [&](auto bits) QCCL_INLINE { team.template unpack<bits.value>(codes, n, keep); });
   team.sync();
   trellis_each(n, [&](u32 i) {
     const u32 before = i >= kTrellisSequences ? room.codes[i - kTrellisSequences] : 0;

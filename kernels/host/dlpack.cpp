@@ -1,4 +1,4 @@
-#include "describe.h"
+#include "dlpack.h"
 
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
@@ -94,7 +94,7 @@ View describe(nb::handle object) {
 
 }  // namespace
 
-void bind_describe(nb::module_& m) {
+void bind_dlpack(nb::module_& m) {
   nb::class_<View>(m, "View", "The memory of an array; keeps it alive.")
       .def_prop_ro("address", &View::address, "Address of element (0, 0, ...).")
       .def_prop_ro("shape", &View::shape, nb::sig("def shape(self) -> tuple[int, ...]"))

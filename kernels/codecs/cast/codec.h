@@ -4,7 +4,7 @@
 // with which the bucket's greatest number fits. A bucket with a NaN or an infinity is NaN there.
 #pragma once
 
-#include "bucket.h"
+#include "../../bucket.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -51,9 +51,7 @@ struct Float8 {
 using Float8E4M3 = Float8<3, 7, 8>;
 using Float8E5M2 = Float8<2, 15, 15>;
 
-struct Cast {
-  static constexpr bool sparse = false;
-
+struct Cast : CodecDefaults {
   // The first option.
   static constexpr u32 kFloat16 = 0, kBFloat16 = 1, kE4M3 = 2, kE5M2 = 3;
 
@@ -77,7 +75,7 @@ struct Cast {
   }
 
   template <class T, class Team, class Values>
-  QCCL_FN void encode(const Team& team, const BucketOptions& options, const Stamp&, const Values& x, u32 n, u8* codes,
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter&, const Values& x, u32 n, u8* codes,
                       u8* meta) {
     switch (options.options[0]) {
       case kFloat16: return team.pack_halves(n, [&](i32 i) { return Float16::from_float(x[i]); }, codes);
@@ -94,7 +92,7 @@ struct Cast {
   }
 
   template <class T, class Team, class Take>
-  QCCL_FN void decode(const Team& team, const BucketOptions& options, const Stamp&, const u8* codes, const u8* meta, u32 n,
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter&, const u8* codes, const u8* meta, u32 n,
                       const Take& take) {
     switch (options.options[0]) {
       case kFloat16: return team.unpack_halves(codes, n, [&](i32 i, u16 h) { take(i, Float16::to_float(h)); });

@@ -1,8 +1,8 @@
-// Which elements the random-k codec picks, sixteen at a time; the numbers are those of ../randomk.h.
+// Which elements the random-k codec picks, sixteen at a time; the numbers are those of codec.h.
 #pragma once
 
-#include "../randomk.h"
-#include "team.h"
+#include "../../host/team.h"
+#include "codec.h"
 
 namespace QCCL_NAMESPACE {
 

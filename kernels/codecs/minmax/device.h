@@ -1,21 +1,11 @@
 // The min-max codec on the device: ranges by all threads of a group, then codes from registers.
 #pragma once
 
-#include "../minmax.h"
-#include "../random.h"
-#include "codes.h"
+#include "../../cuda/codes.h"
+#include "../../random.h"
+#include "codec.h"
 
 namespace QCCL_NAMESPACE {
-
-// How much of an encoding a kernel does. A bucket of one unit takes one kernel. Otherwise `range` gathers the ranges of
-// all buckets, and `codes`, in a second launch, does the rest.
-enum class Pass { whole, range, codes };
-
-// Which elements a job encodes, as the random words need it; `scratch` is the number of its first bucket.
-struct Origin {
-  u64 count, index;
-  u32 round, rank, scratch;
-};
 
 template <int Bits>
 constexpr u32 kLevels = (1u << Bits) - 1;
@@ -83,15 +73,15 @@ QCCL_FN KeyPair find_ends(const Values<T, S>& x, const Unit& unit) {
 }
 
 // Where the range of a bucket lies on the wire.
-QCCL_FN u64 range_place(u64 count, u32 bits, u64 bucket) { return minmax_range_offset(count, bits) + 8 * bucket; }
+QCCL_FN u64 range_place(u64 count, u32 bits, u64 bucket) { return meta_offset(packed_nbytes(count, bits)) + 8 * bucket; }
 
-QCCL_FN MinMaxRange load_range(const u8* at) {
+QCCL_FN Range load_range(const u8* at) {
   if (!is_aligned(at, 4)) return {float_of((u32)get_bytes<4>(at)), float_of((u32)get_bytes<4>(at + 4))};
   const u32* words = reinterpret_cast<const u32*>(at);
   return {float_of(words[0]), float_of(words[1])};
 }
 
-QCCL_FN void store_range(u8* at, MinMaxRange range) {
+QCCL_FN void store_range(u8* at, Range range) {
   if (!is_aligned(at, 4)) return put_bytes<8>(at, bits_of(range.low) | (u64)bits_of(range.high) << 32);
   u32* words = reinterpret_cast<u32*>(at);
   words[0] = bits_of(range.low), words[1] = bits_of(range.high);
@@ -100,7 +90,7 @@ QCCL_FN void store_range(u8* at, MinMaxRange range) {
 // The zeros between the codes and the ranges, three bytes at most.
 QCCL_FN void clear_padding(u8* wire, u64 count, u32 bits) {
   const u64 begin = packed_nbytes(count, bits);
-  const u32 nbytes = (u32)(minmax_range_offset(count, bits) - begin);
+  const u32 nbytes = (u32)(meta_offset(packed_nbytes(count, bits)) - begin);
   for (u32 i = 0; i < 3; ++i) {
     if (i < nbytes) wire[begin + i] = 0;
   }
@@ -113,21 +103,21 @@ struct RandomWords {
   u32 index;
 };
 
-QCCL_FN RandomWords random_words(const Parameters& parameters, const Memory& memory, const Origin& origin, u64 first) {
-  const u64 index = origin.index + first, call = *memory.call;
+QCCL_FN RandomWords random_words(const Parameters& parameters, const Memory& memory, const TileJob& job, u64 first) {
+  const u64 index = job.index + first, call = *memory.call;
   const u32 high = (u32)(index >> 32);
-  const RandomKey key = random_key(parameters.seed, call, origin.round, origin.rank, high);
+  const RandomKey key = random_key(parameters.seed, call, job.round, job.rank, high);
   if ((u32)((index + kLargestUnit) >> 32) == high) return {key, key, (u32)index};
-  return {key, random_key(parameters.seed, call, origin.round, origin.rank, high + 1), (u32)index};
+  return {key, random_key(parameters.seed, call, job.round, job.rank, high + 1), (u32)index};
 }
 
 template <int Bits, bool Stochastic>
-struct MinMaxCodec {
+struct MinMaxTile {
   // The codes of a unit from another rank.
   template <class T, class S>
   struct Wire {
     Pieces<Bits, T, S> pieces;
-    MinMaxRange range;
+    Range range;
   };
 
   template <class T, class S>
@@ -171,9 +161,9 @@ struct MinMaxCodec {
   // x encoded to `wire`, and replaced by what a decoder of it gets if `Back`; whether there is a NaN among that. All
   // threads of the group take part.
   template <bool Back, Pass P, class T, class S>
-  QCCL_FN bool encode(Values<T, S>& x, u8* wire, const Unit& unit, const Origin& origin, const Parameters& parameters,
+  QCCL_FN bool encode(Values<T, S>& x, u8* wire, const Unit& unit, const TileJob& job, const Parameters& parameters,
                       const Memory& memory) {
-    u32* gathered = parameters.scratch + 2 * (origin.scratch + unit.bucket);
+    u32* gathered = parameters.scratch + 2 * (job.scratch + unit.bucket);
     KeyPair keys;
     if constexpr (P == Pass::codes) {
       keys = {(i32)(~gathered[0] ^ 0x80000000u), (i32)(gathered[1] ^ 0x80000000u)};
@@ -187,12 +177,12 @@ struct MinMaxCodec {
       }
       return false;
     }
-    const MinMaxRange range = minmax_range(keys.lowest, keys.highest);
+    const Range range = finite_range(keys.lowest, keys.highest);
     const MinMaxScale scale = minmax_scale(range, kLevels<Bits>);
-    if (unit.leads) store_range(wire + range_place(origin.count, Bits, unit.bucket), range);
-    if (unit.last) clear_padding(wire, origin.count, Bits);
+    if (unit.leads) store_range(wire + range_place(job.count, Bits, unit.bucket), range);
+    if (unit.last) clear_padding(wire, job.count, Bits);
     Pieces<Bits, T, S> pieces;
-    make_codes<T, S>(x, scale, unit, origin, parameters, memory, pieces);
+    make_codes<T, S>(x, scale, unit, job, parameters, memory, pieces);
     store_codes<Bits, T, S>(wire, unit, pieces);
     if constexpr (Back) {
       const Line line = make_line<Bits, S>(scale);
@@ -202,11 +192,11 @@ struct MinMaxCodec {
   }
 
   template <class T, class S>
-  QCCL_FN void make_codes(const Values<T, S>& x, const MinMaxScale& scale, const Unit& unit, const Origin& origin,
+  QCCL_FN void make_codes(const Values<T, S>& x, const MinMaxScale& scale, const Unit& unit, const TileJob& job,
                           const Parameters& parameters, const Memory& memory, Pieces<Bits, T, S>& pieces) {
     using Word = typename Piece<Bits, T>::Word;
     RandomWords random = {};
-    if constexpr (Stochastic) random = random_words(parameters, memory, origin, unit.first);
+    if constexpr (Stochastic) random = random_words(parameters, memory, job, unit.first);
 #pragma unroll
     for (u32 j = 0; j < S::vectors; ++j) {
       const u32 index = random.index + unit.offset + j * kPerRow<T>;

@@ -1,11 +1,11 @@
-// The codec `none` on the device: the wire is the values themselves.
+// Device code without compression: the wire is the values themselves.
 #pragma once
 
-#include "minmax.h"
+#include "../../cuda/tile.h"
 
 namespace QCCL_NAMESPACE {
 
-struct RawCodec {
+struct NoCodecTile {
   template <class T, class S>
   struct Wire {
     Values<T, S> x;
@@ -27,7 +27,7 @@ struct RawCodec {
   }
 
   template <bool Back, Pass P, class T, class S>
-  QCCL_FN bool encode(Values<T, S>& x, u8* wire, const Unit& unit, const Origin&, const Parameters&, const Memory&) {
+  QCCL_FN bool encode(Values<T, S>& x, u8* wire, const Unit& unit, const TileJob&, const Parameters&, const Memory&) {
     const bool nan = has_nan<T, S>(x);
     store_values<T, S, u8>(wire, unit, x, nan);
     return nan;
