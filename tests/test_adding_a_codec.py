@@ -24,27 +24,29 @@ CUDA = Path(__file__).parent / "cuda"
 
 HOST = """
 #include "host/team.h"
-#include "ternary.h"
+#include "codecs/ternary/codec.h"
 using namespace q;
 extern "C" void encode(const float* x, unsigned n, unsigned char* codes, unsigned char* meta) {
-  Ternary::encode<Float32>(HostTeam(nullptr), BucketOptions{}, Stamp{}, x, n, codes, meta);
+  Ternary::encode<Float32>(HostTeam(nullptr), BucketOptions{}, RngCounter{}, x, n, codes, meta);
 }
 extern "C" void decode(const unsigned char* codes, const unsigned char* meta, unsigned n, float* y) {
-  Ternary::decode<Float32>(HostTeam(meta), BucketOptions{}, Stamp{}, codes, meta, n, [=](int i, float v) { y[i] = v; });
+  const auto take = [=](int i, float value) { y[i] = value; };
+  Ternary::decode<Float32>(HostTeam(meta), BucketOptions{}, RngCounter{}, codes, meta, n, take);
 }
 """
 DEVICE = """
 #include "cuda/team.h"
-#include "ternary.h"
+#include "codecs/ternary/codec.h"
 using namespace q;
 extern "C" void encode(const float* x, unsigned n, unsigned char* codes, unsigned char* meta) {
   emulator::run_grid(1, 1, n, [=] {
-    Ternary::encode<Float32>(BlockTeam(), BucketOptions{}, Stamp{}, x, n, codes, meta);
+    Ternary::encode<Float32>(BlockTeam(), BucketOptions{}, RngCounter{}, x, n, codes, meta);
   });
 }
 extern "C" void decode(const unsigned char* codes, const unsigned char* meta, unsigned n, float* y) {
   emulator::run_grid(1, 1, n, [=] {
-    Ternary::decode<Float32>(BlockTeam(), BucketOptions{}, Stamp{}, codes, meta, n, [=](int i, float v) { y[i] = v; });
+    const auto take = [=](int i, float value) { y[i] = value; };
+    Ternary::decode<Float32>(BlockTeam(), BucketOptions{}, RngCounter{}, codes, meta, n, take);
   });
 }
 """
@@ -62,11 +64,12 @@ def run(text: str) -> dict:
 
 
 def compiled(text: str, folder: Path, *options: str) -> ctypes.CDLL:
-    (folder / "ternary.h").write_text(blocks("cpp")[0])
+    shutil.copytree(KERNELS, folder / "kernels", ignore=shutil.ignore_patterns("*.cpp"))
+    add_header(folder / "kernels")
     (folder / "test.cpp").write_text(text)
     target = folder / "test.so"
     command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-DQCCL_NAMESPACE=q"]
-    command += [f"-I{KERNELS}", f"-I{folder}", *options, str(folder / "test.cpp"), "-o", str(target)]
+    command += [f"-I{folder / 'kernels'}", *options, str(folder / "test.cpp"), "-o", str(target)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[:3000]
     return ctypes.CDLL(str(target))
@@ -117,12 +120,17 @@ def insert(file: Path, before: str, text: str) -> None:
     file.write_text(old.replace(before, text + before))
 
 
+def add_header(kernels: Path) -> None:
+    (kernels / "codecs/ternary").mkdir()
+    (kernels / "codecs/ternary/codec.h").write_text(blocks("cpp")[0])
+
+
 def follow(root: Path) -> None:
     """Do what the page says."""
     dataclass, oracle_text, row, *_ = blocks("python")
     options, section = blocks("markdown")
-    (root / "kernels/ternary.h").write_text(blocks("cpp")[0])
-    insert(root / "kernels/codecs.h", '#include "trellis.h"', '#include "ternary.h"\n')
+    add_header(root / "kernels")
+    insert(root / "kernels/codecs.h", '#include "codecs/topk/codec.h"', '#include "codecs/ternary/codec.h"\n')
     insert(root / "kernels/codecs.h", " each(Trellis)", " each(Ternary)")
     (root / "qccl/codecs/ternary.py").write_text(dataclass)
     insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", "from qccl.codecs.ternary import Ternary\n")
@@ -132,6 +140,27 @@ def follow(root: Path) -> None:
     insert(root / "tests/codec_table.py", '    "trellis": [', row)
     insert(root / "docs/wire-format.md", "| `trellis` | `bits` |", options)
     insert(root / "docs/wire-format.md", "## `trellis`, 1 to 8 bits", section + "\n")
+
+
+def copy_of_the_repository(root: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "*.so", "results", "*.png")
+    shutil.copytree(PAGE.parents[1], root, symlinks=True, ignore=ignored)
+    return root
+
+
+def library_files(root: Path) -> dict[str, bytes]:
+    folders = (root / "qccl", root / "kernels")
+    return {str(path.relative_to(root)): path.read_bytes() for f in folders for path in f.rglob("*") if path.is_file()}
+
+
+def test_a_codec_touches_the_four_places_that_the_page_lists(tmp_path: Path) -> None:
+    root = copy_of_the_repository(tmp_path / "qccl")
+    before = library_files(root)
+    follow(root)
+    touched = {path for path, content in library_files(root).items() if before.get(path) != content}
+    listed = re.findall(r"^\| `((?:kernels|qccl)/\S+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert len(listed) == len(touched) == 4
+    assert all(any(path.startswith(place) for path in touched) for place in listed), (listed, touched)
 
 
 def build(root: Path) -> None:
@@ -165,9 +194,7 @@ else:
 @pytest.mark.slow
 def test_the_page_is_followed_in_a_copy(tmp_path: Path) -> None:
     """The example passes the very tests that the page names."""
-    root = tmp_path / "qccl"
-    ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "*.so", "results")
-    shutil.copytree(PAGE.parents[1], root, symlinks=True, ignore=ignored)
+    root = copy_of_the_repository(tmp_path / "qccl")
     follow(root)
     build(root)
     files = [f"tests/test_{name}.py" for name in ("bucket_codecs", "codec_golden", "codecs", "wire_format")]

@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from codec_table import ALL
 
 from qccl import codecs, dtypes
 from qccl.codecs import Cast, Dithering, MinMax, NoCodec, OneBit, RandomK, TopK
@@ -180,6 +181,16 @@ def test_what_is_no_integer(wrong: Any) -> None:
 )
 def test_encoded_nbytes(codec: codecs.Codec, count: int, nbytes: int) -> None:
     assert codec.encoded_nbytes(count, "float32") == nbytes
+
+
+def test_sizes_are_those_of_the_kernels() -> None:
+    """Python and C++ state the layout of a wire once each; both must agree."""
+    for codec in [*EVERY, *(codecs.get(row.spec) for row in ALL)]:
+        bucket = codec.granule
+        counts = {0, 1, 7, 8, 9, 1000, bucket - 1, bucket, bucket + 1, 3 * bucket, 5 * bucket + 13, 100_003}
+        for count, dtype in itertools.product(counts, dtypes.DTYPES):
+            found = codec.host().wire_nbytes(count, dtype.code)
+            assert codec.encoded_nbytes(count, dtype) == found, f"{codec}: {count} {dtype}"
 
 
 @pytest.mark.parametrize(
