@@ -1,1 +1,1 @@
-"""qccl-bench: what compression gains on this machine and this network, in the habits of nccl-tests."""
+"""qccl-bench measures what compression gains on this machine and network; flags and table follow nccl-tests."""

@@ -1,4 +1,4 @@
-"""Whether a call is right: its result to the bit and within the derived bound, its input and what lies around them."""
+"""Checks of a call: its result to the bit and within the derived bound; its input and the guard elements unchanged."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check(
 ) -> tuple[int | None, float | None]:
     """Collective: the number of wrong elements and the relative L2 error of ``checks`` calls on different values.
 
-    ``run`` makes the call from ``x`` to ``out``, which are the same in place.
+    ``run`` makes the call from ``x`` to ``out``; in place they are the same object.
     """
     if checks == 0:
         return None, None
@@ -45,7 +45,7 @@ def check(
         if out is not x:
             out.poison()
         call.forget()
-        number = comm.calls  # of the call to come: keys its random numbers
+        number = comm.calls  # the next call's number, which keys its random numbers
         run()
         result, beside = out.get()
         if out is not x:
@@ -61,15 +61,15 @@ def _compare(
     """Wrong elements, and the squares of error and exact result, over all ranks.
 
     The ranks share the work: each compares a part of its own result with the bound and with the bits of the reference.
-    That is enough where all results are the same bits; where their digests differ, all results of a part are brought
-    to the rank that compares it. ``beside`` is what is wrong beside this rank's result.
+    That is enough if all results have the same bits. If their digests differ, the rank that compares a part gathers all
+    results of it. ``beside`` is the number of wrong elements around this rank's result.
     """
     case = call.case
     digests = comm.allgather(hashlib.blake2b(out.data, digest_size=16).digest())
     differ = call.identical and len(set(digests)) > 1
     wrong, squares, reference = beside, 0.0, 0.0
-    cut = accuracy.stretches(case.count, call.shards, call.codecs, _STRETCH)
-    for turn, (shard, start, stop) in enumerate(cut):
+    parts = accuracy.stretches(case.count, call.shards, call.codecs, _STRETCH)
+    for turn, (shard, start, stop) in enumerate(parts):
         results = [out[start:stop]]
         if differ:
             results = [np.frombuffer(item, out.dtype) for item in comm.allgather(results[0].tobytes())]
@@ -79,7 +79,7 @@ def _compare(
         values = call.contributions([data.to_float32(each, case.dtype) for each in inputs])
         exact, bound = accuracy.allreduce_exact(values, case.op), call.bound(values, shard)
         errors = [data.to_float32(result, case.dtype) - exact for result in results]
-        bad = np.logical_or.reduce([~(np.abs(error) <= bound) for error in errors])  # a NaN is bad, too
+        bad = np.logical_or.reduce([~(np.abs(error) <= bound) for error in errors])  # NaN counts as wrong
         expected = call.expected(values, shard, start, number)
         if expected is not None:
             bits = f"u{case.dtype.itemsize}"
@@ -87,5 +87,5 @@ def _compare(
         wrong += int(np.count_nonzero(bad))
         squares += float(errors[0] @ errors[0])
         reference += float(exact @ exact)
-    parts = [struct.unpack("<qdd", item) for item in comm.allgather(struct.pack("<qdd", wrong, squares, reference))]
-    return sum(p[0] for p in parts), math.fsum(p[1] for p in parts), math.fsum(p[2] for p in parts)
+    sums = [struct.unpack("<qdd", item) for item in comm.allgather(struct.pack("<qdd", wrong, squares, reference))]
+    return sum(s[0] for s in sums), math.fsum(s[1] for s in sums), math.fsum(s[2] for s in sums)

@@ -20,22 +20,22 @@ __all__ = ["main"]
 
 
 class _Group(click.Group):
-    """Says what is wrong with the arguments once, where a launcher started this program as several ranks.
+    """Lets rank 0 alone report wrong arguments, where a launcher started this program as several ranks.
 
-    The other ranks end well: launchers end all ranks when one fails, and rank 0 must have said why.
+    The other ranks exit with status 0: launchers end all ranks when one fails, before rank 0 has printed the reason.
     """
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _said_by_one():
+        with _reported_by_rank_0():
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _said_by_one():
+        with _reported_by_rank_0():
             return super().invoke(ctx)
 
 
 @contextlib.contextmanager
-def _said_by_one() -> Iterator[None]:
+def _reported_by_rank_0() -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:

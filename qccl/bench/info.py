@@ -21,7 +21,7 @@ from qccl.launchers import detect
 
 __all__ = ["info"]
 
-# Asked in a process of its own: a library that fails to load may take its process with it.
+# Runs in a process of its own, because an MPI library that fails to load may end its process.
 _ASK_MPI = """
 import mpi4py
 mpi4py.rc.initialize = False
@@ -31,9 +31,9 @@ print(name, ".".join(map(str, version)))
 """
 
 
-@click.command(short_help="Say what can be used here, and why not.")
+@click.command(short_help="Show which parts can be used here, and why others cannot.")
 def info() -> None:
-    """Print the versions of qccl and of what it stands on, which engines can be used here, and why others cannot."""
+    """Print the versions of qccl and its dependencies, which engines can be used here, and why others cannot."""
     for name, text in _facts():
         click.echo(f"{name:<14} {text}")
 
@@ -68,7 +68,7 @@ def _host() -> str:
     try:
         from qccl import _host
     except ImportError as error:
-        return f"no: its extension cannot be loaded ({error}); install qccl again"
+        return f"no: the extension qccl._host cannot be loaded ({error}); install qccl again"
     return f"yes: kernels for {_host.isa} (this processor runs {', '.join(_host.usable_isas)})"
 
 

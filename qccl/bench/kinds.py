@@ -1,6 +1,6 @@
-"""The collectives that ``qccl-bench`` times: their place in nccl-tests' terms, and what their results are made of.
+"""The collectives that ``qccl-bench`` times: nccl-tests' factors, parameters, and the layout of their results.
 
-The size of a call is that of the whole vector: what a rank has after an all-gather, and before a reduce-scatter.
+The size of a call is the size of the whole vector: the output of an all-gather, the input of a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ class Kind:
     """A collective.
 
     Attributes:
-        title: for the command's help.
-        factor: busbw over algbw, of the number of ranks (as in nccl-tests' PERFORMANCE.md).
-        combines: it has an op; otherwise values are only moved.
-        algorithms: beside "auto".
-        parameters: names of the options that it has, beside op and algorithm.
-        whole_input, whole_output: a rank gives, or gets, the whole vector, and not its part alone.
+        title: text in the command's help.
+        factor: busbw over algbw as a function of the number of ranks (as in nccl-tests' PERFORMANCE.md).
+        combines: it has an op; otherwise it only moves values.
+        algorithms: choices besides "auto".
+        parameters: names of its options besides op and algorithm.
+        whole_input, whole_output: a rank's input or output is the whole vector, not only a part.
         identical: all ranks get the same bits.
         adds: the result is added to what the output holds.
     """
@@ -40,12 +40,12 @@ class Kind:
 
     @property
     def is_allreduce(self) -> bool:
-        """Every rank gets all, combined."""
+        """Whether every rank gets the whole combined vector."""
         return self.combines and self.whole_output and "root" not in self.parameters
 
 
 class Stretch(NamedTuple):
-    """Elements of a result: which ranks' inputs they are made of, and from which element of those on."""
+    """Elements ``start`` to ``stop`` of a result come from elements ``first`` and on of the inputs of ``ranks``."""
 
     start: int
     stop: int
@@ -54,7 +54,7 @@ class Stretch(NamedTuple):
 
 
 def stretches(name: str, rank: int, size: int, count: int, root: int) -> list[Stretch]:
-    """What the output of ``rank`` is made of, where it is not an all-reduce of everything."""
+    """The stretches of the output of ``rank``, for collectives other than the all-reduces."""
     part = count // size
     match name:
         case "reduce_scatter":
@@ -68,13 +68,13 @@ def stretches(name: str, rank: int, size: int, count: int, root: int) -> list[St
         case "reduce":
             return [Stretch(0, count, range(size), 0)] if rank == root else []
         case "peer_exchange":
-            whose = (rank, *neighbours(rank, size))
-            return [Stretch(i * count, (i + 1) * count, range(r, r + 1), 0) for i, r in enumerate(whose)]
-    raise ValueError(f"{name} is not made of stretches")
+            sources = (rank, *neighbours(rank, size))
+            return [Stretch(i * count, (i + 1) * count, range(r, r + 1), 0) for i, r in enumerate(sources)]
+    raise ValueError(f"the result of {name} has no stretches")
 
 
 def neighbours(rank: int, size: int) -> list[int]:
-    """The ranks before and behind one in a ring."""
+    """The previous and the next rank in a ring."""
     return sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
 
 

@@ -1,4 +1,4 @@
-"""What a run of ``qccl-bench`` measures; made from the command line, and handed to the ranks as JSON."""
+"""The options of a run of ``qccl-bench``: made from the command line, and passed to the ranks as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qccl.bench.sizes import sweep
 
 __all__ = ["DTYPES", "NCCL_NAMES", "OPS", "STDOUT", "Options"]
 
-#: instead of a file's name, for --json
+#: the value of --json that means standard output
 STDOUT = "-"
 
 #: nccl-tests' names of the element types, and ours
@@ -25,21 +25,21 @@ class Options:
     """The options; the names follow nccl-tests' long flags.
 
     Attributes:
-        minbytes, maxbytes, stepbytes, stepfactor: the sizes; the factor is None where the steps are added.
-        iters, warmup_iters: calls that are timed, and before them calls that are not.
-        run_cycles: how often the whole sweep is run; 0 for ever.
-        check: calls whose results are checked, for each row and mode.
-        average: how the ranks' times become one: 0 rank 0's, 1 mean, 2 least, 3 greatest.
-        ops, dtypes, codecs: what is measured; dtypes in nccl-tests' names.
+        minbytes, maxbytes, stepbytes, stepfactor: the sizes; without a factor each is stepbytes larger than the last.
+        iters, warmup_iters: numbers of timed calls, and of calls before them.
+        run_cycles: number of times the whole sweep runs; 0: until it is stopped.
+        check: number of calls whose results are checked, for each row and mode.
+        average: how the ranks' times are combined: 0 rank 0's, 1 mean, 2 minimum, 3 maximum.
+        ops, dtypes, codecs: the operations, element types (in nccl-tests' names) and codecs that are measured.
         algorithm, chunk, timeout: as in Communicator.quantized_allreduce.
         backend: as in qccl.init().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
-        plan: a bound plan is timed, and not the communicator's method.
-        link: rate of the lab that the ranks are in, or None.
-        nodes, link_per_rank: of the lab, see there.
-        collective: one of kinds.KINDS.
+        plan: time a bound plan instead of the communicator's method.
+        link: rate of the lab's links, or None without a lab.
+        nodes, link_per_rank: see lab.Lab.
+        collective: a name in kinds.KINDS.
         root, layout, intra, inter: as in the collectives that have them.
-        arrays: that a call is of, where it is of many.
+        arrays: number of arrays in a coalesced call.
         json, plot, trace: files to write, or None; json may be STDOUT.
         args: the command line.
     """
@@ -78,7 +78,7 @@ class Options:
 
     @property
     def timed(self) -> str:
-        """What a timed call is: "method", "plan" (bound once) or "graph" (of a plan)."""
+        """What is timed: "method", "plan" (bound once) or "graph" (of a plan)."""
         return "graph" if self.cudagraph else "plan" if self.plan else "method"
 
     def sizes(self) -> Iterator[int]:

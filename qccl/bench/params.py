@@ -1,4 +1,4 @@
-"""How the command line is read: sizes, links, lists, codecs; every error says what is allowed."""
+"""Parsers of the command line's sizes, links, lists and codecs; every error says what is allowed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = [
     "picture_file",
 ]
 
-#: a class of the user's, and what may follow it
+#: module:Class of a user's codec, before its options
 _CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?=\s*(?:[:+]|$))", re.ASCII)
 _PICTURES = (".png", ".svg", ".pdf")
 
@@ -66,25 +66,25 @@ def codec_list(text: str) -> tuple[str, ...]:
 
 
 def _canonical(spec: str) -> str:
-    """How reports spell a specification; that of a class stays as it is, since its own does not say where it is."""
+    """The spelling of a specification in reports. module:Class stays, because codec.spec() does not name the module."""
     codec = codec_of(spec)
     return spec if is_class(spec) else codec.spec()
 
 
 def is_class(spec: str) -> bool:
-    """Whether a specification is ``module:Class``, perhaps with ``:key=value,...`` and decorators behind it.
+    """Whether a specification is ``module:Class``, with or without ``:key=value,...`` and ``+decorator`` after it.
 
-    It is where a Python name stands between the first colon and the next one (or "+", or the end), without "=", and
-    what is before the first colon is not the name of one of qccl's codecs.
+    The text between the first colon and the next colon, "+" or end must be a Python name, and the text before the
+    first colon must not be the name of one of qccl's codecs.
     """
     match = _CLASS.match(spec)
     return match is not None and match["module"].rstrip("0123456789") not in codecs.CODECS
 
 
 def codec_of(spec: str) -> Codec:
-    """The codec of a specification as the command line has it: that of codecs.get(), or of a class that is imported.
+    """The codec of a specification on the command line: one of codecs.get(), or ``module:Class``, which is imported.
 
-    Modules are looked for in the current folder, too. Raises CodecError, a ValueError.
+    Modules may be in the current folder. Raises CodecError, a ValueError.
     """
     if not is_class(spec):
         return codecs.get(spec)

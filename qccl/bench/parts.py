@@ -1,4 +1,4 @@
-"""Whether calls are right whose ranks get different things: sums within the bound, what is only moved to the bit."""
+"""Checks of collectives whose ranks get different results: sums within the bound, moved values to the bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STRETCH = 1 << 17
 def check_parts(
     comm: Communicator, call: QuantizedCall, run: Callable[[], object], x: Guarded, out: Guarded, checks: int
 ) -> tuple[int | None, float | None]:
-    """Collective: wrong elements and relative L2 error of ``checks`` calls; each rank looks at its own output."""
+    """Collective: wrong elements and relative L2 error of ``checks`` calls; each rank checks its own output."""
     if checks == 0:
         return None, None
     totals = [0.0, 0.0, 0.0]
@@ -42,16 +42,16 @@ def check_parts(
         run()
         result, wrong = out.get()
         mine = [float(wrong + x.changed(comm.rank, seed)), 0.0, 0.0]
-        for piece, index in _pieces(call, comm):
-            found = result[piece.start : piece.stop]
-            mine = [a + b for a, b in zip(mine, _compare(comm, call, piece, index, found, seed, number), strict=True)]
+        for part, index in _parts(call, comm):
+            found = result[part.start : part.stop]
+            mine = [a + b for a, b in zip(mine, _compare(comm, call, part, index, found, seed, number), strict=True)]
         for item in comm.allgather(struct.pack("<ddd", *mine)):
             totals = [a + b for a, b in zip(totals, struct.unpack("<ddd", item), strict=True)]
     return int(totals[0]), math.sqrt(totals[1] / totals[2]) if totals[2] else 0.0
 
 
-def _pieces(call: QuantizedCall, comm: Communicator) -> Iterator[tuple[Stretch, int]]:
-    """The stretches of this rank's output, cut at buckets, and the number of the first element in random keys."""
+def _parts(call: QuantizedCall, comm: Communicator) -> Iterator[tuple[Stretch, int]]:
+    """Stretches of this rank's output that begin and end at buckets, each with the index that keys its random numbers."""
     granule = call.codec.granule
     step = max(granule, _STRETCH // granule * granule) if call.codec.splittable else 1 << 62
     name = call.case.kind
@@ -65,15 +65,15 @@ def _pieces(call: QuantizedCall, comm: Communicator) -> Iterator[tuple[Stretch, 
 def _compare(
     comm: Communicator,
     call: QuantizedCall,
-    piece: Stretch,
+    part: Stretch,
     index: int,
     found: NDArray[Any],
     seed: int,
     number: int,
 ) -> tuple[float, float, float]:
     """Wrong elements, and the squares of error and exact result."""
-    case, last = call.case, piece.first + piece.stop - piece.start
-    inputs = [data.gaussian(rank, piece.first, last, case.dtype, seed) for rank in piece.ranks]
+    case, last = call.case, part.first + part.stop - part.start
+    inputs = [data.gaussian(rank, part.first, last, case.dtype, seed) for rank in part.ranks]
     values = [data.to_float32(each, case.dtype) for each in inputs]
     if KINDS[case.kind].combines:
         exact = accuracy.allreduce_exact(values, case.op)
@@ -81,10 +81,10 @@ def _compare(
         error = data.to_float32(found, case.dtype) - exact
         bad = ~(np.abs(error) <= bound)
     else:
-        exact, source = values[0].astype(np.float64), piece.ranks[0]
+        exact, source = values[0].astype(np.float64), part.ranks[0]
         round_number = comm.rank if case.kind == "all_to_all" else 0
         moved = (comm.size > 1 or KINDS[case.kind].adds) and not (case.kind == "all_to_all" and source == comm.rank)
-        before = _before(comm, call, piece, seed)
+        before = _before(comm, call, part, seed)
         expected = reference.moved(
             *(values[0], call.codec, case.dtype, index, number, round_number, source), moved=moved, added_to=before
         )
@@ -94,9 +94,9 @@ def _compare(
     return float(np.count_nonzero(bad)), float(error @ error), float(exact @ exact)
 
 
-def _before(comm: Communicator, call: QuantizedCall, piece: Stretch, seed: int) -> NDArray[np.float32] | None:
-    """What the result was added to, if it was."""
+def _before(comm: Communicator, call: QuantizedCall, part: Stretch, seed: int) -> NDArray[np.float32] | None:
+    """The values to which the call added its result; None if it adds to nothing."""
     case = call.case
     if not KINDS[case.kind].adds:
         return None
-    return data.to_float32(data.gaussian(comm.size + comm.rank, piece.start, piece.stop, case.dtype, seed), case.dtype)
+    return data.to_float32(data.gaussian(comm.size + comm.rank, part.start, part.stop, case.dtype, seed), case.dtype)

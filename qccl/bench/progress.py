@@ -1,4 +1,4 @@
-"""What the ranks say beside the table, in marked lines of their output: how far the run is, and its report."""
+"""Marked lines of rank 0's output that are not part of the table: the progress of the run, and its report."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Any, TextIO
 
 __all__ = ["Bar", "Progress", "decode_report", "encode_progress", "encode_report", "is_progress", "is_report"]
 
-#: called with (steps done, steps in all, what comes next)
+#: called with (steps done, all steps, name of the next step)
 Progress = Callable[[int, int, str], None]
 
-#: ASCII's separators of records and of groups begin lines that are not for the reader
+#: ASCII's record and group separators mark the lines that the starting process does not print
 _MARK, _REPORT_MARK = "\x1e", "\x1d"
 _WIDTH = 30
 
 
 def encode_progress(done: int, total: int, label: str) -> str:
-    """The line by which rank 0 tells the process that started it."""
+    """The line that reports rank 0's progress to the process that started it."""
     return _MARK + json.dumps([done, total, label])
 
 
@@ -29,7 +29,7 @@ def is_progress(line: str) -> bool:
 
 
 def encode_report(document: dict[str, Any]) -> str:
-    """The line by which rank 0 hands over all that the run has found so far."""
+    """The line that passes all results so far from rank 0 to the process that started it."""
     return _REPORT_MARK + json.dumps(document)
 
 
@@ -45,40 +45,40 @@ def decode_report(line: str) -> dict[str, Any]:
 
 
 class Bar:
-    """A progress bar in the last line of a terminal; nothing at all where ``stream`` is none."""
+    """A progress bar in the last line of a terminal; does nothing if ``stream`` is not a terminal."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
         self._shown = stream.isatty()
-        self._share, self._words = 0.0, ""
+        self._share, self._text = 0.0, ""
         self._begin = time.monotonic()
 
     def feed(self, line: str) -> None:
-        """Show what a line of encode_progress() says."""
+        """Show the progress in a line of encode_progress()."""
         done, total, label = json.loads(line[len(_MARK) :])
         self.show(done, total, label)
 
     def show(self, done: int, total: int, label: str) -> None:
-        """Show ``done`` of ``total`` steps, and what comes next."""
+        """Show ``done`` of ``total`` steps, and the name of the next one."""
         left = ""
         if done:
             seconds = (time.monotonic() - self._begin) / done * (total - done)
             left = f"  about {seconds / 60:.0f} min left" if seconds > 90 else f"  about {seconds:.0f} s left"
-        self._share, self._words = done / max(total, 1), f" {done}/{total}  {label}{left}"
+        self._share, self._text = done / max(total, 1), f" {done}/{total}  {label}{left}"
         self.draw()
 
     def draw(self) -> None:
-        """Write the bar again; in a narrow terminal it is shorter, so that the words beside it fit."""
-        if self._shown and self._words:
+        """Draw the bar; in a narrow terminal it is shorter, so that the text beside it fits."""
+        if self._shown and self._text:
             columns = shutil.get_terminal_size().columns - 1
-            width = max(0, min(_WIDTH, columns - len("[]") - len(self._words)))
+            width = max(0, min(_WIDTH, columns - len("[]") - len(self._text)))
             filled = int(width * self._share)
-            text = f"[{'#' * filled}{'.' * (width - filled)}]{self._words}"
+            text = f"[{'#' * filled}{'.' * (width - filled)}]{self._text}"
             self._stream.write(f"\r\x1b[K{text[:columns]}")
             self._stream.flush()
 
     def clear(self) -> None:
-        """Take the bar off the screen, so that a line can be printed, or for good."""
+        """Erase the bar, before a line is printed or at the end."""
         if self._shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()

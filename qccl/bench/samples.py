@@ -1,4 +1,4 @@
-"""Values of the kinds that codecs differ on, for comparing their errors: reproducible, float32."""
+"""Reproducible float32 samples of the distributions on which the codecs' errors differ."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ def _offset(count: int, draw: int = 0) -> Values:
 
 
 def _outliers(count: int, draw: int = 0) -> Values:
-    """Each value is one of the large ones with a probability of 1e-4, whatever the others are."""
+    """Each value is independently multiplied by 1000 with a probability of 1e-4."""
     x = _gauss(count, draw)
     x[np.random.default_rng([1, draw]).random(count) < 1e-4] *= 1000
     return x
 
 
 def _gradient(count: int, draw: int = 0) -> Values:
-    """Gradients of a small network's weights, one step of its training after the other.
+    """Gradients of a small network's weights, from consecutive steps of its training.
 
-    Two hidden layers of rectifiers learn to tell eight clusters of points apart; the first steps are left out.
+    A network with two hidden ReLU layers learns to classify eight clusters of points; the first 20 steps are left out.
     """
     rng = np.random.default_rng(draw)
     sizes = (32, 128, 128, 8)
@@ -68,7 +68,7 @@ def _gradient(count: int, draw: int = 0) -> Values:
     return np.concatenate(found)[:count].astype(np.float32)
 
 
-#: by name; each makes so many values, other ones for another number of the draw
+#: name -> function of (count, draw); another draw has other values
 SAMPLES: Mapping[str, Callable[..., Values]] = {
     "Gaussian": _gauss,
     "Laplace": _laplace,
@@ -80,9 +80,10 @@ SAMPLES: Mapping[str, Callable[..., Values]] = {
 
 
 def relative_error(decoded: Values, x: Values) -> float:
-    """L2 norm of the error over that of ``x``, after the mean of ``x`` is taken out where it is all but everything.
+    """L2 norm of the error over the L2 norm of ``x``.
 
-    So an offset, which a symmetric codec pays for, does not hide its error.
+    If the mean of ``x`` is much larger than its deviation, the norm is that of ``x`` less its mean. Otherwise a large
+    offset would hide the error.
     """
     exact = x.astype(np.float64)
     mean = float(exact.mean())

@@ -10,7 +10,7 @@ __all__ = ["Link", "format_size", "parse_link", "parse_size", "sweep"]
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-#: for the bursts of the lab's limiters: two packets of its interfaces, and a segment as the kernel hands it down
+#: bytes, for the burst of the lab's limiters: two packets at the interfaces' MTU, and one TCP segment before it is split
 _PACKETS, _SEGMENT = 2 * 9_100, 66_000
 
 
@@ -19,9 +19,9 @@ class Link:
     """A rate-limited link.
 
     Attributes:
-        name: as it was spelled, e.g. "1gbit"; ``tc`` reads the same.
+        name: as the user spelled it, e.g. "1gbit"; ``tc`` reads the same spelling.
         rate: bytes per second.
-        burst: bytes that pass at full speed after the link was idle: what its limiter gives back.
+        burst: size of the token bucket: bytes that pass at full speed after the link was idle.
     """
 
     name: str
@@ -52,9 +52,9 @@ def format_size(nbytes: int) -> str:
 def parse_link(text: str) -> Link:
     """The link of "100mbit", "1gbit", "2.5gbit" (bits per second, powers of 1000). Raises ValueError.
 
-    A call that leaves the link idle gets the burst back, so it is the smallest with which a bulk transfer was seen to
-    get nearly the rate: up to 1 Gbit/s what passes in 0.5 ms (the kernel's timers are as late as that where processors
-    are busy), at least two packets; then a segment of 66,000 bytes, and from 2.5 Gbit/s on what passes in 0.2 ms.
+    The bucket refills while a call leaves the link idle, so the burst is the smallest with which a bulk transfer nearly
+    reached the rate: up to 1 Gbit/s the bytes of 0.5 ms (the kernel's timers are that late on busy processors), at
+    least two packets; then a segment of 66,000 bytes; from 2.5 Gbit/s on the bytes of 0.2 ms.
     """
     name = text.strip().lower()
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", name)
