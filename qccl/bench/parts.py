@@ -51,7 +51,7 @@ def check_parts(
 
 
 def _parts(call: QuantizedCall, comm: Communicator) -> Iterator[tuple[Stretch, int]]:
-    """Stretches of this rank's output that begin and end at buckets, each with the index that keys its random numbers."""
+    """Stretches of this rank's output, split at bucket boundaries, each with the index for its random numbers."""
     granule = call.codec.granule
     step = max(granule, _STRETCH // granule * granule) if call.codec.splittable else 1 << 62
     name = call.case.kind

@@ -10,7 +10,7 @@ __all__ = ["Link", "format_size", "parse_link", "parse_size", "sweep"]
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-#: bytes, for the burst of the lab's limiters: two packets at the interfaces' MTU, and one TCP segment before it is split
+#: bytes in the burst of the lab's limiters: two packets at the interfaces' MTU, and one unsplit TCP segment
 _PACKETS, _SEGMENT = 2 * 9_100, 66_000
 
 
