@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import os
-import socket
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -19,76 +18,61 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
 
-@contextlib.contextmanager
-def started(what: str, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """The ranks' processes, which are killed in the end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    processes = []
-    for rank in range(size):
-        variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
-        environment = os.environ | {k: str(v) for k, v in (variables | place).items()} | {"PYTHONPATH": str(ROOT)}
-        command = [sys.executable, str(ROOT / "tests" / "torch_ranks.py"), what]
-        pipe = subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True))
+@dataclass(frozen=True)
+class Ended:
+    """How a rank ended ("stopped" where it did not), when, and what it wrote."""
+
+    status: str
+    time: float
+    out: str
+    err: str
+
+    def check(self, last: str) -> None:
+        assert self.status == "0" and self.out.endswith(f"done {last}\n"), f"{self.status}\n{self.out}\n{self.err}"
+
+
+def run(folder: Path, size: int, *names: str) -> list[Ended]:
+    """Run functions of torch_ranks.py, one after the other, on ranks of one group."""
+    command = [sys.executable, str(ROOT / "tests" / "torch_fork.py"), str(folder), str(size), *names]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
-        yield processes
+        out, _ = process.communicate(timeout=90)
     finally:
-        for process in processes:
-            process.kill()
-            process.communicate(timeout=10)
-
-
-def run(what: str, size: int) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each rank."""
-    found = []
-    with started(what, size) as processes:
-        for process in processes:
-            out, err = process.communicate(timeout=60)
-            found.append((process.returncode, out, err))
-    return found
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+    ends = sorted(line.split() for line in out.splitlines())
+    written = [[(folder / f"{rank}.{kind}").read_text() for kind in ("out", "err")] for rank in range(size)]
+    return [Ended(status, float(at), *texts) for (_, status, at), texts in zip(ends, written, strict=True)]
 
 
 @pytest.mark.parametrize(
-    ("what", "size"),
-    [
-        ("calls", 1),
-        ("calls", 2),
-        ("calls", 3),
-        ("mismatch", 3),
-        ("stays_away", 2),
-        ("leaves", 3),
-        ("keeps", 1),
-        ("refused", 1),
-    ],
+    ("size", "names"), [(1, ("calls", "keeps", "refused")), (2, ("calls", "stays_away")), (3, ("calls", "mismatch"))]
 )
-def test_ranks(what, size):
-    for rank, (status, out, err) in enumerate(run(what, size)):
-        assert status == 0 and out.endswith("done\n"), f"rank {rank}: exit status {status}\n{out}\n{err}"
+def test_ranks(tmp_path, size, names):
+    for rank in run(tmp_path, size, *names):
+        rank.check(names[-1])
 
 
-def test_a_rank_that_fails(what="raises"):
-    ranks = run(what, 3)
-    for rank, (status, out, err) in enumerate(ranks):
-        assert status == 0 and out.endswith("done\n"), f"rank {rank}: exit status {status}\n{out}\n{err}"
-    assert all("a reason of its own" in out for _, out, _ in ranks[1:])
+def test_a_rank_that_fails_and_ranks_that_do_not_close(tmp_path):
+    ranks = run(tmp_path, 3, "raises", "leaves")
+    for rank in ranks:
+        rank.check("leaves")
+    assert all("a reason of its own" in rank.out for rank in ranks[1:])
 
 
-@pytest.mark.parametrize("what", ["dies", "dies_in_setup"])
-def test_a_rank_that_dies(what):
-    for rank, (status, out, err) in list(enumerate(run(what, 3)))[1:]:
-        assert status == 0 and out.endswith("done\n"), f"rank {rank}: exit status {status}\n{out}\n{err}"
+@pytest.mark.parametrize("name", ["dies", "dies_in_setup"])
+def test_a_rank_that_dies(tmp_path, name):
+    for rank in run(tmp_path, 3, name)[1:]:
+        rank.check(name)
 
 
-@pytest.mark.parametrize("what", ["stops", "never_comes"])
-def test_a_process_ends_soon_after_a_rank_has_stopped(what):
-    with started(what, 3) as (process, *_):
-        out, err = process.communicate(timeout=60)
-        end = time.time()
-    assert process.returncode == 0 and out.endswith("done\n"), f"exit status {process.returncode}\n{out}\n{err}"
-    assert end - float(out.split()[0]) < 15
+@pytest.mark.parametrize("name", ["stops", "never_comes"])
+def test_a_process_ends_soon_after_a_rank_has_stopped(tmp_path, name):
+    first, *_, last = run(tmp_path, 3, name)
+    first.check(name)
+    assert last.status == "stopped" and first.time - float(first.out.split()[0]) < 15
 
 
 def test_ranks_that_are_killed_stopped_or_interrupted():

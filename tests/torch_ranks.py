@@ -1,10 +1,9 @@
-"""One rank of tests/test_torch.py: ``torch_ranks.py WHAT``, with the variables of torchrun; prints what it found."""
+"""What the ranks of tests/test_torch.py do; torch_fork.py starts them."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 import weakref
 
@@ -221,9 +220,3 @@ def refused() -> None:
             assert "init_process_group" in str(error)
         else:
             raise AssertionError("no error")
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    globals()[sys.argv[1]]()
-    print("done", flush=True)
