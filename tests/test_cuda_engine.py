@@ -1038,20 +1038,36 @@ def test_bad_ids(cupy):
 # -- without CUDA ----------------------------------------------------------------------------------------------------
 
 
+_STATEMENTS = (
+    "import qccl.cuda.engine",
+    "qccl.init(backend='cuda')",
+    "qccl.init(device=0)",
+    "qccl.get_unique_id()",
+    "qccl.Communicator(b'x' * 128, 0, 1)",
+    "qccl.Communicator.from_nccl(5, 0, 1)",
+)
+#: runs each statement in a fork, because a failed import may leave something behind
+_WITHOUT_CUDA = """
+import os, sys, qccl
+for statement in sys.argv[1:]:
+    if os.fork() == 0:
+        try:
+            exec(statement)
+        except qccl.EngineError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
 def test_without_cuda_there_is_one_clear_error():
     if not runtime.missing():
         pytest.skip("this machine has CUDA")
-    for statement in (
-        "import qccl.cuda.engine",
-        "qccl.init(backend='cuda')",
-        "qccl.init(device=0)",
-        "qccl.get_unique_id()",
-        "qccl.Communicator(b'x' * 128, 0, 1)",
-        "qccl.Communicator.from_nccl(5, 0, 1)",
-    ):
-        script = f"import qccl\ntry:\n    {statement}\nexcept qccl.EngineError as e:\n    print(e)"
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-        assert done.stdout.startswith("the CUDA backend cannot be used here: "), statement
+    command = [sys.executable, "-c", _WITHOUT_CUDA, *_STATEMENTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(_STATEMENTS), done.stdout + done.stderr
+    assert all(line.startswith("the CUDA backend cannot be used here: ") for line in lines), lines
     with qccl.init(backend="auto") as comm:
         assert comm.backend == "host"
 
