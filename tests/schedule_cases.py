@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
 from qccl.analysis.verify import VerificationError, verify
-from qccl.codecs import MinMax
+from qccl.codecs import Codec, MinMax
 from qccl.collectives.allreduce import ALLREDUCE
-from qccl.dtypes import FLOAT32
+from qccl.collectives.operands import CallerBuffers, Combine, Group
+from qccl.dtypes import FLOAT32, DType
 from qccl.schedule import Op, Schedule, Span
 
 CODEC = MinMax(bits=4, bucket=8)
 Mutation = Callable[[list[Op]], object]
 
 
-def all_ranks(name: str, size: int, count: int, **options: object) -> list[Schedule]:
-    options.setdefault("codec", CODEC)
-    options.setdefault("dtype", FLOAT32)
-    return [ALLREDUCE[name](rank, size, count, **options) for rank in range(size)]
+def one_rank(
+    algorithm: Callable[..., Schedule],
+    rank: int,
+    size: int,
+    count: int | Sequence[int],
+    dtype: DType = FLOAT32,
+    codec: Codec = CODEC,
+    op: str = "sum",
+    *,
+    scale: float = 1.0,
+    in_place: bool = False,
+    **options: object,
+) -> Schedule:
+    """The schedule that an algorithm of all-reduce makes for one rank; ``count`` is a list for several arrays."""
+    several = not isinstance(count, int)
+    buffers = CallerBuffers.alike(count if several else (count,), dtype, in_place=in_place, numbered=several)
+    return algorithm(Group.of_all(rank, size), buffers, codec, Combine(op, scale), **options)
+
+
+def all_ranks(name: str, size: int, count: int | Sequence[int], **options: object) -> list[Schedule]:
+    return [one_rank(ALLREDUCE[name], rank, size, count, **options) for rank in range(size)]
 
 
 def two_round(depth: int = 2, in_place: bool = False) -> list[Schedule]:

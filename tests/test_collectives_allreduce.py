@@ -6,6 +6,7 @@ That they compute the right thing is the verifier's business (test_verify.py).
 from __future__ import annotations
 
 import pytest
+from schedule_cases import one_rank
 
 from qccl.analysis.events import Ensemble, Gate, Step
 from qccl.codecs import MinMax, NoCodec
@@ -20,7 +21,7 @@ ALGORITHMS = sorted(ALLREDUCE)
 
 
 def all_ranks(name: str, size: int, count: int, codec: Codec = CODEC, **options: object) -> list[Schedule]:
-    return [ALLREDUCE[name](rank, size, count, FLOAT32, codec, **options) for rank in range(size)]
+    return [one_rank(ALLREDUCE[name], rank, size, count, FLOAT32, codec, **options) for rank in range(size)]
 
 
 def workspace(schedule: Schedule) -> int:
@@ -41,7 +42,10 @@ def test_bytes_on_the_wire(size: int) -> None:
 @pytest.mark.parametrize("size", [2, 4, 8])
 def test_workspace_does_not_grow_with_the_vector(size: int) -> None:
     for name in ALGORITHMS:
-        found = [workspace(ALLREDUCE[name](0, size, count, FLOAT32, MinMax())) for count in (1 << 22, 1 << 25, 1 << 28)]
+        found = [
+            workspace(one_rank(ALLREDUCE[name], 0, size, count, FLOAT32, MinMax()))
+            for count in (1 << 22, 1 << 25, 1 << 28)
+        ]
         assert max(found) <= 3.2 * (1 << 20) * (1 if name == "two_round" else size)
         assert min(found) > 0.9 * max(found)  # chunks are equal parts of a shard
 
@@ -144,7 +148,6 @@ def test_choice() -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_bad_arguments(name: str) -> None:
-    make = ALLREDUCE[name]
     for bad, reason in (
         ({"rank": 4}, "rank 4 of 4 ranks"),
         ({"op": "avg"}, "op is 'avg'; a schedule knows sum, min and max"),
@@ -154,4 +157,4 @@ def test_bad_arguments(name: str) -> None:
     ):
         arguments = {"rank": 0, "size": 4, "count": 8, "dtype": FLOAT32, "codec": CODEC} | bad
         with pytest.raises(ArgumentError, match=reason):
-            make(**arguments)
+            one_rank(ALLREDUCE[name], **arguments)

@@ -7,17 +7,10 @@ from itertools import pairwise
 import pytest
 
 from qccl.codecs import MinMax, NoCodec
-from qccl.collectives.layout import (
-    ALIGNMENT,
-    Encoding,
-    Slots,
-    check_place,
-    exchange,
-    partition,
-    partition_for_all,
-    peers_of,
-    pipeline,
-)
+from qccl.collectives.layout import partition, partition_for_all
+from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.rounds import pipeline
+from qccl.collectives.wire import ALIGNMENT, Encoding, Slots, exchange
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 from qccl.schedule import Decode, Exchange, Span, Transfer
@@ -92,9 +85,9 @@ def test_bad_chunk(chunk: int) -> None:
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_bad_place(rank: int) -> None:
     with pytest.raises(ArgumentError, match=f"rank {rank} of 4 ranks does not exist"):
-        check_place(rank, 4, 0)
+        Group.of_all(rank, 4)
     with pytest.raises(ArgumentError, match="count is -1; it must be 0 or more"):
-        check_place(0, 4, -1)
+        CallerBuffers.alike((-1,), FLOAT32)
 
 
 def test_slots_do_not_overlap() -> None:
@@ -102,14 +95,14 @@ def test_slots_do_not_overlap() -> None:
     spans = {slots.span(k, column, 64) for k in range(2) for column in range(3)}
     assert sorted(span.start for span in spans) == [0, 64, 128, 192, 256, 320]
     assert slots.span(2, 1, 10) == Span("ring", 64, 74)
-    assert slots.buffer().nbytes == 384
+    assert slots.buffers()["ring"].nbytes == 384
 
 
 def test_slot_sizes() -> None:
     """Aligned, large enough for every chunk, and no more rows than chunks."""
     layout = partition(1000, 3, NoCodec(), 1024)
-    encoding = Encoding(layout, NoCodec(), FLOAT32)
-    slots = encoding.slots("ring", 2, 4)
+    encoding = Encoding(layout, NoCodec(), FLOAT32, depth=4)
+    slots = encoding.slots("ring", 2)
     assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == layout.chunks
     for part in range(3):
         for k in range(layout.chunks):
@@ -118,9 +111,10 @@ def test_slot_sizes() -> None:
 
 def test_peers_are_rotated() -> None:
     """In each place of the order every rank is sent to once."""
-    assert peers_of(2, 5) == (3, 4, 0, 1)
+    others = [Group.of_all(rank, 5).others for rank in range(5)]
+    assert others[2] == (3, 4, 0, 1)
     for position in range(4):
-        assert {peers_of(rank, 5)[position] for rank in range(5)} == set(range(5))
+        assert {each[position] for each in others} == set(range(5))
 
 
 def test_exchange_leaves_out_what_is_empty() -> None:

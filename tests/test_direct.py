@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from schedule_cases import one_rank
 
 import qccl
 from qccl import codecs, dtypes
 from qccl.collectives.allreduce import ALLREDUCE
-from qccl.collectives.hierarchical import hierarchical
+from qccl.collectives.hierarchical import Levels, hierarchical
 from qccl.host.zero_copy import direct
 from qccl.schedule import Encode, Exchange, Node, Reduce, Role, Schedule, Span, Transfer, nodes
 
@@ -22,20 +23,14 @@ NODES = ((0, 1, 2), (3, 4))
 
 
 def two_levels(rank: int, *, parts: int = 2, in_place: bool = False, algorithm: str = "one_shot") -> Schedule:
-    return hierarchical(
-        *(rank, 5, 300_000, dtypes.FLOAT32, MINMAX),
-        intra=NONE,
-        nodes=NODES,
-        parts=parts,
-        in_place=in_place,
-        algorithm=algorithm,
-        chunk_elements=1 << 13,
-    )
+    levels = Levels(NODES, parts, algorithm, NONE)
+    options = {"in_place": in_place, "levels": levels, "chunk_elements": 1 << 13}
+    return one_rank(hierarchical, rank, 5, 300_000, dtypes.FLOAT32, MINMAX, **options)
 
 
 def raw(name: str, rank: int, *, in_place: bool) -> Schedule:
     make = ALLREDUCE[name]
-    return make(rank, 3, 100_000, dtypes.FLOAT32, NONE, "sum", in_place=in_place, chunk_elements=1 << 13)
+    return one_rank(make, rank, 3, 100_000, dtypes.FLOAT32, NONE, "sum", in_place=in_place, chunk_elements=1 << 13)
 
 
 SCHEDULES = [

@@ -8,12 +8,13 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from schedule_cases import changed, places, rejected
+from schedule_cases import changed, one_rank, places, rejected
 
 from qccl.analysis.postconditions import allreduce
 from qccl.analysis.verify import verify
 from qccl.codecs import ErrorFeedback, MinMax, Momentum
-from qccl.collectives.allreduce import ALLREDUCE, coalesced
+from qccl.collectives.allreduce import ALLREDUCE
+from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.reduce_scatter import reduce_scatter
 from qccl.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from qccl.errors import ArgumentError
@@ -24,9 +25,10 @@ BOTH = Momentum(ErrorFeedback(PLAIN), 0.5)
 CODECS = (ErrorFeedback(PLAIN), Momentum(PLAIN), BOTH)
 
 
-def all_ranks(name: str, size: int, count: int, codec=BOTH, **options) -> list[Schedule]:
-    options.setdefault("dtype", FLOAT32)
-    return [ALLREDUCE[name](rank, size, count, codec=codec, chunk_elements=16, **options) for rank in range(size)]
+def all_ranks(name: str, size: int, count: int | list[int], codec=BOTH, **options) -> list[Schedule]:
+    return [
+        one_rank(ALLREDUCE[name], rank, size, count, codec=codec, chunk_elements=16, **options) for rank in range(size)
+    ]
 
 
 def states(schedule: Schedule) -> dict[str, int]:
@@ -40,16 +42,7 @@ def test_all_ranks_are_right(name, size):
         expect = partial(allreduce, scale=scale)
         schedules = all_ranks(name, size, count, codec, in_place=in_place, scale=scale, dtype=FLOAT16)
         verify(schedules, expect=expect)
-        together = [
-            coalesced(
-                *(rank, size, [count, 3, 0, 50], BFLOAT16, codec, "sum"),
-                algorithm=name,
-                scale=scale,
-                in_place=in_place,
-                chunk_elements=16,
-            )
-            for rank in range(size)
-        ]
+        together = all_ranks(name, size, [count, 3, 0, 50], codec, in_place=in_place, scale=scale, dtype=BFLOAT16)
         verify(together, expect=expect)
 
 
@@ -60,7 +53,7 @@ def test_one_vector_each_whatever_the_algorithm():
         assert states(all_ranks(name, size, 100, PLAIN)[0]) == states(all_ranks(name, size, 0)[0]) == {}
     assert states(all_ranks("two_round", 1, 100)[0]) == {"momentum": 100}
     assert states(all_ranks("two_round", 1, 100, ErrorFeedback(PLAIN))[0]) == {}
-    (schedule,) = (coalesced(0, 1, [5, 0, 7], FLOAT32, BOTH),)
+    (schedule,) = all_ranks("two_round", 1, [5, 0, 7])
     assert states(schedule) == {"momentum 0": 5, "momentum 2": 7}
 
 
@@ -144,4 +137,4 @@ def test_wrong_state_is_found(mutate, reason):
 
 def test_other_collectives_have_no_state():
     with pytest.raises(ArgumentError, match=r"keeps its residual and momentum.*only all-reduce.*use minmax4:bucket=8"):
-        reduce_scatter(0, 2, [50, 50], FLOAT32, BOTH)
+        reduce_scatter(Group.of_all(0, 2), CallerBuffers.scattered([50, 50], 0, FLOAT32), BOTH)

@@ -11,6 +11,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+from schedule_cases import one_rank
 from threads import CODEC, Caller, address, near_sum, outcomes, ramp
 
 from qccl._host import RUNS_IN_FLIGHT
@@ -475,7 +476,7 @@ def test_a_rank_that_was_paused_past_its_deadline_ends_its_call(chunks, receives
     def run(t):
         caller = Caller(t if t.rank else Paused(t, receives, told=told), timeout=10 if t.rank else 0.3)
         program = caller.engine.compile(
-            one_shot(t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=chunks)
+            one_rank(one_shot, t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=chunks)
         )
         x = ramp(t.rank, 64 * chunks)
         ys = [np.empty_like(x) for _ in begun]
@@ -832,7 +833,7 @@ def test_a_run_is_not_done_before_its_sends_are(count):
         caller = Caller(link)
         x = ramp(t.rank, count)
         for make in (one_shot, two_round):
-            program = caller.engine.compile(make(t.rank, 2, count, FLOAT32, CODEC))
+            program = caller.engine.compile(one_rank(make, t.rank, 2, count, FLOAT32, CODEC))
             caller.start(program, x, np.empty_like(x)).run()
             assert not link._sends
         caller.close()
@@ -894,7 +895,7 @@ def test_a_run_that_ends_beside_bad_news_has_ended_well():
 
     def run(t):
         caller = Caller(t if t.rank else BadNewsFirst(t, waits), timeout=20)
-        program = caller.engine.compile(one_shot(t.rank, 2, 2000, FLOAT32, CODEC))
+        program = caller.engine.compile(one_rank(one_shot, t.rank, 2, 2000, FLOAT32, CODEC))
         x = ramp(t.rank, 2000)
         y = np.empty_like(x)
         execution = caller.start(program, x, y)
@@ -916,7 +917,7 @@ def test_the_next_chunk_is_encoded_while_one_is_sent():
 
     def run(t):
         caller = Caller(SlowLink(t, 20))
-        caller.schedule = one_shot(t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=3)
+        caller.schedule = one_rank(one_shot, t.rank, 2, 64 * chunks, FLOAT32, CODEC, chunk_elements=64, depth=3)
         program = caller.engine.compile(caller.schedule)
         x = ramp(t.rank, 64 * chunks)
         y, events = np.empty_like(x), []
@@ -975,7 +976,7 @@ def test_a_small_call_is_one_message_to_each_rank(n):
         for make, count, chunk in (
             (one_shot, 2000, None), (one_shot, 2000, 1024), (two_round, 2000, None), (one_shot, 40_000, None)
         ):  # fmt: skip
-            program = caller.engine.compile(make(t.rank, n, count, FLOAT32, CODEC, chunk_elements=chunk))
+            program = caller.engine.compile(one_rank(make, t.rank, n, count, FLOAT32, CODEC, chunk_elements=chunk))
             x = ramp(t.rank, count)
             y = np.empty_like(x)
             counting.sent.clear()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from schedule_cases import one_rank
 
 import qccl
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
@@ -22,7 +23,7 @@ CODEC = qccl.codecs.get("minmax8")
 def schedule(n, nbytes, default_chunk=None):
     count = nbytes // 4
     make = ALLREDUCE[choose_allreduce(count, n, FLOAT32, CODEC)]
-    return make(0, n, count, FLOAT32, CODEC, chunk_elements=default_chunk)
+    return one_rank(make, 0, n, count, FLOAT32, CODEC, chunk_elements=default_chunk)
 
 
 @pytest.mark.parametrize("shared", [False, True])

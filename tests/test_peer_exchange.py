@@ -15,7 +15,8 @@ import qccl
 from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, get
-from qccl.collectives.peer_exchange import peer_exchange
+from qccl.collectives.operands import Group
+from qccl.collectives.peer_exchange import peer_buffers, peer_exchange
 from qccl.dtypes import FLOAT32
 from qccl.schedule import Schedule
 
@@ -30,17 +31,14 @@ def sources(graph: Graph, rank: int) -> list[int]:
     return [source for source, targets in enumerate(graph) if rank in targets]
 
 
-def schedules(graph: Graph, count: int, **options: object) -> list[Schedule]:
-    codec = MinMax(4, 8)
-    return [
-        peer_exchange(
-            *(rank, len(graph), count, FLOAT32, codec),
-            send_to=targets,
-            receive_from=sources(graph, rank),
-            **options,
-        )
-        for rank, targets in enumerate(graph)
-    ]
+def schedules(graph: Graph, count: int, *, applied: bool = True, **options: object) -> list[Schedule]:
+    found = []
+    for rank, targets in enumerate(graph):
+        peers = sources(graph, rank)
+        buffers = peer_buffers(count, FLOAT32, peers, applied=applied)
+        options |= {"send_to": targets, "receive_from": peers}
+        found.append(peer_exchange(Group.of_all(rank, len(graph)), buffers, MinMax(4, 8), **options))
+    return found
 
 
 def check(ranks: list[Schedule], graph: Graph) -> None:

@@ -15,6 +15,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from schedule_cases import one_rank
 
 import qccl
 from qccl.bench.codec import codec as measured
@@ -255,7 +256,7 @@ def test_error_feedback_and_momentum_go_around_it(around, dtype: str, algorithm:
 
 def test_devices_are_refused(int8) -> None:
     with pytest.raises(qccl.CodecError, match="run on the host alone"):
-        check_codecs(two_round(0, 2, 256, FLOAT32, int8(64)))
+        check_codecs(one_rank(two_round, 0, 2, 256, FLOAT32, int8(64)))
 
 
 def test_a_process_that_used_one_ends_quietly() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from itertools import groupby
 
+from schedule_cases import one_rank
+
 from qccl.codecs import MinMax
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.dtypes import BFLOAT16, FLOAT32
@@ -72,7 +74,7 @@ def test_dependencies_are_the_conflicts() -> None:
 
 def test_dependencies_of_an_exchange_are_those_of_its_transfers() -> None:
     for name, make in ALLREDUCE.items():
-        schedule = make(1, 4, 700, FLOAT32, CODEC, chunk_elements=24, depth=3, in_place=name == "one_shot")
+        schedule = one_rank(make, 1, 4, 700, FLOAT32, CODEC, chunk_elements=24, depth=3, in_place=name == "one_shot")
         transfers = list(nodes(schedule, per_transfer=True))
         whole = dependencies(list(nodes(schedule, per_transfer=False)))
         pairs = zip(transfers, dependencies(transfers), strict=True)

@@ -7,6 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from schedule_cases import one_rank
 
 from qccl.analysis.events import Rules
 from qccl.analysis.simulate import Costs, Timeline, simulate
@@ -23,7 +24,7 @@ GIGABIT = Costs()
 
 
 def all_ranks(name: str, size: int, count: int = COUNT, **options: int) -> list[Schedule]:
-    return [ALLREDUCE[name](rank, size, count, FLOAT32, CODEC, **options) for rank in range(size)]
+    return [one_rank(ALLREDUCE[name], rank, size, count, FLOAT32, CODEC, **options) for rank in range(size)]
 
 
 def floor(schedules: list[Schedule], costs: Costs) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from schedule_cases import one_rank
 
 from qccl.codecs import get
 from qccl.collectives import spec_of_plan
@@ -35,7 +36,7 @@ SIZES = range(2, 9)
 def schedules(size, count):
     for make, in_place in itertools.product((two_round, one_shot), (False, True)):
         for rank in range(size):
-            yield make(rank, size, count, FLOAT32, CODEC, in_place=in_place, chunk_elements=CHUNK)
+            yield one_rank(make, rank, size, count, FLOAT32, CODEC, in_place=in_place, chunk_elements=CHUNK)
 
 
 def predecessors(program: tuple[Step, ...], leave_out: tuple[int, int] | None = None) -> list[set[int]]:
@@ -140,7 +141,7 @@ def test_launches_of_two_round(size):
     chunks = 5
     count = size * chunks * CHUNK
     for rank in range(size):
-        schedule = two_round(rank, size, count, FLOAT32, CODEC, in_place=True, chunk_elements=CHUNK)
+        schedule = one_rank(two_round, rank, size, count, FLOAT32, CODEC, in_place=True, chunk_elements=CHUNK)
         program = steps(schedule)
         assert kinds(schedule, program[:4]) == ["", "Encode", "Exchange", "Encode"]
         names = kinds(schedule, program)
@@ -152,7 +153,7 @@ def test_launches_of_two_round(size):
 
 
 def test_a_launch_per_chunk_of_one_shot():
-    schedule = one_shot(1, 4, 5 * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
+    schedule = one_rank(one_shot, 1, 4, 5 * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
     names = kinds(schedule, steps(schedule))
     assert {name: names.count(name) for name in set(names)} == {"": 2, "Encode": 5, "Exchange": 5, "Reduce": 5}
 
@@ -174,7 +175,7 @@ def numbered(schedule: Schedule, program: tuple[Step, ...], kind: type, buffer: 
 @pytest.mark.parametrize("make", [two_round, one_shot])
 def test_encoding_runs_ahead_of_the_line(make, size):
     """No path in the event graph from the exchange of chunk k to the encode of chunk k + 1."""
-    schedule = make(0, size, 12 * size * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
+    schedule = one_rank(make, 0, size, 12 * size * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
     program = steps(schedule)
     before = predecessors(program)
     first_round = "scatter.send" if make is two_round else "gather.send"
@@ -194,7 +195,7 @@ def test_encoding_runs_ahead_of_the_line(make, size):
 
 def test_decodes_of_two_chunks_are_two_launches():
     """The first chunk to arrive is not kept waiting for the second."""
-    schedule = two_round(0, 3, 3 * 2 * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
+    schedule = one_rank(two_round, 0, 3, 3 * 2 * CHUNK, FLOAT32, CODEC, chunk_elements=CHUNK)
     program = steps(schedule)
     decodes = [step for step, name in zip(program, kinds(schedule, program), strict=True) if name == "Decode"]
     assert [len(step.ops) for step in decodes] == [2, 2]

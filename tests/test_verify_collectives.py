@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import pytest
+from schedule_cases import all_ranks as allreduce
 from schedule_cases import changed, places
 
 from qccl.analysis import postconditions as expect
@@ -14,19 +15,33 @@ from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, NoCodec
 from qccl.collectives.all_gather import all_gather
 from qccl.collectives.all_to_all import all_to_all
-from qccl.collectives.allreduce import coalesced
 from qccl.collectives.broadcast import broadcast
-from qccl.collectives.hierarchical import hierarchical
+from qccl.collectives.hierarchical import Levels, hierarchical
+from qccl.collectives.operands import CallerBuffers, Combine, Group
 from qccl.collectives.reduce import reduce_one_shot, reduce_two_round
 from qccl.collectives.reduce_scatter import reduce_scatter
-from qccl.dtypes import DTYPES, FLOAT16, FLOAT32
+from qccl.dtypes import DTYPES, FLOAT16, FLOAT32, DType
 from qccl.schedule import Exchange, Op, Schedule
 
 CODEC = MinMax(bits=4, bucket=8)
 
 
-def all_ranks(make: Callable[..., Schedule], size: int, *arguments: object, **options: object) -> list[Schedule]:
-    return [make(rank, size, *arguments, **options) for rank in range(size)]
+Buffers = Callable[[int], CallerBuffers]
+
+
+def all_ranks(
+    make: Callable[..., Schedule], size: int, buffers: Buffers, *arguments: object, **options: object
+) -> list[Schedule]:
+    return [make(Group.of_all(rank, size), buffers(rank), *arguments, **options) for rank in range(size)]
+
+
+def alike(count: int, dtype: DType = FLOAT32, in_place: bool = False, root: int | None = None) -> Buffers:
+    """Inputs and outputs of ``count`` elements; with ``root``, the output of that rank alone."""
+    return lambda rank: CallerBuffers.alike((count,), dtype, in_place=in_place, result=root in (None, rank))
+
+
+def parts(make: Callable[..., CallerBuffers], counts: Sequence[int], dtype: DType, in_place: bool = False) -> Buffers:
+    return lambda rank: make(counts, rank, dtype, in_place=in_place)
 
 
 def random_options(draw: random.Random) -> dict[str, object]:
@@ -48,33 +63,35 @@ def verify_one(name: str, draw: random.Random, size: int) -> None:
     op, scale = draw.choice([("sum", 1.0), ("sum", 1 / size), ("min", 1.0), ("max", 1.0)])
     counts, count, root = counts_of(draw, size), draw.choice([0, 1, 8, 9, draw.randint(0, 900)]), draw.randrange(size)
     if name == "reduce_scatter":
-        ranks = all_ranks(reduce_scatter, size, counts, dtype, codec, op, scale=scale, in_place=in_place, **options)
+        buffers = parts(CallerBuffers.scattered, counts, dtype, in_place)
+        ranks = all_ranks(reduce_scatter, size, buffers, codec, Combine(op, scale), **options)
         verify(ranks, expect=partial(expect.reduce_scatter, counts=counts, op=op, scale=scale))
     elif name == "all_gather":
-        ranks = all_ranks(all_gather, size, counts, dtype, codec, in_place=in_place, **options)
+        ranks = all_ranks(all_gather, size, parts(CallerBuffers.gathered, counts, dtype, in_place), codec, **options)
         verify(
             ranks, expect=partial(expect.all_gather, counts=counts), given=partial(expect.given_parts, counts=counts)
         )
     elif name == "all_to_all":
         matrix = [counts_of(draw, size) for _ in range(size)]
         ranks = [
-            all_to_all(rank, size, matrix[rank], [row[rank] for row in matrix], dtype, codec, **options)
+            all_to_all(Group.of_all(rank, size), matrix[rank], [row[rank] for row in matrix], dtype, codec, **options)
             for rank in range(size)
         ]
         verify(ranks, expect=partial(expect.all_to_all, counts=matrix))
     elif name == "broadcast":
         tree = draw.choice(["chain", "binomial"])
-        ranks = all_ranks(broadcast, size, count, dtype, codec, root=root, tree=tree, in_place=in_place, **options)
+        ranks = all_ranks(broadcast, size, alike(count, dtype, in_place), codec, root=root, tree=tree, **options)
         verify(ranks, expect=partial(expect.broadcast, root=root))
     elif name == "reduce":
         make = draw.choice([reduce_one_shot, reduce_two_round])
-        ranks = all_ranks(make, size, count, dtype, codec, op, root=root, scale=scale, in_place=in_place, **options)
+        buffers = alike(count, dtype, in_place, root)
+        ranks = all_ranks(make, size, buffers, codec, Combine(op, scale), root=root, **options)
         verify(ranks, expect=partial(expect.reduce, root=root, op=op, scale=scale))
     else:
         several = counts_of(draw, draw.randint(1, 6))
         algorithm = draw.choice(["two_round", "one_shot"])
-        options |= {"algorithm": algorithm, "scale": scale, "in_place": in_place}
-        ranks = all_ranks(coalesced, size, several, dtype, codec, op, **options)
+        options |= {"op": op, "scale": scale, "in_place": in_place}
+        ranks = allreduce(algorithm, size, several, dtype=dtype, codec=codec, **options)
         verify(ranks, expect=partial(expect.allreduce, op=op, scale=scale))
 
 
@@ -107,9 +124,10 @@ def late(ops: list[Op]) -> None:
 
 def broken() -> Iterator[tuple[list[Schedule], Callable[..., object]]]:
     counts = [8, 16, 9]
-    yield all_ranks(reduce_scatter, 3, counts, FLOAT32, CODEC), partial(expect.reduce_scatter, counts=counts)
-    yield all_ranks(broadcast, 3, 40, FLOAT32, CODEC, chunk_elements=8), partial(expect.broadcast, root=0)
-    yield all_ranks(coalesced, 3, [5, 40], FLOAT16, CODEC), expect.allreduce
+    scattered = parts(CallerBuffers.scattered, counts, FLOAT32)
+    yield all_ranks(reduce_scatter, 3, scattered, CODEC), partial(expect.reduce_scatter, counts=counts)
+    yield all_ranks(broadcast, 3, alike(40), CODEC, chunk_elements=8), partial(expect.broadcast, root=0)
+    yield allreduce("two_round", 3, [5, 40], dtype=FLOAT16), expect.allreduce
 
 
 @pytest.mark.parametrize("mutate", [drop_a_transfer, late])
@@ -123,7 +141,7 @@ def test_rejects_what_is_broken(mutate: Callable[[list[Op]], object]) -> None:
 def test_rejects_the_wrong_expectation() -> None:
     """What is wanted of one root is not what another one gives."""
     with pytest.raises(VerificationError, match="without the contribution of rank 1"):
-        verify(all_ranks(broadcast, 3, 40, FLOAT32, CODEC), expect=partial(expect.broadcast, root=1))
+        verify(all_ranks(broadcast, 3, alike(40), CODEC), expect=partial(expect.broadcast, root=1))
 
 
 # -- two levels --------------------------------------------------------------------------------------------------------
@@ -143,17 +161,10 @@ def verify_two_levels(draw: random.Random, nodes: list[list[int]]) -> None:
     dtype, codec = random_kind(draw)
     intra = draw.choice([NoCodec(), NoCodec(), MinMax(8, 16)])
     op, scale = draw.choice([("sum", 1.0), ("sum", 1 / size), ("min", 1.0), ("max", 1.0)])
-    arguments = {
-        "intra": intra,
-        "nodes": nodes,
-        "parts": draw.choice([1, min(map(len, nodes))]),
-        "algorithm": draw.choice(["one_shot", "two_round"]),
-        "scale": scale,
-        "in_place": draw.random() < 0.5,
-        **random_options(draw),
-    }
-    count = draw.choice([0, 1, 8, 9, draw.randint(0, 3000)])
-    ranks = all_ranks(hierarchical, size, count, dtype, codec, op, **arguments)
+    levels = Levels(nodes, draw.choice([1, min(map(len, nodes))]), draw.choice(["one_shot", "two_round"]), intra)
+    buffers = alike(draw.choice([0, 1, 8, 9, draw.randint(0, 3000)]), dtype, draw.random() < 0.5)
+    options = random_options(draw)
+    ranks = all_ranks(hierarchical, size, buffers, codec, Combine(op, scale), levels=levels, **options)
     verify(ranks, expect=partial(expect.allreduce, op=op, scale=scale))
 
 
@@ -178,5 +189,5 @@ def test_accepts_256_ranks(algorithm: str, parts: int, chunks: int) -> None:
     """32 nodes of 8 ranks."""
     nodes = [list(range(8 * i, 8 * i + 8)) for i in range(32)]
     count = 1024 * parts * chunks * (32 if algorithm == "two_round" else 1)
-    options = {"intra": NoCodec(), "nodes": nodes, "parts": parts, "algorithm": algorithm, "chunk_elements": 1024}
-    verify(all_ranks(hierarchical, 256, count, FLOAT32, MinMax(bits=4), **options))
+    options = {"levels": Levels(nodes, parts, algorithm, NoCodec()), "chunk_elements": 1024}
+    verify(all_ranks(hierarchical, 256, alike(count), MinMax(bits=4), **options))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from schedule_cases import one_rank
 
 from qccl.codecs import get
 from qccl.collectives import AllReduceSpec
@@ -54,7 +55,7 @@ class Caller:
 
     def program(self, count: int, **arguments: Any) -> Program:
         t = self.transport
-        self.schedule = two_round(t.rank, t.size, count, FLOAT32, CODEC, **arguments)
+        self.schedule = one_rank(two_round, t.rank, t.size, count, FLOAT32, CODEC, **arguments)
         return self.engine.compile(self.schedule)
 
     def header(self, count: int, **changed: Any) -> Header:

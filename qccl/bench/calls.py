@@ -127,9 +127,10 @@ class QuantizedCall:
         self.codecs: tuple[Codec, ...] = (self.codec,)
         self.shards = 1 if self.algorithm == "one_shot" else comm.size
         if isinstance(self.plan.spec, HierarchicalSpec):
-            self._nodes, parts, self._between = self.plan.spec.resolved()
-            self.codecs = (self.plan.spec.intra, self.codec)
-            self.shards = parts * (len(self._nodes) if self._between == "two_round" else 1)
+            levels = self.plan.spec.levels()
+            self._nodes, self._between = levels.nodes, levels.algorithm
+            self.codecs = (levels.intra, self.codec)
+            self.shards = levels.parts * (len(levels.nodes) if levels.algorithm == "two_round" else 1)
         wiring = wiring or Wiring.one_link_each(comm.size)
         sent = comm.allgather(struct.pack("<q", wiring.crossing(schedule)))
         self.sent: list[int] = wiring.by_link([struct.unpack("<q", item)[0] for item in sent])

@@ -8,17 +8,12 @@ from typing import Any, Self
 
 from qccl.arrays import Values, check_disjoint
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import (
-    DEFAULT_DEPTH,
-    CallerBuffers,
-    Encoding,
-    exchange,
-    partition_as_given,
-    peers_of,
-    pipeline,
-)
-from qccl.collectives.rounds import checked, copy, decode, encode
-from qccl.collectives.spec import CollectiveSpec, common, equal_parts, parts_of, row_major
+from qccl.collectives.layout import DEFAULT_DEPTH, partition_as_given
+from qccl.collectives.operands import Arrays, CallerBuffers, Group
+from qccl.collectives.parts import equal_parts, parts_of, row_major
+from qccl.collectives.rounds import assemble, copy, decode, encode, pipeline
+from qccl.collectives.spec import CollectiveSpec, common
+from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Op, Role, Schedule, Span
@@ -28,7 +23,7 @@ __all__ = ["AllToAllSpec", "all_to_all"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AllToAllSpec(CollectiveSpec):
-    """Parameters of quantized_all_to_all; ``sends`` and ``receives`` are this rank's, by peer; None: all are equal."""
+    """Arguments of quantized_all_to_all; ``sends`` and ``receives`` are this rank's, by peer, None if all are equal."""
 
     name = "all_to_all"
 
@@ -39,12 +34,11 @@ class AllToAllSpec(CollectiveSpec):
     def from_arguments(
         cls, *shared: Any, send_counts: Sequence[int] | None = None, recv_counts: Sequence[int] | None = None
     ) -> Self:
-        """Check the arguments."""
+        """Check the arguments; ``shared`` are those of common()."""
         if (send_counts is None) != (recv_counts is None):
             raise ArgumentError("send_counts and recv_counts belong together; give both, or none where all are equal")
-        return cls(
-            **common(*shared), sends=parts_of(send_counts, "send_counts"), receives=parts_of(recv_counts, "recv_counts")
-        )
+        sends, receives = parts_of(send_counts, "send_counts"), parts_of(recv_counts, "recv_counts")
+        return cls(**common(*shared), sends=sends, receives=receives)
 
     def _shown(self) -> dict[str, Any]:
         shown = CollectiveSpec._shown(self)
@@ -63,13 +57,13 @@ class AllToAllSpec(CollectiveSpec):
         )
 
     def lengths(self, rank: int, size: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """What is sent and received, by peer. Raises ArgumentError where it does not fit."""
+        """The elements sent and received, by peer. Raises ArgumentError if they do not fit."""
         if self.sends is None or self.receives is None:
             equal = equal_parts(self.count, size, self.name, "send_counts= and recv_counts=")
             return equal, equal
-        for what, given in (("send_counts", self.sends), ("recv_counts", self.receives)):
-            if len(given) != size:
-                raise ArgumentError(f"{what} has {len(given)} numbers; there must be {size}, one for each rank")
+        for keyword, lengths in (("send_counts", self.sends), ("recv_counts", self.receives)):
+            if len(lengths) != size:
+                raise ArgumentError(f"{keyword} has {len(lengths)} numbers; there must be {size}, one for each rank")
         if self.sends[rank] != self.receives[rank]:
             raise ArgumentError(
                 f"rank {rank} sends itself {self.sends[rank]} elements and gets {self.receives[rank]} from itself; "
@@ -94,13 +88,12 @@ class AllToAllSpec(CollectiveSpec):
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """See CollectiveSpec."""
         sends, receives = self.lengths(rank, size)
-        chunk = self._chunk(default_chunk)
-        return all_to_all(rank, size, sends, receives, self.dtype, self.codec, chunk_elements=chunk)
+        group, chunk = Group.of_all(rank, size), self._chunk(default_chunk)
+        return all_to_all(group, sends, receives, self.dtype, self.codec, chunk_elements=chunk)
 
 
 def all_to_all(
-    rank: int,
-    size: int,
+    group: Group,
     send_counts: Sequence[int],
     recv_counts: Sequence[int],
     dtype: DType,
@@ -113,25 +106,25 @@ def all_to_all(
 
     Everything is sent once, in one step; the own part is copied as it is.
     """
-    checked(rank, size, "sum", 1.0, depth, *send_counts, *recv_counts)
-    caller = CallerBuffers.make(in_place=False)
-    buffers = {
+    rank, peers = group.rank, group.others
+    source, target = Arrays(("input",)), Arrays(("output",))
+    declared = {
         "input": Buffer(sum(send_counts), dtype, Role.INPUT),
         "output": Buffer(sum(recv_counts), dtype, Role.OUTPUT),
     }
-    peers = peers_of(rank, size)
+    buffers = CallerBuffers(dtype, (*send_counts, *recv_counts), source, target, declared)
     out, back = (
-        Encoding(partition_as_given(counts, codec, chunk_elements), codec, dtype)
+        Encoding(partition_as_given(counts, codec, chunk_elements), codec, dtype, depth)
         for counts in (send_counts, recv_counts)
     )
-    send, recv = out.slots("send", len(peers), depth), back.slots("recv", len(peers), depth)
+    send, recv = out.slots("send", len(peers)), back.slots("recv", len(peers))
 
-    # Both ranks number an element by its place in the part. So that no random number is used twice, the number of the
-    # receiver stands for the round.
+    # Both ranks number an element by its position in the part. The receiver's rank stands for the round, so that no
+    # random number is used twice.
     def first_of(encoding: Encoding, peer: int) -> int:
         return next((segment.index for segment in encoding.layout.segments(peer, 0)), 0)
 
-    def keep(k: int) -> Iterator[Op]:
+    def copy_own(k: int) -> Iterator[Op]:
         start, first, count = sum(send_counts[:rank]), sum(recv_counts[:rank]), send_counts[rank]
         if k == 0 and count:
             yield copy(codec, Span("input", start, start + count), Span("output", first, first + count))
@@ -139,17 +132,16 @@ def all_to_all(
     def received(k: int) -> dict[int, Span]:
         return {peer: recv.span(k, i, back.nbytes(peer, k)) for i, peer in enumerate(peers)}
 
-    def post(k: int) -> Iterator[Op]:
+    def encode_and_exchange(k: int) -> Iterator[Op]:
         wires = {peer: send.span(k, i, out.nbytes(peer, k)) for i, peer in enumerate(peers)}
         for peer, wire in wires.items():
-            yield from encode(out, peer, k, caller.source, wire, peer, origin=first_of(out, peer))
+            yield from encode(out, peer, k, source, wire, peer, origin=first_of(out, peer))
         yield from exchange(wires, received(k))
 
-    def take(k: int) -> Iterator[Op]:
+    def decode_all(k: int) -> Iterator[Op]:
         for peer, wire in received(k).items():
-            yield from decode(back, peer, k, wire, caller.target, peer, rank, origin=first_of(back, peer))
+            yield from decode(back, peer, k, wire, target, peer, rank, origin=first_of(back, peer))
 
     chunks = max(out.layout.chunks, back.layout.chunks)
-    ops = pipeline(chunks, (0, post), (0, keep), (min(1, depth - 1), take))
-    slots = {ring.name: ring.buffer() for ring in (send, recv) if peers}
-    return Schedule("all_to_all", rank, size, buffers | slots, ops)
+    ops = pipeline(chunks, (0, encode_and_exchange), (0, copy_own), (out.lag, decode_all))
+    return assemble("all_to_all", group, buffers, ops, send, recv)

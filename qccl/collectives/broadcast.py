@@ -1,8 +1,8 @@
-"""Broadcast: codes go down a tree of ranks."""
+"""Broadcast: the root's codes go down a tree of ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -10,24 +10,27 @@ from qccl.arguments import integer, one_of
 from qccl.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import STEP_NBYTES
-from qccl.collectives.layout import DEFAULT_DEPTH, CallerBuffers, Encoding, partition, pipeline
-from qccl.collectives.rounds import Combine, Relay, alone, checked, encode
+from qccl.collectives.layout import DEFAULT_DEPTH, partition
+from qccl.collectives.operands import Arrays, CallerBuffers, Group
+from qccl.collectives.rounds import alone, assemble, decode, encode, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
+from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Op, Schedule
+from qccl.schedule import Buffer, Op, Schedule, Span
 
 __all__ = ["TREES", "BroadcastSpec", "broadcast", "choose_tree"]
 
 #: the trees of broadcast
 TREES = ("chain", "binomial")
+
 #: bytes of a chunk, about
 _CHUNK_NBYTES = 96 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BroadcastSpec(CollectiveSpec):
-    """Parameters of quantized_broadcast."""
+    """Arguments of quantized_broadcast."""
 
     name = "broadcast"
 
@@ -36,12 +39,12 @@ class BroadcastSpec(CollectiveSpec):
 
     @classmethod
     def from_arguments(cls, *shared: Any, root: int = 0, algorithm: str = "auto") -> Self:
-        """Check the arguments."""
+        """Check the arguments; ``shared`` are those of common()."""
         one_of(algorithm, ("auto", *TREES), "algorithm")
         return cls(**common(*shared), root=integer(root, "root"), algorithm=algorithm)
 
     def counts(self, rank: int, size: int) -> dict[str, int]:
-        """See CollectiveSpec; there is an input on the root alone."""
+        """See CollectiveSpec; only the root has an input."""
         check_root(self.root, size)
         both = {"input": self.count, "output": self.count}
         return both if rank == self.root else {"output": self.count}
@@ -58,19 +61,20 @@ class BroadcastSpec(CollectiveSpec):
         if tree == "auto":
             tree = choose_tree(self.count, size, self.dtype, self.codec)
         return broadcast(
-            *(rank, size, self.count, self.dtype, self.codec),
+            Group.of_all(rank, size),
+            CallerBuffers.alike((self.count,), self.dtype, in_place=in_place or rank != self.root),
+            self.codec,
             root=self.root,
             tree=tree,
-            in_place=in_place,
             chunk_elements=self._chunk(default_chunk),
         )
 
 
 def choose_tree(count: int, size: int, dtype: DType, codec: Codec) -> str:
-    """The tree of broadcast that "auto" stands for: by what the line of the last rank waits for.
+    """The tree that "auto" stands for, by the bytes that pass before the last rank has everything.
 
-    In a binomial tree the encoded vector is sent log2(size) times one after the other; in a chain once, and then a
-    chunk size - 2 times. A step counts as many bytes as a link carries meanwhile.
+    In a binomial tree the encoded vector is sent log2(size) times, one after the other; in a chain it is sent once, and
+    then a chunk of it size - 2 times. Each step adds the bytes that a link carries in that time.
     """
     nbytes, depth = codec.encoded_nbytes(count, dtype), (size - 1).bit_length()
     chunk = min(nbytes, _CHUNK_NBYTES)
@@ -79,60 +83,84 @@ def choose_tree(count: int, size: int, dtype: DType, codec: Codec) -> str:
 
 
 def broadcast(
-    rank: int,
-    size: int,
-    count: int,
-    dtype: DType,
+    group: Group,
+    buffers: CallerBuffers,
     codec: Codec,
     *,
     root: int = 0,
     tree: str = "chain",
-    in_place: bool = False,
     chunk_elements: int | None = None,
     depth: int = DEFAULT_DEPTH,
 ) -> Schedule:
     """The root encodes once; the codes go down a "chain" of ranks, chunk by chunk, or a "binomial" tree.
 
-    The root keeps what the others get: all hold the same bits. In a chain each rank sends the encoded vector at most
-    once, and the last one has it size - 1 steps of a chunk later; in a tree the root sends it log2(size) times, in as
-    many steps. Other ranks than the root have "output" alone.
+    The root keeps the values that the others decode, so that all hold the same bits. In a chain each rank sends the
+    encoded vector at most once, and the last one has it size - 1 steps of a chunk later; in a tree the root sends it
+    log2(size) times, in as many steps. Only the root may have an "input".
     """
-    checked(rank, size, "sum", 1.0, depth, count)
-    check_root(root, size)
-    caller = CallerBuffers.make(in_place or rank != root)
-    buffers = caller.buffers((count,), dtype)
-    if size == 1 or count == 0:
-        return Schedule(tree, rank, size, buffers, alone(codec, caller, (count,), Combine()))
-    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, dtype)
-    parent, children = _family(rank, size, root, tree)
-    relay = Relay(root, parent, children, encoding, depth)
+    check_root(root, group.size)
+    (count,) = buffers.counts
+    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, buffers.dtype, depth)
+    if group.size == 1 or count == 0:
+        return assemble(tree, group, buffers, alone(buffers, codec))
+    parent, children = _family(group, root, tree)
+    relay = _Relay(root, parent, children, encoding)
     chunks = encoding.layout.chunks
     if parent is None:
 
         def encode_own(k: int) -> Iterator[Op]:
-            return encode(encoding, 0, k, caller.source, relay.wire(k), 0, caller.target)
+            return encode(encoding, 0, k, buffers.source, relay.wire(k), 0, buffers.target)
 
         ops = pipeline(chunks, (0, encode_own), (0, relay.exchange))
     else:
 
         def decode_one(k: int) -> Iterator[Op]:
-            return relay.decode(k, caller.target)
+            return relay.decode(k, buffers.target)
 
         ops = pipeline(chunks, (0, relay.exchange), (1, decode_one)) + tuple(relay.exchange(chunks))
-    return Schedule(tree, rank, size, buffers | relay.buffers(), ops)
+    return assemble(tree, group, buffers, ops, relay)
 
 
-def _family(rank: int, size: int, root: int, tree: str) -> tuple[int | None, list[int]]:
-    """Parent (None: the root) and children of a rank; of the children, the one with the most descendants first."""
-    if tree not in ("chain", "binomial"):
+def _family(group: Group, root: int, tree: str) -> tuple[int | None, list[int]]:
+    """The parent (None: the root) and the children of a rank, the child with the most descendants first."""
+    if tree not in TREES:
         raise ArgumentError(f"tree is {tree!r}; there are chain and binomial")
-    place = (rank - root) % size
+    size = group.size
+    index = (group.rank - root) % size
     if tree == "chain":
-        parent, children = place - 1, [place + 1]
+        parent, children = index - 1, [index + 1]
     else:
-        steps = [1 << j for j in range(place.bit_length(), size.bit_length())]
-        parent, children = place - (1 << max(place.bit_length() - 1, 0)), [place + step for step in steps]
+        steps = [1 << j for j in range(index.bit_length(), size.bit_length())]
+        parent, children = index - (1 << max(index.bit_length() - 1, 0)), [index + step for step in steps]
     return (
-        None if place == 0 else (parent + root) % size,
+        None if index == 0 else (parent + root) % size,
         [(child + root) % size for child in children if child < size],
     )
+
+
+class _Relay:
+    """A rank receives wires from its parent and passes them on to its children."""
+
+    def __init__(self, root: int, parent: int | None, children: Sequence[int], encoding: Encoding) -> None:
+        self._root, self._parent, self._children, self._encoding = root, parent, children, encoding
+        self._slots = encoding.slots("relay", 1, least_depth=2)  # one is received while another is passed on
+
+    def buffers(self) -> dict[str, Buffer]:
+        """The wire buffer."""
+        return self._slots.buffers()
+
+    def wire(self, k: int) -> Span:
+        """The wire of chunk ``k``."""
+        return self._slots.span(k, 0, self._encoding.nbytes(0, k))
+
+    def exchange(self, step: int) -> Iterator[Op]:
+        """Receive chunk ``step`` and pass on the one before; the root sends chunk ``step``."""
+        passed, received = (step, step) if self._parent is None else (step - 1, step)
+        chunks = range(self._encoding.layout.chunks)
+        sends = dict.fromkeys(self._children, self.wire(passed)) if passed in chunks else {}
+        receives = {self._parent: self.wire(received)} if self._parent is not None and received in chunks else {}
+        yield from exchange(sends, receives)
+
+    def decode(self, k: int, target: Arrays) -> Iterator[Op]:
+        """Decode chunk ``k``."""
+        yield from decode(self._encoding, 0, k, self.wire(k), target, self._root)

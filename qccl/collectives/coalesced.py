@@ -1,46 +1,48 @@
-"""All-reduce of many arrays in one call."""
+"""All-reduce of many arrays in one call: the algorithms of all-reduce, on the arrays as one vector."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.arrays import Values, check_disjoint, same_or_disjoint
-from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce, coalesced
-from qccl.collectives.spec import CollectiveSpec, common, common_order, reduction
+from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec
+from qccl.collectives.operands import CallerBuffers
+from qccl.collectives.spec import common, common_order
 from qccl.errors import ArgumentError
-from qccl.schedule import Schedule
 
 __all__ = ["CoalescedSpec"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CoalescedSpec(CollectiveSpec):
-    """Parameters of quantized_allreduce_coalesced; the arrays are "input 0", "output 0", "input 1", ..."""
+class CoalescedSpec(AllReduceSpec):
+    """Arguments of quantized_allreduce_coalesced; the arrays are "input 0", "output 0", "input 1", ..."""
 
     name = "allreduce_coalesced"
-    keeps_state = True
 
     each: tuple[int, ...]
-    op: str
-    algorithm: str
 
     @classmethod
     def from_arguments(
         cls, *shared: Any, each: Sequence[int] = (), op: OpLike = "sum", algorithm: str = "auto"
-    ) -> CoalescedSpec:
-        """Check the arguments."""
+    ) -> Self:
+        """Check the arguments; ``shared`` are those of common(), and ``each`` the elements of each array."""
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         return cls(**common(*shared), each=tuple(each), op=op_of(op), algorithm=algorithm)
+
+    def _shown(self) -> dict[str, Any]:
+        shown = AllReduceSpec._shown(self)
+        last = {name: shown.pop(name) for name in ("op", "algorithm")}  # saved state belongs to the text in this order
+        return shown | last
 
     def counts(self, rank: int, size: int) -> dict[str, int]:
         """See CollectiveSpec."""
         return {f"{name} {i}": count for i, count in enumerate(self.each) for name in ("input", "output")}
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
-        """See CollectiveSpec; a text of all orders where not all are row-major."""
+        """See CollectiveSpec; a text of all orders if not all arrays are row-major."""
         numbers = range(len(self.each))
         pairs = [{name: arrays[name] for name in (f"input {i}", f"output {i}")} for i in numbers]
         orders = [common_order(pair) for pair in pairs]
@@ -61,16 +63,5 @@ class CoalescedSpec(CollectiveSpec):
         check_disjoint(targets.values(), read.values())
         return in_place, {name: values.address for name, values in (targets | read).items()}
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
-        """See CollectiveSpec."""
-        combine, scale = reduction(self.op, size)
-        name = self.algorithm
-        if name == "auto":
-            name = choose_allreduce(self.count, size, self.dtype, self.codec)
-        return coalesced(
-            *(rank, size, self.each, self.dtype, self.codec, combine),
-            algorithm=name,
-            scale=scale,
-            in_place=in_place,
-            chunk_elements=self._chunk(default_chunk),
-        )
+    def _buffers(self, in_place: bool) -> CallerBuffers:
+        return CallerBuffers.alike(self.each, self.dtype, in_place=in_place, numbered=True)

@@ -4,42 +4,61 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 from qccl import codecs
 from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
-from qccl.collectives.layout import (
-    DEFAULT_DEPTH,
-    CallerBuffers,
-    Coarsened,
-    Encoding,
-    Layout,
-    Subset,
-    partition_for_all,
-    pipeline,
-)
-from qccl.collectives.rounds import AllGather, Combine, ScatterReduce, alone, checked, decode, encode
-from qccl.collectives.spec import CollectiveSpec, common, reduction
+from qccl.collectives.layout import DEFAULT_DEPTH, Coarsened, Layout, Subset, partition_for_all
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode, encode, pipeline
+from qccl.collectives.spec import CollectiveSpec, common
+from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Op, Schedule
 
-__all__ = ["INTRA", "LAYOUTS", "HierarchicalSpec", "choose_inter", "hierarchical"]
+__all__ = ["INTRA", "LAYOUTS", "HierarchicalSpec", "Levels", "choose_inter", "hierarchical"]
 
 LAYOUTS = ("leader", "sharded")
 
-#: what may be written for the codec inside nodes: nothing that draws random numbers, or sums it with codes
+#: the allowed codecs inside nodes: none of them draws random numbers or adds up rounding errors
 INTRA = {"none": "none", "float16": "cast:dtype=float16", "bfloat16": "cast:dtype=bfloat16"}
-_Stage = Callable[[int], Iterator[Op]]
+
+
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """How the work is divided in two levels.
+
+    Attributes:
+        nodes: the ranks of each node; the first ``parts`` of them own parts 0, 1, ... of the vector.
+        parts: with one part, the first rank of each node is its leader, as in ByteGrad. With as many as the smallest
+            node has ranks, as many network cards are busy at the same time.
+        algorithm: between nodes, "one_shot" or "two_round".
+        intra: encodes the values inside nodes.
+    """
+
+    nodes: Sequence[Sequence[int]]
+    parts: int
+    algorithm: str
+    intra: Codec
+
+    def check(self, size: int) -> None:
+        """Raise ArgumentError unless this divides ``size`` ranks."""
+        if sorted(rank for node in self.nodes for rank in node) != list(range(size)):
+            raise ArgumentError(
+                f"nodes are {[list(node) for node in self.nodes]}; each of the {size} ranks must be in one of them"
+            )
+        if not 1 <= self.parts <= min(map(len, self.nodes)):
+            raise ArgumentError(f"parts is {self.parts}; it must be 1 to the ranks of the smallest node")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HierarchicalSpec(CollectiveSpec):
-    """Parameters of hierarchical_allreduce; ``node_ids`` has a number for each rank's node.
+    """Arguments of hierarchical_allreduce; ``node_ids`` has the number of each rank's node.
 
-    ``inter`` "host" sends what goes between nodes from host memory, also where the values are on a GPU.
+    With ``inter`` "host", codes between nodes are sent from host memory, also if the values are on a GPU.
     """
 
     name = "hierarchical_allreduce"
@@ -61,8 +80,8 @@ class HierarchicalSpec(CollectiveSpec):
         node_ids: Sequence[int] = (),
         algorithm: str = "auto",
         inter: str | None = None,
-    ) -> HierarchicalSpec:
-        """Check the arguments."""
+    ) -> Self:
+        """Check the arguments; ``shared`` are those of common()."""
         if inter not in (None, "host"):
             raise ArgumentError(
                 f"inter={inter!r} cannot be had; between nodes codes go as the communicator's other transfers do "
@@ -105,178 +124,156 @@ class HierarchicalSpec(CollectiveSpec):
             found.setdefault(node, []).append(rank)
         return list(found.values())
 
-    def resolved(self) -> tuple[list[list[int]], int, str]:
-        """The nodes, the parts that have owners in each, and the algorithm between them."""
+    def levels(self) -> Levels:
+        """The nodes, the parts that have owners in each, and the algorithm that "auto" chooses between them."""
         nodes = self.nodes()
         parts = 1 if self.layout == "leader" else min(map(len, nodes))
         algorithm = self.algorithm
         if algorithm == "auto":
             algorithm = choose_inter(self.count, len(nodes), parts, self.dtype, self.codec)
-        return nodes, parts, algorithm
+        return Levels(nodes, parts, algorithm, self.intra)
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """See CollectiveSpec."""
-        combine, scale = reduction(self.op, size)
-        nodes, parts, algorithm = self.resolved()
         made = hierarchical(
-            *(rank, size, self.count, self.dtype, self.codec, combine),
-            intra=self.intra,
-            nodes=nodes,
-            parts=parts,
-            algorithm=algorithm,
-            scale=scale,
-            in_place=in_place,
+            Group.of_all(rank, size),
+            CallerBuffers.alike((self.count,), self.dtype, in_place=in_place),
+            self.codec,
+            Combine.of(self.op, size),
+            levels=self.levels(),
             chunk_elements=self._chunk(default_chunk),
         )
         if self.inter is None:
             return made
-        return replace(
-            made, staged_peers=frozenset(r for r, node in enumerate(self.node_ids) if node != self.node_ids[rank])
-        )
+        elsewhere = (other for other, node in enumerate(self.node_ids) if node != self.node_ids[rank])
+        return replace(made, staged_peers=frozenset(elsewhere))
 
 
 def choose_inter(count: int, nodes: int, parts: int, dtype: DType, codec: Codec) -> str:
     """The algorithm between nodes that "auto" stands for.
 
-    Two nodes send the same bytes either way, and one_shot quantises once, as ByteGrad has it.
+    Two nodes send the same bytes either way, and one_shot quantises once, as ByteGrad does.
     """
     return "one_shot" if nodes <= 2 else choose_allreduce(-(-count // parts), nodes, dtype, codec)
 
 
 def hierarchical(
-    rank: int,
-    size: int,
-    count: int,
-    dtype: DType,
+    group: Group,
+    buffers: CallerBuffers,
     codec: Codec,
-    op: str = "sum",
+    combine: Combine = SUM,
     *,
-    intra: Codec,
-    nodes: Sequence[Sequence[int]],
-    parts: int = 1,
-    algorithm: str = "one_shot",
-    scale: float = 1.0,
-    in_place: bool = False,
+    levels: Levels,
     chunk_elements: int | None = None,
     depth: int = DEFAULT_DEPTH,
 ) -> Schedule:
-    """Reduce in each node to the owners of ``parts`` parts, all-reduce each part among them, gather in each node.
+    """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.
 
-    ``nodes`` are the ranks of each node; the first ``parts`` of them own parts 0, 1, ... With one part this is
-    ByteGrad: the first rank of each node is its leader. With as many as the smallest node has ranks, as many network
-    cards are busy at the same time. ``intra`` encodes what moves inside nodes; between them ``codec`` does, in one or
-    two rounds (see all-reduce). "output" holds the sums of the node until those of all take their place.
+    ``codec`` encodes the values between nodes, in one or two rounds as in all-reduce. "output" holds the sums of the
+    node until the sums of all ranks replace them.
     """
-    combine = checked(rank, size, op, scale, depth, count)
-    if sorted(r for node in nodes for r in node) != list(range(size)):
-        raise ArgumentError(f"nodes are {[list(n) for n in nodes]}; each of the {size} ranks must be in one of them")
-    if not 1 <= parts <= min(map(len, nodes)):
-        raise ArgumentError(f"parts is {parts}; it must be 1 to the ranks of the smallest node")
-    caller = CallerBuffers.make(in_place)
-    buffers = caller.buffers((count,), dtype)
-    if size == 1 or count == 0:
-        return Schedule("hierarchical", rank, size, buffers, alone(codec, caller, (count,), combine))
-    node = next(tuple(ranks) for ranks in nodes if rank in ranks)
-    splits = len(nodes) if algorithm == "two_round" else 1
-    fine = partition_for_all(count, parts * splits, (intra, codec), chunk_elements)
-    levels = _Levels(rank, node, nodes, fine, dtype, codec, intra, combine, caller, depth, parts, algorithm)
-    ops = pipeline(fine.chunks, *levels.stages())
-    return Schedule("hierarchical", rank, size, buffers | levels.buffers, ops)
+    levels.check(group.size)
+    (count,) = buffers.counts
+    if group.size == 1 or count == 0:
+        return assemble("hierarchical", group, buffers, alone(buffers, codec, combine))
+    splits = len(levels.nodes) if levels.algorithm == "two_round" else 1
+    fine = partition_for_all(count, levels.parts * splits, (levels.intra, codec), chunk_elements)
+    stages = _Stages(group, buffers, codec, combine, levels, fine, depth)
+    ops = pipeline(fine.chunks, *stages.in_order())
+    return assemble("hierarchical", group, buffers, ops, stages)
 
 
-class _Levels:
-    """The stages of one rank, each a step behind the one whose transfer it waits for."""
+_Stage = Callable[[int], Iterator[Op]]
+
+
+class _Stages:
+    """The stages of one rank; each lags a step behind the stage whose transfer it waits for."""
 
     def __init__(
         self,
-        rank: int,
-        node: Sequence[int],
-        nodes: Sequence[Sequence[int]],
-        fine: Layout,
-        dtype: DType,
+        group: Group,
+        buffers: CallerBuffers,
         codec: Codec,
-        intra: Codec,
         combine: Combine,
-        caller: CallerBuffers,
+        levels: Levels,
+        fine: Layout,
         depth: int,
-        parts: int,
-        algorithm: str,
     ) -> None:
-        self._rank, self._node, self._dtype, self._depth = rank, node, dtype, depth
-        self._codec, self._combine, self._target = codec, combine, caller.target
-        self._fine, self._parts, self._exact = fine, parts, intra.name == "none"
-        self._source = caller.source if len(node) == 1 else caller.target  # of what goes between nodes
-        self._lag = min(1, depth - 1)
-        self.buffers: dict[str, Buffer] = {}
-        coarse = Encoding(Coarsened(fine, parts), intra, dtype)
-        self._up = ScatterReduce(rank, node, coarse, caller.source, depth, name="up")
-        self._down = AllGather(rank, node, coarse, depth, name="down", round_number=3)
-        self._rounds = len(node) == 1 and any(len(ranks) > 1 for ranks in nodes) and intra.name != "none"
-        self._coarse, self._slot = coarse, coarse.slots("down.own", 1, depth)
-        if len(node) > 1:
-            self.buffers |= self._up.buffers() | self._down.buffers()
+        ranks = next(tuple(node) for node in levels.nodes if group.rank in node)
+        self._node, self._several = Group(group.rank, ranks), len(ranks) > 1
+        index = self._node.index
+        self._owners = [node[index] for node in levels.nodes] if index < levels.parts else []
+        self._codec, self._combine, self._levels, self._fine = codec, combine, levels, fine
+        self._first = index * (fine.parts // levels.parts)
+        self._target = buffers.target
+        self._between = buffers.target if self._several else buffers.source  # the values that go between nodes
+        self._coarse = Encoding(Coarsened(fine, levels.parts), levels.intra, buffers.dtype, depth)
+        self._up = ScatterReduce(self._node, self._coarse, buffers.source, name="up")
+        self._down = AllGather(self._node, self._coarse, name="down", round_number=3)
+        self._slot = self._coarse.slots("down.own", 1)
+        self._exact = levels.intra.name == "none"
+        self._rounds = not self._several and not self._exact and any(len(node) > 1 for node in levels.nodes)
+        self._wires: dict[str, Buffer] = {}
+        if self._several:
+            self._wires |= self._up.buffers() | self._down.buffers()
         elif self._rounds:
-            self.buffers["down.own"] = self._slot.buffer()
-        place = node.index(rank)
-        self._owners = [ranks[place] for ranks in nodes] if place < parts else []
-        self._first = place * (fine.parts // parts)
-        self._algorithm = algorithm
+            self._wires |= self._slot.buffers()
 
-    def stages(self) -> list[tuple[int, _Stage]]:
+    def buffers(self) -> dict[str, Buffer]:
+        """The wire buffers, after in_order()."""
+        return self._wires
+
+    def in_order(self) -> list[tuple[int, _Stage]]:
         """All stages with their lags, in order."""
         stages: list[tuple[int, _Stage]] = []
-        lag, several = 0, len(self._node) > 1
-        inter = len(self._owners) > 1
-        if several:
-            stages += [(0, self._up.send), (self._lag, self._reduce_in_node)]
-            lag = self._lag
-        if inter:
-            make = self._one_shot if self._algorithm == "one_shot" else self._two_round
-            stages += [(lag + late, stage) for late, stage in make()]
-        lag += self._lag * (1 if self._algorithm == "one_shot" else 2)
+        lag, one_shot = 0, self._levels.algorithm == "one_shot"
+        step = self._coarse.lag
+        if self._several:
+            stages += [(0, self._up.send), (step, self._reduce_in_node)]
+            lag = step
+        if len(self._owners) > 1:
+            stages += [(lag + late, stage) for late, stage in (self._one_shot if one_shot else self._two_round)(step)]
+        lag += step * (1 if one_shot else 2)
         if self._rounds:
             stages += [(lag, self._round)]
-        if several:
-            stages += [(lag, self._share), (lag, self._down.exchange), (lag + self._lag, self._take)]
+        if self._several:
+            stages += [(lag, self._share), (lag, self._down.exchange), (lag + step, self._take)]
         return stages
 
     def _reduce_in_node(self, k: int) -> Iterator[Op]:
-        """The sum of the node; where there is no other node, it is the result."""
+        """The sum of the node; if there is no other node, it is the result."""
         whole = self._combine if len(self._owners) == 1 else Combine(self._combine.op)
         return self._up.reduce(k, whole, None, self._target)
 
     def _share(self, k: int) -> Iterator[Op]:
         return self._down.encode(k, self._target, None if self._exact else self._target)
 
-    def _round(self, k: int) -> Iterator[Op]:
-        """A rank alone in its node: through the code that the result takes in the other nodes, to get the same bits."""
-        wire = self._slot.span(k, 0, self._coarse.nbytes(0, k))
-        yield from encode(self._coarse, 0, k, self._target, wire, 3)
-        yield from decode(self._coarse, 0, k, wire, self._target, self._rank, 3)
-
     def _take(self, k: int) -> Iterator[Op]:
         return self._down.decode(k, self._target)
 
-    def _one_shot(self) -> list[tuple[int, _Stage]]:
-        part = Encoding(Subset(self._fine, self._first, 1), self._codec, self._dtype)
-        gather = AllGather(self._rank, self._owners, part, self._depth, name="inter", round_number=1, common=True)
-        self.buffers |= gather.buffers()
+    def _round(self, k: int) -> Iterator[Op]:
+        """On a rank alone in its node: encode and decode the result as the other nodes do, to get the same bits."""
+        wire = self._slot.span(k, 0, self._coarse.nbytes(0, k))
+        yield from encode(self._coarse, 0, k, self._target, wire, 3)
+        yield from decode(self._coarse, 0, k, wire, self._target, self._node.rank, 3)
+
+    def _one_shot(self, step: int) -> list[tuple[int, _Stage]]:
+        gather = AllGather(*self._among_owners(1), name="inter", round_number=1, common=True)
+        self._wires |= gather.buffers()
 
         def encode_own(k: int) -> Iterator[Op]:
-            return gather.encode(k, self._source)
+            return gather.encode(k, self._between)
 
         def reduce(k: int) -> Iterator[Op]:
             return gather.reduce(k, self._combine, self._target)
 
-        return [(0, encode_own), (0, gather.exchange), (self._lag, reduce)]
+        return [(0, encode_own), (0, gather.exchange), (step, reduce)]
 
-    def _two_round(self) -> list[tuple[int, _Stage]]:
-        shards = Encoding(Subset(self._fine, self._first, len(self._owners)), self._codec, self._dtype)
-        scatter = ScatterReduce(
-            self._rank, self._owners, shards, self._source, self._depth, name="inter", round_number=1
-        )
-        gather = AllGather(self._rank, self._owners, shards, self._depth, name="inter.sum", round_number=2)
-        self.buffers |= scatter.buffers() | gather.buffers()
+    def _two_round(self, step: int) -> list[tuple[int, _Stage]]:
+        owners, shards = self._among_owners(len(self._owners))
+        scatter = ScatterReduce(owners, shards, self._between, name="inter", round_number=1)
+        gather = AllGather(owners, shards, name="inter.sum", round_number=2)
+        self._wires |= scatter.buffers() | gather.buffers()
 
         def reduce(k: int) -> Iterator[Op]:
             return scatter.reduce(k, self._combine, gather.wire(k), self._target)
@@ -284,5 +281,10 @@ class _Levels:
         def decode_others(k: int) -> Iterator[Op]:
             return gather.decode(k, self._target)
 
-        lag = self._lag
-        return [(0, scatter.send), (lag, reduce), (lag, gather.exchange), (2 * lag, decode_others)]
+        return [(0, scatter.send), (step, reduce), (step, gather.exchange), (2 * step, decode_others)]
+
+    def _among_owners(self, parts: int) -> tuple[Group, Encoding]:
+        """The owners of this rank's part, and the part in ``parts`` shards."""
+        part = Subset(self._fine, self._first, parts)
+        encoding = Encoding(part, self._codec, self._coarse.dtype, self._coarse.depth)
+        return Group(self._node.rank, self._owners), encoding

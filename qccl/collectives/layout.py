@@ -1,64 +1,36 @@
-"""How a vector is cut into shards and chunks, where its codes lie on the wire, and in which order chunks are worked on.
-
-Everything a collective is put together from that does not depend on which collective it is. All functions are pure.
-"""
+"""How a vector is divided into parts (one for each rank, or more) and chunks (the steps of the pipeline)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from itertools import count as naturals
 from typing import Protocol
 
 from qccl.codecs.base import Codec
-from qccl.dtypes import FLOAT32, DType
+from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Exchange, Op, Role, Span, Transfer
 
 __all__ = [
-    "ALIGNMENT",
-    "DEFAULT_DEPTH",
-    "SEGMENT_ALIGNMENT",
-    "Arrays",
-    "CallerBuffers",
-    "Coarsened",
-    "Concatenation",
-    "Encoding",
-    "Layout",
-    "Partition",
-    "Ramped",
-    "Segment",
-    "Slots",
-    "Subset",
-    "check_place",
-    "exchange",
-    "partition",
-    "partition_as_given",
-    "partition_for_all",
-    "partition_together",
-    "peers_of",
-    "pipeline",
+    *("DEFAULT_DEPTH", "Coarsened", "Concatenation", "Layout", "Partition", "Ramped", "Segment", "Subset"),
+    *("partition", "partition_as_given", "partition_for_all", "partition_together"),
 ]
 
-#: bytes that wire slots and workspace buffers are aligned to: a cache line
-ALIGNMENT = 64
-#: bytes that the codes of several pieces in one slot are aligned to: a vector register of a GPU
-SEGMENT_ALIGNMENT = 16
-#: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better where the link is fast (10 Gbit/s,
+#: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better if the link is fast (10 Gbit/s,
 #: 2 ranks: 10 ms with 20 KiB, 7 with 40, 5 with 160), but the first and the last chunk overlap with nothing
 _LEAST_CHUNK = 48 << 10
 _MOST_CHUNK = 160 << 10
-#: chunks that a shard has at least, where they are not too small then: fewer lose 1% at 1 Gbit/s
+#: least number of chunks of a shard, unless that makes them too small; fewer lose 1% at 1 Gbit/s
 _CHUNKS = 9
-#: bytes of codes in the first and the last chunk of a tapered cut, and how many times as large the others become. In
-#: two levels a chunk passes through the node before it comes to the link and after: what is large there takes long to
-#: begin and to end, and many small ones take the processor's time
+#: bytes of codes in the first and the last chunk of a Ramped layout, and the greatest ratio of another chunk to them.
+#: In two levels a chunk passes through the node before and after the link. Large chunks at the ends delay the start and
+#: the finish; small ones everywhere cost processor time
 _FIRST_CHUNK = 48 << 10
 _RAMP = 4
-#: wire slots per peer; with all chunks posted at once the second round queues behind the first in TCP. Two to eight
-#: take the same time, so few large ones are better than many small ones
+#: wire slots per peer. With all chunks posted at once the second round queues behind the first in TCP. Two to eight
+#: take the same time, so a few large slots are better than many small ones
 DEFAULT_DEPTH = 3
 #: bytes of the wire slots of an all-reduce, whatever the number of ranks (unless that makes chunks too small)
 _SLOTS_NBYTES = 3 << 20
@@ -78,7 +50,7 @@ class Segment:
 
 
 class Partition(Protocol):
-    """How the elements of one or several arrays are cut: in parts, and each part in at most ``chunks`` chunks."""
+    """The elements of one or several arrays in parts, and each part in at most ``chunks`` chunks."""
 
     @property
     def parts(self) -> int: ...
@@ -87,7 +59,7 @@ class Partition(Protocol):
     def chunks(self) -> int: ...
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """Chunk ``k`` of a part, in order; no piece is empty, and each begins with a bucket of its own."""
+        """Chunk ``k`` of a part, in order; no segment is empty, and each begins with a bucket of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +86,7 @@ class Layout:
         return self._elements(start + length * k // self.chunks, start + length * (k + 1) // self.chunks)
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Cut."""
+        """See Partition."""
         chunk = self.chunk(part, k)
         return (Segment(0, chunk.start, chunk.stop, chunk.start),) if chunk else ()
 
@@ -128,9 +100,9 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Ramped(Layout):
-    """A layout whose chunks grow from the first on, step by step to ``ramp`` times its size, and shrink again alike.
+    """A layout whose chunks grow step by step to ``ramp`` times the size of the first, and shrink again likewise.
 
-    Chunk ``k`` is ``[S*e(k)//e(chunks), S*e(k+1)//e(chunks))``, ``e`` being the sum of the sizes before (_before).
+    Chunk ``k`` is ``[S*e(k)//e(chunks), S*e(k+1)//e(chunks))``; ``e`` is the sum of the sizes before (_before).
     """
 
     ramp: int
@@ -144,7 +116,7 @@ class Ramped(Layout):
 
 
 def _before(k: int, chunks: int, ramp: int) -> int:
-    """The sizes of the first ``k`` of ``chunks`` tapered chunks, in sizes of the first."""
+    """The total size of the first ``k`` of ``chunks`` ramped chunks, in units of the first one."""
 
     def rise(n: int) -> int:
         steps = min(n, ramp)
@@ -156,12 +128,12 @@ def _before(k: int, chunks: int, ramp: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Concatenation:
-    """Segments, each of which begins with a bucket of its own, one after the other as one vector of granules.
+    """Ranges of arrays, one after the other as one vector of granules; each range begins with a bucket of its own.
 
     Attributes:
-        ranges: array, first element and number of elements of each.
-        bounds: the granules at which the parts begin, and the end.
-        chunks_of: chunks of each part; where others have more, its further ones are empty.
+        ranges: array, first element and number of elements of each range.
+        bounds: the first granule of each part, and the end.
+        chunks_of: chunks of each part; beyond these its chunks are empty.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
@@ -178,7 +150,7 @@ class Concatenation:
         return len(self.bounds) - 1
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Cut."""
+        """See Partition."""
         start, length, chunks = self.bounds[part], self.bounds[part + 1] - self.bounds[part], self.chunks_of[part]
         if k >= chunks:
             return ()
@@ -198,7 +170,7 @@ class Concatenation:
 
 @dataclass(frozen=True, slots=True)
 class Coarsened:
-    """A cut whose parts are ``parts`` groups of as many parts of another one."""
+    """A partition in ``parts`` parts, each of which joins equally many parts of a finer one."""
 
     fine: Partition
     parts: int
@@ -208,14 +180,14 @@ class Coarsened:
         return self.fine.chunks
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Cut."""
+        """See Partition."""
         each = self.fine.parts // self.parts
         return tuple(p for j in range(each) for p in self.fine.segments(part * each + j, k))
 
 
 @dataclass(frozen=True, slots=True)
 class Subset:
-    """``parts`` parts of another cut, from part ``first`` on."""
+    """``parts`` parts of another partition, from part ``first`` on."""
 
     fine: Partition
     first: int
@@ -226,7 +198,7 @@ class Subset:
         return self.fine.chunks
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Cut."""
+        """See Partition."""
         return self.fine.segments(self.first + part, k)
 
 
@@ -240,7 +212,7 @@ def partition(count: int, parts: int, codec: Codec, chunk_elements: int | None =
 
 
 def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: int | None = None) -> Layout:
-    """The layout of a vector that several codecs encode, at buckets of all of them; the last decides on the chunks."""
+    """The layout of a vector that several codecs encode, divided at buckets of all; the last codec sets the chunks."""
     granule = math.lcm(*(codec.granule for codec in codecs))
     whole = -(-count // granule)
     largest, last = -(-whole // parts), codecs[-1]
@@ -256,7 +228,7 @@ def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_ele
 def partition_together(
     counts: Sequence[int], parts: int, codec: Codec, chunk_elements: int | None = None
 ) -> Concatenation:
-    """Several arrays as one vector, in parts as equal as possible."""
+    """Several arrays as one vector, in parts as equal as possible; arrays share messages, but no buckets."""
     granules = sum(-(-count // codec.granule) for count in counts)
     bounds = tuple(granules * part // parts for part in range(parts + 1))
     ranges = tuple((array, 0, count) for array, count in enumerate(counts))
@@ -275,7 +247,7 @@ def partition_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int 
 
 
 def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: int | None) -> int:
-    """Chunks of one of the ``parts``, which has so many granules."""
+    """The number of chunks of a part of ``granules`` granules, one of ``parts``."""
     if chunk_elements is not None and chunk_elements < 1:
         raise ArgumentError(f"chunk_elements is {chunk_elements}; it must be 1 or more, or None for the default")
     if not codec.splittable:
@@ -286,151 +258,12 @@ def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: int | None)
 
 
 def _default_chunks(granules: int, parts: int, codec: Codec) -> int:
-    """The same where nobody said: by the size of the codes."""
+    """The number of chunks if the caller gives no chunk size, by the bytes of the codes."""
     nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
     chunk = max(_LEAST_CHUNK, min(-(-nbytes // _CHUNKS), _MOST_CHUNK, _most_chunk(parts)))
     return max(1, min(-(-nbytes // chunk), granules))
 
 
 def _most_chunk(parts: int) -> int:
-    """Bytes of codes in a chunk with which the wire slots are not too many bytes."""
+    """The largest chunk, in bytes of codes, for which all wire slots together have at most _SLOTS_NBYTES."""
     return _SLOTS_NBYTES // (DEFAULT_DEPTH * (3 * parts - 2))
-
-
-@dataclass(frozen=True, slots=True)
-class Slots:
-    """A wire buffer as a ring of ``depth`` rows of ``width`` slots: chunk ``k`` has row ``k % depth``."""
-
-    name: str
-    width: int
-    depth: int
-    slot_nbytes: int
-
-    def buffer(self) -> Buffer:
-        """The buffer that holds the ring."""
-        return Buffer(self.width * self.depth * self.slot_nbytes, None, Role.WORK)
-
-    def span(self, k: int, column: int, nbytes: int) -> Span:
-        """The first ``nbytes`` of a slot."""
-        start = ((k % self.depth) * self.width + column) * self.slot_nbytes
-        return Span(self.name, start, start + nbytes)
-
-
-class Encoding:
-    """A cut whose chunks go over the wire in codes: their sizes (looked up once per length) and slots for them.
-
-    The code of a chunk is the codes of its pieces, each from a multiple of SEGMENT_ALIGNMENT on.
-    """
-
-    def __init__(self, layout: Partition, codec: Codec, dtype: DType) -> None:
-        if codec.state_names:
-            raise ArgumentError(
-                f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, which only all-reduce "
-                f"does; use {codec.plain.spec()}"
-            )
-        self.layout, self.codec, self.dtype = layout, codec, dtype
-        self._sizes: dict[int, int] = {}
-        self._nbytes: dict[tuple[int, int], int] = {}
-
-    def nbytes(self, part: int, k: int) -> int:
-        """Bytes on the wire of chunk ``k`` of a part; 0 where the chunk is empty."""
-        found = self._nbytes.get((part, k))
-        if found is None:
-            found = 0
-            for segment in self.layout.segments(part, k):
-                found = _aligned(found, SEGMENT_ALIGNMENT) + self._size(len(segment))
-            self._nbytes[part, k] = found
-        return found
-
-    def segments(self, part: int, k: int, *slots: Span) -> Iterator[tuple[Segment, list[Span]]]:
-        """The pieces of a chunk, and the code of each in all of some slots that hold codes of the chunk."""
-        start = 0
-        for segment in self.layout.segments(part, k):
-            stop = start + self._size(len(segment))
-            yield segment, [Span(slot.buffer, slot.start + start, slot.start + stop) for slot in slots]
-            start = _aligned(stop, SEGMENT_ALIGNMENT)
-
-    def slots(self, name: str, width: int, depth: int) -> Slots:
-        """A ring of slots, each large enough for any chunk."""
-        layout = self.layout
-        largest = max(self.nbytes(part, k) for part in range(layout.parts) for k in range(layout.chunks))
-        return Slots(name, width, min(depth, layout.chunks), _aligned(largest, ALIGNMENT))
-
-    def _size(self, count: int) -> int:
-        found = self._sizes.get(count)
-        if found is None:
-            found = self._sizes[count] = self.codec.encoded_nbytes(count, self.dtype)
-        return found
-
-
-def _aligned(nbytes: int, alignment: int) -> int:
-    return -(-nbytes // alignment) * alignment
-
-
-@dataclass(frozen=True, slots=True)
-class Arrays:
-    """Buffers of values by the number of their array; ``first`` is the vector's element that theirs begin with."""
-
-    names: tuple[str, ...]
-    first: int = 0
-
-    def span(self, segment: Segment) -> Span:
-        """Where a piece lies."""
-        return Span(self.names[segment.array], segment.start - self.first, segment.stop - self.first)
-
-
-@dataclass(frozen=True, slots=True)
-class CallerBuffers:
-    """The caller's buffers: where a collective reads its values and where it writes the result."""
-
-    source: Arrays
-    target: Arrays
-
-    @staticmethod
-    def make(in_place: bool, arrays: int | None = None) -> CallerBuffers:
-        """In place there is one buffer, "output"; otherwise "input" as well. Several arrays are "output 0", ..."""
-        numbers = [""] if arrays is None else [f" {i}" for i in range(arrays)]
-        target = Arrays(tuple(f"output{number}" for number in numbers))
-        return CallerBuffers(target if in_place else Arrays(tuple(f"input{number}" for number in numbers)), target)
-
-    def buffers(self, counts: Sequence[int], dtype: DType) -> dict[str, Buffer]:
-        """All of them, of ``counts`` elements."""
-        found = {name: Buffer(n, dtype, Role.OUTPUT) for name, n in zip(self.target.names, counts, strict=True)}
-        if self.source != self.target:
-            found |= {name: Buffer(n, dtype, Role.INPUT) for name, n in zip(self.source.names, counts, strict=True)}
-        return found
-
-
-def check_place(rank: int, size: int, count: int) -> None:
-    """Raise ArgumentError unless ``0 <= rank < size`` and ``count >= 0``."""
-    if not 0 <= rank < size:
-        raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
-    if count < 0:
-        raise ArgumentError(f"count is {count}; it must be 0 or more")
-
-
-def peers_of(rank: int, size: int) -> tuple[int, ...]:
-    """The other ranks, starting after this one: so that not all ranks send to rank 0 first."""
-    return tuple((rank + i) % size for i in range(1, size))
-
-
-def exchange(sends: Mapping[int, Span], recvs: Mapping[int, Span]) -> Iterator[Exchange]:
-    """One Exchange of the spans by peer; empty spans have no leg (on both sides), and no legs make no Exchange."""
-    outgoing = tuple(Transfer(peer, span) for peer, span in sends.items() if len(span))
-    incoming = tuple(Transfer(peer, span) for peer, span in recvs.items() if len(span))
-    if outgoing or incoming:
-        yield Exchange(outgoing, incoming)
-
-
-def pipeline(chunks: int, *stages: tuple[int, Callable[[int], Iterator[Op]]]) -> tuple[Op, ...]:
-    """Program order of a pipeline: in step ``s`` each stage ``(lag, make)``, in the order given, does chunk s - lag.
-
-    On the host the order is only a priority. On CUDA the lanes keep it, so it decides what can overlap: an operation
-    that waits for chunk ``k`` must have a lag that puts it behind the encode of chunk ``k + 1``.
-    """
-    ops: list[Op] = []
-    for step in range(chunks + max(lag for lag, _ in stages)):
-        for lag, make in stages:
-            if 0 <= step - lag < chunks:
-                ops.extend(make(step - lag))
-    return tuple(ops)

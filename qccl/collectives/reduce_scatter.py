@@ -9,24 +9,20 @@ from typing import Any, Self
 from qccl.arguments import OpLike, op_of
 from qccl.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import (
-    DEFAULT_DEPTH,
-    Arrays,
-    Encoding,
-    partition_as_given,
-    pipeline,
-)
-from qccl.collectives.rounds import ScatterReduce, checked, copy
-from qccl.collectives.spec import PartsSpec, common, parts_of, reduction
-from qccl.dtypes import DType
-from qccl.schedule import Buffer, Op, Role, Schedule, Span
+from qccl.collectives.layout import DEFAULT_DEPTH, partition_as_given
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.parts import PartsSpec, parts_of
+from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
+from qccl.collectives.spec import common
+from qccl.collectives.wire import Encoding
+from qccl.schedule import Op, Schedule
 
 __all__ = ["ReduceScatterSpec", "reduce_scatter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReduceScatterSpec(PartsSpec):
-    """Parameters of quantized_reduce_scatter."""
+    """Arguments of quantized_reduce_scatter."""
 
     name = "reduce_scatter"
 
@@ -34,7 +30,7 @@ class ReduceScatterSpec(PartsSpec):
 
     @classmethod
     def from_arguments(cls, *shared: Any, op: OpLike = "sum", counts: Sequence[int] | None = None) -> Self:
-        """Check the arguments."""
+        """Check the arguments; ``shared`` are those of common()."""
         return cls(**common(*shared), op=op_of(op), parts=parts_of(counts))
 
     def counts(self, rank: int, size: int) -> dict[str, int]:
@@ -42,7 +38,7 @@ class ReduceScatterSpec(PartsSpec):
         return {"input": self.count, "output": self.lengths(size)[rank]}
 
     def output_in(self, source: Values, rank: int, size: int) -> Values:
-        """See CollectiveSpec: the own part, where it is."""
+        """See CollectiveSpec: the own part."""
         lengths = self.lengths(size)
         return source.part(sum(lengths[:rank]), lengths[rank])
 
@@ -55,50 +51,35 @@ class ReduceScatterSpec(PartsSpec):
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """See CollectiveSpec."""
-        combine, scale = reduction(self.op, size)
         return reduce_scatter(
-            *(rank, size, self.lengths(size), self.dtype, self.codec, combine),
-            scale=scale,
-            in_place=in_place,
+            Group.of_all(rank, size),
+            CallerBuffers.scattered(self.lengths(size), rank, self.dtype, in_place=in_place),
+            self.codec,
+            Combine.of(self.op, size),
             chunk_elements=self._chunk(default_chunk),
         )
 
 
 def reduce_scatter(
-    rank: int,
-    size: int,
-    counts: Sequence[int],
-    dtype: DType,
+    group: Group,
+    buffers: CallerBuffers,
     codec: Codec,
-    op: str = "sum",
+    combine: Combine = SUM,
     *,
-    scale: float = 1.0,
-    in_place: bool = False,
     chunk_elements: int | None = None,
     depth: int = DEFAULT_DEPTH,
 ) -> Schedule:
-    """The first round of all-reduce: rank r gets part r, of ``counts[r]`` elements, combined from all ranks.
+    """Rank r gets part r, of ``buffers.counts[r]`` elements, combined from all ranks.
 
-    In place, "output" is the whole vector, and the result is where part r was; otherwise "output" is the part alone.
     Each rank sends (size-1)/size of the encoded vector in one step; an element is quantised once, the own one not.
     """
-    combine = checked(rank, size, op, scale, depth, *counts)
-    first = sum(counts[:rank])
-    whole, part = Buffer(sum(counts), dtype, Role.INPUT), Buffer(counts[rank], dtype, Role.OUTPUT)
-    buffers = {"output": Buffer(whole.size, dtype, Role.OUTPUT)} if in_place else {"input": whole, "output": part}
-    source = Arrays(("output" if in_place else "input",))
-    target = source if in_place else Arrays(("output",), first)
-    if size == 1:
-        own = Span(source.names[0], 0, whole.size)
-        ops = (copy(codec, own, Span("output", 0, whole.size), combine),)
-        return Schedule(
-            "reduce_scatter", rank, size, buffers, ops if len(own) and (not in_place or scale != 1.0) else ()
-        )
-    layout = partition_as_given(counts, codec, chunk_elements)
-    scatter = ScatterReduce(rank, range(size), Encoding(layout, codec, dtype), source, depth)
+    encoding = Encoding(partition_as_given(buffers.counts, codec, chunk_elements), codec, buffers.dtype, depth)
+    if group.size == 1:
+        return assemble("reduce_scatter", group, buffers, alone(buffers, codec, combine))
+    scatter = ScatterReduce(group, encoding, buffers.source)
 
     def reduce(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, None, target)
+        return scatter.reduce(k, combine, None, buffers.target)
 
-    operations = pipeline(layout.chunks, (0, scatter.send), (min(1, depth - 1), reduce))
-    return Schedule("reduce_scatter", rank, size, buffers | scatter.buffers(), operations)
+    ops = pipeline(encoding.layout.chunks, (0, scatter.send), (encoding.lag, reduce))
+    return assemble("reduce_scatter", group, buffers, ops, scatter)

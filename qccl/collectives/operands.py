@@ -1,0 +1,141 @@
+"""The arguments that every algorithm takes: the group of ranks, the caller's buffers, and the reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from qccl.collectives.layout import Segment
+from qccl.dtypes import DType
+from qccl.errors import ArgumentError
+from qccl.schedule import Buffer, Role, Span
+
+__all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group"]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Some ranks of the communicator, in an order that all of them know; ``rank`` is this process."""
+
+    rank: int
+    ranks: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if self.rank not in self.ranks:
+            raise ArgumentError(f"rank {self.rank} of {self.size} ranks does not exist; ranks are 0 to size - 1")
+
+    @staticmethod
+    def of_all(rank: int, size: int) -> Group:
+        """All ranks of the communicator."""
+        return Group(rank, range(size))
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+    @property
+    def index(self) -> int:
+        """The position of this rank in the group."""
+        return self.ranks.index(self.rank)
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        """The other ranks, starting after this one, so that not all ranks send to the first one at once."""
+        here = self.index
+        return tuple(self.ranks[(here + i) % self.size] for i in range(1, self.size))
+
+
+@dataclass(frozen=True, slots=True)
+class Combine:
+    """How the values of the ranks are combined: by ``op`` ("sum", "min" or "max"), then multiplied by ``scale``."""
+
+    op: str = "sum"
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.op not in ("sum", "min", "max"):
+            raise ArgumentError(
+                f"op is {self.op!r}; a schedule knows sum, min and max (an average is a sum with a scale)"
+            )
+
+    @staticmethod
+    def of(op: str, size: int) -> Combine:
+        """The reduction that a caller names; "avg" is a sum times 1 / ``size``."""
+        return Combine("sum", 1.0 / size) if op == "avg" else Combine(op)
+
+
+SUM = Combine()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrays:
+    """Buffers of values, by the number of the array; they begin with element ``first`` of the vector."""
+
+    names: tuple[str, ...]
+    first: int = 0
+
+    def span(self, segment: Segment) -> Span:
+        """The elements of a segment in its buffer."""
+        return Span(self.names[segment.array], segment.start - self.first, segment.stop - self.first)
+
+
+@dataclass(frozen=True, slots=True)
+class CallerBuffers:
+    """The caller's arrays, as buffers of a schedule.
+
+    Attributes:
+        dtype: their element type.
+        counts: elements of each array; in reduce-scatter and all-gather, of each rank's part of the vector.
+        source: the values that the collective reads.
+        target: where it writes the result; the same as ``source`` in place.
+        declared: the buffers by name.
+    """
+
+    dtype: DType
+    counts: tuple[int, ...]
+    source: Arrays
+    target: Arrays
+    declared: Mapping[str, Buffer]
+
+    def __post_init__(self) -> None:
+        for count in self.counts:
+            if count < 0:
+                raise ArgumentError(f"count is {count}; it must be 0 or more")
+
+    @staticmethod
+    def alike(
+        counts: Sequence[int], dtype: DType, *, in_place: bool = False, numbered: bool = False, result: bool = True
+    ) -> CallerBuffers:
+        """Inputs and outputs of the same lengths: "output" alone in place, otherwise "input" as well.
+
+        ``numbered``: the buffers are "output 0", "output 1", and so on. Without ``result`` there is only "input".
+        """
+        numbers = [f" {i}" for i in range(len(counts))] if numbered else [""]
+        target = Arrays(tuple(f"output{number}" for number in numbers))
+        source = target if in_place and result else Arrays(tuple(f"input{number}" for number in numbers))
+        declared = {}
+        if result:
+            declared = {name: Buffer(n, dtype, Role.OUTPUT) for name, n in zip(target.names, counts, strict=True)}
+        if source != target:
+            declared |= {name: Buffer(n, dtype, Role.INPUT) for name, n in zip(source.names, counts, strict=True)}
+        return CallerBuffers(dtype, tuple(counts), source, target, declared)
+
+    @staticmethod
+    def scattered(counts: Sequence[int], rank: int, dtype: DType, *, in_place: bool = False) -> CallerBuffers:
+        """The whole vector as input and part ``rank`` of it as output; in place, the part stays where it is."""
+        whole, first = sum(counts), sum(counts[:rank])
+        if in_place:
+            output = Arrays(("output",))
+            return CallerBuffers(dtype, tuple(counts), output, output, {"output": Buffer(whole, dtype, Role.OUTPUT)})
+        declared = {"input": Buffer(whole, dtype, Role.INPUT), "output": Buffer(counts[rank], dtype, Role.OUTPUT)}
+        return CallerBuffers(dtype, tuple(counts), Arrays(("input",)), Arrays(("output",), first), declared)
+
+    @staticmethod
+    def gathered(counts: Sequence[int], rank: int, dtype: DType, *, in_place: bool = False) -> CallerBuffers:
+        """Part ``rank`` as input and the whole vector as output; in place, the part is already in the output."""
+        target = Arrays(("output",))
+        declared = {"output": Buffer(sum(counts), dtype, Role.OUTPUT)}
+        if in_place:
+            return CallerBuffers(dtype, tuple(counts), target, target, declared)
+        declared["input"] = Buffer(counts[rank], dtype, Role.INPUT)
+        return CallerBuffers(dtype, tuple(counts), Arrays(("input",), sum(counts[:rank])), target, declared)
