@@ -155,19 +155,19 @@ RUNS_IN_FLIGHT: int
 TAGS_PER_RUN: int
 
 class Wire:
-    """Transfers between ranks, as the loop asks for them."""
+    """Transfers between ranks, for the loop."""
 
 class PythonWire(Wire):
-    """Those of a transport (transports.base.Transport) that is written in Python."""
+    """Transfers of a transport (transports.base.Transport) that is written in Python."""
 
     def __init__(self, transport: object) -> None: ...
 
 class MpiWire(Wire):
-    """Those of an MPI library, by the addresses of its functions; tokens come back from ``poll``.
+    """Transfers of an MPI library, by the addresses of its functions; ``poll`` returns the tokens.
 
-    ``fault(code, peer, got, expected)`` raises: an error of the library's (``code``), a message of the wrong size
-    (``peer``), or with neither that MPI has ended. ``spins``: polls without news in which the processor is kept; 0
-    yields it at once. One thread at a time may use it.
+    ``fault(code, peer, got, expected)`` raises an error of the library (``code``), a message of the wrong size
+    (``peer``), or, with neither, that MPI was finalized. ``spins``: number of empty polls during which the thread keeps
+    the processor; 0: it yields at once. One thread at a time may use it.
     """
 
     spins: int
@@ -186,9 +186,10 @@ class MpiWire(Wire):
     def cancel(self) -> None: ...
 
 class Steps:
-    """A schedule made ready: operations and transfers in program order, and what waits for what (``needs``).
+    """A compiled schedule: operations and transfers in program order, each with the earlier steps that it needs.
 
-    ``link()`` ends it. ``most_eager``: bytes of data that may go with a header. ``nbytes``: of memory, when linked.
+    Call ``link()`` after the last one. ``most_eager``: bytes of data that may be sent with a header. ``nbytes``: of
+    memory, after link().
     """
 
     @property
@@ -201,8 +202,8 @@ class Steps:
     def add_transfer(
         self, is_send: bool, peer: int, tag: int, address: int, nbytes: int, needs: Sequence[int]
     ) -> None: ...
-    def place(self, step: int, address: int) -> None:
-        """Take what a send sends from ``address``, from the next run on; not for what goes with headers."""
+    def set_source(self, step: int, address: int) -> None:
+        """Make a send take its bytes from ``address``, from the next run on; not for data that is sent with headers."""
 
     def link(self) -> None: ...
     def transfer(self, step: int, /) -> tuple[bool, int] | None:
@@ -213,10 +214,10 @@ class Run:
 
     def __init__(self, steps: Steps) -> None: ...
     def data_nbytes(self, peer: int) -> int:
-        """Of the data that may come with ``peer``'s header."""
+        """Bytes of data that ``peer``'s header may bring."""
 
-    def unheard(self) -> list[int]:
-        """The ranks whose header has not come."""
+    def missing_ranks(self) -> list[int]:
+        """The ranks whose header has not arrived."""
 
     def waits_for(self, is_send: bool) -> list[int]:
         """The ranks of sends, or receives, under way."""
@@ -225,7 +226,7 @@ class Run:
         """Step, start and end, in time.perf_counter() seconds."""
 
 class Outcome(Enum):
-    """How a turn of the loop ended: for nothing, with a run past its deadline, or with a run that has ended."""
+    """Why a turn of the loop ended: no event, a run past its deadline, or a run that has ended."""
 
     PAUSE = 0
     OVERDUE = 1
@@ -234,8 +235,8 @@ class Outcome(Enum):
 class Loop:
     """Advances all runs of a transport together, one thread at a time.
 
-    ``call`` is how the headers of calls begin. ``unusual(peer, message)`` is called for any control message that is not
-    the header of a call as this rank makes it, or will make it; it raises, unless that is no failure.
+    ``call`` is the first bytes of every call's header. The loop calls ``on_control(peer, message)`` for a control
+    message that is not the header that this rank expects; it raises if the message means a failure.
     """
 
     def __init__(self, wire: Wire, rank: int, size: int, most_eager: int, call: bytes) -> None: ...
@@ -243,7 +244,7 @@ class Loop:
     def size(self) -> int: ...
     @property
     def early(self) -> int:
-        """Headers of calls that this rank has not made yet."""
+        """Number of headers of calls that this rank has not made yet."""
 
     def begin(
         self,
@@ -252,43 +253,43 @@ class Loop:
         sequence: int,
         deadline: float,
         traced: bool,
-        unusual: Callable[[int, bytes], None],
+        on_control: Callable[[int, bytes], None],
         /,
     ) -> None:
         """Begin a run; ``headers`` are one for all ranks, or one for each."""
 
-    def run(self, limit: float, unusual: Callable[[int, bytes], None], /) -> Outcome:
+    def run(self, limit: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Advance until a run has ended, or ``limit``; signal handlers run meanwhile."""
 
-    def drive(self, unusual: Callable[[int, bytes], None], /) -> Outcome:
-        """Advance until a run has ended, or somebody wants to take over."""
+    def drive(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
+        """Advance until a run has ended, or another thread wants to drive."""
 
-    def step(self, unusual: Callable[[int, bytes], None], /) -> Outcome:
-        """Run one operation at most, and poll once."""
+    def step(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
+        """Run at most one operation, and poll once."""
 
     def take_ended(self) -> list[int]:
-        """The sequence numbers of the runs that have ended since the last time."""
+        """The sequence numbers of the runs that have ended since the last call."""
 
     @property
     def overdue(self) -> int:
-        """The sequence number of the run for which a turn ended with Outcome.OVERDUE."""
+        """The sequence number of the run that made a turn end with Outcome.OVERDUE."""
 
     def want(self, callers: int, /) -> None:
-        """So many more, or fewer, threads want to take over; any thread may say so."""
+        """Change the number of threads that want to drive; any thread may call this."""
 
     @property
     def wanted(self) -> int: ...
     def halt(self) -> None:
-        """End all turns, now and later; any thread may say so."""
+        """End all present and later turns; any thread may call this."""
 
     @property
     def halted(self) -> bool: ...
-    def tell(self, message: bytes, /) -> None:
+    def broadcast_control(self, message: bytes, /) -> None:
         """Start sending a control message to all other ranks, at most once."""
 
     @property
-    def telling(self) -> int:
-        """Sends of that under way."""
+    def control_sends(self) -> int:
+        """Sends of broadcast_control() under way."""
 
-    def drain(self, idle: int, unusual: Callable[[int, bytes], None], /) -> None:
-        """Poll, when no run counts any more."""
+    def drain(self, idle: int, on_control: Callable[[int, bytes], None], /) -> None:
+        """Poll for control messages after the last run."""

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeout_of
 from qccl.arrays import Values
 from qccl.calls import Collectives, Run
-from qccl.codecs.base import Codec
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
-from qccl.engine.base import Backend, Program
-from qccl.engine.control import Header, Kind
-from qccl.errors import ArgumentError, PeerLost, QcclError, gave_up
+from qccl.engine.base import Backend
+from qccl.errors import ArgumentError, PeerLost, QcclError
 from qccl.host import HostBackend
 from qccl.plan import Plan, PlanCache
-from qccl.state import StateStore, check_key
-from qccl.work import Work
+from qccl.session import Session
+from qccl.state import check_key
 
 if TYPE_CHECKING:
     from qccl.cuda.nccl import NcclTransport
-    from qccl.schedule import Schedule
-    from qccl.trace import TraceEvent
     from qccl.transports.base import Group
 
 __all__ = ["Communicator"]
 
 #: more than will ever be made; the number of a call has 64 bits
 _CALLS = 1 << 63
-
-_T = TypeVar("_T")
 
 
 class Communicator(Collectives):
@@ -77,15 +70,10 @@ class Communicator(Collectives):
         self.backend = made.name
         self.timeout = timeout
         self.transport = transport
-        self._engine, self._memory = made.engine, made.memory
         self._make_backend = backend
+        self._session = Session(self.rank, self.size, made, timeout)
+        self._memory = made.memory
         self._plans = PlanCache()
-        self._state = StateStore(self.rank, self.size, self._engine.persistent)
-        self._sequence = 0  # of calls
-        self._calls = 0  # of those that may draw random numbers: a barrier more changes no result
-        self._skipped = 0  # of their numbers, in load_state_dict()
-        self._failure: QcclError | None = None
-        self._closed = False
 
     @classmethod
     def _from_transport(
@@ -160,7 +148,8 @@ class Communicator(Collectives):
             self.abort(f"{type(error).__name__}: {error}")
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else "failed" if self._failure else self.transport.name
+        session = self._session
+        state = "closed" if session.closed else "failed" if session.failure else self.transport.name
         return f"<Communicator rank {self.rank} of {self.size}, {state}>"
 
     # -- collectives -------------------------------------------------------------------------------------------------
@@ -181,22 +170,22 @@ class Communicator(Collectives):
         ``dtype`` is a name, NCCL's number, or a type of NumPy, torch or JAX (such as ``x.dtype``). ``parameters`` are
         those of the collective's method ("op", "algorithm", ...).
         """
-        self._check_usable()
+        self._session.check_usable()
         if collective == HierarchicalSpec.name:
             parameters = {"node_ids": self.nodes, **parameters}
         spec = spec_of_plan(collective, count, dtype, codec, chunk, parameters)
         check_key(spec.codec, key)
-        return Plan(self, spec, key)
+        return Plan(self._session, spec, key)
 
     def barrier(self) -> None:
         """Return when every rank has called barrier()."""
-        self._together("barrier()", lambda: None)
+        self._session.run_collective("barrier()", lambda: None)
 
     def allgather(self, item: bytes) -> list[bytes]:
         """Every rank's ``item`` in rank order; for set-up, not for speed."""
         if not isinstance(item, bytes):
             raise ArgumentError(f"an item of allgather() must be bytes, not {type(item).__name__}")
-        return self._together("allgather()", lambda: self.transport.allgather(item, self.timeout))
+        return self._session.run_collective("allgather()", lambda: self.transport.allgather(item, self.timeout))
 
     def check(self, stream: int | None = None, timeout: float | None = None) -> None:
         """Raise what went wrong so far.
@@ -204,12 +193,13 @@ class Communicator(Collectives):
         On CUDA it first waits until all calls are done, and everything on ``stream`` if given (such as the replays of a
         graph that has calls in it): then their results are known to be good. ``timeout``: the communicator's.
         """
-        self._check_usable()
+        session = self._session
+        session.check_usable()
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         try:
-            self._engine.check(timeout, stream)
+            session.engine.check(timeout, stream)
         except QcclError as error:
-            self._fail(error)
+            session.fail(error)
             raise
 
     # -- what lasts from call to call --------------------------------------------------------------------------------
@@ -220,7 +210,7 @@ class Communicator(Collectives):
 
         That is the number of the next one, and keys its random numbers.
         """
-        return self._calls
+        return self._session.calls
 
     def state_dict(self) -> dict[str, Any]:
         """All that the results of later calls depend on, of this rank and communicator; waits for calls under way.
@@ -228,8 +218,9 @@ class Communicator(Collectives):
         Under "keys" is what stateful codecs keep, by key, as copies in NumPy arrays; under "calls" the number of the
         next call. It can be taken after a failure too, and then is that of the last calls that ended well.
         """
-        self._engine.settle(self.timeout)
-        return {"calls": self._calls, "keys": self._state.save()}
+        session = self._session
+        session.engine.wait_until_idle(self.timeout)
+        return {"calls": session.calls, "keys": session.state.save()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Put back what state_dict() returned on this rank of a group of this size, for all keys; all ranks must.
@@ -237,55 +228,52 @@ class Communicator(Collectives):
         Later calls then give what they would have given there, to the bit. Raises ArgumentError for anything else, and
         then changes nothing.
         """
-        self._check_usable()
+        session = self._session
+        session.check_usable()
         if not isinstance(saved, Mapping) or set(saved) != {"calls", "keys"}:
             found = f"one with {list(saved)}" if isinstance(saved, Mapping) else type(saved).__name__
             raise ArgumentError(f'a state is the dict that state_dict() returned, with "calls" and "keys", not {found}')
         calls = count_of(saved["calls"], 'the state\'s "calls"')
         if calls >= _CALLS:
             raise ArgumentError(f'the state\'s "calls" must be a number of calls, less than 2**63, not {calls}')
-        self._engine.settle(self.timeout)
-        self._state.load(saved["keys"])
-        self._skipped += calls - self._calls
-        self._calls = calls
-        self._plans.clear()  # those on CUDA agreed on the old numbers
+        session.engine.wait_until_idle(self.timeout)
+        session.state.load(saved["keys"])
+        session.call_offset += calls - session.calls
+        session.calls = calls
+        self._plans.clear()  # on CUDA the ranks compared their old call numbers
 
     def reset(self, key: str | None = None) -> None:
         """Forget what stateful codecs keep under ``key`` (None: under all keys); all ranks should."""
-        self._engine.settle(self.timeout)
-        self._state.reset(key)
+        self._session.engine.wait_until_idle(self.timeout)
+        self._session.state.reset(key)
 
     # -- groups and the end ------------------------------------------------------------------------------------------
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
-        self._check_usable()
+        self._session.check_usable()
         check_group(color, key)
-        transport = self._together("split()", lambda: self.transport.split(color, key, self.timeout))
+        transport = self._session.run_collective("split()", lambda: self.transport.split(color, key, self.timeout))
         if transport is None:
             return None
         return Communicator._from_transport(transport, self.timeout, self._make_backend)
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Give up at once, without the other ranks: they raise PeerLost in the call they are in or make next."""
-        if not self._closed and self._failure is None:
-            self._fail(PeerLost(f"rank {self.rank} gave up: {reason}"))
+        if not self._session.closed and self._session.failure is None:
+            self._session.fail(PeerLost(f"rank {self.rank} gave up: {reason}"))
 
     def close(self) -> None:
         """Release the group, after the last call on every rank. Idempotent."""
-        if self._closed:
-            return
-        self._closed = True
         self._plans.clear()
-        if self._failure is None:
-            self._engine.close(self.timeout)
+        if self._session.close():
             self.transport.close()
 
     # -- how a call runs ---------------------------------------------------------------------------------------------
 
     def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
         """One call of a collective: its result, or its Work."""
-        self._check_usable()
+        self._session.check_usable()
         if how.nonfinite not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={how.nonfinite!r} is not "propagate" or "error"')
         timeout = None if how.timeout is None else timeout_of(how.timeout)
@@ -295,7 +283,7 @@ class Communicator(Collectives):
         if how.async_op:
             self._memory.hold(arrays.values())
         own = self._own_input(spec, arrays) if how.nonfinite == "error" else ""
-        plan = self._plans.take(self, spec)._bind_values(arrays, result, how.key)
+        plan = self._plans.take(self._session, spec)._bind_values(arrays, result, how.key)
         work = plan._start(stream=how.stream, timeout=timeout, trace=how.trace, lr=how.lr)
         work._when_reusable(lambda: self._plans.give_back(plan))
         if how.nonfinite == "error":
@@ -306,69 +294,13 @@ class Communicator(Collectives):
         work._detach(at_once=True)
         return work
 
-    def _together(self, what: str, act: Callable[[], _T]) -> _T:
-        """A collective of the set-up kind, as one of the group's calls; once all ranks have come, ``act`` is done."""
-        self._check_usable()
-        header = Header(Kind.CALL, self._sequence, what)
-        self._sequence += 1
-        try:
-            self._engine.meet(header, self.timeout)
-            return act()
-        except BaseException as error:  # Ctrl-C, too: the others would wait
-            self._fail(gave_up(self.rank, error))
-            raise
-
-    def _launch(
-        self,
-        program: Program,
-        text: str,
-        pairs: tuple[str, ...],
-        addresses: dict[str, int],
-        result: Any,
-        *,
-        keep: Any,
-        streams: tuple[int, ...],
-        timeout: float | None,
-        trace: list[TraceEvent] | None,
-        schedule: Schedule | None,
-        lr: float | None,
-    ) -> Work:
-        """Start a program on this communicator's next sequence number; ``text`` and ``pairs`` are those of Header."""
-        self._check_usable()
-        execution = program.start(
-            addresses,
-            call=self._calls,
-            header=Header(Kind.CALL, self._sequence, text, pairs),
-            deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
-            trace=trace,
-            schedule=schedule,
-            streams=streams,
-            lr=1.0 if lr is None else lr,
-        )
-        work = Work(self, self._calls, execution, result, keep)
-        self._sequence += 1
-        self._calls += 1
-        return work
-
-    def _numbered(self, text: str, codec: Codec) -> str:
-        """What the ranks agree on, with how calls are numbered where they may differ in that and it matters."""
-        return f"{text}, {self._skipped:+} calls" if self._skipped and codec.kernel().draws else text
-
-    def _agree(self, text: str, pairs: tuple[str, ...]) -> None:
-        """Collective where the engine does not check every call: whether all ranks want this plan."""
-        try:
-            self._engine.agree(Header(Kind.CALL, self._sequence, text, pairs), self.timeout)
-        except QcclError as error:
-            self._fail(error)
-            raise
-
     def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
         """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.
 
         It is "" while other calls are under way, which may be writing the input, and on CUDA, where the host would have
         to wait for it.
         """
-        if not self._engine.is_idle:
+        if not self._session.engine.is_idle:
             return ""
         names = [name for name in spec.counts(self.rank, self.size) if name.startswith("input")]
         for values in (arrays[name] for name in names):
@@ -387,20 +319,3 @@ class Communicator(Collectives):
                     f"is not finite spoils its whole bucket, and a sum may overflow){own}. The call has written the "
                     f'output; nonfinite="error" requests this error'
                 )
-
-    def _fail(self, error: QcclError, call: int | None = None) -> None:
-        """Remember the first failure, in this call or outside any, and let the other ranks know."""
-        if call is not None:
-            self._calls = min(self._calls, call)  # not all ranks have made it
-        if self._failure is None:
-            self._failure = error
-            self._engine.abort(str(error))
-
-    def _check_usable(self) -> None:
-        if self._closed:
-            raise ArgumentError("this communicator is closed; make another with qccl.init()")
-        if self._failure is None and self._engine.failure is not None:
-            self._failure = self._engine.failure
-        if self._failure is not None:
-            error = type(self._failure)(f"this communicator failed earlier and is unusable: {self._failure}")
-            raise error from self._failure

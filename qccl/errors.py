@@ -24,8 +24,8 @@ __all__ = [
     "MismatchError",
     "PeerLost",
     "QcclError",
+    "failure_text",
     "gave_up",
-    "last_words",
 ]
 
 
@@ -70,11 +70,11 @@ class EngineError(QcclError):
 
 
 def gave_up(rank: int, error: BaseException) -> QcclError:
-    """What the other ranks, and later calls, are told of an exception that ended a call on ``rank``."""
-    return error if isinstance(error, QcclError) else PeerLost(last_words(rank, error))
+    """The error that other ranks and later calls raise after an exception ended a call on ``rank``."""
+    return error if isinstance(error, QcclError) else PeerLost(failure_text(rank, error))
 
 
-def last_words(rank: int, error: BaseException) -> str:
+def failure_text(rank: int, error: BaseException) -> str:
     """The message to the other ranks about an exception of ``rank``, even if its ``str()`` fails."""
     try:
         text = str(error)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from qccl.cuda.runtime import device_count, pick_device
+from qccl.cuda.libraries import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.launchers import Launcher, check_alone, check_size, detect, remedy
 

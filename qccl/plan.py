@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
+from qccl.engine.base import Program
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule
+from qccl.session import Session
 from qccl.state import check_key, lr_of
-
-if TYPE_CHECKING:
-    from qccl.communicator import Communicator
-    from qccl.engine.base import Program
-    from qccl.trace import TraceEvent
-    from qccl.work import Work
+from qccl.trace import TraceEvent
+from qccl.work import Work
 
 __all__ = ["Plan", "PlanCache"]
 
@@ -55,17 +53,17 @@ class Plan:
     what it is run on where the codec keeps something from run to run.
     """
 
-    def __init__(self, comm: Communicator, spec: CollectiveSpec, key: str | None = None) -> None:
+    def __init__(self, session: Session, spec: CollectiveSpec, key: str | None = None) -> None:
         self.spec = spec
         self._key = key
-        self._comm = comm
+        self._session = session
         self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
         self._text = spec.text()
-        self._names = spec.counts(comm.rank, comm.size).keys()
-        self._pairs = spec.pairs(comm.rank, comm.size)
-        comm._agree(comm._numbered(self._text, spec.codec), self._pairs)
+        self._names = spec.counts(session.rank, session.size).keys()
+        self._pairs = spec.pairs(session.rank, session.size)
+        session.check_consistent(session.with_offset(self._text, spec.codec), self._pairs)
 
     def __repr__(self) -> str:
         return f"<Plan {self._text}>"
@@ -77,8 +75,9 @@ class Plan:
 
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Fix the arrays (as in the collective's method) of the runs to come; returns the plan."""
-        comm, spec = self._comm, self.spec
-        memory, dtype, has_output = comm._memory, spec.dtype, "output" in self._names
+        session, spec = self._session, self.spec
+        session.check_usable()
+        memory, dtype, has_output = session.memory, spec.dtype, "output" in self._names
         given: dict[str, Values] = {}
         if "input" in self._names:
             given["input"] = memory.from_array(x, dtype=dtype, writable=out is None and has_output, what="x")
@@ -86,23 +85,22 @@ class Plan:
             given["output"] = memory.from_array(out, dtype=dtype, writable=True, what="out")
         elif has_output:
             source = given.get("input") or memory.from_array(x, dtype=dtype, writable=True, what="x")
-            given["output"] = spec.output_in(source, comm.rank, comm.size)
-        spec.check_counts(given, comm.rank, comm.size)
+            given["output"] = spec.output_in(source, session.rank, session.size)
+        spec.check_counts(given, session.rank, session.size)
         result = x if out is None else out
         return self._bind_values(given, result if has_output else None, self._key)
 
     def _bind_values(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> Plan:
-        self._comm._check_usable()
         check_key(self.spec.codec, key)
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
         self._bound, self._key = None, key
-        spec, comm, text = self.spec, self._comm, self._text
+        spec, session, text = self.spec, self._session, self._text
         order = spec.order_of(arrays)
         if order != spec.order:
             text = replace(spec, order=order).text()
-            comm._agree(comm._numbered(text, spec.codec), self._pairs)
-        in_place, addresses = spec.bind(arrays, comm.rank, comm.size)
+            session.check_consistent(session.with_offset(text, spec.codec), self._pairs)
+        in_place, addresses = spec.bind(arrays, session.rank, session.size)
         compiled = self._program(in_place)
         if compiled.state and order != spec.order:  # another element would get what this one's code left out
             compiled = compiled._replace(state_owner=replace(spec, order=order).state_owner(compiled.algorithm))
@@ -123,10 +121,11 @@ class Plan:
 
         On the host it progresses while the caller computes, if it is not waited for within a moment.
         """
+        self._session.check_usable()
         timeout = None if timeout is None else timeout_of(timeout)
         check_trace(trace)
         if self._bound is not None:
-            self._comm._memory.hold(self._bound.arrays.values())
+            self._session.memory.hold(self._bound.arrays.values())
         work = self._start(stream=stream, timeout=timeout, trace=trace, lr=lr)
         work._detach(at_once=False)
         return work
@@ -146,28 +145,28 @@ class Plan:
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
         lr = None if lr is None else lr_of(lr)
         arrays, result, compiled, addresses, text = self._bound
+        session = self._session
         keep: Any = self._bound
-        streams = self._comm._memory.streams(stream, *arrays.values())
-        if self._comm._skipped:
-            text = self._comm._numbered(text, self.spec.codec)
+        streams = session.memory.streams(stream, *arrays.values())
+        if session.call_offset:
+            text = session.with_offset(text, self.spec.codec)
         if self._key is not None and self.spec.codec.state_names:
-            state = self._comm._state.take(self._key, compiled.state_owner, compiled.state, lr)
+            state = session.state.take(self._key, compiled.state_owner, compiled.state, lr)
             addresses = addresses | {name: memory.address for name, memory in state.items()}
             text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
             keep = self._bound, state
-        self._work = self._comm._launch(
+        execution = session.start(
             compiled.program,
+            addresses,
             text,
             self._pairs,
-            addresses,
-            result,
-            keep=keep,
-            lr=lr,
-            streams=streams,
             timeout=timeout,
+            lr=lr,
             trace=trace,
             schedule=None if trace is None else self.schedule(in_place=compiled.in_place),
+            streams=streams,
         )
+        self._work = Work(session, execution, result, keep)
         return self._work
 
     def wait(self, timeout: float | None = None) -> Any:
@@ -186,8 +185,10 @@ class Plan:
 
     def schedule(self, *, in_place: bool) -> Schedule:
         """What this rank does in a run."""
-        comm = self._comm
-        return self.spec.schedule(comm.rank, comm.size, in_place=in_place, default_chunk=comm._engine.chunk_elements)
+        session = self._session
+        return self.spec.schedule(
+            session.rank, session.size, in_place=in_place, default_chunk=session.engine.chunk_elements
+        )
 
     def _program(self, in_place: bool) -> _Compiled:
         found = self._programs.get(in_place)
@@ -195,7 +196,7 @@ class Plan:
             schedule = self.schedule(in_place=in_place)
             state = {name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE}
             state_owner = self.spec.state_owner(schedule.name)
-            found = _Compiled(self._comm._engine.compile(schedule), in_place, schedule.name, state_owner, state)
+            found = _Compiled(self._session.engine.compile(schedule), in_place, schedule.name, state_owner, state)
             self._programs[in_place] = found
         return found
 
@@ -207,11 +208,11 @@ class PlanCache:
         self._idle: dict[CollectiveSpec, list[Plan]] = {}
         self._nbytes = 0  # of workspace, in all of them
 
-    def take(self, comm: Communicator, spec: CollectiveSpec) -> Plan:
+    def take(self, session: Session, spec: CollectiveSpec) -> Plan:
         """An idle plan of this spec, or a new one."""
         idle = self._idle.get(spec)
         if not idle:
-            return Plan(comm, spec)
+            return Plan(session, spec)
         plan = idle.pop()
         self._nbytes -= plan.nbytes
         return plan

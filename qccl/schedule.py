@@ -255,7 +255,7 @@ class Node:
     """What an engine starts and completes as one thing: a compute operation, a leg, or a whole Exchange.
 
     ``sequence`` numbers a leg among the legs of this rank with the same peer and direction, so that both ends of a
-    transfer name it alike. ``place`` are values that a send takes in place of its leg's bytes, which it only occupies.
+    transfer name it alike. ``source`` is where a zero-copy send takes its bytes; its slot is only reserved.
     """
 
     op_index: int
@@ -263,7 +263,7 @@ class Node:
     transfer: Transfer | None = None
     is_send: bool = False
     sequence: int = 0
-    place: Span | None = None
+    source: Span | None = None
 
     @property
     def queue(self) -> Queue:
@@ -271,7 +271,7 @@ class Node:
 
     def reads(self) -> tuple[Span, ...]:
         if self.transfer is not None:
-            return _present((self.transfer.span, self.place)) if self.is_send else ()
+            return _present((self.transfer.span, self.source)) if self.is_send else ()
         return reads(self.op)
 
     def writes(self) -> tuple[Span, ...]:

@@ -11,15 +11,22 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from qccl.communicator import Communicator
+from typing import Any, Protocol
 
 __all__ = ["TraceEvent", "write_trace"]
 
 #: rounds of messages by which the clocks of machines are compared
 _CLOCK_ROUNDS = 20
+
+
+class Ranks(Protocol):
+    """The part of a Communicator that write_trace() uses."""
+
+    rank: int
+    size: int
+
+    def allgather(self, item: bytes) -> list[bytes]:
+        """Every rank's ``item`` in rank order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +52,7 @@ class TraceEvent:
     args: Mapping[str, int | str] = field(default_factory=dict, hash=False)
 
 
-def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent], comm: Communicator | None = None) -> None:
+def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent], comm: Ranks | None = None) -> None:
     """Write the events in Chrome's JSON. With ``comm`` the call is collective, and rank 0 writes all ranks' events.
 
     The file shows a rank as a process: one track for its computations, and for each peer one for sends and one for
@@ -68,7 +75,7 @@ def write_trace(path: str | PathLike[str], events: Iterable[TraceEvent], comm: C
 # -- all ranks ---------------------------------------------------------------------------------------------------------
 
 
-def _gathered(events: Sequence[TraceEvent], comm: Communicator) -> tuple[list[TraceEvent], str]:
+def _gathered(events: Sequence[TraceEvent], comm: Ranks) -> tuple[list[TraceEvent], str]:
     """Collective: all ranks' events by the clock of rank 0, and a remark on how exact that is."""
     item = {"machine": _machine(), "events": [asdict(event) for event in events]}
     items = [json.loads(each) for each in comm.allgather(json.dumps(item).encode())]
@@ -94,7 +101,7 @@ def _machine() -> str:
     return socket.gethostname()
 
 
-def _clock_bounds(comm: Communicator) -> list[tuple[float, float]]:
+def _clock_bounds(comm: Ranks) -> list[tuple[float, float]]:
     """Collective: for each rank, the least and the greatest number of seconds its clock may be ahead of rank 0's.
 
     No rank leaves an all-gather before every rank has entered it, so one rank's entry and another's exit give a bound.

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from qccl.arguments import timeout_of
+from qccl.engine.base import Execution
 from qccl.errors import ArgumentError, CollectiveTimeout, QcclError, gave_up
-
-if TYPE_CHECKING:
-    from qccl.communicator import Communicator
-    from qccl.engine.base import Execution
+from qccl.session import Session
 
 __all__ = ["Work"]
 
@@ -23,8 +21,9 @@ class Work:
     way; on CUDA it completes by itself.
     """
 
-    def __init__(self, comm: Communicator, number: int, execution: Execution, result: Any, keep: Any) -> None:
-        self._comm, self._number = comm, number  # of the call
+    def __init__(self, session: Session, execution: Execution, result: Any, keep: Any) -> None:
+        self._session = session
+        self._call = execution.call
         self._execution: Execution | None = execution
         self._result = result
         execution.kept = keep  # also where nobody holds the Work
@@ -80,7 +79,7 @@ class Work:
             except QcclError as error:
                 self._conclude(error)
             except BaseException as error:  # Ctrl-C, or a fault of ours: the engine has told the other ranks
-                self._conclude(gave_up(self._comm.rank, error))
+                self._conclude(gave_up(self._session.rank, error))
                 raise
             else:
                 self._conclude()
@@ -116,7 +115,7 @@ class Work:
         self._execution = None
         self._exception = error
         if error is not None:
-            self._comm._fail(error, self._number)
+            self._session.fail(error, self._call)
         else:
             for finish in self._finish:
                 finish()

@@ -767,14 +767,14 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
 @contextlib.contextmanager
 def installed(world: World, kernels: Any) -> Any:
     """Put the modules in place, and forget what was made of them afterwards."""
-    from qccl.cuda import runtime
+    from qccl.cuda import libraries
 
     made = modules(world, kernels)
-    parts = ("engine", "kernels", "memory", "nccl", "program", "run", "staging", "state")
+    parts = ("device", "engine", "kernels", "memory", "nccl", "program", "run", "staging", "state", "watchdog")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
-    runtime.require.cache_clear()
+    libraries.require.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
@@ -788,7 +788,7 @@ def installed(world: World, kernels: Any) -> Any:
         for thread in threading.enumerate():
             if thread.name.startswith("qccl"):
                 thread.join(5)
-        runtime.require.cache_clear()
+        libraries.require.cache_clear()
         for name, module in saved.items():
             sys.modules.pop(name, None)
             if module is not None:

@@ -141,7 +141,7 @@ def test_the_thread_sleeps_when_nothing_is_under_way():
     def run(comm):
         x = np.ones(1000, np.float32)
         comm.quantized_allreduce(x, async_op=True).wait()
-        thread = comm._engine._progress_thread
+        thread = comm._session.engine._progress_thread
         until(lambda: thread._asleep)
         for again in (True, False):  # and it is woken
             x.fill(1)
@@ -178,7 +178,7 @@ def test_the_thread_gives_way_to_a_caller_who_starts_another_call():
 def test_a_call_that_ends_at_once_needs_no_thread():
     def run(comm):
         comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True).wait()
-        return comm._engine.detached, len(progress_threads())
+        return comm._session.engine.detached, len(progress_threads())
 
     until(lambda: not progress_threads())
     assert qccl.run_ranks(1, run) == [(0, 0)]
@@ -239,9 +239,9 @@ def test_a_deadline_passes_in_the_background():
             assert failed.wait(10)
             return
         work = comm.quantized_allreduce(np.ones(10, np.float32), async_op=True, timeout=0.1)
-        until(lambda: comm._engine._failure is not None)
+        until(lambda: comm._session.engine._failure is not None)
         failed.set()
-        assert isinstance(comm._engine._failure, CollectiveTimeout), "before anybody asks"
+        assert isinstance(comm._session.engine._failure, CollectiveTimeout), "before anybody asks"
         until(work.is_completed)
         assert isinstance(work.exception(), CollectiveTimeout)
         raise work.exception()
@@ -302,7 +302,7 @@ def test_a_transport_that_is_not_threaded_has_no_thread():
         with qccl.Communicator._from_transport(transport) as other:
             x = np.ones(1000, np.float32)
             work = other.quantized_allreduce(x, async_op=True)
-            assert other._engine._progress_thread is None
+            assert other._session.engine._progress_thread is None
             until(work.is_completed)
         return (x == 2).all()
 

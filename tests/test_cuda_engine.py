@@ -22,7 +22,7 @@ import pytest
 
 import qccl
 from qccl import launch, launchers
-from qccl.cuda import runtime, streams
+from qccl.cuda import libraries, streams
 from qccl.cuda.memory import CudaMemory
 from qccl.transports import rendezvous
 
@@ -305,7 +305,7 @@ def test_a_call_in_a_graph(codec, cupy):
         return [comm.quantized_allreduce(values(comm.rank, count, i), **arguments).tobytes() for i in range(3)]
 
     def run(comm):
-        with runtime.on_device(comm.rank):
+        with libraries.on_device(comm.rank):
             x = fake_cuda.array(values(comm.rank, count), comm.rank)
             comm.quantized_allreduce(x, **arguments)
             comm.check()
@@ -331,7 +331,7 @@ def test_replays_draw_fresh_random_numbers(cupy):
     one_at_a_time = threading.Lock()
 
     def run(comm):
-        with runtime.on_device(comm.rank):
+        with libraries.on_device(comm.rank):
             x, out = (fake_cuda.array(values(comm.rank, 5000), comm.rank) for _ in range(2))
             comm.quantized_allreduce(x, out, **arguments)
             comm.check()
@@ -395,7 +395,7 @@ def test_a_captured_plan_keeps_its_memory(world, cupy):
         comm.quantized_allreduce(x, out, **arguments)
         comm.check()
         captured(cupy, comm, lambda s: comm.quantized_allreduce(x, out, stream=s, **arguments))
-        [program] = comm._engine._captured
+        [program] = comm._session.engine._captured
         comm._plans.clear()
         return program._workspace.ptr in world.memory and sys.getrefcount(program) >= 2
 
@@ -458,7 +458,7 @@ def call_streams(world, x, **arguments):
     def run(comm):
         comm.quantized_allreduce(x, op="avg")
         comm.check()
-        queues = set(comm._engine.queues.values())
+        queues = set(comm._session.engine.device.queues.values())
         world.calls.clear()
         comm.quantized_allreduce(x, op="avg", **arguments)
         comm.check()
@@ -719,7 +719,7 @@ def test_a_call_that_cannot_be_put_on_its_streams(world, cupy, monkeypatch):
         def fails(*arguments):
             raise fake_cuda.CUDADriverError(719)
 
-        monkeypatch.setattr(runtime.require().driver, "launchKernel", fails)
+        monkeypatch.setattr(libraries.require().driver, "launchKernel", fails)
         comm._plans.clear()  # the plans there are have the other one
         with pytest.raises(qccl.EngineError, match="719") as caught:
             comm.quantized_allreduce(x, out)
@@ -762,7 +762,7 @@ def test_a_communicator_that_is_dropped_lives_until_its_calls_are_done(world, cu
     comm.check()
     world.frozen = True
     comm.quantized_allreduce(x, out, async_op=True)
-    engine, array = weakref.ref(comm._engine), weakref.ref(x)
+    engine, array = weakref.ref(comm._session.engine), weakref.ref(x)
     del comm, x
     gc.collect()
     time.sleep(0.1)
@@ -801,14 +801,14 @@ def test_a_question_that_a_capture_forbids_ends_nothing(world, cupy):
         comm.check()
         world.frozen = True
         work = comm.quantized_allreduce(x, out, async_op=True)
-        comm._engine.look = lambda: True  # the watching thread is exempt
+        comm._session.engine.watch = lambda: True  # the watching thread is exempt
         time.sleep(0.05)
         world.error = 900
         with pytest.raises(qccl.ArgumentError, match="captures"):
             work.is_completed()
         world.error, world.frozen = 0, False
         assert work.synchronize() is out and work.exception() is None
-        del comm._engine.look
+        del comm._session.engine.watch
 
     one(run)
 
@@ -833,7 +833,7 @@ def test_events_are_of_the_communicators_gpu(world, cupy):
         world.frozen = True
         works = [comm.quantized_allreduce(x, out, async_op=True) for _ in range(50)]
         world.frozen = False
-        assert runtime.require().runtime.getDevice() == 0
+        assert libraries.require().runtime.getDevice() == 0
         assert all(work.synchronize() is out for work in works)
         assert (out.get() == x.get()).all()
 
@@ -843,7 +843,7 @@ def test_at_the_end_of_the_process(world, cupy):
     comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
     x, out = pair()
     comm.quantized_allreduce(x, out)
-    importlib.import_module("qccl.cuda.engine")._wait_for_the_last()
+    importlib.import_module("qccl.cuda.engine")._leave_at_exit()
     assert (out.get() == x.get()).all()
     assert ("destroy", 0) in world.calls
 
@@ -855,7 +855,7 @@ def test_no_more_threads(cupy, monkeypatch):
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
     monkeypatch.setattr(threading.Thread, "start", refuses)
-    assert runtime.bounded(0, 1.0, "a test", threading.get_ident) == threading.get_ident()
+    assert libraries.bounded(0, 1.0, "a test", threading.get_ident) == threading.get_ident()
 
 
 def test_errors_of_the_libraries_are_ours(cupy):
@@ -866,9 +866,9 @@ def test_errors_of_the_libraries_are_ours(cupy):
         (fake_cuda.NcclError(6), qccl.PeerLost, None),
         (fake_cuda.CUDARuntimeError(2), qccl.EngineError, 2),
     ):
-        found = runtime.mapped(error)
+        found = libraries.mapped(error)
         assert type(found) is kind and getattr(found, "code", None) == code and str(error) in str(found)
-    assert runtime.mapped(KeyError("x")) is None
+    assert libraries.mapped(KeyError("x")) is None
 
 
 def test_a_timeout_of_the_wait(world, cupy):
@@ -1061,7 +1061,7 @@ for statement in sys.argv[1:]:
 
 
 def test_without_cuda_there_is_one_clear_error():
-    if not runtime.missing():
+    if not libraries.missing():
         pytest.skip("this machine has CUDA")
     command = [sys.executable, "-c", _WITHOUT_CUDA, *_STATEMENTS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
@@ -1074,9 +1074,9 @@ def test_without_cuda_there_is_one_clear_error():
 
 def test_what_is_missing_is_named(world):
     with fake_cuda.installed(world, fake_kernels.work) as cupy, pytest.MonkeyPatch.context() as monkeypatch:
-        assert runtime.missing() == []
-        assert runtime.device_count() == fake_cuda.DEVICES
-        assert runtime.nccl_version() == "2.28.0"
+        assert libraries.missing() == []
+        assert libraries.device_count() == fake_cuda.DEVICES
+        assert libraries.nccl_version() == "2.28.0"
         monkeypatch.setattr(cupy, "__version__", "13.6.0")
         monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: 21705)
         monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
@@ -1085,24 +1085,24 @@ def test_what_is_missing_is_named(world):
             raise fake_cuda.CUDARuntimeError(35)
 
         monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", no_driver)
-        lacking = " | ".join(runtime.missing())
+        lacking = " | ".join(libraries.missing())
         for part in ("CuPy is 13.6.0", "NCCL is 2.17", "cuda-python cannot be imported", "no CUDA driver"):
             assert part in lacking
         monkeypatch.setattr(cupy.cuda.nccl, "available", False)
-        assert any("finds no NCCL" in each for each in runtime.missing())
+        assert any("finds no NCCL" in each for each in libraries.missing())
         monkeypatch.setitem(sys.modules, "cupy", None)
-        assert runtime.device_count() == 0
-        assert len(runtime.missing()) == 1
+        assert libraries.device_count() == 0
+        assert len(libraries.missing()) == 1
 
 
 def test_which_gpu_a_rank_takes(cupy, monkeypatch):
-    assert runtime.pick_device(3, 0) == 3
-    assert runtime.pick_device(None, 5) == 5
-    assert runtime.pick_device(None, None) == 0
+    assert libraries.pick_device(3, 0) == 3
+    assert libraries.pick_device(None, 5) == 5
+    assert libraries.pick_device(None, None) == 0
     with pytest.raises(qccl.EngineError, match="rank 8"):
-        runtime.pick_device(None, 8)
+        libraries.pick_device(None, 8)
     monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 1)
-    assert runtime.pick_device(None, 3) == 0  # the launcher shows each rank its own
+    assert libraries.pick_device(None, 3) == 0  # the launcher shows each rank its own
 
 
 def test_the_benchmark_on_a_gpu(cupy):
@@ -1116,7 +1116,7 @@ def test_the_benchmark_on_a_gpu(cupy):
     counts = Counts(iters=10, warmups=1, checks=1)  # two calls in each of five rounds
 
     def run(comm):
-        with runtime.on_device(comm.rank):
+        with libraries.on_device(comm.rank):
             found = []
             for call in (PlainCall(comm, case), QuantizedCall(comm, case, qccl.codecs.get("minmax8"), "auto", None)):
                 assert call.name == "minmax8" or call.is_supported(arrays_of(comm))

@@ -18,7 +18,7 @@ from test_cuda_engine import captured, cupy, values, world  # noqa: F401  (fixtu
 import qccl
 from qccl.codecs import get
 from qccl.collectives import spec_of_plan
-from qccl.cuda import runtime
+from qccl.cuda import libraries
 from qccl.dtypes import FLOAT32
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
@@ -175,9 +175,9 @@ def test_bytes_between_nodes_go_over_the_host_and_no_others(world, cupy):  # noq
                 sent |= {"host": 0, "nccl": 0}
                 comm.hierarchical_allreduce(x, inter="host", **how)
                 comm.check()
-                comm._engine._courier.close(10.0)
+                comm._session.engine._proxy.close(10.0)
                 found.append((sent["host"], sent["nccl"]))
-                comm._engine._courier = None  # the next call makes another
+                comm._session.engine._proxy = None  # the next call makes another
         return found
 
     leader = [(2 * encoded, whole), (2 * 2 * encoded // 3, whole)]
@@ -244,8 +244,8 @@ def test_numbers_of_runs_go_round(world, cupy):  # noqa: F811
         [compiled] = plan._programs.values()
         staging = compiled.program._staging
         staging._number = (1 << 32) - 2
-        for word in range(len(staging._words)):
-            staging._words[word] = (1 << 32) - 2
+        for word in range(len(staging._flags)):
+            staging._flags[word] = (1 << 32) - 2
         for x in xs:
             plan.bind(x).start()
         comm.check()
@@ -330,7 +330,9 @@ def test_a_peer_that_sends_something_else(world, cupy):  # noqa: F811
     def other(comm: qccl.Communicator) -> Any:
         x = fake_cuda.array(values(comm.rank, 2000), comm.rank)
         how = {"node_ids": [0, 1], "inter": "host"}
-        comm._engine._agreed.add(spec_of_plan("hierarchical_allreduce", 2000, "float32", "minmax8", 256, how).text())
+        comm._session.engine._consistency._checked.add(
+            spec_of_plan("hierarchical_allreduce", 2000, "float32", "minmax8", 256, how).text()
+        )
         with pytest.raises(qccl.QcclError):
             staged(comm, x, async_op=True, timeout=2.0).synchronize()
 
@@ -399,7 +401,7 @@ def test_aborting_lets_the_streams_go_on(world, cupy):  # noqa: F811
             time.sleep(0.1)
             assert not world.is_empty(0)
             comm.abort("enough")
-            runtime.require().runtime.deviceSynchronize()
+            libraries.require().runtime.deviceSynchronize()
             with pytest.raises(qccl.PeerLost, match="enough"):
                 comm.check()
         return "done"
@@ -438,7 +440,7 @@ def test_graphs_are_refused(world, cupy):  # noqa: F811
     one_at_a_time = threading.Lock()
 
     def run(comm: qccl.Communicator) -> bytes:
-        with runtime.on_device(comm.rank):
+        with libraries.on_device(comm.rank):
             x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
             staged(comm, x)
             comm.check()

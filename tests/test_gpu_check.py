@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl.cuda import runtime
+from qccl.cuda import libraries
 from qccl.schedule import Reduce
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,11 +49,11 @@ def gpu_check(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_gpu_it_fails_and_says_why(tmp_path):
-    if not runtime.missing():
+    if not libraries.missing():
         pytest.skip("this machine has CUDA")
     done = gpu_check("-o", str(tmp_path / "r.json"))
     assert done.returncode == 1
-    assert f"nothing can be checked here: {runtime.missing()[0]}" in done.stderr
+    assert f"nothing can be checked here: {libraries.missing()[0]}" in done.stderr
     assert not (tmp_path / "r.json").exists()
 
 
@@ -118,7 +118,7 @@ def test_a_section_in_a_process_of_its_own():
 
     found = check.run_apart("streams")  # this process sees a GPU only if there is one
     assert found["status"] in ("failed", "passed")
-    if runtime.missing():
+    if libraries.missing():
         assert "cannot be used here" in found["reason"]
 
 
@@ -230,7 +230,7 @@ def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
 
     def run(rank):
         local.rank = rank
-        with runtime.on_device(rank):
+        with libraries.on_device(rank):
             reports[rank] = ranks._calls()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -262,7 +262,7 @@ def test_what_ranks_do_when_one_stays_away(world, monkeypatch):
 
     def run(rank):
         local.rank = rank
-        with runtime.on_device(rank):
+        with libraries.on_device(rank):
             reports[rank] = ranks._faults()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
@@ -381,7 +381,7 @@ def test_the_limits_of_the_sections():
     "section", ["kernels", "streams", "graphs", "dispatch", "overlap", "staged", "ranks", "faults"]
 )
 def test_a_section(section):
-    if lacking := runtime.missing():
+    if lacking := libraries.missing():
         pytest.skip("; ".join(lacking))
     import check
 

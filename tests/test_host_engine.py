@@ -104,7 +104,7 @@ def test_runs_that_only_read_the_same_memory_go_on_together():
         caller.close()
         return together, lined_up
 
-    assert outcomes(2, run) == [(True, "it is lined up behind calls that have not ended")] * 2
+    assert outcomes(2, run) == [(True, "it is queued behind calls that have not ended")] * 2
 
 
 def test_thousands_of_runs_that_end_at_once_may_be_lined_up():
@@ -116,7 +116,9 @@ def test_thousands_of_runs_that_end_at_once_may_be_lined_up():
     runs = []
     for program in in_place:
         bindings = {"output": address(x)}
-        runs.append(program.start(bindings, call=0, header=caller.header(4), deadline=time.monotonic() + 10))
+        runs.append(
+            caller.engine.start(program, bindings, call=0, header=caller.header(4), deadline=time.monotonic() + 10)
+        )
         caller.sequence += 1
     assert not first.done and not runs[-1].done
     first.run()
@@ -359,7 +361,7 @@ def test_headers_are_exchanged_without_data():
             time.sleep(0.2)
         begin = time.monotonic()
         program = caller.engine.compile(Schedule("barrier", t.rank, t.size, {}, ()))
-        program.start({}, call=0, header=caller.header(0), deadline=begin + 10).run()
+        caller.engine.start(program, {}, call=0, header=caller.header(0), deadline=begin + 10).run()
         caller.sequence += 1
         end = time.monotonic()
         caller.close()
@@ -533,7 +535,7 @@ def test_what_a_call_waits_for_is_named():
             f"waiting to send to rank {peer}",
             f"waiting to receive from rank {peer}",
             f"waiting to send to rank {peer} and to receive from rank {peer}",
-            "every rank has made this call, and this rank is not done with its own part",
+            "every rank has made this call, and this rank has not ended its own part",
         }
         assert len(found) > 1
 
@@ -650,7 +652,7 @@ def test_a_failed_engine_raises_the_same_again():
 
 def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
     """Another message is before them, and the other rank does not look just now."""
-    monkeypatch.setattr(host, "_LAST_WORDS_SECONDS", 10.0)
+    monkeypatch.setattr(host, "_FLUSH_SECONDS", 10.0)
     monkeypatch.setattr(loopback, "_LAST_WORDS_NBYTES", 0)  # what is not taken is lost
     begun = threading.Event()
 
@@ -754,7 +756,7 @@ def test_refusals_when_compiling():
     def run(t):
         caller = Caller(t)
         exchange = Exchange((Transfer(1 - t.rank, Span("x", 0, 64)),), ())
-        with pytest.raises(EngineError, match="legs must be in work buffers"):
+        with pytest.raises(EngineError, match="transfers must be in work buffers"):
             caller.engine.compile(Schedule("s", t.rank, 2, {"x": values}, (exchange,)))
         encode = Encode(CODEC, Span("w", 0, 64), Span("w", 0, 72), 0)
         with pytest.raises(EngineError, match="a buffer of bytes"):
@@ -763,7 +765,7 @@ def test_refusals_when_compiling():
             caller.engine.compile(Schedule("s", 0, 3, {}, ()))
         with pytest.raises(ArgumentError, match=r"needed for \['input', 'output'\], not for \['input'\]"):
             program = caller.program(10)
-            program.start({"input": 0}, call=0, header=caller.header(10), deadline=0)
+            caller.engine.start(program, {"input": 0}, call=0, header=caller.header(10), deadline=0)
         caller.close()
         return True
 
@@ -1100,7 +1102,7 @@ def make():
     return qccl.Communicator._from_transport(LoopbackGroup(1).transport(0), timeout=5)
 
 first = make()
-atexit.register(lambda: print([comm._engine._failure is not None for comm in (first, second)]))
+atexit.register(lambda: print([comm._session.engine._failure is not None for comm in (first, second)]))
 second = make()
 """
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)

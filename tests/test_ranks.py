@@ -70,7 +70,7 @@ import threading, time
 import numpy as np, qccl
 from qccl.host import engine as host
 
-host._LAST_WORDS_SECONDS = 0.5
+host._FLUSH_SECONDS = 0.5
 failing = threading.Event()
 
 def run(comm):

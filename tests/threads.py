@@ -15,7 +15,9 @@ from qccl.collectives import AllReduceSpec
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
 from qccl.engine.control import Header, Kind
-from qccl.host.engine import Execution, HostEngine, Program
+from qccl.host.engine import HostEngine
+from qccl.host.execution import Execution
+from qccl.host.program import Program
 from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 
 CODEC = get("minmax8:bucket=64")
@@ -71,7 +73,8 @@ class Caller:
         return Header(Kind.CALL, sequence, AllReduceSpec(**(fields | changed)).text())
 
     def start(self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, **changed: Any) -> Execution:
-        execution = program.start(
+        execution = self.engine.start(
+            program,
             {"input": address(x), "output": address(y)},
             call=self.sequence,
             header=self.header(len(x), **changed),

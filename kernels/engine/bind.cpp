@@ -21,7 +21,7 @@ using Release = nb::call_guard<nb::gil_scoped_release>;
 
 std::string text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
 
-// Handles and constants by name, as qccl/transports/mpi.py finds them.
+// Handles and constants by name, from qccl/transports/mpi.py.
 std::shared_ptr<MpiWire> make_mpi(const nb::dict& functions, const nb::dict& handles, const nb::dict& constants,
                                   nb::callable fault) {
   const auto at = [&](const char* name) { return nb::cast<std::uintptr_t>(functions[name]); };
@@ -44,7 +44,7 @@ std::shared_ptr<MpiWire> make_mpi(const nb::dict& functions, const nb::dict& han
   });
 }
 
-// A transport of Python functions.
+// A transport written in Python.
 struct PythonWire final : Wire {
   explicit PythonWire(nb::object transport) : transport_(std::move(transport)) {}
 
@@ -68,7 +68,7 @@ struct PythonWire final : Wire {
   nb::object transport_;
 };
 
-// A transport refers to its engine, which refers to the loop: the garbage collector must see the way back.
+// The transport refers to its engine, and the engine to the loop: the garbage collector must see the references back.
 int visit_python_wire(PyObject* self, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(self));
   if (nb::inst_ready(self)) Py_VISIT(nb::inst_ptr<PythonWire>(self)->transport_.ptr());
@@ -100,15 +100,15 @@ PyType_Slot kLoopSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_loop
                             {0, nullptr}};
 
 // Python's function, called with the GIL.
-Unusual told(const nb::callable& function) {
+OnControl python_function(const nb::callable& function) {
   return [&function](int peer, std::string_view message) {
     const nb::gil_scoped_acquire held;
     function(peer, nb::bytes(message.data(), message.size()));
   };
 }
 
-// Lets Python's signal handlers run: Ctrl-C ends a wait.
-void look_for_signals() {
+// Runs Python's signal handlers, so that Ctrl-C ends a wait.
+void check_signals() {
   const nb::gil_scoped_acquire held;
   if (PyErr_CheckSignals()) throw nb::python_error();
 }
@@ -120,26 +120,26 @@ std::vector<std::string> texts(const nb::sequence& headers) {
 }
 
 void begin(Loop& loop, std::shared_ptr<Run> run, const nb::sequence& headers, std::uint64_t sequence, double deadline,
-           bool traced, const nb::callable& unusual) {
+           bool traced, const nb::callable& on_control) {
   const std::vector<std::string> packed = texts(headers);
   const nb::gil_scoped_release released;
-  loop.begin(std::move(run), packed, sequence, deadline, traced, told(unusual));
+  loop.begin(std::move(run), packed, sequence, deadline, traced, python_function(on_control));
 }
 
-Outcome run_until(Loop& loop, double limit, const nb::callable& unusual) {
-  return loop.advance({false, false, limit, &look_for_signals}, told(unusual));
+Outcome run_until(Loop& loop, double limit, const nb::callable& on_control) {
+  return loop.advance({false, false, limit, &check_signals}, python_function(on_control));
 }
 
-Outcome drive(Loop& loop, const nb::callable& unusual) {
+Outcome drive(Loop& loop, const nb::callable& on_control) {
   Turn turn;
-  turn.gives_way = true;
-  return loop.advance(turn, told(unusual));
+  turn.yields = true;
+  return loop.advance(turn, python_function(on_control));
 }
 
-Outcome step(Loop& loop, const nb::callable& unusual) {
+Outcome step(Loop& loop, const nb::callable& on_control) {
   Turn turn;
   turn.once = true;
-  return loop.advance(turn, told(unusual));
+  return loop.advance(turn, python_function(on_control));
 }
 
 std::vector<std::tuple<Number, double, double>> trace(const Run& run) {
@@ -157,9 +157,9 @@ std::optional<std::pair<bool, int>> transfer(const Steps& steps, Number i) {
 
 void bind_wires(nb::module_& m) {
   nb::class_<Wire>(m, "Wire", "Transfers between ranks.");
-  nb::class_<PythonWire, Wire>(m, "PythonWire", nb::type_slots(kPythonWireSlots), "Those of a Python transport.")
+  nb::class_<PythonWire, Wire>(m, "PythonWire", nb::type_slots(kPythonWireSlots), "Transfers of a Python transport.")
       .def(nb::init<nb::object>(), "transport"_a);
-  nb::class_<MpiWire, Wire>(m, "MpiWire", "Those of an MPI library.")
+  nb::class_<MpiWire, Wire>(m, "MpiWire", "Transfers of an MPI library.")
       .def(nb::new_(&make_mpi), "functions"_a, "handles"_a, "constants"_a, "fault"_a)
       .def_rw("spins", &MpiWire::spins)
       .def_prop_ro("under_way", &MpiWire::under_way)
@@ -187,19 +187,19 @@ void bind_wires(nb::module_& m) {
 }
 
 void bind_runs(nb::module_& m) {
-  nb::class_<Steps>(m, "Steps", "A schedule made ready: operations and transfers, and what waits for what.")
+  nb::class_<Steps>(m, "Steps", "A compiled schedule: operations, transfers, and their dependencies.")
       .def(nb::init<int, int, std::size_t>(), "rank"_a, "size"_a, "most_eager"_a)
       .def("__len__", &Steps::count)
       .def("add_operation", &Steps::add_operation, "operation"_a, "needs"_a, "writes_output"_a)
       .def("add_transfer", &Steps::add_transfer, "is_send"_a, "peer"_a, "tag"_a, "address"_a, "nbytes"_a, "needs"_a)
-      .def("place", &Steps::place, "step"_a, "address"_a)
+      .def("set_source", &Steps::set_source, "step"_a, "address"_a)
       .def("link", &Steps::link)
       .def_prop_ro("nbytes", &Steps::nbytes)
       .def("transfer", &transfer);
   nb::class_<Run>(m, "Run", "One run of Steps at a time.")
       .def("__init__", [](Run* self, std::shared_ptr<Steps> steps) { new (self) Run(std::move(steps)); }, "steps"_a)
       .def("data_nbytes", &Run::data_nbytes, "peer"_a)
-      .def("unheard", &Run::unheard)
+      .def("missing_ranks", &Run::missing_ranks)
       .def("waits_for", &Run::waits_for, "is_send"_a)
       .def("trace", &trace);
 }
@@ -218,7 +218,7 @@ void bind_loop(nb::module_& m) {
           "wire"_a, "rank"_a, "size"_a, "most_eager"_a, "call"_a)
       .def_prop_ro("wanted", [](const Loop& loop) { return loop.wanted.load(); })
       .def_prop_ro("early", &Loop::early)
-      .def_prop_ro("telling", &Loop::telling)
+      .def_prop_ro("control_sends", &Loop::control_sends)
       .def("begin", &begin)
       .def("run", &run_until, Release())
       .def("drive", &drive, Release())
@@ -226,9 +226,12 @@ void bind_loop(nb::module_& m) {
       .def("take_ended", &Loop::take_ended)
       .def_prop_ro("overdue", &Loop::overdue)
       .def(
-          "tell", [](Loop& loop, const nb::bytes& message) { loop.tell(text(message)); })
+          "broadcast_control", [](Loop& loop, const nb::bytes& message) { loop.broadcast_control(text(message)); })
       .def(
-          "drain", [](Loop& loop, std::uint64_t idle, const nb::callable& unusual) { loop.drain(idle, told(unusual)); },
+          "drain",
+          [](Loop& loop, std::uint64_t idle, const nb::callable& on_control) {
+            loop.drain(idle, python_function(on_control));
+          },
           Release())
       .def("want", [](Loop& loop, int callers) { loop.wanted += callers; })
       .def("halt", &Loop::halt)

@@ -9,25 +9,26 @@ namespace qccl {
 
 namespace {
 
-// A token has who waits for it, a run in flight or one of these, above the number of a step or a rank.
+// The upper half of a token is its owner: the slot of a run in flight, or one of these. The lower half is the number of
+// a step or a rank.
 constexpr int kOwnerShift = 32;
-constexpr Token kListening = kRunsInFlight, kTelling = kRunsInFlight + 1;
-// Between two looks at what others want.
-constexpr double kLookSeconds = 5e-3;
-// What a run gets beyond its deadline, to take what came while this process was paused or somewhere else.
+constexpr Token kControlReceive = kRunsInFlight, kControlSend = kRunsInFlight + 1;
+// Interval between two calls of Turn::check_signals.
+constexpr double kCheckSeconds = 5e-3;
+// Time beyond the deadline in which a run may take messages that arrived while this process was paused or busy.
 constexpr double kGraceSeconds = 0.1;
-// Polls without news that a thread that gives way is taken to have made already, so that it naps for long at once: the
-// others may need the processor.
-constexpr std::uint64_t kGiveWay = 10000;
+// Number of empty polls that a yielding turn starts from, so that it naps for long at once: other threads may need the
+// processor.
+constexpr std::uint64_t kYieldingPolls = 10000;
 
-// Makes a flag true while it exists; once at a time.
-class Inside {
+// Sets a flag while it exists; throws if the flag is set already.
+class ReentryGuard {
  public:
-  explicit Inside(bool& flag) : flag_(flag) {
+  explicit ReentryGuard(bool& flag) : flag_(flag) {
     if (flag) throw std::logic_error("a codec of Python functions, or a signal handler, made or awaited a call during one");
     flag = true;
   }
-  ~Inside() { flag_ = false; }
+  ~ReentryGuard() { flag_ = false; }
 
  private:
   bool& flag_;
@@ -57,12 +58,12 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
       slot_nbytes_(kHeaderNbytes + most_eager),
       inbox_(slot_nbytes_ * static_cast<std::size_t>(size)) {
   for (int peer = 0; peer < size; ++peer)
-    if (peer != rank) listen(peer);
+    if (peer != rank) post_control_receive(peer);
 }
 
 void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& headers, std::uint64_t sequence,
-                 double deadline, bool traced, const Unusual& unusual) {
-  const Inside inside(advancing_);
+                 double deadline, bool traced, const OnControl& on_control) {
+  const ReentryGuard inside(advancing_);
   const Token owner = sequence % kRunsInFlight;
   if (by_owner_[owner]) throw std::logic_error("too many runs in flight");
   run->prepare(sequence, headers, owner << kOwnerShift, static_cast<int>(owner) * kTagsPerRun, deadline, traced);
@@ -71,7 +72,8 @@ void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& heade
   deadline_ = std::min(deadline_, deadline);
   idle_ = 0;
   run->begin(*wire);
-  while (run->sends_data_with_headers() && run->can_compute()) run->compute(*wire);  // so that they get on their way
+  // encode first the data that is sent with the headers
+  while (run->sends_data_with_headers() && run->can_compute()) run->compute(*wire);
   for (std::size_t i = 0; i < early_.size();) {
     if (early_[i].sequence != sequence) {
       ++i;
@@ -79,127 +81,129 @@ void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& heade
     }
     const Early found = std::move(early_[i]);
     early_.erase(early_.begin() + static_cast<std::ptrdiff_t>(i));
-    agree(*run, found.peer, found.message.data(), unusual);
+    check_header(*run, found.peer, found.message.data(), on_control);
   }
-  look_for_ended();
+  collect_ended();
 }
 
-Outcome Loop::advance(const Turn& turn, const Unusual& unusual) {
-  if (advancing_ && turn.once) return Outcome::pause;  // it was only asked whether a call is done
-  const Inside inside(advancing_);
-  double looked = turn.look_up ? seconds() : 0;
+Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
+  if (advancing_ && turn.once) return Outcome::pause;  // the caller only tests a call
+  const ReentryGuard inside(advancing_);
+  double checked = turn.check_signals ? seconds() : 0;
   while (!halted_) {
     const bool computed = compute();
-    poll(computed ? 0 : idle_, turn.gives_way ? kGiveWay : 0, unusual);
-    // A library may look at its slower networks only where shared memory has no news: all of it comes first.
-    while (!completed_.empty() && ended_.empty() && !halted_) poll(0, 0, unusual);
+    poll(computed ? 0 : idle_, turn.yields ? kYieldingPolls : 0, on_control);
+    // Poll until nothing completes, then compute: MPICH progresses the network only when shared memory is idle.
+    while (!completed_.empty() && ended_.empty() && !halted_) poll(0, 0, on_control);
     if (!ended_.empty()) return Outcome::ended;
     const double now = seconds();
     if (idle_ && now > deadline_ && is_overdue(now)) return Outcome::overdue;
-    if (turn.once || now >= turn.limit || (turn.gives_way && wanted)) return Outcome::pause;
-    if (turn.look_up && now > looked + kLookSeconds) {
-      turn.look_up();
-      looked = now;
+    if (turn.once || now >= turn.limit || (turn.yields && wanted)) return Outcome::pause;
+    if (turn.check_signals && now > checked + kCheckSeconds) {
+      turn.check_signals();
+      checked = now;
     }
   }
   return Outcome::pause;
 }
 
-void Loop::tell(const std::string& message) {
+void Loop::broadcast_control(const std::string& message) {
   outbox_.assign(message.begin(), message.end());
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
-    ++telling_;
-    wire->send(peer, kControlTag, outbox_.data(), outbox_.size(), kTelling << kOwnerShift);
+    ++control_sends_;
+    wire->send(peer, kControlTag, outbox_.data(), outbox_.size(), kControlSend << kOwnerShift);
   }
 }
 
-void Loop::drain(std::uint64_t idle, const Unusual& unusual) {
+void Loop::drain(std::uint64_t idle, const OnControl& on_control) {
   std::vector<Token> completed;
   wire->poll(idle, completed);
   for (const Token token : completed) {
     const int peer = static_cast<int>(static_cast<Number>(token));
-    if (token >> kOwnerShift == kTelling) --telling_;
-    if (token >> kOwnerShift != kListening) continue;
+    if (token >> kOwnerShift == kControlSend) --control_sends_;
+    if (token >> kOwnerShift != kControlReceive) continue;
     if (is_call(inbox(peer))) {
-      listen(peer);
+      post_control_receive(peer);
     } else {
-      unusual(peer, text(inbox(peer)));
+      on_control(peer, text(inbox(peer)));
     }
   }
 }
 
-// Runs the first operation that is ready; false where there is none.
+// Runs the first operation that is ready; false if there is none.
 bool Loop::compute() {
   for (const std::shared_ptr<Run>& run : active_) {
     if (!run->can_compute()) continue;
     run->compute(*wire);
     idle_ = 0;
-    look_for_ended();
+    collect_ended();
     return true;
   }
   return false;
 }
 
-// Acts on what has completed.
-void Loop::poll(std::uint64_t idle, std::uint64_t more, const Unusual& unusual) {
+// Handles the transfers that have completed.
+void Loop::poll(std::uint64_t idle, std::uint64_t more, const OnControl& on_control) {
   completed_.clear();
   wire->poll(idle ? idle + more : 0, completed_);
   if (halted_) return;
   idle_ = completed_.empty() ? idle + 1 : 0;
-  std::exception_ptr bad_news;  // beside which a run may have ended well
+  std::exception_ptr error;  // rethrown after all transfers: some of them may complete a run
   for (const Token token : completed_) {
     try {
-      dispatch(token, unusual);
+      dispatch(token, on_control);
     } catch (...) {
-      if (!bad_news) bad_news = std::current_exception();
+      if (!error) error = std::current_exception();
     }
   }
-  if (!completed_.empty()) look_for_ended();
-  if (bad_news) std::rethrow_exception(bad_news);
+  if (!completed_.empty()) collect_ended();
+  if (error) std::rethrow_exception(error);
 }
 
-void Loop::dispatch(Token token, const Unusual& unusual) {
+void Loop::dispatch(Token token, const OnControl& on_control) {
   const Token owner = token >> kOwnerShift;
   const auto number = static_cast<Number>(token);
   if (owner < kRunsInFlight) {
     by_owner_[owner]->completed(*wire, number);
-  } else if (owner == kListening) {
-    heard(static_cast<int>(number), unusual);
-  } else if (owner == kTelling) {
-    --telling_;
+  } else if (owner == kControlReceive) {
+    control_received(static_cast<int>(number), on_control);
+  } else if (owner == kControlSend) {
+    --control_sends_;
   }
 }
 
 bool Loop::is_call(const unsigned char* message) const { return !std::memcmp(message, call_.data(), call_.size()); }
 
-void Loop::listen(int peer) {
-  wire->receive(peer, kControlTag, inbox(peer), slot_nbytes_, kListening << kOwnerShift | static_cast<Token>(peer), true);
+void Loop::post_control_receive(int peer) {
+  const Token token = kControlReceive << kOwnerShift | static_cast<Token>(peer);
+  wire->receive(peer, kControlTag, inbox(peer), slot_nbytes_, token, true);
 }
 
-// A control message has come: usually the header of a call that this rank has made, too, or will make.
-void Loop::heard(int peer, const Unusual& unusual) {
+// A control message has arrived: usually the header of a call that this rank has made or will make.
+void Loop::control_received(int peer, const OnControl& on_control) {
   const unsigned char* message = inbox(peer);
-  if (!is_call(message)) return unusual(peer, text(message));
+  if (!is_call(message)) return on_control(peer, text(message));
   const std::uint64_t sequence = sequence_of(message);
   const std::shared_ptr<Run>& run = by_owner_[sequence % kRunsInFlight];
   if (run && run->sequence() == sequence) {
-    agree(*run, peer, message, unusual);
+    check_header(*run, peer, message, on_control);
   } else {
     const std::size_t nbytes = kHeaderNbytes + std::min(data_nbytes(message), slot_nbytes_ - kHeaderNbytes);
     early_.push_back({sequence, peer, {message, message + nbytes}});
   }
-  listen(peer);
+  post_control_receive(peer);
 }
 
-// Compares a header with that of this rank.
-void Loop::agree(Run& run, int peer, const unsigned char* message, const Unusual& unusual) {
+// Compares a header with this rank's.
+void Loop::check_header(Run& run, int peer, const unsigned char* message, const OnControl& on_control) {
   const std::size_t nbytes = data_nbytes(message);
-  if (!run.agrees(peer, message) || (nbytes && nbytes != run.data_nbytes(peer))) return unusual(peer, text(message));
-  run.heard(*wire, peer, message + kHeaderNbytes, nbytes);
+  const bool matches = run.header_matches(peer, message) && (!nbytes || nbytes == run.data_nbytes(peer));
+  if (!matches) return on_control(peer, text(message));
+  run.header_received(*wire, peer, message + kHeaderNbytes, nbytes);
 }
 
-void Loop::look_for_ended() {
+void Loop::collect_ended() {
   for (std::size_t i = 0; i < active_.size();) {
     if (!active_[i]->is_done()) {
       ++i;
@@ -217,7 +221,7 @@ void Loop::find_deadline() {
   for (const std::shared_ptr<Run>& run : active_) deadline_ = std::min(deadline_, run->deadline());
 }
 
-// Whether a run has failed by its deadline: nothing has come, nothing can be computed, and its grace is over, too.
+// Whether a run is past its deadline and its grace period, with nothing to compute.
 bool Loop::is_overdue(double now) {
   for (const std::shared_ptr<Run>& run : active_)
     if (run->can_compute()) return false;

@@ -1,5 +1,5 @@
-// The inner loop of the host engine (qccl/host/engine.py): all runs under way on one transport advance together,
-// whichever is waited for, because another rank may be waiting for another one.
+// The inner loop of the host engine (qccl/host/engine.py). All runs under way on one transport advance together,
+// whichever the caller waits for, because another rank may be waiting for another one.
 #pragma once
 
 #include <atomic>
@@ -16,19 +16,19 @@
 
 namespace qccl {
 
-// Runs that may have messages under way at once, so that their tags differ.
+// Runs that may be in flight at once: each has its own range of tags.
 constexpr std::uint64_t kRunsInFlight = 16;
 constexpr int kTagsPerRun = 1024;
 
-// Told of a control message that is not the header of a call as this rank makes it; throws, unless it is no failure.
-using Unusual = std::function<void(int peer, std::string_view message)>;
+// Called for a control message that is not the header that this rank expects; throws if it means a failure.
+using OnControl = std::function<void(int peer, std::string_view message)>;
 
 // For how long to advance.
 struct Turn {
-  bool once = false;                                         // one operation at most, and what has come
-  bool gives_way = false;                                    // as soon as another thread wants to; and naps early
+  bool once = false;                                         // at most one operation and one poll
+  bool yields = false;                                    // to other threads that want to drive; also naps early
   double limit = std::numeric_limits<double>::infinity();    // in seconds()
-  std::function<void()> look_up;                             // called every few milliseconds; may throw
+  std::function<void()> check_signals;                             // called every few milliseconds; may throw
 };
 
 enum class Outcome { pause, overdue, ended };
@@ -36,32 +36,32 @@ enum class Outcome { pause, overdue, ended };
 // One thread at a time may use it.
 class Loop {
  public:
-  // `call`: how headers of calls begin. `most_eager`: bytes that may come with one.
+  // `call`: the first bytes of every call's header. `most_eager`: bytes of data that may follow a header.
   Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call);
 
   void begin(std::shared_ptr<Run> run, const std::vector<std::string>& headers, std::uint64_t sequence, double deadline,
-             bool traced, const Unusual& unusual);
-  // Advances until a run has ended, one is past its deadline, or the turn is over.
-  Outcome advance(const Turn& turn, const Unusual& unusual);
-  // The sequence numbers of the runs that have ended since the last time.
+             bool traced, const OnControl& on_control);
+  // Advances all runs until one has ended, one is past its deadline, or the turn is over.
+  Outcome advance(const Turn& turn, const OnControl& on_control);
+  // The sequence numbers of the runs that have ended since the last call.
   std::vector<std::uint64_t> take_ended() { return std::exchange(ended_, {}); }
 
   // The sequence number of the run that made advance() return Outcome::overdue.
   std::uint64_t overdue() const { return overdue_; }
 
-  // Starts sending the same control message to all other ranks; at most once.
-  void tell(const std::string& message);
-  // Sends of it under way.
-  int telling() const { return telling_; }
-  // Polls, when no run counts any more, for control messages.
-  void drain(std::uint64_t idle, const Unusual& unusual);
-  // Makes whoever advances it return at once, and whoever comes later. Any thread may call this.
+  // Starts sending a control message to all other ranks; at most once.
+  void broadcast_control(const std::string& message);
+  // Sends of broadcast_control() under way.
+  int control_sends() const { return control_sends_; }
+  // Polls for control messages after the last run.
+  void drain(std::uint64_t idle, const OnControl& on_control);
+  // Makes all present and later turns return at once. Any thread may call this.
   void halt() { halted_ = true; }
   bool halted() const { return halted_; }
 
-  // How many other threads want to advance it themselves. Any thread may change this.
+  // Number of other threads that want to drive. Any thread may change it.
   std::atomic<int> wanted{0};
-  // Calls that other ranks have made, and this one not yet.
+  // Headers of calls that this rank has not made yet.
   std::size_t early() const { return early_.size(); }
 
   std::shared_ptr<Wire> wire;
@@ -75,15 +75,15 @@ class Loop {
   };
 
   bool compute();
-  void poll(std::uint64_t idle, std::uint64_t more, const Unusual& unusual);
+  void poll(std::uint64_t idle, std::uint64_t more, const OnControl& on_control);
   bool is_call(const unsigned char* message) const;
-  void listen(int peer);
-  void heard(int peer, const Unusual& unusual);
-  void agree(Run& run, int peer, const unsigned char* message, const Unusual& unusual);
-  void look_for_ended();
+  void post_control_receive(int peer);
+  void control_received(int peer, const OnControl& on_control);
+  void check_header(Run& run, int peer, const unsigned char* message, const OnControl& on_control);
+  void collect_ended();
   void find_deadline();
   bool is_overdue(double now);
-  void dispatch(Token token, const Unusual& unusual);
+  void dispatch(Token token, const OnControl& on_control);
   unsigned char* inbox(int peer) { return inbox_.data() + slot_nbytes_ * static_cast<std::size_t>(peer); }
 
   const std::string call_;
@@ -94,10 +94,10 @@ class Loop {
   std::deque<Early> early_;
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;
-  double deadline_ = std::numeric_limits<double>::infinity();  // the nearest one
+  double deadline_ = std::numeric_limits<double>::infinity();  // the earliest of all runs'
   std::uint64_t idle_ = 0;
   std::uint64_t overdue_ = 0;
-  int telling_ = 0;
+  int control_sends_ = 0;
   std::atomic<bool> halted_{false};
   bool advancing_ = false;
 };

@@ -12,15 +12,15 @@ namespace qccl {
 
 namespace {
 
-// Polls in a row without news after which the processor is left for a nap, which slow links do not notice (Linux makes
-// it 50 us longer). Until then it is kept for `spins` of them, or else yielded.
+// Number of empty polls in a row after which the thread naps, which slow links do not notice (Linux makes the nap 50 us
+// longer). Before that it keeps the processor for `spins` polls, or else yields it.
 constexpr std::uint64_t kYields = 400;
 constexpr long kNap = 20'000;
-// And after so many more for a longer one.
+// After so many naps it takes longer ones.
 constexpr std::uint64_t kNaps = 800;
 constexpr long kLongNap = 150'000;
 
-// In place of the bytes of a receive: a send, and a receive that may get less than there is room for.
+// Used instead of the bytes that a receive expects: for a send, and for a receive that accepts shorter messages.
 constexpr std::int64_t kSend = -1, kAny = -2;
 
 void relax(std::uint64_t idle, std::uint64_t spins) {
@@ -105,14 +105,14 @@ class Requests final : public MpiWire {
   int size() const { return static_cast<int>(requests_.size()); }
   const unsigned char* status(int i) const { return statuses_.data() + i * library_.status_nbytes; }
 
-  // After its end the library ends the process in every call but this one, which costs a few nanoseconds.
+  // After MPI_Finalize every call but this one ends the process. It costs a few nanoseconds.
   void check_running() const {
     int ended = 0;
     finalized_(&ended);
     if (ended) fault_({});
   }
 
-  // The library counts in ints.
+  // The library counts bytes in int.
   int count(std::size_t nbytes) const {
     if (nbytes > static_cast<std::size_t>(std::numeric_limits<int>::max()))
       throw std::length_error("MPI sends at most 2 GiB in a message; give a smaller chunk");
@@ -141,7 +141,7 @@ class Requests final : public MpiWire {
     if (done > 0 && done != library_.undefined) retire(done, completed);
   }
 
-  // Forgets completed requests. A message that was too short is a fault, and the others are told by the next poll.
+  // Removes completed requests. A message of the wrong size is a fault; the next poll then returns the other tokens.
   void retire(int done, std::vector<Token>& completed) {
     const std::size_t before = completed.size();
     MpiFault fault;
@@ -170,7 +170,7 @@ class Requests final : public MpiWire {
     posted_.pop_back();
   }
 
-  // The error of a failed test: the first among the statuses', if it is there.
+  // The error of a failed test: the first one in the statuses, if there is any.
   int code_of(int code, int done) const {
     if (code != library_.in_status) return code;
     for (int k = 0; k < done && done != library_.undefined; ++k) {
@@ -181,8 +181,8 @@ class Requests final : public MpiWire {
     return code;
   }
 
-  // What a failed test has completed is told by the next poll. The library says so only by clearing handles, so the one
-  // that failed counts as completed, too; after an error nobody may use its data.
+  // The next poll returns the tokens of requests that a failed test has completed. The library only clears their
+  // handles, so the request that failed counts as completed, too; after an error its data is not used.
   void forget_cleared() {
     for (int i = size() - 1; i >= 0; --i) {
       if (requests_[i] != null_) continue;

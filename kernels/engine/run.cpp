@@ -65,7 +65,7 @@ bool Run::extend(double deadline) {
   return extended_ = true;
 }
 
-bool Run::agrees(int peer, const unsigned char* given) const {
+bool Run::header_matches(int peer, const unsigned char* given) const {
   return !std::memcmp(header(peer).data(), given, kAgreedNbytes);
 }
 
@@ -74,7 +74,7 @@ std::size_t Run::data_nbytes(int peer) const {
   return i == kNone ? 0 : (*steps_)[i].nbytes;
 }
 
-void Run::heard(Wire& wire, int peer, const unsigned char* data, std::size_t nbytes) {
+void Run::header_received(Wire& wire, int peer, const unsigned char* data, std::size_t nbytes) {
   arriving_ = nbytes ? peer : -1;
   arrived_ = data;
   completed(wire, steps_->header(peer));
@@ -150,7 +150,7 @@ void Run::receive(Wire& wire, Number i) {
   }
 }
 
-std::vector<int> Run::unheard() const {
+std::vector<int> Run::missing_ranks() const {
   std::vector<int> found;
   for (int peer = 0; peer < steps_->size; ++peer)
     if (peer != steps_->rank && counts_[steps_->header(peer)] != kCompleted) found.push_back(peer);

@@ -1,4 +1,4 @@
-// One run of Steps at a time: how far each step is, and what is exchanged to agree.
+// One run of Steps at a time: the progress of each step, and the headers.
 #pragma once
 
 #include <memory>
@@ -11,8 +11,8 @@
 
 namespace qccl {
 
-// Bytes of a control message (qccl/engine/control.py), whose last four are the number of bytes of data behind it, and
-// all others of which must be equal on ranks that agree.
+// Bytes of a control message (qccl/engine/control.py). The last four are the number of bytes of data that follow; all
+// others must be equal on all ranks.
 constexpr std::size_t kHeaderNbytes = 512;
 constexpr std::size_t kAgreedNbytes = kHeaderNbytes - 4;
 constexpr int kControlTag = 0;
@@ -28,17 +28,17 @@ class Run {
  public:
   explicit Run(std::shared_ptr<const Steps> steps);
 
-  // A new run. `headers`: one for all ranks, or one for each, without the last four bytes. `owner` is in the tokens of
-  // its transfers.
+  // Sets up a new run. `headers`: one for all ranks, or one for each, without the last four bytes. The tokens of its
+  // transfers contain `owner`.
   void prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token owner, int first_tag,
                double deadline, bool traced);
-  // Sends the headers, and starts all that depends on nothing.
+  // Sends the headers, and starts all steps that depend on nothing.
   void begin(Wire& wire);
-  bool agrees(int peer, const unsigned char* header) const;
-  // The data that may come with the header of `peer`.
+  bool header_matches(int peer, const unsigned char* header) const;
+  // Bytes of data that the header of `peer` may bring.
   std::size_t data_nbytes(int peer) const;
-  // The header of `peer` has come and agrees, with data or none.
-  void heard(Wire& wire, int peer, const unsigned char* data, std::size_t nbytes);
+  // A matching header of `peer` has arrived, with data or without.
+  void header_received(Wire& wire, int peer, const unsigned char* data, std::size_t nbytes);
   // A transfer of this run has completed.
   void completed(Wire& wire, Number step);
 
@@ -48,14 +48,14 @@ class Run {
 
   std::uint64_t sequence() const { return sequence_; }
   double deadline() const { return deadline_; }
-  // Moves the deadline, once in a run; false if it was moved before.
+  // Moves the deadline, at most once in a run; false if it was moved before.
   bool extend(double deadline);
   bool is_done() const { return left_ == 0; }
   bool sends_data_with_headers() const { return shares_header() && !eager_.empty(); }
   const Steps& steps() const { return *steps_; }
   const std::vector<TraceRecord>& trace() const { return trace_; }
-  // The ranks whose header has not come.
-  std::vector<int> unheard() const;
+  // The ranks whose header has not arrived.
+  std::vector<int> missing_ranks() const;
   // The ranks of transfers under way.
   std::vector<int> waits_for(bool is_send) const;
 
@@ -80,12 +80,12 @@ class Run {
   int first_tag_ = 0;
   double deadline_ = 0;
   bool extended_ = false;
-  std::vector<Number> counts_;  // what each step still waits for
+  std::vector<Number> counts_;  // number of steps that each step still waits for
   std::vector<Number> ready_;   // a heap of operations, the first in program order on top
-  std::size_t left_ = 0;        // what must complete before the run is done
+  std::size_t left_ = 0;        // number of steps and sends that must complete
   std::vector<Message> headers_, eager_;
-  std::vector<bool> filled_;              // which eager messages are this run's
-  std::vector<Message> data_;             // by rank: what came with its header, until it can be put where it belongs
+  std::vector<bool> filled_;              // which eager messages hold this run's data
+  std::vector<Message> data_;             // by rank: data that arrived before its receive could start
   int arriving_ = -1;                     // the rank whose data is at `arrived_`
   const unsigned char* arrived_ = nullptr;
   bool traced_ = false;

@@ -24,9 +24,9 @@ void Steps::add_transfer(bool is_send, int peer, int tag, std::uintptr_t address
   add(std::move(step), needs, false);
 }
 
-void Steps::place(Number i, std::uintptr_t address) {
+void Steps::set_source(Number i, std::uintptr_t address) {
   if (i >= count() || !steps_[i].is_send || steps_[i].nbytes <= most_eager_)
-    throw std::invalid_argument("only what is sent in a message of its own can lie elsewhere");
+    throw std::invalid_argument("only a send whose data is not sent with a header can have another source");
   steps_[i].data = reinterpret_cast<unsigned char*>(address);
 }
 
@@ -68,7 +68,7 @@ std::size_t Steps::nbytes() const {
   return total;
 }
 
-// Who waits for whom, by the second.
+// Pairs (a, b), ordered by b, where step b waits for a.
 std::vector<std::pair<Number, Number>> Steps::edges() const {
   std::vector<std::pair<Number, Number>> found;
   found.reserve(needs_.size() + steps_.size());
@@ -85,7 +85,7 @@ std::vector<std::pair<Number, Number>> Steps::edges() const {
   return found;
 }
 
-// The first send to each peer goes with the header where it is small and waits for no other rank.
+// The first send to each peer goes with the header if it is small and depends on no other rank.
 void Steps::find_eager() {
   std::vector<bool> waits(gated_), met(size, false);
   gets_data_.assign(size, false);
@@ -106,7 +106,7 @@ void Steps::find_eager() {
   }
 }
 
-// The same data may go to several peers.
+// Sends of the same data to several peers share a message.
 Number Steps::message_of(const Step& step) {
   const auto same = [&](const EagerData& each) { return each.data == step.data && each.nbytes == step.nbytes; };
   const auto found = std::find_if(eager_.begin(), eager_.end(), same);

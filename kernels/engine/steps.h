@@ -1,14 +1,14 @@
-// A schedule made ready: what there is to do, and what waits for what.
+// A compiled schedule: operations, transfers, and the dependencies between them.
 //
-// Dependencies hold per transfer: one whose data is ready does not wait for its neighbours. Gates hold back what the
-// ranks' agreement must come before:
+// Dependencies hold per transfer: one whose data is ready does not wait for its neighbours. Some steps also wait for
+// headers:
 //
-// - A receive is posted when its sender's header has come and agrees, so that the sizes are equal (an MPI library may
-//   write past the end of a receive that is too small). The header comes before the data, so this costs no waiting.
-//   Where the first data for a peer is small and waits for nobody, it is in the header's own message.
-// - Whatever writes the caller's output or follows a transfer waits for the headers of all ranks. So nothing received is
-//   used before, and a rank that has not made the call yet gets one window of messages at most (a library that buffers
-//   small ones would take them until it has no memory left for the news that this rank gave up).
+// - A receive is posted when its sender's header has arrived and matches, so that the sizes are equal (an MPI library
+//   may write past the end of a receive that is too small). The header precedes the data, so this costs no time. If the
+//   first data for a peer is small and depends on no other rank, it is in the header's own message.
+// - A step that writes the caller's output or depends on a transfer waits for the headers of all ranks (the gate). So
+//   received data is not used before, and a rank that has not made the call yet gets at most one window of messages.
+//   Otherwise a library that buffers small messages could run out of memory for the message that this rank gave up.
 #pragma once
 
 #include <cstddef>
@@ -25,58 +25,58 @@ using Number = std::uint32_t;
 constexpr Number kNone = ~Number{0};
 
 struct Step {
-  std::unique_ptr<Operation> operation;  // or none, and a transfer:
+  std::unique_ptr<Operation> operation;  // null for a transfer:
   unsigned char* data = nullptr;
   std::size_t nbytes = 0;
   int peer = -1;
   int tag = 0;  // counted from the first tag of the call
   bool is_send = false;
-  Number message = kNone;  // of the eager ones, that its data goes with
+  Number message = kNone;  // the eager message that contains the data
 };
 
-// Data that goes with the header of a call, to one peer or several.
+// Data that is sent with the header of a call, to one peer or several.
 struct EagerData {
   const unsigned char* data;
   std::size_t nbytes;
 };
 
-// Numbers of steps, in program order; behind the last one that of the gate, which all headers open, and for each rank
-// that of its header.
+// Steps are numbered in program order. Then come the number of the gate, which opens when all headers have arrived, and
+// one number for each rank's header.
 class Steps {
  public:
-  // `most_eager`: bytes that may go with a header.
+  // `most_eager`: bytes of data that may be sent with a header.
   Steps(int rank, int size, std::size_t most_eager) : rank(rank), size(size), most_eager_(most_eager) {}
   Steps(const Steps&) = delete;
 
-  // A copy of `operation`. `needs` are earlier steps. `writes_output`: of the caller.
+  // Adds a copy of `operation`. `needs` are earlier steps; `writes_output`: whether it writes the caller's output.
   void add_operation(const Operation& operation, const std::vector<Number>& needs, bool writes_output);
   void add_transfer(bool is_send, int peer, int tag, std::uintptr_t address, std::size_t nbytes,
                     const std::vector<Number>& needs);
-  // A send takes what it sends from `address`, from the next run on. Not for what may go with a header.
-  void place(Number step, std::uintptr_t address);
-  // When all are there.
+  // Makes a send take its bytes from `address`, from the next run on. Not for data that may be sent with a header.
+  void set_source(Number step, std::uintptr_t address);
+  // Call this after the last step was added.
   void link();
 
   const int rank, size;
 
-  // Of memory, when linked.
+  // Bytes of memory, after link().
   std::size_t nbytes() const;
   Number count() const { return static_cast<Number>(steps_.size()); }
   const Step& operator[](Number i) const { return steps_[i]; }
   Number gate() const { return count(); }
   Number header(int peer) const { return gate() + 1 + static_cast<Number>(peer); }
-  // How many numbers there are.
+  // Count of all numbers.
   Number all() const { return header(size); }
-  // How many steps, gates and headers must complete before a run is done, beside its own headers.
+  // Count of the steps, gates and received headers that must complete in a run.
   std::size_t total() const { return count() + (size > 1 ? static_cast<std::size_t>(size) : 0); }
-  // How many others each waits for.
+  // For each number, how many others it waits for.
   const std::vector<Number>& counts() const { return counts_; }
   const Number* successors_begin(Number i) const { return successors_.data() + offsets_[i]; }
   const Number* successors_end(Number i) const { return successors_.data() + offsets_[i + 1]; }
 
   const std::vector<EagerData>& eager() const { return eager_; }
-  bool gets_data(int peer) const { return gets_data_[peer]; }  // with the header
-  // The receive whose data may come with the header of `peer`.
+  bool gets_data(int peer) const { return gets_data_[peer]; }  // with its header
+  // The receive whose data the header of `peer` may bring.
   Number first_receive(int peer) const { return first_receives_[peer]; }
 
  private:

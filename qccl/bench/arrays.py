@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from qccl.bench import data
-from qccl.cuda.runtime import on_device, require
+from qccl.cuda.libraries import on_device, require
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:

@@ -121,7 +121,7 @@ class QuantizedCall:
         if self._key is not None:
             self._given["key"] = self._key
         self.forget()
-        self.plan = Plan(comm, signature_of(case, codec, chunk, given, comm), self._key)
+        self.plan = Plan(comm._session, signature_of(case, codec, chunk, given, comm), self._key)
         schedule = self.plan.schedule(in_place=kind.is_allreduce)
         self.name, self.algorithm = codec.spec(), schedule.name
         self.codecs: tuple[Codec, ...] = (self.codec,)

@@ -73,12 +73,12 @@ def _host() -> str:
 
 
 def _cuda() -> str:
-    from qccl.cuda import runtime
+    from qccl.cuda import libraries
 
-    lacking = runtime.missing()
+    lacking = libraries.missing()
     if lacking:
         return f"no: {'; '.join(lacking)}"
-    return f"yes: {', '.join(runtime.device_names())}; CuPy {_version_of('cupy')}, NCCL {runtime.nccl_version()}"
+    return f"yes: {', '.join(libraries.device_names())}; CuPy {_version_of('cupy')}, NCCL {libraries.nccl_version()}"
 
 
 def _mpi() -> str:

@@ -12,7 +12,7 @@ from qccl.bench.launched import join_torch_group
 from qccl.bench.options import Options
 from qccl.bench.progress import Progress
 from qccl.bench.sweep import Sweep
-from qccl.cuda.runtime import device_count
+from qccl.cuda.libraries import device_count
 from qccl.errors import EngineError
 from qccl.launchers import Launcher, detect
 

@@ -28,7 +28,7 @@ from qccl.bench.progress import Progress, encode_report
 from qccl.bench.report import Device, Report
 from qccl.bench.sizes import format_size, parse_link
 from qccl.codecs.base import Codec
-from qccl.cuda.runtime import nccl_version
+from qccl.cuda.libraries import nccl_version
 from qccl.trace import TraceEvent, write_trace
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 from qccl.cuda import cache as cuda_cache
 from qccl.cuda import source as cuda_source
-from qccl.cuda.runtime import require
+from qccl.cuda.libraries import require
 
 __all__ = ["kernels"]
 

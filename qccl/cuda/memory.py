@@ -15,7 +15,7 @@ from typing import Any
 
 from qccl import dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
-from qccl.cuda.runtime import on_device, require
+from qccl.cuda.libraries import on_device, require
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.tensors import is_tensor

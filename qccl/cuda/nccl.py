@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from qccl.cuda.runtime import bounded, mapped, on_device, pick_device, require, wait_for
+from qccl.cuda.libraries import bounded, mapped, on_device, pick_device, require, wait_for
 from qccl.dtypes import get
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, Transport

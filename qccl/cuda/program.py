@@ -1,8 +1,8 @@
-"""A schedule made ready for a GPU: its workspace, its kernels and tables, and the calls that put a run on streams.
+"""A schedule compiled for a GPU: its workspace, its kernels and tables, and the calls that put a run on streams.
 
-Everything that a launch is told lies in memory that is written once: the jobs on the device, the arguments on the host.
-What changes from run to run are the addresses of the caller's buffers and the call's number, and those are a few words.
-So a run is a list of prepared calls, done one after the other: launch, record, wait, group.
+The tables of all launches are written once: jobs in device memory, arguments in host memory. From run to run only the
+addresses of the caller's buffers, the call's number and the learning rate change. So a run is a list of prepared calls
+(launch, record, wait, NCCL group), made one after the other.
 """
 
 from __future__ import annotations
@@ -11,26 +11,23 @@ import ctypes
 import struct
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from qccl.cuda import source as cuda_source
+from qccl.cuda.device import Device
 from qccl.cuda.kernels import kernels
+from qccl.cuda.libraries import require
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun
-from qccl.cuda.runtime import require
 from qccl.cuda.source import Launch
 from qccl.cuda.staging import Staging
 from qccl.cuda.streams import HOME, Step, steps
 from qccl.dtypes import DType
-from qccl.engine.control import Header
 from qccl.engine.labels import group_label
 from qccl.errors import ArgumentError, EngineError
 from qccl.schedule import Commit, Node, Op, Queue, Reduce, Role, Schedule, Span, Transfer, reads, writes
 from qccl.trace import TraceEvent
-from qccl.transports.base import Call, DeviceTransfer
-
-if TYPE_CHECKING:
-    from qccl.cuda.engine import CudaEngine
+from qccl.transports.base import Call, DeviceTransfer, DeviceTransport
 
 __all__ = ["CudaProgram"]
 
@@ -44,26 +41,23 @@ class CudaProgram:
         workspace_nbytes: bytes of the workspace, tables included.
     """
 
-    def __init__(self, engine: CudaEngine, schedule: Schedule, proxy: HostProxy | None = None) -> None:
-        """``proxy`` moves what goes through host memory; it is needed where ranks have distant peers."""
-        if (schedule.rank, schedule.size) != (engine.rank, engine.size):
-            raise ArgumentError(
-                f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {engine.rank} of "
-                f"{engine.size}"
-            )
-        self._engine = engine
+    def __init__(
+        self, device: Device, transport: DeviceTransport, schedule: Schedule, proxy: HostProxy | None = None
+    ) -> None:  # fmt: skip
+        """``proxy`` moves the messages of transfers through host memory; schedules with staged peers need it."""
+        self._device, self._transport = device, transport
         self._schedule = schedule
         self._steps = steps(schedule)
         self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
         self._bound = {n: i for n, i in self._numbers.items() if schedule.buffers[n].role is not Role.WORK}
         self._launches = {s: self._launch(step.ops) for s, step in enumerate(self._steps) if _is_launch(step)}
         self._memory = (ctypes.c_uint64 * cuda_source.MEMORY_WORDS)()
-        self._call = ctypes.c_uint64()  # the arguments of the kernel that sets the call's number
+        self._call = ctypes.c_uint64()  # arguments of the kernel that sets the call's number
         self._is_replay = ctypes.c_uint32()
-        self._kept: list[Any] = []  # what the arguments of launches point to
+        self._kept: list[Any] = []  # objects that launches' arguments point to
         names = [name for launch in self._launches.values() for name in launch.kernels]
         draws = any(launch.draws for launch in self._launches.values())
-        kernels(engine.device, [*names, cuda_source.CALL_KERNEL] if draws else names)  # compiled together
+        kernels(device.number, [*names, cuda_source.CALL_KERNEL] if draws else names)  # compiled together
         self._prepared = self._upload()
         self._count_arguments = self._pack(self._counter, self._call, self._is_replay) if draws else 0
         cuda = require().cupy.cuda
@@ -75,60 +69,50 @@ class CudaProgram:
             self._staging = Staging(schedule, self._steps, self._transfer_address, proxy)
             self.workspace_nbytes += self._staging.nbytes
 
-    def start(
-        self,
-        bindings: Mapping[str, int],
-        *,
-        call: int,
-        header: Header,
-        deadline: float,
-        trace: list[TraceEvent] | None = None,
-        schedule: Schedule | None = None,
-        streams: Sequence[int] = (),
-        lr: float = 1.0,
-    ) -> CudaRun:
-        """Begin a run; see engines.base.Program."""
+    def check(self, bindings: Mapping[str, int], *, captured: bool, traced: bool) -> None:
+        """Raise ArgumentError if a run with these addresses cannot be started."""
         if bindings.keys() != self._bound.keys():
             raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
-        streams = tuple(streams) or (0,)
-        captured = self._engine.is_capturing(streams[0])
-        if captured and trace is not None:
+        if captured and traced:
             raise ArgumentError("a call that is put into a graph cannot be traced; leave trace out")
         if captured and self._schedule.staged_peers:
             raise ArgumentError(
                 "a call with inter='host' cannot be put into a graph: the host must move its messages in every run; "
                 "leave inter out"
             )
-        run = CudaRun(self._engine, f"{header.text} (call {header.sequence})", deadline, streams[0], captured=captured)
 
-        def enqueue(queues: Mapping[Queue, int], event: int) -> None:
-            for name, number in self._bound.items():
-                self._memory[number] = bindings[name]
-            # replays of a graph count on from here, in numbers that no call outside a graph has
-            self._call.value = (call + 1) << 32 if captured else call
-            self._is_replay.value = captured
-            self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
-            if self._staging is not None:
-                self._staging.begin(header.sequence, run.what, deadline)
-            calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, captured)
-            for function, arguments in calls:
-                function(*arguments)
-            require().runtime.eventRecord(event, queues[HOME])
-
-        def arrive(queues: Mapping[Queue, int]) -> None:
-            self._arrive(streams[:1] if captured else streams, queues[HOME])
-
-        self._engine.start(self, run, arrive, enqueue)
-        return run
-
-    # -- a run -------------------------------------------------------------------------------------------------------
-
-    def _arrive(self, streams: Sequence[int], home: int) -> None:
-        """Everything comes behind what is on the caller's streams."""
+    def wait_for_streams(self, streams: Sequence[int], queues: Mapping[Queue, int]) -> None:
+        """Order the next run after the present work of ``streams``."""
         runtime, arrival = require().runtime, self._arrival.ptr
         for stream in streams:
             runtime.eventRecord(arrival, stream)
-            runtime.streamWaitEvent(home, arrival)
+            runtime.streamWaitEvent(queues[HOME], arrival)
+
+    def enqueue(
+        self,
+        run: CudaRun,
+        queues: Mapping[Queue, int],
+        bindings: Mapping[str, int],
+        *,
+        sequence: int,
+        lr: float,
+        trace: list[TraceEvent] | None,
+    ) -> None:
+        """Put a run on the streams of ``queues``, and record its event behind it."""
+        for name, number in self._bound.items():
+            self._memory[number] = bindings[name]
+        # replays of a graph count on from here, with numbers that no call outside a graph has
+        self._call.value = (run.call + 1) << 32 if run.captured else run.call
+        self._is_replay.value = run.captured
+        self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
+        if self._staging is not None:
+            self._staging.begin(sequence, run.what, run.deadline)
+        calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, run.captured)
+        for function, arguments in calls:
+            function(*arguments)
+        require().runtime.eventRecord(run.event.ptr, queues[HOME])
+
+    # -- the calls of a run ------------------------------------------------------------------------------------------
 
     def _calls_on(self, queues: Mapping[Queue, int], captured: bool) -> list[Call]:
         if captured not in self._calls:
@@ -136,7 +120,7 @@ class CudaProgram:
         return self._calls[captured]
 
     def _step(self, number: int, queues: Mapping[Queue, int]) -> tuple[list[Call], list[Call], list[Call]]:
-        """What a step waits for, what it does, and what it tells."""
+        """The calls of a step: waits, work, and the record of its event."""
         runtime = require().runtime
         step = self._steps[number]
         stream = queues[step.queue]
@@ -162,7 +146,7 @@ class CudaProgram:
         if step.exchange is None:
             return []
         sends, receives = (self._transfers(transfers) for transfers in (step.exchange.sends, step.exchange.recvs))
-        return self._engine.transport.exchange(sends, receives, stream)
+        return self._transport.exchange(sends, receives, stream)
 
     def _transfers(self, transfers: Sequence[Transfer]) -> list[DeviceTransfer]:
         return [
@@ -172,12 +156,12 @@ class CudaProgram:
 
     def _transfer_address(self, span: Span) -> int:
         if self._schedule.buffers[span.buffer].role is not Role.WORK:
-            raise EngineError(f"a leg transfers {span.buffer!r}; legs must be in work buffers")
+            raise EngineError(f"a transfer is in {span.buffer!r}; transfers must be in work buffers")
         return self._address(span)
 
     def _count_call(self, stream: int) -> Call:
-        """Random numbers are keyed by a number on the device, which the replays of a graph count up themselves."""
-        kernel = kernels(self._engine.device, [cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
+        """Set the number on the device that keys random numbers; replays of a graph count it up themselves."""
+        kernel = kernels(self._device.number, [cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
         return require().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, self._count_arguments, 0)
 
     # -- a traced run ------------------------------------------------------------------------------------------------
@@ -212,11 +196,11 @@ class CudaProgram:
         run.finish = finish
         return calls
 
-    # -- what is made once -------------------------------------------------------------------------------------------
+    # -- prepared once -----------------------------------------------------------------------------------------------
 
     def _launch(self, ops: Sequence[int]) -> Launch:
         found = [self._schedule.ops[i] for i in ops]
-        return cuda_source.launch(found, self._schedule.rank, self._dtype(found[0]), self._place)
+        return cuda_source.launch(found, self._schedule.rank, self._dtype(found[0]), self._buffer_ref)
 
     def _dtype(self, op: Op) -> DType:
         spans: tuple[Span | None, ...] = (*writes(op), *reads(op))
@@ -228,21 +212,21 @@ class CudaProgram:
             dtype = self._schedule.buffers[span.buffer].dtype
             if dtype is not None:
                 return dtype
-        raise EngineError(f"{type(op).__name__} without values: all its buffers are of bytes")
+        raise EngineError(f"{type(op).__name__} has no values: all its buffers are of bytes")
 
-    def _place(self, span: Span) -> tuple[int, int]:
+    def _buffer_ref(self, span: Span) -> tuple[int, int]:
         """Buffer number and byte offset."""
         return self._numbers[span.buffer], span.start * self._schedule.buffers[span.buffer].itemsize
 
     def _address(self, span: Span) -> int:
-        number, offset = self._place(span)
+        number, offset = self._buffer_ref(span)
         return int(self._memory[number]) + offset
 
     def _nbytes(self, span: Span) -> int:
         return len(span) * self._schedule.buffers[span.buffer].itemsize
 
     def _upload(self) -> dict[int, _Prepared]:
-        """Take the workspace, write the tables into it, and prepare the launches of each step."""
+        """Allocate the workspace, write the tables into it, and prepare the launches of each step."""
         layout = _Layout()
         works = {n: layout.take(b.nbytes) for n, b in self._schedule.buffers.items() if b.role is Role.WORK}
         counter = layout.take(cuda_source.CALL_NBYTES)
@@ -252,21 +236,21 @@ class CudaProgram:
             s: (layout.put(launch.jobs.tobytes()), layout.put(launch.sources.tobytes()))
             for s, launch in self._launches.items()
         }
-        self._workspace = self._engine.allocate(max(layout.nbytes, 1))
+        self._workspace = self._device.allocate(max(layout.nbytes, 1))
         self.workspace_nbytes = layout.nbytes
         base = self._workspace.ptr
         for name, offset in works.items():
             self._memory[self._numbers[name]] = base + offset
         self._memory[cuda_source.CALL_WORD] = base + counter
         self._counter = ctypes.c_uint64(base + counter)
-        self._kept += self._engine.write({base + offset: content for offset, content in layout.content.items()})
+        self._kept += self._device.write({base + offset: content for offset, content in layout.content.items()})
         return {
             s: self._prepare(launch, base + tables[s][0], base + tables[s][1], base + scratch[s])
             for s, launch in self._launches.items()
         }
 
     def _prepare(self, launch: Launch, jobs: int, sources: int, scratch: int) -> _Prepared:
-        functions = kernels(self._engine.device, launch.kernels)
+        functions = kernels(self._device.number, launch.kernels)
         parameters = launch.parameters.copy()
         parameters["scratch"] = scratch
         blob = ctypes.create_string_buffer(parameters.tobytes())
@@ -286,7 +270,7 @@ class CudaProgram:
 
 
 class _Prepared(NamedTuple):
-    """The launches of a step, each a function with its geometry, and its arguments; and memory that is zero before."""
+    """The launches of a step, each a function with its geometry, and its arguments; and memory to clear before them."""
 
     launches: list[tuple[tuple[int, ...], int]]
     scratch: int
@@ -294,7 +278,7 @@ class _Prepared(NamedTuple):
 
 
 class _Layout:
-    """Offsets of pieces of memory one after the other, and what some of them contain from the start."""
+    """Offsets of consecutive blocks of memory, and the initial contents of some."""
 
     def __init__(self) -> None:
         self.nbytes = 0

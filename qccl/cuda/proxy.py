@@ -1,13 +1,13 @@
-"""Messages between hosts for an engine whose work is on a device: started and told of by words in memory that both see.
+"""A host proxy thread: it moves messages between hosts for an engine whose work is on a device.
 
-A word is 32 bits in memory of the host that the device reads and writes, too. In a message to another rank the device
-has the first word ("the codes are here") and the courier the last ("they have left"); in one that comes it is the other
-way round ("they have come", "their place is free again"). Words hold numbers of runs, so nothing is ever reset, and
-neither side asks the other anything: the courier calls nothing of the device's library, which other threads may have
-in a state that forbids it, such as a capture.
+Device and proxy synchronise through flags: 32-bit words in pinned memory. For a message to another rank the device sets
+the first flag ("the codes are in host memory") and the proxy the last ("the message has been sent"). For a message from
+another rank the proxy sets the first flag ("it has arrived") and the device the last ("its slot is free again"). Flags
+hold run numbers, so they are never reset. The proxy calls no function of CUDA, because another thread may be capturing,
+which forbids many of them.
 
-The courier is the only one that uses its transport. It moves messages in the order in which they were given to it, on
-a thread of its own, for as long as there are any.
+The proxy is the only user of its transport. Its thread moves messages in the order of begin(), for as long as there are
+any.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from qccl.transports.base import Transport
 
 __all__ = ["HostProxy", "Message", "TransferBatch"]
 
-#: how long a failing rank waits for the courier's thread to let go of the transport
+#: how long a failing rank waits for the proxy's thread to release the transport
 _GRACE_SECONDS = 1.0
 _NAP_SECONDS = 1e-3
-#: messages of calls so far apart never meet: tags go round
+#: tags are reused after so many calls
 _TAGS = 4096
 _HALF = 1 << 31
 
 
-def reached(word: int, number: int) -> bool:
-    """Whether a word has come to a number of a run. Both go round after 32 bits, as the device compares them."""
-    return (word - number) % (1 << 32) < _HALF
+def reached(flag: int, number: int) -> bool:
+    """Whether a flag has reached a run number. Both wrap around after 32 bits, as in the device's comparison."""
+    return (flag - number) % (1 << 32) < _HALF
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Message:
-    """What is sent or received in each run of a program.
+    """A message that is sent or received in each run of a program.
 
     Attributes:
-        buffer: the transport's, of the memory it is in.
-        gates: words that must have reached the number of the run before it starts, or the number so many runs before.
-        done: the word that is set to the run's number when it has ended.
+        buffer: the transport's buffer for its memory.
+        gates: pairs (flag, back): the message starts when the flag has reached the run's number less ``back``.
+        done: the flag that is set to the run's number when the message has ended.
     """
 
     peer: int
@@ -58,18 +58,18 @@ class TransferBatch:
     """The messages of one run.
 
     Attributes:
-        words: by the numbers that the messages name.
-        number: of the run, among those of its program, from 1 on.
-        call: of the run, among those of all ranks: messages of different calls do not meet.
+        flags: by the numbers in the messages.
+        number: of the run among those of its program, from 1 on.
+        tag: differs between calls that may be under way at once.
         deadline: in time.monotonic() seconds.
-        kept: what must live until all messages have ended: their memory.
-        left: messages that have not ended.
+        kept: the messages' memory, until all have ended.
+        left: number of messages that have not ended.
     """
 
     def __init__(
         self,
         messages: Sequence[Message],
-        words: memoryview,
+        flags: memoryview,
         number: int,
         *,
         call: int,
@@ -77,54 +77,54 @@ class TransferBatch:
         deadline: float,
         kept: object,
     ) -> None:
-        self.messages, self.words, self.number = messages, words, number
+        self.messages, self.flags, self.number = messages, flags, number
         self.tag = 1 + call % _TAGS
         self.what, self.deadline, self.kept = what, deadline, kept
         self.left = len(messages)
 
     def may_start(self, message: Message) -> bool:
-        return all(reached(self.words[word], self.number - back) for word, back in message.gates)
+        return all(reached(self.flags[flag], self.number - back) for flag, back in message.gates)
 
     def release(self) -> None:
-        """Tell the device that everything has ended, whatever became of it."""
+        """On failure: set all flags that the device waits for. Data that it then copies is discarded."""
         for message in self.messages:
-            self.words[message.done] = self.number % (1 << 32)
+            self.flags[message.done] = self.number % (1 << 32)
 
 
 class HostProxy:
-    """Moves the messages of trips over one transport, on a thread of its own.
+    """Moves the messages of batches over one transport, on a thread of its own.
 
     Attributes:
-        detached: trips under way (see background.Driven).
+        detached: batches under way (see progress.Driven).
     """
 
     def __init__(self, transport: Transport, on_failure: Callable[[QcclError], None]) -> None:
-        """``on_failure`` is called on the courier's thread with what went wrong."""
+        """The proxy's thread calls ``on_failure`` with its error."""
         self.transport = transport
         self.detached = 0
         self._on_failure = on_failure
         self._turn = threading.Lock()  # held while the transport is used
-        self._state = threading.Lock()  # of what follows; never held while anything blocks
-        self._trips: list[TransferBatch] = []
+        self._state = threading.Lock()  # guards the attributes below; never held while anything blocks
+        self._batches: list[TransferBatch] = []
         self._waiting: dict[bool, deque[tuple[TransferBatch, Message]]] = {True: deque(), False: deque()}
         self._ended: str | None = None
         self._progress_thread = ProgressThread(self)
 
     def begin(self, batch: TransferBatch) -> None:
-        """Take over the messages of a run. What the device is to wait for may only then be put on its streams."""
+        """Take over the messages of a run. Call this before a stream waits for their flags."""
         with self._state:
             if self._ended is not None:
                 raise EngineError(self._ended)
             if not batch.messages:
                 return
-            self._trips.append(batch)
+            self._batches.append(batch)
             self.detached += 1
             for message in batch.messages:
                 self._waiting[message.is_send].append((batch, message))
-        self._progress_thread.attend(at_once=True)
+        self._progress_thread.wake(at_once=True)
 
     def drive(self) -> None:
-        """The thread's turn: see background.Driven."""
+        """Move messages in the progress thread; see progress.Driven."""
         error: BaseException | None = None
         with self._turn:
             try:
@@ -135,11 +135,11 @@ class HostProxy:
                 error = caught
         if error is not None:
             ours = error if isinstance(error, QcclError) else gave_up(self.transport.rank, error)
-            self._on_failure(ours)  # first, because nobody may take for a result what streams do when they are let go
+            self._on_failure(ours)  # before abort() releases the streams: what they do then is no result
             self.abort(str(ours))
 
     def close(self, timeout: float) -> None:
-        """Wait until the last messages have gone, at the latest ``timeout`` seconds, and end the thread. Idempotent."""
+        """Wait until all messages have ended, at most ``timeout`` seconds, and end the thread. Idempotent."""
         deadline = time.monotonic() + timeout
         while self.detached and self._ended is None and time.monotonic() < deadline:
             time.sleep(_NAP_SECONDS)
@@ -147,15 +147,15 @@ class HostProxy:
             self.abort(f"rank {self.transport.rank} left while messages were under way")
         with self._state:
             self._ended = self._ended or "the engine was closed"
-        self._progress_thread.end()
+        self._progress_thread.join()
 
     def abort(self, reason: str) -> None:
-        """Give up at once: no stream of the device waits for a message any more, and the transport is given up."""
+        """Release all streams that wait for messages, then abort the transport."""
         with self._state:
             self._ended = self._ended or reason
-            under_way = list(self._trips)
+            under_way = list(self._batches)
             self.detached = 0
-        for batch in under_way:  # in order: words never go back
+        for batch in under_way:  # in their order: a flag never decreases
             batch.release()
         taken = self._turn.acquire(timeout=_GRACE_SECONDS)
         try:
@@ -163,14 +163,14 @@ class HostProxy:
         finally:
             if taken:
                 self._turn.release()
-        self.dismiss()
+        self.stop()
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """Let the thread end."""
-        self._progress_thread.dismiss()
+        self._progress_thread.stop()
 
     def _advance(self, idle: int) -> bool:
-        """Start what may start, and act on what has ended; whether there was any."""
+        """Start messages, and finish those that have ended; False if there were none."""
         started = self._start(self._waiting[False]) + self._start(self._waiting[True])
         ended = self.transport.poll(idle=0 if started else idle)
         for token in ended:
@@ -178,7 +178,7 @@ class HostProxy:
         if started or ended:
             return True
         with self._state:
-            late = [batch for batch in self._trips if batch.deadline < time.monotonic()]
+            late = [batch for batch in self._batches if batch.deadline < time.monotonic()]
         if late:
             raise CollectiveTimeout(
                 f"rank {self.transport.rank} reached the deadline of {late[0].what}: {late[0].left} messages between "
@@ -187,7 +187,7 @@ class HostProxy:
         return False
 
     def _start(self, waiting: deque[tuple[TransferBatch, Message]]) -> int:
-        """Post the messages of one direction whose turn has come, in their order; how many."""
+        """Post the messages of one direction whose gates are open, in their order; how many."""
         started = 0
         while waiting and waiting[0][0].may_start(waiting[0][1]):
             batch, message = waiting.popleft()
@@ -197,11 +197,11 @@ class HostProxy:
         return started
 
     def _finish(self, batch: TransferBatch, message: Message) -> None:
-        """A message has ended."""
-        batch.words[message.done] = batch.number % (1 << 32)
+        """Set the flag of a message that has ended."""
+        batch.flags[message.done] = batch.number % (1 << 32)
         batch.left -= 1
         if batch.left == 0:
             with self._state:
-                if batch in self._trips:
-                    self._trips.remove(batch)
+                if batch in self._batches:
+                    self._batches.remove(batch)
                     self.detached -= self._ended is None

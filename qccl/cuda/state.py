@@ -1,14 +1,12 @@
-"""What lasts from run to run on CUDA."""
+"""Memory on a GPU that keeps its contents from run to run."""
 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from qccl.cuda.runtime import on_device, require
-
-if TYPE_CHECKING:
-    from qccl.cuda.engine import CudaEngine
+from qccl.cuda.device import Device
+from qccl.cuda.libraries import on_device, require
 
 __all__ = ["DeviceState"]
 
@@ -16,24 +14,24 @@ _DEVICE_TO_HOST = 2
 
 
 class DeviceState:
-    """Memory on the device that lasts from run to run (interface: Persistent)."""
+    """Memory on the device that keeps its contents from run to run (interface: Persistent)."""
 
-    def __init__(self, engine: CudaEngine, nbytes: int) -> None:
-        self._engine = engine
-        self._memory = engine.allocate(max(nbytes, 1))
+    def __init__(self, device: Device, nbytes: int) -> None:
+        self._device = device
+        self._memory = device.allocate(max(nbytes, 1))
         self._written: list[Any] = []
         self.address: int = self._memory.ptr
-        require().runtime.memsetAsync(self.address, 0, nbytes, engine.home)
+        require().runtime.memsetAsync(self.address, 0, nbytes, device.home)
 
     def write(self, data: bytes) -> None:
-        """Put ``data`` at the start, before the runs to come."""
-        with on_device(self._engine.device):
-            self._written = self._engine.write({self.address: data})
+        """Put ``data`` at the start, before all later runs."""
+        with on_device(self._device.number):
+            self._written = self._device.write({self.address: data})
 
     def read(self, start: int, nbytes: int) -> bytes:
         """A copy of ``nbytes`` from ``start``."""
-        runtime, copy, home = require().runtime, ctypes.create_string_buffer(nbytes), self._engine.home
-        with on_device(self._engine.device):
+        runtime, copy, home = require().runtime, ctypes.create_string_buffer(nbytes), self._device.home
+        with on_device(self._device.number):
             runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, _DEVICE_TO_HOST, home)
             runtime.streamSynchronize(home)
         return copy.raw

@@ -1,69 +1,69 @@
-"""What a communicator asks of an engine: to make a program of a schedule, and to run it."""
+"""The interface between a communicator and its backend: compile schedules, run them, wait for the runs."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Any, Protocol
 
 from qccl.arrays import Memory
 from qccl.engine.control import Header
 from qccl.errors import QcclError
 from qccl.schedule import Schedule
-
-if TYPE_CHECKING:
-    from qccl.trace import TraceEvent
+from qccl.trace import TraceEvent
 
 __all__ = ["Backend", "Engine", "Execution", "Persistent", "Program"]
 
 
 class Execution(Protocol):
-    """One run of a program. Failures are raised by the methods that wait, and only there.
+    """One run of a program. Only the methods that wait raise its failures.
 
     Attributes:
-        is_ordered: the engine puts runs in order by itself, after whatever it was told to wait for: the program may be
-            started again, and the result handed on, before the run is done.
-        kept: what stays alive until the run is done: the caller's arrays.
+        call: number of the call, which keys its random numbers.
+        is_ordered: the engine orders runs by itself, after the streams that it was given. The program may then be
+            started again, and the result may be used on the caller's stream, before the run has ended.
+        kept: objects that must live until the run has ended, such as the caller's arrays.
     """
 
+    call: int
     is_ordered: bool
     kept: object
 
     def step(self) -> bool:
-        """Make progress, if it is the caller who makes it; whether the run is done. Never blocks for long."""
+        """Make progress if runs progress in the caller's thread; whether the run has ended. Never blocks for long."""
 
     def run(self, limit: float | None = None) -> bool:
-        """Block until the run is done, or time.monotonic() has reached ``limit``; whether it is done.
+        """Block until the run has ended, or time.monotonic() has reached ``limit``; whether it has ended.
 
-        Raises CollectiveTimeout at its deadline.
+        Raises CollectiveTimeout at the run's deadline.
         """
 
     def detach(self, *, at_once: bool) -> None:
-        """Where runs are not ordered: progress while the caller is elsewhere.
+        """If runs are not ordered: progress in the progress thread.
 
-        ``at_once`` False: only if the caller does not wait for the run within a moment.
+        ``at_once`` False: only if the caller does not wait for the run within about a millisecond.
         """
 
     def order(self) -> None:
-        """Where runs are ordered: let the caller's stream go on only after this run. Does not block."""
+        """If runs are ordered: make the caller's stream wait for this run. Does not block."""
 
     def waits_for(self) -> str:
-        """Why the run is not done, for messages."""
+        """Why the run has not ended, for messages."""
 
 
 class Persistent(Protocol):
-    """Memory that lasts from run to run, of zeros at first.
+    """Memory that keeps its contents from run to run; zeros at first.
 
     Attributes:
-        address: where runs find it.
+        address: of its first byte, for kernels.
     """
 
     address: int
 
     def write(self, data: bytes) -> None:
-        """Put ``data`` at the start, when no run uses it."""
+        """Put ``data`` at the start, when no run uses the memory."""
 
     def read(self, start: int, nbytes: int) -> bytes:
-        """A copy of ``nbytes`` from ``start``, when no run uses it."""
+        """A copy of ``nbytes`` from ``start``, when no run uses the memory."""
 
 
 class Program(Protocol):
@@ -75,39 +75,14 @@ class Program(Protocol):
 
     workspace_nbytes: int
 
-    def start(
-        self,
-        bindings: Mapping[str, int],
-        *,
-        call: int,
-        header: Header,
-        deadline: float,
-        trace: list[TraceEvent] | None = None,
-        schedule: Schedule | None = None,
-        streams: Sequence[int] = (),
-        lr: float = 1.0,
-    ) -> Execution:
-        """Begin a run.
-
-        Args:
-            bindings: address of each of the caller's buffers, by its name in the schedule.
-            call: the number that keys the random numbers.
-            header: what the ranks must agree on.
-            deadline: in time.monotonic() seconds.
-            trace: a list that gets an event per node.
-            schedule: with trace, the one that the program was made of: a program on the host does not keep it.
-            streams: on CUDA, the caller's stream, and others whose work so far must be waited for.
-            lr: the learning rate that residuals count by (schedule.Reduce).
-        """
-
 
 class Engine(Protocol):
     """Runs schedules on one rank.
 
     Attributes:
-        chunk_elements: elements in a chunk where the caller does not say; None: the collective's default.
-        failure: what ended the group outside any call (a watchdog's finding), or None.
-        is_idle: no run is under way, and the caller's memory can be read at once (never on CUDA).
+        chunk_elements: elements in a chunk if the caller gives none; None: the collective's default.
+        failure: what ended the group outside any call (found by a watchdog), or None.
+        is_idle: no run is under way, and the host can read the caller's memory without waiting (never on CUDA).
     """
 
     chunk_elements: int | None
@@ -119,32 +94,64 @@ class Engine(Protocol):
     def is_idle(self) -> bool: ...
 
     def compile(self, schedule: Schedule) -> Program:
-        """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
+        """Prepare a schedule of this rank. Raises EngineError if this engine cannot run it."""
 
     def persistent(self, nbytes: int) -> Persistent:
-        """Memory for what lasts from run to run."""
+        """Allocate memory that keeps its contents from run to run."""
 
-    def settle(self, timeout: float) -> None:
+    def start(
+        self,
+        program: Any,
+        bindings: Mapping[str, int],
+        *,
+        call: int,
+        header: Header,
+        deadline: float,
+        trace: list[TraceEvent] | None = None,
+        schedule: Schedule | None = None,
+        streams: Sequence[int] = (),
+        lr: float = 1.0,
+    ) -> Execution:
+        """Start a run.
+
+        Args:
+            program: a Program of this engine; on the host it must not be running.
+            bindings: address of each of the caller's buffers, by its name in the schedule.
+            call: the number that keys the random numbers.
+            header: what all ranks must agree on; its sequence number is the next one of the group.
+            deadline: in time.monotonic() seconds.
+            trace: a list that gets an event for each node.
+            schedule: with ``trace``, the one that was compiled: a program on the host does not keep it.
+            streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.
+            lr: the learning rate that residuals are multiplied by (schedule.Reduce).
+
+        Raises ArgumentError for a run that cannot be started. Later failures come from the Execution.
+        """
+
+    def wait_until_idle(self, timeout: float) -> None:
         """Return when no run is under way, or the group has failed. Raises CollectiveTimeout."""
 
-    def meet(self, header: Header, timeout: float) -> None:
+    def barrier(self, header: Header, timeout: float) -> None:
         """Collective: return when all ranks have made this call. Raises as a run does."""
 
-    def agree(self, header: Header, timeout: float) -> None:
-        """Where calls are not checked one by one: collective, on the first use of a signature. Raises MismatchError."""
+    def check_consistent(self, header: Header, timeout: float) -> None:
+        """Collective on the first use of a signature, on engines that do not compare every call.
+
+        Raises MismatchError.
+        """
 
     def check(self, timeout: float, stream: int | None = None) -> None:
-        """Wait for all runs that need nobody's help (on CUDA, for ``stream`` too), and raise what went wrong."""
+        """Wait for all runs that progress without this rank's calls (on CUDA also for ``stream``); raise failures."""
 
     def abort(self, reason: str) -> None:
-        """Give up: everything under way fails with ``reason``, here and as far as possible on the other ranks."""
+        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks."""
 
     def close(self, timeout: float) -> None:
-        """Collective: leave. Idempotent."""
+        """Collective: leave the group. Idempotent."""
 
 
 class Backend(Protocol):
-    """What a communicator works with: an engine, and the memory of the caller's arrays. Made of a transport.
+    """The engine and the memory of one communicator, made from its transport.
 
     Attributes:
         name: "host" or "cuda".

@@ -1,10 +1,10 @@
-"""The ranks' agreement on every call, and the news that one of them gave up or left.
+"""Control messages: the consistency check of each call, abort and shutdown.
 
-Each call sends one small message, its header, to every other rank, together with the first data and on a tag of its
-own, so that the check costs no round trip; where the transport can, a little data is in the same message, after the
-header. Nothing that came from another rank is used, and no output is written, before the headers of all ranks have
-arrived and are equal. One receive per rank is always posted, so the same way carries the news that a rank gave up (then
-the others raise at once instead of at their deadline) or left.
+In each call every rank sends a header to every other rank, together with the first data and on a tag of its own, so
+the check costs no round trip. Where the transport allows it, a little data is in the same message, after the header. A
+rank uses nothing that another rank sent, and writes no output, before the headers of all ranks have arrived and are
+equal. One receive per rank is always posted, so a rank that gives up or leaves sends its message the same way: the
+others raise at once instead of at their deadlines.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from qccl.errors import EngineError, MismatchError
 
 __all__ = ["CALL", "HEADER_NBYTES", "Block", "Header", "Kind"]
 
-#: bytes of a control message: the layout below, then text in UTF-8, zero-padded, then the number of bytes of data that
-#: follow, which is the only thing that may differ between ranks that agree
+#: bytes of a control message: the layout below, zero-padded text in UTF-8, and the number of bytes of data that follow.
+#: Only that number may differ between ranks that agree
 HEADER_NBYTES = _host.HEADER_NBYTES
 CONTROL_TAG = _host.CONTROL_TAG
 
@@ -35,25 +35,25 @@ _FIXED = struct.Struct("<4sHHQ")
 
 
 class Kind(IntEnum):
-    """What a control message says."""
+    """The kinds of control message."""
 
-    CALL = 1  # the sender makes this call
-    ABORT = 2  # the sender gave up, for the reason in the text
+    CALL = 1  # the header of a call
+    ABORT = 2  # the sender gave up; the text says why
     MISMATCH = 3  # the same, because the ranks do not agree
     CLOSE = 4  # the sender makes no more calls
 
 
 @lru_cache(maxsize=1024)
 def _tail(text: str) -> bytes:
-    encoded = text.encode(errors="backslashreplace")  # an error's text may name a file in bytes that are no UTF-8
+    encoded = text.encode(errors="backslashreplace")  # an error's text may contain a file name that is not UTF-8
     return hashlib.sha256(encoded).digest() + encoded[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a control message says; two ranks agree on a call when the packed bytes are equal.
+    """The contents of a control message; two ranks agree on a call when the packed bytes are equal.
 
-    ``pairs`` are what the two must agree on beside the text, by peer: () for nothing.
+    ``pairs``: by peer, what this rank and the peer alone must agree on, beside the text; () for nothing.
     """
 
     kind: Kind
@@ -62,16 +62,16 @@ class Header:
     pairs: tuple[str, ...] = ()
 
     def pack(self, peer: int | None = None) -> bytes:
-        """A message for a peer, or for all, without its last part: how many bytes follow.
+        """The message to one peer, or to all, without the number of bytes that follow.
 
-        A long text is cut, but its digest is of the whole.
+        A long text is truncated, but the digest is that of the whole text.
         """
         text = self.text if peer is None or not self.pairs else self.text + self.pairs[peer]
         return _FIXED.pack(_MAGIC, _VERSION, self.kind, self.sequence) + _tail(text)
 
     @classmethod
     def unpack(cls, message: bytes, peer: int) -> Header:
-        """The header in ``message``. Raises EngineError where there is none of this version."""
+        """The header in ``message``. Raises EngineError if another version of qccl sent it."""
         magic, version, kind, sequence, _ = _LAYOUT.unpack_from(message)
         if magic != _MAGIC or version != _VERSION or kind not in Kind.__members__.values():
             raise EngineError(
@@ -82,22 +82,22 @@ class Header:
         return cls(Kind(kind), sequence, text)
 
 
-#: how the messages of that kind begin
+#: the first bytes of the header of a call
 CALL = _FIXED.pack(_MAGIC, _VERSION, Kind.CALL, 0)[:8]
 
 
 def data_nbytes(nbytes: int) -> bytes:
-    """The end of a control message that so many bytes of data follow."""
+    """The last part of a control message: the number of bytes of data that follow."""
     return nbytes.to_bytes(4, "little")
 
 
 def data_nbytes_of(message: bytes) -> int:
-    """How many bytes of data follow a control message."""
+    """The number of bytes of data that follow a control message."""
     return int.from_bytes(message[_AGREED_NBYTES:HEADER_NBYTES], "little")
 
 
 class Block:
-    """Zeroed memory at a fixed ``address`` that is a multiple of 64, freed with the object."""
+    """Zeroed memory; ``address`` is a multiple of 64. Freed with the object."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes

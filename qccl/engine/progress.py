@@ -1,10 +1,10 @@
-"""The thread that makes calls progress while their caller is elsewhere.
+"""The progress thread, which advances calls while their caller computes.
 
-It is started by the first call that needs it. Whoever holds the engine's lock drives, so a caller that waits for a call
-drives it by itself, without a change of threads, and the thread only looks in from time to time. It drives
+The first call that needs it starts it. The thread that holds the engine's lock drives, so a caller that waits for a
+call drives it without a change of threads. The progress thread drives
 
-- calls with ``async_op=True`` at once;
-- runs that plan.start() began when nobody has waited for them within a nap, because most callers wait immediately.
+- calls with ``async_op=True``, at once;
+- runs that plan.start() began, if nobody waits for them within a nap: most callers wait immediately.
 """
 
 from __future__ import annotations
@@ -16,99 +16,98 @@ from typing import Protocol
 
 __all__ = ["Driven", "ProgressThread"]
 
-#: between two looks at what is under way
+#: pause between two checks for runs to drive
 _NAP_SECONDS = 1e-3
-#: the same when the caller has waited for the last runs himself, so often: he will wait for the next, too
+#: the pause if the caller has waited for the last _USUAL runs itself, and so will probably wait for the next one, too
 _LONG_NAP_SECONDS = 4e-3
 _USUAL = 20
-#: looks at nothing new after which the thread sleeps until it is called
-_LOOKS = 20
-#: how long other Python threads may keep the interpreter from this one, while it drives: the end of a run waits for it,
-#: and each poll of a transport that is written in Python. Python's own 5 ms would stretch calls beside a caller that
-#: computes in Python
+#: checks without a new run after which the thread sleeps until wake()
+_CHECKS = 20
+#: while the thread drives, other Python threads give up the interpreter after this time: the end of a run needs it, and
+#: each poll of a transport in Python. Python's default, 5 ms, would delay calls beside a caller that computes in Python
 _SWITCH_SECONDS = 10e-6
 
 
 class Driven(Protocol):
-    """What the thread needs of an engine.
+    """An engine that the thread drives.
 
     Attributes:
-        detached: runs under way that nobody has promised to wait for.
+        detached: runs under way that progress without their caller.
     """
 
     detached: int
 
     def drive(self) -> None:
-        """Advance the detached runs until none is left, or somebody else wants to. Never raises."""
+        """Advance the detached runs until none is left, or another thread wants to drive. Never raises."""
 
 
 class ProgressThread:
-    """The thread of one engine. Methods are for the engine's user, if they do not say otherwise."""
+    """The progress thread of one engine. Only the thread that uses the engine calls wake() and join()."""
 
     def __init__(self, engine: Driven) -> None:
         self._engine = engine
         self._thread: threading.Thread | None = None
-        self._bell = threading.Lock()  # a binary semaphore: released to ring
-        self._bell.acquire()
+        self._wakeup = threading.Lock()  # a binary semaphore: releasing it wakes the thread
+        self._wakeup.acquire()
         self._asleep = False
         self._ended = False
         self._begun = 0
         self._urgent = False
 
-    def attend(self, *, at_once: bool) -> None:
-        """A run was detached: drive it, at once or when it is not waited for."""
+    def wake(self, *, at_once: bool) -> None:
+        """A run was detached: drive it, at once or if nobody waits for it."""
         self._begun += 1
         if self._thread is None:
             self._urgent = at_once
-            self._thread = threading.Thread(target=self._live, name="qccl progress", daemon=True)
+            self._thread = threading.Thread(target=self._loop, name="qccl progress", daemon=True)
             self._thread.start()
         elif at_once:
             self._urgent = True
-            self._ring()
+            self._notify()
         elif self._asleep:
-            self._ring()
+            self._notify()
 
-    def dismiss(self) -> None:
+    def stop(self) -> None:
         """Let the thread end, without waiting for it. Any thread may call this. Idempotent."""
         self._ended = True
-        self._ring()
+        self._notify()
 
-    def end(self) -> None:
+    def join(self) -> None:
         """Let the thread end, and wait for it. Idempotent."""
-        self.dismiss()
+        self.stop()
         if self._thread is not None:
             self._thread.join()
 
-    def _ring(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has been rung already
-            self._bell.release()
+    def _notify(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it was released already
+            self._wakeup.release()
 
-    def _live(self) -> None:
-        engine, seen, looks, attended = self._engine, 0, 0, 0
+    def _loop(self) -> None:
+        engine, seen, checks, waited_for = self._engine, 0, 0, 0
         while not self._ended:
-            waited = self._begun == seen  # what is detached now was so a nap ago
+            is_due = self._begun == seen  # all detached runs are at least one nap old
             seen = self._begun
-            if engine.detached and (self._urgent or waited):
-                attended = 0
+            if engine.detached and (self._urgent or is_due):
+                waited_for = 0
                 with _quick_switches:
                     engine.drive()
-            elif not waited:
-                attended += 1
+            elif not is_due:
+                waited_for += 1
             if not engine.detached:
                 self._urgent = False
-            looks = 0 if engine.detached or not waited else looks + 1
-            if looks < _LOOKS:
-                self._bell.acquire(timeout=_NAP_SECONDS if attended < _USUAL else _LONG_NAP_SECONDS)
+            checks = 0 if engine.detached or not is_due else checks + 1
+            if checks < _CHECKS:
+                self._wakeup.acquire(timeout=_NAP_SECONDS if waited_for < _USUAL else _LONG_NAP_SECONDS)
                 continue
-            self._asleep = True  # before the last look: whoever detaches a run after it rings
+            self._asleep = True  # before the last check: after it wake() notifies this thread
             if not engine.detached and not self._ended:
-                self._bell.acquire()
+                self._wakeup.acquire()
             self._asleep = False
-            looks = 0
+            checks = 0
 
 
 class _QuickSwitches:
-    """While any thread is inside, the interpreter's switch interval is short."""
+    """Makes the interpreter's switch interval short while any thread is inside."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

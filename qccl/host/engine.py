@@ -1,12 +1,12 @@
 """The host engine: runs schedules with the compiled kernels over a transport.
 
-All runs under way on a transport advance together, whichever is waited for, because another rank may be waiting for
-another one. The loop that advances them is native code and does without the interpreter (kernels/engine/loop.h): it
-runs any compute operation that is ready, otherwise it asks the transport what has completed, and the longer nothing
-has, the more it leaves the processor to others. It comes back here when a run has ended, for a control message that is
-not the expected header, and at deadlines.
+All runs under way on a transport advance together, whichever the caller waits for, because another rank may be waiting
+for another one. The loop that advances them is native code (kernels/engine/loop.h) and does not need the interpreter:
+it runs any compute operation that is ready, otherwise it polls the transport, and the longer nothing completes, the
+more it leaves the processor to others. It returns to Python when a run has ended, for a control message that is not the
+expected header, and at deadlines.
 
-One thread at a time drives: the caller that waits, or else a thread of the engine's (background.py).
+One thread at a time drives the loop: the caller that waits, or the engine's progress thread (engine/progress.py).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping, Sequence
 
 from qccl import _host
 from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
@@ -30,45 +31,47 @@ from qccl.errors import (
     MismatchError,
     PeerLost,
     QcclError,
+    failure_text,
     gave_up,
-    last_words,
 )
-from qccl.host.program import Execution, Program
+from qccl.host.execution import Execution
+from qccl.host.program import Program
 from qccl.schedule import Schedule
+from qccl.trace import TraceEvent
 from qccl.transports.base import Transport
 
-__all__ = ["Execution", "HostEngine", "Program"]
+__all__ = ["HostEngine"]
 
-#: bytes of wire slots where ranks share memory: there is little to overlap there, and each step costs
+#: bytes of wire slots where ranks share memory: transfers there are fast, so overlap gains less than more steps cost
 _SHARED_SLOTS_NBYTES = 3 << 20
-#: how long a failing rank tries to get its last message out
-_LAST_WORDS_SECONDS = 0.1
-#: how long abort() waits for the thread that drives, which is told to stop after the operation that it is in
+#: how long a failing rank tries to send its last control message
+_FLUSH_SECONDS = 0.1
+#: how long abort() waits for the thread that drives, which stops after its present operation
 _HALT_SECONDS = 1.0
-#: what a thread whose driving was stopped leaves to the one that stopped it
-_STEP_ASIDE_SECONDS = 1e-3
+#: how long a thread whose driving was stopped sleeps, so that the thread that stopped it gets the lock
+_YIELD_SECONDS = 1e-3
 
 #: engines that have receives posted: they must live, because the transport holds the addresses. One that was closed or
-#: has failed need not: its transport keeps what it still works on
+#: has failed need not: its transport keeps the memory that it still uses
 _live: set[HostEngine] = set()
-#: closed before the other ranks', whose messages may still come
+#: engines closed before those of other ranks, whose messages may still arrive
 _unfinished: list[HostEngine] = []
-#: in a child of os.fork(), those of its parent, which nothing may be done with
+#: in a child of os.fork(): the parent's engines, which the child must not use or free
 _inherited: list[HostEngine] = []
 
 
 class HostEngine:
-    """Runs schedules on one rank of a transport. One thread at a time may use it, beside its own.
+    """Runs schedules on one rank of a transport (interface: engine.base.Engine).
+
+    Only one thread, beside the progress thread, may use it at a time. After a failure all runs under way have failed,
+    the other ranks have been sent a message, and every further use raises that failure.
 
     Attributes:
         detached: runs under way that progress without their caller.
-        threads: that may share an operation.
-
-    After a failure everything under way has failed, the other ranks have been told, and every further use raises
-    that failure.
+        threads: number of threads that may share an operation.
     """
 
-    #: failures show in the calls that are under way
+    #: None: failures are raised by the runs under way
     failure: QcclError | None = None
 
     def __init__(self, transport: Transport) -> None:
@@ -77,29 +80,35 @@ class HostEngine:
         self.threads = _threads(transport.local_size)
         self.chunk_elements = _shared_chunk(transport.size) if transport.shares_memory else None
         self.detached = 0
-        self._lock = threading.RLock()  # held by the thread that drives; guards everything below
+        self._lock = threading.RLock()  # held by the thread that drives; guards the attributes below
         self._progress_thread = ProgressThread(self) if transport.is_threaded else None
         self._active: dict[int, Execution] = {}  # by sequence number, in the order of their calls
         self._queue: deque[Execution] = deque()
-        self._left: dict[int, str] = {}  # the ranks that make no more calls, and what they said of it
+        self._left: dict[int, str] = {}  # ranks that make no more calls, with the text of their last control message
         self._failure: QcclError | None = None
-        self._failed = False  # and has let go of everything
+        self._failed = False  # the failure was sent, and the transport released
         self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
-        self._meeting: Program | None = None
-        transport.attend = self.step
-        # for each engine anew, so that it comes before what this transport's module does at the end of the process
-        atexit.unregister(_say_goodbye)
-        atexit.register(_say_goodbye)
+        self._barrier: Program | None = None
+        transport.progress_hook = self.step
+        # registered again for each engine, so that it runs before the exit handlers of this transport's module
+        atexit.unregister(_leave_at_exit)
+        atexit.register(_leave_at_exit)
         _live.add(self)
 
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
-        return Program(self, schedule, self._transport)
+        transport = self._transport
+        if (schedule.rank, schedule.size) != (transport.rank, transport.size):
+            raise ArgumentError(
+                f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {transport.rank} of "
+                f"{transport.size}"
+            )
+        return Program(schedule, self.threads, transport.eager_nbytes)
 
     def persistent(self, nbytes: int) -> Block:
-        """Memory for what lasts from run to run."""
+        """Allocate memory that keeps its contents from run to run."""
         return Block(nbytes)
 
     @property
@@ -107,30 +116,65 @@ class HostEngine:
         """Whether no run is under way."""
         return not self._active and not self._queue
 
-    def settle(self, timeout: float) -> None:
+    def start(
+        self,
+        program: Program,
+        bindings: Mapping[str, int],
+        *,
+        call: int,
+        header: Header,
+        deadline: float,
+        trace: list[TraceEvent] | None = None,
+        schedule: Schedule | None = None,
+        streams: Sequence[int] = (),
+        lr: float = 1.0,
+    ) -> Execution:
+        """Begin a run, or queue it behind others; see engine.base.Engine."""
+        if self._closed:
+            raise ArgumentError("this engine is closed")
+        program.bind(bindings, call, lr)
+        labels = [] if trace is None or schedule is None else program.labels(schedule)
+        execution = Execution(self, program, call, header, deadline, trace, labels)
+        self._take_turn()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._queue.append(execution)
+            try:
+                self._admit()
+            except QcclError as error:
+                self._fail_all(error)
+            except BaseException as error:
+                self._fail_all(error)
+                raise
+        finally:
+            self._lock.release()
+        return execution
+
+    def wait_until_idle(self, timeout: float) -> None:
         """Return when no run is under way, or the group has failed."""
         limit = time.monotonic() + timeout
         while self._failure is None and (under_way := [*self._active.values(), *self._queue]):
             self.run(under_way[-1], limit)
             if time.monotonic() >= limit:
-                raise CollectiveTimeout(f"{under_way[-1].what} was not done after {timeout} s")
+                raise CollectiveTimeout(f"{under_way[-1].what} did not end within {timeout} s")
 
-    def meet(self, header: Header, timeout: float) -> None:
+    def barrier(self, header: Header, timeout: float) -> None:
         """Collective: return when all ranks have made this call."""
-        if self._meeting is None:
-            self._meeting = self.compile(Schedule("meeting", self.rank, self._transport.size, {}, ()))
-        self._meeting.start({}, call=0, header=header, deadline=time.monotonic() + timeout).run()
+        if self._barrier is None:
+            self._barrier = self.compile(Schedule("barrier", self.rank, self._transport.size, {}, ()))
+        self.start(self._barrier, {}, call=0, header=header, deadline=time.monotonic() + timeout).run()
 
-    def agree(self, header: Header, timeout: float) -> None:
-        """Nothing: every call is checked."""
+    def check_consistent(self, header: Header, timeout: float) -> None:
+        """Nothing: the headers of every call are compared."""
 
     def check(self, timeout: float, stream: int | None = None) -> None:
-        """Raise what went wrong."""
+        """Raise the failure of the group, if it has failed."""
         if self._failure is not None:
             raise self._failure
 
     def abort(self, reason: str) -> None:
-        """Give up: the other ranks raise PeerLost with ``reason``, and everything under way here fails with it."""
+        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it."""
         self._loop.halt()
         taken = False
         try:
@@ -139,11 +183,11 @@ class HostEngine:
             if taken:
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
                 self._lock.release()
-            elif self._failure is None:  # only the thread that drives can touch what it uses: it fails when it is back
+            elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
 
     def close(self, timeout: float = 60.0) -> None:
-        """Collective: leave, when all other ranks do, or at the latest after ``timeout`` seconds. Idempotent."""
+        """Collective: leave when all other ranks do, at the latest after ``timeout`` seconds. Idempotent."""
         if self._closed:
             return
         if self._active or self._queue:
@@ -153,33 +197,12 @@ class HostEngine:
         if self._failure is None:
             try:
                 self._leave(timeout)
-            except QcclError as error:  # another rank failed first; this one needs nothing more of it
+            except QcclError as error:  # another rank has failed; this one needs no more messages
                 self._transport.abort(str(error))
         _live.discard(self)
 
-    # -- used by Execution -------------------------------------------------------------------------------------------
-
-    def start(self, execution: Execution) -> None:
-        """Begin, or line up, a run; its errors come from step() and run()."""
-        if self._closed:
-            raise ArgumentError("this engine is closed")
-        self._take_turn()
-        try:
-            if self._failure is not None:
-                raise self._failure
-            self._queue.append(execution)
-            try:
-                self._admit()
-            except QcclError as error:
-                self._caught(error)
-            except BaseException as error:
-                self._caught(error)
-                raise
-        finally:
-            self._lock.release()
-
     def detach(self, execution: Execution, *, at_once: bool) -> None:
-        """Let a run progress without its caller: from now on, or when the caller does not wait for it soon."""
+        """Let the progress thread advance a run: from now on, or if the caller does not wait for it soon."""
         if self._progress_thread is None:
             return
         self._take_turn()
@@ -189,18 +212,18 @@ class HostEngine:
             self.detached += 1
         self._lock.release()
         if begun:
-            self._progress_thread.attend(at_once=at_once)
+            self._progress_thread.wake(at_once=at_once)
 
     def step(self) -> None:
-        """Advance what is under way: at most one compute operation, and one poll; nothing if it is advancing."""
+        """Run at most one compute operation and one poll; nothing if another thread drives."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             if self._failure is not None:
                 raise self._failure
-            self._act(self._loop.step(self._unusual))
+            self._act(self._loop.step(self._on_control))
         except BaseException as error:
-            self._caught(error)
+            self._fail_all(error)
             raise
         finally:
             self._lock.release()
@@ -213,33 +236,33 @@ class HostEngine:
                 if self._failure is not None and not execution.done:
                     raise self._failure
                 if not execution.done:
-                    self._act(self._loop.run(limit, self._unusual))
+                    self._act(self._loop.run(limit, self._on_control))
             except BaseException as error:
-                self._caught(error)
+                self._fail_all(error)
                 raise
             finally:
                 self._lock.release()
             if self._loop.halted:
-                time.sleep(_STEP_ASIDE_SECONDS)
+                time.sleep(_YIELD_SECONDS)
 
     def drive(self) -> None:
-        """The background thread's turn: see background.Driven."""
+        """Advance detached runs in the progress thread; see progress.Driven."""
         if not self._lock.acquire(blocking=False):
             return
         try:
             while self.detached and not self._loop.wanted and not self._loop.halted:
-                self._act(self._loop.drive(self._unusual))
+                self._act(self._loop.drive(self._on_control))
             if self._failure is not None:
                 raise self._failure
-        except BaseException as error:  # raised again by whoever waits
-            self._caught(error)
+        except BaseException as error:  # the threads that wait raise it again
+            self._fail_all(error)
         finally:
             self._lock.release()
 
     # -- how it runs -------------------------------------------------------------------------------------------------
 
     def _take_turn(self, timeout: float = -1) -> bool:
-        """Acquire the lock, from the background thread if it has it; False if that took longer than ``timeout``."""
+        """Acquire the lock, which the thread that drives then releases; False if ``timeout`` was too short."""
         if self._lock.acquire(blocking=False):
             return True
         self._loop.want(1)
@@ -251,28 +274,28 @@ class HostEngine:
     def _end_progress_thread(self) -> None:
         if self._progress_thread is not None:
             self._loop.want(1)
-            self._progress_thread.end()
+            self._progress_thread.join()
             self._loop.want(-1)
 
     def _act(self, outcome: _host.Outcome) -> None:
-        """What a turn of the loop was ended for."""
+        """Handle the event that ended a turn of the loop."""
         if outcome is _host.Outcome.ENDED:
             self._admit()
         elif outcome is _host.Outcome.OVERDUE:
             raise self._overdue()
 
     def _admit(self) -> None:
-        """Let go of the runs that have ended, and begin those that may, in the order of their calls.
+        """Remove the runs that have ended, and begin queued ones in the order of their calls.
 
-        No rank waits here for another one: the oldest run of the group that some rank has not ended is the first in
-        line everywhere, and begins.
+        Ranks cannot block each other here: the oldest run that some rank has not ended is first in every queue, and
+        begins.
         """
-        self._forget_ended()
+        self._remove_ended()
         while self._queue and self._may_begin(self._queue[0]):
             self._begin(self._queue.popleft())
-            self._forget_ended()
+            self._remove_ended()
 
-    def _forget_ended(self) -> None:
+    def _remove_ended(self) -> None:
         for sequence in self._loop.take_ended():
             execution = self._active.pop(sequence)
             execution.done = True
@@ -281,7 +304,7 @@ class HostEngine:
                 self.detached -= 1
 
     def _may_begin(self, execution: Execution) -> bool:
-        """Whether its messages differ from those under way in their tags, and it shares no memory that is written."""
+        """Whether its tags differ from those under way, and it shares no memory with them that either writes."""
         active = self._active
         return not active or (
             execution.sequence - next(iter(active)) < _host.RUNS_IN_FLIGHT
@@ -290,14 +313,14 @@ class HostEngine:
 
     def _begin(self, execution: Execution) -> None:
         self._active[execution.sequence] = execution
-        execution.begin(self._loop, self._unusual)
+        execution.begin(self._loop, self._on_control)
         if self._left:
             self._check_present(execution)
 
-    def _unusual(self, peer: int, message: bytes) -> None:
-        """Act on a control message that is not the expected header of a call.
+    def _on_control(self, peer: int, message: bytes) -> None:
+        """Handle a control message that is not the expected header of a call.
 
-        Raises PeerLost or MismatchError, with the text that the sender gave, when it gave up.
+        If the sender gave up, raises PeerLost or MismatchError with its text.
         """
         header = Header.unpack(message, peer)
         if header.kind is Kind.CALL:
@@ -309,9 +332,9 @@ class HostEngine:
             self._check_present(execution)
 
     def _check_present(self, execution: Execution) -> None:
-        gone = sorted(self._left.keys() & set(execution.unheard()))
-        if gone and not execution.done:
-            raise PeerLost(f"{self._left[gone[0]]}, and rank {self.rank} called {execution.what}")
+        absent = sorted(self._left.keys() & set(execution.missing_ranks()))
+        if absent and not execution.done:
+            raise PeerLost(f"{self._left[absent[0]]}, and rank {self.rank} called {execution.what}")
 
     def _overdue(self) -> CollectiveTimeout:
         late = self._active[self._loop.overdue]
@@ -319,15 +342,15 @@ class HostEngine:
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
-    def _caught(self, error: BaseException) -> None:
-        """Something has raised: nothing under way can end well, but for what has ended."""
+    def _fail_all(self, error: BaseException) -> None:
+        """Fail all runs under way; completed runs keep their results."""
         if self._failure is None:
-            self._forget_ended()
+            self._remove_ended()
         kind = Kind.MISMATCH if isinstance(error, MismatchError) else Kind.ABORT
-        if isinstance(error, PeerLost | MismatchError | CollectiveTimeout):  # their texts say which rank
+        if isinstance(error, PeerLost | MismatchError | CollectiveTimeout):  # their texts name the rank
             self._fail(error, kind, str(error))
         else:
-            self._fail(gave_up(self.rank, error), kind, last_words(self.rank, error))
+            self._fail(gave_up(self.rank, error), kind, failure_text(self.rank, error))
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
         if self._failed or self._closed:
@@ -336,42 +359,41 @@ class HostEngine:
         self._failure = self._failure or error
         self.detached = 0
         if self._progress_thread is not None:
-            self._progress_thread.dismiss()
+            self._progress_thread.stop()
         for execution in self._active.values():
             execution.end()
         self._loop.halt()
         with contextlib.suppress(QcclError):
-            self._tell(kind, text)
+            self._broadcast_control(kind, text)
         self._flush()
         self._transport.abort(str(error))
         _live.discard(self)
 
-    def _tell(self, kind: Kind, text: str) -> None:
-        self._loop.tell(Header(kind, 0, text).pack() + data_nbytes(0))
+    def _broadcast_control(self, kind: Kind, text: str) -> None:
+        self._loop.broadcast_control(Header(kind, 0, text).pack() + data_nbytes(0))
 
     def _flush(self) -> None:
-        """Give the last messages a moment to get out."""
-        deadline = time.monotonic() + _LAST_WORDS_SECONDS
-        while self._loop.telling and time.monotonic() < deadline:
+        """Wait a moment until the last control messages are sent."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while self._loop.control_sends and time.monotonic() < deadline:
             with contextlib.suppress(QcclError):
-                self._loop.drain(1, self._unusual)
+                self._loop.drain(1, self._on_control)
 
     def _leave(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        self._tell(Kind.CLOSE, f"rank {self.rank} left the group")
+        self._broadcast_control(Kind.CLOSE, f"rank {self.rank} left the group")
         idle = 0
-        while self._loop.telling or len(self._left) < self._transport.size - 1:
+        while self._loop.control_sends or len(self._left) < self._transport.size - 1:
             idle += 1
-            self._loop.drain(idle, self._unusual)
-            if time.monotonic() > deadline:  # the others are busy with something else, which is no failure
+            self._loop.drain(idle, self._on_control)
+            if time.monotonic() > deadline:  # the others are busy elsewhere, which is no failure
                 _unfinished.append(self)
                 return
 
-    def _goodbye(self) -> None:
-        """At the process's end: let the others know, if close() did not, and let no thread of this process go on.
+    def _leave_at_exit(self) -> None:
+        """At the process's end: send the close message unless close() did, and stop the thread that drives.
 
-        One that is in native code when the interpreter ends cannot come back from there, and ends the process by
-        abort() instead.
+        A thread that is in native code while the interpreter ends would end the process by abort() when it returns.
         """
         self._end_progress_thread()
         self._loop.halt()
@@ -379,25 +401,25 @@ class HostEngine:
             return
         if not self._failed and not self._closed:
             error = _unhandled()
-            reason = f"rank {self.rank} ended its process" if error is None else last_words(self.rank, error)
+            reason = f"rank {self.rank} ended its process" if error is None else failure_text(self.rank, error)
             if self._active or self._queue or self._failure is not None:
                 reason += " in the middle of a call" if error is None else ""
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
             else:
                 self._failure, self._failed = PeerLost(reason), True
                 with contextlib.suppress(QcclError):
-                    self._tell(Kind.CLOSE, str(self._failure))
+                    self._broadcast_control(Kind.CLOSE, str(self._failure))
                     self._flush()
         self._lock.release()
 
 
 def _shared_chunk(size: int) -> int:
-    """Elements in a chunk where ranks share memory: as many 8-bit codes as fit in each of all-reduce's slots."""
+    """Elements in a chunk where ranks share memory: the 8-bit codes that fit in each slot of an all-reduce."""
     return max(40 * 1024, _SHARED_SLOTS_NBYTES // (3 * (3 * size - 2)))
 
 
 def _threads(local_size: int) -> int:
-    """Threads for each of the ``local_size`` ranks of this machine: OMP_NUM_THREADS, or its part of the processors."""
+    """Threads for each of the machine's ``local_size`` ranks: OMP_NUM_THREADS, or the processors over the ranks."""
     if "OMP_NUM_THREADS" in os.environ:
         return _host.most_threads()
     return max(1, len(os.sched_getaffinity(0)) // local_size) if _host.most_threads() > 1 else 1
@@ -406,8 +428,8 @@ def _threads(local_size: int) -> int:
 def _unhandled() -> BaseException | None:
     """At the process's end: the exception that ended the program, or None.
 
-    Python keeps it in sys.last_value. The prompt, pytest and notebooks keep exceptions there that they have caught;
-    the tracebacks of those begin in a frame that has a caller, and the program's main frame has none.
+    Python keeps it in sys.last_value. The prompt, pytest and notebooks store exceptions there that they have caught;
+    their tracebacks begin in a frame that has a caller, and the program's main frame has none.
     """
     error: BaseException | None = getattr(sys, "last_value", None)
     if error is None or error.__traceback__ is None or hasattr(sys, "ps1"):
@@ -415,13 +437,13 @@ def _unhandled() -> BaseException | None:
     return error if error.__traceback__.tb_frame.f_back is None else None
 
 
-def _say_goodbye() -> None:
+def _leave_at_exit() -> None:
     for engine in list(_live):
-        engine._goodbye()
+        engine._leave_at_exit()
 
 
 def _forked() -> None:
-    """In the child of os.fork(): the group is the parent's, and so is the background thread."""
+    """In the child of os.fork(): the group and the progress thread belong to the parent."""
     for engine in _live:
         engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
         engine._failed = True

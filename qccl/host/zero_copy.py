@@ -1,10 +1,12 @@
-"""Values that are sent as they are need no copy: they are sent from where they lie.
+"""Send uncompressed values from where they are, without a copy.
 
-In a schedule all transfers are between wire slots, with an Encode before each send, which under the codec "none" only
-copies. This leaves out those copies that nobody would miss. A send that goes without still occupies its slot, so no
-more messages are under way than before; and what overwrites the values waits for it.
+In a schedule all transfers are between wire slots, with an Encode before each send, and under the codec "none" that
+Encode only copies. This module drops such a copy if nothing but sends reads it. The send then takes the values from
+their own buffer. It still reserves its wire slot, so the number of messages under way does not grow, and operations
+that overwrite the values wait for it.
 
-Receives stay in slots: a transfer that its rank has given up may still come, and must not meet the caller's memory.
+Receives stay in slots: a library may still complete a receive that was given up, and then must not write to the
+caller's memory.
 """
 
 from __future__ import annotations
@@ -15,11 +17,11 @@ from dataclasses import replace
 
 from qccl.schedule import Encode, Node, Span, dependencies
 
-__all__ = ["direct"]
+__all__ = ["send_in_place"]
 
 
-def direct(program: Sequence[Node], least: int) -> tuple[list[Node], list[tuple[int, ...]]]:
-    """The program without copies of ``least`` bytes and more, where it can do without; and what each node needs."""
+def send_in_place(program: Sequence[Node], least: int) -> tuple[list[Node], list[tuple[int, ...]]]:
+    """The program without needless copies of ``least`` bytes and more, and for each node the nodes that it needs."""
     found, needed = list(program), dependencies(program)
     copies = {i: node.op for i, node in enumerate(program) if isinstance(node.op, Encode) and _copies(node.op, least)}
     if not copies:
@@ -29,7 +31,7 @@ def direct(program: Sequence[Node], least: int) -> tuple[list[Node], list[tuple[
         for j in earlier:
             if j in copies:
                 followers[j].append(i)
-    left_out = set[int]()
+    dropped = set[int]()
     for copy, op in copies.items():
         sends = [i for i in followers[copy] if _overlap(program[i].reads(), op.wire)]
         others = [i for i in followers[copy] if i not in sends]
@@ -38,10 +40,10 @@ def direct(program: Sequence[Node], least: int) -> tuple[list[Node], list[tuple[
             and all(_sends(program[i], op.wire) and needed[i] == (copy,) for i in sends)
             and sends[-1] < min(others, default=len(program))
         ):
-            left_out.add(copy)
+            dropped.add(copy)
             for i in sends:
-                found[i] = replace(program[i], place=op.src)
-    return _without(found, left_out)
+                found[i] = replace(program[i], source=op.src)
+    return _without(found, dropped)
 
 
 def _copies(op: Encode, least: int) -> bool:
@@ -56,17 +58,17 @@ def _overlap(spans: Sequence[Span], wire: Span) -> bool:
     return any(s.buffer == wire.buffer and s.start < wire.stop and wire.start < s.stop for s in spans)
 
 
-def _without(program: Sequence[Node], left_out: set[int]) -> tuple[list[Node], list[tuple[int, ...]]]:
-    """The program without some nodes, whose followers need what these needed."""
+def _without(program: Sequence[Node], dropped: set[int]) -> tuple[list[Node], list[tuple[int, ...]]]:
+    """The program without some nodes. A node that needed a dropped one needs that one's own needs instead."""
     kept: list[Node] = []
     needed: list[tuple[int, ...]] = []
-    stands_for: list[tuple[int, ...]] = []  # of each old node, the new ones: itself, or what it needed
+    new_numbers: list[tuple[int, ...]] = []  # for each old node: itself, or the nodes that a dropped one needed
     for i, (node, earlier) in enumerate(zip(program, dependencies(program), strict=True)):
-        needs = tuple(sorted({k for j in earlier for k in stands_for[j]}))
-        if i in left_out:
-            stands_for.append(needs)
+        needs = tuple(sorted({k for j in earlier for k in new_numbers[j]}))
+        if i in dropped:
+            new_numbers.append(needs)
         else:
-            stands_for.append((len(kept),))
+            new_numbers.append((len(kept),))
             kept.append(node)
             needed.append(needs)
     return kept, needed

@@ -61,13 +61,13 @@ class Transport(Group, Protocol):
     Attributes:
         is_threaded: another thread may use it than the one that made it (one at a time), whatever other threads do with
             the library underneath.
-        attend: called all the time while allgather() or split() wait; what it raises ends them. The engine sets it.
+        progress_hook: allgather() and split() call it while they wait, and raise its errors. The engine sets it.
         eager_nbytes: what a message may have less than the receive that it meets: as much data may go with a header.
         shares_memory: all ranks are on one machine and one network, so that no link is slower than they are.
     """
 
     is_threaded: bool
-    attend: Callable[[], object]
+    progress_hook: Callable[[], object]
     eager_nbytes: int
     shares_memory: bool
 

@@ -114,8 +114,8 @@ class LoopbackGroup:
             for condition in self.wake:
                 condition.notify_all()
 
-    def meet(self, rank: int, item: Any, timeout: float, attend: Callable[[], object]) -> _Meeting:
-        """Collective: wait until every rank has brought its item, and call ``attend`` meanwhile."""
+    def meet(self, rank: int, item: Any, timeout: float, progress_hook: Callable[[], object]) -> _Meeting:
+        """Collective: wait until every rank has brought its item, and call ``progress_hook`` meanwhile."""
         deadline = time.monotonic() + timeout
         with self.lock:
             number = self._met[rank]
@@ -134,7 +134,7 @@ class LoopbackGroup:
                     missing = [r for r in range(self.size) if r not in meeting.items]
                     raise CollectiveTimeout(f"ranks {missing} did not come to a collective call within {timeout} s")
                 self.wake[rank].wait(_NAP_SECONDS)
-            attend()
+            progress_hook()
         with self.lock:
             meeting.leavers += 1
             if meeting.leavers == self.size:
@@ -155,7 +155,7 @@ class LoopbackTransport:
         self.rank = self.local_rank = rank
         self.size = self.local_size = group.size
         self.nodes = (0,) * group.size
-        self.attend: Callable[[], object] = lambda: None
+        self.progress_hook: Callable[[], object] = lambda: None
         self._group = group
         self._gone = False
 
@@ -186,7 +186,7 @@ class LoopbackTransport:
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> LoopbackTransport | None:
-        meeting = self._group.meet(self.rank, (color, key), timeout, self.attend)
+        meeting = self._group.meet(self.rank, (color, key), timeout, self.progress_hook)
         if color is None:
             return None
         members = sorted((k, r) for r, (c, k) in meeting.items.items() if c == color)
@@ -197,7 +197,7 @@ class LoopbackTransport:
         return group.transport(members.index((key, self.rank)))
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        items = self._group.meet(self.rank, item, timeout, self.attend).items
+        items = self._group.meet(self.rank, item, timeout, self.progress_hook).items
         return [items[r] for r in range(self.size)]
 
     def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
@@ -208,12 +208,12 @@ class LoopbackTransport:
         if dtype not in ("float32", "float16") or combine is None:
             raise ArgumentError(f"the plain all-reduce takes float32 or float16 and sum, min or max, not {dtype}, {op}")
         nbytes = count * np.dtype(dtype).itemsize
-        addresses = self._group.meet(self.rank, source, _YARDSTICK_SECONDS, self.attend).items
+        addresses = self._group.meet(self.rank, source, _YARDSTICK_SECONDS, self.progress_hook).items
         total = np.zeros(0, dtype)
         for rank in range(self.size):
             values = np.frombuffer(ctypes.string_at(addresses[rank], nbytes), dtype)
             total = combine(total, values) if rank else values
-        self._group.meet(self.rank, None, _YARDSTICK_SECONDS, self.attend)  # all have read before anyone writes
+        self._group.meet(self.rank, None, _YARDSTICK_SECONDS, self.progress_hook)  # all have read before anyone writes
         ctypes.memmove(target, total.ctypes.data, nbytes)
 
     def abort(self, reason: str) -> None:

@@ -162,11 +162,11 @@ class MpiTransport:
     name = "mpi"
     eager_nbytes = 8 << 10
 
-    def __init__(self, comm: MPI.Intracomm, timeout: float, attend: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, comm: MPI.Intracomm, timeout: float, progress_hook: Callable[[], object] = lambda: None) -> None:
         """Take ``comm`` over; from_mpi() and world() make one."""
         comm.Set_errhandler(MPI.ERRORS_RETURN)
         self._comm = comm
-        self.attend = attend
+        self.progress_hook = progress_hook
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.wire = _wire(comm)
         self._tokens: dict[int, Hashable] = {}
@@ -238,7 +238,7 @@ class MpiTransport:
             comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
             raise _mapped(error) from error
-        return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout, self.attend)
+        return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout, self.progress_hook)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         self._check_alive()
@@ -247,11 +247,11 @@ class MpiTransport:
         try:
             mine = memoryview(bytearray(len(item).to_bytes(8, "little")))
             request = self._comm.Iallgather([mine, 8, MPI.BYTE], [counts, 8, MPI.BYTE])
-            _wait(request, timeout, "an all-gather", (mine, counts), self.attend)
+            _wait(request, timeout, "an all-gather", (mine, counts), self.progress_hook)
             lengths = list(counts)
             joined = bytearray(sum(lengths))
             request = self._comm.Iallgatherv([item, len(item), MPI.BYTE], [joined, lengths, MPI.BYTE])
-            _wait(request, timeout, "an all-gather", (item, joined, lengths), self.attend)
+            _wait(request, timeout, "an all-gather", (item, joined, lengths), self.progress_hook)
         except MPI.Exception as error:
             raise _mapped(error) from error
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
@@ -296,7 +296,7 @@ class MpiTransport:
 
 
 def _wait(
-    request: MPI.Request, timeout: float, what: str, memory: object, attend: Callable[[], object] = lambda: None
+    request: MPI.Request, timeout: float, what: str, memory: object, progress_hook: Callable[[], object] = lambda: None
 ) -> None:
     """Test until ``request``, which works on ``memory``, has completed, or raise CollectiveTimeout."""
     deadline = time.monotonic() + timeout
@@ -305,7 +305,7 @@ def _wait(
         while not request.Test():
             if time.monotonic() > deadline:
                 raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
-            attend()
+            progress_hook()
             idle += 1
             _relax(idle)
     except BaseException:

@@ -72,11 +72,11 @@ class TorchTransport:
     wire = None
 
     def __init__(
-        self, name: str, rank: int, size: int, timeout: float, attend: Callable[[], object] = lambda: None
+        self, name: str, rank: int, size: int, timeout: float, progress_hook: Callable[[], object] = lambda: None
     ) -> None:
         """Collective: a group of its own, which all ranks know by ``name``; from_group() and split() make one."""
         self.rank, self.size = rank, size
-        self.attend = attend
+        self.progress_hook = progress_hook
         self._name = name
         self._splits = 0
         self._gone = False
@@ -147,7 +147,7 @@ class TorchTransport:
             return None
         members = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
         name = f"{self._name}/{self._splits}.{color}"
-        return TorchTransport(name, members.index((key, self.rank)), len(members), timeout, self.attend)
+        return TorchTransport(name, members.index((key, self.rank)), len(members), timeout, self.progress_hook)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         self._check_alive()
@@ -300,7 +300,7 @@ class TorchTransport:
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
-                self.attend()
+                self.progress_hook()
                 time.sleep(_POLL_SECONDS)
             work.wait()
         except RuntimeError as error:

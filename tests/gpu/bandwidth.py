@@ -12,7 +12,7 @@ from device import Mirror
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
-from qccl.cuda.runtime import require
+from qccl.cuda.libraries import require
 from qccl.dtypes import DType
 from qccl.engine.control import Header, Kind
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
@@ -116,8 +116,8 @@ def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -
     header = Header(Kind.CALL, 0, "bandwidth")
 
     def run() -> None:
-        program.start(
-            bindings, call=0, header=header, deadline=time.monotonic() + 60, streams=(stream.ptr,)
+        engine.start(
+            program, bindings, call=0, header=header, deadline=time.monotonic() + 60, streams=(stream.ptr,)
         ).order()  # fmt: skip
 
     return run

@@ -12,7 +12,7 @@ import numpy as np
 from device import DeviceArray, Kernels, mirrored
 
 import qccl
-from qccl.cuda.runtime import require
+from qccl.cuda.libraries import require
 
 COUNT = 200_003
 

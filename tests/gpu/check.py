@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import qccl
-from qccl.cuda import runtime as libraries
+from qccl.cuda import libraries
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULT = "qccl-gpu-check-result: "

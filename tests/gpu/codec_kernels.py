@@ -21,7 +21,7 @@ from kernel_calls import KINDS, hard_values
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
 from qccl.cuda import source as cuda_source
-from qccl.cuda.runtime import on_device, require
+from qccl.cuda.libraries import on_device, require
 from qccl.cuda.streams import steps
 from qccl.dtypes import DType
 from qccl.engine.control import Header, Kind
@@ -157,7 +157,7 @@ def on_host(schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dic
     engine = HostEngine(LoopbackGroup(1).transport(0))
     bindings = {name: array.ctypes.data for name, array in arrays.items()}
     header = Header(Kind.CALL, 0, "kernels")
-    engine.compile(schedule).start(bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
+    engine.start(engine.compile(schedule), bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
     engine.close()
     return arrays
 
@@ -166,7 +166,7 @@ def on_gpu(engine: Any, schedule: Schedule, arrays: dict[str, np.ndarray], call:
     placed = {name: DeviceArray(array) for name, array in arrays.items()}
     bindings = {name: array.ptr for name, array in placed.items()}
     header = Header(Kind.CALL, 0, "kernels")
-    engine.compile(schedule).start(bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
+    engine.start(engine.compile(schedule), bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
     return {name: array.get() for name, array in placed.items()}
 
 
@@ -200,8 +200,8 @@ def _compile(engine: Any, chosen: list[Case]) -> None:
             if step.ops:
                 ops = [schedule.ops[i] for i in step.ops]
                 names |= set(cuda_source.launch(ops, 0, case.dtype, lambda span: (0, span.start)).kernels)
-    with on_device(engine.device):
-        kernels(engine.device, sorted(names))
+    with on_device(engine.device.number):
+        kernels(engine.device.number, sorted(names))
 
 
 def check(chosen: list[Case]) -> tuple[int, list[str]]:

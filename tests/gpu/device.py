@@ -10,7 +10,7 @@ import numpy as np
 
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
-from qccl.cuda.runtime import require
+from qccl.cuda.libraries import require
 from qccl.transports.base import Call, DeviceTransfer, Transport
 
 GUARD = 256

@@ -129,7 +129,7 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, A
 def _calls() -> dict[str, Any]:
     from calls import _captured, _host_seconds
 
-    from qccl.cuda.runtime import require
+    from qccl.cuda.libraries import require
 
     stream = require().cupy.cuda.Stream(non_blocking=True)
     with qccl.init(backend="cuda", device=0, timeout=60.0) as comm:

@@ -18,7 +18,7 @@ from device import Apart, DeviceArray, Kernels
 import qccl
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
-from qccl.cuda.runtime import require
+from qccl.cuda.libraries import require
 from qccl.transports.loopback import LoopbackGroup
 
 #: before the first use of CUDA in a process

@@ -19,7 +19,7 @@ CASES = [case for case in law_cases(max_ranks=4) if case.ranks == SIZE]
 def results():
     """Each case's call number, result, and whether all ranks have its bits. All calls run before the first check."""
     with qccl.init(backend="host", timeout=30) as comm:
-        found = [(comm._sequence, run(comm, case)) for case in CASES]
+        found = [(comm._session.sequence, run(comm, case)) for case in CASES]
     same = [len(set(MPI.COMM_WORLD.allgather(result.tobytes()))) == 1 for _, result in found]
     yield [(*each, equal) for each, equal in zip(found, same, strict=True)]
     others = MPI.COMM_WORLD.Ibarrier()

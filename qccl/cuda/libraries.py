@@ -29,6 +29,7 @@ __all__ = [
     "pick_device",
     "raise_mapped",
     "require",
+    "translated",
     "wait_for",
 ]
 
@@ -181,6 +182,15 @@ def raise_mapped(error: BaseException) -> NoReturn:
     if ours is None:
         raise error
     raise ours from error
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Raise exceptions of CuPy as qccl's."""
+    try:
+        yield
+    except Exception as error:
+        raise_mapped(error)
 
 
 def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:

@@ -15,7 +15,7 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.collectives.hierarchical import Levels, hierarchical
-from qccl.host.zero_copy import direct
+from qccl.host.zero_copy import send_in_place
 from qccl.schedule import Encode, Exchange, Node, Reduce, Role, Schedule, Span, Transfer, nodes
 
 NONE, MINMAX = codecs.get("none"), codecs.get("minmax8")
@@ -45,7 +45,7 @@ SCHEDULES = [
 
 
 def made(schedule: Schedule, least: int = 1) -> tuple[list[Node], list[tuple[int, ...]]]:
-    return direct(tuple(nodes(schedule, per_transfer=True)), least)
+    return send_in_place(tuple(nodes(schedule, per_transfer=True)), least)
 
 
 def copies(program: Sequence[Node]) -> list[Encode]:
@@ -67,14 +67,14 @@ def overlap(a: Span, b: Span) -> bool:
 def test_only_copies_that_are_sent_are_left_out(schedule: Schedule) -> None:
     before = list(nodes(schedule, per_transfer=True))
     program, needed = made(schedule)
-    placed = {node.transfer.span: node.place for node in program if node.place is not None}
+    placed = {node.transfer.span: node.source for node in program if node.source is not None}
     gone = [op for op in copies(before) if op not in copies(program)]
     assert [node.op for node in before if node.op not in gone] == [node.op for node in program]
     assert {op.wire for op in gone} == placed.keys()
     for node in program:
-        if node.place is not None:
-            assert node.is_send and schedule.buffers[node.place.buffer].role is not Role.WORK
-            assert len(node.transfer.span) == 4 * len(node.place)
+        if node.source is not None:
+            assert node.is_send and schedule.buffers[node.source.buffer].role is not Role.WORK
+            assert len(node.transfer.span) == 4 * len(node.source)
     assert all(j < i for i, needs in enumerate(needed) for j in needs)
     # In one_shot each rank's own wire is summed, too; in the second round of two_round there is no copy to leave out.
     assert bool(placed) == (schedule.name != "one_shot")
@@ -132,8 +132,8 @@ def test_what_is_small_or_coded_or_read_by_others_is_copied() -> None:
         ([encode, write, encode, send], True),
         ([encode], False),
     ):
-        program, _ = direct(tuple(nodes(Schedule("made", 0, 3, {}, tuple(ops)), per_transfer=True)), 1)
-        assert any(node.place == x for node in program) == leaves_out, ops
+        program, _ = send_in_place(tuple(nodes(Schedule("made", 0, 3, {}, tuple(ops)), per_transfer=True)), 1)
+        assert any(node.source == x for node in program) == leaves_out, ops
 
 
 @pytest.mark.parametrize("in_place", [False, True])

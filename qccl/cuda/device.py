@@ -1,0 +1,106 @@
+"""One rank's GPU for its engine: the streams that runs use, the memory pool that belongs to them, and spare events."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from qccl.cuda.libraries import NOT_READY, on_device, require, translated
+from qccl.schedule import Queue
+
+__all__ = ["Device"]
+
+_EVENTS = 32
+_HOST_TO_DEVICE = 1
+
+
+class Device:
+    """The streams, memory and events of one engine.
+
+    Attributes:
+        number: of the GPU.
+        queues: the stream of each queue; home, the compute stream, is the one on which every run begins and ends.
+        capture_queues: the streams of calls that become part of a CUDA graph.
+    """
+
+    def __init__(self, number: int, comm_stream: int) -> None:
+        """``comm_stream`` is the transport's."""
+        self.number = number
+        cuda = require().cupy.cuda
+        with on_device(number):
+            self._home, *self._capture = (cuda.Stream(non_blocking=True) for _ in range(3))
+            self._events = [cuda.Event(disable_timing=True) for _ in range(_EVENTS)]
+        self._staged: list[Any] = []
+        self.queues: dict[Queue, int] = {Queue.COMPUTE: self._home.ptr, Queue.COMM: comm_stream}
+        self.capture_queues: Mapping[Queue, int] = {
+            Queue.COMPUTE: self._capture[0].ptr,
+            Queue.COMM: self._capture[1].ptr,
+        }
+        self._lock = threading.Lock()  # guards the list of events
+        self._threads = threading.local()
+
+    @property
+    def home(self) -> int:
+        """The stream on which every run begins and ends."""
+        return int(self._home.ptr)
+
+    def add_staged_queues(self) -> None:
+        """Make the two streams of transfers through host memory."""
+        self._staged = [require().cupy.cuda.Stream(non_blocking=True, priority=-1) for _ in range(2)]
+        self.queues |= zip((Queue.OUT, Queue.IN), (stream.ptr for stream in self._staged), strict=True)
+
+    def is_busy(self) -> bool:
+        """Whether work is left on any stream."""
+        query = require().runtime.streamQuery
+        return any(query(queue) == NOT_READY for queue in self.queues.values())
+
+    def is_capturing(self, stream: int) -> bool:
+        """Whether calls on ``stream`` become part of a graph."""
+        if stream in (0, 1):  # the legacy default stream cannot be captured
+            return False
+        with translated():
+            return bool(require().runtime.streamIsCapturing(stream))
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Make the GPU the thread's current one if it is not, as the driver's launches need."""
+        before = require().runtime.getDevice()
+        if before == self.number and getattr(self._threads, "ready", False):
+            yield
+        else:
+            with on_device(self.number):
+                self._threads.ready = True
+                yield
+
+    def allocate(self, nbytes: int) -> Any:
+        """Memory from CuPy's pool for the home stream.
+
+        The pool gives freed memory only to later work of that stream, and every run begins and ends on it. So no two
+        runs use the same memory at once, whichever streams they use.
+        """
+        with self._home:
+            return require().cupy.cuda.alloc(nbytes)
+
+    def write(self, contents: Mapping[int, bytes]) -> list[Any]:
+        """Write to allocated memory, after its earlier users. Keep the result until the copies are done."""
+        copy = require().runtime.memcpyAsync
+        sources = [(address, ctypes.create_string_buffer(each, len(each))) for address, each in contents.items()]
+        for address, source in sources:
+            copy(address, ctypes.addressof(source), len(source), _HOST_TO_DEVICE, self._home.ptr)
+        return sources
+
+    def take_event(self) -> Any:
+        """An unused event."""
+        with self._lock:
+            if self._events:
+                return self._events.pop()
+        with on_device(self.number):
+            return require().cupy.cuda.Event(disable_timing=True)
+
+    def give_back(self, event: Any) -> None:
+        """Reuse an event that nobody waits for any more."""
+        with self._lock:
+            self._events.append(event)

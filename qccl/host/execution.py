@@ -1,0 +1,164 @@
+"""One run of a program on the host."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from qccl import _host
+from qccl.engine.control import Header, data_nbytes_of, disagreement
+from qccl.engine.labels import Label
+from qccl.errors import MismatchError, QcclError
+from qccl.host.program import Program
+from qccl.trace import TraceEvent
+
+__all__ = ["Driver", "Execution"]
+
+
+class Driver(Protocol):
+    """The methods of the engine by which its runs progress."""
+
+    def step(self) -> None:
+        """Advance all runs a little."""
+
+    def run(self, execution: Execution, limit: float) -> None:
+        """Advance all runs until ``execution`` has ended, or time.monotonic() has reached ``limit``."""
+
+    def detach(self, execution: Execution, *, at_once: bool) -> None:
+        """Let the progress thread advance ``execution``."""
+
+
+class Execution:
+    """One run of a Program (interface: engine.base.Execution).
+
+    Attributes:
+        sequence, deadline, call: as given to Engine.start().
+        begun: False while the run is queued behind others.
+        done: the run has ended well; step() and run() raise failures.
+        detached: the progress thread advances the run.
+    """
+
+    __slots__ = (
+        "_engine",
+        "_extents",
+        "_header",
+        "_labels",
+        "_program",
+        "_trace",
+        "begun",
+        "call",
+        "deadline",
+        "detached",
+        "done",
+        "kept",
+        "sequence",
+    )
+
+    is_ordered = False
+
+    def __init__(
+        self,
+        engine: Driver,
+        program: Program,
+        call: int,
+        header: Header,
+        deadline: float,
+        trace: list[TraceEvent] | None,
+        labels: Sequence[Label],
+    ) -> None:
+        self.kept: object = None
+        self._engine, self._program = engine, program
+        self._header = header
+        self._extents = program.extents
+        self._trace, self._labels = trace, labels
+        self.call, self.sequence, self.deadline = call, header.sequence, deadline
+        self.begun = self.done = self.detached = False
+        program.running = True
+
+    def step(self) -> bool:
+        """Advance all runs of the engine a little; whether this run has ended. Never blocks for long."""
+        if not self.done:
+            try:
+                self._engine.step()
+            except QcclError:
+                self._raise_unless_done()
+        return self.done
+
+    def run(self, limit: float | None = None) -> bool:
+        """Advance all runs of the engine until this one has ended; raises CollectiveTimeout at its deadline."""
+        try:
+            self._engine.run(self, math.inf if limit is None else limit)
+        except QcclError:
+            self._raise_unless_done()
+        return self.done
+
+    def _raise_unless_done(self) -> None:
+        """Raise the failure being handled, unless this run ended before it: then the next call raises it."""
+        if not self.done:
+            raise
+
+    def detach(self, *, at_once: bool) -> None:
+        """Let the progress thread advance this run: now, or if the caller does not wait for it within a moment."""
+        self._engine.detach(self, at_once=at_once)
+
+    def order(self) -> None:
+        """Nothing: the host has no streams."""
+
+    @property
+    def what(self) -> str:
+        """The call, for messages."""
+        return f"{self._header.text} (call {self.sequence} of the group)"
+
+    def waits_for(self) -> str:
+        """Why this run has not ended, for messages."""
+        if not self.begun:
+            return "it is queued behind calls that have not ended"
+        if missing := self.missing_ranks():
+            return f"rank {', '.join(map(str, missing))} did not make this call"
+        run = self._program.run
+        waits = [(run.waits_for(True), "send to"), (run.waits_for(False), "receive from")]
+        if parts := [f"{verb} rank {', '.join(map(str, ranks))}" for ranks, verb in waits if ranks]:
+            return f"waiting to {' and to '.join(parts)}"
+        return "every rank has made this call, and this rank has not ended its own part"
+
+    def conflicts(self, other: Execution) -> bool:
+        """Whether one of the two writes memory of the caller that the other reads or writes."""
+        for start, stop, written in self._extents:
+            for first, end, also_written in other._extents:
+                if start < end and first < stop and (written or also_written):
+                    return True
+        return False
+
+    # -- used by the engine ------------------------------------------------------------------------------------------
+
+    def begin(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> None:
+        """Send the header, and start all steps that depend on nothing."""
+        self.begun = True
+        header = self._header
+        headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else [header.pack()]
+        loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)
+
+    def missing_ranks(self) -> list[int]:
+        """The ranks whose header has not arrived."""
+        return self._program.run.missing_ranks()
+
+    def disagreement(self, peer: int, message: bytes) -> MismatchError:
+        """The error for a header from ``peer`` that differs from this rank's."""
+        rank, mine = self._program.rank, self._header.pack(peer)
+        if not message.startswith(mine):
+            return disagreement(mine, message, rank, peer)
+        expected = self._program.run.data_nbytes(peer) or "none"
+        return MismatchError(
+            f"rank {peer} sent {data_nbytes_of(message)} bytes with the header of a call, but rank {rank} expected "
+            f"{expected}"
+        )
+
+    def end(self) -> None:
+        """Release the program: the run has ended, or failed."""
+        self._program.running = False
+        if self._trace is not None:
+            for i, start, stop in self._program.run.trace():
+                queue, name, args = self._labels[i]
+                args = {**args, "call": self.sequence}
+                self._trace.append(TraceEvent(self._program.rank, queue, name, start, stop, args))

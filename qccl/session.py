@@ -1,0 +1,114 @@
+"""What the plans and calls of one communicator share: engine, memory, state, call numbers, and the first failure."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from qccl.codecs.base import Codec
+from qccl.engine.base import Backend, Execution, Program
+from qccl.engine.control import Header, Kind
+from qccl.errors import ArgumentError, QcclError, gave_up
+from qccl.state import StateStore
+
+__all__ = ["Session"]
+
+_T = TypeVar("_T")
+
+
+class Session:
+    """One rank's engine with everything that its calls have in common.
+
+    Attributes:
+        engine, memory: of the backend.
+        state: what stateful codecs keep, by key.
+        timeout: seconds until a call that does not finish fails, where the caller gives no other number.
+        sequence: number of the group's next call, barriers included.
+        calls: collectives started. This keys the random numbers, so it does not count barriers, which change no result.
+        call_offset: what load_state_dict() has added to ``calls``.
+        failure: the first one; it ended the group.
+    """
+
+    def __init__(self, rank: int, size: int, backend: Backend, timeout: float) -> None:
+        self.rank, self.size, self.timeout = rank, size, timeout
+        self.engine, self.memory = backend.engine, backend.memory
+        self.state = StateStore(rank, size, self.engine.persistent)
+        self.sequence = self.calls = self.call_offset = 0
+        self.failure: QcclError | None = None
+        self.closed = False
+
+    def check_usable(self) -> None:
+        """Raise the error of an earlier failure, or ArgumentError after close()."""
+        if self.closed:
+            raise ArgumentError("this communicator is closed; make another with qccl.init()")
+        self.failure = self.failure or self.engine.failure
+        if self.failure is not None:
+            error = type(self.failure)(f"this communicator failed earlier and is unusable: {self.failure}")
+            raise error from self.failure
+
+    def start(
+        self,
+        program: Program,
+        bindings: Mapping[str, int],
+        text: str,
+        pairs: tuple[str, ...],
+        *,
+        timeout: float | None,
+        lr: float | None,
+        **how: Any,
+    ) -> Execution:
+        """Start the next call; ``text`` and ``pairs`` are those of Header, ``how`` goes to Engine.start()."""
+        execution = self.engine.start(
+            program,
+            bindings,
+            call=self.calls,
+            header=Header(Kind.CALL, self.sequence, text, pairs),
+            deadline=time.monotonic() + (self.timeout if timeout is None else timeout),
+            lr=1.0 if lr is None else lr,
+            **how,
+        )
+        self.sequence += 1
+        self.calls += 1
+        return execution
+
+    def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
+        """One call that moves no arrays: wait until every rank has made it, then ``act``."""
+        self.check_usable()
+        header = Header(Kind.CALL, self.sequence, name)
+        self.sequence += 1
+        try:
+            self.engine.barrier(header, self.timeout)
+            return act()
+        except BaseException as error:  # Ctrl-C, too: the other ranks would wait until their deadlines
+            self.fail(gave_up(self.rank, error))
+            raise
+
+    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
+        """Collective on engines that do not compare every call: raise MismatchError unless all ranks mean this one."""
+        try:
+            self.engine.check_consistent(Header(Kind.CALL, self.sequence, text, pairs), self.timeout)
+        except QcclError as error:
+            self.fail(error)
+            raise
+
+    def with_offset(self, text: str, codec: Codec) -> str:
+        """``text``, and the offset of the call numbers if the codec draws random numbers: it must be equal, too."""
+        return f"{text}, {self.call_offset:+} calls" if self.call_offset and codec.kernel().draws else text
+
+    def fail(self, error: QcclError, call: int | None = None) -> None:
+        """Keep the first failure and send it to the other ranks; ``call`` is the number of the call that failed."""
+        if call is not None:
+            self.calls = min(self.calls, call)  # not every rank has made it
+        if self.failure is None:
+            self.failure = error
+            self.engine.abort(str(error))
+
+    def close(self) -> bool:
+        """Leave the group. False if that was done before, or if a failure has ended the group."""
+        if self.closed:
+            return False
+        self.closed = True
+        if self.failure is None:
+            self.engine.close(self.timeout)
+        return self.failure is None
