@@ -45,7 +45,6 @@ class Communicator(Collectives):
         nodes: of each rank, the number of its machine.
         backend: "host" or "cuda".
         transport: carries the bytes; its ``name`` is "mpi", "torch", "loopback" or "nccl"; the rest is for engines.
-        timeout: seconds until a call that does not finish raises CollectiveTimeout.
     """
 
     def __init__(
@@ -68,7 +67,6 @@ class Communicator(Collectives):
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
         self.nodes = transport.nodes
         self.backend = made.name
-        self.timeout = timeout
         self.transport = transport
         self._make_backend = backend
         self._session = Session(self.rank, self.size, made, timeout)
@@ -176,6 +174,15 @@ class Communicator(Collectives):
         spec = spec_of_plan(collective, count, dtype, codec, chunk, parameters)
         check_key(spec.codec, key)
         return Plan(self._session, spec, key)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds until a call that does not finish raises CollectiveTimeout; may be set between calls."""
+        return self._session.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self._session.timeout = timeout_of(seconds)
 
     def barrier(self) -> None:
         """Return when every rank has called barrier()."""

@@ -255,6 +255,21 @@ def test_polling_alone_completes_a_call():
     qccl.run_ranks(2, run)
 
 
+def test_the_timeout_of_later_calls_may_be_set():
+    def run(comm):
+        comm.barrier()
+        with pytest.raises(qccl.ArgumentError, match="timeout must be a positive number"):
+            comm.timeout = 0
+        comm.timeout = 0.2
+        if comm.rank == 0:
+            with pytest.raises(qccl.CollectiveTimeout):
+                comm.quantized_allreduce(np.ones(10, np.float32))
+        else:
+            time.sleep(1)
+
+    qccl.run_ranks(2, run, timeout=20.0)
+
+
 def test_a_late_rank_is_a_timeout_of_the_wait():
     def run(comm):
         x = np.ones(10, np.float32)
