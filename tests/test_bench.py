@@ -310,7 +310,7 @@ def test_shares_that_the_burst_would_falsify_are_not_shown() -> None:
         ([row(wrong=None)], True, ["# Out of bounds values : N/A"]),
         ([row(), row("none")], True, ["#   minmax8            : 6.29", "#   none               : 6.29"]),
         ([row(crossed=1.01)], True, ["# Crossed the link     : at least 101.0% of the bytes sent OK"]),
-        ([row(crossed=1.01), row(crossed=0.2)], False, ["at least 20.0%", "FAILED: traffic went past the link"]),
+        ([row(crossed=1.01), row(crossed=0.2)], False, ["at least 20.0%", "FAILED: traffic bypassed the link"]),
     ],
 )
 def test_footers(rows: list[Row], okay: bool, parts: list[str]) -> None:
@@ -563,7 +563,7 @@ def test_a_rank_that_fails_is_reported_and_none_is_left(mpi: start.Mpiexec) -> N
 @pytest.mark.mpi
 def test_silent_ranks_are_given_up(mpi: start.Mpiexec) -> None:
     begin = time.monotonic()
-    with pytest.raises(start.StartError, match="said nothing for 1 s"):
+    with pytest.raises(start.StartError, match="printed nothing for 1 s"):
         command = [sys.executable, "-c", "print('hello', flush=True); import time; time.sleep(60)"]
         start.run_ranks_by_mpiexec(2, command, lab=None, smallest=0, silence=1, on_line=lambda line: None)
     assert time.monotonic() - begin < 15
@@ -629,7 +629,7 @@ def test_factors_are_those_of_nccl_tests() -> None:
 def test_nodes_need_a_link() -> None:
     for arguments, reason in (
         (["--nodes=2"], "are for the lab; give --link"),
-        (["--link=1gbit", "--link-per-rank"], "--link-per-rank without --nodes"),
+        (["--link=1gbit", "--link-per-rank"], "--link-per-rank has no effect without --nodes"),
     ):
         done = bench("allreduce", *arguments)
         assert done.returncode == 2 and reason in done.stderr

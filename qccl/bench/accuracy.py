@@ -1,8 +1,8 @@
-"""How far a compressed all-reduce may be from the exact one, derived from the codec's formula and the rounding points.
+"""Error bounds of compressed all-reduces, derived from the codecs' error formulas and every rounding on the way.
 
-Everything is per element and in float64. ``values`` are the ranks' inputs to the same stretch of the vector, in rank
-order, as float32 (float16 and bfloat16 convert exactly); all of them finite. A stretch begins and ends on bucket
-boundaries, and belongs to one rank's shard: ``stretches()`` cuts a vector so.
+All bounds are per element and in float64. ``values`` are the ranks' finite inputs to one stretch of the vector, in rank
+order, as float32 (float16 and bfloat16 convert exactly). ``stretches()`` splits a vector into such stretches: each
+begins and ends at bucket boundaries and lies in one shard.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def allreduce_bound(
 ) -> NDArray[np.float64]:
     """Largest possible ``|allreduce - allreduce_exact|`` of algorithm "two_round" or "one_shot".
 
-    Steps: each value that is sent as a code has the codec's error (in two_round the owner's own value is not); the
-    sum in fp32 rounds once per addition, and once for the scale of avg; two_round then quantises the sum, whose range
-    may be wider than the exact one by the errors so far; storing rounds to ``dtype``. One rank only copies.
+    Each encoded value has the codec's error (in two_round the owner does not encode its own values). The sum in fp32
+    rounds once per addition, and once for avg's scale. two_round then encodes the sum, whose range may exceed the exact
+    range by the errors so far. Storing rounds to ``dtype``. A single rank only copies.
     """
     size = len(values)
     if size == 1:
@@ -68,11 +68,11 @@ def hierarchical_bound(
     algorithm: str,
     nodes: Sequence[Sequence[int]],
 ) -> NDArray[np.float64]:
-    """The same of an all-reduce in two levels, whose nodes are given by their ranks; ``algorithm`` between them.
+    """The bound of a hierarchical all-reduce; ``nodes`` lists the ranks of each node, ``algorithm`` runs between nodes.
 
-    Steps: each value that moves inside a node has the intra codec's error; the sum of the node rounds once per addition
-    and is stored as ``dtype``; between nodes all is as in allreduce_bound, of the nodes' sums; the result moves inside
-    nodes. Who need not move its own values is not considered.
+    Each value that moves inside a node has the intra codec's error. A node's sum rounds once per addition and is stored
+    as ``dtype``. Between nodes allreduce_bound holds for the nodes' sums. The result then moves inside the nodes. The
+    bound also counts errors of moves that a rank can skip, such as those of its own values.
     """
     size, several = len(values), any(len(ranks) > 1 for ranks in nodes)
     if size == 1:
@@ -105,15 +105,15 @@ def plain_bound(values: Sequence[NDArray[np.float32]], dtype: DType, op: str) ->
     """Largest possible error of an all-reduce that adds in ``dtype``, in any order."""
     if op in ("min", "max"):
         return np.zeros(values[0].shape)
-    additions = len(values)  # one less, and one for the second-order terms
+    additions = len(values)  # len(values) - 1, plus one for the second-order terms
     largest = _magnitude(values) * (1 + additions * _unit(dtype))
     return additions * (_unit(dtype) * largest + _tiny(dtype))
 
 
 def stretches(count: int, shards: int, codecs: Sequence[Codec], longest: int) -> Iterator[tuple[int, int, int]]:
-    """Cut a vector of so many shards into (shard, start, stop) of at most ``longest`` elements, or one bucket.
+    """Split a vector of ``shards`` shards into (shard, start, stop), each at most ``longest`` elements or one bucket.
 
-    Buckets are those of all ``codecs``; one with one range for a whole shard, the last, gets whole shards.
+    Stretches are whole buckets of all ``codecs``. If the last codec has one bucket per shard, they are whole shards.
     """
     layout = partition_for_all(count, shards, codecs, longest)
     for shard in range(layout.parts):
@@ -123,7 +123,7 @@ def stretches(count: int, shards: int, codecs: Sequence[Codec], longest: int) ->
 
 
 def _combined(errors: Sequence[NDArray[np.float64]], magnitude: NDArray[np.float64], op: str) -> NDArray[np.float64]:
-    """The error of min and max, or of a sum in fp32 (scaled, perhaps) of values that are so large together."""
+    """The error of min or max, or of a sum in fp32 of values whose absolute values add up to ``magnitude``."""
     if op in ("min", "max"):
         return cast("NDArray[np.float64]", np.maximum.reduce(errors))
     error: NDArray[np.float64] = np.add.reduce(errors)
@@ -131,7 +131,7 @@ def _combined(errors: Sequence[NDArray[np.float64]], magnitude: NDArray[np.float
 
 
 def _coding(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float64]:
-    """The error of encoding values that need not be exact in ``dtype``, in which sparse codecs send them."""
+    """The error of encoding ``x``; sparse codecs also round it to ``dtype``, in which they send values."""
     if not codec.sparse:
         return codec.error_bound(x)
     sent = to_float32(from_float32(x, dtype), dtype)
@@ -140,7 +140,7 @@ def _coding(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.fl
 
 
 def _storing(exact: NDArray[np.float64], error: NDArray[np.float64], dtype: DType) -> NDArray[np.float64]:
-    """What rounding to the type of the elements adds."""
+    """The additional error of rounding to ``dtype``."""
     return np.zeros(exact.shape) if dtype.itemsize == 4 else (np.abs(exact) + error) * _unit(dtype) + _tiny(dtype)
 
 
@@ -154,11 +154,11 @@ def _bound_near(
 ) -> NDArray[np.float64]:
     """Largest possible error of encoding any values that lie within ``error`` of the exact ones.
 
-    By what a codec's bound grows with. The range of a bucket: that is made as wide as it may be. The size of the values
-    and of the greatest in the bucket: all are as large as they may be. ``onebit`` and ``topk`` may take a value for
-    another side, or leave it out, so there it is all of the value, and for ``onebit`` what a side can stand for. The
-    distance of ``dithering``'s natural levels is between a half and all of a value, so twice that of a larger one.
-    Sparse codes have values in the type of the elements.
+    If a codec's bound grows with the range of a bucket, the range is made as wide as possible; if it grows with the
+    values' magnitudes, all are made as large as possible. ``onebit`` may assign a value to the other side, and ``topk``
+    may omit it, so their error is the whole value, plus for ``onebit`` the value that a side decodes to. The natural
+    levels of ``dithering`` differ by between half of a value and the value, hence the factor of two. Sparse codecs
+    send values as ``dtype``.
     """
     largest = np.abs(exact) + error
     if codec.sparse:
@@ -180,20 +180,20 @@ def _bound_near(
 
 
 def _greatest(values: NDArray[np.float64], bucket: int) -> NDArray[np.float64]:
-    """For each element the greatest one of its bucket."""
+    """For each element the maximum of its bucket."""
     if values.size == 0:
         return values
     return np.repeat(np.maximum.reduceat(values, np.arange(0, values.size, bucket)), bucket)[: values.size]
 
 
 def _widened(exact: NDArray[np.float64], error: NDArray[np.float64], bucket: int) -> NDArray[np.float64]:
-    """``exact`` with the ends of each bucket moved outwards as far as the values it stands for may lie."""
+    """``exact``, with each bucket's range widened to the range that values within ``error`` may have."""
     starts = np.arange(0, exact.size, bucket)
     stops = np.append(starts[1:], exact.size)
     low, high = np.minimum.reduceat(exact - error, starts), np.maximum.reduceat(exact + error, starts)
     wide = exact.copy()
     wide[starts] = low
-    several = stops - starts > 1  # a bucket of one element has no range, whatever its value
+    several = stops - starts > 1  # the range of a bucket of one element is always 0
     wide[(stops - 1)[several]] = high[several]
     return wide
 

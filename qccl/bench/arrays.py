@@ -1,4 +1,4 @@
-"""The arrays that calls are measured on, and their clock: in host memory, or on a GPU with CUDA events and graphs."""
+"""Arrays for the measured calls, and the timing of calls on them: on the host, or on a GPU by CUDA events."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Arrays", "CudaArrays", "Guarded", "HostArrays", "arrays_of"]
 
 #: elements that are compared at a time
 _STRETCH = 1 << 17
-#: bytes before and after a guarded array: what is allocated lies as it would without
+#: guard bytes on each side of an array: a whole page, which keeps the array's alignment
 _GUARD_NBYTES = 4096
 
 
 class Arrays(Protocol):
-    """Arrays of one rank, and how long calls on them take.
+    """Arrays of one rank, and the timing of calls on them.
 
     Attributes:
-        calls_per_run: how often a call is made where run() is told to make it once.
+        calls_per_run: calls that run() makes for each of its ``times``.
     """
 
     calls_per_run: int
@@ -42,28 +42,28 @@ class Arrays(Protocol):
         """Set all elements."""
 
     def poison(self, array: Any) -> None:
-        """Make every element NaN, so that what is not written is noticed."""
+        """Set every element to NaN, so that unwritten elements are noticed."""
 
     def get(self, array: Any) -> NDArray[Any]:
-        """The elements on the host, when the calls on them are done."""
+        """The elements on the host, after all calls on them have completed."""
 
     def run(self, call: Callable[[], object], times: int) -> float:
         """Seconds that ``times`` calls take, back to back."""
 
     def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
-        """The library's own all-reduce of two arrays."""
+        """The communication library's own all-reduce from ``x`` to ``out``."""
 
     def device(self) -> tuple[str, int, str]:
-        """What computes, and a GPU's number and PCI address (-1 and "" on the host)."""
+        """The device's name, and a GPU's number and PCI address (-1 and "" on the host)."""
 
 
 def arrays_of(comm: Communicator, graph_launches: int = 0) -> Arrays:
-    """The arrays that ``comm`` works on; ``graph_launches``: see CudaArrays."""
+    """Arrays for the backend of ``comm``; ``graph_launches``: see CudaArrays."""
     return HostArrays(comm) if comm.backend == "host" else CudaArrays(comm, graph_launches)
 
 
 class HostArrays:
-    """Arrays of NumPy. Calls block, and the clock is the host's."""
+    """NumPy arrays. Calls block; the host's clock times them."""
 
     calls_per_run = 1
 
@@ -99,10 +99,9 @@ class HostArrays:
 
 
 class CudaArrays:
-    """Arrays of CuPy. Calls go on a stream of their own, and the clock is its events.
+    """CuPy arrays. Calls go to a separate stream; CUDA events on it time them.
 
-    With ``graph_launches`` a call is captured once, and ``run`` launches the graph so often for each call (nccl-tests'
-    -G).
+    With ``graph_launches`` (nccl-tests' -G), run() captures a call once and launches the graph that often per call.
     """
 
     def __init__(self, comm: Communicator, graph_launches: int = 0) -> None:
@@ -169,7 +168,7 @@ class CudaArrays:
 
 
 class Guarded:
-    """``array``, of ``count`` elements, between guard elements that nobody may write."""
+    """``array`` of ``count`` elements, between guard elements that no call may write."""
 
     def __init__(self, arrays: Arrays, count: int, dtype: DType) -> None:
         self._arrays, self._dtype = arrays, dtype
@@ -184,11 +183,11 @@ class Guarded:
         self._arrays.put(self.array, data.gaussian(rank, 0, self.array.size, self._dtype, seed))
 
     def poison(self) -> None:
-        """Make every element NaN, and the guards what they must be."""
+        """Set every element and every guard to NaN."""
         self._arrays.poison(self._whole)
 
     def get(self) -> tuple[NDArray[Any], int]:
-        """The elements on the host, when the calls on them are done, and the number of guard elements written."""
+        """The elements on the host, after all calls on them, and the number of overwritten guard elements."""
         whole = self._arrays.get(self._whole)
         bits = whole.view(f"u{whole.itemsize}")
         guards = (bits[: self._inside.start], bits[self._inside.stop :])
@@ -196,7 +195,7 @@ class Guarded:
         return whole[self._inside], sum(int(np.count_nonzero(guard != untouched)) for guard in guards)
 
     def changed(self, rank: int, seed: int) -> int:
-        """The number of elements, guards included, that are no more what fill() set."""
+        """The number of elements that differ from those of fill(), plus the overwritten guard elements."""
         x, changed = self.get()
         bits = f"u{x.itemsize}"
         for start in range(0, x.size, _STRETCH):

@@ -1,4 +1,4 @@
-"""A plain transfer of as many bytes as a call sends: the baseline for a call behind a link."""
+"""A plain transfer of the same bytes: the baseline of a call behind a link."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Bulk:
         self._transport = mine
 
     def bind(self, nbytes: int) -> Callable[[], object]:
-        """A transfer, ready to run, in which every link carries ``nbytes``."""
+        """A function that runs one transfer, in which every link carries ``nbytes``."""
         t, wiring = self._transport, self._wiring
         peers = wiring.peers(t.rank)
         each = {rank: -(-nbytes // wiring.transfers(rank)) for rank in (t.rank, *peers)}

@@ -1,4 +1,4 @@
-"""The calls that are measured: the compressed collective, and the library's own all-reduce beside it."""
+"""The measured calls: the compressed collective, and its baseline, the communication library's own all-reduce."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ if TYPE_CHECKING:
     from qccl.arrays import Values
     from qccl.communicator import Communicator
 
-__all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "plain_name", "signature_of"]
+__all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "plain_name", "spec_of_case"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is called: a collective (see kinds) of a vector of ``count`` elements of ``dtype``, with ``op``."""
+    """One case: a collective (see kinds) of ``count`` elements of ``dtype``, with ``op``."""
 
     count: int
     dtype: DType
@@ -52,14 +52,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Wiring:
-    """Of each rank: the node that it is on, and the link behind which it is; inside a node nothing takes a link."""
+    """The node and the link of each rank, by rank; transfers inside a node use no link."""
 
     nodes: tuple[int, ...]
     links: tuple[int, ...]
 
     @staticmethod
     def one_link_each(size: int) -> Wiring:
-        """Every rank a node."""
+        """Every rank is a node with its own link."""
         return Wiring(tuple(range(size)), tuple(range(size)))
 
     def crossing(self, schedule: Schedule) -> int:
@@ -70,31 +70,31 @@ class Wiring:
         )
 
     def transfers(self, rank: int) -> int:
-        """Pairs of ranks on different nodes of which the first is behind the link of ``rank``."""
+        """The number of transfers in which every rank behind the link of ``rank`` sends to all its peers."""
         senders = [r for r, link in enumerate(self.links) if link == self.links[rank]]
         return sum(len(self.peers(sender)) for sender in senders)
 
     def peers(self, rank: int) -> list[int]:
-        """The ranks on other nodes than ``rank``, the next first."""
+        """The ranks on other nodes than ``rank``, in ring order from the next."""
         size = len(self.nodes)
         behind = ((rank + i) % size for i in range(1, size))
         return [peer for peer in behind if self.nodes[peer] != self.nodes[rank]]
 
     def by_link(self, sent: Sequence[int]) -> list[int]:
-        """What each link carries of what the ranks send."""
+        """The bytes that each link carries if rank r sends ``sent[r]``."""
         return [sum(n for n, mine in zip(sent, self.links, strict=True) if mine == link) for link in set(self.links)]
 
 
 class QuantizedCall:
-    """The compressed collective: the communicator's method, or a plan that is bound once and run many times.
+    """The compressed collective: the communicator's method, or with ``as_plan`` a plan that is bound once.
 
-    A codec that keeps something from call to call does so by a key that is made of its name, and begins with nothing.
+    A stateful codec keeps its state under a key made of its name, and starts without state.
 
     Attributes:
-        plan: tells what the call does; only with ``as_plan`` is it what is called.
-        codec: what encodes, without what it keeps from call to call.
-        codecs: all of them, the one that counts most last.
-        shards: parts of the vector, each with buckets of its own, that are worked on by one rank (of each node).
+        plan: the plan of the call; the timed calls use it only with ``as_plan``.
+        codec: the codec without error feedback and momentum.
+        codecs: all codecs of the call; the last one's buckets matter most.
+        shards: number of parts of the vector that have their own buckets and owner.
     """
 
     def __init__(
@@ -116,12 +116,12 @@ class QuantizedCall:
         self._key = f"qccl-bench {codec.spec()}" if codec.state_names else None
         self._mu = np.float32(momentum_of(codec))
         given = parameters_of(case, algorithm, {"node_ids": comm.nodes, **parameters})
-        self._given = {"codec": _as_written(codec), "chunk": chunk, **given}
+        self._given = {"codec": _as_passed(codec), "chunk": chunk, **given}
         self._given.pop("arrays", None)
         if self._key is not None:
             self._given["key"] = self._key
         self.forget()
-        self.plan = Plan(comm._session, signature_of(case, codec, chunk, given, comm), self._key)
+        self.plan = Plan(comm._session, spec_of_case(case, codec, chunk, given, comm), self._key)
         schedule = self.plan.schedule(in_place=kind.is_allreduce)
         self.name, self.algorithm = codec.spec(), schedule.name
         self.codecs: tuple[Codec, ...] = (self.codec,)
@@ -137,19 +137,19 @@ class QuantizedCall:
 
     @property
     def growth(self) -> int:
-        """How many times the values at most grow by what the codec kept, where each call's result is the next's input.
+        """The factor by which state may enlarge the result of a call whose input is the last call's result.
 
-        Residuals and momenta are then geometric series: no more than twice, and for momentum thrice, the last values.
+        Residuals and momenta are then geometric series: at most two and three times the last values.
         """
         return 1 if self._key is None else 4
 
     def forget(self) -> None:
-        """Collective: let the next call find nothing that calls before it kept, nor those of other codecs."""
+        """Collective: remove the state of all calls, those with other codecs included."""
         if self._key is not None:
             self._comm.reset()
 
     def contributions(self, values: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
-        """What the ranks' inputs add to the result of a first call: momentum counts a new value 1 + mu times."""
+        """The ranks' contributions to the result of a first call: momentum multiplies a first value by 1 + mu."""
         return [x + self._mu * x for x in values] if self._mu else list(values)
 
     def counts(self, comm: Communicator) -> tuple[int, int]:
@@ -160,21 +160,21 @@ class QuantizedCall:
         return (self.case.count if kind.whole_input else part), (self.case.count if kind.whole_output else part)
 
     def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
-        """One call from ``x`` to ``out``, ready to run."""
+        """A function that makes one call from ``x`` to ``out``."""
         if not self._as_plan:
             return self._method_on(x, out)
         plan = self.plan_on(x, out)
         return lambda: plan.start().wait()
 
     def _method_on(self, x: Any, out: Any) -> Callable[[], object]:
-        """The call as programs make it: the communicator reads the arguments and finds the plan every time."""
+        """The call as programs make it: each time the communicator reads the arguments and looks up the plan."""
         case, given = self.case, dict(self._given)
         if case.dtype.name == "bfloat16":
             given["dtype"] = case.dtype  # NumPy's and CuPy's arrays of it hold uint16
         name = f"quantized_{case.kind}"
         method = getattr(self._comm, name if hasattr(self._comm, name) else case.kind)
         if case.kind == CoalescedSpec.name:
-            xs, outs = self._pieces(x), None if out is x else self._pieces(out)
+            xs, outs = self._slices(x), None if out is x else self._slices(out)
             return lambda: method(xs, outs, **given)
         if case.kind == PeerExchangeSpec.name:
             peers = neighbours(self._comm.rank, self._comm.size)
@@ -184,30 +184,30 @@ class QuantizedCall:
         target = None if out is x else out
         return lambda: method(x, target, **given)
 
-    def _pieces(self, whole: Any) -> list[Any]:
-        """The arrays that a call of many is of."""
+    def _slices(self, whole: Any) -> list[Any]:
+        """The arrays of a coalesced call, as slices of one array."""
         assert isinstance(self.plan.spec, CoalescedSpec)
         return [whole[start:stop] for start, stop in pairwise(accumulate(self.plan.spec.each, initial=0))]
 
     def plan_on(self, x: Any, out: Any) -> Plan:
-        """The plan, bound to ``x`` and ``out``: to their pieces where the call is of several arrays."""
+        """The plan, bound to ``x`` and ``out``, or to their slices if the call has several arrays."""
         case = self.case
         if case.kind == CoalescedSpec.name:
             arrays = {
-                f"{name} {i}": self._values(piece)
+                f"{name} {i}": self._values(part)
                 for name, whole in (("input", x), ("output", out))
-                for i, piece in enumerate(self._pieces(whole))
+                for i, part in enumerate(self._slices(whole))
             }
             return self.plan._bind_values(arrays, out, self._key)
         if case.kind == PeerExchangeSpec.name:
             names = ["applied", *(f"replica {peer}" for peer in neighbours(self._comm.rank, self._comm.size))]
-            pieces = (out[i * case.count : (i + 1) * case.count] for i in range(len(names)))
-            arrays = {name: self._values(piece) for name, piece in zip(names, pieces, strict=True)}
+            parts = (out[i * case.count : (i + 1) * case.count] for i in range(len(names)))
+            arrays = {name: self._values(part) for name, part in zip(names, parts, strict=True)}
             return self.plan._bind_values({"input": self._values(x)} | arrays, out, None)
         return self.plan.bind(x, None if out is x else out)
 
     def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
-        """Largest possible error of a stretch of the result."""
+        """The error bound of a stretch of the result."""
         case, spec = self.case, self.plan.spec
         if isinstance(spec, HierarchicalSpec):
             given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
@@ -217,29 +217,29 @@ class QuantizedCall:
     def expected(
         self, values: Sequence[NDArray[np.float32]], shard: int, start: int, number: int
     ) -> NDArray[Any] | None:
-        """The stretch from element ``start`` of the result of collective ``number``, to the bit; None: not known."""
+        """The exact bits of the stretch from element ``start`` of call ``number``'s result; None: not known."""
         case, spec = self.case, self.plan.spec
         if isinstance(spec, HierarchicalSpec):
             given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
             return reference.hierarchical(values, *given, self.shards, shard, start, number)
         if isinstance(spec, CoalescedSpec) and not self.codec.splittable:
-            return None  # each array's part of a shard has a range of its own
+            return None  # each array's part of a shard is a bucket
         return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, shard, start, number)
 
     def _values(self, array: Any) -> Values:
         return self._comm._memory.from_array(array, dtype=self.case.dtype, writable=True, what="an array")
 
 
-def _as_written(codec: Codec) -> str | Codec:
-    """The codec as programs give it: as text, where that names it."""
+def _as_passed(codec: Codec) -> str | Codec:
+    """The codec as programs pass it: its specification, if codecs.get() knows that."""
     text = codec.spec()
     with contextlib.suppress(CodecError):
         return text if codecs.get(text) == codec else codec
     return codec
 
 
-class _Place(Protocol):
-    """Which of how many ranks."""
+class _RankOf(Protocol):
+    """A rank among ``size`` ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -249,7 +249,7 @@ class _Place(Protocol):
 
 
 def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """What the case's collective has as parameters, of those and the case's own."""
+    """The parameters that the case's collective has, out of ``parameters`` and the case's own."""
     kind = KINDS[case.kind]
     given = {name: parameters[name] for name in kind.parameters if name in parameters}
     if "root" in kind.parameters:
@@ -261,10 +261,10 @@ def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> 
     return given
 
 
-def signature_of(
-    case: Case, codec: Codec, chunk: int | None, parameters: Mapping[str, Any], place: _Place
+def spec_of_case(
+    case: Case, codec: Codec, chunk: int | None, parameters: Mapping[str, Any], place: _RankOf
 ) -> CollectiveSpec:
-    """The call with its ``parameters_of``. Raises ArgumentError for what is impossible."""
+    """The collective's specification, from parameters_of(). Raises ArgumentError if the call is impossible."""
     common, given = (case.count, case.dtype, codec, chunk), dict(parameters)
     if case.kind == CoalescedSpec.name:
         return CoalescedSpec.from_arguments(
@@ -277,18 +277,18 @@ def signature_of(
 
 
 def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
-    """The elements of so many arrays, as equal as whole buckets can be: then the buckets are those of one array."""
+    """The sizes of ``arrays`` arrays, as equal as whole buckets allow, so that the buckets are those of one array."""
     layout = Layout(count, arrays, codec.granule, 1)
     return tuple(len(layout.shard(i)) for i in range(arrays))
 
 
 def plain_name(comm: Communicator) -> str:
-    """The library under the communicator."""
+    """The name of the communication library."""
     return "gloo" if comm.transport.name == "torch" else str(comm.transport.name)
 
 
 class PlainCall:
-    """The uncompressed all-reduce of the library under the communicator: the yardstick. Its avg is a sum."""
+    """The baseline: the communication library's uncompressed all-reduce. Its avg is a sum."""
 
     identical = False
     codec: Codec = NoCodec()
@@ -304,7 +304,7 @@ class PlainCall:
         self.sent = [each] * len(set(wiring.links))
 
     def forget(self) -> None:
-        """Nothing: no call keeps anything."""
+        """Do nothing: the calls have no state."""
 
     def contributions(self, values: Sequence[NDArray[np.float32]]) -> list[NDArray[np.float32]]:
         """The inputs themselves."""
@@ -325,11 +325,11 @@ class PlainCall:
         return True
 
     def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
-        """One call from ``x`` to ``out``, ready to run."""
+        """A function that makes one call from ``x`` to ``out``."""
         return arrays.plain(x, out, self.case.count, self.case.dtype.name, self.case.op)
 
     def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
-        """Largest possible error of a stretch of the result."""
+        """The error bound of a stretch of the result."""
         return accuracy.plain_bound(values, self.case.dtype, self.case.op)
 
     def expected(

@@ -1,4 +1,4 @@
-"""The calls of a run, from its options: the cases in order, the calls' parameters, and a check that all are allowed."""
+"""The cases of a run and the calls' parameters, from the options; and a check that all calls are possible."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from qccl import dtypes
-from qccl.bench.calls import Case, parameters_of, signature_of
+from qccl.bench.calls import Case, parameters_of, spec_of_case
 from qccl.bench.kinds import KINDS
 from qccl.bench.options import DTYPES, Options
 from qccl.bench.params import codec_of
@@ -23,7 +23,7 @@ class _Rank:
 
 
 def cases(options: Options, size: int) -> Iterator[Case]:
-    """Types, then operations, then sizes, as in nccl-tests; a size is cut to whole elements."""
+    """All cases, ordered by type, operation and size as in nccl-tests; sizes are rounded down to whole elements."""
     kind = KINDS[options.collective]
     ops = options.ops if kind.combines else ("none",)
     for name, op, nbytes in itertools.product(options.dtypes, ops, options.sizes()):
@@ -36,16 +36,16 @@ def cases(options: Options, size: int) -> Iterator[Case]:
 
 
 def parameters(options: Options, node_ids: Sequence[int]) -> dict[str, Any]:
-    """The collectives' parameters beside op, root and algorithm; ``node_ids`` count where there are no --nodes."""
+    """The parameters besides op, root and algorithm; ``node_ids`` is used without --nodes."""
     o = options
     nodes = node_ids if o.nodes is None else [rank % o.nodes for rank in range(len(node_ids))]
     return {"layout": o.layout, "intra": o.intra, "inter": o.inter, "arrays": o.arrays, "node_ids": nodes}
 
 
 def check_calls(options: Options, size: int) -> None:
-    """Raise ArgumentError or CodecError where a call of the run is not possible on ``size`` ranks."""
+    """Raise ArgumentError or CodecError if a call of the run is impossible on ``size`` ranks."""
     every = parameters(options, [0] * size)
     for case, spec in itertools.product(cases(options, size), options.codecs):
         given = parameters_of(case, options.algorithm, every)
-        call = signature_of(case, codec_of(spec), options.chunk, given, _Rank(0, size))
+        call = spec_of_case(case, codec_of(spec), options.chunk, given, _Rank(0, size))
         call.counts(0, size)

@@ -1,4 +1,4 @@
-"""``qccl-bench codec``: how fast the kernels are on one core, beside memcpy, and how exact the codecs are."""
+"""``qccl-bench codec``: the speed of codecs' kernels on one core compared with memcpy, and the codecs' errors."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from qccl.dtypes import DType
 
 __all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec"]
 
-#: what is measured unless others are asked for
+#: measured by default
 DEFAULT_CODECS = ",".join(codecs.examples())
 _TYPES_HELP = f"{', '.join(DTYPES)} or all [all]."
 
 
 @dataclass(frozen=True)
 class Speed:
-    """One line: seconds are medians of one pass over ``nbytes`` of values.
+    """One line of the table; seconds are medians of passes over ``nbytes`` bytes of values.
 
     Attributes:
         wire_nbytes: the encoded size.
         error: relative L2 error of one encode and decode of Gaussian values.
-        slow: its arithmetic is Python functions, which are timed as they are, and share no threads.
-        sources: codes that the reduce combines with the own values.
-        copy: of memcpy, measured in turns with the others.
+        slow: the codec consists of Python functions, which use one thread.
+        sources: number of encoded inputs that the reduce combines with the own values.
+        copy: seconds of memcpy, measured in turns with the operations.
     """
 
     codec: str
@@ -65,7 +65,7 @@ class Speed:
         }
 
     def share(self, operation: str) -> float:
-        """Bytes per second that ``operation`` must move, over those that memcpy moves."""
+        """The rate at which ``operation`` moves its bytes, divided by memcpy's."""
         seconds: float = getattr(self, operation)
         return self.moved[operation] / seconds / (self.moved["copy"] / self.copy)
 
@@ -92,17 +92,19 @@ class Speed:
     "specs",
     callback=checked(codec_list),
     metavar="LIST",
-    help=f"What to measure [{DEFAULT_CODECS}; with --frontier all].",
+    help=f"Codecs to measure [{DEFAULT_CODECS}; with --frontier all].",
 )
 @click.option("--sources", type=click.IntRange(min=1), default=3, metavar="N", help="Codes that a reduce combines [3].")
 @click.option(
-    "-t", "--threads", type=click.IntRange(min=1), default=1, metavar="N", help="That share an operation [1]."
+    "-t", "--threads", type=click.IntRange(min=1), default=1, metavar="N", help="Threads that share an operation [1]."
 )
 @click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
 @click.option(
-    "--draws", type=click.IntRange(min=1), default=None, metavar="N", help="With --frontier: draws of each kind [5]."
+    "--draws", type=click.IntRange(min=1), default=None, metavar="N", help="With --frontier: draws of each sample [5]."
 )
-@click.option("--plot", "picture", callback=checked(picture_file), metavar="FILE", help="With --frontier: a picture.")
+@click.option(
+    "--plot", "picture", callback=checked(picture_file), metavar="FILE", help="With --frontier: draw a chart."
+)
 @click.option(
     "-J",
     "--json",
@@ -126,14 +128,14 @@ def codec(
 ) -> None:
     """Time encode, decode and the fused reduce of each codec, in turns with memcpy on one core.
 
-    GB/s are of values; the share compares the bytes that an operation must move with those that memcpy moves. A
-    reduce combines --sources codes and the own values, encodes the sum and writes its decoded value.
+    GB/s count the values. "share" is the rate of all bytes that an operation moves, divided by memcpy's rate. A reduce
+    combines --sources encoded inputs and the own values, encodes the sum and writes the decoded sum.
 
-    With --frontier nothing is timed: a table has the errors of codecs on values of several kinds by their bytes, with
-    those of other systems' formulas in brackets.
+    With --frontier nothing is timed: the table lists the codecs' errors on several samples, ordered by bytes, with the
+    errors of other systems' formulas in brackets.
     """
     if picture is not None and not frontier:
-        raise click.UsageError("--plot draws errors against bytes; give --frontier too")
+        raise click.UsageError("--plot draws errors over bytes; give --frontier too")
     if draws is not None and not frontier:
         raise click.UsageError("--draws is a number of draws of values to measure errors on; give --frontier too")
     try:
@@ -162,9 +164,9 @@ def codec(
 
 
 class _Output:
-    """Where the table and the figures go: figures into a file, after each row, or to standard output at the end.
+    """Prints the table, and writes the figures to a file after each row, or to standard output at the end.
 
-    ``path``: as --json has it. ``head``: what the document has beside the results.
+    ``path``: the value of --json. ``head``: the document's entries besides the results.
     """
 
     def __init__(self, path: str | None, head: dict[str, Any]) -> None:
@@ -185,21 +187,21 @@ class _Output:
         click.echo(text, err=self._path == STDOUT)
 
     def add(self, *results: dict[str, Any]) -> None:
-        """Take the figures of more rows."""
+        """Add the figures of more rows."""
         self._document["results"] += results
         if self._path not in (None, STDOUT):
             write_json(self._path, self._document)
 
 
 def _frontier(specs: Sequence[str] | None, draws: int | None, picture: str | None, path: str | None) -> None:
-    """Measure errors; print, draw and write them."""
+    """Measure the codecs' errors; print, plot and write them."""
     from qccl.bench import frontier
 
     number = draws or frontier.DRAWS
     points = frontier.measure(specs or frontier.FRONTIER, draws=number)
     with _Output(path, {"qccl_version": qccl.__version__, "draws": number}) as output:
         output.line(
-            f"# qccl-bench {qccl.__version__} codec --frontier, {number} draws of {frontier.COUNT} float32 of each kind"
+            f"# qccl-bench {qccl.__version__} codec --frontier, {number} draws of {frontier.COUNT} float32 per sample"
         )
         output.line("# relative L2 error of one encode and decode: median of the draws, and their range if over 10%")
         output.line("# 1e-4 of them x1000: Gaussian values, each of which is 1000 times as large with a chance of 1e-4")
@@ -253,8 +255,10 @@ def measure_codec(
 
 
 def _times(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:
-    """The seconds of each operation's runs. They take turns, so that whatever disturbs one disturbs all, in changing
-    order, so that none always finds in the cache what the one before it left there.
+    """The seconds of each operation's passes.
+
+    The operations take turns, so that a disturbance affects all of them, and in random order, so that none always finds
+    its data in the cache.
     """
     found: dict[str, list[float]] = {name: [] for name in operations}
     order = random.Random(0)

@@ -1,4 +1,4 @@
-"""``qccl-bench allreduce`` and the others: the options, starting the ranks (or being one), showing what they say."""
+"""The commands of the collectives: their options, starting the ranks or being one of them, showing their output."""
 
 from __future__ import annotations
 
@@ -38,25 +38,25 @@ _DEFAULT_RANKS = 2
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _OPS_HELP = f"{', '.join(OPS)} or all [sum]."
 _TYPES_HELP = f"{', '.join(DTYPES)} or all [float]."
-_AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 least, 3 greatest [3]."
-_CODEC_HELP = "What to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
+_AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 minimum, 3 maximum [3]."
+_CODEC_HELP = "Codecs to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
 _LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
-_NODES_HELP = "With --link: so many nodes, each of which shares memory and a link."
-_LAYOUT_HELP = "Who speaks for a node: its first rank, or each for a part [leader]."
-_INTRA_HELP = "How values move inside nodes [none]."
+_NODES_HELP = "With --link: number of nodes; the ranks of a node share memory and a link."
+_LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [leader]."
+_INTRA_HELP = "Codec inside nodes [none]."
 _ARRAYS_HELP = "Arrays of equal size that the vector consists of [16]."
 _PLAN_HELP = "Time a plan that is bound once, not the communicator's method."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
 _TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto."
 
 
-#: of all collectives, in the order of the help
+#: options of all collectives, in the order of the help
 _COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option(
-        "-b", "--minbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Least size [32M]."
+        "-b", "--minbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Smallest size [32M]."
     ),
     click.option(
-        "-e", "--maxbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Greatest size [32M]."
+        "-e", "--maxbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Largest size [32M]."
     ),
     click.option(
         "-i", "--stepbytes", callback=checked(parse_size), default="1M", metavar="SIZE", help="Step to the next [1M]."
@@ -108,12 +108,14 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     click.option("--trace", callback=checked(output_file), metavar="FILE", help=_TRACE_HELP),
     nccl_only,
 )
-#: of those that have them, by the name of the parameter
+#: options of some collectives, by the name of the parameter
 _OWN = {
     "root": click.option("-r", "--root", type=click.IntRange(min=0), default=0, metavar="RANK", help="Root [0]."),
     "layout": click.option("--layout", type=click.Choice(LAYOUTS), default="leader", help=_LAYOUT_HELP),
     "intra": click.option("--intra", type=click.Choice(INTRA), default="none", help=_INTRA_HELP),
-    "inter": click.option("--inter", type=click.Choice(["host"]), help="Between nodes, from host memory (on GPUs)."),
+    "inter": click.option(
+        "--inter", type=click.Choice(["host"]), help="On GPUs: communicate between nodes from host memory."
+    ),
     "arrays": click.option("--arrays", type=click.IntRange(min=1), default=16, metavar="N", help=_ARRAYS_HELP),
 }
 
@@ -151,7 +153,7 @@ def command(name: str) -> click.Command:
 
 
 def _run(ranks: int | None, options: Options) -> int:
-    """Start the ranks, or be one; the exit status."""
+    """Start the ranks, or run as one of a launcher's ranks; returns the exit status."""
     with stoppable(), _Screen(to_stderr=options.json == STDOUT) as screen:
         try:
             launcher = detect()
@@ -166,10 +168,10 @@ def _run(ranks: int | None, options: Options) -> int:
 
 
 def _check(options: Options) -> None:
-    """What no single option can know."""
+    """Raise UsageError for options that contradict each other."""
     o = options
     if o.maxbytes < o.minbytes:
-        raise click.UsageError(f"-e {o.maxbytes} is less than -b {o.minbytes}; give a greatest size that is not")
+        raise click.UsageError(f"-e {o.maxbytes} is less than -b {o.minbytes}; give a larger -e or a smaller -b")
     if o.stepfactor is None and o.stepbytes == 0 and o.maxbytes > o.minbytes:
         raise click.UsageError("-i 0 never gets from -b to -e; give a step of 1 or more, or -f")
     if o.stepfactor is not None and o.minbytes == 0 and o.maxbytes > 0:
@@ -181,13 +183,15 @@ def _check(options: Options) -> None:
     if o.link is None and (o.nodes is not None or o.link_per_rank):
         raise click.UsageError("--nodes and --link-per-rank are for the lab; give --link")
     if o.link_per_rank and o.nodes is None:
-        raise click.UsageError("--link-per-rank without --nodes says nothing: every rank has a link anyway")
+        raise click.UsageError(
+            "--link-per-rank has no effect without --nodes, because every rank has a link then; leave it out"
+        )
     if o.link is not None and (reason := obstacle()):
         raise click.UsageError(f"--link {o.link}: {reason}")
 
 
 def _check_calls(options: Options, size: int) -> None:
-    """What no call of the run may be, on so many ranks."""
+    """Raise UsageError if a call of the run is impossible on ``size`` ranks."""
     try:
         check_calls(options, size)
     except (qccl.ArgumentError, qccl.CodecError) as error:
@@ -195,7 +199,7 @@ def _check_calls(options: Options, size: int) -> None:
 
 
 def _start(ranks: int, options: Options, screen: _Screen) -> int:
-    """Start the ranks and show what rank 0 prints; the exit status."""
+    """Start the ranks and show rank 0's output; returns the exit status."""
     if options.link is not None and ranks == 1:
         raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
     _check_calls(options, ranks)
@@ -215,7 +219,7 @@ def _start(ranks: int, options: Options, screen: _Screen) -> int:
 
 
 def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Screen) -> int:
-    """Be one of the launcher's ranks; the exit status."""
+    """Run as one of the launcher's ranks; returns the exit status."""
     from qccl.bench.rank import run_rank
 
     if options.link is not None:
@@ -230,9 +234,9 @@ def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Scre
 
 
 class _Screen:
-    """Shows what rank 0 says: the table above the bar, and at the end the report that is for standard output.
+    """Shows rank 0's output: the table above the progress bar, and at the end the last report, on standard output.
 
-    The report comes also where the run was stopped: the last one that rank 0 sent. ``to_stderr``: the table goes there.
+    If the run is stopped, the report is still printed. ``to_stderr``: print the table on standard error.
     """
 
     def __init__(self, *, to_stderr: bool) -> None:
@@ -249,7 +253,7 @@ class _Screen:
             click.echo(json.dumps(self._report, indent=1))
 
     def show(self, line: str) -> None:
-        """Take a line of rank 0's."""
+        """Handle a line from rank 0."""
         if is_progress(line):
             self._bar.feed(line)
         elif is_report(line):

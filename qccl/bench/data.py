@@ -1,4 +1,4 @@
-"""Inputs that every rank can make for every rank, so that results are checked without sending the inputs around."""
+"""Inputs that each rank can compute for all ranks, so that results are checked without exchanging the inputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["empty", "from_float32", "gaussian", "to_float32"]
 
-#: values repeat after so many elements: a prime, so that a bucket, chunk or shard in another's place is noticed
+#: the period of the values: a prime, so that a misplaced bucket, chunk or shard is noticed
 _PERIOD = 262_139
 
 

@@ -1,4 +1,4 @@
-"""Writing files that are complete at any time, even if the program is killed."""
+"""Atomic writing of files, which are complete even if the program is killed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["write_json"]
 
 
 def write_json(path: str, document: Any) -> None:
-    """Replace the file by ``document``: readers find the old one or the new one, complete."""
+    """Replace the file by ``document``; readers find either the complete old or the complete new file."""
     temporary = f"{path}.{os.getpid()}.tmp"
     try:
         with open(temporary, "w", encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""``qccl-bench codec --frontier``: errors of codecs against their bytes, beside other systems' and Shannon's bound."""
+"""``qccl-bench codec --frontier``: codecs' errors over bytes, compared with other systems and Shannon's bound."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 __all__ = ["COUNT", "DRAWS", "FRONTIER", "Point", "cell", "measure", "shannon", "table"]
 
-#: elements that errors are measured on: whole buckets of every codec that is compared
+#: elements of a sample: whole buckets of every codec
 COUNT = 1 << 20
 
-#: draws of each kind of values, unless another number is asked for
+#: default number of draws of each sample
 DRAWS = 5
 
-#: further options with which a codec of 1 to 8 bits is compared
+#: options with which a codec of 1 to 8 bits is compared a second time
 _VARIANTS = {"trellis": (":block=512,outliers=1",), "minmax": (":bucket=64",)}
 
 
 def _compared() -> Iterator[str]:
-    """Every codec that loses something: at all its bits, or its examples."""
+    """The specifications of every lossy codec: with each number of bits, or its examples."""
     for name, kind in codecs.CODECS.items():
         if hasattr(kind, "bits") and not isinstance(kind.bits, property):
             yield from (f"{name}{bits}{more}" for more in ("", *_VARIANTS.get(name, ())) for bits in range(1, 9))
@@ -40,17 +40,17 @@ def _compared() -> Iterator[str]:
             yield from kind.examples or (name,)
 
 
-#: the codecs that are compared unless others are asked for
+#: compared by default
 FRONTIER = tuple(_compared())
 
 
 @dataclass(frozen=True)
 class Point:
-    """A codec, ours or another system's: bytes per element, and the relative L2 errors on each kind of values.
+    """A codec, of qccl or another system: its bytes per element and relative L2 errors on each sample.
 
     Attributes:
-        errors: the median of all draws.
-        ranges: the least and the greatest.
+        errors: the median of all draws, by sample.
+        ranges: minimum and maximum, by sample.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Point:
 
     @property
     def family(self) -> str:
-        """What is drawn as one: the specification without the bits, or the system."""
+        """The name of the line in the chart: the specification without the bits, or the system."""
         if not self.ours:
             return self.name.split()[0]
         name, colon, options = self.name.partition(":")
@@ -69,12 +69,12 @@ class Point:
 
 
 def shannon(density: float) -> float:
-    """No code of so many bytes per element has a smaller error on Gaussian values."""
+    """Shannon's bound: the smallest possible error on Gaussian values at ``density`` bytes per element."""
     return float(2.0 ** (-8 * density))
 
 
 def measure(specs: Sequence[str] = FRONTIER, count: int = COUNT, draws: int = DRAWS) -> list[Point]:
-    """Encode and decode draws of each kind of values by the codecs and by other systems' formulas; ordered by bytes."""
+    """Measure the codecs and other systems' formulas on all samples; returns points ordered by bytes."""
     coders = [*_ours(specs, count), *_peers(count)]
     found: list[dict[str, list[float]]] = [{name: [] for name in SAMPLES} for _ in coders]
     for name, make in SAMPLES.items():
@@ -88,7 +88,7 @@ def measure(specs: Sequence[str] = FRONTIER, count: int = COUNT, draws: int = DR
 
 @dataclass(frozen=True)
 class _Coder:
-    """What is compared."""
+    """A function that encodes and decodes, with its name and size."""
 
     name: str
     ours: bool
@@ -96,7 +96,7 @@ class _Coder:
     decoded: Callable[[NDArray[np.float32]], NDArray[np.float32]]
 
     def point(self, errors: dict[str, list[float]]) -> Point:
-        """The errors of all draws, summed up."""
+        """The median and range of the errors of all draws."""
         medians = {name: statistics.median(each) for name, each in errors.items()}
         ranges = {name: (min(each), max(each)) for name, each in errors.items()}
         return Point(self.name, self.ours, self.density, medians, ranges)
@@ -115,7 +115,7 @@ def _peers(count: int) -> Iterator[_Coder]:
 
 
 def table(points: Sequence[Point]) -> Iterator[str]:
-    """Lines of text: medians, and ranges where draws differ by a tenth. Others' names are in brackets."""
+    """Lines of text: medians, and ranges if draws differ by over 10%. Other systems' names are in brackets."""
     rows = [["codec", "B/element", "Shannon", *SAMPLES]]
     for p in points:
         cells = [cell(p.errors[name], *p.ranges[name]) for name in SAMPLES]
@@ -127,12 +127,12 @@ def table(points: Sequence[Point]) -> Iterator[str]:
 
 
 def cell(median: float, least: float, greatest: float) -> str:
-    """An error in the digits that another draw would have, too."""
+    """An error, rounded to the digits in which draws agree."""
     if greatest <= 1.1 * least:
         return _rounded(median, 3)
     return f"{_rounded(median, 2)} ({_rounded(least, 2)} to {_rounded(greatest, 2)})"
 
 
 def _rounded(error: float, digits: int) -> str:
-    """An error with so many digits, never as a power of ten."""
+    """An error with ``digits`` digits, without an exponent."""
     return np.format_float_positional(error, digits, unique=False, fractional=False, trim="-")

@@ -1,11 +1,11 @@
-"""A slow network on one machine: every rank (or node of several) in a network namespace, behind a rate-limited link.
+"""A slow network on one machine: each rank, or node of ranks, in a network namespace behind a rate-limited link.
 
     with Lab(4, parse_link("1gbit")) as lab:
         subprocess.run(["mpiexec", "-n", "4", *lab.enter("PMI_RANK"), "python", "train.py"], env=...)
 
-Their interfaces (``eth0``) meet in a bridge; a token bucket at each limits what is sent. Everything is
-named after the process that made it, so that runs do not collide, and what a killed run left behind is known as such
-and removed by the next one. Linux, with ``ip`` and ``tc``, as root.
+A bridge joins the namespaces' interfaces (``eth0``); a token bucket at each limits the sending rate. All names contain
+the id of the process that made them, so that runs do not collide, and so that the next run recognises and removes the
+remains of a killed run. Requires Linux, ``ip``, ``tc`` and root.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
 
 
 class LabError(QcclError):
-    """The network of a lab could not be built, or the traffic did not go through it."""
+    """The lab's network could not be built, or traffic bypassed it."""
 
 
 def obstacle() -> str | None:
-    """Why this process cannot build a lab, and what to do about it; None where it can."""
+    """Why this process cannot build a lab, and what to do; None if it can."""
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         return f"{' and '.join(missing)} not found; install iproute2"
@@ -56,13 +56,13 @@ def obstacle() -> str | None:
 class Lab:
     """The network of ``ranks`` ranks, each sending at ``link``'s rate; a context manager.
 
-    With ``nodes``, rank r is on node r modulo ``nodes``, and the ranks of a node share a namespace and its link; with
-    ``link_per_rank`` each still has its own, as where every GPU has a network card.
+    With ``nodes``, rank r is on node r modulo ``nodes``, and the ranks of a node share a namespace and its link. With
+    ``link_per_rank`` each rank still has its own, as if every GPU had a network card.
 
     Attributes:
-        nodes, links: how many there are.
-        bridge: interface in this process's namespace that joins the ranks.
-        address: of the bridge, for launchers whose ranks call back to it.
+        nodes, links: numbers of nodes and links.
+        bridge: the interface in this process's namespace that joins the ranks.
+        address: the bridge's address, to which a launcher's ranks connect.
     """
 
     def __init__(self, ranks: int, link: Link, nodes: int | None = None, *, link_per_rank: bool = False) -> None:
@@ -94,7 +94,7 @@ class Lab:
         self.close()
 
     def enter(self, variable: str) -> list[str]:
-        """The words before a rank's command that put it into its namespace; ``variable`` holds the rank's number."""
+        """The command prefix that enters a rank's namespace; the variable ``variable`` holds the rank's number."""
         script = f'exec ip netns exec "{_prefix(os.getpid())}$(({variable} % {self.links}))" "$@"'
         return ["/bin/sh", "-c", script, "sh"]
 
@@ -103,7 +103,7 @@ class Lab:
         return [shaped_nbytes(self._namespace(node)) for node in range(self.links)]
 
     def close(self) -> None:
-        """Kill what still runs in the namespaces, and remove them. Idempotent."""
+        """Kill all processes in the namespaces, and remove the namespaces. Idempotent."""
         _remove(os.getpid())
 
     def _namespace(self, node: int) -> str:
@@ -127,7 +127,7 @@ class Lab:
 
 
 def shaped_nbytes(namespace: str | None = None) -> int:
-    """The bytes that have passed the rate limiter of a namespace; None: of the one this process is in."""
+    """The bytes that have passed the rate limiter of ``namespace``, or of this process's if None."""
     where = () if namespace is None else ("-n", namespace)
     text = _run("tc", *where, "-statistics", "-json", "qdisc", "show", "dev", INTERFACE)
     passed = [int(qdisc["bytes"]) for qdisc in json.loads(text) if qdisc["kind"] == "tbf"]
@@ -137,7 +137,7 @@ def shaped_nbytes(namespace: str | None = None) -> int:
 
 
 def _may_make_networks() -> bool:
-    """Whether this process has the capabilities that namespaces and interfaces need, as Linux tells it."""
+    """Whether this process has the capabilities to create namespaces and interfaces."""
     try:
         status = Path("/proc/self/status").read_text(encoding="ascii")
     except OSError:
@@ -147,7 +147,7 @@ def _may_make_networks() -> bool:
 
 
 def remove_stale() -> None:
-    """Remove what runs left behind whose process is gone (killed with SIGKILL, or out of memory)."""
+    """Remove the labs of processes that no longer exist (killed by SIGKILL, or out of memory)."""
     for pid in set(_owners()):
         if not _is_alive(pid):
             _remove(pid)
@@ -167,10 +167,10 @@ def _owners() -> Iterator[int]:
 
 
 def _remove(pid: int) -> None:
-    """Remove the namespaces and interfaces of the lab of process ``pid``, and end what runs in them."""
+    """Remove the namespaces and interfaces of process ``pid``'s lab, and kill the processes in them."""
     for name in os.listdir("/sys/class/net"):
         if (match := _OWNED.fullmatch(name)) and int(match[1]) == pid:
-            _run("ip", "link", "del", name, check=False)  # one end of a pair takes the other with it
+            _run("ip", "link", "del", name, check=False)  # deletes both ends of the pair
     for path in _NAMESPACES.glob(f"{_prefix(pid)}*"):
         for process in _run("ip", "netns", "pids", path.name, check=False).split():
             with contextlib.suppress(ProcessLookupError):
@@ -189,7 +189,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _run(*command: str, check: bool = True) -> str:
-    """Run a tool to its end and return what it printed. Raises LabError where it fails and ``check`` is set."""
+    """Run a tool and return its output. Raises LabError if it fails and ``check`` is set."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -1,4 +1,4 @@
-"""Errors of arguments in a command whose ranks a launcher started: the ranks exchange them, and rank 0 reports them."""
+"""Argument errors under a launcher: the ranks exchange them, and rank 0 reports them."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _exchanged() -> Iterator[None]:
 def _launcher() -> Launcher | None:
     try:
         return detect()
-    except ArgumentError:  # variables that cannot be read: no rank can reach the others
+    except ArgumentError:  # unreadable variables: no rank can reach the others
         return None
 
 
@@ -68,7 +68,7 @@ def check_other_ranks(launcher: Launcher) -> None:
 
 
 def _all_errors(launcher: Launcher, text: str) -> list[str]:
-    """Collective: what every rank gave, by rank; this rank's alone where it cannot reach the others."""
+    """Collective: the ``text`` of every rank, by rank; only this rank's if it cannot reach the others."""
     try:
         if launcher.name != "torchrun":
             from mpi4py import MPI
@@ -85,7 +85,7 @@ def _all_errors(launcher: Launcher, text: str) -> list[str]:
 
 
 def join_torch_group(timeout: float) -> None:
-    """Collective: torch.distributed's group of all ranks, over gloo, unless this process is in it already."""
+    """Collective: initialize torch.distributed over gloo, unless this process has done so."""
     import torch.distributed as dist
 
     if not dist.is_initialized():

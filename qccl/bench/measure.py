@@ -1,4 +1,4 @@
-"""Measuring calls on a communicator, in turn: their times, wrong elements, errors, and bytes on the wire."""
+"""Measuring calls in turns: their times, wrong elements, errors and bytes on the wire."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Counts", "Row", "Side", "measure"]
 
-#: doublings that Gaussian data has room for before it overflows
+#: doublings after which Gaussian data may overflow
 _HEADROOM = {"float32": 100, "bfloat16": 100, "float16": 10}
-#: parts into which the timed calls are cut; the compared calls take turns part by part
+#: rounds into which the timed calls are split; the compared calls take turns in each round
 _ROUNDS = 5
 
 
@@ -38,7 +38,7 @@ class Counts:
 
     @property
     def rounds(self) -> int:
-        """The parts into which the timed calls are cut."""
+        """The rounds into which the timed calls are split."""
         return min(self.iters, _ROUNDS)
 
 
@@ -68,7 +68,7 @@ class Side:
 
     @property
     def spread(self) -> float:
-        """The slowest round less the fastest one, over the median."""
+        """The difference of the slowest and the fastest round, divided by the median."""
         return (max(self.rounds) - min(self.rounds)) / self.seconds if self.seconds else 0.0
 
 
@@ -91,7 +91,7 @@ class Row:
 
     @property
     def sides(self) -> list[Side]:
-        """The modes that there are."""
+        """The modes that the collective has."""
         return [self.out_of_place] if self.in_place is None else [self.out_of_place, self.in_place]
 
 
@@ -101,9 +101,9 @@ class _Timed:
 
     Attributes:
         nbytes: bytes that all ranks send in a call.
-        renews: the array's values are set again before a turn.
-        most: calls until the values must be set again.
-        seconds: the mean of each turn.
+        renews: set the array's values again before each turn.
+        most: calls after which the values must be set again.
+        seconds: the mean time of a call in each turn.
         crossed: bytes that passed this rank's link.
         called: calls, including warm-up calls.
     """
@@ -131,8 +131,8 @@ def measure(
 
     Within a mode the calls take turns, so that a disturbance of the machine affects all of them alike.
     ``meter`` reads this rank's link counter, if there is a link. ``before_turn`` gets the name of the call whose turn
-    begins. ``arrays`` are by default those of the communicator's backend. ``bulk``, if given, transfers as many bytes
-    beside each compressed call.
+    begins. ``arrays`` defaults to the arrays of the communicator's backend. ``bulk``, if given, transfers the
+    same bytes after each turn of a compressed call.
     """
     bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter, before_turn)
     given, taken = calls[0].counts(comm)
@@ -213,7 +213,7 @@ class _Bench:
         timed.seconds.append(total / n)
 
     def _side(self, mine: _Timed, bulk: _Timed | None, wrong: int | None, error: float | None) -> Side:
-        """Combine the figures of all ranks."""
+        """Combine the measurements of all ranks."""
         item = json.dumps([mine.seconds, mine.crossed, bulk.seconds if bulk else []]).encode()
         gathered = [json.loads(each) for each in self.comm.allgather(item)]
         rounds, transfers = (
@@ -232,11 +232,11 @@ def _cut(counts: Counts) -> list[int]:
 
 
 def _calls_until_overflow(case: Case, size: int, growth: int = 1) -> int:
-    """``growth``: see QuantizedCall."""
+    """The calls in place after which values may overflow; ``growth``: see QuantizedCall."""
     factor = (size if case.op == "sum" else 1) * growth
     return 1 << 62 if factor == 1 else max(2, int(_HEADROOM[case.dtype.name] / math.log2(factor)))
 
 
 def _combined(times: Sequence[float], average: int) -> float:
-    """The ranks' times as one, by nccl-tests' -a."""
+    """Combine the ranks' times as nccl-tests' -a does."""
     return (times[0], sum(times) / len(times), min(times), max(times))[average]

@@ -1,6 +1,6 @@
-"""How exact other systems' compressors are: one encode and decode by their published formulas, in NumPy.
+"""Other systems' compressors: one encode and decode by their published formulas, in NumPy.
 
-Each function returns the decoded values; what it takes on the wire is in ``PEERS`` beside it. Rounding is to nearest.
+Each function returns the decoded values; ``PEERS`` has the encoded sizes. Rounding is to nearest.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Peer:
     """A system's compressor.
 
     Attributes:
-        bits: of a code.
-        bucket: elements that share a header; 0: all.
-        header: bytes of it.
-        run: float32 values to decoded ones, bucket by bucket: an axis of buckets and one of elements.
+        bits: bits per element.
+        bucket: elements that share a header; 0: all elements.
+        header: bytes of a header.
+        run: maps float32 values to decoded values; both have an axis of buckets and an axis of elements.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Peer:
     run: Callable[[Values], Values]
 
     def decode(self, x: Values) -> Values:
-        """What a receiver of ``x`` gets; whole buckets only."""
+        """``x`` after encoding and decoding; whole buckets only."""
         size = self.bucket or x.size
         if x.size % size:
             raise ValueError(f"{self.name}: {x.size} values are not whole buckets of {size}")
         return self.run(x.reshape(-1, size)).reshape(-1)
 
     def nbytes(self, count: int) -> float:
-        """On the wire."""
+        """The encoded size of ``count`` elements."""
         return count * self.bits / 8 + self.header * count / (self.bucket or count)
 
 
@@ -57,12 +57,12 @@ def _largest(x: Values) -> Values:
 
 
 def _over(a: Values | np.float32, b: Values) -> Values:
-    """The quotient, or 0 where the divisor is."""
+    """The quotient, or 0 where the divisor is 0."""
     return np.divide(a, b, out=np.zeros_like(b), where=b > 0)
 
 
 def cgx(bits: int) -> Callable[[Values], Values]:
-    """``unit = (max - min) / (2^b - 1)``, codes ``floor((x - min) / unit + 1/2)``; without range all are ``min``."""
+    """``unit = (max - min) / (2^b - 1)``, codes ``floor((x - min) / unit + 1/2)``; a range of 0 decodes to ``min``."""
 
     def run(x: Values) -> Values:
         low, high = _ends(x)
@@ -81,7 +81,7 @@ def fbgemm(x: Values) -> Values:
 
 
 def absmax(x: Values) -> Values:
-    """Signed bytes, scaled by the greatest magnitude."""
+    """Signed bytes, scaled by the largest magnitude."""
     scale = _largest(x) / f32(127)
     return np.rint(x * _over(f32(1), scale)) * scale
 
@@ -94,7 +94,7 @@ def bagua(x: Values) -> Values:
 
 
 def hivemind(x: Values) -> Values:
-    """256 cells of six standard deviations around the mean; each decodes to the mean of what is in it."""
+    """256 cells of six standard deviations around the mean; each decodes to the mean of its values."""
     centre = x.mean()
     step = f32(6) * x.std() / f32(256)
     codes = np.clip(np.rint((x - centre) / step) + f32(128), 0, 255).astype(np.int64)
@@ -104,14 +104,14 @@ def hivemind(x: Values) -> Values:
 
 
 def pccl(x: Values) -> Values:
-    """One range for all values, in 255 steps; codes are cut off, not rounded."""
+    """One range for all values, in 255 steps; codes are truncated, not rounded."""
     low, high = _ends(x)
     scale = (high - low) / f32(255)
     return np.trunc((x - low) / scale) * scale + low
 
 
 def torchft(x: Values) -> Values:
-    """float8 e4m3, a row scaled so that its greatest magnitude is 448."""
+    """float8 e4m3, each row scaled to a largest magnitude of 448."""
     scale = _over(f32(448), _largest(x))
     mantissa, exponent = np.frexp(x * scale)
     place = np.ldexp(f32(1), np.maximum(exponent, -5) - 4)  # three bits of mantissa; subnormals below 2^-6
@@ -120,7 +120,7 @@ def torchft(x: Values) -> Values:
 
 
 def deepspeed4(x: Values) -> Values:
-    """Sixteen steps over twice the greatest magnitude, codes -8 to 7."""
+    """Sixteen steps over twice the largest magnitude, codes -8 to 7."""
     scale = f32(16) / (f32(2) * _largest(x) + f32(1e-5))
     return np.clip(np.rint(x * scale), -8, 7) / scale
 
@@ -148,7 +148,7 @@ def deepspeed1(x: Values) -> Values:
     return np.where(x < 0, -scale, scale)
 
 
-#: all of them, with the sizes that they are used with
+#: all compressors, with the bucket sizes that their systems use
 PEERS = (
     Peer("FBGEMM row 32", 8, 32, 8, fbgemm),
     Peer("CGX 8 bit / 512", 8, 512, 8, cgx(8)),

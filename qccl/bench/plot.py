@@ -1,4 +1,4 @@
-"""Pictures: of a run, time and bus bandwidth over size, and of codecs, their errors over their bytes."""
+"""Charts: time and bus bandwidth of a run over size, and errors of codecs over bytes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from qccl.bench.sizes import Link, format_size
 
 __all__ = ["write_frontier", "write_plot"]
 
-#: told apart also without colour, by mark
+#: series also differ by marker, for readers who cannot tell colours apart
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 _MARKS = ("o", "s", "^", "D", "v", "P")
-#: of codecs, the best first
+#: colours of codecs, the best first
 _LINES = ("#D55E00", "#0072B2", "#56B4E9", "#009E73", "#CC79A7", "#E69F00")
-#: of other systems
+#: markers of other systems
 _OTHERS = ("x", "+", "s", "^", "D", "v", "P", "*", "<", ">")
 
 
 def write_plot(path: str, report: Report, link: Link | None) -> None:
-    """Write the picture; the ending of ``path`` chooses the format (png, svg, pdf). Out-of-place times are drawn."""
+    """Draw the out-of-place figures of a run; the ending of ``path`` selects the format (png, svg, pdf)."""
     ranks = len(report.devices)
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     times, bandwidths = figure.subplots(1, 2)
@@ -60,7 +60,7 @@ def write_plot(path: str, report: Report, link: Link | None) -> None:
 
 
 def _series(report: Report) -> list[tuple[str, list[Row]]]:
-    """The rows of the plain all-reduce and of each codec; by type and operation, where there are several."""
+    """The rows of the plain all-reduce and of each codec, separated by type and operation if there are several."""
     found: dict[tuple[str, str, str], list[Row]] = {}
     for r in (*report.rows, *report.plain_rows):
         found.setdefault((r.codec, r.case.dtype.name, r.case.op), []).append(r)
@@ -88,7 +88,7 @@ def _axes(axes: Any, sizes: Sequence[int], what: str) -> None:
 
 
 def write_frontier(path: str, points: Sequence[Point]) -> None:
-    """Write a picture of errors against bytes, a panel for each sample."""
+    """Draw errors over bytes, in one panel for each sample."""
     figure = Figure(figsize=(13.5, 8.6), layout="constrained")
     for axes, sample in zip(figure.subplots(2, 3, sharex=True).reshape(-1), SAMPLES, strict=True):
         _draw_sample(axes, sample, points)
@@ -101,7 +101,7 @@ def write_frontier(path: str, points: Sequence[Point]) -> None:
 
 
 def _draw_sample(axes: Any, sample: str, points: Sequence[Point]) -> None:
-    """Our codecs as lines over their bits, others as marks; Shannon's bound where the values are Gaussian."""
+    """Draw qccl's codecs as lines, other systems as markers, and Shannon's bound for Gaussian values."""
     families: dict[tuple[bool, str], list[Point]] = {}
     for point in points:
         families.setdefault((point.ours, point.family), []).append(point)

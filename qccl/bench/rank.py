@@ -1,4 +1,4 @@
-"""One rank of ``qccl-bench``: the communicator of all ranks, whoever started them, and the run on it."""
+"""One rank of ``qccl-bench``: makes the communicator of all ranks, under any launcher, and runs the sweep."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["run_rank"]
 
 
 def run_rank(options: Options, emit: Callable[[str], None], progress: Progress) -> int:
-    """Collective: measure as one rank; the exit status. ``emit`` and ``progress``: see Sweep.
+    """Collective: measure as one rank; returns the exit status. ``emit`` and ``progress``: see Sweep.
 
-    Wrong arguments are wrong on all ranks. Only rank 0 reports them and fails, because launchers end all ranks when one
-    fails, before another could print the reason.
+    All ranks have the same wrong arguments. Only rank 0 reports them and fails, because launchers end all ranks
+    when one fails, before another could print the reason.
     """
     launcher = detect()
     rank = launcher.rank if launcher else 0
@@ -44,7 +44,7 @@ def run_rank(options: Options, emit: Callable[[str], None], progress: Progress) 
 
 @contextlib.contextmanager
 def _communicator(launcher: Launcher | None, backend: str, timeout: float) -> Iterator[Communicator]:
-    """The communicator of all ranks: over MPI or NCCL, or gloo where torchrun started them and there are no GPUs."""
+    """The communicator of all ranks: over MPI or NCCL, or over gloo under torchrun without GPUs."""
     if launcher is None or launcher.name != "torchrun" or backend == "cuda":
         with qccl.init(backend=backend, timeout=timeout) as comm:
             yield comm

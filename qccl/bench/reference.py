@@ -1,7 +1,7 @@
-"""The collectives without chunks, slots, schedules or engines: the bits that every rank must hold.
+"""Reference results: the bits that every rank must hold, computed without chunks, slots, schedules or engines.
 
-Only shards and rounds are left. The codec's kernels encode and decode, one operation at a time, and NumPy adds; so it
-shows when a bit was flipped on the way, or a kernel was given the wrong element, rank, round or call.
+The codec's kernels encode and decode each shard and round, one operation at a time, and NumPy adds. So a comparison
+finds bits that were flipped, and kernels that got the wrong element, rank, round or call number.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def allreduce(
 ) -> NDArray[Any]:
     """The result, as ``dtype`` (see data.empty), of collective number ``call`` in the stretch from element ``start``.
 
-    ``values`` and ``owner`` are as in accuracy.allreduce_bound. A codec computes in fp32, whatever the type of the
-    elements; so all is fp32 here, up to the one rounding when the result is stored. One rank only copies.
+    ``values`` and ``owner`` are as in accuracy.allreduce_bound. Codecs compute in fp32 for every element type, so all
+    is fp32 here, up to one rounding when the result is stored. A single rank only copies.
     """
     size = len(values)
     if size == 1:
@@ -67,9 +67,9 @@ def hierarchical(
     start: int,
     call: int,
 ) -> NDArray[Any]:
-    """The same of an all-reduce in two levels, ``algorithm`` being that between the nodes, given by their ranks.
+    """The result of a hierarchical all-reduce; ``nodes`` lists each node's ranks, ``algorithm`` runs between nodes.
 
-    ``shard`` of ``shards``, which holds the stretch, belongs to a part, and that to one rank of each node.
+    The stretch lies in ``shard`` of ``shards``. A shard belongs to a part, and a part to one rank of each node.
     """
     size, parts = len(values), shards // len(nodes) if algorithm == "two_round" else shards
     if size == 1:
@@ -106,13 +106,13 @@ def moved(
     moved: bool,
     added_to: NDArray[np.float32] | None = None,
 ) -> NDArray[Any]:
-    """What others get of ``values`` of ``rank``, as ``dtype``; the values themselves where they were not moved."""
+    """The ``values`` of ``rank`` as another rank receives them, as ``dtype``; unchanged if not ``moved``."""
     found = _coded(codec, values, index, call, round_, rank) if moved else values
     return from_float32(found if added_to is None else added_to + found, dtype)
 
 
 def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: int, rank: int) -> NDArray[np.float32]:
-    """What is left of ``x``, from element ``index`` on, when ``rank`` has sent it as codes in a round of a call."""
+    """``x`` (from element ``index`` on) after ``rank`` encoded it in a round of a call, and a receiver decoded it."""
     wire, decoded = np.empty(codec.encoded_nbytes(x.size, FLOAT32), np.uint8), np.empty_like(x)
     memory = _host.Memory(3)
     memory[0], memory[1], memory[2], memory.call = x.ctypes.data, wire.ctypes.data, decoded.ctypes.data, call
@@ -123,13 +123,13 @@ def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: 
 
 
 def _sent(codec: Codec, x: NDArray[np.float32], dtype: DType, index: int, call: int, rank: int) -> NDArray[np.float32]:
-    """``_coded`` in round 0 of values that need not be exact in ``dtype``: TopK rounds what it sends to it."""
+    """``_coded`` in round 0, for values that may not be exact in ``dtype``, to which TopK rounds them."""
     decoded = _coded(codec, _as_kept(codec, x, dtype), index, call, 0, rank)
     return to_float32(from_float32(decoded, dtype), dtype) if isinstance(codec, TopK) else decoded
 
 
 def _as_kept(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
-    """The values as ``codec`` sends them: RandomK in the type of the elements, before its decoder scales them."""
+    """The values as ``codec`` sends them: RandomK rounds them to ``dtype``, before its decoder scales them."""
     return to_float32(from_float32(x, dtype), dtype) if isinstance(codec, RandomK) else x
 
 
@@ -139,7 +139,7 @@ def _total(terms: Sequence[NDArray[np.float32]], op: str, scale: np.float32 | No
 
 
 def _combined(op: str, a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32]:
-    """``a (op) b``; of equal values, as +0 and -0 are, the first stays."""
+    """``a (op) b``; of two equal values, such as +0 and -0, the result is the first."""
     if op in ("min", "max"):
         return np.where(b < a if op == "min" else b > a, b, a)
     return a + b

@@ -1,4 +1,4 @@
-"""The JSON file of a run: nccl-tests' fields (its version 3), and what compression adds."""
+"""The JSON file of a run: the fields of nccl-tests' version 3, and further fields for compression."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from qccl.bench.sizes import Link
 
 __all__ = ["Device", "Report"]
 
-#: settings of the MPI libraries and of qccl decide speeds; the rest of the environment is nobody's business
+#: only variables that affect speed are recorded; others may be private
 _PREFIXES = ("FI_", "MPICH_", "MPIR_", "NCCL_", "OMPI_MCA_", "OMP_", "PMIX_MCA_", "QCCL_", "UCX_")
 
 
 @dataclass(frozen=True)
 class Device:
-    """Where a rank ran; ``device`` and ``bus`` are the GPU's number and PCI address, -1 and "" on the host."""
+    """The device of a rank; ``device`` and ``bus`` are the GPU's number and PCI address, -1 and "" on the host."""
 
     rank: int
     pid: int
@@ -34,7 +34,7 @@ class Device:
 
     @classmethod
     def of_this_process(cls, rank: int, info: str, device: int = -1, bus: str = "") -> Device:
-        """The device of the calling rank; ``info`` names what computes."""
+        """The device of the calling rank; ``info`` names it."""
         return cls(rank, os.getpid(), socket.gethostname(), info, device, bus)
 
 
@@ -42,10 +42,10 @@ class Report:
     """Collects the rows of a run; ``document()`` is the JSON of the file.
 
     Attributes:
-        devices: where each rank runs.
-        plain: name and version of the library whose all-reduce is the yardstick.
-        complete: the run has come to its end.
-        errors: what ended it before.
+        devices: the device of each rank.
+        plain: name and version of the library whose all-reduce is the baseline.
+        complete: whether the run has finished.
+        errors: the errors that ended the run early.
     """
 
     def __init__(self, options: Options, devices: Sequence[Device], plain: str, link: Link | None) -> None:
@@ -59,24 +59,24 @@ class Report:
 
     @property
     def rows(self) -> list[Row]:
-        """The codecs' rows."""
+        """The rows of the codecs."""
         return [row for row, _ in self._rows]
 
     @property
     def plain_rows(self) -> list[Row]:
-        """The plain all-reduce's rows, each once."""
+        """The rows of the plain all-reduce, each once."""
         return list(dict.fromkeys(plain for _, plain in self._rows if plain is not None))
 
     def add(self, row: Row, plain: Row | None) -> None:
-        """Take a codec's row with the row of the plain all-reduce that it is compared with."""
+        """Add a codec's row, with the row of the plain all-reduce of the same case."""
         self._rows.append((row, plain))
 
     def totals(self) -> table.Totals:
-        """The footers' figures."""
+        """The figures of the footers."""
         return table.totals(self._rows, len(self.devices), self._link)
 
     def document(self) -> dict[str, Any]:
-        """Everything, ready for json.dump()."""
+        """The whole report, for json.dump()."""
         t = self.totals()
         return {
             "version": 3,

@@ -1,4 +1,4 @@
-"""Starting ranks by mpiexec, reading what they print, and leaving nothing behind."""
+"""Starting ranks by mpiexec, reading their output, and ending them all."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _INSTALL = "install qccl[mpi], or mpi4py alone where the machine has its own MPI
 
 
 class StartError(QcclError):
-    """The ranks could not be started, or went silent."""
+    """The ranks could not be started, or printed nothing for too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +38,8 @@ class Mpiexec:
 
     Attributes:
         path: of mpiexec.
-        name: "MPICH" (and its relatives) or "Open MPI".
-        version: "5.0.2".
+        name: "MPICH" (also for its derivatives) or "Open MPI".
+        version: for example "5.0.2".
     """
 
     path: str
@@ -48,28 +48,28 @@ class Mpiexec:
 
     @property
     def rank_variable(self) -> str:
-        """The variable in which a rank finds its number."""
+        """The environment variable with a rank's number."""
         return "OMPI_COMM_WORLD_RANK" if self.name == "Open MPI" else "PMI_RANK"
 
     def options(self, lab: Lab | None) -> list[str]:
-        """The options that all runs need: more ranks than cores are allowed, and no traffic past the lab's links."""
+        """Options for all runs: allow more ranks than cores, and keep traffic on the lab's links."""
         if self.name != "Open MPI":
             return []
         if lab and lab.nodes < lab.ranks:
             raise StartError(
-                "Open MPI takes all ranks of this machine for one node; use MPICH (qccl[mpi]) with --nodes"
+                "Open MPI treats all ranks of this machine as one node; use MPICH (qccl[mpi]) with --nodes"
             )
         tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", INTERFACE]
         return ["--oversubscribe", "--bind-to", "none", *(tcp if lab else [])]
 
     def environment(self, ranks: int, lab: Lab | None, smallest: int) -> dict[str, str]:
-        """What the ranks' environment gets, where it does not say otherwise, for calls of ``smallest`` bytes and more.
+        """Default variables for the ranks' environment, for calls of ``smallest`` bytes and more.
 
-        The library's own all-reduce is the yardstick, so it runs at its best known settings. As measured with MPICH
-        5.0 and Open MPI 5.0 on 2 cores: a rank that waits must yield where ranks share cores (MPICH, 4 ranks behind
-        1 Gbit/s, 1 KiB: 4.7 ms become 0.2 ms). MPICH's own choice of algorithm is then within 3% of the best one at
-        every size, and less easily disturbed than its ring. Open MPI's is in shared memory, but behind a slow link its
-        ring is faster from 64 KiB up (16 MiB: 221 ms instead of 386).
+        The library's own all-reduce is the baseline, so it gets its best known settings, measured with MPICH 5.0 and
+        Open MPI 5.0 on 2 cores. Waiting ranks must yield if ranks share cores (MPICH, 4 ranks behind 1 Gbit/s, 1 KiB:
+        0.2 ms instead of 4.7). MPICH's automatic choice of algorithm is then within 3% of the best at every size, and
+        less easily disturbed than its ring. The same holds for Open MPI in shared memory, but behind a slow link its
+        ring is faster from 64 KiB on (16 MiB: 221 ms instead of 386).
         """
         yields = ranks > len(os.sched_getaffinity(0))
         ring = lab is not None and smallest >= 64 << 10
@@ -78,19 +78,19 @@ class Mpiexec:
 
 
 def _threads(ranks: int) -> dict[str, str]:
-    """Threads of each rank: its part of the processors for encoding and decoding, and one for NumPy's libraries.
+    """Threads of each rank: its share of the processors for codecs, and one for NumPy's libraries.
 
-    Those check the results, and would keep a thread per core spinning for a while after each use; the calls that are
-    timed then would share the processor with them.
+    NumPy checks the results. With more threads its libraries would spin on every core for a while after each use, and
+    slow down the timed calls.
     """
     mine = max(1, len(os.sched_getaffinity(0)) // ranks)
     return {"OMP_NUM_THREADS": str(mine), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 def _mpich(lab: Lab | None, yields: bool) -> dict[str, str]:
-    """MPICH's settings; empty ones are not made. Without NOLOCAL and a netmod over TCP traffic bypasses the links.
+    """MPICH's settings; empty ones are left out. Without NOLOCAL and a netmod over TCP, traffic bypasses the links.
 
-    NUM_CLIQUES makes nodes of the ranks, by their number modulo that of the nodes, as the lab does.
+    NUM_CLIQUES puts rank r on node r modulo the number of nodes, as the lab does.
     """
     shared = lab is not None and lab.nodes < lab.ranks
     return {
@@ -104,7 +104,7 @@ def _mpich(lab: Lab | None, yields: bool) -> dict[str, str]:
 
 
 def _open_mpi(lab: Lab | None, yields: bool, ring: bool) -> dict[str, str]:
-    """Open MPI's settings; empty ones are not made. The ranks reach mpiexec through the bridge's address."""
+    """Open MPI's settings; empty ones are left out. The ranks reach mpiexec through the bridge's address."""
     root = "1" if os.geteuid() == 0 else ""
     return {
         "OMPI_ALLOW_RUN_AS_ROOT": root,
@@ -118,18 +118,16 @@ def _open_mpi(lab: Lab | None, yields: bool, ring: bool) -> dict[str, str]:
 
 
 def find_mpiexec() -> Mpiexec:
-    """The mpiexec beside this Python (pip's MPICH and Open MPI put theirs there), or else the first in PATH.
+    """The mpiexec in this Python's folder (where the wheels of MPICH and Open MPI have it), or the first in PATH.
 
-    Raises StartError where there is none, or mpi4py is missing.
+    Raises StartError if there is none, or mpi4py is missing.
     """
     if importlib.util.find_spec("mpi4py") is None:
-        raise StartError(f"ranks are started by MPI, but mpi4py is not installed; {_INSTALL}")
+        raise StartError(f"MPI starts the ranks, but mpi4py is not installed; {_INSTALL}")
     beside = Path(sys.executable).parent / "mpiexec"
     path = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if path is None:
-        raise StartError(
-            f"ranks are started by mpiexec, but there is none beside {sys.executable} or in PATH; {_INSTALL}"
-        )
+        raise StartError(f"mpiexec starts the ranks, but there is none beside {sys.executable} or in PATH; {_INSTALL}")
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -151,8 +149,8 @@ def run_ranks_by_mpiexec(
 ) -> int:
     """Run ``command`` as ``ranks`` ranks (inside ``lab``, if given) and return mpiexec's exit status.
 
-    Lines that the ranks print go to ``on_line``; what they write to stderr is not touched. After ``silence`` seconds
-    without a line the run is given up with StartError. However this function is left, no rank is left running.
+    ``on_line`` gets the lines that the ranks print; their stderr is not redirected. Raises StartError after ``silence``
+    seconds without a line. However this function ends, no rank keeps running.
     """
     mpi = find_mpiexec()
     mark = f"{os.getpid()}-{time.monotonic_ns()}"
@@ -165,7 +163,7 @@ def run_ranks_by_mpiexec(
         | {_MARK: mark, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        start_new_session=True,  # Ctrl-C comes to this process only, which then ends them in order
+        start_new_session=True,  # only this process gets Ctrl-C, and then ends the ranks
         preexec_fn=_die_with_parent,
     )
     try:
@@ -179,7 +177,7 @@ def run_ranks_by_mpiexec(
 
 
 def _die_with_parent() -> None:
-    """In the child: ask Linux for SIGTERM when the parent is killed (elsewhere there is no such request)."""
+    """In the child, on Linux: request SIGTERM for when the parent is killed."""
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
@@ -192,7 +190,7 @@ def _lines(process: subprocess.Popen[bytes], silence: float) -> Iterator[str]:
     while True:
         ready, _, _ = select.select([pipe], [], [], silence)
         if not ready:
-            raise StartError(f"the ranks said nothing for {silence:.0f} s; the run is given up")
+            raise StartError(f"the ranks printed nothing for {silence:.0f} s; the run was ended")
         data = os.read(pipe, 1 << 16)
         *lines, rest = (rest + data).split(b"\n")
         yield from (line.decode(errors="replace") for line in lines)
@@ -203,7 +201,7 @@ def _lines(process: subprocess.Popen[bytes], silence: float) -> Iterator[str]:
 
 
 def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """End mpiexec, which ends its ranks; then, by force, whatever carries the run's mark."""
+    """Terminate mpiexec, which ends its ranks; then kill all processes that have the run's mark."""
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -222,7 +220,7 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> None:
 
 
 def _marked(mark: str) -> list[int]:
-    """The live processes whose environment has the run's mark."""
+    """The processes whose environment has the run's mark."""
     wanted = f"{_MARK}={mark}".encode()
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
@@ -234,9 +232,9 @@ def _marked(mark: str) -> list[int]:
 
 @contextlib.contextmanager
 def stoppable() -> Iterator[None]:
-    """Let SIGINT, SIGTERM and SIGHUP unwind this process once, as KeyboardInterrupt or SystemExit.
+    """Turn the first SIGINT, SIGTERM or SIGHUP into KeyboardInterrupt or SystemExit.
 
-    From the first signal on further ones are ignored, so that they do not cut short the cleaning up, which is bounded.
+    Further signals are ignored, so that they do not interrupt the clean-up, which takes a limited time.
     """
 
     def unwind(number: int, frame: FrameType | None) -> None:

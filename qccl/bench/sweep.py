@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sweep"]
 
-#: what the table's head says of Options.timed
+#: explanations of Options.timed in the head of the table
 _TIMED = {
     "method": "the communicator's method, as programs call it",
     "plan": "start and wait of a plan that was bound once",
@@ -45,10 +45,10 @@ _TIMED = {
 
 
 class Sweep:
-    """One run: ``run()`` measures everything, on all ranks, and says whether all was right.
+    """One run: ``run()`` measures all cases on all ranks, and returns whether all results were right.
 
-    ``emit`` gets the lines of the table (with ``--json -`` reports among them, see progress.encode_report),
-    ``progress`` the steps, both on rank 0 only.
+    On rank 0 ``emit`` gets the lines of the table (with ``--json -`` also reports, see progress.encode_report), and
+    ``progress`` gets the steps.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Sweep:
         self._report = Report(options, _devices(comm, self._arrays), _library(comm), self._link)
 
     def run(self) -> bool:
-        """Collective: all rows, all files; True where no element was wrong and no traffic went past the link."""
+        """Collective: measure all rows, write all files; True if all was right and no traffic bypassed the link."""
         try:
             return self._run()
         except qccl.QcclError as error:
@@ -97,7 +97,7 @@ class Sweep:
         return totals.okay
 
     def _measure_size(self, case: Case) -> None:
-        """The plain all-reduce and each codec, in turn."""
+        """Measure the plain all-reduce and each codec, in turns."""
         plain_call = self._plain_call(case)
         calls = [self._call(case, codec) for codec in self._codecs]
         rows = measure(
@@ -123,21 +123,21 @@ class Sweep:
         return QuantizedCall(*given, as_plan=o.timed != "method")
 
     def _plain_call(self, case: Case) -> PlainCall | None:
-        """None where the library has no all-reduce of this type, or it is not an all-reduce that is measured."""
+        """The baseline; None if the collective is no all-reduce, or the library cannot reduce this type."""
         if not self._kind.is_allreduce:
             return None
         call = PlainCall(self._comm, case, self._wiring)
         if call.is_supported(self._arrays):
             return call
-        self._done += self._turns()  # left out
+        self._done += self._turns()  # the turns that are left out
         return None
 
     def _turns(self) -> int:
-        """The turns of one call of a size, in all its modes."""
+        """The number of turns of one call at one size, in all modes."""
         return self._counts.rounds * (2 if self._kind.is_allreduce else 1)
 
     def _meter(self) -> int:
-        """What has passed this rank's link, told by the first of the ranks behind it."""
+        """The bytes that passed this rank's link; 0 on all but the first rank behind the link."""
         first = self._wiring.links.index(self._wiring.links[self._comm.rank])
         return shaped_nbytes() if first == self._comm.rank else 0
 
@@ -185,7 +185,7 @@ class Sweep:
                 self._emit(f"# Wrote {path}")
 
     def _save(self) -> None:
-        """Write what was measured so far, so that an error or Ctrl-C loses nothing of it."""
+        """Write all results so far, so that an error or Ctrl-C does not lose them."""
         if self._options.json is None or self._comm.rank != 0:
             return
         document = self._report.document()
@@ -195,7 +195,7 @@ class Sweep:
             write_json(self._options.json, document)
 
     def _trace(self) -> list[TraceEvent]:
-        """One more call of the largest size with the first codec, as this rank's events."""
+        """This rank's events of one more call, of the largest size with the first codec."""
         comm, case = self._comm, self._cases[-1]
         call = self._call(case, self._codecs[0])
         given, taken = call.counts(comm)
@@ -219,7 +219,7 @@ def _devices(comm: Communicator, arrays: Arrays) -> list[Device]:
 
 
 def _library(comm: Communicator) -> str:
-    """The name and version of the library whose all-reduce is the yardstick, and its algorithm if one is set."""
+    """The name and version of the library whose all-reduce is the baseline, and its algorithm if one is set."""
     if comm.transport.name == "nccl":
         return f"nccl {nccl_version()}"
     if comm.transport.name == "torch":

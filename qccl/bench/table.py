@@ -1,4 +1,4 @@
-"""The table of ``qccl-bench``: nccl-tests' columns and footers, and behind them what compression adds."""
+"""The table of ``qccl-bench``: nccl-tests' columns and footers, and further ones for compression."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ __all__ = [
     *("speedups", "totals"),
 ]
 
-#: least share of the sent bytes that a link's limiter must have counted
+#: minimum share of the sent bytes that a link's limiter must count
 _CROSSED = 0.999
 
 
 def algbw(r: Row, side: Side) -> float:
-    """GB/s of uncompressed values: the size over the time, as nccl-tests define it."""
+    """GB/s of uncompressed values: size divided by time, as nccl-tests define it."""
     return r.case.nbytes / side.seconds / 1e9 if side.seconds else 0.0
 
 
 def busbw(r: Row, side: Side, ranks: int) -> float:
-    """The algbw times the collective's factor, as 2(n-1)/n: what each link would carry without compression."""
+    """algbw times the collective's factor, such as 2(n-1)/n: the rate that each link would need without compression."""
     return algbw(r, side) * KINDS[r.case.kind].factor(ranks)
 
 
 def floor_seconds(r: Row, link: Link) -> float:
-    """The time that the bytes of one call take at the link's rate."""
+    """The seconds that the bytes of one call take at the link's rate."""
     return r.wire_nbytes / link.rate
 
 
 def line_share(r: Row, side: Side, link: Link) -> float | None:
-    """The floor over the time; None where what passes in the link's burst may be more than 2% of a call."""
+    """floor_seconds() divided by the time; None if the link's burst may be more than 2% of the bytes."""
     if r.wire_nbytes < 50 * link.burst:
         return None
     return floor_seconds(r, link) / side.seconds
 
 
 def bulk_share(side: Side) -> float | None:
-    """The time of a plain transfer of the same bytes over the time; None where none was measured."""
+    """The time of a plain transfer of the same bytes divided by the time; None if not measured."""
     return None if side.bulk is None else side.bulk / side.seconds
 
 
 def speedups(r: Row, plain: Row | None) -> tuple[float | None, float | None]:
-    """How often as fast as the plain all-reduce out of place and in place, each by the medians; None: not compared."""
+    """Speed-ups over the plain all-reduce, out of place and in place, from the medians; None: not compared."""
     if plain is None:
         return None, None
     out = plain.out_of_place.seconds / r.out_of_place.seconds
@@ -69,7 +69,7 @@ def header(plain: str, *, lab: bool) -> list[str]:
 
 
 def row(r: Row, plain: Row | None, ranks: int, link: Link | None) -> str:
-    """One line; ``plain`` is that of the plain all-reduce beside it, or None."""
+    """One line; ``plain`` is the row of the plain all-reduce, or None."""
     sides = " ".join(_side(r, side, ranks) for side in (r.out_of_place, r.in_place))
     error = "N/A" if r.out_of_place.error is None else f"{r.out_of_place.error:.1e}"
     faster = " ".join(f"{'-' if s is None else f'{s:.2f}x':>6}" for s in speedups(r, plain))
@@ -90,17 +90,16 @@ def row(r: Row, plain: Row | None, ranks: int, link: Link | None) -> str:
 
 @dataclass(frozen=True)
 class Totals:
-    """What the footers say.
+    """The figures of the footers.
 
     Attributes:
         wrong: elements out of bounds in all rows; None where nothing was checked.
         bandwidth: mean busbw in GB/s of all rows of codecs, both modes.
         by_codec: the same for each codec.
-        speedups: of each codec that was compared with the plain all-reduce, the least and the greatest speed-up of the
-            rows; a row counts with the worse of its modes.
-        spread: the greatest of all rows, those of the plain all-reduce too.
-        crossed: least share of the sent bytes that the link's limiter counted; None outside the lab.
-        bulk: the least and the greatest share of the link's rate that plain transfers got; None outside the lab.
+        speedups: minimum and maximum speed-up over the plain all-reduce, by codec; of a row's modes the slower counts.
+        spread: the maximum of all rows, including those of the plain all-reduce.
+        crossed: minimum share of the sent bytes that the link's limiter counted; None outside the lab.
+        bulk: minimum and maximum share of the link's rate that plain transfers got; None outside the lab.
     """
 
     wrong: int | None
@@ -113,12 +112,12 @@ class Totals:
 
     @property
     def okay(self) -> bool:
-        """Whether nothing was wrong, and nothing went past the limiter."""
+        """Whether no element was wrong and no traffic bypassed the limiter."""
         return not self.wrong and (self.crossed is None or self.crossed >= _CROSSED)
 
 
 def totals(pairs: Sequence[tuple[Row, Row | None]], ranks: int, link: Link | None) -> Totals:
-    """Sum up the rows of the codecs, each with that of the plain all-reduce beside it."""
+    """Summarise the rows of the codecs, each with the row of the plain all-reduce."""
     rows = [r for r, _ in pairs]
     plain = list(dict.fromkeys(p for _, p in pairs if p is not None))
     sides = [side for r in (*rows, *plain) for side in r.sides]
@@ -169,7 +168,7 @@ def footer(t: Totals, plain: str) -> list[str]:
             f"# {'Plain bulk transfer':<20} : {_range(t.bulk[0] * 100, t.bulk[1] * 100, '.1f')}% of the link's rate"
         )
     if t.crossed is not None:
-        verdict = "OK" if t.crossed >= _CROSSED else "FAILED: traffic went past the link"
+        verdict = "OK" if t.crossed >= _CROSSED else "FAILED: traffic bypassed the link"
         lines.append(f"# {'Crossed the link':<20} : at least {t.crossed * 100:.1f}% of the bytes sent {verdict}")
     return [*lines, "#"]
 
@@ -192,7 +191,7 @@ def _side(r: Row, side: Side | None, ranks: int) -> str:
 
 
 def _digits(value: float, width: int) -> str:
-    """A number of at most 2 decimals (3 below 1), with as many as fit into ``width``."""
+    """A number with as many decimals as fit into ``width``, at most 2 (3 below 1)."""
     for decimals in (3, 2, 1) if value < 1 else (2, 1):
         text = f"{value:>{width}.{decimals}f}"
         if len(text) <= width:

@@ -1,4 +1,4 @@
-"""What mpiexec starts: one rank of ``qccl-bench``. ``python -m qccl.bench.worker OPTIONS-AS-JSON``."""
+"""One rank of ``qccl-bench``, started by mpiexec: ``python -m qccl.bench.worker OPTIONS-AS-JSON``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(argument: str) -> int:
-    """Measure as one rank; the exit status. Rank 0's lines go to standard output, its progress among them, marked."""
+    """Measure as one rank; returns the exit status. Rank 0 prints lines and marked lines of progress."""
     return run_rank(Options.from_json(argument), _print, lambda *step: _print(encode_progress(*step)))
 
 
