@@ -238,7 +238,7 @@ def test_under_torchrun_its_ranks_are_used() -> None:
         for rank in range(2)
     ]
     try:
-        ends = [rank.communicate(timeout=150) for rank in ranks]
+        ends = [rank.communicate(timeout=100) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
