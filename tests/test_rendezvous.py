@@ -13,7 +13,7 @@ import pytest
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import rendezvous
-from qccl.transports.rendezvous import PORT_OFFSET, meet, meeting_place
+from qccl.transports.rendezvous import PORT_OFFSET, gather, meet, meeting_place
 
 MESSAGE = bytes(range(128))
 
@@ -181,7 +181,7 @@ def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(p
     """Rank 1 of 2 says hello and then nothing: what it is sent, it does not acknowledge."""
     monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 60.0)
     digest = hashlib.sha256(b"").digest()[:16]
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, rendezvous._meetings, digest, 0, b"")
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, rendezvous._meetings, digest, 0)
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1.0)
         with connected(port) as connection:
@@ -210,7 +210,7 @@ def test_another_job_or_size_is_refused(port):
 
 def test_a_later_meeting_waits_its_turn(port, monkeypatch):
     """A quick rank that is at the next meeting already does not take part in this one."""
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16, 0, b"")
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16, 0)
     assert rendezvous._judge(hello, 3, b"\0" * 16)[:2] == (1, rendezvous._LATER)
 
 
@@ -233,11 +233,40 @@ def test_something_else_listens_there(answer):
             share(MESSAGE, 0, 2, ("127.0.0.1", server.getsockname()[1]), 5.0)
 
 
-def test_a_damaged_message(port):
-    reply = bytearray(rendezvous._reply(rendezvous._WELCOME, MESSAGE))
-    reply[40] ^= 1
-    with pytest.raises(EngineError, match="damaged"):
-        rendezvous._understand(bytes(reply), "there")
+@pytest.mark.parametrize("damaged", [20, rendezvous._REPLY.size + 40])
+def test_a_damaged_message(damaged, port):
+    """In its verdict or its content."""
+    reply = bytearray(rendezvous._reply(rendezvous._REFUSED, MESSAGE))
+    reply[damaged] ^= 1
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(reply)
+        head = rendezvous._receive(ours, rendezvous._REPLY.size, time.monotonic() + 5)
+        with pytest.raises(EngineError, match="damaged"):
+            rendezvous._receive_content(ours, head, "there", time.monotonic() + 5)
+
+
+def test_notes_of_any_length(port):
+    notes = [b"", b"x" * 300, bytes(range(256)) * 200]
+    with ThreadPoolExecutor(3) as pool:
+        each = [pool.submit(gather, note, r, 3, ("127.0.0.1", port), 10.0) for r, note in enumerate(notes)]
+        assert [found.result(timeout=10) for found in each] == [notes] * 3
+    with pytest.raises(ArgumentError, match="65536"):
+        gather(b"x" * 65537, 0, 2, ("127.0.0.1", port), 10.0)
+
+
+def test_a_rank_that_is_slow_to_acknowledge_has_its_answer(port, monkeypatch):
+    """It was paused longer than a caller's patience; rank 0 waits for it until its deadline."""
+    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.1)
+    receive_content = rendezvous._receive_content
+
+    def paused(*arguments):
+        found = receive_content(*arguments)
+        time.sleep(0.5)
+        return found
+
+    monkeypatch.setattr(rendezvous, "_receive_content", paused)
+    assert ranks(2, port) == [MESSAGE] * 2
 
 
 def test_an_address_that_does_not_exist(port):
@@ -257,13 +286,6 @@ def test_meeting_place():
     ):
         with pytest.raises(ArgumentError, match=message):
             meeting_place(environ)
-
-
-def test_what_is_too_long(port):
-    with pytest.raises(ArgumentError, match="256"):
-        share(b"x" * 257, 0, 1, ("127.0.0.1", port), 1.0)
-    with pytest.raises(ArgumentError, match="256"):
-        meet(b"x" * 257, lambda notes: b"", 1, 2, ("127.0.0.1", port), 1.0)
 
 
 def test_the_answer_depends_on_all_notes(port):
@@ -289,7 +311,7 @@ def test_a_rank_that_is_cut_off_calls_again(port):
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(share, MESSAGE, 0, 3, ("127.0.0.1", port), 10.0)]
         connection = connected(port)
-        connection.sendall(rendezvous._HELLO.pack(*hello, 0, b""))
+        connection.sendall(rendezvous._HELLO.pack(*hello, 0))
         time.sleep(0.1)
         connection.close()
         found += [pool.submit(share, None, rank, 3, ("127.0.0.1", port), 10.0) for rank in (2, 1)]

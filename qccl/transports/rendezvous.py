@@ -1,40 +1,41 @@
-"""A few bytes from each rank to rank 0, and its answer to all, over TCP: how ranks meet where there is no MPI.
+"""The meeting of ranks over TCP: each sends some bytes to rank 0 and gets its answer. It serves where there is no MPI.
 
-torchrun and scripts for Slurm name a meeting place in MASTER_ADDR and MASTER_PORT. MASTER_PORT itself belongs to
-torchrun's own store, so rank 0 listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set. Each other rank
-says who it is, leaves its note, and gets the answer when all have come; both directions are of fixed size and checked,
-and nothing received is executed or unpickled. Every message has a deadline as a whole, however slowly it comes.
+torchrun and scripts for Slurm set MASTER_ADDR and MASTER_PORT. torchrun's own store listens at MASTER_PORT, so rank 0
+listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set. Rank 0 answers when all ranks have called. It
+serves all connections at once, so that a slow or silent one delays nobody. Lengths, job and checksum of every message
+are checked, and nothing received is executed or unpickled. The deadline is that of the whole meeting.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import os
+import selectors
 import socket
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 
-__all__ = ["CAPACITY", "PORT_OFFSET", "meet", "meeting_place"]
+__all__ = ["PORT_OFFSET", "gather", "meet", "meeting_place"]
 
 PORT_OFFSET = 17
-#: largest note, and largest answer
-CAPACITY = 256
+#: largest note of a rank, and largest answer
+NOTE_NBYTES = 64 << 10
+ANSWER_NBYTES = 256 << 20
 
 _MAGIC = b"qccl/rdv"
-#: magic, version, rank, size, number of the meeting, job, length, note
-_HELLO = struct.Struct(f"<8sIIII16sI{CAPACITY}s")
-_REPLY = struct.Struct(f"<8sIII{CAPACITY}s32s")  # magic, version, verdict, length, message, SHA-256 of what precedes
-_VERSION = 2
+_HELLO = struct.Struct("<8sIIII16sI")  # magic, version, rank, size, number of the meeting, job, length of the note
+_REPLY = struct.Struct("<8sIII32s")  # magic, version, verdict, length of the content, SHA-256 of verdict and content
+_VERSION = 3
 _WELCOME, _LATER, _REFUSED = range(3)
 _ACKNOWLEDGE = b"\x06"
 
-#: how long one caller may keep rank 0 from the next (once to be heard, and once to take the answer), and the pause
-#: between a caller's tries
+#: how long a connection may take to introduce itself, or to take an answer; and the pause between a rank's tries
 _PATIENCE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 
@@ -60,6 +61,18 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return host, port
 
 
+def gather(note: bytes, rank: int, size: int, place: tuple[str, int], timeout: float, job: str = "") -> list[bytes]:
+    """Collective: the notes of all ranks, in rank order. Arguments and errors: see meet()."""
+    joined = meet(note, _join, rank, size, place, timeout, job)
+    lengths = struct.unpack_from(f"<{size}I", joined)
+    ends = [4 * size + sum(lengths[: r + 1]) for r in range(size)]
+    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _join(notes: Sequence[bytes]) -> bytes:
+    return struct.pack(f"<{len(notes)}I", *map(len, notes)) + b"".join(notes)
+
+
 def meet(
     note: bytes,
     decide: Callable[[Sequence[bytes]], bytes],
@@ -69,29 +82,25 @@ def meet(
     timeout: float,
     job: str = "",
 ) -> bytes:
-    """Collective: what ``decide`` makes of all ranks' notes, in rank order, on rank 0; returned on every rank.
+    """Collective: rank 0 computes ``decide(notes)`` of all ranks' notes in rank order; returned on every rank.
 
-    Note and answer have at most CAPACITY bytes. ``place`` is host and port of rank 0. Ranks of another ``job``, size or
-    meeting (this function's number of calls in the process) are not mixed up with ours. Raises CollectiveTimeout, and
-    MismatchError or EngineError where who is met is not who was expected.
+    A note has at most NOTE_NBYTES, the answer at most ANSWER_NBYTES. ``place`` is host and port of rank 0. Ranks of
+    another ``job``, size or meeting (this function's number of calls in the process) are told to go or to wait. Raises
+    CollectiveTimeout, MismatchError for a rank of another group, EngineError for another program at that port.
     """
     global _meetings
     _meetings += 1
+    if len(note) > NOTE_NBYTES:
+        raise ArgumentError(f"a note of {len(note)} bytes; a meeting takes at most {NOTE_NBYTES} from each rank")
     deadline = time.monotonic() + timeout
     digest = hashlib.sha256(job.encode()).digest()[:16]
     if rank:
-        hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, _meetings, digest, len(_fitting(note)), note)
+        hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, _meetings, digest, len(note)) + note
         return _ask(hello, place, deadline, timeout)
     if size == 1:
-        return _fitting(decide([note]))
-    with _listen(place) as server:
-        return _serve(server, note, decide, size, digest, deadline, timeout)
-
-
-def _fitting(content: bytes) -> bytes:
-    if len(content) > CAPACITY:
-        raise ArgumentError(f"{len(content)} bytes cannot be said in a meeting, which takes at most {CAPACITY}")
-    return content
+        return decide([note])
+    with _listen(place) as server, _Meeting(server, note, decide, size, digest) as meeting:
+        return meeting.serve(deadline, timeout)
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------------------------
@@ -121,81 +130,130 @@ def _in_use(port: int) -> EngineError:
     )
 
 
-def _serve(
-    server: socket.socket,
-    note: bytes,
-    decide: Callable[[Sequence[bytes]], bytes],
-    size: int,
-    job: bytes,
-    deadline: float,
-    timeout: float,
-) -> bytes:
-    """Hear all other ranks, and answer them, until all have the answer. Who is none of ours does not count."""
-    notes = {0: note}
-    callers: dict[int, socket.socket] = {}
-    served: set[int] = set()
-    answer: bytes | None = None
-    try:
-        while len(served) < size - 1:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                missing = sorted(set(range(size)) - set(notes) or set(range(1, size)) - served)
+@dataclass(slots=True, eq=False)
+class _Caller:
+    """A connection to rank 0. It is closed at ``until``, a time.monotonic()."""
+
+    connection: socket.socket
+    until: float
+    received: bytes = b""
+    rank: int = 0  # 0 while unknown
+    has_answer: bool = False
+
+
+class _Meeting:
+    """Rank 0's side of a meeting: hear all other ranks, and answer until all have the answer.
+
+    Connections that are not of this meeting are closed and count for nothing.
+    """
+
+    def __init__(
+        self, server: socket.socket, note: bytes, decide: Callable[[Sequence[bytes]], bytes], size: int, job: bytes
+    ) -> None:
+        self._server, self._decide, self._size, self._job = server, decide, size, job
+        self._notes = {0: note}
+        self._served: set[int] = set()
+        self._answer: bytes | None = None
+        self._callers: set[_Caller] = set()
+        self._selector = selectors.DefaultSelector()
+
+    def __enter__(self) -> _Meeting:
+        self._server.setblocking(False)
+        self._selector.register(self._server, selectors.EVENT_READ)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for caller in list(self._callers):
+            self._drop(caller)
+        self._selector.close()
+
+    def serve(self, deadline: float, timeout: float) -> bytes:
+        """The answer, when all ranks have it. Raises CollectiveTimeout at the deadline."""
+        while len(self._served) < self._size - 1:
+            now = time.monotonic()
+            if now > deadline:
+                missing = sorted(set(range(self._size)) - set(self._notes) or set(range(1, self._size)) - self._served)
                 raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s")
-            server.settimeout(left)
-            try:
-                caller, _ = server.accept()
-            except TimeoutError:
-                continue
-            heard = _hear(caller, size, job, deadline)
-            if heard is None:
-                caller.close()
-                continue
-            if heard[0] in callers:  # it has lost the other connection
-                callers.pop(heard[0]).close()
-            callers[heard[0]], notes[heard[0]] = caller, heard[1]
-            if len(notes) == size:
-                answer = _fitting(decide([notes[r] for r in range(size)])) if answer is None else answer
-                served |= _answer(callers, answer, deadline)
-    finally:
-        for caller in callers.values():
-            caller.close()
-    assert answer is not None  # size > 1
-    return answer
+            for caller in [each for each in self._callers if each.until < now]:
+                self._drop(caller)
+            until = min([deadline, *(caller.until for caller in self._callers)])
+            for key, _ in self._selector.select(max(0.0, until - now)):
+                if key.data is None:
+                    self._accept()
+                else:
+                    self._read(key.data, deadline)
+            if len(self._notes) == self._size:
+                self._send_answers(deadline)
+        assert self._answer is not None  # size > 1
+        return self._answer
 
+    def _accept(self) -> None:
+        with suppress(OSError):  # the caller has gone
+            connection, _ = self._server.accept()
+            connection.setblocking(False)
+            caller = _Caller(connection, time.monotonic() + _PATIENCE_SECONDS)
+            self._callers.add(caller)
+            self._selector.register(connection, selectors.EVENT_READ, caller)
 
-def _hear(caller: socket.socket, size: int, job: bytes, deadline: float) -> tuple[int, bytes] | None:
-    """The rank of a caller, and its note; None where it is none of this meeting, and has been told so."""
-    until = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
-    with contextlib.suppress(OSError):
-        hello = _receive(caller, _HELLO.size, until)
-        rank, verdict, text = _judge(hello, size, job)
+    def _drop(self, caller: _Caller) -> None:
+        self._callers.discard(caller)
+        self._selector.unregister(caller.connection)
+        caller.connection.close()
+
+    def _read(self, caller: _Caller, deadline: float) -> None:
+        """Read what has come: a part of the hello, the acknowledgement of an answer, or the end."""
+        try:
+            part = caller.connection.recv(NOTE_NBYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        if caller.rank and caller.has_answer and part == _ACKNOWLEDGE:
+            self._served.add(caller.rank)
+        if not part or caller.has_answer or caller.rank:
+            return self._drop(caller)  # a rank without the answer calls again
+        caller.received += part
+        self._judge_caller(caller, deadline)
+
+    def _judge_caller(self, caller: _Caller, deadline: float) -> None:
+        """Accept the caller as a rank, or refuse it, as soon as its hello is complete."""
+        if len(caller.received) < _HELLO.size:
+            return
+        rank, verdict, text = _judge(caller.received[: _HELLO.size], self._size, self._job)
+        if verdict is None:
+            return self._drop(caller)
         if verdict == _WELCOME:
-            length, note = _HELLO.unpack(hello)[-2:]
-            return rank, note[:length]
-        if verdict is not None:
-            _send(caller, _reply(verdict, text.encode()[:CAPACITY]), until)
-            _receive(caller, 1, until)
-    return None
+            length = _HELLO.unpack_from(caller.received)[-1]
+            if length > NOTE_NBYTES or len(caller.received) > _HELLO.size + length:
+                return self._drop(caller)
+            if len(caller.received) == _HELLO.size + length:
+                for other in [each for each in self._callers if each.rank == rank]:
+                    self._drop(other)  # that connection was lost
+                self._notes[rank] = caller.received[_HELLO.size :]
+                caller.rank, caller.until = rank, deadline
+            return
+        caller.has_answer = True
+        self._send(caller, verdict, text.encode())
 
+    def _send_answers(self, deadline: float) -> None:
+        if self._answer is None:
+            self._answer = self._decide([self._notes[rank] for rank in range(self._size)])
+        for caller in [each for each in self._callers if each.rank and not each.has_answer]:
+            caller.has_answer = True
+            self._send(caller, _WELCOME, self._answer)
 
-def _answer(callers: dict[int, socket.socket], answer: bytes, deadline: float) -> set[int]:
-    """The ranks that have got the answer; who has not will call again."""
-    served = set()
-    while callers:
-        rank, caller = callers.popitem()
-        until = min(deadline, time.monotonic() + _PATIENCE_SECONDS)
-        with caller, contextlib.suppress(OSError):
-            _send(caller, _reply(_WELCOME, answer), until)
-            if _receive(caller, 1, until) == _ACKNOWLEDGE:
-                served.add(rank)
-    return served
+    def _send(self, caller: _Caller, verdict: int, content: bytes) -> None:
+        """Send a whole reply, or drop the caller, which then calls again."""
+        try:
+            _send(caller.connection, _reply(verdict, content), time.monotonic() + _PATIENCE_SECONDS)
+            caller.connection.setblocking(False)
+        except OSError:
+            self._drop(caller)
 
 
 def _judge(hello: bytes, size: int, job: bytes) -> tuple[int, int | None, str]:
-    """The caller's rank, what it is told (None: nothing, it does not speak our language), and why."""
-    if len(hello) < _HELLO.size:
-        return 0, None, ""
-    magic, version, rank, their_size, meeting, their_job, _, _ = _HELLO.unpack(hello)
+    """The caller's rank, the verdict (None: it does not speak this protocol), and the reason."""
+    magic, version, rank, their_size, meeting, their_job, _ = _HELLO.unpack(hello)
     if magic != _MAGIC:
         return 0, None, ""
     if version != _VERSION:
@@ -208,8 +266,11 @@ def _judge(hello: bytes, size: int, job: bytes) -> tuple[int, int | None, str]:
 
 
 def _reply(verdict: int, content: bytes) -> bytes:
-    head = _REPLY.pack(_MAGIC, _VERSION, verdict, len(content), content, b"")[:-32]
-    return head + hashlib.sha256(head).digest()
+    return _REPLY.pack(_MAGIC, _VERSION, verdict, len(content), _checksum(verdict, content)) + content
+
+
+def _checksum(verdict: int, content: bytes) -> bytes:
+    return hashlib.sha256(bytes([verdict]) + content).digest()
 
 
 def _some(ranks: list[int]) -> str:
@@ -236,15 +297,15 @@ def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) 
             with socket.create_connection(place, timeout=left) as server:
                 _send(server, hello, deadline)
                 has_met = True
-                reply = _receive(server, _REPLY.size, deadline)
-                if len(reply) == _REPLY.size:
-                    verdict, content = _understand(reply, where)
+                head = _receive(server, _REPLY.size, deadline)
+                if len(head) == _REPLY.size:
+                    verdict, content = _receive_content(server, head, where, deadline)
                     _send(server, _ACKNOWLEDGE, deadline)
                     if verdict == _WELCOME:
                         return content
                     if verdict == _REFUSED:
                         raise MismatchError(f"{content.decode(errors='replace')} (at {where})")
-                elif reply:
+                elif head:
                     raise _stranger(where)
         except socket.gaierror as error:
             raise PeerLost(
@@ -255,13 +316,17 @@ def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) 
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
-def _understand(reply: bytes, where: str) -> tuple[int, bytes]:
-    magic, version, verdict, length, content, digest = _REPLY.unpack(reply)
-    if magic != _MAGIC or version != _VERSION:
+def _receive_content(server: socket.socket, head: bytes, where: str, deadline: float) -> tuple[int, bytes]:
+    """Verdict and content of a reply. Raises OSError where the connection ends before it is complete."""
+    magic, version, verdict, length, checksum = _REPLY.unpack(head)
+    if magic != _MAGIC or version != _VERSION or length > ANSWER_NBYTES:
         raise _stranger(where)
-    if hashlib.sha256(reply[:-32]).digest() != digest or length > CAPACITY:
+    content = _receive(server, length, deadline)
+    if len(content) < length:
+        raise ConnectionError("rank 0 ended the connection in the middle of its answer")
+    if checksum != _checksum(verdict, content):
         raise EngineError(f"the message from rank 0 at {where} was damaged on its way")
-    return verdict, content[:length]
+    return verdict, content
 
 
 def _stranger(where: str) -> EngineError:
