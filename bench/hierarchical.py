@@ -1,9 +1,9 @@
-"""All-reduce in two levels, 2 nodes of 2 ranks: ``python bench/hierarchical.py`` (as root, on an idle machine).
+"""Measures all-reduce in two levels, on 2 nodes of 2 ranks: ``python bench/hierarchical.py``.
 
-With one link per node: the share of the line, and MPI's own all-reduce beside it. With one per rank: what it gains that
-each rank has its own (sharded), and not only the leaders use theirs. The calls are those that programs make; in place
-beside MPI's in place. All sides, and plain transfers of the same bytes over the same links, take turns within one run,
-in blocks of back-to-back calls; a figure is the median of the blocks' means.
+Needs root and an idle machine. With one link per node it shows the share of the link's rate, compared with MPI's own
+all-reduce; with one link per rank, what the layout "sharded" gains, which uses the links of all ranks and not only the
+leaders'. The calls are those that programs make, in and out of place. All calls, and plain transfers of the same bytes,
+take turns within one run, in blocks of back-to-back calls; a figure is the median of the blocks' means.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from qccl.bench.sizes import parse_link, parse_size
 from qccl.collectives.hierarchical import LAYOUTS
 
 _RANKS, _NODES = 4, 2
-#: of each mode, what MPI's all-reduce is called in the results
+#: the key of MPI's all-reduce in the results, by mode
 _MPI = {"out of place": "mpi", "in place": "mpi in place"}
 
 
 @click.command()
-@click.option("--links", default="1gbit", show_default=True, help="One per node.")
-@click.option("--rank-links", default="500mbit,1gbit", show_default=True, help="One per rank.")
+@click.option("--links", default="1gbit", show_default=True, help="Rates, with one link per node.")
+@click.option("--rank-links", default="500mbit,1gbit", show_default=True, help="Rates, with one link per rank.")
 @click.option("--size", default="16M", show_default=True)
 @click.option("--codec", default="minmax8", show_default=True)
 @click.option("--chunk", type=int, help="Elements.")
-@click.option("--blocks", default=7, show_default=True, help="Of 10 calls of each side.")
+@click.option("--blocks", default=7, show_default=True, help="Blocks, of 10 calls of each side.")
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
-@click.option("--save", "keep", is_flag=True, help="Write docs/results/host-<date>.json, or renew these rows in it.")
+@click.option("--save", "keep", is_flag=True, help="Write docs/results/host-<date>.json, or replace these rows in it.")
 def main(**given: Any) -> None:
     """Measure and print a table."""
     document: dict[str, Any] = {"machine": machine(), "hierarchical": []}
@@ -83,11 +83,13 @@ def _print(rows: list[dict[str, Any]]) -> None:
 
 
 def rank(task: dict[str, Any]) -> None:
-    """What each rank does; rank 0 prints what was found."""
+    """Measure as one rank; rank 0 prints the results."""
     with qccl.init(backend="host", timeout=120) as comm:
         x = np.random.default_rng(comm.rank).standard_normal(task["count"]).astype(np.float32)
         y = np.empty_like(x)
-        nodes = [r % task["nodes"] for r in range(comm.size)]  # as in the lab; with a link each all seem to be alone
+        nodes = [
+            r % task["nodes"] for r in range(comm.size)
+        ]  # as in the lab; with a link per rank MPI sees one rank per node
         wiring = Wiring(tuple(nodes), tuple(range(comm.size) if task["link_per_rank"] else nodes))
         bulk = Bulk(comm, wiring)
         z, sides = y.copy(), {"mpi": (plain(comm, x, y), 4)}
@@ -116,7 +118,7 @@ def rank(task: dict[str, Any]) -> None:
 
 
 def _costs(comm: qccl.Communicator, call: Callable[[], object], sent: int, rate: float) -> dict[str, float]:
-    """The least time that the busiest link needs, what passes the limiters per byte sent, the processor's time."""
+    """The time that the busiest link needs at least, the bytes through the limiters per byte sent, and the CPU time."""
     counted = 5
     before = shaped_nbytes()
     comm.barrier()

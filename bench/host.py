@@ -1,10 +1,10 @@
-"""The figures of the host engine: ``python bench/host.py`` (as root, on a machine that does nothing else; minutes).
+"""Measures the host engine: ``python bench/host.py`` (takes minutes; needs root and an idle machine).
 
-Sections: "lab" behind slow links, beside a plain transfer of the same bytes by the same transport and MPI's own
-all-reduce; "shared" in shared memory beside MPI's; "overlap" of an asynchronous call with a caller who sleeps or
-computes. What is timed is the call as programs make it, out of place (a sum) and in place (the mean, which stays
-finite); in shared memory a bound plan, too. Sides take turns within one run, in blocks of back-to-back calls; a figure
-is the median of the blocks' means, the spread the slowest block less the fastest one over the median.
+Sections: "lab" behind slow links, compared with MPI's own all-reduce and a plain transfer of the same bytes; "shared"
+in shared memory, compared with MPI's; "overlap" of an asynchronous call with a caller that sleeps or computes. The
+timed calls are those that programs make, out of place (a sum) and in place (the mean, which stays finite), and in
+shared memory also a bound plan. The calls take turns within one run, in blocks of back-to-back calls. A figure is the
+median of the blocks' means; the spread is the slowest block less the fastest, divided by the median.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = ["cpu_seconds", "medians", "plain", "spread", "turns"]
 @click.option("--ranks", default="2,4", show_default=True)
 @click.option("--codecs", default="minmax8,minmax4", show_default=True)
 @click.option("--sizes", default="4K,64K,1M,16M", show_default=True, help="In shared memory.")
-@click.option("--calls", default=20, show_default=True, help="Of each side, at least.")
+@click.option("--calls", default=20, show_default=True, help="Minimum number of calls of each side.")
 @click.option("--algorithm", default="auto", show_default=True)
 @click.option("--chunk", type=int, help="Elements.")
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
-@click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json, or renew in it what was measured.")
+@click.option("--save", is_flag=True, help="Write docs/results/host-<date>.json, or replace these rows in it.")
 def main(**given: Any) -> None:
     """Measure and print tables."""
     document: dict[str, Any] = {"machine": machine(), "lab": [], "shared": [], "overlap": []}
@@ -133,7 +133,7 @@ def _print(section: str, rows: list[dict[str, Any]]) -> None:
 
 
 def rank(task: dict[str, Any]) -> None:
-    """What each rank does; rank 0 prints what was found."""
+    """Measure as one rank; rank 0 prints the results."""
     measure = {"lab": _measure_lab, "shared": _measure_shared, "overlap": _measure_overlap}[task["measure"]]
     with qccl.init(backend="host", timeout=120) as comm:
         x = np.random.default_rng(comm.rank).standard_normal(task["count"]).astype(np.float32)
@@ -147,7 +147,7 @@ def rank(task: dict[str, Any]) -> None:
 
 
 def _both_ways(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """The calls that programs make, out of place and in place, and MPI's beside them."""
+    """The calls that programs make, and MPI's, out of place and in place."""
     given = {key: task[key] for key in ("codec", "algorithm", "chunk")}
     z = x.copy()
     return {
@@ -159,13 +159,13 @@ def _both_ways(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) ->
 
 
 def plain(comm: qccl.Communicator, x: Any, y: Any) -> Callable[[], object]:
-    """A call of the library's own all-reduce, to be timed."""
+    """A function that calls the library's own all-reduce."""
     allreduce = comm.transport.allreduce
     return lambda: allreduce(x.ctypes.data, y.ctypes.data, len(x), "float32", "sum")
 
 
 def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
-    """Per call, of back-to-back calls after one that is not timed; the slowest rank's."""
+    """Seconds per call on the slowest rank, of back-to-back calls after one warm-up call."""
     comm.barrier()
     call()
     begin = time.perf_counter()
@@ -178,7 +178,7 @@ def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) ->
 def turns(
     comm: qccl.Communicator, sides: dict[str, tuple[Callable[[], object], int]], blocks: int
 ) -> dict[str, list[float]]:
-    """The sides (a call, and the calls in a block) in turn; the means of their blocks."""
+    """Time the sides (a call, and the number of calls in a block) in turns; returns the means of their blocks."""
     times: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(blocks):
         for name, (call, calls) in sides.items():
@@ -192,12 +192,12 @@ def medians(blocks: dict[str, list[float]]) -> dict[str, Any]:
 
 
 def spread(blocks: dict[str, list[float]]) -> float:
-    """The greatest of the sides' spreads."""
+    """The maximum of the sides' spreads."""
     return max((max(each) - min(each)) / statistics.median(each) for each in blocks.values())
 
 
 def cpu_seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) -> float:
-    """The processor's seconds of a call, the mean of the ranks."""
+    """CPU seconds per call, the mean of the ranks."""
     comm.barrier()
     begin = time.process_time()
     for _ in range(calls):

@@ -1,4 +1,4 @@
-"""What the pipeline gains: a call in chunks and as one single chunk. ``python bench/pipelining.py`` (as root)."""
+"""Measures the gain of pipelining: a call in chunks against one chunk. ``python bench/pipelining.py`` (as root)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the scripts beside this one have in common: running qccl-bench or ranks of one's own, tables, results files."""
+"""Shared by the scripts in this folder: running qccl-bench or own ranks, printing tables, writing results files."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ __all__ = [
     *("run_undisturbed", "save"),
 ]
 
-#: what rank 0 begins the line with in which it says what was found
+#: begins the line in which rank 0 prints the results
 MARK = "result "
-#: share of the processors that others may have in a run that counts as undisturbed
+#: CPU share that other programs may have in an undisturbed run
 _QUIET = 0.05
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
-#: what a row is a measurement of
+#: the keys that identify a row of results
 _KIND = ("ranks", "nodes", "link", "link_per_rank", "codec", "count", "algorithm", "chunk")
 
 
@@ -59,7 +59,7 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[st
 
 
 def document_table(head: Sequence[str], rows: Iterable[Sequence[object]], of: dict[str, Any]) -> str:
-    """The table, and what it was measured on: what machine() returned before."""
+    """The table, with the machine that it was measured on: a result of machine()."""
     what = f"{of['cpu']}, {of['cores']} cores, {of['mpi']}, qccl {of['qccl']} ({of['commit']}), {of['date']}"
     return "\n".join(_table(head, rows)) + f"\n\n(Measured on {what}.)"
 
@@ -77,10 +77,10 @@ def rewrite_table(page: str, command: str, text: str) -> None:
 
 
 def run_ranks(script: str, ranks: int, task: dict[str, Any], lab: Lab | None) -> dict[str, Any]:
-    """Start ``script TASK`` as ranks (in ``lab``); the task together with what rank 0 found."""
+    """Start ``script TASK`` on ``ranks`` ranks (in ``lab``); returns the task and rank 0's results."""
     found: list[dict[str, Any]] = []
 
-    def hear(line: str) -> None:
+    def on_line(line: str) -> None:
         if line.startswith(MARK):
             found.append(json.loads(line.removeprefix(MARK)))
         else:
@@ -88,14 +88,14 @@ def run_ranks(script: str, ranks: int, task: dict[str, Any], lab: Lab | None) ->
 
     command = [sys.executable, script, json.dumps(task)]
     with lab or contextlib.nullcontext():
-        status = run_ranks_by_mpiexec(ranks, command, lab=lab, smallest=4 * task["count"], silence=600, on_line=hear)
+        status = run_ranks_by_mpiexec(ranks, command, lab=lab, smallest=4 * task["count"], silence=600, on_line=on_line)
     if status or not found:
         raise SystemExit(f"the ranks failed with status {status}")
     return task | found[0]
 
 
 def run_undisturbed(run: Callable[[], dict[str, Any]], until: float) -> dict[str, Any]:
-    """The run that other processes disturbed least, of those tried up to one that they did not, or to ``until``."""
+    """Repeat ``run`` until one is undisturbed, or until ``until``; returns the least disturbed one."""
     tried: list[dict[str, Any]] = []
     while True:
         while time.monotonic() < until and _others(lambda: time.sleep(1)) > _QUIET:
@@ -108,9 +108,9 @@ def run_undisturbed(run: Callable[[], dict[str, Any]], until: float) -> dict[str
 
 
 def _others(run: Callable[[], object]) -> float:
-    """The share of the processors that other programs had while ``run`` ran.
+    """The CPU share of other programs while ``run`` ran.
 
-    Summed over processes: the machine's own total is kept by another clock, and the difference of the two was negative.
+    It sums over processes, because the machine's total has another clock, with which the share became negative.
     """
     begin, before = time.monotonic(), _seconds_of_others()
     run()
@@ -118,7 +118,7 @@ def _others(run: Callable[[], object]) -> float:
 
 
 def _seconds_of_others() -> float:
-    """Processor seconds of all processes but this one, with those of their children that have ended."""
+    """CPU seconds of all other processes, including their ended children."""
     ticks = 0
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -129,7 +129,7 @@ def _seconds_of_others() -> float:
 
 
 def machine() -> dict[str, Any]:
-    """What the figures are of."""
+    """The machine and the software that are measured."""
     model = [
         line.split(":")[1].strip()
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
@@ -151,7 +151,7 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """What the sources were; "+" follows where files differ from it, beside results."""
+    """The commit of the sources, with "+" if files other than results differ from it."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -164,7 +164,7 @@ def commit() -> str:
 
 
 def save(document: dict[str, Any]) -> None:
-    """Write today's file; where there is one, rows of the same kind are replaced, and the others stay."""
+    """Write today's file; in an existing file replace the rows with the same keys and keep the others."""
     _RESULTS.mkdir(parents=True, exist_ok=True)
     path = _RESULTS / f"host-{date.today().isoformat()}.json"
     if path.exists():
