@@ -1,8 +1,8 @@
-"""What compression gains behind slow links, and where it loses: ``python bench/links.py`` (as root; minutes).
+"""Measures what compression gains behind slow links: ``python bench/links.py`` (takes minutes; needs root).
 
-One line per link, number of ranks and codec: the time of a call, the least time its bytes take on the link and what a
-plain transfer of them gets, MPI's own all-reduce of the same values in the same run, out of place and in place, and the
-error. "shared memory" has no link: there compression loses. ``--write README.md`` puts the table in its place there.
+One row per link, number of ranks and codec: the time of a call, the time that its bytes need at the link's rate, the
+share of a plain transfer's rate, the time of MPI's own all-reduce in the same run, and the error. "shared memory" has
+no link; compression loses there. ``--write README.md`` replaces the table in README.md.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ HEAD = (
 @click.option("--size", default="16M", show_default=True)
 @click.option("--codec", default="minmax8,minmax4", show_default=True)
 @click.option("--iters", default=20, show_default=True)
-@click.option("--write", type=click.Path(exists=True, dir_okay=False), help="A page, to put the table in its place.")
+@click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the table in this page.")
 def main(links: str, ranks: str, size: str, codec: str, iters: int, write: str | None) -> None:
     """Print the table."""
     before = machine()
