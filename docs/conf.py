@@ -35,7 +35,6 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints_format = "short"
-autodoc_preserve_defaults = True
 autoclass_content = "both"
 add_module_names = False
 toc_object_entries_show_parents = "hide"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, Unpack
 
 from qccl.arguments import CodecLike, OpLike
 from qccl.arrays import Memory, Values
@@ -23,23 +23,9 @@ from qccl.collectives import (
 )
 from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
+from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, accepts, complete
 
-if TYPE_CHECKING:
-    from qccl.trace import TraceEvent
-
-__all__ = ["Collectives", "Run"]
-
-
-class Run(NamedTuple):
-    """How a call is run, and what a stateful codec is told of it; see Collectives.quantized_allreduce."""
-
-    async_op: bool
-    nonfinite: str
-    stream: Any
-    timeout: float | None
-    trace: list[TraceEvent] | None
-    key: str | None = None
-    lr: float | None = None
+__all__ = ["Collectives", "spec_arguments"]
 
 
 class Collectives(ABC):
@@ -51,23 +37,15 @@ class Collectives(ABC):
     nodes: tuple[int, ...]
     _memory: Memory
 
+    @accepts(CallOptions)
     def quantized_allreduce(
         self,
         x: Any,
         out: Any = None,
         *,
-        codec: CodecLike = "minmax8",
-        key: str | None = None,
-        lr: float | None = None,
         op: OpLike = "sum",
-        async_op: bool = False,
         algorithm: str = "auto",
-        chunk: int | None = None,
-        nonfinite: str = "propagate",
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Any:
         """Combine ``x`` over all ranks, with encoded traffic; every rank gets bit-identical values.
 
@@ -104,44 +82,35 @@ class Collectives(ABC):
         Errors: ArgumentError, CodecError and InvalidBufferError before anything is sent; MismatchError,
         CollectiveTimeout, PeerLost and EngineError from the call.
         """
-        source, target, result = self._pair(x, out, dtype)
+        how = complete(options)
+        source, target, result = self._pair(x, out, how)
         if target.count != source.count:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
-        spec = AllReduceSpec.from_arguments(
-            source.count, source.dtype, codec, chunk, source.order, op=op, algorithm=algorithm
-        )
-        run = Run(async_op, nonfinite, stream, timeout, trace, key, lr)
-        return self._run(spec, {"input": source, "output": target}, result, run)
+        spec = AllReduceSpec.from_arguments(*spec_arguments(source, how), source.order, op=op, algorithm=algorithm)
+        return self._run(spec, {"input": source, "output": target}, result, how)
 
+    @accepts(CallOptions)
     def quantized_allreduce_coalesced(
         self,
         xs: Sequence[Any],
         outs: Sequence[Any] | None = None,
         *,
-        codec: CodecLike = "minmax8",
-        key: str | None = None,
-        lr: float | None = None,
         op: OpLike = "sum",
-        async_op: bool = False,
         algorithm: str = "auto",
-        chunk: int | None = None,
-        nonfinite: str = "propagate",
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[CallOptions],
     ) -> Any:
         """All-reduce of many arrays of one element type in one call, as if they were one; they are not copied.
 
         ``xs`` and ``outs`` are lists of arrays; ``outs`` None means into ``xs`` themselves. Each array has buckets of
         its own. Other arguments: see quantized_allreduce. Returns the list of the outputs, or its Work.
         """
-        memory, targets = self._memory, xs if outs is None else outs
+        how, memory, targets = complete(options), self._memory, xs if outs is None else outs
         if not isinstance(xs, Collection) or not isinstance(targets, Collection):
             raise ArgumentError(f"xs and outs must be lists of arrays, not {type(xs).__name__}, {type(outs).__name__}")
         if len(targets) != len(xs):
             raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
         arrays: dict[str, Values] = {}
+        dtype = how["dtype"]
         for i, (x, out) in enumerate(zip(xs, targets, strict=True)):
             source = arrays[f"input {i}"] = memory.from_array(x, dtype=dtype, writable=outs is None, what=f"xs[{i}]")
             dtype = source.dtype
@@ -150,26 +119,21 @@ class Collectives(ABC):
             )
         each = [arrays[f"input {i}"].count for i in range(len(xs))]
         spec = CoalescedSpec.from_arguments(
-            sum(each), dtype or FLOAT32, codec, chunk, each=each, op=op, algorithm=algorithm
+            *(sum(each), dtype or FLOAT32, how["codec"], how["chunk"]), each=each, op=op, algorithm=algorithm
         )
         order = spec.order_of(arrays)
         spec = spec if order == "C" else replace(spec, order=order)
-        return self._run(spec, arrays, targets, Run(async_op, nonfinite, stream, timeout, trace, key, lr))
+        return self._run(spec, arrays, targets, how)
 
+    @accepts(ArrayOptions)
     def quantized_reduce_scatter(
         self,
         x: Any,
         out: Any = None,
         *,
         counts: Sequence[int] | None = None,
-        codec: CodecLike = "minmax8",
         op: OpLike = "sum",
-        async_op: bool = False,
-        chunk: int | None = None,
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[ArrayOptions],
     ) -> Any:
         """Combine ``x`` over all ranks, of which each rank gets one part: the first half of an all-reduce.
 
@@ -177,29 +141,24 @@ class Collectives(ABC):
         to leave it where it is in ``x``, whose other parts are not changed. Other arguments: see quantized_allreduce.
         Returns ``out`` (or ``x``), or its Work.
         """
-        source = self._memory.from_array(x, dtype=dtype, writable=out is None, what="x")
-        spec = ReduceScatterSpec.from_arguments(source.count, source.dtype, codec, chunk, op=op, counts=counts)
+        how = complete(options)
+        source = self._memory.from_array(x, dtype=how["dtype"], writable=out is None, what="x")
+        spec = ReduceScatterSpec.from_arguments(*spec_arguments(source, how), op=op, counts=counts)
         if out is None:
             target = spec.output_in(source, self.rank, self.size)
         else:
             target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
         arrays = {"input": source, "output": target}
-        return self._run(spec, arrays, x if out is None else out, Run(async_op, "propagate", stream, timeout, trace))
+        return self._run(spec, arrays, x if out is None else out, how)
 
+    @accepts(ResultArrayOptions)
     def quantized_all_gather(
         self,
         x: Any,
         out: Any,
         *,
         counts: Sequence[int] | None = None,
-        codec: CodecLike = "minmax8",
-        async_op: bool = False,
-        chunk: int | None = None,
-        nonfinite: str = "propagate",
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[ResultArrayOptions],
     ) -> Any:
         """Put every rank's ``x`` one behind the other into ``out``, on all ranks: the second half of an all-reduce.
 
@@ -207,13 +166,12 @@ class Collectives(ABC):
         ``out`` itself. All ranks hold the same bits; the own part, too, is what the others decode. Other arguments: see
         quantized_allreduce. Returns ``out``, or its Work.
         """
-        source = self._memory.from_array(x, dtype=dtype, writable=False, what="x")
-        target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
-        spec = AllGatherSpec.from_arguments(target.count, target.dtype, codec, chunk, counts=counts)
-        return self._run(
-            spec, {"input": source, "output": target}, out, Run(async_op, nonfinite, stream, timeout, trace)
-        )
+        how = complete(options)
+        source, target = self._two(x, out, how)
+        spec = AllGatherSpec.from_arguments(*spec_arguments(target, how), counts=counts)
+        return self._run(spec, {"input": source, "output": target}, out, how)
 
+    @accepts(ArrayOptions)
     def quantized_all_to_all(
         self,
         x: Any,
@@ -221,13 +179,7 @@ class Collectives(ABC):
         *,
         send_counts: Sequence[int] | None = None,
         recv_counts: Sequence[int] | None = None,
-        codec: CodecLike = "minmax8",
-        async_op: bool = False,
-        chunk: int | None = None,
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[ArrayOptions],
     ) -> Any:
         """Send part j of ``x`` to rank j, for each j; ``out`` gets the parts for this rank, one behind the other.
 
@@ -235,30 +187,22 @@ class Collectives(ABC):
         equal parts. The part that it sends itself is copied as it is. Other arguments: see quantized_allreduce. Returns
         ``out``, or its Work.
         """
-        source = self._memory.from_array(x, dtype=dtype, writable=False, what="x")
-        target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
+        how = complete(options)
+        source, target = self._two(x, out, how)
         spec = AllToAllSpec.from_arguments(
-            source.count, source.dtype, codec, chunk, send_counts=send_counts, recv_counts=recv_counts
+            *spec_arguments(source, how), send_counts=send_counts, recv_counts=recv_counts
         )
-        return self._run(
-            spec, {"input": source, "output": target}, out, Run(async_op, "propagate", stream, timeout, trace)
-        )
+        return self._run(spec, {"input": source, "output": target}, out, how)
 
+    @accepts(ResultArrayOptions)
     def quantized_broadcast(
         self,
         x: Any,
         out: Any = None,
         *,
         root: int = 0,
-        codec: CodecLike = "minmax8",
-        async_op: bool = False,
         algorithm: str = "auto",
-        chunk: int | None = None,
-        nonfinite: str = "propagate",
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[ResultArrayOptions],
     ) -> Any:
         """Give all ranks the values of ``x`` of rank ``root``.
 
@@ -266,69 +210,56 @@ class Collectives(ABC):
         where ``out`` is given, ``x`` is needed on the root alone. ``algorithm`` is "chain", "binomial" or "auto" (by
         size). Other arguments: see quantized_allreduce. Returns the output array, or its Work.
         """
+        how = complete(options)
         if self.rank == root or out is None:
-            source, target, result = self._pair(x, out, dtype)
+            source, target, result = self._pair(x, out, how)
         else:
-            source = target = self._memory.from_array(out, dtype=dtype, writable=True, what="out")
+            source = target = self._memory.from_array(out, dtype=how["dtype"], writable=True, what="out")
             result = out
-        spec = BroadcastSpec.from_arguments(
-            source.count, source.dtype, codec, chunk, source.order, root=root, algorithm=algorithm
-        )
-        return self._run(
-            spec, {"input": source, "output": target}, result, Run(async_op, nonfinite, stream, timeout, trace)
-        )
+        spec = BroadcastSpec.from_arguments(*spec_arguments(source, how), source.order, root=root, algorithm=algorithm)
+        return self._run(spec, {"input": source, "output": target}, result, how)
 
+    @accepts(ArrayOptions)
     def quantized_reduce(
         self,
         x: Any,
         out: Any = None,
         *,
         root: int = 0,
-        codec: CodecLike = "minmax8",
         op: OpLike = "sum",
-        async_op: bool = False,
         algorithm: str = "auto",
-        chunk: int | None = None,
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[ArrayOptions],
     ) -> Any:
         """Combine ``x`` over all ranks, for rank ``root`` alone: it gets the result in ``out``, or in ``x`` itself.
 
         On the other ranks ``x`` is not changed, and ``out`` is not used. ``algorithm`` is as in quantized_allreduce,
         and so are the other arguments. Returns the output array on the root, elsewhere None; or its Work.
         """
+        how = complete(options)
         if self.rank == root:
-            source, target, result = self._pair(x, out, dtype)
+            source, target, result = self._pair(x, out, how)
             arrays = {"input": source, "output": target}
         else:
-            source, result = self._memory.from_array(x, dtype=dtype, writable=False, what="x"), None
+            source, result = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x"), None
             arrays = {"input": source}
         spec = ReduceSpec.from_arguments(
-            source.count, source.dtype, codec, chunk, source.order, op=op, root=root, algorithm=algorithm
+            *spec_arguments(source, how), source.order, op=op, root=root, algorithm=algorithm
         )
-        return self._run(spec, arrays, result, Run(async_op, "propagate", stream, timeout, trace))
+        return self._run(spec, arrays, result, how)
 
+    @accepts(ResultArrayOptions)
     def hierarchical_allreduce(
         self,
         x: Any,
         out: Any = None,
         *,
-        codec: CodecLike = "minmax8",
         op: OpLike = "sum",
         intra: str = "none",
         layout: str = "leader",
         node_ids: Sequence[int] | None = None,
         inter: str | None = None,
-        async_op: bool = False,
         algorithm: str = "auto",
-        chunk: int | None = None,
-        nonfinite: str = "propagate",
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[ResultArrayOptions],
     ) -> Any:
         """All-reduce in two levels: nearly exact inside nodes, and with ``codec`` between them.
 
@@ -342,9 +273,10 @@ class Collectives(ABC):
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
-        source, target, result = self._pair(x, out, dtype)
+        how = complete(options)
+        source, target, result = self._pair(x, out, how)
         spec = HierarchicalSpec.from_arguments(
-            *(source.count, source.dtype, codec, chunk, source.order),
+            *(*spec_arguments(source, how), source.order),
             op=op,
             intra=intra,
             layout=layout,
@@ -352,9 +284,9 @@ class Collectives(ABC):
             algorithm=algorithm,
             inter=inter,
         )
-        run = Run(async_op, nonfinite, stream, timeout, trace)
-        return self._run(spec, {"input": source, "output": target}, result, run)
+        return self._run(spec, {"input": source, "output": target}, result, how)
 
+    @accepts(ArrayOptions)
     def peer_exchange(
         self,
         z: Any,
@@ -362,13 +294,7 @@ class Collectives(ABC):
         send_to: Collection[int],
         replicas: Mapping[int, Any],
         applied: Any = None,
-        codec: CodecLike = "minmax8",
-        async_op: bool = False,
-        chunk: int | None = None,
-        dtype: DType | str | None = None,
-        stream: Any = None,
-        timeout: float | None = None,
-        trace: list[TraceEvent] | None = None,
+        **options: Unpack[ArrayOptions],
     ) -> Any:
         """Send the code of ``z`` to some ranks and add it to ``applied``; add others' codes to their replicas.
 
@@ -385,8 +311,8 @@ class Collectives(ABC):
         """
         if not isinstance(replicas, Mapping):
             raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")
-        memory = self._memory
-        own = memory.from_array(z, dtype=dtype, writable=False, what="z")
+        how, memory = complete(options), self._memory
+        own = memory.from_array(z, dtype=how["dtype"], writable=False, what="z")
         arrays = {"input": own}
         if applied is not None:
             arrays["applied"] = memory.from_array(applied, dtype=own.dtype, writable=True, what="applied")
@@ -394,20 +320,30 @@ class Collectives(ABC):
             what = f"replicas[{peer}]"
             arrays[f"replica {peer}"] = memory.from_array(array, dtype=own.dtype, writable=True, what=what)
         spec = PeerExchangeSpec.from_arguments(
-            *(own.count, own.dtype, codec, chunk, own.order),
+            *(*spec_arguments(own, how), own.order),
             send_to=send_to,
             receive_from=replicas.keys(),
             applied=applied is not None,
         )
-        return self._run(spec, arrays, applied, Run(async_op, "propagate", stream, timeout, trace))
+        return self._run(spec, arrays, applied, how)
 
-    def _pair(self, x: Any, out: Any, dtype: DType | str | None) -> tuple[Values, Values, Any]:
-        """The memory of both arrays (the same where ``out`` is None), and the one that is returned."""
-        source = self._memory.from_array(x, dtype=dtype, writable=out is None, what="x")
-        if out is None:
-            return source, source, x
-        return source, self._memory.from_array(out, dtype=source.dtype, writable=True, what="out"), out
+    def _pair(self, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values, Any]:
+        """The memory of both arrays (the same if ``out`` is None), and the array that the call returns."""
+        if out is not None:
+            return *self._two(x, out, how), out
+        source = self._memory.from_array(x, dtype=how["dtype"], writable=True, what="x")
+        return source, source, x
+
+    def _two(self, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
+        """The memory of an input and of an output."""
+        source = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
+        return source, self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
 
     @abstractmethod
-    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
+    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
         """One call of a collective: its result, or its Work."""
+
+
+def spec_arguments(values: Values, how: CallOptions) -> tuple[int, DType, CodecLike, int | None]:
+    """The arguments that every CollectiveSpec has."""
+    return values.count, values.dtype, how["codec"], how["chunk"]

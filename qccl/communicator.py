@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeout_of
 from qccl.arrays import Values
-from qccl.calls import Collectives, Run
+from qccl.calls import Collectives
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend
 from qccl.errors import ArgumentError, PeerLost, QcclError
 from qccl.host import HostBackend
+from qccl.options import CallOptions
 from qccl.plan import Plan, PlanCache
 from qccl.session import Session
 from qccl.state import check_key
@@ -278,25 +279,25 @@ class Communicator(Collectives):
 
     # -- how a call runs ---------------------------------------------------------------------------------------------
 
-    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: Run) -> Any:
+    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
         """One call of a collective: its result, or its Work."""
         self._session.check_usable()
-        if how.nonfinite not in ("propagate", "error"):
-            raise ArgumentError(f'nonfinite={how.nonfinite!r} is not "propagate" or "error"')
-        timeout = None if how.timeout is None else timeout_of(how.timeout)
-        check_trace(how.trace)
+        if how["nonfinite"] not in ("propagate", "error"):
+            raise ArgumentError(f'nonfinite={how["nonfinite"]!r} is not "propagate" or "error"')
+        timeout = None if how["timeout"] is None else timeout_of(how["timeout"])
+        check_trace(how["trace"])
         spec.check_counts(arrays, self.rank, self.size)
-        check_key(spec.codec, how.key)
-        if how.async_op:
+        check_key(spec.codec, how["key"])
+        if how["async_op"]:
             self._memory.hold(arrays.values())
-        own = self._own_input(spec, arrays) if how.nonfinite == "error" else ""
-        plan = self._plans.take(self._session, spec)._bind_values(arrays, result, how.key)
-        work = plan._start(stream=how.stream, timeout=timeout, trace=how.trace, lr=how.lr)
+        own = self._own_input(spec, arrays) if how["nonfinite"] == "error" else ""
+        plan = self._plans.take(self._session, spec)._bind_values(arrays, result, how["key"])
+        work = plan._start(stream=how["stream"], timeout=timeout, trace=how["trace"], lr=how["lr"])
         work._when_reusable(lambda: self._plans.give_back(plan))
-        if how.nonfinite == "error":
+        if how["nonfinite"] == "error":
             outputs = [values for name, values in arrays.items() if name.startswith("output")]
             work._check_result(lambda: self._refuse_nonfinite(outputs, own))
-        if not how.async_op:
+        if not how["async_op"]:
             return work.wait()
         work._detach(at_once=True)
         return work

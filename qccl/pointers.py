@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Unpack
 
 from qccl import dtypes
-from qccl.arguments import CodecLike, OpLike, count_of
+from qccl.arguments import OpLike, count_of
 from qccl.arrays import Memory, Pointer, Values
-from qccl.calls import Collectives, Run
-from qccl.collectives import AllReduceSpec, HierarchicalSpec, PeerExchangeSpec
+from qccl.calls import Collectives, spec_arguments
+from qccl.collectives import AllReduceSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
+from qccl.options import CallOptions, Options, ResultOptions, StateOptions, accepts, complete
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["hierarchical_allreduce", "peer_exchange", "quantized_allreduce"]
 
 
+@accepts(StateOptions)
 def quantized_allreduce(
     sendbuf: Pointer,
     recvbuf: Pointer,
@@ -29,14 +31,8 @@ def quantized_allreduce(
     comm: Communicator,
     stream: int = 0,
     *,
-    codec: CodecLike = "minmax8",
-    key: str | None = None,
-    lr: float | None = None,
-    async_op: bool = False,
     algorithm: str = "auto",
-    chunk: int | None = None,
-    nonfinite: str = "propagate",
-    timeout: float | None = None,
+    **options: Unpack[StateOptions],
 ) -> Work | None:
     """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
 
@@ -46,12 +42,12 @@ def quantized_allreduce(
     None.
     """
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
-    spec = AllReduceSpec.from_arguments(source.count, source.dtype, codec, chunk, op=op, algorithm=algorithm)
-    run = Run(async_op, nonfinite, stream, timeout, None, key, lr)
-    work = comm._run(spec, {"input": source, "output": target}, None, run)
-    return work if async_op else None
+    how = complete(options, stream=stream)
+    spec = AllReduceSpec.from_arguments(*spec_arguments(source, how), op=op, algorithm=algorithm)
+    return _run(comm, spec, {"input": source, "output": target}, how)
 
 
+@accepts(ResultOptions)
 def hierarchical_allreduce(
     sendbuf: Pointer,
     recvbuf: Pointer,
@@ -61,21 +57,18 @@ def hierarchical_allreduce(
     comm: Communicator,
     stream: int = 0,
     *,
-    codec: CodecLike = "minmax8",
     intra: str = "none",
     layout: str = "leader",
     node_ids: Sequence[int] | None = None,
     inter: str | None = None,
-    async_op: bool = False,
     algorithm: str = "auto",
-    chunk: int | None = None,
-    nonfinite: str = "propagate",
-    timeout: float | None = None,
+    **options: Unpack[ResultOptions],
 ) -> Work | None:
     """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
+    how = complete(options, stream=stream)
     spec = HierarchicalSpec.from_arguments(
-        *(source.count, source.dtype, codec, chunk),
+        *spec_arguments(source, how),
         op=op,
         intra=intra,
         layout=layout,
@@ -83,11 +76,10 @@ def hierarchical_allreduce(
         algorithm=algorithm,
         inter=inter,
     )
-    run = Run(async_op, nonfinite, stream, timeout, None)
-    work = comm._run(spec, {"input": source, "output": target}, None, run)
-    return work if async_op else None
+    return _run(comm, spec, {"input": source, "output": target}, how)
 
 
+@accepts(Options)
 def peer_exchange(
     sendbuf: Pointer,
     count: int,
@@ -98,23 +90,22 @@ def peer_exchange(
     send_to: Collection[int],
     replicas: Mapping[int, Pointer],
     applied: Pointer | None = None,
-    codec: CodecLike = "minmax8",
-    async_op: bool = False,
-    chunk: int | None = None,
-    timeout: float | None = None,
+    **options: Unpack[Options],
 ) -> Work | None:
     """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
     if not isinstance(replicas, Mapping):
         raise ArgumentError(f"replicas must be a dict of pointers by rank, not {type(replicas).__name__}")
-    memory, count, dtype = _memory(comm), count_of(count), dtypes.get(datatype)
+    how, memory, count, dtype = complete(options, stream=stream), _memory(comm), count_of(count), dtypes.get(datatype)
     given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
     given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
     arrays = {name: memory.from_pointer(pointer, count, dtype, what=what) for name, pointer, what in given}
     spec = PeerExchangeSpec.from_arguments(
-        *(count, dtype, codec, chunk), send_to=send_to, receive_from=replicas.keys(), applied=applied is not None
+        *spec_arguments(arrays["input"], how),
+        send_to=send_to,
+        receive_from=replicas.keys(),
+        applied=applied is not None,
     )
-    work = comm._run(spec, arrays, None, Run(async_op, "propagate", stream, timeout, None))
-    return work if async_op else None
+    return _run(comm, spec, arrays, how)
 
 
 def _pair(
@@ -130,3 +121,8 @@ def _memory(comm: Communicator) -> Memory:
     if not isinstance(comm, Collectives):
         raise ArgumentError(f"comm must be a Communicator, such as qccl.init() returns, not {comm!r}")
     return comm._memory
+
+
+def _run(comm: Communicator, spec: CollectiveSpec, arrays: Mapping[str, Values], how: CallOptions) -> Work | None:
+    work: Any = comm._run(spec, arrays, None, how)
+    return work if how["async_op"] else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -59,6 +61,20 @@ def test_refused(call, reason) -> None:
         comm.barrier()  # nothing was sent, so the communicator is as good as before
 
     qccl.run_ranks(2, run)
+
+
+def test_every_collective_shows_the_shared_keywords_and_refuses_others() -> None:
+    methods = [method for name, method in vars(qccl.calls.Collectives).items() if not name.startswith("_")]
+    pointers = [qccl.quantized_allreduce, qccl.hierarchical_allreduce, qccl.peer_exchange]
+    assert len(methods) == 9
+    for function in (*methods, *pointers):
+        shown = inspect.signature(function).parameters
+        assert {"codec", "async_op", "chunk", "timeout"} <= shown.keys() and "options" not in shown
+        assert (function in methods) == ("dtype" in shown) == ("trace" in shown)
+        assert shown["codec"].default == "minmax8" and shown["codec"].annotation == "CodecLike"
+    for function, wrong in ((qccl.Communicator.quantized_reduce, "nonfinite"), (qccl.peer_exchange, "trace")):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument '{wrong}'"):
+            function(None, None, **{wrong: None})
 
 
 def test_memory_in_common() -> None:

@@ -1,0 +1,102 @@
+"""The keywords that the collectives share: each is declared once, with its type and its default."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+
+from qccl.arguments import CodecLike
+from qccl.dtypes import DType
+
+if TYPE_CHECKING:
+    from qccl.trace import TraceEvent
+
+__all__ = [
+    *("ArrayOptions", "CallOptions", "Options", "ResultArrayOptions", "ResultOptions", "StateOptions"),
+    *("accepts", "complete"),
+]
+
+
+class Options(TypedDict, total=False):
+    """Keywords of every collective, on arrays and on pointers."""
+
+    codec: CodecLike
+    async_op: bool
+    chunk: int | None
+    timeout: float | None
+
+
+class ResultOptions(Options, total=False):
+    """Keywords of the collectives whose ranks all get the whole result."""
+
+    nonfinite: str
+
+
+class StateOptions(ResultOptions, total=False):
+    """Keywords of the collectives that codecs with state can be used in."""
+
+    key: str | None
+    lr: float | None
+
+
+class _OfArrays(TypedDict, total=False):
+    dtype: DType | str | None
+    stream: Any
+    trace: list[TraceEvent] | None
+
+
+class ArrayOptions(Options, _OfArrays, total=False):
+    """Options of a method on arrays."""
+
+
+class ResultArrayOptions(ResultOptions, _OfArrays, total=False):
+    """ResultOptions of a method on arrays."""
+
+
+class CallOptions(StateOptions, _OfArrays, total=False):
+    """All options."""
+
+
+_DEFAULTS: dict[str, Any] = {
+    **{"codec": "minmax8", "async_op": False, "chunk": None, "timeout": None, "nonfinite": "propagate"},
+    **{"key": None, "lr": None, "dtype": None, "stream": None, "trace": None},
+}
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def accepts(options: type) -> Callable[[_F], _F]:
+    """Show ``options`` in the signature of a function that ends in ``**options: Unpack[...]``, and refuse others.
+
+    A wrong keyword raises the TypeError that Python raises for a function without ``**``.
+    """
+
+    def decorate(function: _F) -> _F:
+        own = inspect.signature(function)
+        shown = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hint.__forward_arg__
+            )
+            for name, hint in options.__annotations__.items()
+        ]
+        signature = own.replace(parameters=[*list(own.parameters.values())[:-1], *shown])
+        allowed = frozenset(signature.parameters)
+
+        @wraps(function)
+        def checked(*args: Any, **given: Any) -> Any:
+            if not allowed.issuperset(given):
+                wrong = next(name for name in given if name not in allowed)
+                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {wrong!r}")
+            return function(*args, **given)
+
+        checked.__signature__ = signature  # type: ignore[attr-defined]
+        return cast(_F, checked)
+
+    return decorate
+
+
+def complete(options: Mapping[str, object], **others: Any) -> CallOptions:
+    """All options: the defaults, replaced by those of a call."""
+    return cast(CallOptions, {**_DEFAULTS, **options, **others})
