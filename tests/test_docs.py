@@ -168,6 +168,14 @@ def test_the_environment_variables():
         assert f"`{name}`" in page, name
 
 
+@pytest.mark.parametrize("name", ["architecture.md", "glossary.md"])
+def test_the_files_that_pages_name_exist(name):
+    page = (DOCS / name).read_text()
+    folders = (ROOT, ROOT / "qccl", ROOT / "qccl" / "collectives", DOCS)
+    for path in re.findall(r"`([\w./-]+(?:\.(?:py|h|cpp|md)|/\w+))`", page):
+        assert any((folder / path).exists() for folder in folders), f"docs/{name} names {path}"
+
+
 def test_the_break_even_bandwidths():
     """Those of docs/when-not.md follow from its formula and the speeds in docs/codecs.md."""
     page, speeds = (DOCS / "when-not.md"), (DOCS / "codecs.md").read_text()
