@@ -233,7 +233,7 @@ class HostEngine:
         while not execution.done and (limit == math.inf or time.monotonic() < limit):
             self._take_turn()
             try:
-                if self._failure is not None and not execution.done:
+                if self._failure is not None:
                     raise self._failure
                 if not execution.done:
                     self._act(self._loop.run(limit, self._on_control))
@@ -357,7 +357,6 @@ class HostEngine:
             return
         self._failed = True
         self._failure = self._failure or error
-        self.detached = 0
         if self._progress_thread is not None:
             self._progress_thread.stop()
         for execution in self._active.values():
