@@ -1,4 +1,4 @@
-"""Starting MPI ranks in tests, with a deadline, and nothing left behind."""
+"""Starts MPI ranks in tests, with a deadline after which all are ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of a run: mpiexec's exit status, its output with the ranks' (mixed), and the seconds it took."""
+    """The end of a run: mpiexec's exit status, the output of mpiexec and ranks, and the seconds it took."""
 
     status: int
     output: str

@@ -72,7 +72,7 @@ def test_bad_flags_say_what_is_allowed(arguments: list[str], parts: list[str]) -
 
 def test_nccl_tests_flags_with_their_one_value_are_accepted() -> None:
     result = invoke("allreduce", "-t1", "-g1", "-m1", "-p0", "-z1", "-G0", "-C0", "-b2M", "-e1M")
-    assert "-e 1048576 is less than" in result.output  # the flags were read, and the sizes refused
+    assert "-e 1048576 is less than" in result.output  # the flags were accepted, and the sizes refused
 
 
 def test_lists_of_codecs_keep_the_commas_of_options() -> None:
@@ -149,7 +149,7 @@ def test_what_is_no_codec_of_the_users_is_refused(users: str, text: str, reason:
 
 
 def test_specifications_elsewhere_import_nothing(users: str) -> None:
-    """A specification may come from a file or a dict that nobody looked at."""
+    """A specification may come from an untrusted file or dict."""
     with pytest.raises(qccl.CodecError):
         qccl.codecs.get(f"{users}:Half")
     assert users not in sys.modules

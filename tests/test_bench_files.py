@@ -1,4 +1,4 @@
-"""What a run of qccl-bench leaves behind: the JSON after each row, codecs with state, errors once, torchrun's ranks."""
+"""qccl-bench: the JSON after each row, codecs with state, errors under launchers, torchrun's ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def swept(ranks: int, options: Options) -> tuple[list[bool], list[str]]:
 @pytest.mark.parametrize("collective_name", ["allreduce", "allreduce_coalesced"])
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_codecs_that_keep_something_are_measured_and_right(ranks: int, collective_name: str) -> None:
-    """By the bits of the first call of each check, whatever calls came before it."""
+    """Each check compares the bits of a call without earlier state."""
     options = Options(
         *(4096, 65536, 0, 16, 2, 1),
         check=2,
@@ -159,7 +159,7 @@ def test_calls_that_are_impossible_are_refused_before_ranks_start(
 
 @pytest.mark.parametrize("flags", [["-f", "1"], ["-b", "2K", "-e", "1K"], ["--codec=topk:k=0.1", "-omin"], ["--nope"]])
 def test_rank_0_of_a_launcher_says_what_is_wrong(monkeypatch: pytest.MonkeyPatch, flags: list[str]) -> None:
-    """The others say nothing and end well, so that the launcher lets rank 0 speak; none ends before all have met."""
+    """The others print nothing and exit with 0, so that rank 0 can report; none exits before the exchange."""
     met: list[str] = []
     monkeypatch.setattr(launched, "_all_errors", lambda launcher, text: met.append(text) or [text])
     monkeypatch.setenv("PMI_SIZE", "2")
@@ -216,7 +216,7 @@ def test_every_column_is_explained_in_the_help_and_on_the_page() -> None:
 
 
 def test_under_torchrun_its_ranks_are_used() -> None:
-    """Over gloo, beside gloo's own all-reduce; rank 0 prints."""
+    """Over gloo, compared with gloo's own all-reduce; rank 0 prints."""
     pytest.importorskip("torch")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -1,4 +1,4 @@
-"""What qccl-bench measures: right results pass, a single wrong bit does not, inputs are what they should be."""
+"""The checks of qccl-bench: right results pass, a single wrong bit does not; its inputs are as specified."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_the_top_bit_of_one_code_makes_elements_wrong(codec: str, bit: int, algo
     rows = outcomes(3, run)
     for row in rows:
         assert isinstance(row, Row), row
-        # The element whose code it was, and more only where other ranks' buckets moved with it.
+        # The element of the code; others only if other ranks' buckets changed, too.
         assert 1 <= row.out_of_place.wrong <= 1024
         assert row.in_place.wrong == 0
 
@@ -101,7 +101,7 @@ CODE_BYTES, RANGE_BYTES = (0, -9), tuple(range(-8, 0))
 @pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_flipped_bit_that_changes_a_result_is_counted(bits: int, algorithm: str) -> None:
-    """In round 1 all ranks agree on the wrong result, in round 2 they do not; in codes and in range words."""
+    """In codes and ranges; in round 1 all ranks agree on the wrong result, in round 2 they do not."""
     case = Case(3 * 64, dtypes.FLOAT32, "sum")
     messages = (0, 2) if algorithm == "two_round" else (0,)
     flips = [(m, at, bit) for m in messages for at in CODE_BYTES + RANGE_BYTES for bit in range(8)]
@@ -155,7 +155,7 @@ def test_a_changed_input_is_counted() -> None:
 
 
 def spoiled(comm: qccl.Communicator, spoil: Callable[[np.ndarray, np.ndarray], None]) -> Row:
-    """A call after which ``spoil(x, out)`` happens on rank 1."""
+    """A call after which rank 1 runs ``spoil(x, out)``."""
     call = QuantizedCall(comm, Case(500, dtypes.FLOAT32, "sum"), codecs.get("minmax8"), "auto", None)
     bind = call.bind
 
@@ -248,7 +248,7 @@ def test_right_results_of_every_codec_are_not_wrong(kind: str) -> None:
     [("hierarchical_allreduce", SHARED), ("allreduce_coalesced", {"arrays": 3}), ("peer_exchange", {})],
 )
 def test_wrong_results_of_the_other_collectives_are_counted(kind: str, parameters: dict[str, object]) -> None:
-    """The lowest bit of one code of one rank is enough."""
+    """A flip of the lowest bit of one rank's code is counted."""
 
     def run(transport: LoopbackTransport) -> Row:
         if transport.rank == 0:
@@ -294,7 +294,7 @@ def test_link_counters_are_compared_with_the_bytes_sent() -> None:
         call = QuantizedCall(comm, Case(4096, dtypes.FLOAT32, "sum"), codecs.get("none"), "one_shot", None)
         return measure_one(comm, call, Counts(3, 1, 0), lambda: next(counter)).out_of_place.crossed
 
-    call_nbytes = 4096 * 4 * 2  # what the two calls of a turn send to one peer
+    call_nbytes = 4096 * 4 * 2  # sent to one peer by the two calls of a turn
     assert qccl.run_ranks(2, run) == [1.0, 1.0]
 
 
@@ -326,7 +326,7 @@ def test_sums_in_place_are_begun_again_before_they_overflow() -> None:
     ("kind", "in_place"), [(kind, mode) for kind in KINDS for mode in (False, True)[: 1 + KINDS[kind].is_allreduce]]
 )
 def test_what_is_timed_is_the_call_that_programs_make(kind: str, as_plan: bool, in_place: bool) -> None:
-    """The communicator's method, with the codec as text; a bound plan only where that is asked for."""
+    """The timed call is the communicator's method, with the codec as text; a bound plan only with --plan."""
     method = kind if kind in ("hierarchical_allreduce", "peer_exchange") else f"quantized_{kind}"
     parameters = {"hierarchical_allreduce": SHARED, "allreduce_coalesced": {"arrays": 3}}.get(kind, {})
 

@@ -1,4 +1,4 @@
-"""qccl-bench with ranks that mpiexec starts, and what becomes of them."""
+"""qccl-bench with ranks that mpiexec starts, and their end."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_signals_unwind_once() -> None:
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", [name for name in KINDS if name != "allreduce"])
 def test_every_collective_is_timed_and_checked(name: str, tmp_path: Path) -> None:
-    """Results are right, a flipped sign would show, and busbw is what the factor makes of the time."""
+    """Results are right, and busbw is algbw times the collective's factor."""
     path = tmp_path / "x.json"
     codecs = "--codec=minmax4:rounding=stochastic,none"
     done = bench(name, "--ranks=3", "-b100K", "-e100K", "-n2", codecs, f"--json={path}")

@@ -105,7 +105,7 @@ def test_the_footer_has_the_worse_of_both_modes() -> None:
 
 
 def test_the_footer_has_the_spread_of_a_disturbed_row() -> None:
-    """One that was measured while something else ran is told from others, the plain all-reduce's too."""
+    """It reveals a disturbed row, also of the plain all-reduce."""
     disturbed = replace(row("mpi"), in_place=Side((0.004, 0.004, 0.004, 0.005, 0.0068), 0, 0.0, None))
     totals = table.totals([(row(), disturbed)], 4, None)
     assert disturbed.in_place.seconds == 0.004 and totals.spread == pytest.approx(0.7)
@@ -119,7 +119,7 @@ def test_the_footer_has_what_a_plain_transfer_got_of_the_link() -> None:
 
 
 def in_lab(seconds: float, bulk: float) -> Row:
-    """A row beside a plain transfer of the same bytes."""
+    """A row with a plain transfer of the same bytes."""
     side = Side((seconds,), 0, 7.4e-3, 1.01, bulk)
     return replace(row(), out_of_place=side, in_place=side)
 
@@ -174,7 +174,7 @@ def test_a_picture_is_drawn(report: Report, tmp_path: Path, link: str | None) ->
 
 
 class Terminal:
-    """A stream that says whether it is a terminal."""
+    """A stream that may claim to be a terminal."""
 
     def __init__(self, *, tty: bool) -> None:
         self.tty, self.text = tty, ""
@@ -225,7 +225,7 @@ def test_the_bar_leaves_room_for_the_words(monkeypatch: pytest.MonkeyPatch, colu
 
 
 def test_a_measured_table_takes_its_place_in_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And the README has the place that `bench/links.py --write README.md` fills."""
+    """Also in README.md, by `bench/links.py --write README.md`."""
     monkeypatch.syspath_prepend(str(ROOT / "bench"))
     runs = importlib.import_module("runs")
     page = tmp_path / "page.md"

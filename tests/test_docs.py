@@ -1,4 +1,4 @@
-"""The documentation is true: its blocks of Python run as they stand there, and its lists leave nothing out.
+"""The documentation is true: its Python blocks run unchanged, and its lists are complete.
 
 A block whose first line is ``# FILE: COMMAND`` is a program, which is started by that command. The others of a page are
 one program in the order of the page, and run on ranks that are threads, with ``comm``, ``np`` and ``qccl``.
@@ -107,7 +107,7 @@ def test_programs(block, tmp_path):
 
 
 def test_programs_of_torchrun(tmp_path):
-    """They share two processes with torchrun's variables, because to start torch takes long."""
+    """They share two processes with torchrun's variables, because importing torch takes long."""
     pytest.importorskip("torch")
     programs = [block for block in PROGRAMS if block.launcher != "mpiexec"]
     assert len(programs) > 1
@@ -177,7 +177,7 @@ def test_the_files_that_pages_name_exist(name):
 
 
 def test_the_break_even_bandwidths():
-    """Those of docs/when-not.md follow from its formula and the speeds in docs/codecs.md."""
+    """The table in docs/when-not.md follows from its formula and the speeds in docs/codecs.md."""
     page, speeds = (DOCS / "when-not.md"), (DOCS / "codecs.md").read_text()
     names: dict[str, Any] = {}
     exec(blocks_of(page)[0].text, names)

@@ -1,4 +1,4 @@
-"""All-reduce with error feedback and momentum: results and state bit for bit, and what becomes of the state."""
+"""All-reduce with error feedback and momentum: exact results and state; saving, loading and losing state."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LENGTHS = [0, 1, 63, 65, 1000, 9001]
 def steps(
     ranks: int, count: int, dtype: str, number: int, kinds: tuple[str, ...] = ("normal",)
 ) -> list[list[np.ndarray]]:
-    """What each rank puts into each of some calls."""
+    """The inputs of each rank for several calls."""
     data = []
     for step in range(number):
         kind = kinds[step % len(kinds)]
@@ -41,7 +41,7 @@ def steps(
 
 
 def run(comm: qccl.Communicator, calls: list[list[np.ndarray]], lrs: list[float | None], **arguments: Any) -> list:
-    """The results of some calls with one key, every second one in place."""
+    """The results of several calls with one key, every second one in place."""
     results = []
     for step, (inputs, lr) in enumerate(zip(calls, lrs, strict=True)):
         x = inputs[comm.rank].copy()
@@ -248,7 +248,7 @@ def test_plans_have_a_key():
         assert [y.tobytes() for y in found] == [y.tobytes() for y in wanted]
         x = np.empty(300, np.float32)
         plan.bind(x)
-        comm.reset("p")  # after bind: the next run begins anew
+        comm.reset("p")  # after bind: the next run starts without state
         x[:] = calls[0][comm.rank]
         plan.start(lr=0.5).wait()
         assert x.tobytes() == wanted[0].tobytes()
@@ -341,7 +341,7 @@ def test_other_collectives_refuse_state():
 
 @pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
 def test_what_is_too_large_for_a_residual_does_not_spoil_later_calls(algorithm):
-    """One step of 4e38 too far in a code of one bit: the result is finite, the residual would not be."""
+    """With a level at 4e38 the result of one bit is finite, but the residual would not be."""
 
     def call(comm: qccl.Communicator) -> None:
         given = {"codec": "minmax1:bucket=16,rounding=stochastic+ef", "key": "a", "op": "avg", "algorithm": algorithm}

@@ -1,4 +1,4 @@
-"""Decorators of codecs: how they are spelled and stacked, and that one encoding is that of the codec inside."""
+"""Decorators of codecs: their spelling and stacking; a single encoding is the inner codec's."""
 
 from __future__ import annotations
 

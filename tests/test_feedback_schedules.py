@@ -1,4 +1,4 @@
-"""Schedules that remember: verified for all ranks at once, and refused when a part of the state is wrong."""
+"""Schedules with state: the verifier accepts them, and refuses them if a part of the state is wrong."""
 
 from __future__ import annotations
 

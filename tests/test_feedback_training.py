@@ -1,4 +1,4 @@
-"""What error feedback is for: means that become exact, and training that ends where it would without compression."""
+"""The purpose of error feedback: means that become exact, and training as good as without compression."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def errors_of_sums(codec: str, settled: int, algorithm: str) -> tuple[float, flo
 @pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
 @pytest.mark.parametrize("codec, settled", CODECS)
 def test_the_running_mean_becomes_exact_like_one_over_steps(codec, settled, algorithm):
-    """What has not been sent after T steps is what the residuals hold, which do not grow: the mean lacks 1/T of it."""
+    """After T steps only the residuals, which do not grow, have not been sent, so the mean's error is 1/T of them."""
     early, late = errors_of_sums(codec, settled, algorithm)
     assert late < 1.5 * early / 6
     assert late < 12 / (6 * settled)
 
 
 def test_codes_of_plus_and_minus_one_average_to_what_lies_between(monkeypatch):
-    """Where a code is 1 or -1 whatever its values, residuals stay bounded for values within these."""
+    """If codes always decode to 1 or -1, residuals stay bounded for values between them."""
     monkeypatch.setattr(
         sys.modules[__name__], "constant", lambda rank: np.linspace(-1, 1, COUNT, dtype="f4") ** (rank + 1)
     )
@@ -75,7 +75,7 @@ def test_codes_of_plus_and_minus_one_average_to_what_lies_between(monkeypatch):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 def test_the_mean_lacks_exactly_what_the_residuals_hold(dtype):
-    """Of a sum in two rounds: the owner's residual includes what the element type rounded off."""
+    """In two rounds the owner's residual includes the rounding to the element type."""
     inputs = [constant(rank).astype(dtype) for rank in range(RANKS)]
     steps = 50
 
@@ -97,7 +97,7 @@ def test_the_mean_lacks_exactly_what_the_residuals_hold(dtype):
 
 
 def stripped(make: Callable[..., Schedule], of_sums: bool) -> Callable[..., Schedule]:
-    """An algorithm whose codes of sums, or of single ranks' values, have no residual."""
+    """An algorithm without residuals of the owners (``of_sums``) or of the senders."""
 
     def without(*args, **kwargs) -> Schedule:
         schedule = make(*args, **kwargs)
@@ -129,7 +129,7 @@ FEATURES, SAMPLES, WORKERS = 500, 250, 4
 
 
 def problem() -> tuple[np.ndarray, np.ndarray]:
-    """Least squares with noise: inputs and targets of all workers, each with samples about a centre of its own."""
+    """Noisy least squares: inputs and targets of all workers, whose samples have different centres."""
     rng = np.random.default_rng(5)
     centres = 0.5 * rng.standard_normal((WORKERS, 1, FEATURES))
     inputs = (rng.standard_normal((WORKERS, SAMPLES, FEATURES)) + centres) / np.sqrt(FEATURES)
@@ -143,14 +143,14 @@ def loss(w: np.ndarray) -> float:
 
 
 def optimum() -> float:
-    """The least loss that there is."""
+    """The minimum of the loss."""
     inputs, targets = (a.reshape(-1, *a.shape[2:]).astype(np.float64) for a in problem())
     matrix = inputs.T @ inputs / len(targets) + 1e-3 * np.eye(FEATURES)
     return loss(np.linalg.solve(matrix, inputs.T @ targets / len(targets)))
 
 
 def train(comm: qccl.Communicator, codec: str, rate: float, steps: int) -> np.ndarray:
-    """Gradient descent with minibatches of half of the samples, and a rate that falls to a hundredth."""
+    """Gradient descent with minibatches of half of the samples and a rate that decays to a hundredth."""
     inputs, targets = (a[comm.rank] for a in problem())
     rng = np.random.default_rng(comm.rank)
     w = np.zeros(FEATURES, np.float32)
@@ -173,7 +173,7 @@ def train(comm: qccl.Communicator, codec: str, rate: float, steps: int) -> np.nd
     ],
 )
 def test_training_reaches_the_optimum(codec, rate, steps):
-    """Within 1% of what there is to gain, as without a codec."""
+    """The loss comes within 1% of the optimum, relative to the start, as without a codec."""
     weights = qccl.run_ranks(WORKERS, lambda comm: train(comm, codec, rate, steps))
     assert all(np.array_equal(w, weights[0]) for w in weights)
     least, start = optimum(), loss(np.zeros(FEATURES))

@@ -1,4 +1,4 @@
-"""scripts/gpu-check, as far as it can be tested without a GPU: its arguments, its file, its sections on a fake GPU."""
+"""scripts/gpu-check without a GPU: its arguments, its results file, its sections on a fake GPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PLACES = [str(ROOT / "tests" / "gpu")]
 
 @pytest.fixture(autouse=True)
 def modules(monkeypatch):
-    """The checks' own modules, which exist only for this test."""
+    """The modules of tests/gpu, imported for this test only."""
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", PLACES + sys.path)
     yield
@@ -81,7 +81,7 @@ def test_the_file(world, tmp_path, monkeypatch, capsys):
     assert content["machine"]["gpus"] == ["Fake 100"] * fake_cuda.DEVICES
     assert content["machine"]["nccl"] == "2.28.0"
     assert content["qccl"] == qccl.__version__ and content["commit"] and content["date"]
-    assert check.main(["memcheck", "-o", str(path)]) == 1  # a section that did not run is no success
+    assert check.main(["memcheck", "-o", str(path)]) == 1  # a section that did not run counts as a failure
     assert not json.loads(path.read_text())["passed"]
     assert "no sanitizer" in capsys.readouterr().out
     assert check.main(["-o", str(path)]) == 1
@@ -123,7 +123,7 @@ def test_a_section_in_a_process_of_its_own():
 
 
 def test_kernels_on_a_fake_gpu(world):
-    """The comparison itself; it finds a wrong byte and names who wrote it."""
+    """The comparison finds a wrong byte and names the operation that wrote it."""
     import codec_kernels
 
     chosen = list(codec_kernels.cases())
@@ -149,7 +149,7 @@ def test_streams_and_graphs_on_a_fake_gpu(world):
 
 
 def test_costs_and_overlap_on_a_fake_gpu(world, monkeypatch):
-    """They run; the fake has no times to speak of."""
+    """They run; the fake GPU's times mean nothing."""
     import calls
 
     monkeypatch.setattr(calls, "_host_seconds", lambda *arguments: 14e-6)
@@ -162,7 +162,7 @@ def test_costs_and_overlap_on_a_fake_gpu(world, monkeypatch):
 
 
 def test_staging_on_a_fake_gpu(world, monkeypatch):
-    """The section "staged" as it is, with shorter waits; wrong bytes and streams that hang are found."""
+    """The section "staged", with shorter waits; it finds wrong bytes and streams that hang."""
     import staged
 
     from qccl.cuda.proxy import TransferBatch
@@ -196,7 +196,7 @@ def test_bandwidth_on_a_fake_gpu(world):
 
 
 def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
-    """All that a rank's process does, on threads: the digests are the host's."""
+    """The work of the ranks' processes, on threads: the digests are the host's."""
     import ranks
 
     size = 2
@@ -246,7 +246,7 @@ def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
 
 
 def test_what_ranks_do_when_one_stays_away(world, monkeypatch):
-    """The section "faults" as it is, but on threads, and with seconds less to wait."""
+    """The section "faults", on threads and with shorter waits."""
     import ranks
 
     size = 2
@@ -344,7 +344,7 @@ with fake_cuda.installed(fake_cuda.World(), fake_kernels.work):
 
 @pytest.mark.parametrize(("status", "end", "outcome"), [(99, 0, "passed"), (0, 0, "not run"), (99, 99, "failed")])
 def test_the_sanitizers(monkeypatch, tmp_path, status, end, outcome):
-    """The kernels run under the tool; a tool that does not find a planted mistake has not run at all."""
+    """The kernels run under the tool. A tool that misses a planted error counts as not run."""
     import check
 
     program = tmp_path / "compute-sanitizer"
@@ -368,7 +368,7 @@ def test_the_sanitizers(monkeypatch, tmp_path, status, end, outcome):
 
 
 def test_the_limits_of_the_sections():
-    """All of it fits into the 25 minutes that a borrowed GPU may be had for, and the bytes come first."""
+    """All sections fit into 25 minutes, and the comparison of bytes comes first."""
     import check
 
     assert sum(limit for _, limit in check.SECTIONS.values()) < 25 * 60

@@ -1,4 +1,4 @@
-"""The lab: networks that are built, really limit and count the traffic, and are gone afterwards, whatever happens."""
+"""The lab: its networks limit and count the traffic, and are removed afterwards, whatever happens."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ LONG = ["allreduce", "--ranks=2", "-b16M", "-e16M", "-n500", "-c0", "--link=100m
 
 
 def bench(*flags: str) -> subprocess.CompletedProcess[str]:
-    """Run qccl-bench allreduce to its end."""
+    """Run qccl-bench allreduce."""
     command = [sys.executable, "-m", "qccl.bench", "allreduce", *flags]
     return subprocess.run(command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120)
 
 
 def traces(pid: int) -> list[str]:
-    """The namespaces and interfaces of the lab of a process."""
+    """The namespaces and interfaces of a process's lab."""
     names = os.listdir("/run/netns") if Path("/run/netns").is_dir() else []
     return [name for name in [*names, *os.listdir("/sys/class/net")] if re.search(rf"^(qccl-|qcclb|qv){pid}\b", name)]
 
@@ -55,7 +55,7 @@ def within(seconds: float, condition) -> bool:
 
 
 def workers(pid: int) -> list[int]:
-    """The processes that a run of qccl-bench started and that still run."""
+    """The live processes that a run of qccl-bench started."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -163,7 +163,7 @@ def test_signals_end_everything(running: subprocess.Popen[str], number: int) -> 
 def test_a_killed_run_is_cleaned_up_by_the_next(running: subprocess.Popen[str]) -> None:
     running.kill()
     running.communicate(timeout=20)
-    assert within(10, lambda: not workers(running.pid))  # they end with their parent
+    assert within(10, lambda: not workers(running.pid))  # the ranks end with their parent
     assert len(traces(running.pid)) == 5
     with Lab(1, parse_link("1gbit")):
         assert traces(running.pid) == []
@@ -240,7 +240,7 @@ def test_control_c_on_a_terminal_restores_it() -> None:
         seen = read_until(master, b"stopped", 20)
         process.wait(timeout=20)
         assert process.returncode == 130
-        assert b"\r\x1b[K" in seen  # the bar was taken off the screen
+        assert b"\r\x1b[K" in seen  # the bar was erased
         assert termios.tcgetattr(slave) == before
         assert traces(process.pid) == [] and workers(process.pid) == []
     finally:
@@ -251,7 +251,7 @@ def test_control_c_on_a_terminal_restores_it() -> None:
 
 
 def read_until(master: int, wanted: bytes, seconds: float) -> bytes:
-    """What the terminal shows, up to and with ``wanted``."""
+    """The terminal's output until it contains ``wanted``."""
     seen, deadline = b"", time.monotonic() + seconds
     while wanted not in seen and time.monotonic() < deadline:
         if select.select([master], [], [], 0.2)[0]:
@@ -262,7 +262,7 @@ def read_until(master: int, wanted: bytes, seconds: float) -> bytes:
 
 @pytest.mark.parametrize("link_per_rank", [False, True])
 def test_ranks_of_a_node_share_memory_and_only_others_the_link(link_per_rank: bool) -> None:
-    """Two nodes of two ranks: MPI knows them, and what stays on a node passes no limiter."""
+    """Two nodes of two ranks: MPI knows them, and traffic inside a node passes no limiter."""
     program = (
         "from mpi4py import MPI; import numpy as np; c = MPI.COMM_WORLD\n"
         "node = c.Split_type(MPI.COMM_TYPE_SHARED); assert node.allgather(c.rank) == [c.rank % 2, c.rank % 2 + 2]\n"
@@ -298,7 +298,7 @@ def test_two_levels_send_codes_between_nodes_alone(tmp_path: Path, layout: str) 
 
 
 def run(name: str, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Run one of qccl-bench's commands at 200 Mbit/s; the last argument is the file for its figures."""
+    """Run a command of qccl-bench at 200 Mbit/s; the last argument is the JSON file."""
     command = [sys.executable, "-m", "qccl.bench", name, "--link=200mbit", *map(str, arguments[:-1])]
     return subprocess.run(
         [*command, f"--json={arguments[-1]}"], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL

@@ -1,4 +1,4 @@
-"""How fast the kernels move bytes, beside a copy on the device in the same run. Compulsory bytes only are counted."""
+"""The rate at which kernels move bytes, compared with a copy on the device. Only bytes that must move are counted."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _schedule(kind: str, codec: Codec, dtype: DType, count: int, jobs: int) -> t
 
 
 def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, Any]:
-    """Bytes per second of each kernel on ``jobs`` arrays of ``mebibytes``, and its share of the copy's."""
+    """Bytes per second of each kernel on ``jobs`` arrays of ``mebibytes``, and the share of the copy's rate."""
     from qccl.cuda.engine import CudaEngine
 
     gpu = require()
@@ -86,7 +86,7 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
 
 
 def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
-    """Bytes read and written per second by the device's own copy."""
+    """Bytes per second that the device's copy reads and writes."""
     gpu = require()
     source, target = (gpu.cupy.cuda.alloc(nbytes) for _ in range(2))
     gpu.runtime.memset(source.ptr, 1, nbytes)
@@ -95,7 +95,7 @@ def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
 
 
 def _memory(dtype: DType, count: int) -> dict[str, Any]:
-    """All buffers, large enough for any codec; normally distributed values (zeros run faster than data does)."""
+    """Buffers large enough for any codec, with normally distributed values, because zeros run faster."""
     gpu = require()
     nbytes = count * dtype.itemsize + (1 << 20)
     memory = {name: gpu.cupy.cuda.alloc(nbytes) for name in ("values", "sums", "codes")}
@@ -124,7 +124,7 @@ def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -
 
 
 def _seconds(run: Callable[[], object], stream: Any, repeats: int) -> float:
-    """Time of one of ``repeats`` runs in a row, as a graph: the host's part is measured elsewhere."""
+    """The time of one of ``repeats`` consecutive runs, as a graph, so that the host's time does not count."""
     cuda = require().cupy.cuda
     run()
     stream.synchronize()

@@ -1,4 +1,4 @@
-"""A whole call on one GPU with an imaginary peer: order among streams, graphs, overlap, and what it costs the host."""
+"""Whole calls on one GPU with a simulated peer: stream order, graphs, overlap, and the host's time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _values(seed: int, count: int = COUNT) -> np.ndarray:
 
 
 def _expected(values: list[np.ndarray], size: int = 2, **arguments: Any) -> list[np.ndarray]:
-    """What the host gives where all ranks hold the same values, for calls one after the other."""
+    """The host's results of consecutive calls in which all ranks have the same values."""
 
     def run(comm: qccl.Communicator) -> list[np.ndarray]:
         return [comm.quantized_allreduce(x.copy(), **arguments) for x in values]
@@ -37,7 +37,7 @@ def _same(found: np.ndarray, expected: np.ndarray, what: str) -> None:
 
 
 def stream_order(delay: float = 0.2) -> dict[str, Any]:
-    """A producer that takes its time, the collective, a consumer; the host gets through while the producer runs."""
+    """A slow producer, the collective, a consumer: the host enqueues all of them while the producer runs."""
     cuda, kernels = require().cupy.cuda, Kernels()
     figures: dict[str, Any] = {}
     [expected] = _expected([_values(1)], algorithm="one_shot")
@@ -63,7 +63,7 @@ def stream_order(delay: float = 0.2) -> dict[str, Any]:
 
 
 def _async_order(kernels: Kernels, delay: float) -> str:
-    """async_op: the stream goes on at once, and behind the call only after wait()."""
+    """With async_op the stream continues at once; after wait() it is ordered behind the call."""
     stream = require().cupy.cuda.Stream(non_blocking=True)
     [expected] = _expected([_values(1)], algorithm="one_shot")
     with mirrored() as comm:
@@ -79,7 +79,7 @@ def _async_order(kernels: Kernels, delay: float) -> str:
 
 
 def graphs() -> dict[str, Any]:
-    """A call in a graph: the same bytes as outside, on other data too; stochastic codes are fresh in each replay."""
+    """A call in a graph gives the same bytes as outside; each replay draws new random numbers."""
     cuda = require().cupy.cuda
     stream = cuda.Stream(non_blocking=True)
     for chunk in (None, 16_384):
@@ -96,7 +96,7 @@ def graphs() -> dict[str, Any]:
                     comm.check(stream.ptr)
                     _same(x.get(), expected, f"graph of {codec}, chunk {chunk}")
                 x.put(inputs[0])
-                comm.quantized_allreduce(x, stream=stream, **arguments)  # and calls outside go on
+                comm.quantized_allreduce(x, stream=stream, **arguments)  # calls outside the graph still work
                 comm.check()
                 _same(x.get(), _expected([inputs[0]], **arguments)[0], "a call after replays")
     results = set()
@@ -127,7 +127,7 @@ def _captured(stream: Any, comm: qccl.Communicator, call: Callable[[], object]) 
 
 
 def dispatch(calls: int = 200, burst: int = 20) -> dict[str, Any]:
-    """Host time of putting a two-rank call of 1 MiB on its streams, and of replaying it as a graph."""
+    """The host's time to enqueue a two-rank call of 1 MiB, and to replay it as a graph."""
     stream = require().cupy.cuda.Stream(non_blocking=True)
     count = (1 << 20) // 4
     figures: dict[str, Any] = {}
@@ -149,7 +149,7 @@ def dispatch(calls: int = 200, burst: int = 20) -> dict[str, Any]:
 
 
 def _host_seconds(run: Callable[[], object], comm: qccl.Communicator, stream: Any, calls: int, burst: int) -> float:
-    """Median over bursts of the time of a call, with the GPU idle before each burst."""
+    """The median time of a call over bursts, each of which starts with an idle GPU."""
     times = []
     for _ in range(calls // burst):
         begin = time.perf_counter()
@@ -161,10 +161,10 @@ def _host_seconds(run: Callable[[], object], comm: qccl.Communicator, stream: An
 
 
 def overlap(count: int = 1 << 28, chunks: int = 8, repeats: int = 5) -> dict[str, Any]:
-    """With a slow imaginary link, chunks against one piece: encoding and reducing hide behind the transfers."""
+    """Over a slow simulated link, chunks against one chunk: encoding and reducing overlap with the transfers."""
     arguments = {"codec": "minmax8", "algorithm": "one_shot"}
     alone = _call_seconds(count, 0.0, count, repeats, arguments)
-    rate = alone / qccl.codecs.get("minmax8").encoded_nbytes(count, "float32")  # the line takes as long as computing
+    rate = alone / qccl.codecs.get("minmax8").encoded_nbytes(count, "float32")  # the link takes as long as computing
     whole = _call_seconds(count, rate, count, repeats, arguments)
     pipelined = _call_seconds(count, rate, count // chunks, repeats, arguments)
     figures = {"computing_ms": alone * 1e3, "one_piece_ms": whole * 1e3, "pipelined_ms": pipelined * 1e3}
@@ -174,7 +174,7 @@ def overlap(count: int = 1 << 28, chunks: int = 8, repeats: int = 5) -> dict[str
 
 
 def _call_seconds(count: int, seconds_per_byte: float, chunk: int, repeats: int, arguments: dict[str, Any]) -> float:
-    """Median time of a call on the GPU."""
+    """The median time of a call on the GPU."""
     cuda = require().cupy.cuda
     stream = cuda.Stream(non_blocking=True)
     with mirrored(seconds_per_byte=seconds_per_byte) as comm:

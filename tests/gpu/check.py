@@ -1,4 +1,4 @@
-"""Everything that can be checked on a machine with one GPU: ``scripts/gpu-check``.
+"""All checks for a machine with one GPU: ``scripts/gpu-check``.
 
 Each section runs in a process of its own with a limit of time, so that none takes the others with it. The results go to
 a JSON file; the exit status is 0 only if every section asked for has run and passed.
@@ -34,7 +34,7 @@ _FOUND = 99
 
 
 class Missing(Exception):
-    """A section cannot run, for this reason."""
+    """A section cannot run; the text says why."""
 
 
 def kernels() -> dict[str, Any]:
@@ -47,7 +47,7 @@ def kernels() -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    """Producer, collective, consumer, without the host."""
+    """Producer, collective, consumer, ordered by streams."""
     from calls import stream_order
 
     return stream_order()
@@ -61,14 +61,14 @@ def graphs() -> dict[str, Any]:
 
 
 def dispatch() -> dict[str, Any]:
-    """What a call and a replay cost the host."""
+    """The host's time for a call and for a replay."""
     from calls import dispatch
 
     return dispatch()
 
 
 def overlap() -> dict[str, Any]:
-    """Chunks against one piece behind a slow link."""
+    """Chunks against one chunk over a slow link."""
     from calls import overlap
 
     return overlap()
@@ -89,14 +89,14 @@ def faults() -> dict[str, Any]:
 
 
 def staged() -> dict[str, Any]:
-    """Codes through pinned memory and a host transport."""
+    """Transfers through pinned memory and a host transport."""
     from staged import all_checks
 
     return all_checks()
 
 
 def bandwidth() -> dict[str, Any]:
-    """The kernels beside a copy."""
+    """The kernels' rates compared with a copy."""
     from bandwidth import measure
 
     figures = measure()
@@ -120,7 +120,7 @@ def _sanitize(tool: str, every: int, mistake: str) -> dict[str, Any]:
     if program is None:
         raise Missing("there is no compute-sanitizer in PATH or /usr/local/cuda/bin")
     status, output = _under(program, tool, mistake)
-    if status != _FOUND:  # a tool that finds nothing there shows nothing elsewhere
+    if status != _FOUND:  # a tool that misses the planted error proves nothing
         raise Missing(f"compute-sanitizer does not find a planted mistake (exit status {status}): {output[-600:]}")
     status, output = _under(program, tool, str(every))
     assert status == 0, f"exit status {status}: {output[-1500:]}"
@@ -138,7 +138,7 @@ def _under(program: str, tool: str, argument: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-#: section -> what runs it, and its limit in seconds
+#: section -> its function, and its limit in seconds
 SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "kernels": (kernels, 300),
     "streams": (streams, 60),
@@ -170,7 +170,7 @@ def run_section(name: str) -> dict[str, Any]:
 
 
 def run_apart(name: str) -> dict[str, Any]:
-    """One section in a process of its own, which ends with all that it started."""
+    """One section in a separate process, which is ended with all its children."""
     limit = SECTIONS[name][1]
     begin = time.monotonic()
     places = (ROOT, ROOT / "tests", ROOT / "tests" / "gpu", os.environ.get("PYTHONPATH"))
@@ -232,7 +232,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str:
-    """The commit, with a mark where the tree is not it; as given where there is no repository."""
+    """The commit, marked if files differ from it; as given if there is no repository."""
     try:
         run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 30, "check": True}
         commit = subprocess.run(["git", "rev-parse", "HEAD"], **run).stdout.strip()
@@ -249,7 +249,7 @@ def default_output(names: Sequence[str], now: datetime) -> Path:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the sections asked for, write the file, and say what happened."""
+    """Run the requested sections, write the file, and print the outcome."""
     parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all)")
     parser.add_argument("-o", "--output", type=Path, help="the results file (docs/results/<gpu>-<date>.json)")
@@ -270,7 +270,7 @@ def main(arguments: Sequence[str]) -> int:
     for name in given.sections or SECTIONS:
         found[name] = run_apart(name)
         print(f"{name:<10} {found[name]['status']:<8} {found[name]['seconds']:7.1f} s  {found[name].get('reason', '')}")
-        write(output, document(found))  # after each, for a machine that is taken away
+        write(output, document(found))  # after each section, because the machine may be taken away
     print(f"wrote {output}")
     return 0 if document(found)["passed"] else 1
 

@@ -47,7 +47,7 @@ class Case:
 
 
 def cases() -> Iterator[Case]:
-    """All bits, roundings and types; every bucket with 4 and 8 bits; the codec none; all that go bucket by bucket."""
+    """All bits, roundings and types; every bucket size with 4 and 8 bits; the codec none; all other codecs."""
     for dtype in dtypes.DTYPES:
         yield _case(codecs.NoCodec(), dtype, 1024)
         for bits, rounding in itertools.product(range(1, 9), ("nearest", "stochastic")):
@@ -70,10 +70,10 @@ def _case(codec: Codec, dtype: DType, bucket: int) -> Case:
 
 @dataclass
 class _Arena:
-    """Arrays put one after the other into one buffer, at addresses of every alignment."""
+    """Arrays in one buffer, one after the other, at addresses of every alignment."""
 
     dtype: Any
-    step: int  # elements by which the next place is shifted against a multiple of 16 bytes
+    step: int  # the next array's offset from a multiple of 16 bytes, in elements
     parts: list[np.ndarray] = field(default_factory=list)
     size: int = 0
 
@@ -90,7 +90,7 @@ class _Arena:
 
 
 def build(case: Case, seed: int) -> tuple[Schedule, dict[str, np.ndarray]]:
-    """Encodes, decodes and reduces of each count, and what the buffers hold at first."""
+    """Encodes, decodes and reduces of each count, and the initial contents of the buffers."""
     rng = np.random.default_rng([seed, 17])
     codec, dtype = case.codec, case.dtype
     storage = np.uint16 if dtype is dtypes.BFLOAT16 else np.dtype(dtype.name)
@@ -171,7 +171,7 @@ def on_gpu(engine: Any, schedule: Schedule, arrays: dict[str, np.ndarray], call:
 
 
 def difference(case: Case, schedule: Schedule, mine: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> str:
-    """Where the first byte differs, and which operation wrote it; nothing where all are equal."""
+    """The first byte that differs and the operation that wrote it; empty if all are equal."""
     for name, expected in theirs.items():
         bits = np.dtype(f"u{expected.itemsize}")
         bad = np.flatnonzero(mine[name].view(bits) != expected.view(bits))
@@ -190,7 +190,7 @@ def difference(case: Case, schedule: Schedule, mine: dict[str, np.ndarray], thei
 
 
 def _compile(engine: Any, chosen: list[Case]) -> None:
-    """All kernels at once, and so on all cores: that is what takes the time."""
+    """Compile all kernels at once, on all cores, because compiling takes most of the time."""
     from qccl.cuda.kernels import kernels
 
     names: set[str] = set()
@@ -205,7 +205,7 @@ def _compile(engine: Any, chosen: list[Case]) -> None:
 
 
 def check(chosen: list[Case]) -> tuple[int, list[str]]:
-    """The number of operations compared, and what differs."""
+    """The number of compared operations, and the differences."""
     from qccl.cuda.engine import CudaEngine
 
     engine = CudaEngine(Mirror(1))
@@ -234,8 +234,8 @@ def plant(mistake: str) -> None:
 
 
 def main() -> int:
-    """For the sanitizers: every n-th case, with few elements; or a mistake."""
-    require().cupy.cuda.set_allocator(None)  # no pool: what lies beside an array belongs to nobody
+    """For the sanitizers: every n-th case, with few elements; or a planted error."""
+    require().cupy.cuda.set_allocator(None)  # no pool, so that memory beside an array is unallocated
     if not sys.argv[1].isdecimal():
         plant(sys.argv[1])
         return 0

@@ -1,4 +1,4 @@
-"""Arrays on a GPU, and a transport with an imaginary peer: what the checks of a single GPU are made with."""
+"""Arrays on a GPU, and a transport with simulated peers, for the checks on a single GPU."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class DeviceArray:
         self._copy(self.ptr, values.ctypes.data, values.nbytes, _TO_DEVICE)
 
     def get(self) -> np.ndarray:
-        """The values, after everything on the GPU is done. Asserts that nothing was written around them."""
+        """The values, after all work on the GPU. Asserts that the guard areas are unchanged."""
         self._runtime.deviceSynchronize()
         whole = np.empty(self.nbytes + 2 * GUARD, np.uint8)
         self._copy(whole.ctypes.data, self.ptr - GUARD, whole.nbytes, _TO_HOST)
@@ -68,7 +68,7 @@ class DeviceArray:
     def _copy(self, to: int, source: int, nbytes: int, kind: int) -> None:
         if nbytes:
             self._runtime.memcpy(to, source, nbytes, kind)
-            self._runtime.streamSynchronize(0)  # a copy from pageable memory may return while it is still under way
+            self._runtime.streamSynchronize(0)  # a copy from pageable memory may return before it is complete
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
@@ -78,14 +78,14 @@ class DeviceArray:
 
 
 class Kernels:
-    """The kernels of SOURCE, put on a stream."""
+    """Launches the kernels of SOURCE on a stream."""
 
     def __init__(self) -> None:
         module = require().cupy.RawModule(code=SOURCE, options=("-std=c++17",))
         self._spin, self._copy, self._race = (module.get_function(name) for name in ("spin", "copy", "race"))
 
     def spin(self, stream: Any, seconds: float) -> None:
-        """Let the stream take a while."""
+        """Keep the stream busy."""
         with stream:
             self._spin((1,), (1,), (np.uint64(seconds * 1e9),))
 
@@ -94,7 +94,7 @@ class Kernels:
             self._copy((64,), (256,), (np.uint64(source), np.uint64(target), np.uint64(nbytes // 4)))
 
     def race(self, stream: Any, target: int) -> None:
-        """Write 4 KiB that depend on which of a block's warps is the last."""
+        """Write 4 KiB that depend on the order of a block's warps."""
         with stream:
             self._race((1,), (1024,), (np.uint64(target),))
 
@@ -153,7 +153,7 @@ class Mirror:
 
 
 class Apart:
-    """Ranks that are each alone in a node: there is nothing between them but a host transport (DeviceTransport)."""
+    """Ranks, each on its own node, that have only a host transport between them (DeviceTransport)."""
 
     name = "apart"
 
@@ -191,7 +191,7 @@ class Apart:
 
 
 def _known(stream: int) -> Any:
-    """A stream of CuPy's from a number."""
+    """A CuPy stream from its address."""
 
     class Foreign:
         def __cuda_stream__(self) -> tuple[int, int]:

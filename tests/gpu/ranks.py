@@ -22,13 +22,13 @@ from kernel_calls import hard_values
 
 import qccl
 
-#: makes processes on one GPU look like machines of their own (NCCL refuses two ranks on one GPU of one machine)
+#: NCCL then treats processes as machines; otherwise it refuses two ranks on one GPU
 ALONE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 _SECONDS = 120.0
-#: of the call that waits for a rank in vain, and how long that rank is away, in seconds
+#: the deadline of a call whose peer stays away, and how long it does, in seconds
 TIMEOUT, AWAY = 3.0, 8.0
 
-#: arguments of the calls, in order; the last of each is the count
+#: the arguments of the calls, with the count last
 CALLS: tuple[tuple[dict[str, Any], str, int], ...] = (
     ({"codec": "minmax8", "algorithm": "two_round"}, "float32", 100_003),
     ({"codec": "minmax8", "algorithm": "two_round", "chunk": 4096}, "float32", 100_003),
@@ -48,7 +48,7 @@ def _input(number: int, rank: int) -> np.ndarray:
 
 
 def _digests_on_host(size: int) -> list[str]:
-    """What all ranks must get for each call."""
+    """The expected result of each call, on all ranks."""
 
     def run(comm: qccl.Communicator) -> list[str]:
         found = []
@@ -68,7 +68,7 @@ def _digest(x: np.ndarray) -> str:
 
 
 def check(size: int) -> dict[str, Any]:
-    """Start ``size`` ranks and compare what they report."""
+    """Start ``size`` ranks and compare their reports."""
     reports, status = _start(size, "calls")
     assert not any(status), f"exit statuses {status}: {reports}"
     expected = _digests_on_host(size)
@@ -107,13 +107,13 @@ def _start(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         )
     deadline = time.monotonic() + _SECONDS
-    with ThreadPoolExecutor(size) as pool:  # none waits because nobody reads what it writes
+    with ThreadPoolExecutor(size) as pool:  # reads the outputs at the same time, so that no rank blocks
         ended = list(pool.map(lambda process: _ended(process, deadline), processes))
     return [report for report, _ in ended], [status for _, status in ended]
 
 
 def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, Any], int]:
-    """The report and exit status of a rank, which ends at the deadline at the latest."""
+    """The report and exit status of a rank, which is ended at the deadline."""
     try:
         out, err = process.communicate(timeout=max(1.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -147,7 +147,7 @@ def _calls() -> dict[str, Any]:
         graph.launch(stream)
         comm.check(stream.ptr)
         replayed = _digest(x.get())
-        del graph  # NCCL waits for it at the end
+        del graph  # before the communicator, for NCCL waits for graphs that use it
         sub = comm.split(0, key=-comm.rank)
         assert sub is not None
         y = DeviceArray(np.full(1000, 1.0, np.float32))
@@ -161,7 +161,7 @@ def _calls() -> dict[str, Any]:
 
 
 def _dispatch(comm: qccl.Communicator, stream: Any, captured: Any, host_seconds: Any) -> dict[str, float]:
-    """Host time of a call of 1 MiB; the ranks take turns on the GPU, so its end is nobody's measure."""
+    """The host's time for a call of 1 MiB. The ranks take turns on the GPU, so its own time means nothing."""
     x = DeviceArray(np.zeros((1 << 20) // 4, np.float32))
     plan = comm.plan("allreduce", (1 << 20) // 4, "float32", codec="minmax8").bind(x)
 
@@ -183,7 +183,7 @@ def _faults() -> dict[str, Any]:
         comm.split(0).quantized_allreduce(x, codec="minmax8" if comm.rank else "minmax4")
     except qccl.QcclError as error:
         found["mismatch"] = type(error).__name__
-    comm.quantized_allreduce(x)  # the plan is made while all are here
+    comm.quantized_allreduce(x)  # makes the plan, before a rank stays away
     comm.check()
     comm.barrier()
     if comm.rank == 1:

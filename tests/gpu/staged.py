@@ -1,4 +1,4 @@
-"""Codes through pinned memory: ranks that are threads with this GPU, each alone in its node, over loopback.
+"""Transfers through pinned memory: ranks are threads that share this GPU, each on its own node, over loopback.
 
 That several ranks share a process, and so a context, is for this check alone: memory and kernels must be there before
 the first call, because getting them can make the device wait, and it needs a queue of the hardware for each stream.
@@ -63,7 +63,7 @@ def _on_host(size: int) -> list[bytes]:
 
 
 def _together(size: int, run: Any, timeout: float = 60.0) -> list[Any]:
-    """What ``run(comm)`` returns on each rank."""
+    """The results of ``run(comm)``, by rank."""
     group = LoopbackGroup(size)
 
     def rank(number: int) -> Any:
@@ -75,7 +75,7 @@ def _together(size: int, run: Any, timeout: float = 60.0) -> list[Any]:
 
 
 def check(size: int) -> dict[str, Any]:
-    """All calls one behind the other, put on their streams at once; the host's bytes on all ranks."""
+    """Consecutive calls, all enqueued at once, give the host's bytes on all ranks."""
     expected = _on_host(size)
 
     def run(comm: qccl.Communicator) -> tuple[list[bytes], float, float]:
@@ -92,7 +92,7 @@ def check(size: int) -> dict[str, Any]:
         put = time.perf_counter() - begin
         comm.check()
         done = time.perf_counter() - begin
-        comm.barrier()  # and nobody's stream waits any more
+        comm.barrier()  # no stream waits any more
         return [x.get().tobytes() for arrays in xs for x in arrays], put, done
 
     found = _together(size, run)
@@ -103,7 +103,7 @@ def check(size: int) -> dict[str, Any]:
 
 
 def check_order(delay: float = 0.2) -> dict[str, Any]:
-    """A producer that takes its time, the call, a consumer: the host gets through while the producer runs."""
+    """A slow producer, the call, a consumer: the host enqueues all of them while the producer runs."""
     count = 100_003
     figures: dict[str, float] = {}
     kernels, one_at_a_time = Kernels(), threading.Lock()
@@ -139,7 +139,7 @@ def check_order(delay: float = 0.2) -> dict[str, Any]:
 
 
 def check_away(timeout: float = 2.0, away: float = 4.0) -> dict[str, Any]:
-    """A rank stays away: the call ends in time, and so do the streams that wait for its messages."""
+    """A rank stays away: the call and the streams that wait for its messages end in time."""
     count = 100_003
 
     def run(comm: qccl.Communicator) -> float:
@@ -166,7 +166,7 @@ def check_away(timeout: float = 2.0, away: float = 4.0) -> dict[str, Any]:
 
 
 def measure(mebibytes: int = 64) -> dict[str, Any]:
-    """Time of a call in which two ranks send each other all codes, behind a first one."""
+    """The time of a call in which two ranks exchange all codes, after a first call."""
     count = mebibytes << 18
 
     def run(comm: qccl.Communicator) -> float:
