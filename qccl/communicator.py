@@ -21,7 +21,7 @@ from qccl.state import check_key
 
 if TYPE_CHECKING:
     from qccl.cuda.nccl import NcclTransport
-    from qccl.transports.base import Group
+    from qccl.transports.base import Group, Transport
 
 __all__ = ["Communicator"]
 
@@ -82,6 +82,11 @@ class Communicator(Collectives):
         comm = cls.__new__(cls)
         comm._set_up(transport, timeout, backend)
         return comm
+
+    @classmethod
+    def from_transport(cls, transport: Transport, timeout: float = 60.0) -> Communicator:
+        """Collective: the ranks of a transport of your own, which the communicator owns from then on."""
+        return cls._from_transport(transport, timeout_of(timeout))
 
     @classmethod
     def from_mpi(

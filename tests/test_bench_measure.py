@@ -61,13 +61,13 @@ class Flipping(LoopbackTransport):
     def arm(self, skip: int, at: int, bit: int) -> None:
         self.skip, self.at, self.bit, self.done = skip, at, bit, False
 
-    def send(self, peer, tag, buffer, token):
+    def send(self, peer, tag, address, nbytes, token):
         if tag != 0 and not self.done:
             self.done = self.skip == 0
             self.skip -= 1
             if self.done:
-                flip(buffer[0] + self.at % buffer[1], self.bit)
-        super().send(peer, tag, buffer, token)
+                flip(address + self.at % nbytes, self.bit)
+        super().send(peer, tag, address, nbytes, token)
 
 
 def flip(address: int, bit: int = 0) -> None:
@@ -385,10 +385,10 @@ def test_a_plain_transfer_sends_as_much_over_every_link(
     sent: list[tuple[int, int, int]] = []
     real = LoopbackTransport.send
 
-    def send(self, peer, tag, buffer, token):
+    def send(self, peer, tag, address, nbytes, token):
         if tag == bulk._TAG:
-            sent.append((self.rank, peer, buffer[1]))
-        real(self, peer, tag, buffer, token)
+            sent.append((self.rank, peer, nbytes))
+        real(self, peer, tag, address, nbytes, token)
 
     def run(comm: qccl.Communicator) -> None:
         plain = bulk.Bulk(comm, wiring)

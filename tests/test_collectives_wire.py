@@ -28,10 +28,10 @@ def sent_by_each(n: int, call: Callable[[qccl.Communicator], object]) -> list[in
         transport: Any = comm.transport
         send, total = transport.send, 0
 
-        def counting(peer: int, tag: int, buffer: tuple[int, int], token: object) -> None:
+        def counting(peer: int, tag: int, address: int, nbytes: int, token: object) -> None:
             nonlocal total
-            total += buffer[1] - (HEADER_NBYTES if tag == CONTROL_TAG else 0)  # small data goes with the header
-            send(peer, tag, buffer, token)
+            total += nbytes - (HEADER_NBYTES if tag == CONTROL_TAG else 0)  # small data goes with the header
+            send(peer, tag, address, nbytes, token)
 
         transport.send = counting
         call(comm)

@@ -678,11 +678,11 @@ def test_an_error_in_the_background(code, kind, world, cupy):
         x, out = pair()
         comm.quantized_allreduce(x, out)
         comm.check()
-        comm.transport._comm.asynchronous_error = 7  # in progress: no error
+        comm.transport.comm.asynchronous_error = 7  # in progress: no error
         comm.check()
         world.frozen = True
         work = comm.quantized_allreduce(x, out, async_op=True)
-        comm.transport._comm.asynchronous_error = code
+        comm.transport.comm.asynchronous_error = code
         with pytest.raises(kind, match=f"NCCL_ERROR_{code}"):
             work.synchronize()
         with pytest.raises(kind, match="earlier"):
@@ -745,7 +745,7 @@ def test_a_group_is_closed_when_a_transfer_fails(world, cupy, monkeypatch):
         def fails(*arguments):
             raise fake_cuda.NcclError(4)
 
-        comm.transport._comm.send = fails
+        comm.transport.comm.send = fails
         comm._plans.clear()
         with pytest.raises(qccl.EngineError, match="NCCL_ERROR_4"):
             comm.quantized_allreduce(x)

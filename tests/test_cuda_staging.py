@@ -155,11 +155,11 @@ def test_bytes_between_nodes_go_over_the_host_and_no_others(world, cupy):  # noq
 
     def run(comm: qccl.Communicator) -> list[tuple[int, int]]:
         sent = {"host": 0, "nccl": 0}
-        host, nccl = comm.transport.host, comm.transport._comm
+        host, nccl = comm.transport.host, comm.transport.comm
 
-        def over_host(peer: int, tag: int, buffer: tuple[int, int], token: object, send: Any = host.send) -> None:
-            sent["host"] += buffer[1]
-            send(peer, tag, buffer, token)
+        def over_host(peer: int, tag: int, address: int, n: int, token: object, send: Any = host.send) -> None:
+            sent["host"] += n
+            send(peer, tag, address, n, token)
 
         def over_nccl(address: int, n: int, datatype: int, peer: int, stream: int, send: Any = nccl.send) -> None:
             assert peer // 2 == comm.rank // 2
@@ -380,7 +380,7 @@ def test_streams_go_on_after_a_failure_only_when_it_is_known():
 
     proxy = HostProxy(transport, on_failure)
     data = np.zeros(8, np.uint8)
-    message = Message(1, False, transport.buffer(data.ctypes.data, 8), ((0, 0),), 1)
+    message = Message(1, False, data.ctypes.data, 8, ((0, 0),), 1)
     words[0] = 1
     proxy.begin(TransferBatch([message], words, 1, call=0, what="a call", deadline=time.monotonic() + 10, kept=data))
     assert failed.wait(10)

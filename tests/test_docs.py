@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 REFERENCE = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
 #: pages whose blocks have a test of their own
-ELSEWHERE = {DOCS / "adding-a-codec.md", DOCS / "adding-a-collective.md"}
+ELSEWHERE = {DOCS / f"adding-a-{kind}.md" for kind in ("codec", "collective", "transport")}
 PAGES = sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE)
 RANKS = 4
 

@@ -453,9 +453,9 @@ class Paused:
     def pause(self):
         self._receives, self._pausing = 0, True
 
-    def receive(self, peer, tag, buffer, token, *, at_most=False):
+    def receive(self, peer, tag, address, nbytes, token, *, at_most=False):
         self._receives += tag != CONTROL_TAG
-        self._transport.receive(peer, tag, buffer, token, at_most=at_most)
+        self._transport.receive(peer, tag, address, nbytes, token, at_most=at_most)
 
     def poll(self, *, idle):
         if not self._pausing or self._receives < self._after:
@@ -654,7 +654,7 @@ def test_a_failed_engine_raises_the_same_again():
 def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
     """Another message is before them, and the other rank does not look just now."""
     monkeypatch.setattr(host, "_FLUSH_SECONDS", 10.0)
-    monkeypatch.setattr(loopback, "_LAST_WORDS_NBYTES", 0)  # what is not taken is lost
+    monkeypatch.setattr(loopback, "_CONTROL_NBYTES", 0)  # what is not taken is lost
     begun = threading.Event()
 
     def run(t):
@@ -809,11 +809,11 @@ class SlowLink:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def send(self, peer, tag, buffer, token):
+    def send(self, peer, tag, address, nbytes, token):
         if not self._sends:
             self._free = self._now + self._looks
         self._sends.append(token)
-        self._transport.send(peer, tag, buffer, token)
+        self._transport.send(peer, tag, address, nbytes, token)
 
     def poll(self, *, idle):
         self._now += 1
@@ -872,14 +872,14 @@ class BadNewsFirst:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def send(self, peer, tag, buffer, token):
+    def send(self, peer, tag, address, nbytes, token):
         self._sends.add(token)
-        self._transport.send(peer, tag, buffer, token)
+        self._transport.send(peer, tag, address, nbytes, token)
 
-    def receive(self, peer, tag, buffer, token, *, at_most=False):
+    def receive(self, peer, tag, address, nbytes, token, *, at_most=False):
         if tag == CONTROL_TAG:
             self._listening.add(token)
-        self._transport.receive(peer, tag, buffer, token, at_most=at_most)
+        self._transport.receive(peer, tag, address, nbytes, token, at_most=at_most)
 
     def poll(self, *, idle):
         if self._heard and idle > 2:
@@ -963,9 +963,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self._transport, name)
 
-    def send(self, peer, tag, buffer, token):
-        self.sent.append((peer, tag, buffer[1]))
-        self._transport.send(peer, tag, buffer, token)
+    def send(self, peer, tag, address, nbytes, token):
+        self.sent.append((peer, tag, nbytes))
+        self._transport.send(peer, tag, address, nbytes, token)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
@@ -1073,7 +1073,7 @@ def test_data_of_another_size_with_an_equal_header(count):
         caller = Caller(t)
         packed = caller.header(count).pack() + (100).to_bytes(4, "little")
         message[:HEADER_NBYTES] = np.frombuffer(packed, np.uint8)
-        t.send(0, CONTROL_TAG, t.buffer(address(message), len(message)), 1 << 60)
+        t.send(0, CONTROL_TAG, address(message), len(message), 1 << 60)
         time.sleep(0.5)
 
     first, _, third = outcomes(3, run)

@@ -33,15 +33,15 @@ class Interrupting:
         if self.used is not None:
             self.used.append(name)
 
-    def send(self, peer, tag, buffer, token):
+    def send(self, peer, tag, address, nbytes, token):
         self._use("send")
         self._data |= {token} if tag != CONTROL_TAG else set()
-        self._transport.send(peer, tag, buffer, token)
+        self._transport.send(peer, tag, address, nbytes, token)
 
-    def receive(self, peer, tag, buffer, token, *, at_most=False):
+    def receive(self, peer, tag, address, nbytes, token, *, at_most=False):
         self._use("receive")
         self._data |= {token} if tag != CONTROL_TAG else set()
-        self._transport.receive(peer, tag, buffer, token, at_most=at_most)
+        self._transport.receive(peer, tag, address, nbytes, token, at_most=at_most)
 
     def poll(self, *, idle):
         self._use("poll")

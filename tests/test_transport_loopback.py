@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from threads import address, outcomes
 
+from qccl.bench.plain import plain_allreduce
 from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.transports.loopback import LoopbackGroup
 
@@ -21,17 +22,17 @@ def wait_for(transport, tokens, seconds=5.0):
     assert not left
 
 
-def buffer_of(transport, x):
-    return transport.buffer(address(x), x.nbytes)
+def memory_of(x):
+    return address(x), x.nbytes
 
 
 def test_a_send_completes_only_when_it_was_received():
     group = LoopbackGroup(2)
     a, b = group.transport(0), group.transport(1)
     x, y = np.arange(10.0), np.zeros(10)
-    a.send(1, 3, buffer_of(a, x), "sent")
+    a.send(1, 3, *memory_of(x), "sent")
     assert list(a.poll(idle=1)) == []
-    b.receive(0, 3, buffer_of(b, y), "received")
+    b.receive(0, 3, *memory_of(y), "received")
     assert list(a.poll(idle=0)) == ["sent"]
     assert list(b.poll(idle=0)) == ["received"]
     np.testing.assert_array_equal(x, y)
@@ -42,13 +43,13 @@ def test_messages_keep_their_order_per_peer_and_tag():
     a, b = group.transport(0), group.transport(1)
     data = [np.full(4, i, np.uint8) for i in range(3)]
     for i, x in enumerate(data):
-        a.send(1, 7, buffer_of(a, x), i)
+        a.send(1, 7, *memory_of(x), i)
     other = np.full(4, 9, np.uint8)
-    a.send(1, 8, buffer_of(a, other), "other")
+    a.send(1, 8, *memory_of(other), "other")
     out = [np.zeros(4, np.uint8) for _ in range(4)]
-    b.receive(0, 8, buffer_of(b, out[3]), "other")
+    b.receive(0, 8, *memory_of(out[3]), "other")
     for i in range(3):
-        b.receive(0, 7, buffer_of(b, out[i]), i)
+        b.receive(0, 7, *memory_of(out[i]), i)
     assert [int(o[0]) for o in out] == [0, 1, 2, 9]
 
 
@@ -57,8 +58,8 @@ def test_unequal_sizes_are_the_receivers_error(received):
     group = LoopbackGroup(2)
     a, b = group.transport(0), group.transport(1)
     x, y = np.ones(4, np.uint8), np.zeros(received, np.uint8)
-    a.send(1, 1, buffer_of(a, x), 0)
-    b.receive(0, 1, buffer_of(b, y), 1)
+    a.send(1, 1, *memory_of(x), 0)
+    b.receive(0, 1, *memory_of(y), 1)
     assert list(a.poll(idle=0)) == [0]
     with pytest.raises(MismatchError, match=f"sent 4 bytes to rank 1, which expected {received}"):
         b.poll(idle=0)
@@ -77,14 +78,14 @@ def test_abort_withdraws_what_was_posted_but_delivers_last_words():
     group = LoopbackGroup(2)
     a, b = group.transport(0), group.transport(1)
     large, small, inbox = np.ones(10_000, np.uint8), np.full(16, 5, np.uint8), np.zeros(16, np.uint8)
-    a.send(1, 0, buffer_of(a, small), "small")
-    a.send(1, 1, buffer_of(a, large), "large")
-    a.receive(1, 2, buffer_of(a, inbox), "in")
+    a.send(1, 0, *memory_of(small), "small")
+    a.send(1, 1, *memory_of(large), "large")
+    a.receive(1, 2, *memory_of(inbox), "in")
     a.abort("because")
     small[:] = 0  # the memory is the caller's again
     y = np.zeros(16, np.uint8)
-    b.receive(0, 0, buffer_of(b, y), "words")
-    b.send(0, 2, buffer_of(b, np.ones(16, np.uint8)), "lost")
+    b.receive(0, 0, *memory_of(y), "words")
+    b.send(0, 2, *memory_of(np.ones(16, np.uint8)), "lost")
     assert list(b.poll(idle=1)) == ["words"]
     assert (y == 5).all() and not inbox.any()
     with pytest.raises(PeerLost, match="rank 0 gave up: because"):
@@ -121,8 +122,9 @@ def test_plain_allreduce(op):
     def run(t):
         x = np.arange(7, dtype=np.float32) * (t.rank + 1) * (-1) ** t.rank
         y = np.empty_like(x)
-        t.allreduce(address(x), address(y), 7, "float32", op)
-        t.allreduce(address(x), address(x), 7, "float32", op)
+        allreduce = plain_allreduce(t)
+        allreduce(address(x), address(y), 7, "float32", op)
+        allreduce(address(x), address(x), 7, "float32", op)
         return x, y
 
     inputs = np.stack([np.arange(7, dtype=np.float32) * (r + 1) * (-1) ** r for r in range(3)])
@@ -137,14 +139,14 @@ def test_refusals():
     with pytest.raises(ArgumentError, match="rank 2 is not one of the 2 ranks"):
         LoopbackGroup(2).transport(2)
     with pytest.raises(ArgumentError, match="bfloat16"):
-        LoopbackGroup(1).transport(0).allreduce(0, 0, 1, "bfloat16", "sum")
+        plain_allreduce(LoopbackGroup(1).transport(0))(0, 0, 1, "bfloat16", "sum")
 
 
 def test_empty_messages():
     group = LoopbackGroup(2)
     a, b = group.transport(0), group.transport(1)
     memory = ctypes.create_string_buffer(1)
-    b.receive(0, 1, b.buffer(ctypes.addressof(memory), 0), "in")
-    a.send(1, 1, a.buffer(ctypes.addressof(memory), 0), "out")
+    b.receive(0, 1, ctypes.addressof(memory), 0, "in")
+    a.send(1, 1, ctypes.addressof(memory), 0, "out")
     wait_for(b, ["in"])
     wait_for(a, ["out"])

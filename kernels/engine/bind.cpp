@@ -50,20 +50,18 @@ struct PythonWire final : Wire {
 
   void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
     const nb::gil_scoped_acquire held;
-    transport_.attr("send")(peer, tag, buffer(data, nbytes), token);
+    transport_.attr("send")(peer, tag, address(data), nbytes, token);
   }
   void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) override {
     const nb::gil_scoped_acquire held;
-    transport_.attr("receive")(peer, tag, buffer(data, nbytes), token, "at_most"_a = at_most);
+    transport_.attr("receive")(peer, tag, address(data), nbytes, token, "at_most"_a = at_most);
   }
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
     const nb::gil_scoped_acquire held;
     for (const nb::handle token : transport_.attr("poll")("idle"_a = idle)) completed.push_back(nb::cast<Token>(token));
   }
 
-  nb::object buffer(const void* data, std::size_t nbytes) {
-    return transport_.attr("buffer")(reinterpret_cast<std::uintptr_t>(data), nbytes);
-  }
+  static std::uintptr_t address(const void* data) { return reinterpret_cast<std::uintptr_t>(data); }
 
   nb::object transport_;
 };

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from qccl.bench import data
+from qccl.bench.plain import plain_allreduce, plain_nccl_allreduce
 from qccl.cuda.libraries import on_device, require
 from qccl.dtypes import DType
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from qccl.communicator import Communicator
-    from qccl.transports.base import DeviceTransport, Transport
+    from qccl.transports.base import DeviceTransport
 
 __all__ = ["Arrays", "CudaArrays", "Guarded", "HostArrays", "arrays_of"]
 
@@ -68,7 +69,7 @@ class HostArrays:
     calls_per_run = 1
 
     def __init__(self, comm: Communicator) -> None:
-        self._allreduce = cast("Transport", comm.transport).allreduce
+        self._allreduce = plain_allreduce(comm.transport)
 
     def empty(self, count: int, dtype: DType) -> Any:
         return data.empty(count, dtype)
@@ -107,7 +108,6 @@ class CudaArrays:
     def __init__(self, comm: Communicator, graph_launches: int = 0) -> None:
         self._comm = comm
         self._transport = cast("DeviceTransport", comm.transport)
-        self._allreduce = self._transport.allreduce
         self.calls_per_run = max(graph_launches, 1)
         self._uses_graph = graph_launches > 0
         self._cupy = require().cupy
@@ -149,8 +149,9 @@ class CudaArrays:
             return float(cuda.get_elapsed_time(begin, end)) / 1e3 / self.calls_per_run
 
     def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
-        source, target, stream = x.data.ptr, out.data.ptr, self._stream.ptr
-        return lambda: self._allreduce(source, target, count, dtype, op, stream)
+        source, target = x.data.ptr, out.data.ptr
+        allreduce = plain_nccl_allreduce(self._transport, self._stream.ptr)
+        return lambda: allreduce(source, target, count, dtype, op)
 
     def device(self) -> tuple[str, int, str]:
         runtime, number = self._cupy.cuda.runtime, self._transport.device

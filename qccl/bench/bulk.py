@@ -37,14 +37,13 @@ class Bulk:
         each = {rank: -(-nbytes // wiring.transfers(rank)) for rank in (t.rank, *peers)}
         out = np.ones(each[t.rank], np.uint8)
         inbox = {peer: np.empty(each[peer], np.uint8) for peer in peers}
-        sent = t.buffer(out.ctypes.data, out.nbytes)
-        got = {peer: t.buffer(memory.ctypes.data, memory.nbytes) for peer, memory in inbox.items()}
+        sent, received = out.ctypes.data, {peer: memory.ctypes.data for peer, memory in inbox.items()}
 
-        def transfer(memory: object = (out, inbox)) -> None:  # the default keeps the memory alive
+        def transfer() -> None:
             for peer in peers:
-                t.receive(peer, _TAG, got[peer], peer)
+                t.receive(peer, _TAG, received[peer], inbox[peer].nbytes, peer)
             for peer in peers:
-                t.send(peer, _TAG, sent, peer)
+                t.send(peer, _TAG, sent, out.nbytes, peer)
             left, idle = 2 * len(peers), 0
             while left:
                 completed = len(t.poll(idle=idle))

@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from qccl.cuda.libraries import bounded, mapped, on_device, pick_device, require, wait_for
-from qccl.dtypes import get
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, Transport
 from qccl.transports.topology import find_topology
@@ -29,7 +28,6 @@ from qccl.transports.topology import find_topology
 __all__ = ["NcclTransport", "get_unique_id"]
 
 _UINT8 = 1
-_OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
@@ -52,7 +50,7 @@ class NcclTransport:
         cuda = require().cupy.cuda
         self.device = device
         self.host: Transport | None = None
-        self._comm = comm
+        self.comm = comm
         self._timeout = timeout
         self._gone = False
         self._asking = threading.Lock()  # held while NCCL is asked for errors: it must not lose the communicator then
@@ -143,24 +141,18 @@ class NcclTransport:
 
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         """One NCCL group: its transfers progress independently of each other."""
-        comm = self._comm
+        comm = self.comm
         calls: list[Call] = [
             (comm.recv, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in receives
         ]
         calls += [(comm.send, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in sends]
         return [(_grouped, (calls,))]
 
-    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
-        self._check_alive()
-        if op not in _OPS:
-            raise ArgumentError(f"NCCL's all-reduce is compared for ops {', '.join(_OPS)}, not {op!r}")
-        self._comm.allReduce(source, target, count, get(dtype).nccl, _OPS[op], stream)
-
     def check(self) -> None:
         try:
             with self._asking:
                 if not self._gone:
-                    self._comm.check_async_error()
+                    self.comm.check_async_error()
         except Exception as error:
             if not (isinstance(error, KeyError) and error.args == (_IN_PROGRESS,)):
                 self._raise(error)
@@ -186,7 +178,7 @@ class NcclTransport:
         colors = sorted({c for chosen, c, _ in entries if chosen})
         group = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
         arguments = (-1, 0) if color is None else (colors.index(color), group.index((key, self.rank)))
-        comm = bounded(self.device, timeout, "the split", lambda: self._comm.commSplit(*arguments))
+        comm = bounded(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
         host = None if self.host is None else self.host.split(color, key, timeout)
         if comm is None:
             return None
@@ -204,14 +196,14 @@ class NcclTransport:
         if self.host is not None:
             self.host.abort(reason)
         with contextlib.suppress(Exception):
-            bounded(self.device, _ABORT_SECONDS, "abort", self._comm.abort)
+            bounded(self.device, _ABORT_SECONDS, "abort", self.comm.abort)
 
     def close(self) -> None:
         """Release the communicator. NCCL waits for the end of all CUDA graphs that its transfers are part of."""
         if not self._leave():
             return
         try:
-            bounded(self.device, self._timeout, "the end of the communicator", self._comm.destroy)
+            bounded(self.device, self._timeout, "the end of the communicator", self.comm.destroy)
         except QcclError as error:  # and now it is NCCL's alone: to abort it as well would free it twice
             warnings.warn(
                 f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
@@ -243,7 +235,7 @@ class NcclTransport:
             if transfers
             else []
         )
-        calls += [(self._comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, _UINT8, self.stream))]
+        calls += [(self.comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, _UINT8, self.stream))]
         for function, arguments in calls:
             function(*arguments)
         self._finish(time.monotonic() + self._timeout)
@@ -257,7 +249,7 @@ class NcclTransport:
         host = gpu.cupy.cuda.alloc_pinned_memory(slot * (self.size + 1))
         ctypes.memmove(host.ptr, item, size)
         gpu.runtime.memcpyAsync(memory.ptr, host.ptr, size, _HOST_TO_DEVICE, self.stream)
-        self._comm.allGather(memory.ptr, memory.ptr + slot, slot, _UINT8, self.stream)
+        self.comm.allGather(memory.ptr, memory.ptr + slot, slot, _UINT8, self.stream)
         gpu.runtime.memcpyAsync(host.ptr + slot, memory.ptr + slot, slot * self.size, _DEVICE_TO_HOST, self.stream)
         self._lost.append((memory, host))
         self._finish(deadline)
@@ -279,7 +271,7 @@ class NcclTransport:
         ours = mapped(error)
         if ours is None:
             raise error
-        last = _last_error(self._comm.comm) if not self._gone else ""
+        last = _last_error(self.comm.comm) if not self._gone else ""
         if last:
             text = f"{ours}: {last}"
             ours = EngineError(text, ours.code) if isinstance(ours, EngineError) else type(ours)(text)

@@ -42,14 +42,15 @@ class Message:
     """A message that is sent or received in each run of a program.
 
     Attributes:
-        buffer: the transport's buffer for its memory.
+        address, nbytes: of its memory.
         gates: pairs (flag, back): the message starts when the flag has reached the run's number less ``back``.
         done: the flag that is set to the run's number when the message has ended.
     """
 
     peer: int
     is_send: bool
-    buffer: object
+    address: int
+    nbytes: int
     gates: tuple[tuple[int, int], ...]
     done: int
 
@@ -192,7 +193,7 @@ class HostProxy:
         while waiting and waiting[0][0].may_start(waiting[0][1]):
             batch, message = waiting.popleft()
             post = self.transport.send if message.is_send else self.transport.receive
-            post(message.peer, batch.tag, message.buffer, (batch, message))
+            post(message.peer, batch.tag, message.address, message.nbytes, (batch, message))
             started += 1
         return started
 

@@ -125,11 +125,11 @@ class Staging:
     def _messages_of(self, step: int) -> Iterator[Message]:
         is_send = self._queues[step] is Queue.OUT
         for number, copied in enumerate(self._copies[step]):
-            buffer = self._proxy.transport.buffer(self._host_address(step, copied.span), len(copied.span))
+            address, nbytes = self._host_address(step, copied.span), len(copied.span)
             before = [(copied, 0)] if is_send else self._before[step, number]
             gates = tuple((each.flag, back) for each, back in before)
             for transfer, flag in copied.transfers:
-                yield Message(transfer.peer, is_send, buffer, gates, flag)
+                yield Message(transfer.peer, is_send, address, nbytes, gates, flag)
 
     def _host_address(self, step: int, span: Span) -> int:
         """The address in pinned memory."""

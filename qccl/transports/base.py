@@ -1,8 +1,8 @@
-"""What a transport gives: a group of ranks, and transfers of bytes between them, on the host or on CUDA streams.
+"""The interface of transports: a group of ranks, and transfers of bytes between them, on the host or on CUDA streams.
 
-On the host they are tagged and non-blocking: one method posts, one polls, and order is kept only among transfers of the
-same peer *and* tag. On a device they are calls that put a group of transfers on a stream. A transport knows nothing of
-codecs, schedules or the deadlines of calls; those are the engine's.
+On the host, transfers are tagged and do not block: send() and receive() start them, poll() reports which have ended.
+Only transfers with the same peer and the same tag keep their order. On a device, exchange() returns calls that put a
+group of transfers on a stream. A transport knows nothing of codecs, schedules, or the deadlines of calls.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ __all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "n
 
 
 def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
-    """Equal names as equal numbers, from 0 on in the order in which they come."""
+    """A number for each name, from 0 on in the order of first appearance; equal names get equal numbers."""
     numbers: dict[Hashable, int] = {}
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
 class Group(Protocol):
-    """The ranks, and what is needed to set things up among them.
+    """The ranks of a group, and the collective operations that set-up needs.
 
     Attributes:
         name: of the library that carries the bytes, e.g. "mpi".
         rank, size: of this process (thread) in the group.
         local_rank, local_size: among the ranks of the same machine.
-        nodes: of each rank, the number of its machine (and of the network it sees, where it has one of its own).
+        nodes: for each rank, the number of its machine. Network namespaces on one machine count as machines.
     """
 
     name: str
@@ -40,18 +40,18 @@ class Group(Protocol):
     nodes: tuple[int, ...]
 
     def split(self, color: int | None, key: int, timeout: float) -> Group | None:
-        """Collective: the transport of the ranks with the same ``color``, ordered by (key, rank); None: in none."""
+        """Collective: a transport of the ranks with the same ``color``, ordered by (key, rank); None for color None."""
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """Collective: every rank's ``item`` in rank order. For set-up only. Raises CollectiveTimeout, PeerLost."""
+        """Collective, for set-up: every rank's ``item``, in rank order. Raises CollectiveTimeout and PeerLost."""
 
     def abort(self, reason: str) -> None:
-        """Give up after a failure: withdraw what is under way, so that the process can exit; never blocks."""
+        """After a failure: cancel the transfers under way, so that the process can exit. Never blocks."""
 
     def close(self) -> None:
-        """Collective where the library demands it: release the group. Idempotent.
+        """Release the group; collective if the library demands it. Idempotent.
 
-        Where transfers are under way, because other ranks have not closed, their memory is kept.
+        Keeps the memory of transfers that are still under way because other ranks have not closed.
         """
 
 
@@ -59,11 +59,10 @@ class Transport(Group, Protocol):
     """Tagged non-blocking transfers between the ranks of one group, on the host.
 
     Attributes:
-        is_threaded: another thread may use it than the one that made it (one at a time), whatever other threads do with
-            the library underneath.
+        is_threaded: any thread may use it (one at a time), whatever other threads do with the library underneath.
         progress_hook: allgather() and split() call it while they wait, and raise its errors. The engine sets it.
-        eager_nbytes: what a message may have less than the receive that it meets: as much data may go with a header.
-        shares_memory: all ranks are on one machine and one network, so that no link is slower than they are.
+        eager_nbytes: bytes that a message may be shorter than its receive; so much data may be sent with a header.
+        shares_memory: all ranks are on one machine and in one network namespace, so no link is slower than they are.
     """
 
     is_threaded: bool
@@ -73,37 +72,33 @@ class Transport(Group, Protocol):
 
     @property
     def wire(self) -> Wire | None:
-        """What does send(), receive() and poll() for native code, or None: then these are called."""
+        """Send, receive and poll in native code; None: the run loop calls the methods of this class."""
 
-    def buffer(self, address: int, nbytes: int) -> Any:
-        """Prepare ``nbytes`` at ``address`` for repeated use in send() and receive(); the caller keeps it alive."""
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        """Start sending; poll() returns ``token`` when the memory may be written again. The caller keeps it alive."""
 
-    def send(self, peer: int, tag: int, buffer: Any, token: Hashable) -> None:
-        """Start sending; ``token`` comes back from poll() when the buffer may be written again."""
+    def receive(
+        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
+    ) -> None:
+        """Start receiving ``nbytes``, or ``at_most`` that; poll() returns ``token`` when the bytes have arrived.
 
-    def receive(self, peer: int, tag: int, buffer: Any, token: Hashable, *, at_most: bool = False) -> None:
-        """Start receiving the buffer's size, or ``at_most`` that; poll() gives ``token`` when the bytes are there.
-
-        With ``eager_nbytes`` 0 only exactly.
+        With ``eager_nbytes`` 0 the caller may pass ``at_most``, but sends exactly ``nbytes``.
         """
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """Tokens completed since the last poll; never blocks longer than about a millisecond.
+        """Tokens of the transfers that have ended since the last poll. Blocks for a millisecond at most.
 
-        ``idle`` is the number of polls in a row, before this one, that found nothing and had no other work to do: 0
-        returns at once; more lets the transport yield the processor, and then nap.
+        ``idle`` is the number of preceding polls in a row that found nothing. With 0 it returns at once; with more it
+        may yield the processor, and then nap.
 
-        Raises MismatchError where a message has another size than was posted, PeerLost where a peer is gone,
-        EngineError for other failures of the library.
+        Raises MismatchError if a message has another size than its receive, PeerLost if a peer is gone, EngineError for
+        other failures of the library.
         """
 
     def split(self, color: int | None, key: int, timeout: float) -> Transport | None: ...
 
-    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
-        """Blocking uncompressed all-reduce of the library itself (``source == target``: in place); the yardstick."""
 
-
-#: a function and its arguments: something to be put on a stream, prepared once and done in every run
+#: a function and its arguments, prepared once; each run calls it to put work on a stream
 Call = tuple[Callable[..., object], tuple[Any, ...]]
 
 
@@ -120,9 +115,9 @@ class DeviceTransport(Group, Protocol):
 
     Attributes:
         device: number of this rank's GPU.
-        stream: where the transport's own transfers are put; all ranks put the same on it, in the same order.
-        host: transfers between the same ranks from host memory, for one engine's use; None where there are none. It
-            ends with this transport.
+        stream: for transfers; all ranks put the same transfers on it, in the same order.
+        host: a transport between the same ranks for host memory, which one engine may use, or None. It ends with this
+            transport.
     """
 
     device: int
@@ -130,10 +125,7 @@ class DeviceTransport(Group, Protocol):
     host: Transport | None
 
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
-        """The calls that put transfers which belong together on ``stream``. They neither block nor allocate."""
-
-    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str, stream: int) -> None:
-        """Put an uncompressed all-reduce of the library itself on ``stream``; the yardstick."""
+        """The calls that put one group of transfers on ``stream``. They neither block nor allocate."""
 
     def check(self) -> None:
-        """Raise the error that the library has met since, in the background."""
+        """Raise the error that the library has found asynchronously, if any."""

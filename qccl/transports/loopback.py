@@ -1,8 +1,8 @@
 """Ranks that are threads of one process: for tests, notebooks and the first example.
 
-The semantics are those that are hardest on a schedule: a send completes only when the matching receive has taken its
-bytes (MPI's rendezvous), so that a schedule that relies on buffering inside the library stops here instead of on a
-cluster. One lock guards the whole group, also while bytes are copied; speed is not what this transport is for.
+A send completes only when the matching receive has taken its bytes (MPI's rendezvous protocol). So a schedule that
+relies on buffering inside the library deadlocks here instead of on a cluster. One lock guards the whole group, also
+while bytes are copied: this transport is not made for speed.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLos
 __all__ = ["LoopbackGroup", "LoopbackTransport"]
 
 _NAP_SECONDS = 1e-3
-#: pending messages of a rank that aborts are still delivered up to this size: its last words
-_LAST_WORDS_NBYTES = 4096
-_YARDSTICK_SECONDS = 60.0
+#: pending messages of a rank that aborts are delivered if they have at most this size, as control messages have
+_CONTROL_NBYTES = 4096
 
 _Key = tuple[int, int, int]  # sender, receiver, tag
 
 
 @dataclass(slots=True)
 class _Transfer:
-    """One posted send or receive; ``kept`` holds the bytes of a sender that is gone."""
+    """A posted send or receive; ``kept`` holds the bytes of a sender that has left."""
 
     address: int
     nbytes: int
@@ -39,8 +38,8 @@ class _Transfer:
 
 
 @dataclass(slots=True)
-class _Meeting:
-    """One collective of the set-up kind: what each rank brought, and what the first to look made of it."""
+class _Gather:
+    """One collective call for set-up: the item of each rank, and groups that the first rank made of the items."""
 
     items: dict[int, Any] = field(default_factory=dict)
     made: dict[Any, Any] = field(default_factory=dict)
@@ -48,7 +47,7 @@ class _Meeting:
 
 
 class LoopbackGroup:
-    """The meeting place of ``size`` ranks; each thread takes its ``transport(rank)``."""
+    """The state that ``size`` ranks share; each thread uses its ``transport(rank)``."""
 
     def __init__(self, size: int) -> None:
         if size < 1:
@@ -61,8 +60,8 @@ class LoopbackGroup:
         self.faults: list[MismatchError | None] = [None] * size
         self._sends: dict[_Key, deque[_Transfer]] = {}
         self._receives: dict[_Key, deque[_Transfer]] = {}
-        self._meetings: dict[int, _Meeting] = {}
-        self._met = [0] * size
+        self._gathers: dict[int, _Gather] = {}
+        self._calls = [0] * size
 
     def transport(self, rank: int) -> LoopbackTransport:
         """The transport of one rank."""
@@ -71,7 +70,7 @@ class LoopbackGroup:
         return LoopbackTransport(self, rank)
 
     def post(self, key: _Key, transfer: _Transfer, *, is_send: bool) -> None:
-        """Match ``transfer`` with the oldest of the other side, or leave it for the other side to find."""
+        """Match ``transfer`` with the oldest one of the other side, or queue it."""
         mine, theirs = (self._sends, self._receives) if is_send else (self._receives, self._sends)
         with self.lock:
             waiting = theirs.get(key)
@@ -97,11 +96,11 @@ class LoopbackGroup:
         self.wake[receiver].notify_all()
 
     def withdraw(self, rank: int, failure: str | None) -> None:
-        """Take back all that ``rank`` has posted, so that its memory may go; with ``failure`` the group has failed."""
+        """Remove all transfers of ``rank``, so that its memory may be freed; ``failure`` fails the group."""
         with self.lock:
             for (sender, _, _), sends in self._sends.items():
                 if sender == rank:
-                    small = [t for t in sends if t.nbytes <= _LAST_WORDS_NBYTES and t.kept is None]
+                    small = [t for t in sends if t.nbytes <= _CONTROL_NBYTES and t.kept is None]
                     sends.clear()
                     for t in small:
                         kept = ctypes.create_string_buffer(ctypes.string_at(t.address, t.nbytes), max(t.nbytes, 1))
@@ -114,32 +113,32 @@ class LoopbackGroup:
             for condition in self.wake:
                 condition.notify_all()
 
-    def meet(self, rank: int, item: Any, timeout: float, progress_hook: Callable[[], object]) -> _Meeting:
-        """Collective: wait until every rank has brought its item, and call ``progress_hook`` meanwhile."""
+    def gather(self, rank: int, item: Any, timeout: float, progress_hook: Callable[[], object]) -> _Gather:
+        """Collective: wait for the items of all ranks; calls ``progress_hook`` meanwhile."""
         deadline = time.monotonic() + timeout
         with self.lock:
-            number = self._met[rank]
-            self._met[rank] += 1
-            meeting = self._meetings.setdefault(number, _Meeting())
-            meeting.items[rank] = item
+            number = self._calls[rank]
+            self._calls[rank] += 1
+            gathered = self._gathers.setdefault(number, _Gather())
+            gathered.items[rank] = item
             for condition in self.wake:
                 condition.notify_all()
         while True:
             with self.lock:
-                if len(meeting.items) == self.size:
+                if len(gathered.items) == self.size:
                     break
                 if self.failure is not None:
                     raise PeerLost(self.failure)
                 if time.monotonic() > deadline:
-                    missing = [r for r in range(self.size) if r not in meeting.items]
+                    missing = [r for r in range(self.size) if r not in gathered.items]
                     raise CollectiveTimeout(f"ranks {missing} did not come to a collective call within {timeout} s")
                 self.wake[rank].wait(_NAP_SECONDS)
             progress_hook()
         with self.lock:
-            meeting.leavers += 1
-            if meeting.leavers == self.size:
-                del self._meetings[number]
-        return meeting
+            gathered.leavers += 1
+            if gathered.leavers == self.size:
+                del self._gathers[number]
+        return gathered
 
 
 class LoopbackTransport:
@@ -148,7 +147,7 @@ class LoopbackTransport:
     name = "loopback"
     eager_nbytes = 8 << 10
     is_threaded = True
-    shares_memory = False  # there is no speed to gain
+    shares_memory = False  # the larger chunks of shared memory gain nothing here
     wire = None
 
     def __init__(self, group: LoopbackGroup, rank: int) -> None:
@@ -159,17 +158,16 @@ class LoopbackTransport:
         self._group = group
         self._gone = False
 
-    def buffer(self, address: int, nbytes: int) -> tuple[int, int]:
-        return address, nbytes
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        self._group.post((self.rank, peer, tag), _Transfer(address, nbytes, token), is_send=True)
 
-    def send(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable) -> None:
-        self._group.post((self.rank, peer, tag), _Transfer(*buffer, token), is_send=True)
-
-    def receive(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable, *, at_most: bool = False) -> None:
-        self._group.post((peer, self.rank, tag), _Transfer(*buffer, token, at_most=at_most), is_send=False)
+    def receive(
+        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
+    ) -> None:
+        self._group.post((peer, self.rank, tag), _Transfer(address, nbytes, token, at_most=at_most), is_send=False)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """As in Transport. What has completed comes before the news that the group has failed."""
+        """As in Transport. Completed transfers are returned before the failure of the group is raised."""
         group, rank = self._group, self.rank
         with group.lock:
             if idle and not group.completed[rank] and group.faults[rank] is None and group.failure is None:
@@ -186,35 +184,19 @@ class LoopbackTransport:
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> LoopbackTransport | None:
-        meeting = self._group.meet(self.rank, (color, key), timeout, self.progress_hook)
+        gathered = self._group.gather(self.rank, (color, key), timeout, self.progress_hook)
         if color is None:
             return None
-        members = sorted((k, r) for r, (c, k) in meeting.items.items() if c == color)
+        members = sorted((k, r) for r, (c, k) in gathered.items.items() if c == color)
         with self._group.lock:
-            if color not in meeting.made:
-                meeting.made[color] = LoopbackGroup(len(members))
-        group: LoopbackGroup = meeting.made[color]
+            if color not in gathered.made:
+                gathered.made[color] = LoopbackGroup(len(members))
+        group: LoopbackGroup = gathered.made[color]
         return group.transport(members.index((key, self.rank)))
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        items = self._group.meet(self.rank, item, timeout, self.progress_hook).items
+        items = self._group.gather(self.rank, item, timeout, self.progress_hook).items
         return [items[r] for r in range(self.size)]
-
-    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
-        """Every rank combines all ranks' values with NumPy; float32 and float16, in rank order."""
-        import numpy as np
-
-        combine = {"sum": np.add, "min": np.minimum, "max": np.maximum}.get(op)
-        if dtype not in ("float32", "float16") or combine is None:
-            raise ArgumentError(f"the plain all-reduce takes float32 or float16 and sum, min or max, not {dtype}, {op}")
-        nbytes = count * np.dtype(dtype).itemsize
-        addresses = self._group.meet(self.rank, source, _YARDSTICK_SECONDS, self.progress_hook).items
-        total = np.zeros(0, dtype)
-        for rank in range(self.size):
-            values = np.frombuffer(ctypes.string_at(addresses[rank], nbytes), dtype)
-            total = combine(total, values) if rank else values
-        self._group.meet(self.rank, None, _YARDSTICK_SECONDS, self.progress_hook)  # all have read before anyone writes
-        ctypes.memmove(target, total.ctypes.data, nbytes)
 
     def abort(self, reason: str) -> None:
         if not self._gone:

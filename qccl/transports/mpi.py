@@ -1,19 +1,18 @@
-"""Ranks that are MPI processes, through mpi4py (the only module that imports it).
+"""Ranks that are MPI processes, through mpi4py.
 
 What happens when a rank fails:
 
-- A rank that raises tells the others over the engine's control messages. They raise PeerLost at once.
-- A rank that only stops answering is found by the others' deadlines.
-- A rank that dies (a signal) ends the whole job under MPICH, and under Open MPI unless it runs with
-  ``mpiexec --with-ft ulfm``; then the others get PeerLost.
+- A rank that raises sends the others a control message. They raise PeerLost at once.
+- A rank that stops answering is detected by the deadlines of the others.
+- A rank killed by a signal ends the whole job under MPICH, and under Open MPI unless it runs with
+  ``mpiexec --with-ft ulfm``; then the others raise PeerLost.
 
-After a failure the process can always exit. MPI_Finalize waits for the other ranks, and may wait for ever for one
-that hangs; so from the interpreter's exit on, a process with a failed transport ends by SIGALRM after 10 s (mpiexec
-then ends the rest of the job, a stopped process included).
+After a failure the process can always exit. MPI_Finalize would wait for ever for a rank that hangs, so SIGALRM ends a
+process with a failed transport 10 s after the interpreter starts to exit. mpiexec then ends the rest of the job,
+stopped processes included.
 
-A process that os.fork() makes must leave MPI alone, also when it ends: there all transports are given up, and MPI is
-not finalized, unless the program has imported mpi4py.MPI before qccl (then mpi4py does it, and the child must end by
-os._exit).
+A child of os.fork() must not use MPI, not even at its end. There all transports are unusable, and MPI is not finalized,
+unless the program imported mpi4py.MPI before qccl: then mpi4py finalizes it, and the child must end by os._exit.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from typing import Any, cast
 
 import mpi4py
 
-#: whether mpi4py leaves it to us
+#: whether this module finalizes MPI instead of mpi4py
 _finalizes = "mpi4py.MPI" not in sys.modules and mpi4py.rc.finalize is None
 if _finalizes:
     mpi4py.rc.finalize = False
@@ -53,21 +52,19 @@ from qccl.transports.topology import find_topology  # noqa: E402
 
 __all__ = ["MpiTransport"]
 
-#: tests in a row after which set-up, which is in no hurry, leaves the processor for a nap
+#: tests in a row after which a wait in set-up, where latency does not matter, naps
 _YIELDS = 200
 _NAP_SECONDS = 150e-6
 _FINALIZE_SECONDS = 10
-#: polls without news in which a rank with a processor of its own keeps it: where ranks share memory longer than a nap,
-#: or the nap of one would send the others to sleep, and so on for many calls
+#: empty polls during which a rank with a processor of its own keeps spinning. Ranks that share memory spin for longer
+#: than a nap, or the nap of one rank would make the others nap, and so on for many calls
 _SPINS = 600
 _SHARED_SPINS = 2000
 
-_OPS = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
 _FINALIZED = "MPI was finalized; make communicators while MPI runs, and close them before it ends"
 
-#: what MPI may still work on, with the memory: transports and calls that failed, and transports that were closed before
-#: the other ranks'
+#: transports and requests whose memory MPI may still use: failed ones, and transports closed before other ranks'
 _abandoned: list[object] = []
 _unfinished: list[MpiTransport] = []
 #: all transports
@@ -76,7 +73,7 @@ _is_fork = False
 
 
 def _relax(idle: int) -> None:
-    """Give the processor away: ranks may share it."""
+    """Yield the processor, which ranks may share, or nap."""
     if idle < _YIELDS:
         os.sched_yield()
     else:
@@ -84,7 +81,7 @@ def _relax(idle: int) -> None:
 
 
 def _mapped(error: MPI.Exception) -> QcclError:
-    """The library's error as one of ours."""
+    """The library's error as an error of qccl."""
     kind = error.Get_error_class()
     text = f"MPI: {error.Get_error_string()}"
     if kind in _LOST:
@@ -95,7 +92,7 @@ def _mapped(error: MPI.Exception) -> QcclError:
 
 
 def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
-    """Raise what native code has met on ``rank``: an error of the library's, or a message of the wrong size."""
+    """Raise the error that native code found on ``rank``: the library's, or a message of the wrong size."""
     if code:
         error = MPI.Exception(code)
         raise _mapped(error) from error
@@ -105,13 +102,13 @@ def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
 
 
 def _bytes_of(handle: Any) -> bytes:
-    """One of the library's handles, as it is in memory."""
+    """The bytes of one of the library's handles."""
     return ctypes.string_at(MPI._addressof(handle), MPI._sizeof(handle))
 
 
 def _wire(comm: MPI.Intracomm) -> _host.MpiWire:
     """The transfers of ``comm``, made by the library that mpi4py has loaded."""
-    library = ctypes.CDLL(MPI.__file__)  # which names the library that it needs
+    library = ctypes.CDLL(MPI.__file__)  # it is linked to the MPI library
     names = ("MPI_Isend", "MPI_Irecv", "MPI_Testsome", "MPI_Get_count", "MPI_Cancel", "MPI_Finalized")
     status, mark = MPI.Status(), 0x5A17C0D
     status.Set_error(mark)
@@ -155,17 +152,20 @@ os.register_at_fork(after_in_child=_forked)
 class MpiTransport:
     """The ranks of an MPI communicator (interface: Transport).
 
-    Every wait is a test in a loop with a deadline, except ``allreduce`` (the yardstick, which is MPI's own blocking
-    call) and the moment in which MPI makes or frees a communicator after all ranks have come to do so.
+    Every wait is a test in a loop with a deadline, except while MPI makes or frees a communicator, which all ranks have
+    called by then.
+
+    Attributes:
+        comm: the mpi4py communicator, which belongs to the transport.
     """
 
     name = "mpi"
     eager_nbytes = 8 << 10
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, progress_hook: Callable[[], object] = lambda: None) -> None:
-        """Take ``comm`` over; from_mpi() and world() make one."""
+        """Collective: take ownership of ``comm``; from_mpi() and world() make one."""
         comm.Set_errhandler(MPI.ERRORS_RETURN)
-        self._comm = comm
+        self.comm = comm
         self.progress_hook = progress_hook
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
         self.wire = _wire(comm)
@@ -174,8 +174,8 @@ class MpiTransport:
         self._gone = False
         _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        places = find_topology(self.rank, lambda place: self.allgather(place, timeout))
-        self.local_rank, self.local_size, self.nodes, self.shares_memory = places
+        topology = find_topology(self.rank, lambda item: self.allgather(item, timeout))
+        self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
 
@@ -208,18 +208,17 @@ class MpiTransport:
             MPI.Init_thread()
         return cls.from_mpi(MPI.COMM_WORLD, timeout)
 
-    def buffer(self, address: int, nbytes: int) -> tuple[int, int]:
-        return address, nbytes
-
-    def send(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable) -> None:
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         if self._gone:
             self._check_alive()
-        self.wire.send(peer, tag, *buffer, self._add(token))
+        self.wire.send(peer, tag, address, nbytes, self._add(token))
 
-    def receive(self, peer: int, tag: int, buffer: tuple[int, int], token: Hashable, *, at_most: bool = False) -> None:
+    def receive(
+        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
+    ) -> None:
         if self._gone:
             self._check_alive()
-        self.wire.receive(peer, tag, *buffer, self._add(token), at_most)
+        self.wire.receive(peer, tag, address, nbytes, self._add(token), at_most)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
         done = self.wire.poll(idle)
@@ -231,11 +230,11 @@ class MpiTransport:
         return self._number
 
     def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:
-        # All have come, so Split, which has no deadline, has nobody to wait for. One byte each, because the second half
-        # of an all-gather of nothing also ends without those who have given up.
+        # Split has no deadline, so wait for all ranks first. One byte each: an all-gather of nothing may end although
+        # a rank has aborted.
         self.allgather(b"\0", timeout)
         try:
-            comm = self._comm.Split(MPI.UNDEFINED if color is None else color, key)
+            comm = self.comm.Split(MPI.UNDEFINED if color is None else color, key)
         except MPI.Exception as error:
             raise _mapped(error) from error
         return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout, self.progress_hook)
@@ -246,29 +245,16 @@ class MpiTransport:
         counts = memoryview(bytearray(8 * self.size)).cast("q")
         try:
             mine = memoryview(bytearray(len(item).to_bytes(8, "little")))
-            request = self._comm.Iallgather([mine, 8, MPI.BYTE], [counts, 8, MPI.BYTE])
+            request = self.comm.Iallgather([mine, 8, MPI.BYTE], [counts, 8, MPI.BYTE])
             _wait(request, timeout, "an all-gather", (mine, counts), self.progress_hook)
             lengths = list(counts)
             joined = bytearray(sum(lengths))
-            request = self._comm.Iallgatherv([item, len(item), MPI.BYTE], [joined, lengths, MPI.BYTE])
+            request = self.comm.Iallgatherv([item, len(item), MPI.BYTE], [joined, lengths, MPI.BYTE])
             _wait(request, timeout, "an all-gather", (item, joined, lengths), self.progress_hook)
         except MPI.Exception as error:
             raise _mapped(error) from error
         ends = [sum(lengths[: r + 1]) for r in range(self.size)]
         return [bytes(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
-
-    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
-        """MPI_Allreduce, blocking, as programs call it; it has no deadline."""
-        self._check_alive()
-        datatype = _datatype(dtype)
-        if op not in _OPS:
-            raise ArgumentError(f"MPI's all-reduce is compared for ops {', '.join(_OPS)}, not {op!r}")
-        nbytes = count * datatype.Get_size()
-        given = MPI.IN_PLACE if source == target else [MPI.memory.fromaddress(source, nbytes), count, datatype]
-        try:
-            self._comm.Allreduce(given, [MPI.memory.fromaddress(target, nbytes), count, datatype], _OPS[op])
-        except MPI.Exception as error:
-            raise _mapped(error) from error
 
     def abort(self, reason: str) -> None:
         if self._gone:
@@ -283,15 +269,15 @@ class MpiTransport:
         if self._gone:
             return
         self._gone = True
-        if self.wire.under_way:  # a rank has not closed yet, and what it sends would come to another communicator
+        if self.wire.under_way:  # another rank has not closed yet, and its messages would reach another communicator
             _unfinished.append(self)
         elif not MPI.Is_finalized():
             with contextlib.suppress(MPI.Exception):
-                self._comm.Free()
+                self.comm.Free()
 
     def _check_alive(self) -> None:
         if self._gone or MPI.Is_finalized():
-            gone = "this transport was closed or given up; make another communicator"
+            gone = "this transport was closed or aborted; make another communicator"
             raise EngineError(_FINALIZED if MPI.Is_finalized() else gone)
 
 
@@ -311,10 +297,3 @@ def _wait(
     except BaseException:
         _abandoned.append((request, memory))
         raise
-
-
-def _datatype(name: str) -> MPI.Datatype:
-    for code, known in (("float32", MPI.FLOAT), ("float16", MPI.FLOAT16_T), ("bfloat16", MPI.BFLOAT16_T)):
-        if name == code and known != MPI.DATATYPE_NULL:
-            return known
-    raise ArgumentError(f"this MPI library has no all-reduce of {name}; compare with float32")

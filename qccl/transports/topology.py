@@ -1,4 +1,4 @@
-"""Where ranks are: which of them share a machine, and a network."""
+"""The topology of a group: which ranks share a machine, and a network namespace."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Topology", "find_topology"]
 
 
 class Topology(NamedTuple):
-    """What is known of the ranks of a group; the attributes of a Group and of a Transport."""
+    """Attributes of a Group and of a Transport (see base.py)."""
 
     local_rank: int
     local_size: int
@@ -22,7 +22,7 @@ class Topology(NamedTuple):
 
 
 def find_topology(rank: int, allgather: Callable[[bytes], list[bytes]]) -> Topology:
-    """Collective: every rank tells the others where it is; ranks of one machine may be behind links of their own."""
+    """Collective: find the topology from the host name and network namespace of each rank."""
     try:
         network = os.stat("/proc/self/ns/net").st_ino
     except OSError:

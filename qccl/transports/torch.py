@@ -1,15 +1,15 @@
-"""Ranks that are those of a torch.distributed process group, over gloo: host memory in a torch program, without MPI.
+"""The ranks of a torch.distributed process group, over gloo: host memory in a torch program, without MPI.
 
-A process group of gloo is made for qccl alone, on the store of torch's default group; the program's own group brings
-the ranks together once, and is left as it was.
+qccl makes a gloo process group of its own on the store of torch's default group. It uses the program's group once, to
+bring the ranks together.
 
-gloo cannot be polled for transfers, so threads wait for them, one for each that is under way. And it ends the process,
-beyond any except clause, when a message is larger than the receive it meets. So the size is part of the tag: a message
-of another size meets no receive, and the headers, which are all of one size, tell the ranks that they disagree.
+gloo cannot be polled for transfers, so a thread waits for each transfer under way. When a message is larger than its
+receive, gloo terminates the process. So the size is part of the tag: a message of another size matches no receive, and
+the headers, which all have one size, report the mismatch.
 
-A thread that comes back from gloo while the interpreter ends would end the process by abort(). So all connections are
-closed before that, and the process waits until the threads are back. gloo does not wake those whose transfer was half
-done when its connection closed: they stay, keep that transfer's memory, and cannot come back any more.
+A thread that returns from gloo while the interpreter ends would terminate the process by abort(). So all connections
+are closed first, and the process waits until the threads have returned. gloo does not wake a thread whose transfer was
+half done when its connection closed: that thread stays blocked, keeps the transfer's memory, and cannot return.
 """
 
 from __future__ import annotations
@@ -36,35 +36,36 @@ import torch.distributed as dist
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
 from qccl.transports.topology import find_topology
 
-__all__ = ["TorchTransport", "backend_of"]
+__all__ = ["TorchTransport", "backend_of", "bytes_at", "keep_alive"]
 
-#: gloo's own deadlines: none for transfers, and for collectives so much later than ours
+#: gloo's own deadlines: none for transfers, and so much later than qccl's for collectives
 _NEVER = timedelta(days=20)
 _LATER_SECONDS = 10.0
-#: from the closing of connections on, until all threads are back from gloo that ever will be
+#: time after the connections close in which threads return from gloo; later ones are stuck
 _BACK_SECONDS = 2.0
 _NAP_SECONDS = 1e-3
 _POLL_SECONDS = 50e-6
-#: how long a lost rank's last messages may be behind the news, on both sides
+#: how long a lost rank's last messages may arrive after the error that reports the loss, on both sides
 _LAST_WORDS_SECONDS = 0.1
-#: gloo's tags have 31 bits: the engine's are above the 16 that stand for the size, and below one that nobody uses
+#: gloo's tags have 31 bits: the engine's tag above 16 bits for the size; one tag is reserved for _is_closed()
 _TAGS = (1 << 15) - 1
-_NOBODY = (1 << 31) - 1
+_UNUSED_TAG = (1 << 31) - 1
 _COLOR_AND_KEY = struct.Struct("<?qq")
 
-_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
-
 _process = os.getpid()
-#: transports that were not closed, or before the other ranks'
+#: transports that were not closed, or were closed before those of other ranks
 _open: set[TorchTransport] = set()
-#: the last of gloo's collectives. Whoever lets go of one last, with its tensors, needs the interpreter's lock. Where
-#: that is gloo's own thread, a moment after the call, and the interpreter is ending, it ends the process by abort()
+#: gloo's latest collectives. The thread that drops the last reference to one needs the interpreter's lock. If that is
+#: gloo's own thread while the interpreter is ending, it terminates the process by abort()
 _collectives: deque[object] = deque(maxlen=16)
 
 
 class TorchTransport:
-    """One rank of a gloo group (interface: Transport)."""
+    """One rank of a gloo group (interface: Transport).
+
+    Attributes:
+        group: of gloo, for this transport alone; None after close().
+    """
 
     name = "torch"
     eager_nbytes = 0
@@ -74,30 +75,30 @@ class TorchTransport:
     def __init__(
         self, name: str, rank: int, size: int, timeout: float, progress_hook: Callable[[], object] = lambda: None
     ) -> None:
-        """Collective: a group of its own, which all ranks know by ``name``; from_group() and split() make one."""
+        """Collective: make the gloo group that all ranks know by ``name``; from_group() and split() call this."""
         self.rank, self.size = rank, size
         self.progress_hook = progress_hook
         self._name = name
         self._splits = 0
         self._gone = False
-        self._news = threading.Condition()  # guards what follows
+        self._changed = threading.Condition()  # guards the attributes below
         self._done: list[Hashable] = []
-        self._fault: tuple[float, int, RuntimeError] | None = None  # the first: when, with whom, and what
+        self._fault: tuple[float, int, RuntimeError] | None = None  # the first: time, peer, error
         self._under_way = 0
         self._threads: list[threading.Thread] = []
-        self._waiting = 0  # of them have nothing to do
+        self._waiting = 0  # number of threads without a transfer
         self._timer: threading.Timer | None = None
-        self._back_by = math.inf  # time.monotonic() when nobody waits for the threads any more
+        self._back_by = math.inf  # time.monotonic() at which await_threads() gives up
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         store = dist.PrefixStore(f"qccl/{name}", dist.distributed_c10d._get_default_store())
         try:
-            self._group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
+            self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         except RuntimeError as error:
             raise CollectiveTimeout(f"gloo did not connect {size} ranks within {timeout} s ({_text(error)})") from error
-        self._group._set_default_timeout(timedelta(seconds=timeout + _LATER_SECONDS))
+        self.group._set_default_timeout(timedelta(seconds=timeout + _LATER_SECONDS))
         _open.add(self)
-        places = find_topology(rank, lambda place: self.allgather(place, timeout))
-        self.local_rank, self.local_size, self.nodes, self.shares_memory = places
+        topology = find_topology(rank, lambda item: self.allgather(item, timeout))
+        self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
 
     @classmethod
     def from_group(cls, group: Any, timeout: float) -> TorchTransport:
@@ -109,27 +110,26 @@ class TorchTransport:
         options.timeout = timedelta(seconds=timeout)
         deadline = time.monotonic() + timeout
         try:
-            _keep((dist.group.WORLD if group is None else group).broadcast([name], options)).wait()
+            keep_alive((dist.group.WORLD if group is None else group).broadcast([name], options)).wait()
         except RuntimeError as error:
             if time.monotonic() < deadline:
                 raise _lost([], error) from error
             raise CollectiveTimeout(f"not every rank called from_torch() within {timeout} s") from error
         return cls(bytes(name.tolist()).hex(), dist.get_rank(group), dist.get_world_size(group), timeout)
 
-    def buffer(self, address: int, nbytes: int) -> torch.Tensor:
-        return _bytes_at(address, nbytes)
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        self._post(self.group.send, peer, tag, bytes_at(address, nbytes), token)
 
-    def send(self, peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
-        self._post(self._group.send, peer, tag, buffer, token)
-
-    def receive(self, peer: int, tag: int, buffer: torch.Tensor, token: Hashable, *, at_most: bool = False) -> None:
-        self._post(self._group.recv, peer, tag, buffer, token)
+    def receive(
+        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
+    ) -> None:
+        self._post(self.group.recv, peer, tag, bytes_at(address, nbytes), token)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """As in Transport. What has completed comes before the news that a rank is lost."""
-        with self._news:
+        """As in Transport. Completed transfers are returned before the loss of a rank is raised."""
+        with self._changed:
             if idle and not self._done:
-                self._news.wait(_NAP_SECONDS)
+                self._changed.wait(_NAP_SECONDS)
             if self._done:
                 done, self._done = self._done, []
                 return done
@@ -158,56 +158,38 @@ class TorchTransport:
         items = self._gather(item.ljust(max(*lengths, 1), b"\0"), deadline, timeout)
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
-    def allreduce(self, source: int, target: int, count: int, dtype: str, op: str) -> None:
-        """gloo's all-reduce, as torch programs call it; its deadline is that of the making of the group."""
-        self._check_alive()
-        if dtype not in _DTYPES or op not in _OPS:
-            raise ArgumentError(
-                f"gloo's all-reduce is compared for {', '.join(_DTYPES)} and {', '.join(_OPS)}, not for {dtype}, {op}"
-            )
-        nbytes = count * _DTYPES[dtype].itemsize
-        if source != target:
-            ctypes.memmove(target, source, nbytes)
-        options = dist.AllreduceOptions()
-        options.reduceOp = _OPS[op]
-        try:
-            values = _bytes_at(target, nbytes).view(_DTYPES[dtype])
-            _keep(self._group.allreduce([values], options)).wait()
-        except RuntimeError as error:
-            raise _lost(self._closed(), error) from error
-
     def abort(self, reason: str) -> None:
-        """As in Transport. The connections are closed in a moment, and then the other ranks know."""
+        """As in Transport. Closes the connections a moment later, which the other ranks notice."""
         if not self._gone:
             self._gone = True
             self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._give_up)
             self._timer.daemon = True
-            with contextlib.suppress(RuntimeError):  # at the end of the process, which disconnects as well
+            with contextlib.suppress(RuntimeError):  # the process is ending, which disconnects as well
                 self._timer.start()
 
     def close(self) -> None:
         if self._gone:
             return
         self._gone = True
-        with self._news:
-            is_over = self._under_way == 0  # otherwise a rank has not closed yet
+        with self._changed:
+            is_over = self._under_way == 0  # otherwise another rank has not closed yet
         if is_over:
-            self._dismiss()
+            self._end_threads()
             self.await_threads()
-            self._group = None
+            self.group = None
 
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def _post(self, start: Callable[..., Any], peer: int, tag: int, buffer: torch.Tensor, token: Hashable) -> None:
-        """Start a transfer, and have a thread wait for it. poll() has the news if the peer is lost."""
+        """Start a transfer, and let a thread wait for it. poll() raises if the peer is lost."""
         self._check_alive()
         try:
             job = _Job(start([buffer], peer, _tag(tag, buffer.numel())), peer, buffer, token)
         except RuntimeError as error:
-            with self._news:
+            with self._changed:
                 self._failed(peer, error)
             return
-        with self._news:
+        with self._changed:
             self._under_way += 1
             if self._waiting:
                 self._waiting -= 1
@@ -218,21 +200,21 @@ class TorchTransport:
         thread.start()
 
     def _wait_for(self, job: _Job | None) -> None:
-        """A thread that waits for one transfer after the other."""
+        """Wait for one transfer after the other (in a thread)."""
         while job is not None:
             error = None
             try:
                 job.work.wait(_NEVER)
             except RuntimeError as caught:
                 error = caught
-            with self._news:
+            with self._changed:
                 self._under_way -= 1
                 self._waiting += 1
                 if error is None:
                     self._done.append(job.token)
                 else:
                     self._failed(job.peer, error)
-                self._news.notify_all()
+                self._changed.notify_all()
             job = self._jobs.get()
 
     def _failed(self, peer: int, error: RuntimeError) -> None:
@@ -242,19 +224,19 @@ class TorchTransport:
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def disconnect(self) -> None:
-        """Close all connections, so that the threads come back. Nobody can use the transport any more."""
+        """Close all connections, so that the threads return. The transport is unusable afterwards."""
         self._gone = True
         if self._timer is not None:
             self._timer.cancel()
-        if self._group is not None:
+        if self.group is not None:
             for peer in self._peers():
-                # gloo closes all when a wait is too long, but nobody can wait for a peer whose connection is closed
+                # a wait that times out makes gloo close all connections; it fails if the peer's is closed already
                 with contextlib.suppress(RuntimeError):
                     self._receive_nothing(peer).wait(timedelta(milliseconds=1))
-        self._dismiss()
+        self._end_threads()
 
     def await_threads(self) -> None:
-        """After disconnect(): return when the threads have ended, or gloo keeps them for ever."""
+        """After disconnect(): return when the threads have ended, or are stuck in gloo."""
         for thread in (*self._threads, *([self._timer] if self._timer is not None else [])):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join(max(0.0, self._back_by - time.monotonic()))
@@ -264,16 +246,16 @@ class TorchTransport:
         self.disconnect()
         self.await_threads()
 
-    def _dismiss(self) -> None:
-        """End the threads, which have nothing to wait for any more."""
+    def _end_threads(self) -> None:
+        """Let the threads end after their present transfers."""
         if self._back_by == math.inf:
             self._back_by = time.monotonic() + _BACK_SECONDS
             for _ in self._threads:
                 self._jobs.put(None)
 
     def _receive_nothing(self, peer: int) -> Any:
-        """Begin a receive of what nobody sends. Raises RuntimeError if the connection is closed."""
-        return self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODY)
+        """Start a receive that no send matches. Raises RuntimeError if the connection is closed."""
+        return self.group.recv([torch.empty(1, dtype=torch.uint8)], peer, _UNUSED_TAG)
 
     def _is_closed(self, peer: int) -> bool:
         try:
@@ -292,11 +274,11 @@ class TorchTransport:
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def _gather(self, item: bytes, deadline: float, timeout: float) -> list[bytes]:
-        """All ranks' items, of equal length."""
+        """All ranks' items, which have equal lengths."""
         mine = torch.frombuffer(bytearray(item), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            work = _keep(self._group.allgather([theirs], [mine]))
+            work = keep_alive(self.group.allgather([theirs], [mine]))
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
@@ -309,11 +291,11 @@ class TorchTransport:
 
     def _check_alive(self) -> None:
         if self._gone:
-            raise EngineError("this transport was closed or given up; make another with Communicator.from_torch()")
+            raise EngineError("this transport was closed or aborted; make another with Communicator.from_torch()")
 
 
 class _Job(NamedTuple):
-    """A transfer of gloo's, with whom, its memory, and what poll() gives back."""
+    """One of gloo's transfers, its peer, its memory, and its token for poll()."""
 
     work: Any
     peer: int
@@ -328,13 +310,15 @@ def backend_of(group: Any) -> str:
     return str(dist.get_backend_config(group))
 
 
-def _bytes_at(address: int, nbytes: int) -> torch.Tensor:
+def bytes_at(address: int, nbytes: int) -> torch.Tensor:
+    """A tensor over ``nbytes`` at ``address``, whose memory the caller keeps alive."""
     if nbytes == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def _keep(work: Any) -> Any:
+def keep_alive(work: Any) -> Any:
+    """``work``, one of gloo's collectives, which is kept as long as gloo's threads may use it."""
     _collectives.append(work)
     return work
 
