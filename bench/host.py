@@ -26,6 +26,7 @@ import qccl
 from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
+from qccl.bench.plain import plain_allreduce
 from qccl.bench.sizes import format_size, parse_link, parse_size
 
 __all__ = ["cpu_seconds", "medians", "plain", "spread", "turns"]
@@ -160,7 +161,7 @@ def _both_ways(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) ->
 
 def plain(comm: qccl.Communicator, x: Any, y: Any) -> Callable[[], object]:
     """A function that calls the library's own all-reduce."""
-    allreduce = comm.transport.allreduce
+    allreduce = plain_allreduce(comm.transport)
     return lambda: allreduce(x.ctypes.data, y.ctypes.data, len(x), "float32", "sum")
 
 
