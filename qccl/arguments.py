@@ -1,4 +1,4 @@
-"""Checks of what a caller gives beside arrays: each returns the value that is meant, or raises ArgumentError."""
+"""Checks of arguments other than arrays: each function returns the converted value or raises ArgumentError."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ __all__ = [
     "timeout_of",
 ]
 
-#: what a codec may be given as; see qccl.codecs.get
+#: the arguments that qccl.codecs.get accepts
 CodecLike = str | Mapping[str, Any] | Codec
 
-#: reduction -> value of NCCL's ncclRedOp_t
+#: reduction -> value of ncclRedOp_t
 OPS = {"sum": 0, "max": 2, "min": 3, "avg": 4}
 _ALIASES = {"mean": "avg"}
 
-#: what a reduction may be given as; see op_of
+#: the arguments that op_of() accepts
 OpLike = str | int | Any
 
 
 def integer(value: Any, what: str) -> int:
-    """Any integer, but no bool."""
+    """Any integer except a bool."""
     number = as_integer(value)
     if number is None:
         raise ArgumentError(f"{what} must be an integer, not {value!r}")
@@ -46,7 +46,7 @@ def integer(value: Any, what: str) -> int:
 
 
 def integers(values: Iterable[Any], what: str) -> tuple[int, ...]:
-    """Any integers, one by one."""
+    """Any iterable of integers."""
     if not isinstance(values, Iterable):
         raise ArgumentError(f"{what} must be a list of integers, not {values!r}")
     return tuple(integer(value, f"each of {what}") for value in values)
@@ -61,14 +61,14 @@ def count_of(count: int, what: str = "count") -> int:
 
 
 def chunk_of(chunk: int | None) -> int | None:
-    """Elements in a step of the pipeline; None means a good default."""
+    """The elements of a chunk; None means a default by size."""
     if chunk is not None and (chunk := integer(chunk, "chunk")) < 1:
         raise ArgumentError(f"chunk must be a positive number of elements, not {chunk!r}")
     return chunk
 
 
 def op_of(op: OpLike) -> str:
-    """The name of a reduction: a name, NCCL's number, or an object of torch.distributed or mpi4py."""
+    """The name of a reduction, given as a name, as NCCL's number, or as an object of torch.distributed or mpi4py."""
     given = _ALIASES.get(op, op) if isinstance(op, str) else _name_in_library(op) or as_integer(op)
     for name, number in OPS.items():
         if given in (name, number):
@@ -80,12 +80,12 @@ def op_of(op: OpLike) -> str:
 
 
 def _name_in_library(op: Any) -> str | None:
-    """The name in lower case of an object of torch.distributed or mpi4py; None for anything else.
+    """The lower-case name of a reduction object of torch.distributed or mpi4py; None for anything else.
 
     A library that is not loaded cannot have made ``op``. torch's objects convert to integers other than NCCL's.
     """
     distributed, mpi = sys.modules.get("torch.distributed"), sys.modules.get("mpi4py.MPI")
-    reduce_op = getattr(distributed, "ReduceOp", None)  # torch may be built without it
+    reduce_op = getattr(distributed, "ReduceOp", None)  # some builds of torch lack it
     if reduce_op is not None and isinstance(op, (reduce_op, reduce_op.RedOpType)):
         return str(getattr(op, "op", op).name).lower()
     if mpi is not None and isinstance(op, mpi.Op):
@@ -94,14 +94,14 @@ def _name_in_library(op: Any) -> str | None:
 
 
 def one_of(value: str, allowed: Collection[str], what: str) -> str:
-    """One of several names."""
+    """One of the ``allowed`` names."""
     if value not in allowed:
         raise ArgumentError(f"{what} {value!r} is not one of {', '.join(allowed)}")
     return value
 
 
 def timeout_of(timeout: float) -> float:
-    """A positive number of seconds that the system can wait."""
+    """A positive number of seconds, within the limit of threading."""
     seconds = as_real(timeout)
     if seconds is None or not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ArgumentError(
@@ -113,11 +113,11 @@ def timeout_of(timeout: float) -> float:
 def check_trace(trace: Any) -> None:
     """Raise ArgumentError unless ``trace`` is a list, or None."""
     if trace is not None and not hasattr(trace, "append"):
-        raise ArgumentError(f"trace must be a list, which gets the call's events, not {trace!r}")
+        raise ArgumentError(f"trace must be a list, to which the call appends its events, not {trace!r}")
 
 
 def check_group(color: int | None, key: int) -> None:
-    """What MPI takes for a split: a colour from 0 on, and both in 32 bits."""
+    """Raise ArgumentError unless MPI accepts both for a split: 32-bit integers, and no negative colour."""
     if color is not None and not 0 <= integer(color, "color") < 1 << 31:
         raise ArgumentError(f"color must be 0 to 2**31 - 1, or None for no group; not {color!r}")
     if not -(1 << 31) <= integer(key, "key") < 1 << 31:

@@ -1,4 +1,4 @@
-"""Decentralised SGD in low precision: each rank tells its peers, in codes, how its model changed."""
+"""Decentralised SGD in low precision: each rank sends its peers the encoded change of its model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ __all__ = ["LowPrecisionDecentralized"]
 
 
 class LowPrecisionDecentralized:
-    """The models of all ranks drift towards each other while each follows its own gradients.
+    """Each rank follows its own gradients and averages its model with its peers' models.
 
-    A step on rank i, with weights W and a replica of each peer's model (that codes alone keep up to date)::
+    A step on rank i, with weights W and a replica of each peer's model, which only codes update::
 
         z = sum over j of W[i][j] x_j - lr g_i - x_i        x_j are the replicas
-        x_i += Q(z)                                         Q(z) goes to the peers, which add it to their replicas
+        x_i += Q(z)                                         the peers receive Q(z) and add it to their replicas
 
-    Since every rank adds what its codes say, not what it meant, replicas equal models to the bit, always. With
-    ``codec="none"`` this is decentralised SGD in full precision.
+    A rank adds the decoded change to its own model, as its peers do, so replicas always equal models bit for bit.
+    With ``codec="none"`` this is decentralised SGD in full precision.
 
     Attributes:
-        model: the array that was given, with the current model.
+        model: the caller's array, with the current model.
         weights: the matrix W.
-        spectral_gap: 1 less the second largest absolute eigenvalue of W: how fast models come together (0: never).
-        peers: the ranks that this one averages with, fixed for its life.
-        replicas: their models.
-        steps: how many were made.
+        spectral_gap: 1 minus the second largest absolute eigenvalue of W: the rate at which models converge (0: never).
+        peers: the ranks that this rank averages with; they never change.
+        replicas: the peers' models, by rank.
+        steps: the number of steps so far.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class LowPrecisionDecentralized:
         weights: str | Sequence[Sequence[float]] | Any = "ring",
         codec: CodecLike = "minmax8",
     ) -> None:
-        """Collective. Models may differ; the peers' are asked for, exactly, once.
+        """Collective. Models may differ; the ranks exchange them once, exactly.
 
         ``model`` is a mutable array (NumPy, CuPy, torch) and is changed in place. ``weights`` are "ring", "complete",
         "hypercube", "torus", "exponential" (distances 1, 2, 4, ... both ways), "one_peer" (pairs), or a symmetric
-        matrix whose rows sum to 1, the same on all ranks.
+        matrix whose rows sum to 1; all ranks must pass the same.
         """
         if not hasattr(model, "shape") or not hasattr(model, "dtype"):
             raise ArgumentError(f"the model must be an array (NumPy, CuPy, torch), not {type(model).__name__}")
@@ -64,7 +64,7 @@ class LowPrecisionDecentralized:
                 f"exchange does not; use {self._codec.plain.spec()}"
             )
         self._row = [float(w) for w in self.weights[comm.rank]]
-        linked = self.weights[comm.rank] + self.weights[:, comm.rank]  # both ways: symmetry has a tolerance
+        linked = self.weights[comm.rank] + self.weights[:, comm.rank]  # both: symmetry has a tolerance
         self.peers = tuple(rank for rank, w in enumerate(linked) if w and rank != comm.rank)
         self.steps = 0
         self._check_agreement()
@@ -76,7 +76,7 @@ class LowPrecisionDecentralized:
         given, wanted = _kind(gradient), _kind(self.model)
         if given != wanted:
             raise ArgumentError(f"shape and type of the gradient are {given}, and those of the model {wanted}")
-        rate = as_real(lr)  # of no type of its own, as NumPy's scalars are
+        rate = as_real(lr)  # a NumPy scalar would promote the model's type
         if rate is None or not math.isfinite(rate):
             raise ArgumentError(f"lr must be a finite number, the learning rate of this step, not {lr!r}")
         z = self.model * (self._row[self.comm.rank] - 1.0) - gradient * rate
@@ -87,15 +87,15 @@ class LowPrecisionDecentralized:
         return self.model
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of all that a later run on as many ranks needs to go on, to the bit.
+        """Copies of the data from which a later run on as many ranks continues bit for bit.
 
-        With a codec that draws random numbers it needs the communicator's state_dict(), too.
+        A codec that draws random numbers needs the communicator's state_dict(), too.
         """
         replicas = {peer: _copy(replica) for peer, replica in self.replicas.items()}
         return {"model": _copy(self.model), "replicas": replicas, "steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a state_dict() of the same rank, with the same peers. All ranks must, from the same step."""
+        """Continue from a state_dict() of the same rank with the same peers; all ranks must load the same step."""
         if not isinstance(state, Mapping) or not {"model", "replicas", "steps"} <= set(state):
             raise ArgumentError("a state is the dict that state_dict() returned, with model, replicas and steps")
         replicas = state["replicas"]
@@ -115,7 +115,7 @@ class LowPrecisionDecentralized:
         self.steps = steps
 
     def _check_agreement(self) -> None:
-        """Raise MismatchError, on all ranks, where they do not have the same weights and codec."""
+        """Raise MismatchError on all ranks unless they have the same weights and codec."""
         said = self.weights.tobytes() + codecs.identity(self._codec).encode()
         found = self.comm.allgather(hashlib.sha256(said).digest())
         others = [rank for rank, digest in enumerate(found) if digest != found[0]]
@@ -133,7 +133,7 @@ def _copy(array: Any) -> Any:
 
 
 def _blank(like: Any) -> Any:
-    """An array of -0: whatever is added to it is what it then holds, to the bit."""
+    """An array of -0: adding a value to -0 gives that value bit for bit."""
     blank = _copy(like)
     blank[...] = -0.0
     return blank

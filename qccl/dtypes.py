@@ -1,4 +1,4 @@
-"""The element types of values: their names, sizes and NCCL's numbers for them."""
+"""Element types: their names, their sizes, and their numbers in NCCL and in the kernels."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class DType:
     """An element type.
 
     Attributes:
-        name: as NumPy, torch and JAX spell it.
+        name: the name in NumPy, torch and JAX.
         itemsize: bytes per element.
-        code: number of the type in the kernels (``kernels/numeric.h``).
-        nccl: value of ``ncclDataType_t``.
-        mantissa_bits: stored fraction bits; half a unit in the last place is 2**-(mantissa_bits + 1).
-        min_exponent: exponent of the smallest normal number.
+        code: the number in the kernels (``kernels/numeric.h``).
+        nccl: the value of ``ncclDataType_t``.
+        mantissa_bits: stored bits of the fraction; half a unit in the last place is 2**-(mantissa_bits + 1).
+        min_exponent: the exponent of the smallest normal number.
     """
 
     name: str
@@ -36,7 +36,7 @@ class DType:
         return self.name
 
 
-#: what an element type may be given as; see get
+#: the arguments that get() accepts
 DTypeLike = DType | str | int | Any
 
 FLOAT32 = DType("float32", 4, 0, 7, 23, -126)
@@ -49,9 +49,9 @@ _BY_NCCL = {dtype.nccl: dtype for dtype in DTYPES}
 
 
 def get(spec: DTypeLike) -> DType:
-    """The element type that ``spec`` is: a name, NCCL's enum value, a DType, or a type of NumPy, torch or JAX.
+    """The DType for a name, a value of ncclDataType_t, a DType, or a type of NumPy, torch or JAX.
 
-    Raises ArgumentError for others.
+    Raises ArgumentError for anything else.
     """
     if isinstance(spec, DType):
         return spec
@@ -66,6 +66,6 @@ def get(spec: DTypeLike) -> DType:
 
 
 def _name(spec: Any) -> str:
-    """A text itself; of ``x.dtype`` its name, of ``numpy.float32`` that of the class, of ``torch.float32`` its text."""
+    """The name in a text, an ``x.dtype``, a class such as ``numpy.float32``, or a ``torch.float32``."""
     name = spec if isinstance(spec, str) else getattr(spec, "name", None) or getattr(spec, "__name__", None)
     return (name if isinstance(name, str) else str(spec)).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""A map from disjoint intervals of integers to what is known of them."""
+"""A map from disjoint intervals of integers to data about them."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ __all__ = ["Cell", "IntervalMap"]
 
 
 class Cell(Protocol):
-    """What is known of the integers ``start`` to ``stop``."""
+    """Data about the integers ``start`` to ``stop``."""
 
     start: int
     stop: int
 
     def split(self, at: int) -> Self:
-        """Shorten this cell to end at ``at``; returns a new one for the rest."""
+        """Shorten this cell to end at ``at``; return a new cell for the rest."""
 
 
 C = TypeVar("C", bound=Cell)
 
 
 class IntervalMap(Generic[C]):
-    """Disjoint cells in ascending order; O(log cells) where intervals recur exactly, as slots and chunks do."""
+    """Disjoint cells in ascending order; O(log cells) if intervals recur exactly, as slots and chunks do."""
 
     def __init__(self) -> None:
         self._starts: list[int] = []
@@ -33,12 +33,12 @@ class IntervalMap(Generic[C]):
         return iter(self._cells)
 
     def covered(self, start: int, stop: int) -> list[C]:
-        """The cells within ``[start, stop)``; those that reach beyond are split there. Gaps are left out."""
+        """The cells within ``[start, stop)``, without gaps; cells that reach beyond it are split."""
         first, last = self._range(start, stop)
         return self._cells[first:last]
 
     def put(self, cell: C) -> list[C]:
-        """Replace all that is known of the cell's interval; returns the cells that were there."""
+        """Replace the cells in the interval of ``cell``; return the old ones."""
         first, last = self._range(cell.start, cell.stop)
         old = self._cells[first:last]
         self._cells[first:last] = [cell]
@@ -46,7 +46,7 @@ class IntervalMap(Generic[C]):
         return old
 
     def _range(self, start: int, stop: int) -> tuple[int, int]:
-        """The cells within ``[start, stop)`` by number, after splitting those that reach beyond."""
+        """The numbers of the cells within ``[start, stop)``, after splitting cells that reach beyond it."""
         first = bisect_left(self._starts, start)
         if first < len(self._cells) and self._starts[first] == start:
             if self._cells[first].stop == stop:

@@ -1,12 +1,11 @@
 """A collective as data: operations over spans of named buffers, and the dependencies that follow from them.
 
-A schedule is what one rank does, in plain program order. Nothing in it names an engine: the host engine runs it, the
-CUDA engine runs it, the verifier checks it for all ranks at once, the simulator times it.
+A schedule lists the operations of one rank in program order. It names no engine: both engines run it, the verifier
+checks the schedules of all ranks together, and the simulator times them.
 
-Dependencies are never written down. They are *derived* from the spans that operations read and write, as a processor
-derives them from registers: a read waits for the last write (RAW), a write for the last write (WAW) and for all reads
-since (WAR). So a bounded window of wire slots needs no counters: a slot that is used again waits, by itself, until its
-send has completed.
+Dependencies are *derived* from the spans that operations read and write, as a processor derives them from registers:
+a read waits for the last write (RAW), a write for the last write (WAW) and for all reads since (WAR). A slot that is
+used again therefore waits until its send has completed, and a bounded window of wire slots needs no counters.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ __all__ = [
 
 
 class VerificationError(QcclError):
-    """Schedules that cannot be right.
+    """The schedules are wrong.
 
     Attributes:
-        rank: whose schedule.
-        op_index: number of the operation in it, or None where it is not one operation.
+        rank: the rank whose schedule is wrong.
+        op_index: the number of the wrong operation, or None if no single operation is wrong.
     """
 
     def __init__(self, rank: int, op_index: int | None, message: str) -> None:
@@ -61,21 +60,21 @@ class VerificationError(QcclError):
 
 
 class Queue(Enum):
-    """Where an operation runs: a CUDA stream, or on the host the kind of progress it needs."""
+    """The CUDA stream that an operation runs on, or on the host the kind of progress that it needs."""
 
     COMPUTE = "compute"
     COMM = "comm"
-    OUT = "out"  # legs that go through host memory, on their way from the device
-    IN = "in"  # and on their way to it
+    OUT = "out"  # transfers through host memory: copies from the device
+    IN = "in"  # and copies to the device
 
 
 class Role(Enum):
-    """Whose memory a buffer is."""
+    """The owner and the use of a buffer's memory."""
 
     INPUT = "input"  # the caller's, read only
     OUTPUT = "output"  # the caller's, written (in place: read as well)
     WORK = "work"  # the plan's workspace
-    STATE = "state"  # float32 that lasts from call to call: what the caller's key names
+    STATE = "state"  # float32 values that last from call to call, under the caller's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +128,8 @@ class Encode:
 class Decode:
     """``dst = decode(wire)``, or ``dst += decode(wire)``.
 
-    ``index``, ``round`` and ``rank`` say who made the wire: those of its Encode or Reduce. Some codecs derive from them
-    which elements a wire has.
+    ``index``, ``round`` and ``rank`` are those of the Encode or Reduce that made the wire. From them some codecs derive
+    which elements a wire contains.
     """
 
     codec: Codec
@@ -144,7 +143,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class StateBuffer:
-    """Float32 values that last from call to call: read from ``old``; written to ``new``, which a Commit makes last."""
+    """Float32 values that last from call to call: read from ``old``, written to ``new``, which a Commit copies back."""
 
     old: Span
     new: Span
@@ -152,12 +151,12 @@ class StateBuffer:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """What a Reduce remembers; one value per element.
+    """The state of a Reduce, one value per element.
 
     Attributes:
-        residual: what the codes of the calls before have left out, times the learning rate.
+        residual: the quantisation error of earlier calls, times the learning rate.
         momentum: the running sum of the own values.
-        mu: how much of that lasts from one call to the next.
+        mu: the factor of the running sum from one call to the next.
     """
 
     residual: StateBuffer | None = None
@@ -169,16 +168,16 @@ class State:
 class Reduce:
     """Combine several codes in one pass, in fp32 and in rank order.
 
-    ``total = op(decode(srcs[0]), ..., own, ..., decode(srcs[-1])) * scale``, where ``own`` (values, not a code) takes
-    its place before ``srcs[own_index]``. With ``wire`` the total is encoded into it and ``out`` gets what a decoder
-    of ``wire`` gets; without ``wire``, ``out`` gets the total itself. ``src_ranks`` (none: rank 0 for all) made the
-    sources in round ``src_round``.
+    ``total = op(decode(srcs[0]), ..., own, ..., decode(srcs[-1])) * scale``, where ``own`` (values, not a code) comes
+    before ``srcs[own_index]``. With ``wire`` the total is encoded into it, and ``out`` receives the decoded values of
+    ``wire``; without ``wire``, ``out`` receives the total itself. ``src_ranks`` (none: rank 0 for all) made the sources
+    in round ``src_round``.
 
-    With ``state`` the operation remembers, in fp32 (``lr`` is that of the run, 1 if not given):
+    With ``state`` (in fp32; ``lr`` is the learning rate of the run, 1 if not given):
 
-    - momentum: ``new = mu * old + own``, and ``own + mu * new`` takes the place of ``own``;
-    - residual, with ``wire``: ``old / lr`` is added to the scaled total, which is then encoded, and ``new`` is what the
-      code lacks of it, times ``lr``: the total less ``out``, or without ``out`` less the decoded value.
+    - momentum: ``new = mu * old + own``, and ``own + mu * new`` replaces ``own``;
+    - residual, with ``wire``: ``old / lr`` is added to the scaled total, which is then encoded; ``new`` is the
+      quantisation error times ``lr``: the total less its decoded value.
     """
 
     codec: Codec
@@ -198,9 +197,9 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Where all of ``guard`` is finite, make the new values last: copy each ``new`` to its ``old``; else do nothing.
+    """If all of ``guard`` is finite, copy each ``new`` to its ``old``; otherwise do nothing.
 
-    It comes after everything before it in the program, transfers included: a run that fails changes nothing.
+    It waits for everything before it in the program, transfers included: a run that fails changes no state.
     """
 
     guard: tuple[Span, ...]
@@ -209,7 +208,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One transfer to or from ``peer``; the span is in a wire buffer."""
+    """A message to or from ``peer``; the span is in a wire buffer."""
 
     peer: int
     span: Span
@@ -217,7 +216,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Transfers that belong together: one NCCL group, or MPI Isend and Irecv legs."""
+    """Transfers that form one group: an NCCL group, or MPI's Isend and Irecv."""
 
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
@@ -228,14 +227,15 @@ Op = Encode | Decode | Reduce | Commit | Exchange
 
 @dataclass(frozen=True)
 class Schedule:
-    """What one rank does for one collective.
+    """The operations of one rank for one collective.
 
     Attributes:
-        name: of the algorithm, e.g. ``"two_round"``.
-        rank, size: of the communicator it was made for.
-        buffers: every buffer the operations name.
-        ops: in program order.
-        distant: peers whose legs go through host memory, where the engine's buffers are elsewhere.
+        name: the algorithm, e.g. ``"two_round"``.
+        rank: the rank that runs the schedule.
+        size: the number of ranks.
+        buffers: every buffer that the operations name.
+        ops: the operations in program order.
+        staged_peers: peers with which transfers go through host memory, if the engine's buffers are elsewhere.
     """
 
     name: str
@@ -252,10 +252,10 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """What an engine starts and completes as one thing: a compute operation, a leg, or a whole Exchange.
+    """The unit that an engine starts and completes: a compute operation, a transfer, or a whole Exchange.
 
-    ``sequence`` numbers a leg among the legs of this rank with the same peer and direction, so that both ends of a
-    transfer name it alike. ``source`` is where a zero-copy send takes its bytes; its slot is only reserved.
+    ``sequence`` numbers the transfers of this rank with one peer in one direction, so that both ends number a message
+    alike. ``source`` is the source of a zero-copy send, whose wire slot is reserved but not read.
     """
 
     op_index: int
@@ -284,7 +284,7 @@ def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
     return tuple(span for span in spans if span is not None)
 
 
-def _carried(state: State | None) -> tuple[StateBuffer, ...]:
+def _state_buffers(state: State | None) -> tuple[StateBuffer, ...]:
     return () if state is None else tuple(each for each in (state.residual, state.momentum) if each is not None)
 
 
@@ -296,9 +296,9 @@ def reads(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.wire, op.dst) if op.accumulate else (op.wire,)
         case Reduce():
-            return _present((*op.srcs, op.own, *(state_buffers.old for state_buffers in _carried(op.state))))
+            return _present((*op.srcs, op.own, *(each.old for each in _state_buffers(op.state))))
         case Commit():
-            return (*op.guard, *(state_buffers.new for state_buffers in op.state_buffers))
+            return (*op.guard, *(each.new for each in op.state_buffers))
         case Exchange():
             return tuple(transfer.span for transfer in op.sends)
 
@@ -311,15 +311,15 @@ def writes(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.dst,)
         case Reduce():
-            return _present((op.wire, op.out, *(state_buffers.new for state_buffers in _carried(op.state))))
+            return _present((op.wire, op.out, *(each.new for each in _state_buffers(op.state))))
         case Commit():
-            return tuple(state_buffers.old for state_buffers in op.state_buffers)
+            return tuple(each.old for each in op.state_buffers)
         case Exchange():
             return tuple(transfer.span for transfer in op.recvs)
 
 
 def nodes(schedule: Schedule, *, per_transfer: bool) -> Iterator[Node]:
-    """The nodes of a schedule in program order; ``per_transfer`` splits each Exchange into its legs, receives first."""
+    """The nodes of a schedule in program order; ``per_transfer`` splits an Exchange into transfers, receives first."""
     counters: dict[tuple[int, bool], int] = {}
     for i, op in enumerate(schedule.ops):
         if not (per_transfer and isinstance(op, Exchange)):
@@ -333,35 +333,35 @@ def nodes(schedule: Schedule, *, per_transfer: bool) -> Iterator[Node]:
 
 
 @dataclass(slots=True)
-class _Segment:
-    """A stretch of a buffer whose elements share one history: who last wrote it, and who has read it since."""
+class _History:
+    """A range of a buffer with one history: the node that last wrote it, and the nodes that have read it since."""
 
     start: int
     stop: int
     writer: int | None
     readers: list[int]
 
-    def split(self, at: int) -> _Segment:
-        rest = _Segment(at, self.stop, self.writer, list(self.readers))
+    def split(self, at: int) -> _History:
+        rest = _History(at, self.stop, self.writer, list(self.readers))
         self.stop = at
         return rest
 
 
-def _read(history: IntervalMap[_Segment], span: Span, node: int, found: set[int]) -> None:
+def _read(history: IntervalMap[_History], span: Span, node: int, found: set[int]) -> None:
     position = span.start
     for segment in history.covered(span.start, span.stop):
         if segment.writer is not None:
             found.add(segment.writer)
         segment.readers.append(node)
         if position < segment.start:
-            history.put(_Segment(position, segment.start, None, [node]))
+            history.put(_History(position, segment.start, None, [node]))
         position = segment.stop
     if position < span.stop:
-        history.put(_Segment(position, span.stop, None, [node]))
+        history.put(_History(position, span.stop, None, [node]))
 
 
-def _write(history: IntervalMap[_Segment], span: Span, node: int, found: set[int]) -> None:
-    for segment in history.put(_Segment(span.start, span.stop, node, [])):
+def _write(history: IntervalMap[_History], span: Span, node: int, found: set[int]) -> None:
+    for segment in history.put(_History(span.start, span.stop, node, [])):
         found.update(segment.readers)
         if segment.writer is not None:
             found.add(segment.writer)
@@ -369,7 +369,7 @@ def _write(history: IntervalMap[_Segment], span: Span, node: int, found: set[int
 
 def dependencies(program: Sequence[Node]) -> list[tuple[int, ...]]:
     """For each node, the earlier nodes that must have completed before it may start (RAW, WAR, WAW), ascending."""
-    histories: defaultdict[str, IntervalMap[_Segment]] = defaultdict(IntervalMap)
+    histories: defaultdict[str, IntervalMap[_History]] = defaultdict(IntervalMap)
     result: list[tuple[int, ...]] = []
     for i, node in enumerate(program):
         found: set[int] = set()

@@ -1,4 +1,4 @@
-"""Weights of decentralised averaging: who averages with whom, and how much each counts."""
+"""Weights of decentralised averaging: the peers of each rank, and the weight of each."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _TOLERANCE = 1e-6
 
 
 def matrix(weights: str | Sequence[Sequence[float]] | Any, size: int) -> Matrix:
-    """The ``size`` x ``size`` matrix of a named topology, or a given one. Raises ArgumentError where it will not do.
+    """The ``size`` x ``size`` matrix of a named topology, or a given matrix, checked.
 
-    It must be symmetric, and its rows must sum to 1 without a negative entry.
+    Raises ArgumentError unless it is symmetric, has no negative entry, and each row sums to 1.
     """
     if isinstance(weights, str):
         if weights not in TOPOLOGIES:
@@ -37,7 +37,7 @@ def matrix(weights: str | Sequence[Sequence[float]] | Any, size: int) -> Matrix:
 
 
 def _check(w: Matrix) -> None:
-    if not (w >= 0).all():  # also where one is NaN
+    if not (w >= 0).all():  # false for NaN, too
         i, j = np.argwhere(~(w >= 0))[0]
         raise ArgumentError(f"weights[{i}][{j}] is {w[i, j]:g}; weights must not be negative")
     sums = w.sum(axis=1)
@@ -53,16 +53,16 @@ def _check(w: Matrix) -> None:
 
 
 def spectral_gap(w: Matrix) -> float:
-    """1 less the second largest absolute eigenvalue: differences between the ranks shrink by so much in a step.
+    """1 minus the second largest absolute eigenvalue: the fraction by which the ranks' differences shrink in a step.
 
-    0 where some ranks never hear of others.
+    It is 0 if the graph is not connected.
     """
     values = np.sort(np.abs(np.linalg.eigvalsh(w)))
     return float(1.0 - values[-2]) if len(values) > 1 else 1.0
 
 
 def _shifts(size: int, shifts: Sequence[int]) -> Matrix:
-    """Equal weights for a rank itself and those at some distances, in both directions; the same rank counts once."""
+    """Equal weights for a rank and the ranks at ``shifts`` in both directions; each rank counts once."""
     peers = {shift % size for distance in shifts for shift in (distance, -distance)} | {0}
     w = np.zeros((size, size))
     for rank in range(size):
@@ -86,7 +86,7 @@ def _hypercube(size: int) -> Matrix:
 
 
 def _torus(size: int) -> Matrix:
-    """Rows times columns, as square as can be; each rank with those above, below, left and right."""
+    """A grid of ranks, as square as possible; each rank averages with its neighbours above, below, left and right."""
     rows = next(n for n in range(int(size**0.5), 0, -1) if size % n == 0)
     columns = size // rows
     w = np.eye(size)
@@ -106,7 +106,7 @@ def _one_peer(size: int) -> Matrix:
     return w
 
 
-#: weights by name, for a number of ranks
+#: topology -> function that makes its matrix for a number of ranks
 TOPOLOGIES: dict[str, Callable[[int], Matrix]] = {
     "ring": lambda size: _shifts(size, [1]),
     "complete": lambda size: np.full((size, size), 1 / size),

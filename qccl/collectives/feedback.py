@@ -1,8 +1,8 @@
-"""All-reduce that remembers: from a schedule without memory to the one of a codec with error feedback or momentum.
+"""Error feedback and momentum: turns a stateless schedule into the schedule of a codec with state.
 
-Everything that encodes values of the caller's becomes a Reduce with a State, in buffers that hold one fp32 per element
-of the caller's arrays. What rank r sends of an element and, in its shard, what it makes of the sum are different
-elements, so one vector has both residuals.
+Each operation that encodes the caller's values becomes a Reduce with a State, whose buffers hold one fp32 per element
+of the caller's arrays. A rank encodes its own values outside its shard and the sums inside it, so one vector holds the
+residuals of both.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from qccl.schedule import Buffer, Commit, Encode, Op, Reduce, Role, Schedule, Sp
 
 __all__ = ["NEXT", "with_feedback"]
 
-#: what a state buffer's name has behind it for the values of the call under way
+#: suffix of the buffer with the new values of a state buffer
 NEXT = ".next"
 
 
 def with_feedback(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
-    """The schedule of a sum with the state of ``codec``; the same schedule if it has none.
+    """The schedule of a sum, scaled by ``scale``, with the state of ``codec``; the same schedule if it has none.
 
     Its state buffers (Role.STATE) are "residual" and "momentum", or for several arrays "residual 0" and so on.
-    ``scale`` is the sum's.
     """
     outputs = {n: b for n, b in schedule.buffers.items() if b.role is Role.OUTPUT and b.size}
     alone = schedule.size == 1
@@ -41,12 +40,12 @@ def with_feedback(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
     buffers = {name: Buffer(size, FLOAT32, Role.STATE) for name, size in names}
     buffers |= {name + NEXT: Buffer(size, FLOAT32, Role.WORK) for name, size in names}
     guard = tuple(Span(name, 0, output.size) for name, output in outputs.items())
-    commit = Commit(guard, tuple(_carried(name, 0, size) for name, size in names))
+    commit = Commit(guard, tuple(_state_buffer(name, 0, size) for name, size in names))
     return replace(schedule, buffers={**schedule.buffers, **buffers}, ops=(*ops, commit))
 
 
 def _with_feedback(op: Op, kinds: list[str], mu: float) -> Op:
-    """An operation with its part of the state, if it encodes."""
+    """The operation with its part of the state, if it encodes."""
     match op:
         case Encode(codec, src, wire, index, round_):
             state = _state(src, kinds, mu)
@@ -57,7 +56,7 @@ def _with_feedback(op: Op, kinds: list[str], mu: float) -> Op:
 
 
 def _alone(name: str, output: Buffer, buffers: Mapping[str, Buffer], codec: Codec, scale: float) -> Op:
-    """What a rank without peers does: its momentum."""
+    """The operation of a rank without peers: momentum only."""
     source = f"input{_suffix(name)}"
     own = Span(source if source in buffers else name, 0, output.size)
     state = _state(own, ["momentum"], momentum_of(codec))
@@ -65,14 +64,15 @@ def _alone(name: str, output: Buffer, buffers: Mapping[str, Buffer], codec: Code
 
 
 def _state(values: Span, kinds: list[str], mu: float) -> State:
-    state_buffers = {kind: _carried(f"{kind}{_suffix(values.buffer)}", values.start, values.stop) for kind in kinds}
-    return State(**state_buffers, mu=mu)
+    suffix = _suffix(values.buffer)
+    found = {kind: _state_buffer(kind + suffix, values.start, values.stop) for kind in kinds}
+    return State(**found, mu=mu)
 
 
-def _carried(name: str, start: int, stop: int) -> StateBuffer:
+def _state_buffer(name: str, start: int, stop: int) -> StateBuffer:
     return StateBuffer(Span(name, start, stop), Span(name + NEXT, start, stop))
 
 
 def _suffix(name: str) -> str:
-    """What follows "input" or "output" in the name of a buffer."""
+    """The rest of a buffer's name after "input" or "output"."""
     return name.removeprefix("input").removeprefix("output")
