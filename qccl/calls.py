@@ -1,4 +1,4 @@
-"""The collectives as methods: each takes its arrays, checks its arguments, and says what is to be run."""
+"""The collectives as methods on arrays: each checks its arguments, makes its CollectiveSpec and runs it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Collectives", "spec_arguments"]
 
 
 class Collectives(ABC):
-    """What a Communicator can do with arrays."""
+    """The collectives of a Communicator on arrays."""
 
     rank: int
     size: int
@@ -47,37 +47,37 @@ class Collectives(ABC):
         algorithm: str = "auto",
         **options: Unpack[CallOptions],
     ) -> Any:
-        """Combine ``x`` over all ranks, with encoded traffic; every rank gets bit-identical values.
+        """Combine ``x`` over all ranks, with encoded traffic; every rank gets the same bits.
 
         Args:
-            x: array of float32, float16 or bfloat16, dense, of any shape; on CUDA in the memory of this rank's GPU.
-            out: where the result goes, like ``x``; None means into ``x`` itself.
+            x: a dense array of float32, float16 or bfloat16, of any shape; on CUDA in the memory of this rank's GPU.
+            out: the array for the result, like ``x``; None means ``x`` itself.
             codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
-            key: what ``x`` is, such as "layer1.weight"; needed by codecs with "+ef" or "+nesterov", which keep state
+            key: a name for ``x``, such as "layer1.weight"; codecs with "+ef" or "+nesterov" need it and keep state
                 under it.
-            lr: the learning rate that the result will be multiplied by, where it changes from step to step: what codes
-                left out in earlier steps then counts for what it would have done.
+            lr: the learning rate by which the caller multiplies the result, if it changes from step to step. Errors of
+                earlier steps are then corrected at the rate of their own step.
             op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or NCCL's number, a ReduceOp of
                 torch.distributed, or an Op of mpi4py for it.
-            async_op: return a Work at once instead of the result. Later calls on this communicator that use the same
-                memory wait for it; those on other communicators do not. Until it has ended leave the memory alone. On
-                the host a tensor of PyTorch cannot be resized from then on, as after ``x.numpy()``; NumPy refuses to
-                resize ``x`` meanwhile, unless told not to check (``refcheck=False``).
+            async_op: return a Work at once instead of the result. Do not touch the memory until the call has ended.
+                Later calls on this communicator that use the same memory wait for it; calls on other communicators do
+                not. On the host, a PyTorch tensor can never be resized again, as after ``x.numpy()``, and NumPy refuses
+                to resize ``x`` until the call has ended, unless told not to check (``refcheck=False``).
             algorithm: "two_round", "one_shot", or "auto" (by size).
-            chunk: elements in a step of the pipeline; None means a good default.
-            nonfinite: "propagate" lets NaN and infinity through (they spoil their bucket); "error" raises
-                ArgumentError on every rank when the result has any. It names the result's first such element. On the
-                host, if no other call was under way, it also says whether this rank's own input had any, and where.
+            chunk: elements of a step of the pipeline; None means a default by size.
+            nonfinite: "propagate" passes NaN and infinity on (they spoil their bucket); "error" raises ArgumentError on
+                every rank if the result has any, and names the first such element. On the host, if no other call was
+                running, the error also names the first such element of this rank's input.
             dtype: "bfloat16" reads an array of uint16 as bfloat16.
-            stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) behind which the call is put,
-                and which goes on when it is done; None means the current stream of the library that made ``x``.
+            stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) that the call is ordered with;
+                None means the current stream of the library that made ``x``.
             timeout: seconds for this call; None means the communicator's.
-            trace: a list that gets a TraceEvent for each operation and transfer of the call on this rank (on CUDA when
-                synchronize() has returned); qccl.trace.write_trace() makes a file of them.
+            trace: a list to which the call appends a TraceEvent for each operation and transfer of this rank (on CUDA
+                when synchronize() returns); qccl.trace.write_trace() writes them to a file.
 
         Returns:
-            The output array, or its Work. On the host the result is there; on CUDA it will be, for whatever comes later
-            on the stream, and it is known to be good after Work.synchronize() or check().
+            The output array, or its Work. On the host the array holds the result. On CUDA, work that is put on the
+            stream later sees the result; Work.synchronize() or check() raises the error if the call failed.
 
         Errors: ArgumentError, CodecError and InvalidBufferError before anything is sent; MismatchError,
         CollectiveTimeout, PeerLost and EngineError from the call.
@@ -99,10 +99,11 @@ class Collectives(ABC):
         algorithm: str = "auto",
         **options: Unpack[CallOptions],
     ) -> Any:
-        """All-reduce of many arrays of one element type in one call, as if they were one; they are not copied.
+        """All-reduce many arrays of one element type in one call, without copying them.
 
-        ``xs`` and ``outs`` are lists of arrays; ``outs`` None means into ``xs`` themselves. Each array has buckets of
-        its own. Other arguments: see quantized_allreduce. Returns the list of the outputs, or its Work.
+        ``xs`` and ``outs`` are lists of arrays; ``outs`` None means ``xs`` themselves. The arrays share messages, but
+        each has buckets of its own. Other arguments: see quantized_allreduce. Returns the list of the outputs, or its
+        Work.
         """
         how, memory, targets = complete(options), self._memory, xs if outs is None else outs
         if not isinstance(xs, Collection) or not isinstance(targets, Collection):
@@ -135,10 +136,10 @@ class Collectives(ABC):
         op: OpLike = "sum",
         **options: Unpack[ArrayOptions],
     ) -> Any:
-        """Combine ``x`` over all ranks, of which each rank gets one part: the first half of an all-reduce.
+        """Combine ``x`` over all ranks and give each rank one part of the result: the first half of an all-reduce.
 
-        ``counts`` are the elements of each rank's part; None means equal parts. ``out`` is this rank's part; None means
-        to leave it where it is in ``x``, whose other parts are not changed. Other arguments: see quantized_allreduce.
+        ``counts`` are the elements of each rank's part; None means equal parts. ``out`` receives this rank's part; None
+        means this rank's part of ``x``, whose other parts do not change. Other arguments: see quantized_allreduce.
         Returns ``out`` (or ``x``), or its Work.
         """
         how = complete(options)
@@ -160,11 +161,11 @@ class Collectives(ABC):
         counts: Sequence[int] | None = None,
         **options: Unpack[ResultArrayOptions],
     ) -> Any:
-        """Put every rank's ``x`` one behind the other into ``out``, on all ranks: the second half of an all-reduce.
+        """Concatenate every rank's ``x`` into ``out``, on all ranks: the second half of an all-reduce.
 
         ``counts`` are the elements of each rank's part; None means equal parts. ``x`` may be this rank's part of
-        ``out`` itself. All ranks hold the same bits; the own part, too, is what the others decode. Other arguments: see
-        quantized_allreduce. Returns ``out``, or its Work.
+        ``out`` itself. All ranks get the same bits: each replaces its own part by the values that the others decode.
+        Other arguments: see quantized_allreduce. Returns ``out``, or its Work.
         """
         how = complete(options)
         source, target = self._two(x, out, how)
@@ -181,10 +182,10 @@ class Collectives(ABC):
         recv_counts: Sequence[int] | None = None,
         **options: Unpack[ArrayOptions],
     ) -> Any:
-        """Send part j of ``x`` to rank j, for each j; ``out`` gets the parts for this rank, one behind the other.
+        """Send part j of ``x`` to rank j, for each j; ``out`` receives the parts from all ranks in rank order.
 
-        ``send_counts`` and ``recv_counts`` are the elements that this rank sends to and gets from each rank; None means
-        equal parts. The part that it sends itself is copied as it is. Other arguments: see quantized_allreduce. Returns
+        ``send_counts`` and ``recv_counts`` are the elements that this rank sends to and receives from each rank; None
+        means equal parts. A rank's part for itself is copied exactly. Other arguments: see quantized_allreduce. Returns
         ``out``, or its Work.
         """
         how = complete(options)
@@ -206,9 +207,9 @@ class Collectives(ABC):
     ) -> Any:
         """Give all ranks the values of ``x`` of rank ``root``.
 
-        All hold the same bits; the root, too, gets what the codes stand for. ``out`` None means into ``x`` itself;
-        where ``out`` is given, ``x`` is needed on the root alone. ``algorithm`` is "chain", "binomial" or "auto" (by
-        size). Other arguments: see quantized_allreduce. Returns the output array, or its Work.
+        All ranks get the same bits: the root, too, gets the decoded values. ``out`` None means ``x`` itself; with
+        ``out``, only the root needs ``x``. ``algorithm`` is "chain", "binomial" or "auto" (by size). Other arguments:
+        see quantized_allreduce. Returns the output array, or its Work.
         """
         how = complete(options)
         if self.rank == root or out is None:
@@ -230,10 +231,10 @@ class Collectives(ABC):
         algorithm: str = "auto",
         **options: Unpack[ArrayOptions],
     ) -> Any:
-        """Combine ``x`` over all ranks, for rank ``root`` alone: it gets the result in ``out``, or in ``x`` itself.
+        """Combine ``x`` over all ranks; only rank ``root`` gets the result, in ``out`` or in ``x`` itself.
 
-        On the other ranks ``x`` is not changed, and ``out`` is not used. ``algorithm`` is as in quantized_allreduce,
-        and so are the other arguments. Returns the output array on the root, elsewhere None; or its Work.
+        The other ranks do not change ``x`` and do not use ``out``. Other arguments: see quantized_allreduce. Returns
+        the output array on the root, None on the other ranks; or the Work.
         """
         how = complete(options)
         if self.rank == root:
@@ -263,13 +264,13 @@ class Collectives(ABC):
     ) -> Any:
         """All-reduce in two levels: nearly exact inside nodes, and with ``codec`` between them.
 
-        - ``intra`` is how values move inside nodes: "none" (as they are), "float16" or "bfloat16".
-        - ``layout``: with "leader" the first rank of each node does all that goes between nodes, as in ByteGrad; with
-          "sharded" each rank does it for a part (as many parts as the smallest node has ranks).
+        - ``intra`` encodes values inside nodes: "none" (exact), "float16" or "bfloat16".
+        - ``layout``: with "leader" the first rank of each node communicates with other nodes, as in ByteGrad; with
+          "sharded" several ranks do, each for a part (as many parts as the smallest node has ranks).
         - ``node_ids`` has a number for each rank, equal for ranks of one node; None means the machines of the ranks.
-        - ``algorithm``, "one_shot" or "two_round", is that between nodes, and "auto" one_shot for two nodes.
-        - ``inter="host"``: on CUDA codes go between nodes through pinned host memory and MPI, not through NCCL. It
-          needs a communicator that was made over MPI, and cannot be part of a graph. On the host it changes nothing.
+        - ``algorithm``, "one_shot" or "two_round", runs between nodes; "auto" is one_shot for two nodes.
+        - ``inter="host"``: on CUDA, codes between nodes go through pinned host memory and MPI instead of NCCL. It needs
+          a communicator over MPI and cannot be captured in a graph. On the host it changes nothing.
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
@@ -296,18 +297,18 @@ class Collectives(ABC):
         applied: Any = None,
         **options: Unpack[ArrayOptions],
     ) -> Any:
-        """Send the code of ``z`` to some ranks and add it to ``applied``; add others' codes to their replicas.
+        """Send the code of ``z`` to some ranks and add it to ``applied``; add the codes of others to replicas.
 
-        Collective, of all ranks; each names its peers, of any directed graph. Data goes along its edges alone.
+        All ranks call it; each names its own peers. Data moves only along the edges of this directed graph.
 
-        - ``z`` is what this rank has to tell, such as the change of its model.
-        - ``send_to`` are the ranks that get the code of ``z``: those that name this rank in ``replicas``.
-        - ``replicas`` are, by rank, the arrays to which the codes that come from these ranks are added.
-        - ``applied`` is the array to which the own code is added; None: none. If it and its replicas on other ranks
-          were equal to the bit, they still are.
+        - ``z`` is the array to send, such as the change of a model.
+        - ``send_to`` are the ranks that receive the code of ``z``: those that name this rank in ``replicas``.
+        - ``replicas`` has, for each rank that sends to this one, the array to which its decoded code is added.
+        - ``applied`` (None: no array) is the array to which this rank's own decoded code is added. If it equalled its
+          replicas on other ranks bit for bit, it still does.
 
-        Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. Where one rank names another that
-        does not name it, both raise MismatchError and change nothing; the others raise it now or in their next call.
+        Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. If a rank names another that does
+        not name it, both raise MismatchError and change nothing; the others raise it now or in their next call.
         """
         if not isinstance(replicas, Mapping):
             raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")

@@ -35,7 +35,7 @@ class ResultOptions(Options, total=False):
 
 
 class StateOptions(ResultOptions, total=False):
-    """Keywords of the collectives that codecs with state can be used in."""
+    """Keywords of the collectives that keep the state of codecs."""
 
     key: str | None
     lr: float | None

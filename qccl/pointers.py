@@ -1,4 +1,4 @@
-"""The collectives on raw pointers, in the argument order of NCCL's."""
+"""Collectives on raw pointers, with the argument order of NCCL's functions."""
 
 from __future__ import annotations
 
@@ -36,10 +36,9 @@ def quantized_allreduce(
 ) -> Work | None:
     """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
 
-    A pointer is an address as int, a ctypes.c_void_p, or an array of ctypes itself.
-    ``datatype`` and ``op`` are names or NCCL's enum values; ``stream`` 0 is CUDA's legacy default stream, and the only
-    one on the host. The memory must stay valid until the call has ended. Returns the Work with ``async_op``, otherwise
-    None.
+    A pointer is an int, a ctypes.c_void_p, or a ctypes array. ``datatype`` and ``op`` are names or NCCL's enum values;
+    ``stream`` 0 is CUDA's legacy default stream, and the only one on the host. The memory must stay valid until the
+    call has ended. Returns the Work with ``async_op``, otherwise None.
     """
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
     how = complete(options, stream=stream)

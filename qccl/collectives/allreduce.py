@@ -64,7 +64,7 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     """The algorithm that "auto" stands for: "one_shot" if its extra bytes cost less than a second step.
 
     Of a vector encoded in E bytes, one_shot sends (size-1) E in one step and two_round 2 (size-1)/size E in two. With
-    two ranks both send E, and what one_shot costs is computation.
+    two ranks both send E, and one_shot costs computation only.
     """
     nbytes = codec.encoded_nbytes(count, dtype)
     if size <= 2:

@@ -170,7 +170,7 @@ class Concatenation:
 
 @dataclass(frozen=True, slots=True)
 class Coarsened:
-    """A partition in ``parts`` parts, each of which joins equally many parts of a finer one."""
+    """A partition whose ``parts`` parts each join the same number of parts of a finer one."""
 
     fine: Partition
     parts: int

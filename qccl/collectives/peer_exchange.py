@@ -116,7 +116,7 @@ def peer_exchange(
     chunk_elements: int | None = None,
     depth: int = DEFAULT_DEPTH,
 ) -> Schedule:
-    """Encode "input" once, add the code to "applied", send it to some ranks, and add what arrives to "replica j".
+    """Encode "input" once, add the code to "applied", send it to some ranks, and add received codes to "replica j".
 
     There is one step. Each rank sends the encoded vector to each of ``send_to``, whatever the number of ranks. A rank's
     "applied" and its replicas elsewhere get the same code added: if they were equal to the bit, they still are.
