@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 from schedule_cases import one_rank
 
-from qccl.analysis.events import Ensemble, Gate, Step
+from qccl.analysis.events import Computation, Ensemble, Gate
 from qccl.codecs import MinMax, NoCodec
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
@@ -125,7 +125,7 @@ def test_next_encode_does_not_wait_for_the_exchange(name: str, depth: int) -> No
                     todo.append(later)
         for other in reached:
             step = graph.events[other]
-            if isinstance(step, Step) and isinstance(schedules[step.rank].ops[step.op_index], Encode):
+            if isinstance(step, Computation) and isinstance(schedules[step.rank].ops[step.op_index], Encode):
                 found = numbers[step.rank][step.op_index]
                 assert chunk is not None and found is not None and found != chunk + 1
                 checked += 1

@@ -110,7 +110,7 @@ def test_receive_of_another_size() -> None:
 
 
 def test_missing_rank() -> None:
-    rejected(two_round()[:2], "the schedule at place 0 of 2 is for rank 0 of 3")
+    rejected(two_round()[:2], "the schedule at position 0 of 2 is for rank 0 of 3")
 
 
 # -- rejected: groups in swapped order ---------------------------------------------------------------------------------
@@ -389,7 +389,7 @@ def test_transfer_to_itself() -> None:
         i = places(ops, Exchange)[0]
         ops[i] = replace(ops[i], sends=(Transfer(1, ops[i].sends[0].span),))
 
-    rejected(changed(two_round(), talk_to_itself), "has a leg with rank 1; peers are the other ranks")
+    rejected(changed(two_round(), talk_to_itself), "has a transfer with rank 1; peers are the other ranks")
 
 
 def test_unused_code() -> None:

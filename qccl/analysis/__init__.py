@@ -1,1 +1,1 @@
-"""Schedules examined without an engine: is it right, for all ranks at once, and how long would it take?"""
+"""Analysis of schedules without an engine: a verifier for all ranks together, and a simulator of their time."""

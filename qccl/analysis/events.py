@@ -1,15 +1,15 @@
-"""What can happen when all ranks run their schedules at once: events, and what each of them waits for.
+"""The events of all ranks' schedules, and the order that dependencies impose on them.
 
-One graph serves the verifier (can every event happen?) and the simulator (when does it?). Its events:
+The verifier asks whether every event of the graph can happen, the simulator when it does. The events are:
 
-- a ``Step``: a compute operation of one rank;
-- a ``Rendezvous``: a send of one rank together with the matching receive of another. Neither ends before both have
-  begun (a rendezvous), which is the least that MPI and NCCL promise;
-- a ``Gate``: the opening or closing of an Exchange on one rank, where an engine runs it as one thing.
+- a ``Computation``: a compute operation of one rank;
+- a ``Rendezvous``: a send of one rank and the matching receive of another. Neither ends before both have begun, which
+  is the least that MPI and NCCL promise;
+- a ``Gate``: the opening or closing of an Exchange on one rank, if an engine runs the Exchange as one group.
 
-**MPI's rules**: each leg and each compute operation starts when the operations it depends on have completed.
-**NCCL's rules**: each lane of a rank is in order. An Exchange is one group: it opens when the communication lane's
-previous operation has closed, its transfers progress independently, and it closes when all have ended.
+**MPI's rules**: each transfer and each compute operation starts when the operations that it depends on have completed.
+**NCCL's rules**: each queue of a rank runs in order. An Exchange is one group: it opens when the previous operation of
+the communication queue has closed, its transfers progress independently, and it closes when all have ended.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Literal
 
 from qccl.schedule import Exchange, Node, Queue, Schedule, Span, VerificationError, dependencies, nodes
 
-__all__ = ["Ensemble", "Event", "EventGraph", "Gate", "Rendezvous", "Rules", "Step", "in_order"]
+__all__ = ["Computation", "Ensemble", "Event", "EventGraph", "Gate", "Rendezvous", "Rules", "in_order"]
 
 Rules = Literal["mpi", "nccl"]
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class Computation:
     """A compute operation."""
 
     rank: int
@@ -50,18 +50,18 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True)
 class Gate:
-    """An Exchange opens (its lane has come to it) or closes (all of it has ended)."""
+    """An Exchange opens (its queue has reached it) or closes (all its transfers have ended)."""
 
     rank: int
     op_index: int
     opens: bool
 
 
-Event = Step | Rendezvous | Gate
+Event = Computation | Rendezvous | Gate
 
 
 class EventGraph:
-    """Events, and for each the number of events it waits for and the events that wait for it."""
+    """Events; for each, the number of events that it waits for, and the events that wait for it."""
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -69,7 +69,7 @@ class EventGraph:
         self.after: list[list[int]] = []
 
     def add(self, event: Event) -> int:
-        """Add an event; returns its number."""
+        """Add an event and return its number."""
         self.events.append(event)
         self.waits.append(0)
         self.after.append([])
@@ -82,7 +82,7 @@ class EventGraph:
 
 
 def in_order(graph: EventGraph) -> tuple[list[int], list[int]]:
-    """All events that can happen, in an order as near to the programs' as can be, and the others."""
+    """All events that can happen, in an order close to the programs' order, and the events that cannot."""
     waits = graph.waits.copy()
     positions = [_position(event) for event in graph.events]
     ready = [(positions[i], i) for i, count in enumerate(waits) if count == 0]
@@ -99,7 +99,7 @@ def in_order(graph: EventGraph) -> tuple[list[int], list[int]]:
 
 
 def _position(event: Event) -> int:
-    """Where an event stands in the programs; of a shared one, where the last rank comes to it."""
+    """The position of an event in the programs; for a Rendezvous, the later of its two positions."""
     match event:
         case Rendezvous():
             return max(event.send_op, event.recv_op)
@@ -108,15 +108,14 @@ def _position(event: Event) -> int:
 
 
 class Ensemble:
-    """The schedules of all ranks, with their sends matched to receives and their dependencies derived.
+    """The schedules of all ranks (in rank order), with sends matched to receives and dependencies derived.
 
-    ``schedules[rank]`` is the schedule of that rank. Raises VerificationError where sends and receives do not
-    match.
+    Raises VerificationError if sends and receives do not match.
     """
 
     def __init__(self, schedules: Sequence[Schedule]) -> None:
         self._schedules = schedules
-        #: first in every graph
+        #: the first events of every graph
         self._transfers: list[Rendezvous] = []
         self._local = [_Local(schedule) for schedule in schedules]
         self._match_transfers()
@@ -144,7 +143,7 @@ class Ensemble:
 
 
 class _Local:
-    """What the graphs need of one rank."""
+    """The program of one rank, its dependencies and its transfers."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.rank = schedule.rank
@@ -154,7 +153,7 @@ class _Local:
         self.transfers: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
 
     def transfer(self, node: Node) -> int | None:
-        """The event of a leg; None for a compute operation."""
+        """The event of a transfer; None for a compute operation."""
         return None if node.transfer is None else self.transfers[node.transfer.peer, node.is_send][node.sequence]
 
 
@@ -197,15 +196,15 @@ def _connect_transfers(graph: EventGraph, local: _Local) -> None:
     events: list[int] = []
     for node, before in zip(local.program, local.before, strict=True):
         transfer = local.transfer(node)
-        event = graph.add(Step(local.rank, node.op_index)) if transfer is None else transfer
+        event = graph.add(Computation(local.rank, node.op_index)) if transfer is None else transfer
         for earlier in {events[i] for i in before}:
             graph.order(earlier, event)
         events.append(event)
 
 
 def _connect_queues(graph: EventGraph, local: _Local) -> None:
-    """NCCL's rules, for one rank. An operation depends on what any of its legs depends on."""
-    ends: list[int] = []  # of each node's operation
+    """NCCL's rules, for one rank. An operation depends on everything that one of its transfers depends on."""
+    ends: list[int] = []  # for each node, the end of its operation
     last: dict[Queue, int] = {}
     pairs = zip(local.program, local.before, strict=True)
     for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):
@@ -215,7 +214,7 @@ def _connect_queues(graph: EventGraph, local: _Local) -> None:
         if queue in last:
             first.add(last[queue])
         if queue is Queue.COMPUTE:
-            start = stop = graph.add(Step(local.rank, i))
+            start = stop = graph.add(Computation(local.rank, i))
         else:
             start, stop = (graph.add(Gate(local.rank, i, opens)) for opens in (True, False))
             for node, _ in members:

@@ -1,6 +1,6 @@
-"""What each collective must leave, and what the ranks have before: for the verifier.
+"""The verifier's pre- and postconditions: the contents of buffers before and after each collective.
 
-Parts are as in the collectives: ``counts[r]`` elements of a vector belong to rank r.
+As in the collectives, part r of a vector has ``counts[r]`` elements and belongs to rank r.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Iterator[Postcondition]:
-    """All elements, combined from all ranks, in all outputs: which are one vector."""
+    """All outputs together, as one vector, hold the combination of all ranks."""
     first = 0
     for name, buffer in schedule.buffers.items():
         if name.startswith("output"):
@@ -35,21 +35,21 @@ def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Ite
 def reduce_scatter(
     schedule: Schedule, *, counts: Sequence[int], op: str = "sum", scale: float = 1.0
 ) -> Iterator[Postcondition]:
-    """The own part, in "output", which in place is the whole vector."""
+    """The own part, in "output"; in place, "output" is the whole vector."""
     first = sum(counts[: schedule.rank])
     start = 0 if "input" in schedule.buffers else first
     yield Postcondition(Span("output", start, start + counts[schedule.rank]), range(schedule.size), first, op, scale)
 
 
 def all_gather(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Postcondition]:
-    """All parts."""
+    """Every rank's part, in rank order."""
     for rank, count in enumerate(counts):
         first = sum(counts[:rank])
         yield Postcondition(Span("output", first, first + count), (rank,), first)
 
 
 def given_parts(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Precondition]:
-    """Before an all-gather: the own part, wherever it is."""
+    """Before an all-gather: the own part, in "input", or in place in "output"."""
     if "input" in schedule.buffers:
         yield Precondition("input", (schedule.rank,), sum(counts[: schedule.rank]))
     else:
@@ -57,7 +57,7 @@ def given_parts(schedule: Schedule, *, counts: Sequence[int]) -> Iterator[Precon
 
 
 def all_to_all(schedule: Schedule, *, counts: Sequence[Sequence[int]]) -> Iterator[Postcondition]:
-    """Every rank's part for this one; rank r sends ``counts[r][j]`` elements to rank j."""
+    """The parts that all ranks send to this one; rank r sends ``counts[r][j]`` elements to rank j."""
     start = 0
     for rank, parts in enumerate(counts):
         first, count = sum(parts[: schedule.rank]), parts[schedule.rank]
@@ -71,13 +71,13 @@ def broadcast(schedule: Schedule, *, root: int) -> Iterator[Postcondition]:
 
 
 def reduce(schedule: Schedule, *, root: int, op: str = "sum", scale: float = 1.0) -> Iterator[Postcondition]:
-    """As in an all-reduce, but on one rank."""
+    """As for an all-reduce, but on the root only."""
     if schedule.rank == root:
         yield from allreduce(schedule, op=op, scale=scale)
 
 
 def given_replicas(schedule: Schedule) -> Iterator[Precondition]:
-    """Before a peer exchange: what to send, and models which are the same wherever they have a replica."""
+    """Before a peer exchange: the values to send, and models that equal their replicas on other ranks."""
     yield Precondition("input", (schedule.rank,))
     for name in schedule.buffers:
         if name == "applied":
@@ -87,7 +87,7 @@ def given_replicas(schedule: Schedule) -> Iterator[Precondition]:
 
 
 def exchanged(schedule: Schedule, *, receive_from: Sequence[Collection[int]]) -> Iterator[Postcondition]:
-    """After a peer exchange: each model with the code of its rank's "input" added, and its replicas the same bits."""
+    """After a peer exchange: each rank's code is added to its model and, with the same bits, to replicas."""
     count, n = schedule.buffers["input"].size, schedule.size
     if "applied" in schedule.buffers:
         yield Postcondition(Span("applied", 0, count), (schedule.rank, n + schedule.rank))

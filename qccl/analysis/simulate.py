@@ -1,9 +1,9 @@
-"""The simulator: how long schedules take on given links and processors, with no engine and no data.
+"""The simulator: the time that schedules take on given links and processors, without an engine or data.
 
-It is the event graph of ``events`` with durations. Each rank has one processor, a link that sends one transfer
-at a time and, at the same time, receives one; among what is ready, the processor takes the first in the program and a
-link what has waited longest. It answers what a chunk size, a window or an order of stages does to overlap; it is no
-model of TCP.
+It adds durations to the event graph of ``events``. Each rank has one processor, and a link that sends one transfer at a
+time and receives one at the same time. The processor takes the first ready operation of the program; a link takes the
+transfer that has waited longest. The simulator shows how chunk sizes, windows and the order of stages affect overlap;
+it does not model TCP.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from qccl.analysis.events import Ensemble, Event, Gate, Rendezvous, Rules, Step
+from qccl.analysis.events import Computation, Ensemble, Event, Gate, Rendezvous, Rules
 from qccl.schedule import Commit, Decode, Encode, Exchange, Op, Reduce, Schedule, Span, VerificationError
 from qccl.trace import TraceEvent
 
@@ -21,10 +21,10 @@ __all__ = ["Costs", "Timeline", "simulate"]
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Rates and times of the machine.
+    """Rates and latencies of the machine.
 
     Attributes:
-        link_rate: bytes per second that a rank can send and, at the same time, receive.
+        link_rate: bytes per second that a rank can send, and receive at the same time.
         latency: seconds from the last byte's departure to its arrival.
         encode_rate, decode_rate: bytes of values that a rank encodes or decodes per second.
         overhead: seconds that starting a compute operation takes.
@@ -39,18 +39,18 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when, and when the last rank ended (seconds)."""
+    """Start and end of every event, and the end of the last one, in seconds."""
 
     events: tuple[TraceEvent, ...]
     total: float
 
     def on(self, rank: int, queue: str) -> Iterator[TraceEvent]:
-        """The events of one lane of one rank, by start."""
+        """The events of one queue of one rank, by start."""
         return iter(sorted((e for e in self.events if (e.rank, e.queue) == (rank, queue)), key=lambda e: e.start))
 
 
 def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules: Rules = "mpi") -> Timeline:
-    """Run the schedules of all ranks in simulated time; ``rules`` are the host engine's or those of CUDA's lanes.
+    """Run the schedules of all ranks in simulated time; ``rules`` are the host engine's ("mpi") or CUDA's ("nccl").
 
     Schedules that do not match, or deadlock, raise VerificationError.
     """
@@ -60,22 +60,24 @@ def simulate(schedules: Sequence[Schedule], costs: Costs | None = None, *, rules
 
 
 class _Run:
-    """The state of a simulation: what is ready, what is busy, and what ends when."""
+    """The state of a simulation: ready events, busy processors and links, and the times of events."""
 
     def __init__(self, schedules: Sequence[Schedule], costs: Costs, rules: Rules) -> None:
         self._schedules, self._costs = schedules, costs
         self._graph = Ensemble(schedules).graph(rules)
         self._waits = self._graph.waits.copy()
         self._now = 0.0
-        self._agenda: list[tuple[float, int, bool]] = []  # (time, event, done? or only its resources free)
+        self._agenda: list[
+            tuple[float, int, bool]
+        ] = []  # (time, event, whether it is done or only frees its resources)
         ranks = range(len(schedules))
-        self._steps: list[list[tuple[int, int]]] = [[] for _ in ranks]  # ready: (op number, event)
+        self._computations: list[list[tuple[int, int]]] = [[] for _ in ranks]  # ready: (op number, event)
         self._queues: list[dict[int, Rendezvous]] = [{} for _ in ranks]  # ready, by source
         self._processor_busy, self._sending, self._receiving = ([False for _ in ranks] for _ in range(3))
         self.trace: list[TraceEvent] = []
 
     def to_end(self) -> float:
-        """Run until nothing is left to happen; returns the time."""
+        """Run all events and return the time of the last."""
         for event, count in enumerate(self._waits):
             if count == 0:
                 self._ready(event)
@@ -92,11 +94,11 @@ class _Run:
         return self._now
 
     def _ready(self, number: int) -> None:
-        """Queue an event that waits for nothing any more; what takes no time happens at once."""
+        """Queue an event that no longer waits; a Gate happens at once."""
         event = self._graph.events[number]
         match event:
-            case Step():
-                heappush(self._steps[event.rank], (event.op_index, number))
+            case Computation():
+                heappush(self._computations[event.rank], (event.op_index, number))
             case Rendezvous():
                 self._queues[event.source][number] = event
             case Gate():
@@ -109,12 +111,12 @@ class _Run:
                 self._ready(later)
 
     def _start_idle(self) -> None:
-        """Give every idle processor and link something that is ready."""
+        """Start a ready event on every idle processor and link."""
         for rank in range(len(self._schedules)):
-            if self._steps[rank] and not self._processor_busy[rank]:
-                _, number = heappop(self._steps[rank])
+            if self._computations[rank] and not self._processor_busy[rank]:
+                _, number = heappop(self._computations[rank])
                 self._processor_busy[rank] = True
-                self._begin(number, self._step_seconds(number), 0.0)
+                self._begin(number, self._seconds(number), 0.0)
             if self._queues[rank] and not self._sending[rank]:
                 self._send_next(rank)
 
@@ -127,13 +129,13 @@ class _Run:
                 return
 
     def _release(self, event: Event) -> None:
-        if isinstance(event, Step):
+        if isinstance(event, Computation):
             self._processor_busy[event.rank] = False
         elif isinstance(event, Rendezvous):
             self._sending[event.source] = self._receiving[event.target] = False
 
     def _begin(self, number: int, seconds: float, latency: float) -> None:
-        """Note when an event's resources are free again, when it is done, and what the trace shows of it."""
+        """Schedule the release of an event's resources and its completion, and add it to the trace."""
         stop = self._now + seconds
         heappush(self._agenda, (stop, number, False))
         heappush(self._agenda, (stop + latency, number, True))
@@ -142,10 +144,10 @@ class _Run:
             self.trace.append(TraceEvent(rank, queue, name, self._now, end, args))
 
     def _rows(self, number: int) -> Iterator[tuple[int, str, str, dict[str, int | str]]]:
-        """Rank, lane, name and arguments of each line of the trace that shows an event."""
+        """Rank, queue, name and arguments of each line of the trace for an event."""
         event = self._graph.events[number]
         match event:
-            case Step():
+            case Computation():
                 op = self._schedules[event.rank].ops[event.op_index]
                 yield event.rank, "compute", _label(op), {"operation": event.op_index}
             case Rendezvous():
@@ -154,9 +156,9 @@ class _Run:
                 yield event.source, "send", sent, {**args, "peer": event.target, "operation": event.send_op}
                 yield event.target, "recv", received, {**args, "peer": event.source, "operation": event.recv_op}
 
-    def _step_seconds(self, number: int) -> float:
+    def _seconds(self, number: int) -> float:
         event = self._graph.events[number]
-        assert isinstance(event, Step)
+        assert isinstance(event, Computation)
         schedule, costs = self._schedules[event.rank], self._costs
         op = schedule.ops[event.op_index]
         match op:

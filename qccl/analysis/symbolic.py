@@ -1,8 +1,8 @@
-"""Symbolic execution: which ranks' values, of which elements, quantised how, lie where.
+"""Symbolic execution: it tracks which ranks' values, of which elements, quantised how, each buffer holds.
 
-A stretch of a buffer holds either values (``Value``: a function of the ranks' inputs, element by element) or the bytes
-of a code (``Wire``), from some element or byte on. Equal operations on equal contents give the *same* object, so two
-ranks hold the same bits if they hold the same object: no arithmetic is needed to see it.
+A range of a buffer holds either values (``Value``: a function of the ranks' inputs, element by element) or the bytes of
+a code (``Wire``), from some element or byte on. Equal operations on equal contents give the *same* object, so two ranks
+hold the same bits if they hold the same object, and no arithmetic is needed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from qccl.analysis.events import Event, Rendezvous, Step
+from qccl.analysis.events import Computation, Event, Rendezvous
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
@@ -32,15 +32,15 @@ from qccl.schedule import (
 __all__ = ["Contents", "Postcondition", "Precondition"]
 
 
-#: bytes that codes which travel in one transfer may be aligned to
+#: largest alignment in bytes of the codes in one transfer
 PADDING = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Postcondition:
-    """What ``span`` must hold in the end.
+    """The final content of ``span``, from element ``first`` on.
 
-    The inputs of ``ranks``, each exactly once, combined by ``op``, times ``scale``; from element ``first`` on.
+    It is the inputs of ``ranks``, each exactly once, combined by ``op``, times ``scale``.
     """
 
     span: Span
@@ -52,9 +52,9 @@ class Postcondition:
 
 @dataclass(frozen=True, slots=True)
 class Precondition:
-    """What a buffer holds from the start: the inputs of ``ranks``, from element ``first`` on.
+    """The initial content of a buffer: the inputs of ``ranks``, from element ``first`` on.
 
-    Numbers from the number of ranks on stand for inputs that several ranks have, bit for bit.
+    Rank numbers from the number of ranks on stand for inputs that several ranks share bit for bit.
     """
 
     buffer: str
@@ -76,7 +76,7 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wire:
-    """A code of ``count`` elements from ``first`` on, made by ``rank``; ``value`` is what a decoder makes of it."""
+    """A code of ``count`` elements from ``first`` on, made by ``rank``; ``value`` is its decoded value."""
 
     codec: Codec
     dtype: DType | None
@@ -93,17 +93,17 @@ class Wire:
 
 @dataclass(slots=True)
 class _Cell:
-    """Elements ``start`` to ``stop`` of a buffer hold ``what`` from its element or byte ``offset`` on."""
+    """Elements ``start`` to ``stop`` of a buffer hold ``content`` from its element or byte ``offset`` on."""
 
     start: int
     stop: int
-    what: Value | Wire
+    content: Value | Wire
     offset: int
     writer: int | None = None
     unread: bool = False
 
     def split(self, at: int) -> _Cell:
-        rest = _Cell(at, self.stop, self.what, self.offset + at - self.start, self.writer, self.unread)
+        rest = _Cell(at, self.stop, self.content, self.offset + at - self.start, self.writer, self.unread)
         self.stop = at
         return rest
 
@@ -118,9 +118,9 @@ class _Term:
 
 
 class Contents:
-    """What all buffers of all ranks hold.
+    """The contents of all buffers of all ranks.
 
-    Buffers with Role.INPUT hold the rank's input, and where there is none (in place) those with Role.OUTPUT do.
+    Buffers with Role.INPUT hold the rank's input; in place there are none, and buffers with Role.OUTPUT hold it.
     """
 
     def __init__(
@@ -147,62 +147,64 @@ class Contents:
                 self.memory[-1][name].put(_Cell(0, size, value, first))
 
     def happen(self, event: Event) -> None:
-        """Apply an event; raises VerificationError where it reads or writes what it must not."""
+        """Apply an event. Raises VerificationError if it reads or writes wrong data."""
         match event:
-            case Step():
-                _Place(self, event.rank, event.op_index).compute()
+            case Computation():
+                _Operation(self, event.rank, event.op_index).compute()
             case Rendezvous():
                 target, shift = event.received, event.received.start - event.sent.start
-                for run in _Place(self, event.source, event.send_op).read(event.sent, padded=True):
-                    place = Span(target.buffer, run.start + shift, run.stop + shift)
-                    _Place(self, event.target, event.recv_op).write(place, [run])
+                for run in _Operation(self, event.source, event.send_op).read(event.sent, padded=True):
+                    span = Span(target.buffer, run.start + shift, run.stop + shift)
+                    _Operation(self, event.target, event.recv_op).write(span, [run])
 
     def check(self, wants: Sequence[Iterable[Postcondition]]) -> None:
-        """Compare the end with what each rank wants: right values, and the same bits where two ranks want the same."""
+        """Check each rank's postconditions, and that ranks with equal postconditions hold the same bits."""
         models: dict[tuple[object, ...], tuple[int, set[tuple[int, int, Value | Wire]]]] = {}
         for rank, wanted in enumerate(wants):
             for want in wanted:
-                place = _Place(self, rank, None)
-                runs = place.read(want.span)
-                place.compare(want, runs)
-                bits = {(run.offset, run.stop - run.start, run.what) for run in runs}
+                reader = _Operation(self, rank, None)
+                runs = reader.read(want.span)
+                reader.compare(want, runs)
+                bits = {(run.offset, run.stop - run.start, run.content) for run in runs}
                 key = (_mask(want.ranks), want.first, len(want.span))
                 model_rank, model = models.setdefault(key, (rank, bits))
                 for offset, count, _ in bits - model:
-                    place.fail(f"elements {offset}..{offset + count} are not the same bits as on rank {model_rank}")
+                    reader.fail(f"elements {offset}..{offset + count} are not the same bits as on rank {model_rank}")
 
     def check_state(self) -> None:
-        """Raise VerificationError where what lasts from call to call is partly of this call, or of other elements."""
+        """Raise VerificationError if state is not replaced, or belongs to other elements."""
         for rank, schedule in enumerate(self.schedules):
             for name, size, first in _states(schedule):
-                place = _Place(self, rank, None)
+                reader = _Operation(self, rank, None)
                 initial = self._values["state", rank, name]
-                runs = place.read(Span(name, 0, size))
+                runs = reader.read(Span(name, 0, size))
                 for run in runs:
-                    if run.what is initial or run.offset != first + run.start:
-                        place.fail(f"{name}[{run.start}:{run.stop}] ends as {run.what}, element {run.offset} and on")
+                    if run.content is initial or run.offset != first + run.start:
+                        reader.fail(
+                            f"{name}[{run.start}:{run.stop}] ends as {run.content}, from element {run.offset} on"
+                        )
 
     def check_all_read(self) -> None:
-        """Raise VerificationError where a code was made or received and never used."""
+        """Raise VerificationError if a code was made or received and never used."""
         for rank, memory in enumerate(self.memory):
             for name, cells in memory.items():
                 for cell in cells:
                     if cell.unread:
-                        message = f"writes {name}[{cell.start}:{cell.stop}] ({cell.what}), but nothing ever reads it"
+                        message = f"writes {name}[{cell.start}:{cell.stop}] ({cell.content}), but nothing ever reads it"
                         raise VerificationError(rank, cell.writer, message)
 
     def value(self, key: tuple[object, ...], ranks: int, op: str | None, scale: float) -> Value:
-        """The one value that the computation ``key`` gives."""
+        """The unique value that the computation ``key`` gives."""
         found = self._values.get(key)
         if found is None:
             found = self._values[key] = Value(ranks, op, scale)
         return found
 
     def wire(self, codec: Codec, dtype: DType | None, term: _Term, nbytes: int, rank: int, round_number: int) -> Wire:
-        """The one code that this quantisation gives; ``rank`` and ``round_number`` choose its random numbers."""
+        """The unique code that this quantisation gives; ``rank`` and ``round_number`` choose its random numbers."""
         number = self._number(codec)
-        place = (rank, round_number) if self._draws[number] else None
-        key = (term.value, term.first, term.count, number, str(dtype), place)
+        counter = (rank, round_number) if self._draws[number] else None
+        key = (term.value, term.first, term.count, number, str(dtype), counter)
         found = self._wires.get(key)
         if found is None:
             exact = codec.name == "none"
@@ -211,7 +213,7 @@ class Contents:
         return found
 
     def _number(self, codec: Codec) -> int:
-        """A number that equal codecs share: quicker to compare."""
+        """A number that equal codecs share, because it is quicker to compare."""
         found = self._codecs.get(id(codec))
         if found is None:
             found = self._codecs[id(codec)] = self._numbers.setdefault(codec, len(self._numbers))
@@ -219,8 +221,8 @@ class Contents:
         return found
 
 
-class _Place:
-    """One operation of one rank: it reads and writes that rank's memory and is named in what goes wrong."""
+class _Operation:
+    """One operation of one rank, which reads and writes that rank's memory; errors name it."""
 
     __slots__ = ("memory", "op_index", "rank", "schedule", "world")
 
@@ -240,9 +242,9 @@ class _Place:
         raise VerificationError(self.rank, self.op_index, message)
 
     def read(self, span: Span, *, padded: bool = False) -> list[_Cell]:
-        """What a span holds, in as few cells as possible; fails where it was never written.
+        """The content of a span in as few cells as possible; fails if part of it was never written.
 
-        ``padded``: there may be less than PADDING bytes between codes.
+        ``padded``: less than PADDING bytes between codes may be unwritten.
         """
         cells = self.memory[span.buffer].covered(span.start, span.stop)
         if len(cells) == 1 and cells[0].start == span.start and cells[0].stop == span.stop:
@@ -255,10 +257,14 @@ class _Place:
             if cell.start > position and not (padded and span.start < position > cell.start - PADDING):
                 break
             last = runs[-1] if runs else None
-            if last is not None and last.what is cell.what and last.offset + cell.start - last.start == cell.offset:
+            if (
+                last is not None
+                and last.content is cell.content
+                and last.offset + cell.start - last.start == cell.offset
+            ):
                 last.stop = cell.stop
             else:
-                runs.append(_Cell(cell.start, cell.stop, cell.what, cell.offset))
+                runs.append(_Cell(cell.start, cell.stop, cell.content, cell.offset))
             position = cell.stop
         if position < span.stop:
             stop = next((cell.start for cell in cells if cell.start > position), span.stop)
@@ -266,16 +272,16 @@ class _Place:
         return runs
 
     def write(self, span: Span, runs: Sequence[_Cell]) -> None:
-        """Put a copy of what was read into a span of the same length."""
+        """Write the content of cells to a span of the same length."""
         cells, wire = self.memory[span.buffer], self.schedule.buffers[span.buffer].dtype is None
         position = span.start
         for run in runs:
             stop = position + run.stop - run.start
             unread = wire and not _is_padding(run)
-            for old in cells.put(_Cell(position, stop, run.what, run.offset, self.op_index, unread)):
+            for old in cells.put(_Cell(position, stop, run.content, run.offset, self.op_index, unread)):
                 if old.unread:
                     self.fail(
-                        f"writes {span} too early: nothing has yet read {old.what} in "
+                        f"writes {span} too early: nothing has yet read {old.content} in "
                         f"{span.buffer}[{old.start}:{old.stop}], written by op {old.writer}"
                     )
             position = stop
@@ -287,41 +293,42 @@ class _Place:
         self.write(span, [_Cell(0, term.count, term.value, term.first)])
 
     def values(self, span: Span) -> _Term:
-        """What a span of values holds, as one value."""
+        """The content of a span of values, as one value."""
         runs = self.read(span)
-        first, what = runs[0].offset, runs[0].what
-        if len(runs) == 1 and isinstance(what, Value):
-            return _Term(what, first, len(span))
+        first, value = runs[0].offset, runs[0].content
+        if len(runs) == 1 and isinstance(value, Value):
+            return _Term(value, first, len(span))
         for run in runs:
             here = first + run.start - span.start
-            if not isinstance(run.what, Value) or not isinstance(what, Value):
-                self.fail(f"reads {run.what} in {span} as values")
-            if (run.offset, run.what.ranks, run.what.op, run.what.scale) != (here, what.ranks, what.op, what.scale):
-                self.fail(f"reads {span}, which holds element {here - 1} of {what}, then {run.offset} of {run.what}")
-        assert isinstance(what, Value)
-        key = ("joined", *((run.what, run.stop - run.start) for run in runs))
-        return _Term(self.world.value(key, what.ranks, what.op, what.scale), first, len(span))
+            if not isinstance(run.content, Value) or not isinstance(value, Value):
+                self.fail(f"reads {run.content} in {span} as values")
+            found = run.content
+            if (run.offset, found.ranks, found.op, found.scale) != (here, value.ranks, value.op, value.scale):
+                self.fail(f"reads {span}, which holds element {here - 1} of {value}, then {run.offset} of {found}")
+        assert isinstance(value, Value)
+        key = ("joined", *((run.content, run.stop - run.start) for run in runs))
+        return _Term(self.world.value(key, value.ranks, value.op, value.scale), first, len(span))
 
     def decoded(self, codec: Codec, span: Span, dtype: DType | None, maker: tuple[int, int, int]) -> _Term:
-        """What the code in a wire span decodes to; ``maker`` is whose it is taken for: rank, round, first element."""
+        """The decoded value of the code in a wire span; ``maker`` is its assumed rank, round and first element."""
         runs = self.read(span)
-        what = runs[0].what
-        if len(runs) > 1 or runs[0].offset != 0 or not isinstance(what, Wire) or what.nbytes != len(span):
-            found = ", ".join(f"bytes {r.offset}..{r.offset + r.stop - r.start} of {r.what}" for r in runs)
+        wire = runs[0].content
+        if len(runs) > 1 or runs[0].offset != 0 or not isinstance(wire, Wire) or wire.nbytes != len(span):
+            found = ", ".join(f"bytes {r.offset}..{r.offset + r.stop - r.start} of {r.content}" for r in runs)
             self.fail(f"decodes {span}, which is not one whole code: it holds {found}")
-        if what.codec is not codec and what.codec != codec:
-            self.fail(f"decodes {span} with {codec!r}, but {what.codec!r} made it")
-        if dtype is not None and what.dtype != dtype:
-            self.fail(f"decodes {span} to {dtype}, but it was made from {what.dtype}")
-        if codec.placed and maker != (what.rank, what.round, what.first):
+        if wire.codec is not codec and wire.codec != codec:
+            self.fail(f"decodes {span} with {codec!r}, but {wire.codec!r} made it")
+        if dtype is not None and wire.dtype != dtype:
+            self.fail(f"decodes {span} to {dtype}, but it was made from {wire.dtype}")
+        if codec.placed and maker != (wire.rank, wire.round, wire.first):
             self.fail(
                 f"decodes {span} as made by rank {maker[0]} in round {maker[1]} from element {maker[2]} on, but it was "
-                f"made by rank {what.rank} in round {what.round} from element {what.first} on"
+                f"made by rank {wire.rank} in round {wire.round} from element {wire.first} on"
             )
-        return _Term(what.value, what.first, what.count)
+        return _Term(wire.value, wire.first, wire.count)
 
     def combine(self, terms: Sequence[_Term], op: str, scale: float) -> _Term:
-        """``op`` of all terms, in the order given, times ``scale``; each rank may be in one of them only."""
+        """``op`` of all terms in the given order, times ``scale``; each rank may be in one term only."""
         first = terms[0]
         if len(terms) == 1 and scale == 1.0:
             return first
@@ -335,21 +342,21 @@ class _Place:
             if ranks & term.value.ranks:
                 self.fail(f"counts {_named(ranks & term.value.ranks)} twice")
             if term.value.op not in (None, op) or term.value.scale != first.value.scale:
-                self.fail(f"combines by {op} what was combined by {term.value.op}, scale {term.value.scale}")
+                self.fail(f"combines by {op} values that were combined by {term.value.op}, scale {term.value.scale}")
             ranks |= term.value.ranks
         key = (op, scale, *(term.value for term in terms))
         value = self.world.value(key, ranks, op, first.value.scale * scale)
         return _Term(value, first.first, first.count)
 
     def encode(self, codec: Codec, dtype: DType | None, term: _Term, span: Span, index: int, round_number: int) -> Wire:
-        """Write the code of a term; fails where random numbers would be used a second time."""
+        """Write the code of a term; fails if random numbers would be used a second time."""
         wire = self.world.wire(codec, dtype, term, len(span), self.rank, round_number)
         used = _Cell(index, index + term.count, wire, 0)
         for old in self.world.drawn[self.rank, round_number].put(used):
-            if old.what is not wire:
+            if old.content is not wire:
                 self.fail(
                     f"uses the random numbers of elements {old.start}..{old.stop} in round {round_number} again: "
-                    f"first for {old.what}, now for {wire}"
+                    f"first for {old.content}, now for {wire}"
                 )
         self.write(span, [_Cell(0, len(span), wire, 0)])
         return wire
@@ -387,23 +394,23 @@ class _Place:
         if op.own is not None:
             own = self.values(op.own)
             if op.state is not None and op.state.momentum is not None:
-                own = self._remember(own, op.state.momentum, op.state.mu)
+                own = self._with_state(own, op.state.momentum, op.state.mu)
             terms.insert(op.own_index, own)
         total = self.combine(terms, op.op, op.scale)
         if op.state is not None and op.state.residual is not None:
-            total = self._remember(total, op.state.residual, op.wire)
+            total = self._with_state(total, op.state.residual, op.wire)
         if op.wire is not None:
             wire = self.encode(op.codec, dtype, total, op.wire, op.index, op.round)
             total = _Term(wire.value, wire.first, wire.count)
         if op.out is not None:
             self.put(op.out, total)
 
-    def _remember(self, term: _Term, state_buffers: StateBuffer, how: object) -> _Term:
-        """What becomes of values with what was carried for them; the same computation gives what is carried next."""
+    def _with_state(self, term: _Term, state_buffers: StateBuffer, how: object) -> _Term:
+        """The values of a term corrected by their state; the same computation gives the next state."""
         old = self.values(state_buffers.old)
         if (old.first, old.count) != (term.first, term.count):
             self.fail(
-                f"adds {state_buffers.old}, of element {old.first} and on, to values of element {term.first} and on"
+                f"adds {state_buffers.old}, from element {old.first} on, to values from element {term.first} on"
             )
         value = term.value
         corrected = self.world.value(("with", value, old.value, how), value.ranks, value.op, value.scale)
@@ -412,22 +419,22 @@ class _Place:
         return _Term(corrected, term.first, term.count)
 
     def compare(self, want: Postcondition, runs: Sequence[_Cell]) -> None:
-        """Fail unless the runs are what is wanted."""
+        """Fail unless the cells fulfil a postcondition."""
         ranks, shift = _mask(want.ranks), want.first - want.span.start
         for run in runs:
-            here, what = f"{want.span.buffer}[{run.start}:{run.stop}]", run.what
-            if isinstance(what, Wire) or run.offset != run.start + shift:
-                self.fail(f"{here} ends as {what}, element {run.offset} and on; wanted is {run.start + shift} and on")
-            if missing := ranks & ~what.ranks:
+            here, content = f"{want.span.buffer}[{run.start}:{run.stop}]", run.content
+            if isinstance(content, Wire) or run.offset != run.start + shift:
+                self.fail(f"{here} ends as {content}, from element {run.offset} on; wanted is {run.start + shift}")
+            if missing := ranks & ~content.ranks:
                 self.fail(f"{here} ends without the contribution of {_named(missing)}")
-            if extra := what.ranks & ~ranks:
+            if extra := content.ranks & ~ranks:
                 self.fail(f"{here} ends with a contribution of {_named(extra)} that is not wanted")
-            if what.op not in (None, want.op) or what.scale != want.scale:
-                self.fail(f"{here} ends as {what.op} x {what.scale}; wanted is {want.op} x {want.scale}")
+            if content.op not in (None, want.op) or content.scale != want.scale:
+                self.fail(f"{here} ends as {content.op} x {content.scale}; wanted is {want.op} x {want.scale}")
 
 
 def _given(schedule: Schedule) -> Iterator[Precondition]:
-    """The rank's input in the buffers with Role.INPUT, or else in those with Role.OUTPUT: several are one vector."""
+    """The rank's input in the buffers with Role.INPUT, or else Role.OUTPUT; several buffers are one vector."""
     for role in (Role.INPUT, Role.OUTPUT):
         found = [(name, b.size) for name, b in schedule.buffers.items() if b.role is role]
         if found:
@@ -439,7 +446,7 @@ def _given(schedule: Schedule) -> Iterator[Precondition]:
 
 
 def _states(schedule: Schedule) -> Iterator[tuple[str, int, int]]:
-    """Name, size and first element of each state buffer; those of several arrays are one vector, as the arrays are."""
+    """Name, size and first element of each state buffer; those of several arrays form one vector."""
     first: defaultdict[str, int] = defaultdict(int)
     for name, buffer in schedule.buffers.items():
         if buffer.role is Role.STATE:
@@ -449,8 +456,8 @@ def _states(schedule: Schedule) -> Iterator[tuple[str, int, int]]:
 
 
 def _is_padding(cell: _Cell) -> bool:
-    """Whether this is so little of an old code that it lay between two others and went with them."""
-    return isinstance(cell.what, Wire) and cell.stop - cell.start < min(PADDING, cell.what.nbytes)
+    """Whether this is a rest of an old code, in the padding between two others that were sent together."""
+    return isinstance(cell.content, Wire) and cell.stop - cell.start < min(PADDING, cell.content.nbytes)
 
 
 def _mask(ranks: Iterable[int]) -> int:

@@ -3,29 +3,27 @@
 It looks at all ranks' schedules at once, in time that grows linearly with the operations:
 
 1. Each operation by itself: its spans are not empty, lie inside buffers of the right kind and fit the codec's sizes;
-   the caller's input is not written; what runs at the same time inside one operation (the legs of an Exchange; the
-   sources and the wire of a Reduce) does not overlap. This the derived dependencies cannot see: they lie between
-   operations.
-2. The i-th send to a peer meets the i-th receive there, of the same size.
-3. Progress. Every event of the event graph (``events``) can happen, under MPI's rules and under NCCL's, with
+   the caller's input is not written; spans that one operation uses concurrently (the transfers of an Exchange; the
+   sources and the wire of a Reduce) do not overlap. Derived dependencies cannot show this: they order operations.
+2. The i-th send to a peer has the same size as the i-th receive there.
+3. Progress: every event of the event graph (``events``) can happen, under MPI's rules and under NCCL's, with
    sends that complete only when received.
-4. Contents (``contents``), executed symbolically: nothing is read before it is written; codes are decoded whole,
-   by the codec that made them; every rank's contribution to every element of the result is in it exactly once; ranks
-   that want the same result get the same bits; no random number is used twice; what lasts from call to call
-   meets the elements that it is of, and is all replaced in the end.
-5. A wire slot is written again only when what it held has been used.
+4. Contents (``symbolic``): nothing is read before it is written; codes are decoded whole, by the codec that made them;
+   every element of the result contains each rank's contribution exactly once; ranks that want the same result get the
+   same bits; no random number is used twice; state is combined with the elements that it belongs to, and all of it is
+   replaced in the end.
+5. A wire slot is written again only after its last content was used.
 
-**Why one execution is enough.** Two operations of a rank that touch the same memory, one of them writing, run in
-program order in every execution, for that is what the derived dependencies say; and a receive gets the bytes of the
-send with its number, whatever the timing. By induction along the event graph, an operation sees the same contents in
-every execution that the rules allow, so any order of the graph stands for all of them, and NCCL's rules, which only add
-order to MPI's, need no execution of their own.
+**Why one execution is enough.** If two operations of a rank touch the same memory and one writes it, the derived
+dependencies keep them in program order in every execution; and the i-th receive gets the bytes of the i-th send,
+whatever the timing. By induction along the event graph, an operation sees the same contents in every execution that
+the rules allow. So one order of the graph stands for all. NCCL's rules only add order to MPI's and need no execution
+of their own.
 
-**What is left to go wrong with slots.** An engine that obeys the dependencies cannot overwrite what a *preceding*
-operation still reads or sends. But dependencies follow the program order, so a program that is itself too early (round
-1 ahead of round 2 by as many chunks as there are slots) is obeyed too: the receive of a later chunk comes before the
-reduce in the program, so the reduce waits for it and sums the wrong chunk. Hence 5, which finds the write that comes
-too early, and 4, which would find the reader.
+**Why slots need a check.** An engine that obeys the dependencies cannot overwrite data that a *preceding* operation
+still reads or sends. But dependencies follow the program order, and the program itself can be wrong: if round 1 runs
+ahead of round 2 by as many chunks as there are slots, the receive of a later chunk precedes the reduce in the program,
+so the reduce waits for it and sums the wrong chunk. Check 5 finds the early write; check 4 would find the reader.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn
 
-from qccl.analysis.events import Ensemble, Event, EventGraph, Gate, Rendezvous, Rules, Step, in_order
+from qccl.analysis.events import Computation, Ensemble, Event, EventGraph, Gate, Rendezvous, Rules, in_order
 from qccl.analysis.postconditions import allreduce
 from qccl.analysis.symbolic import Contents, Postcondition, Precondition
 from qccl.dtypes import FLOAT32, DType
@@ -66,12 +64,14 @@ def verify(
 ) -> None:
     """Raise VerificationError unless the schedules (of all ranks, in rank order) are right under all ``rules``.
 
-    ``expect`` says what each rank must hold in the end, and ``given`` what it has from the start (None: its own input
-    in what it only reads, or else in its outputs).
+    ``expect`` gives each rank's postconditions and ``given`` its preconditions (None: its own input in its input
+    buffers or, without these, in its outputs).
     """
     for rank, schedule in enumerate(schedules):
         if (schedule.rank, schedule.size) != (rank, len(schedules)):
-            message = f"the schedule at place {rank} of {len(schedules)} is for rank {schedule.rank} of {schedule.size}"
+            message = (
+                f"the schedule at position {rank} of {len(schedules)} is for rank {schedule.rank} of {schedule.size}"
+            )
             raise VerificationError(rank, None, message)
         _Checker(schedule).check()
     ensemble = Ensemble(schedules)
@@ -88,7 +88,7 @@ def verify(
 
 
 def _progress(schedules: Sequence[Schedule], graph: EventGraph, rules: Rules) -> list[int]:
-    """All events in an order in which they can happen; raises VerificationError with a cycle where they cannot."""
+    """All events in a possible order. Raises VerificationError with a cycle if there is none."""
     order, stuck = in_order(graph)
     if not stuck:
         return order
@@ -99,12 +99,12 @@ def _progress(schedules: Sequence[Schedule], graph: EventGraph, rules: Rules) ->
         event = waits_for[event]
     cycle = [graph.events[i] for i in path[path.index(event) :]]
     text = ", which waits for ".join(_described(schedules, e) for e in (*cycle, cycle[0]))
-    raise VerificationError(*_place(cycle), f"deadlock under {rules.upper()}'s rules: {text}")
+    raise VerificationError(*_location(cycle), f"deadlock under {rules.upper()}'s rules: {text}")
 
 
-def _place(cycle: Sequence[Event]) -> tuple[int, int]:
+def _location(cycle: Sequence[Event]) -> tuple[int, int]:
     for event in cycle:
-        if isinstance(event, Step | Gate):
+        if isinstance(event, Computation | Gate):
             return event.rank, event.op_index
     first = cycle[0]
     assert isinstance(first, Rendezvous)
@@ -117,7 +117,7 @@ def _described(schedules: Sequence[Schedule], event: Event) -> str:
             return f"the transfer from rank {event.source} (op {event.send_op}) to {event.target} (op {event.recv_op})"
         case Gate():
             return f"the {'start' if event.opens else 'end'} of {_named(schedules, event.rank, event.op_index)}"
-        case Step():
+        case Computation():
             return _named(schedules, event.rank, event.op_index)
 
 
@@ -126,7 +126,7 @@ def _named(schedules: Sequence[Schedule], rank: int, op_index: int) -> str:
 
 
 class _Checker:
-    """Checks the operations of one rank, each by itself."""
+    """Checks each operation of one rank by itself."""
 
     def __init__(self, schedule: Schedule) -> None:
         self._schedule = schedule
@@ -134,7 +134,7 @@ class _Checker:
         self._nbytes: dict[tuple[int, int, DType], int] = {}
 
     def check(self) -> None:
-        """Raise VerificationError at the first operation that cannot be right."""
+        """Raise VerificationError for the first operation that is wrong."""
         for i, op in enumerate(self._schedule.ops):
             self._op_index = i
             for span in reads(op):
@@ -172,7 +172,7 @@ class _Checker:
         if not 0 <= span.start <= span.stop <= buffer.size:
             self._fail(f"reaches outside its buffer: {span} of {buffer.size}")
         if span.start == span.stop:
-            self._fail(f"names an empty span, {span}; what has nothing to do is left out")
+            self._fail(f"names an empty span, {span}; leave operations without work out")
 
     def _dtype(self, span: Span) -> DType | None:
         return self._schedule.buffers[span.buffer].dtype
@@ -181,7 +181,7 @@ class _Checker:
         """Check one pair of values and their code."""
         dtype = self._dtype(values)
         if dtype is None or self._dtype(wire) is not None:
-            self._fail(f"codes {values} as {wire}; values lie in buffers with a dtype, codes in those of bytes")
+            self._fail(f"codes {values} as {wire}; values need a buffer with a dtype, codes a buffer of bytes")
         key = (id(op.codec), len(values), dtype)
         if key not in self._nbytes:
             self._nbytes[key] = op.codec.encoded_nbytes(len(values), dtype)
@@ -214,35 +214,35 @@ class _Checker:
             self._state(op, len(values), op.state)
 
     def _state(self, op: Reduce, count: int, state: State) -> None:
-        """Check what a Reduce remembers."""
+        """Check the state of a Reduce."""
         if op.op != "sum":
-            self._fail(f"remembers something of a reduction by {op.op}; only sums can")
+            self._fail(f"keeps state of a reduction by {op.op}; only sums can")
         if state.residual is not None and op.wire is None:
-            self._fail(f"has a residual, {state.residual.old}, but makes no code that could leave something out")
+            self._fail(f"has a residual, {state.residual.old}, but makes no code whose error it could hold")
         if state.momentum is not None and op.own is None:
             self._fail(f"has a momentum, {state.momentum.old}, but no own values")
         for each in (state.residual, state.momentum):
             if each is not None:
-                self._carried(each, count)
+                self._state_buffer(each, count)
 
-    def _carried(self, state_buffers: StateBuffer, count: int) -> None:
+    def _state_buffer(self, state_buffers: StateBuffer, count: int) -> None:
         for span, role in ((state_buffers.old, Role.STATE), (state_buffers.new, Role.WORK)):
             buffer = self._schedule.buffers[span.buffer]
             if (len(span), buffer.dtype, buffer.role) != (count, FLOAT32, role):
                 self._fail(
-                    f"carries {state_buffers.old} and {state_buffers.new}; both must be {count} of float32, state "
-                    f"and work"
+                    f"keeps state in {state_buffers.old} and {state_buffers.new}; both must have {count} elements of "
+                    f"float32, in a state and a work buffer"
                 )
 
     def _commit(self, op: Commit) -> None:
-        """It comes last, after the output that guards it is there."""
+        """Check that it comes last and is guarded by the whole output."""
         if self._op_index != len(self._schedule.ops) - 1:
             self._fail("commits before the end, when the run may still fail")
         outputs = {n: b.size for n, b in self._schedule.buffers.items() if b.role is Role.OUTPUT and b.size}
         if {span.buffer: len(span) for span in op.guard} != outputs:
             self._fail(f"is guarded by {', '.join(map(str, op.guard))}, which is not all of the output")
         for state_buffers in op.state_buffers:
-            self._carried(state_buffers, len(state_buffers.old))
+            self._state_buffer(state_buffers, len(state_buffers.old))
 
     def _alike(self, src: Span, dst: Span) -> None:
         """Check that two spans of values are the same memory or disjoint, of the same length and type."""
@@ -255,18 +255,18 @@ class _Checker:
         for transfer in (*op.sends, *op.recvs):
             if not 0 <= transfer.peer < self._schedule.size or transfer.peer == self._schedule.rank:
                 self._fail(
-                    f"has a leg with rank {transfer.peer}; peers are the other ranks below {self._schedule.size}"
+                    f"has a transfer with rank {transfer.peer}; peers are the other ranks below {self._schedule.size}"
                 )
             if self._dtype(transfer.span) is not None:
                 self._fail(f"transfers {transfer.span}; only buffers of bytes are transferred")
         self._concurrent([transfer.span for transfer in op.sends], [transfer.span for transfer in op.recvs])
 
     def _concurrent(self, sent: Sequence[Span], received: Sequence[Span]) -> None:
-        """Check that no byte is received while it is sent, or received twice; one may be sent several times."""
+        """Check that no byte is received while it is sent, or received twice; it may be sent several times."""
         spans = [(s.buffer, s.start, s.stop, False) for s in sent] + [
             (s.buffer, s.start, s.stop, True) for s in received
         ]
-        buffer, end, end_received = "", 0, 0  # of all spans so far, and of the received ones, in this buffer
+        buffer, end, end_received = "", 0, 0  # of all spans so far in this buffer, and of received ones
         for name, start, stop, is_received in sorted(spans):
             if name != buffer:
                 buffer, end, end_received = name, 0, 0

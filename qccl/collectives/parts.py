@@ -44,7 +44,7 @@ def equal_parts(count: int, size: int, name: str, keywords: str = "counts=") -> 
     """The lengths of ``size`` equal parts. Raises ArgumentError if ``count`` cannot be divided equally."""
     if count % size:
         raise ArgumentError(
-            f"{name}: {count} elements cannot be shared equally among {size} ranks; give the elements of each rank with "
+            f"{name}: {count} elements cannot be shared equally among {size} ranks; give each rank's elements with "
             f"{keywords}"
         )
     return (count // size,) * size

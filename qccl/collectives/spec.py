@@ -75,7 +75,7 @@ class CollectiveSpec(ABC):
         return ()
 
     def counts(self, rank: int, size: int) -> dict[str, int]:
-        """Elements that each array of this rank must have. Raises ArgumentError if ``size`` ranks cannot do the call."""
+        """Elements that each array of this rank must have. Raises ArgumentError if ``size`` ranks cannot call it."""
         return {"input": self.count, "output": self.count}
 
     def check_counts(self, arrays: Mapping[str, Values], rank: int, size: int) -> None:
