@@ -341,7 +341,7 @@ def test_other_collectives_refuse_state():
 
 @pytest.mark.parametrize("algorithm", ["two_round", "one_shot"])
 def test_what_is_too_large_for_a_residual_does_not_spoil_later_calls(algorithm):
-    """With a level at 4e38 the result of one bit is finite, but the residual would not be."""
+    """Stochastic rounding may err by 4e38: the result is finite, but the residual would not be."""
 
     def call(comm: qccl.Communicator) -> None:
         given = {"codec": "minmax1:bucket=16,rounding=stochastic+ef", "key": "a", "op": "avg", "algorithm": algorithm}
