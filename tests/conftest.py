@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -16,3 +17,21 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(600 if patient else 120, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def world() -> Any:
+    """Fake GPUs."""
+    import fake_cuda
+
+    return fake_cuda.World()
+
+
+@pytest.fixture
+def cupy(world: Any) -> Iterator[Any]:
+    """The fake CuPy of these GPUs."""
+    import fake_cuda
+    import fake_kernels
+
+    with fake_cuda.installed(world, fake_kernels.work) as module:
+        yield module

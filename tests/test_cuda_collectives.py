@@ -8,7 +8,7 @@ from typing import Any
 import fake_cuda
 import numpy as np
 import pytest
-from test_cuda_engine import cupy, ranks, values, world  # noqa: F401  (fixtures)
+from cuda_ranks import ranks, values
 
 import qccl
 
@@ -71,12 +71,12 @@ def on_host(comm: qccl.Communicator) -> list[bytes]:
 
 
 @pytest.mark.parametrize(("n", "seed"), [(1, 0), (2, 0), (2, 1), (3, 0), (4, 0)])
-def test_the_hosts_bytes_whatever_the_order(n: int, seed: int, world, cupy) -> None:  # noqa: F811
+def test_the_hosts_bytes_whatever_the_order(n: int, seed: int, world, cupy) -> None:
     world.random.seed(seed)
     assert ranks(n, on_gpu) == qccl.run_ranks(n, on_host)
 
 
-def test_one_sided_lists_are_found_when_the_plan_is_made(world, cupy) -> None:  # noqa: F811
+def test_one_sided_lists_are_found_when_the_plan_is_made(world, cupy) -> None:
     def run(comm: qccl.Communicator) -> bytes:
         z, x = (fake_cuda.array(values(comm.rank, 100, seed), comm.rank) for seed in (0, 1))
         with pytest.raises(qccl.MismatchError, match="does not send to"):

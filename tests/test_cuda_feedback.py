@@ -11,8 +11,8 @@ import fake_kernels
 import numpy as np
 import pytest
 from codec_table import TABLE
+from cuda_ranks import ranks
 from kernel_calls import KINDS, hard_values
-from test_cuda_engine import ranks
 from test_cuda_kernels import Arrays
 
 import qccl
@@ -54,7 +54,7 @@ class Operations:
         self.codec, self.dtype, self.variant = codec, dtype, VARIANTS[variant]
         self.rng = np.random.default_rng([sum(map(ord, codec.spec() + variant)), dtype.code])
         self.arrays = Arrays(False, self.rng)
-        bucket = codec.bucket_kernel().bucket
+        bucket = codec.kernel().bucket
         counts = (1, 700) if not bucket else (bucket + 5, 1) if bucket > 4000 else (1, bucket - 1, 2 * bucket + 13)
         self.ops = [self._reduce(count) for count in counts]
         self.call = int(self.rng.integers(0, 1 << 40))

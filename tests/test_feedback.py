@@ -196,7 +196,7 @@ def test_calls_go_on_with_or_without_a_learning_rate_after_loading(lr, other):
 
     def second(comm: qccl.Communicator) -> None:
         comm.load_state_dict(saved[comm.rank])
-        with pytest.raises(ArgumentError, match="give lr in all of them or in none"):
+        with pytest.raises(ArgumentError, match="give lr in all calls or in none"):
             run(comm, calls, [other], codec=codec)
         run(comm, calls, [lr], codec=codec)
 
@@ -252,9 +252,9 @@ def test_plans_have_a_key():
         x[:] = calls[0][comm.rank]
         plan.start(lr=0.5).wait()
         assert x.tobytes() == wanted[0].tobytes()
-        with pytest.raises(ArgumentError, match="name that with key="):
+        with pytest.raises(ArgumentError, match="pass key="):
             comm.plan("allreduce", 300, codec=codec)
-        with pytest.raises(ArgumentError, match="use a key of its own"):  # other elements have these places
+        with pytest.raises(ArgumentError, match="use another key"):  # other elements have these places
             plan.bind(np.ones((20, 15), np.float32).T).start(lr=0.5)
 
     qccl.run_ranks(2, both)
@@ -264,7 +264,7 @@ def test_plans_have_a_key():
     "arguments, reason",
     [
         ({"key": None}, r"minmax2\+ef keeps its residual from call to call.*key='layer1.weight'"),
-        ({"key": 3}, "key must be a string that names what is reduced, not 3"),
+        ({"key": 3}, "key must be a string that names the array, not 3"),
         ({"key": b"a"}, "key must be a string"),
         ({"op": "max"}, r"allreduce with op max does not; use minmax2, or an all-reduce with op sum or avg"),
         ({"op": 3}, "op min does not"),
@@ -274,14 +274,14 @@ def test_plans_have_a_key():
         ({"lr": float("inf")}, "lr must be"),
         ({"lr": "0.1"}, "lr must be"),
         ({"lr": True}, "lr must be"),
-        ({"codec": "minmax3+ef"}, r"key='a' is that of allreduce\(count=100.*minmax2\+ef.*and this is.*minmax3\+ef"),
+        ({"codec": "minmax3+ef"}, r"key='a' belongs to allreduce\(count=100.*minmax2\+ef.*and this is.*minmax3\+ef"),
         ({"codec": "minmax2+ef+nesterov"}, r"forget the state with reset\('a'\)"),
         ({"op": "avg"}, "op=sum.*and this is.*op=avg"),
         ({"algorithm": "two_round"}, "algorithm=one_shot.*and this is.*algorithm=two_round"),
-        ({"x": np.zeros(99, np.float32)}, "count=100.*and this is.*count=99.*use a key of its own for each array"),
+        ({"x": np.zeros(99, np.float32)}, "count=100.*and this is.*count=99.*use another key for each array"),
         ({"x": np.zeros(100, np.float16)}, "dtype=float32.*and this is.*dtype=float16"),
         ({"x": np.zeros((10, 10), np.float32).T}, "and this is.*order=axes"),
-        ({"lr": 0.5}, "the calls with key='a' so far were made without lr, and this one is not"),
+        ({"lr": 0.5}, "earlier calls with key='a' were made without lr, and this one is not"),
     ],
     ids=str,
 )
@@ -390,17 +390,17 @@ def test_a_call_that_fails_changes_nothing():
     "spoil, reason",
     [
         (lambda s: [s], "the keys' state is a dict by key, not list"),
-        (lambda s: s | {"a": {}}, "what is given as the state of key='a' is not what state_dict.. returns"),
-        (lambda s: s | {"a": 3}, "is not what state_dict"),
-        (lambda s: s | {"a": s["a"] | {"rank": 1 - s["a"]["rank"]}}, "is of rank . of 2, and this is rank . of 2"),
+        (lambda s: s | {"a": {}}, "the state of key='a' is not one that state_dict.. returns"),
+        (lambda s: s | {"a": 3}, "is not one that state_dict"),
+        (lambda s: s | {"a": s["a"] | {"rank": 1 - s["a"]["rank"]}}, "belongs to rank . of 2, and this is rank . of 2"),
         (lambda s: s | {"a": s["a"] | {"size": 3}}, "of 3, and this is"),
-        (lambda s: s | {"a": s["a"] | {"rank": np.ones(2)}}, "is of rank None"),
-        (lambda s: s | {"a": s["a"] | {"call": 3}}, "is not what state_dict"),
-        (lambda s: s | {"a": s["a"] | {"lr": "no"}}, "is not what state_dict"),
-        (lambda s: s | {7: s["a"]}, "is not what state_dict"),
-        (lambda s: s | {"a": s["a"] | {"values": {7: np.zeros(100, np.float32)}}}, "is not what state_dict"),
+        (lambda s: s | {"a": s["a"] | {"rank": np.ones(2)}}, "belongs to rank None"),
+        (lambda s: s | {"a": s["a"] | {"call": 3}}, "is not one that state_dict"),
+        (lambda s: s | {"a": s["a"] | {"lr": "no"}}, "is not one that state_dict"),
+        (lambda s: s | {7: s["a"]}, "is not one that state_dict"),
+        (lambda s: s | {"a": s["a"] | {"values": {7: np.zeros(100, np.float32)}}}, "is not one that state_dict"),
         *(
-            (lambda s, wrong=wrong: s | {"a": s["a"] | {"values": {"residual": wrong}}}, "is not what state_dict")
+            (lambda s, wrong=wrong: s | {"a": s["a"] | {"values": {"residual": wrong}}}, "is not one that state_dict")
             for wrong in (
                 "x",
                 ["1.5"] * 100,

@@ -96,6 +96,20 @@ class Caller:
         self.transport.close()
 
 
+class Counting:
+    """A transport that counts what it sends, by tag."""
+
+    def __init__(self, transport):
+        self._transport, self.sent = transport, []
+
+    def __getattr__(self, name):
+        return getattr(self._transport, name)
+
+    def send(self, peer, tag, address, nbytes, token):
+        self.sent.append((peer, tag, nbytes))
+        self._transport.send(peer, tag, address, nbytes, token)
+
+
 def ramp(rank: int, count: int) -> np.ndarray:
     """Whole numbers in [0, 256)."""
     return ((np.arange(count) * 7 + rank) % 256).astype(np.float32)

@@ -1,0 +1,323 @@
+"""Failures on fake GPUs: mismatches, deadlines, errors of the libraries, and the end of communicators."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import threading
+import time
+import weakref
+
+import fake_cuda
+import pytest
+from cuda_ranks import one, pair, ranks, values
+
+import qccl
+from qccl.cuda import libraries
+
+# -- agreement and faults --------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_disagree(cupy):
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 100 + comm.rank), comm.rank)
+        with pytest.raises(qccl.MismatchError, match=r"rank 0 called .*count=100.*rank 1 called .*count=101|count=101"):
+            comm.quantized_allreduce(x)
+        with pytest.raises(qccl.MismatchError, match="earlier"):
+            comm.quantized_allreduce(x)
+        assert x.get().tobytes() == values(comm.rank, 100 + comm.rank).tobytes()
+        return "refused"
+
+    assert ranks(2, run) == ["refused"] * 2
+
+
+def test_the_agreement_is_asked_for_once(cupy):
+    def run(comm):
+        asked = []
+        allgather = comm.transport.allgather
+        comm.transport.allgather = lambda *arguments: asked.append(1) or allgather(*arguments)
+        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
+        for _ in range(3):
+            comm.quantized_allreduce(x)
+        comm._plans.clear()
+        comm.quantized_allreduce(x)  # another plan, but what it is has been agreed on
+        return len(asked)
+
+    assert ranks(2, run) == [1, 1]
+
+
+def test_a_rank_that_stays_away(world, cupy):
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
+        comm.quantized_allreduce(x)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(1.0)
+            return None
+        work = comm.quantized_allreduce(x, async_op=True, timeout=0.3)
+        begin = time.monotonic()
+        with pytest.raises(qccl.CollectiveTimeout, match="allreduce"):
+            work.synchronize()
+        assert isinstance(work.exception(), qccl.CollectiveTimeout)
+        for call in (lambda: comm.quantized_allreduce(x), comm.check, comm.barrier):
+            with pytest.raises(qccl.CollectiveTimeout, match="earlier"):
+                call()
+        return time.monotonic() - begin < 5
+
+    assert ranks(2, run)[0] is True
+    assert ("abort", 0) in world.calls
+
+
+def test_the_watchdog_needs_nobody_who_waits(world, cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        comm.quantized_allreduce(x, out, timeout=0.2)  # a program that never asks
+        time.sleep(0.6)
+        assert ("abort", 0) in world.calls
+        world.frozen = False
+        with pytest.raises(qccl.CollectiveTimeout):
+            comm.check()
+
+    one(run)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, qccl.EngineError), (6, qccl.PeerLost)])
+def test_an_error_in_the_background(code, kind, world, cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        comm.transport.comm.asynchronous_error = 7  # in progress: no error
+        comm.check()
+        world.frozen = True
+        work = comm.quantized_allreduce(x, out, async_op=True)
+        comm.transport.comm.asynchronous_error = code
+        with pytest.raises(kind, match=f"NCCL_ERROR_{code}"):
+            work.synchronize()
+        with pytest.raises(kind, match="earlier"):
+            comm.quantized_allreduce(x)
+
+    one(run)
+
+
+def test_an_error_of_a_kernel(world, cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen, world.error = True, 700
+        with pytest.raises(qccl.EngineError, match="700") as caught:
+            comm.quantized_allreduce(x, out, async_op=True).synchronize()
+        assert caught.value.code == 700
+
+    one(run)
+
+
+def test_a_call_that_cannot_be_put_on_its_streams(world, cupy, monkeypatch):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        for _ in range(2):  # a stream that does not exist: nothing has happened
+            with pytest.raises(qccl.EngineError, match="400"):
+                comm.quantized_allreduce(x, out, stream=0x999)
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        assert (out.get() == x.get()).all()
+
+        def fails(*arguments):
+            raise fake_cuda.CUDADriverError(719)
+
+        monkeypatch.setattr(libraries.require().driver, "launchKernel", fails)
+        comm._plans.clear()  # the plans there are have the other one
+        with pytest.raises(qccl.EngineError, match="719") as caught:
+            comm.quantized_allreduce(x, out)
+        assert caught.value.code == 719
+        with pytest.raises(qccl.EngineError, match="earlier"):
+            comm.quantized_allreduce(x, out)
+
+    one(run)
+
+
+def test_a_group_is_closed_when_a_transfer_fails(world, cupy, monkeypatch):
+    """A group of NCCL that stays open would swallow what the thread calls later, on any communicator."""
+
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
+        comm.quantized_allreduce(x)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.5)
+            return None
+
+        def fails(*arguments):
+            raise fake_cuda.NcclError(4)
+
+        comm.transport.comm.send = fails
+        comm._plans.clear()
+        with pytest.raises(qccl.EngineError, match="NCCL_ERROR_4"):
+            comm.quantized_allreduce(x)
+        return world.local.group
+
+    assert ranks(2, run)[1] is None
+
+
+def test_a_communicator_that_is_dropped_lives_until_its_calls_are_done(world, cupy):
+    """The device still uses the workspace and the arrays, even if nobody holds the communicator or the Work."""
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = pair()
+    comm.quantized_allreduce(x, out)
+    comm.check()
+    world.frozen = True
+    comm.quantized_allreduce(x, out, async_op=True)
+    engine, array = weakref.ref(comm._session.engine), weakref.ref(x)
+    del comm, x
+    gc.collect()
+    time.sleep(0.1)
+    assert engine() is not None and array() is not None
+    world.frozen = False
+    deadline = time.monotonic() + 10
+    while engine() is not None or array() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        gc.collect()
+
+
+def test_what_a_failed_call_uses_stays_until_the_device_is_done(world, cupy):
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = pair()
+    comm.quantized_allreduce(x, out)
+    comm.check()
+    world.frozen = True
+    with pytest.raises(qccl.CollectiveTimeout):
+        comm.quantized_allreduce(x, out, async_op=True, timeout=0.1).synchronize()
+    array = weakref.ref(x)
+    del comm, x
+    gc.collect()
+    assert array() is not None
+    world.frozen = False
+    world.run()
+    one(lambda comm: None)  # the next communicator looks
+    gc.collect()
+    assert array() is None
+
+
+def test_a_question_that_a_capture_forbids_ends_nothing(world, cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        work = comm.quantized_allreduce(x, out, async_op=True)
+        comm._session.engine.watch = lambda: True  # the watching thread is exempt
+        time.sleep(0.05)
+        world.error = 900
+        with pytest.raises(qccl.ArgumentError, match="captures"):
+            work.is_completed()
+        world.error, world.frozen = 0, False
+        assert work.synchronize() is out and work.exception() is None
+        del comm._session.engine.watch
+
+    one(run)
+
+
+def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
+    """NCCL waits for graphs; it is told from where, and not aborted as well, which would free it twice."""
+    release = threading.Event()
+    monkeypatch.setattr(fake_cuda.NcclCommunicator, "destroy", lambda self: release.wait(10))
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=0.2)
+    with pytest.warns(RuntimeWarning, match="graphs"):
+        comm.close()
+    assert not any(call[0] == "abort" for call in world.calls)
+    release.set()
+
+
+def test_events_are_of_the_communicators_gpu(world, cupy):
+    """Also where the thread's current one is another, and more calls are under way than there are events ready."""
+    with qccl.Communicator(qccl.get_unique_id(), 0, 1, device=3, timeout=10.0) as comm:
+        x, out = (fake_cuda.array(values(0, 100, seed), 3) for seed in range(2))
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        works = [comm.quantized_allreduce(x, out, async_op=True) for _ in range(50)]
+        world.frozen = False
+        assert libraries.require().runtime.getDevice() == 0
+        assert all(work.synchronize() is out for work in works)
+        assert (out.get() == x.get()).all()
+
+
+def test_at_the_end_of_the_process(world, cupy):
+    """Calls are waited for and the communicator is released, on a thread that the process need not wait for."""
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = pair()
+    comm.quantized_allreduce(x, out)
+    importlib.import_module("qccl.cuda.engine")._leave_at_exit()
+    assert (out.get() == x.get()).all()
+    assert ("destroy", 0) in world.calls
+
+
+def test_no_more_threads(cupy, monkeypatch):
+    """At its end the interpreter starts none."""
+
+    def refuses(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    assert libraries.bounded(0, 1.0, "a test", threading.get_ident) == threading.get_ident()
+
+
+def test_errors_of_the_libraries_are_ours(cupy):
+    for error, kind, code in (
+        (KeyError(8), qccl.EngineError, 8),
+        (fake_cuda.CompileException("no sm_50"), qccl.EngineError, None),
+        (fake_cuda.OutOfMemoryError("1 TB"), qccl.EngineError, None),
+        (fake_cuda.NcclError(6), qccl.PeerLost, None),
+        (fake_cuda.CUDARuntimeError(2), qccl.EngineError, 2),
+    ):
+        found = libraries.mapped(error)
+        assert type(found) is kind and getattr(found, "code", None) == code and str(error) in str(found)
+    assert libraries.mapped(KeyError("x")) is None
+
+
+def test_a_timeout_of_the_wait(world, cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        with pytest.raises(qccl.CollectiveTimeout, match=r"0\.1 s"):
+            comm.quantized_allreduce(x, out, async_op=True).wait(timeout=0.1)
+
+    one(run)
+
+
+def test_making_a_communicator_has_a_deadline(cupy, monkeypatch):
+    monkeypatch.setattr(fake_cuda, "BARRIER_SECONDS", 20.0)
+    begin = time.monotonic()
+    with pytest.raises(qccl.CollectiveTimeout, match="making of the communicator"):
+        qccl.Communicator(qccl.get_unique_id(), 0, 2, timeout=0.2)
+    assert time.monotonic() - begin < 10
+
+
+def test_closing(world, cupy):
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
+        comm.quantized_allreduce(x)
+        comm.close()  # waits for the call
+        comm.close()
+        for call in (lambda: comm.quantized_allreduce(x), comm.check, lambda: comm.split(0)):
+            with pytest.raises(qccl.ArgumentError, match="closed"):
+                call()
+        return x.get().tobytes()
+
+    def on_host(comm):
+        return comm.quantized_allreduce(values(comm.rank, 5000)).tobytes()
+
+    assert ranks(2, run) == qccl.run_ranks(2, on_host)
+    assert {("destroy", 0), ("destroy", 1)} <= set(world.calls)
+    assert not [t for t in threading.enumerate() if t.name.startswith("qccl watchdog")]

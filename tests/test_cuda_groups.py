@@ -1,0 +1,252 @@
+"""Ways to make a communicator on fake GPUs, and what is said without CUDA."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import fake_cuda
+import fake_kernels
+import numpy as np
+import pytest
+from cuda_ranks import one, ranks, values
+
+import qccl
+from qccl import launch, launchers
+from qccl.cuda import libraries
+from qccl.transports import rendezvous
+
+# -- groups and ways to make one -------------------------------------------------------------------------------------
+
+
+def test_split(cupy):
+    def run(comm):
+        group = comm.split(comm.rank % 2, key=-comm.rank)
+        x = fake_cuda.array(np.full(100, 10.0**comm.rank, np.float32), comm.rank)
+        group.quantized_allreduce(x)
+        group.check()
+        none = comm.split(None if comm.rank else 0)
+        assert (none is None) == bool(comm.rank)
+        comm.quantized_allreduce(fake_cuda.array(np.zeros(5, np.float32), comm.rank))
+        comm.check()
+        return group.rank, group.size, float(x.get()[0]), group.backend
+
+    assert ranks(3, run) == [(1, 2, 101.0, "cuda"), (0, 1, 10.0, "cuda"), (0, 2, 101.0, "cuda")]
+
+
+def test_adopting_a_communicator_of_cupy(world, cupy):
+    unique_id = qccl.get_unique_id()
+
+    def run(rank):
+        given = cupy.cuda.nccl.NcclCommunicator(2, unique_id, rank)
+        with pytest.raises(qccl.ArgumentError, match=f"rank {rank} of 2"):
+            qccl.Communicator.from_nccl(given, rank, 3)
+        with qccl.Communicator.from_nccl(given, rank, 2) as comm:
+            x = fake_cuda.array(np.full(10, 1.0 + rank, np.float32), rank)
+            comm.quantized_allreduce(x)
+            comm.check()
+        assert given.comm  # left as it was
+        return float(x.get()[3]), comm.backend
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(run, range(2))) == [(3.0, "cuda")] * 2
+
+
+def test_over_a_host_group(cupy, monkeypatch):
+    """What MPI does under mpiexec, with threads: the id comes from rank 0, and one rank's trouble is everyone's."""
+    from qccl.cuda.nccl import NcclTransport
+    from qccl.transports.loopback import LoopbackGroup
+
+    def make(n, device):
+        group = LoopbackGroup(n)
+
+        def run(rank):
+            try:
+                host = group.transport(rank)
+                transport = NcclTransport.from_group(host, device(rank), 10.0)
+                assert transport.host is host
+                return transport.rank, transport.size, transport.device
+            except qccl.QcclError as error:
+                return type(error), str(error)
+
+        with ThreadPoolExecutor(n) as pool:
+            return list(pool.map(run, range(n)))
+
+    assert make(2, lambda rank: None) == [(0, 2, 0), (1, 2, 1)]
+    assert make(2, lambda rank: 5 + rank) == [(0, 2, 5), (1, 2, 6)]
+    for kind, text in make(2, lambda rank: 99 if rank else 0):
+        assert kind is qccl.EngineError and text.startswith("rank 1: device=99")
+
+
+@pytest.mark.parametrize("launcher", ["none", "torchrun"])
+def test_init(launcher, cupy, monkeypatch):
+    if launcher == "torchrun":
+        for key, value in {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "MASTER_ADDR": "127.0.0.1"}.items():
+            monkeypatch.setenv(key, str(value))
+        monkeypatch.setenv("MASTER_PORT", "29511")
+    for arguments in ({"backend": "cuda"}, {"backend": "auto"}, {"device": 3}, {"backend": "auto", "device": 0}):
+        with qccl.init(**arguments) as comm:
+            assert (comm.backend, comm.transport.device) == ("cuda", arguments.get("device", 0))
+    with qccl.init(backend="host") as comm:
+        assert comm.backend == "host"
+    with pytest.raises(qccl.ArgumentError, match="no devices"):
+        qccl.init(backend="host", device=0)
+    with pytest.raises(qccl.ArgumentError, match="GPUs 0 to 7"):
+        qccl.init(backend="cuda", device=8)
+
+
+def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
+    """One machine has too few GPUs: all ranks go to the host, or all say whose fault it is."""
+
+    class One(int):  # ranks are processes, which each count their own meetings; here they are threads of one
+        def __add__(self, other):
+            return self
+
+    def inits(*arguments):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            monkeypatch.setenv("QCCL_PORT", str(probe.getsockname()[1]))
+
+        def run(rank):
+            must, device, local_size = arguments[rank]
+            launcher = launchers.Launcher("torchrun", rank, len(arguments), rank, local_size)
+            try:
+                comm = launch._by_tcp(launcher, device, 10.0, must=must)
+            except qccl.QcclError as error:
+                return type(error), str(error)
+            if comm is None:
+                return "host"
+            with comm:
+                return comm.backend, comm.rank, comm.transport.device
+
+        with ThreadPoolExecutor(len(arguments)) as pool:
+            return list(pool.map(run, range(len(arguments))))
+
+    monkeypatch.setattr(rendezvous, "_meetings", One(1))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert inits((False, None, 2), (False, None, 2)) == [("cuda", 0, 0), ("cuda", 1, 1)]
+    assert inits((True, 4, 2), (True, 7, 2)) == [("cuda", 0, 4), ("cuda", 1, 7)]
+    assert inits((False, None, 2), (False, None, 9), (False, None, 2)) == ["host"] * 3
+    for kind, text in inits((True, None, 3), (True, None, 3), (True, 99, 3)):
+        assert kind is qccl.EngineError and text.startswith("rank 2: device=99")
+    for kind, text in inits((False, None, 2), (True, None, 2)):
+        assert kind is qccl.MismatchError and "rank 1 called" in text and "rank 0 with" in text
+
+
+def test_bad_ids(cupy):
+    for unique_id in (b"short", "x" * 128, None):
+        with pytest.raises(qccl.ArgumentError, match="128 bytes"):
+            qccl.Communicator(unique_id, 0, 1)
+    with pytest.raises(qccl.ArgumentError, match="rank 2 of 2"):
+        qccl.Communicator(qccl.get_unique_id(), 2, 2)
+
+
+# -- without CUDA ----------------------------------------------------------------------------------------------------
+
+
+_STATEMENTS = (
+    "import qccl.cuda.engine",
+    "qccl.init(backend='cuda')",
+    "qccl.init(device=0)",
+    "qccl.get_unique_id()",
+    "qccl.Communicator(b'x' * 128, 0, 1)",
+    "qccl.Communicator.from_nccl(5, 0, 1)",
+)
+#: runs each statement in a fork, because a failed import may leave something behind
+_WITHOUT_CUDA = """
+import os, sys, qccl
+for statement in sys.argv[1:]:
+    if os.fork() == 0:
+        try:
+            exec(statement)
+        except qccl.EngineError as error:
+            print(error, flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_without_cuda_there_is_one_clear_error():
+    if not libraries.missing():
+        pytest.skip("this machine has CUDA")
+    command = [sys.executable, "-c", _WITHOUT_CUDA, *_STATEMENTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(_STATEMENTS), done.stdout + done.stderr
+    assert all(line.startswith("the CUDA backend cannot be used here: ") for line in lines), lines
+    with qccl.init(backend="auto") as comm:
+        assert comm.backend == "host"
+
+
+def test_what_is_missing_is_named(world):
+    with fake_cuda.installed(world, fake_kernels.work) as cupy, pytest.MonkeyPatch.context() as monkeypatch:
+        assert libraries.missing() == []
+        assert libraries.device_count() == fake_cuda.DEVICES
+        assert libraries.nccl_version() == "2.28.0"
+        monkeypatch.setattr(cupy, "__version__", "13.6.0")
+        monkeypatch.setattr(cupy.cuda.nccl, "get_version", lambda: 21705)
+        monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
+
+        def no_driver():
+            raise fake_cuda.CUDARuntimeError(35)
+
+        monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", no_driver)
+        lacking = " | ".join(libraries.missing())
+        for part in ("CuPy is 13.6.0", "NCCL is 2.17", "cuda-python cannot be imported", "no CUDA driver"):
+            assert part in lacking
+        monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+        assert any("finds no NCCL" in each for each in libraries.missing())
+        monkeypatch.setitem(sys.modules, "cupy", None)
+        assert libraries.device_count() == 0
+        assert len(libraries.missing()) == 1
+
+
+def test_which_gpu_a_rank_takes(cupy, monkeypatch):
+    assert libraries.pick_device(3, 0) == 3
+    assert libraries.pick_device(None, 5) == 5
+    assert libraries.pick_device(None, None) == 0
+    with pytest.raises(qccl.EngineError, match="rank 8"):
+        libraries.pick_device(None, 8)
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceCount", lambda: 1)
+    assert libraries.pick_device(None, 3) == 0  # the launcher shows each rank its own
+
+
+def test_the_benchmark_on_a_gpu(cupy):
+    """qccl-bench's measure() on device arrays: right results, the plain all-reduce beside, a graph with -G."""
+    from qccl import dtypes
+    from qccl.bench.arrays import arrays_of
+    from qccl.bench.calls import Case, PlainCall, QuantizedCall
+    from qccl.bench.measure import Counts, measure
+
+    case = Case(3000, dtypes.FLOAT32, "sum")
+    counts = Counts(iters=10, warmups=1, checks=1)  # two calls in each of five rounds
+
+    def run(comm):
+        with libraries.on_device(comm.rank):
+            found = []
+            for call in (PlainCall(comm, case), QuantizedCall(comm, case, qccl.codecs.get("minmax8"), "auto", None)):
+                assert call.name == "minmax8" or call.is_supported(arrays_of(comm))
+                (row,) = measure(
+                    comm, [call], counts, meter=None, before_turn=lambda turn: None, arrays=arrays_of(comm)
+                )
+                found += [row.out_of_place.wrong, row.in_place.wrong, row.out_of_place.seconds]
+            info, number, bus = arrays_of(comm).device()
+            return found, info, number, bus
+
+    one_call = 1e-3 / 2  # the fake's clock says 1 ms for two calls
+    expected = [0, 0, one_call] * 2
+    assert ranks(2, run) == [(expected, "cuda Fake 100", r, f"0000:{r:02d}:00.0") for r in range(2)]
+
+    def graphs(comm):
+        arrays = arrays_of(comm, graph_launches=3)
+        x = arrays.empty(3000, dtypes.FLOAT32)
+        arrays.put(x, values(0, 3000))
+        given = (Case(3000, dtypes.FLOAT32, "avg"), qccl.codecs.get("none"), "auto", None)
+        call = QuantizedCall(comm, *given, as_plan=True)
+        run = call.bind(arrays, x, x)
+        run()
+        return arrays.calls_per_run, arrays.run(run, 2)
+
+    assert one(graphs) == (3, 1e-3 / 3)
