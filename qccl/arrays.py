@@ -31,7 +31,7 @@ __all__ = [
 #: by element type, the bits that are all set in a value that is NaN or infinite
 EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
 
-#: what a raw pointer may be given as
+#: types of a raw pointer
 Pointer = int | ctypes.c_void_p | ctypes.Array[Any]
 
 _ADDRESSES = 1 << 64
@@ -43,8 +43,8 @@ class Values:
 
     Attributes:
         layout: shape, and strides in elements.
-        what: what the caller knows it as, for messages, such as "x" or "xs[2]".
-        array: what the caller gave; None for a raw pointer.
+        what: its name in messages, such as "x" or "xs[2]".
+        array: the caller's object; None for a raw pointer.
         view: the description of ``array``'s memory.
         owner: keeps the memory alive if the array itself may release it: a tensor's storage, an array of ctypes.
     """
@@ -78,7 +78,7 @@ class Values:
 
 
 class Memory(Protocol):
-    """The memory that a communicator works on: what of the caller's is in it, and where."""
+    """The memory that a communicator works on; finds and checks the caller's arrays in it."""
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
@@ -88,7 +88,7 @@ class Memory(Protocol):
         """
 
     def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, what: str) -> Values:
-        """``count`` elements at a raw address. Raises InvalidBufferError where that cannot be."""
+        """``count`` elements at a raw address. Raises InvalidBufferError for an impossible one."""
 
     def hold(self, values: Iterable[Values]) -> None:
         """Keep the arrays' memory in place for a run during which the caller may use the arrays.
@@ -100,7 +100,7 @@ class Memory(Protocol):
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         """The stream of a call on these values, and others whose work they may still wait for; () on the host.
 
-        ``stream`` is what the caller gave, or None. Raises ArgumentError where it is none.
+        ``stream`` is the caller's argument, or None. Raises ArgumentError for anything but a stream.
         """
 
     def first_nonfinite(self, values: Values) -> int | None:
@@ -158,7 +158,7 @@ def check_unmoved(values: Values) -> None:
 
 
 def check_pointer(pointer: Pointer, count: int, dtype: DType, what: str) -> int:
-    """The address; raises InvalidBufferError for what cannot be that of ``count`` elements anywhere."""
+    """The address. Raises InvalidBufferError if ``count`` elements cannot be there."""
     nbytes = count * dtype.itemsize
     address = _address(pointer, nbytes, what)
     if not (0 <= address < _ADDRESSES and address + nbytes <= _ADDRESSES):
@@ -168,14 +168,14 @@ def check_pointer(pointer: Pointer, count: int, dtype: DType, what: str) -> int:
         )
     if count > 0:
         if address == 0:
-            raise InvalidBufferError(f"{what} is a null pointer, but {count} elements were announced")
+            raise InvalidBufferError(f"{what} is a null pointer, but count is {count}")
         if address % dtype.itemsize:
             raise InvalidBufferError(f"{what} {address:#x} is not aligned to {dtype} ({dtype.itemsize} bytes)")
     return address
 
 
 def same_or_disjoint(x: Values, out: Values) -> bool:
-    """Whether the two are the very same memory. Raises InvalidBufferError where they overlap only in part."""
+    """Whether the two are the same memory. Raises InvalidBufferError if they overlap in part."""
     if x.address == out.address or x.nbytes == 0:
         return x.address == out.address
     if x.address < out.address + out.nbytes and out.address < x.address + x.nbytes:
@@ -195,7 +195,7 @@ def is_part_of(part: Values, whole: Values, first: int) -> bool:
 
 
 def check_disjoint(written: Iterable[Values], read: Iterable[Values] = ()) -> None:
-    """Raise InvalidBufferError where an array that is written has memory in common with another one."""
+    """Raise InvalidBufferError if an array that is written shares memory with another one."""
     found = [(v.address, v.address + v.nbytes, True, v.what) for v in written if v.nbytes]
     found += [(v.address, v.address + v.nbytes, False, v.what) for v in read if v.nbytes]
     end, last, end_written, last_written = 0, "", 0, ""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["init"]
 
-#: all ranks have GPUs; one has none; they were asked for different things
+#: verdicts: all ranks have GPUs; some rank has none; the ranks passed different arguments
 _YES, _NO, _MIXED = b"+", b"-", b"x"
 _REASON_NBYTES = 220
 
@@ -65,9 +65,9 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
 
 
 def _by_tcp(launcher: Launcher, device: int | None, timeout: float, *, must: bool) -> Communicator | None:
-    """The ranks on their GPUs, where they meet over TCP or there is only one; None: not all can, and none ``must``.
+    """A communicator on GPUs of ranks that meet over TCP, or of one rank; None if it must be the host.
 
-    Each brings what it was asked for, and what keeps it from a GPU, so that all do the same.
+    The ranks exchange their requests and the reasons why they cannot use a GPU, and so decide alike.
     """
     from qccl.communicator import Communicator
     from qccl.transports.rendezvous import meet, meeting_place
@@ -98,18 +98,18 @@ def _by_tcp(launcher: Launcher, device: int | None, timeout: float, *, must: boo
 
 
 def _too_few(ranks: int) -> str:
-    """Why this machine has no GPU for each of its ranks; nothing where it has."""
+    """Why this machine has no GPU for each of its ranks, or ""."""
     count = device_count()
     return "" if count >= ranks else f"its machine has {count} usable GPUs for {ranks} ranks"
 
 
 def _note(must: bool, reason: str) -> bytes:
-    """What a rank brings: whether it was asked for GPUs, and what keeps it from one."""
+    """The message of a rank: whether it must use a GPU, and why it cannot."""
     return (b"!" if must else b"?") + reason.encode()[:_REASON_NBYTES]
 
 
 def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
-    """What follows from all ranks' notes, and why."""
+    """The decision that follows from all ranks' notes, and its reason."""
     must = [rank for rank, note in enumerate(notes) if note[:1] == b"!"]
     if 0 < len(must) < len(notes):
         other = next(rank for rank in range(len(notes)) if rank not in must)
@@ -124,7 +124,7 @@ def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
 
 
 def _decide(notes: Sequence[bytes]) -> bytes:
-    """Rank 0's answer to all ranks: the verdict, and NCCL's id of their group, or why not."""
+    """Rank 0's answer to all ranks: the verdict, and NCCL's unique id or the reason."""
     kind, text = _verdict(notes)
     if kind != _YES:
         return kind + text.encode()
@@ -134,7 +134,7 @@ def _decide(notes: Sequence[bytes]) -> bytes:
 
 
 def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
-    """The ranks of a host group on their GPUs; the group is theirs, too, or is given up where that fails."""
+    """A communicator of a host group's ranks on their GPUs; it owns the group, which is closed on failure."""
     from qccl.communicator import Communicator
     from qccl.cuda import CudaBackend
     from qccl.cuda.nccl import NcclTransport
@@ -160,7 +160,7 @@ def _host_transport(launcher: Launcher | None, timeout: float) -> Transport:
     except ImportError as error:
         if launcher.size == 1:
             return _alone()
-        if launcher.name == "torchrun":  # which no MPI would help
+        if launcher.name == "torchrun":  # MPI would not help
             raise EngineError(f"torchrun started {launcher.size} ranks: {remedy(launcher)}") from error
         raise EngineError(
             f"{launcher.name} started {launcher.size} ranks, but MPI cannot be used here ({error}); "

@@ -27,7 +27,7 @@ CACHE_ALIKE = 16
 
 
 class _Compiled(NamedTuple):
-    """A program, and what it remembers from run to run: the call that its state is of, and floats in each buffer."""
+    """A program, the call that its state belongs to, and the number of floats in each state buffer."""
 
     program: Program
     in_place: bool
@@ -37,20 +37,20 @@ class _Compiled(NamedTuple):
 
 
 class _Bound(NamedTuple):
-    """The arrays of a plan's runs, and what follows from them: made once, so that a run has nothing to work out."""
+    """The arrays of a plan's runs, and the arguments of Session.start() that follow from them."""
 
     arrays: Mapping[str, Values]
     result: Any
     compiled: _Compiled
     addresses: dict[str, int]
-    text: str  # what all ranks must agree on
+    text: str  # of the header
 
 
 class Plan:
-    """A collective made ready, in the manner of MPI-4's persistent ones: bind() once, start() and wait() many times.
+    """A prepared collective, like MPI-4's persistent ones: call bind() once, start() and wait() many times.
 
     Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait. ``key`` names
-    what it is run on where the codec keeps something from run to run.
+    the state of a stateful codec.
     """
 
     def __init__(self, session: Session, spec: CollectiveSpec, key: str | None = None) -> None:
@@ -74,7 +74,7 @@ class Plan:
         return sum(compiled.program.workspace_nbytes for compiled in self._programs.values())
 
     def bind(self, x: Any, out: Any = None) -> Plan:
-        """Fix the arrays (as in the collective's method) of the runs to come; returns the plan."""
+        """Set the arrays of later runs, as in the collective's method; returns the plan."""
         session, spec = self._session, self.spec
         session.check_usable()
         memory, dtype, has_output = session.memory, spec.dtype, "output" in self._names
@@ -102,7 +102,7 @@ class Plan:
             session.check_consistent(session.with_offset(text, spec.codec), self._pairs)
         in_place, addresses = spec.bind(arrays, session.rank, session.size)
         compiled = self._program(in_place)
-        if compiled.state and order != spec.order:  # another element would get what this one's code left out
+        if compiled.state and order != spec.order:  # a residual belongs to an element
             compiled = compiled._replace(state_owner=replace(spec, order=order).state_owner(compiled.algorithm))
         self._bound = _Bound(arrays, result, compiled, addresses, text)
         return self
@@ -115,11 +115,10 @@ class Plan:
         trace: list[TraceEvent] | None = None,
         lr: float | None = None,
     ) -> Work:
-        """Begin one run with the bound arrays; all ranks must. Arguments: see the method. Returns its Work.
+        """Collective: start a run with the bound arrays, and return its Work. Arguments: see the method.
 
-        Raises InvalidBufferError where a tensor got other memory since it was bound.
-
-        On the host it progresses while the caller computes, if it is not waited for within a moment.
+        On the host the progress thread drives it unless the caller waits for it within about a millisecond. Raises
+        InvalidBufferError if a tensor's memory was replaced after bind().
         """
         self._session.check_usable()
         timeout = None if timeout is None else timeout_of(timeout)
@@ -138,7 +137,7 @@ class Plan:
         trace: list[TraceEvent] | None = None,
         lr: float | None = None,
     ) -> Work:
-        """Begin a run that progresses only while it is waited for (on the host)."""
+        """Start a run, which on the host progresses only while a caller waits."""
         if self._bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
@@ -170,7 +169,7 @@ class Plan:
         return self._work
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the output array when what comes next may use it: Work.wait() of the last run."""
+        """Work.wait() of the last run."""
         if self._work is None:
             raise ArgumentError("this plan was not started; call plan.start() first")
         return self._work.wait(timeout)
@@ -180,11 +179,11 @@ class Plan:
         return self.bind(x, out)._start(lr=lr).wait()
 
     def is_active(self) -> bool:
-        """Whether a run is under way that must end before the next (never on CUDA); makes no progress."""
+        """Whether a run is under way that must end before the next (never on CUDA). Makes no progress."""
         return self._work is not None and self._work._holds_plan()
 
     def schedule(self, *, in_place: bool) -> Schedule:
-        """What this rank does in a run."""
+        """The schedule of this rank."""
         session = self._session
         return self.spec.schedule(
             session.rank, session.size, in_place=in_place, default_chunk=session.engine.chunk_elements
@@ -202,11 +201,11 @@ class Plan:
 
 
 class PlanCache:
-    """Plans that are not running, most recently used last; the oldest go when there are too many or too large ones."""
+    """Idle plans, the most recently used last. Too many or too large ones are dropped, the oldest first."""
 
     def __init__(self) -> None:
         self._idle: dict[CollectiveSpec, list[Plan]] = {}
-        self._nbytes = 0  # of workspace, in all of them
+        self._nbytes = 0  # of all workspaces
 
     def take(self, session: Session, spec: CollectiveSpec) -> Plan:
         """An idle plan of this spec, or a new one."""
@@ -218,7 +217,7 @@ class PlanCache:
         return plan
 
     def give_back(self, plan: Plan) -> None:
-        """Keep a plan that has ended, for the next call like it."""
+        """Keep an idle plan for the next call with the same spec."""
         plan._bound = plan._work = None
         idle = self._idle.pop(plan.spec, [])
         self._idle[plan.spec] = idle

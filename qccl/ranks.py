@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: the shortest way to try a collective, and what most tests run on."""
+"""Ranks as threads of this process, for examples and tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["run_ranks"]
 
 _T = TypeVar("_T")
 
-#: what a rank may take, beyond the timeout, to notice that another one has failed
+#: time beyond the timeout in which a rank may notice that another one has failed
 _GRACE_SECONDS = 5.0
 
 
@@ -44,7 +44,7 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
             with Communicator._from_transport(transport, timeout=timeout) as comm:
                 try:
                     results[rank] = fn(comm)
-                except BaseException as error:  # written down before the others hear of it and fail, too
+                except BaseException as error:  # recorded before it makes the other ranks fail
                     record(rank, error)
                     raise
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""What a communicator keeps from call to call: residuals and momenta of codecs, by the caller's keys."""
+"""State that a communicator keeps from call to call: residuals and momenta of codecs, by the caller's keys."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class _Entry:
     """The state under one key.
 
     Attributes:
-        call: what is called with it; a call like another one has another state.
-        lr: whether the calls give a learning rate; None: there was no call yet.
-        memory: by the name of the schedule's buffer, with the number of its floats.
+        call: the call that it belongs to.
+        lr: whether the calls give a learning rate; None before the first call.
+        memory: by the name of the schedule's buffer, with its number of floats.
     """
 
     call: str
@@ -42,14 +42,14 @@ class StateStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that all of it takes."""
+        """Bytes of all state."""
         return sum(4 * count for entry in self._entries.values() for _, count in entry.memory.values())
 
     def take(self, key: str, call: str, counts: Mapping[str, int], lr: float | None) -> dict[str, Persistent]:
         """The memory of a call's state buffers (with ``counts`` floats each); zeros for a new key.
 
-        Raises ArgumentError where the state under this key is that of another call, or of calls with a learning rate
-        and this one has none, or the reverse.
+        Raises ArgumentError if the state under this key belongs to another call, or if only some calls give a learning
+        rate.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -59,7 +59,7 @@ class StateStore:
             self._entries[key] = entry
         if entry.call != call:
             raise ArgumentError(
-                f"the state under key={key!r} is that of {entry.call}, and this is {call}; use a key of its own for "
+                f"the state under key={key!r} belongs to {entry.call}, and this is {call}; use another key for "
                 f"each array, or forget the state with reset({key!r})"
             )
         held = {name: count for name, (_, count) in entry.memory.items()}
@@ -72,8 +72,8 @@ class StateStore:
             entry.lr = lr is not None
         elif entry.lr != (lr is not None):
             raise ArgumentError(
-                f"the calls with key={key!r} so far were made {'with' if entry.lr else 'without'} lr, and this one is "
-                f"not; give lr in all of them or in none, or forget the state with reset({key!r})"
+                f"earlier calls with key={key!r} were made {'with' if entry.lr else 'without'} lr, and this one is "
+                f"not; give lr in all calls or in none, or forget the state with reset({key!r})"
             )
         return {name: memory for name, (memory, _) in entry.memory.items()}
 
@@ -85,7 +85,7 @@ class StateStore:
             raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self._entries)}")
 
     def save(self) -> dict[str, dict[str, Any]]:
-        """Copies of everything, as NumPy arrays."""
+        """A copy of all state, in NumPy arrays."""
         import numpy as np
 
         def values(memory: Persistent, count: int) -> np.ndarray:
@@ -103,7 +103,7 @@ class StateStore:
         }
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace everything by what save() gave on this rank. Raises ArgumentError, and then changes nothing."""
+        """Replace all state by the result of save() on this rank. Changes nothing if it raises ArgumentError."""
         if not isinstance(saved, Mapping):
             raise ArgumentError(f"the keys' state is a dict by key, not {type(saved).__name__}")
         entries = {key: self._loaded(key, each) for key, each in saved.items()}
@@ -119,13 +119,11 @@ class StateStore:
             if lr is None and saved["lr"] is not None:
                 raise TypeError(f"lr is {saved['lr']!r}, not True, False or None")
         except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-            raise ArgumentError(
-                f"what is given as the state of key={key!r} is not what state_dict() returns ({error!r})"
-            ) from error
+            raise ArgumentError(f"the state of key={key!r} is not one that state_dict() returns ({error!r})") from error
         if place != (self._rank, self._size):
             raise ArgumentError(
-                f"the state of key={key!r} is of rank {place[0]} of {place[1]}, and this is rank {self._rank} of "
-                f"{self._size}; residuals belong to a rank and its shard, so load each rank's own, or begin anew"
+                f"the state of key={key!r} belongs to rank {place[0]} of {place[1]}, and this is rank {self._rank} of "
+                f"{self._size}; residuals belong to a rank and its shard, so load each rank's own, or none"
             )
         entry = _Entry(call, lr)
         for name, array in arrays.items():
@@ -152,21 +150,21 @@ def _floats(values: Any) -> np.ndarray:
 
 
 def check_key(codec: Codec, key: str | None) -> None:
-    """Raise ArgumentError unless ``key`` is a string, or None where the codec keeps nothing."""
+    """Raise ArgumentError unless ``key`` is a string, or None for a codec without state."""
     if key is None and codec.state_names:
         raise ArgumentError(
-            f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, so it must know what it is "
-            f"given; name that with key=, alike on all ranks and in all steps, such as key='layer1.weight'"
+            f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, so it needs a name for the "
+            f"array: pass key=, the same on all ranks and in all steps, such as key='layer1.weight'"
         )
     if key is not None and not isinstance(key, str):
-        raise ArgumentError(f"key must be a string that names what is reduced, not {key!r}")
+        raise ArgumentError(f"key must be a string that names the array, not {key!r}")
 
 
 def lr_of(lr: float) -> float:
     """A learning rate: a positive number, in fp32 as well. Raises ArgumentError for anything else."""
     value = as_real(lr)
     if value is None or not 2.0**-120 <= value <= 2.0**120:
-        raise ArgumentError(f"lr must be a positive number (2**-120 to 2**120), the learning rate of now, not {lr!r}")
+        raise ArgumentError(f"lr must be a positive number (2**-120 to 2**120), the present learning rate, not {lr!r}")
     return float(value)
 
 

@@ -15,7 +15,7 @@ __all__ = ["Work"]
 
 
 class Work:
-    """One call of a collective: poll it, wait for it, ask what went wrong.
+    """One call of a collective.
 
     It keeps the arrays of the call alive. On the host all ranks must complete the call, in any order among calls under
     way; on CUDA it completes by itself.
@@ -26,32 +26,31 @@ class Work:
         self._call = execution.call
         self._execution: Execution | None = execution
         self._result = result
-        execution.kept = keep  # also where nobody holds the Work
+        execution.kept = keep  # the Work may be dropped before the run ends
         self._finish: tuple[Callable[[], None], ...] = ()
         self._checks: tuple[Callable[[], None], ...] = ()
         self._exception: Exception | None = None
 
     def is_completed(self) -> bool:
-        """Whether the call has ended, with success or not; may make progress, never blocks for long."""
+        """Whether the call has ended or failed. May make progress; never blocks for long."""
         if self._execution is not None:
             try:
                 if self._execution.step():
                     self._conclude()
-            except ArgumentError:  # the question was wrong; the call goes on
+            except ArgumentError:  # the query is forbidden now (a capture); the call continues
                 raise
             except QcclError as error:
                 self._conclude(error)
         return self._execution is None
 
     def wait(self, timeout: float | None = None) -> Any:
-        """Return the output array when what comes next may use it.
+        """Return the output array as soon as the program may use it.
 
-        On the host that is when the call has ended. On CUDA it is at once: the call's stream goes on when the call is
-        done, and the host does not wait, unless a ``timeout`` is given or the result is to be checked
-        (``nonfinite="error"``).
+        On the host this waits until the call has ended. On CUDA it makes the call's stream wait; the host waits only if
+        a ``timeout`` is given or the result must be checked (``nonfinite="error"``).
 
-        ``timeout`` is in seconds from now; None means the call's own, counted from its start. Raises what the call
-        raised, or CollectiveTimeout, after which the communicator is unusable.
+        ``timeout`` is in seconds from now; None means the call's own, counted from its start. Raises the error of the
+        call, or CollectiveTimeout, after which the communicator is unusable.
         """
         execution = self._execution
         if execution is None or timeout is not None or self._checks or not execution.is_ordered:
@@ -64,7 +63,7 @@ class Work:
         return self._result
 
     def synchronize(self) -> Any:
-        """Block until the call has ended and return its output array, which is known to be good. Raises as wait()."""
+        """Block until the call has ended without an error, and return its output array. Raises as wait()."""
         return self._block(None)
 
     def _block(self, timeout: float | None) -> Any:
@@ -78,7 +77,7 @@ class Work:
                 raise
             except QcclError as error:
                 self._conclude(error)
-            except BaseException as error:  # Ctrl-C, or a fault of ours: the engine has told the other ranks
+            except BaseException as error:  # Ctrl-C or a bug: the engine has sent it to the other ranks
                 self._conclude(gave_up(self._session.rank, error))
                 raise
             else:
@@ -88,23 +87,23 @@ class Work:
         return self._result
 
     def exception(self) -> Exception | None:
-        """What the call raised, or None; makes no progress."""
+        """The error of the call, or None. Makes no progress."""
         return self._exception
 
     def _detach(self, *, at_once: bool) -> None:
-        """On the host: progress while the caller is elsewhere, at once or if this is not waited for in a moment."""
+        """On the host: let the progress thread drive it, at once or if the caller does not wait for it soon."""
         if self._holds_plan() and self._execution is not None:
             self._execution.detach(at_once=at_once)
 
     def _when_reusable(self, finish: Callable[[], None]) -> None:
-        """Run ``finish`` when the plan may run again: when this run has ended well, or at once if runs are ordered."""
+        """Call ``finish`` when the plan may run again: after this run succeeded, or at once if runs are ordered."""
         if self._holds_plan():
             self._finish += (finish,)
         else:
             finish()
 
     def _check_result(self, check: Callable[[], None]) -> None:
-        """Run ``check`` when the call has ended well; it may refuse the result by raising."""
+        """Call ``check`` after the call succeeded; an error that it raises is the call's."""
         self._checks += (check,)
 
     def _holds_plan(self) -> bool:
