@@ -17,7 +17,16 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.bench.files import write_json
 from qccl.bench.options import DTYPES, STDOUT
-from qccl.bench.params import checked, codec_list, codec_of, list_of, output_file_or_stdout, picture_file
+from qccl.bench.params import (
+    AT_LEAST_0,
+    AT_LEAST_1,
+    codec_list,
+    codec_of,
+    list_of,
+    option,
+    output_file_or_stdout,
+    picture_file,
+)
 from qccl.bench.sizes import parse_size
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
@@ -26,7 +35,7 @@ __all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec"]
 
 #: measured by default
 DEFAULT_CODECS = ",".join(codecs.examples())
-_TYPES_HELP = f"{', '.join(DTYPES)} or all [all]."
+_JSON_HELP = "Write the figures, after each row; -: to standard output, the table to standard error."
 
 
 @dataclass(frozen=True)
@@ -71,48 +80,17 @@ class Speed:
 
 
 @click.command(short_help="Time the kernels of codecs beside memcpy.")
-@click.option(
-    "-b", "--size", callback=checked(parse_size), default="16M", metavar="SIZE", help="Bytes of values [16M]."
-)
-@click.option("-n", "--iters", type=click.IntRange(min=1), default=20, metavar="N", help="Timed passes [20].")
-@click.option(
-    "-w", "--warmup_iters", type=click.IntRange(min=0), default=2, metavar="N", help="Passes before them [2]."
-)
-@click.option(
-    "-d",
-    "--datatype",
-    "names",
-    callback=checked(list_of(tuple(DTYPES))),
-    default="all",
-    metavar="LIST",
-    help=_TYPES_HELP,
-)
-@click.option(
-    "--codec",
-    "specs",
-    callback=checked(codec_list),
-    metavar="LIST",
-    help=f"Codecs to measure [{DEFAULT_CODECS}; with --frontier all].",
-)
-@click.option("--sources", type=click.IntRange(min=1), default=3, metavar="N", help="Codes that a reduce combines [3].")
-@click.option(
-    "-t", "--threads", type=click.IntRange(min=1), default=1, metavar="N", help="Threads that share an operation [1]."
-)
+@option("-b --size", parse_size, "SIZE", "Bytes of values [16M].", "16M")
+@option("-n --iters", AT_LEAST_1, "N", "Timed passes [20].", 20)
+@option("-w --warmup_iters", AT_LEAST_0, "N", "Passes before them [2].", 2)
+@option("-d --datatype names", list_of(tuple(DTYPES)), "LIST", f"{', '.join(DTYPES)} or all [all].", "all")
+@option("--codec specs", codec_list, "LIST", f"Codecs to measure [{DEFAULT_CODECS}; with --frontier all].")
+@option("--sources", AT_LEAST_1, "N", "Codes that a reduce combines [3].", 3)
+@option("-t --threads", AT_LEAST_1, "N", "Threads that share an operation [1].", 1)
 @click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
-@click.option(
-    "--draws", type=click.IntRange(min=1), default=None, metavar="N", help="With --frontier: draws of each sample [5]."
-)
-@click.option(
-    "--plot", "picture", callback=checked(picture_file), metavar="FILE", help="With --frontier: draw a chart."
-)
-@click.option(
-    "-J",
-    "--json",
-    "path",
-    callback=checked(output_file_or_stdout),
-    metavar="FILE",
-    help="Write the figures, after each row; -: to standard output, the table to standard error.",
-)
+@option("--draws", AT_LEAST_1, "N", "With --frontier: draws of each sample [5].")
+@option("--plot picture", picture_file, "FILE", "With --frontier: draw a chart.")
+@option("-J --json path", output_file_or_stdout, "FILE", _JSON_HELP)
 def codec(
     size: int,
     iters: int,

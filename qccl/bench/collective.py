@@ -18,10 +18,12 @@ from qccl.bench.lab import Lab, obstacle
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
 from qccl.bench.options import DTYPES, OPS, STDOUT, Options
 from qccl.bench.params import (
-    checked,
+    AT_LEAST_0,
+    AT_LEAST_1,
     codec_list,
     list_of,
     nccl_only,
+    option,
     output_file,
     output_file_or_stdout,
     picture_file,
@@ -36,87 +38,48 @@ __all__ = ["command"]
 
 _DEFAULT_RANKS = 2
 _POSITIVE = click.FloatRange(min=0, min_open=True)
-_OPS_HELP = f"{', '.join(OPS)} or all [sum]."
-_TYPES_HELP = f"{', '.join(DTYPES)} or all [float]."
 _AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 minimum, 3 maximum [3]."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
 _LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
-_NODES_HELP = "With --link: number of nodes; the ranks of a node share memory and a link."
 _LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [leader]."
-_INTRA_HELP = "Codec inside nodes [none]."
-_ARRAYS_HELP = "Arrays of equal size that the vector consists of [16]."
-_PLAN_HELP = "Time a plan that is bound once, not the communicator's method."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
-_TRACE_HELP = "Write a timeline of one call (largest size, first codec) for Perfetto."
 
 
 #: options of all collectives, in the order of the help
 _COMMON: tuple[Callable[[Any], Any], ...] = (
-    click.option(
-        "-b", "--minbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Smallest size [32M]."
-    ),
-    click.option(
-        "-e", "--maxbytes", callback=checked(parse_size), default="32M", metavar="SIZE", help="Largest size [32M]."
-    ),
-    click.option(
-        "-i", "--stepbytes", callback=checked(parse_size), default="1M", metavar="SIZE", help="Step to the next [1M]."
-    ),
-    click.option(
-        "-f", "--stepfactor", type=click.IntRange(min=2), metavar="N", help="Factor to the next, instead of -i."
-    ),
-    click.option("-n", "--iters", type=click.IntRange(min=1), default=20, metavar="N", help="Timed calls [20]."),
-    click.option(
-        "-w", "--warmup_iters", type=click.IntRange(min=0), default=1, metavar="N", help="Calls before them [1]."
-    ),
-    click.option(
-        "-N", "--run_cycles", type=click.IntRange(min=0), default=1, metavar="N", help="Sweeps [1]; 0: no end."
-    ),
-    click.option(
-        "-c", "--check", type=click.IntRange(min=0), default=1, metavar="N", help="Checked calls [1]; 0: none."
-    ),
-    click.option("-o", "--op", "ops", callback=checked(list_of(OPS)), default="sum", metavar="LIST", help=_OPS_HELP),
-    click.option(
-        "-d",
-        "--datatype",
-        "dtypes",
-        callback=checked(list_of(tuple(DTYPES))),
-        default="float",
-        metavar="LIST",
-        help=_TYPES_HELP,
-    ),
-    click.option("-a", "--average", type=click.IntRange(0, 3), default=3, metavar="N", help=_AVERAGE_HELP),
-    click.option("-T", "--timeout", type=_POSITIVE, default=60.0, metavar="SECONDS", help="Limit of one call [60]."),
-    click.option(
-        "--codec", "codecs", callback=checked(codec_list), default="minmax8", metavar="LIST", help=_CODEC_HELP
-    ),
-    click.option("--chunk", type=click.IntRange(min=1), metavar="N", help="Elements in a step of the pipeline."),
-    click.option(
-        "--backend", type=click.Choice(["host", "cuda", "auto"]), default="host", help="Where the arrays are [host]."
-    ),
-    click.option(
-        "-G", "--cudagraph", type=click.IntRange(min=0), default=0, metavar="N", help="Replays of a captured call [0]."
-    ),
-    click.option("--plan", is_flag=True, help=_PLAN_HELP),
-    click.option(
-        "--ranks", type=click.IntRange(min=1), metavar="N", help=f"Processes to start here [{_DEFAULT_RANKS}]."
-    ),
-    click.option("--link", callback=checked(lambda text: parse_link(text).name), metavar="RATE", help=_LINK_HELP),
-    click.option("--nodes", type=click.IntRange(min=1), metavar="N", help=_NODES_HELP),
+    option("-b --minbytes", parse_size, "SIZE", "Smallest size [32M].", "32M"),
+    option("-e --maxbytes", parse_size, "SIZE", "Largest size [32M].", "32M"),
+    option("-i --stepbytes", parse_size, "SIZE", "Step to the next [1M].", "1M"),
+    option("-f --stepfactor", click.IntRange(min=2), "N", "Factor to the next, instead of -i."),
+    option("-n --iters", AT_LEAST_1, "N", "Timed calls [20].", 20),
+    option("-w --warmup_iters", AT_LEAST_0, "N", "Calls before them [1].", 1),
+    option("-N --run_cycles", AT_LEAST_0, "N", "Sweeps [1]; 0: no end.", 1),
+    option("-c --check", AT_LEAST_0, "N", "Checked calls [1]; 0: none.", 1),
+    option("-o --op ops", list_of(OPS), "LIST", f"{', '.join(OPS)} or all [sum].", "sum"),
+    option("-d --datatype dtypes", list_of(tuple(DTYPES)), "LIST", f"{', '.join(DTYPES)} or all [float].", "float"),
+    option("-a --average", click.IntRange(0, 3), "N", _AVERAGE_HELP, 3),
+    option("-T --timeout", _POSITIVE, "SECONDS", "Limit of one call [60].", 60.0),
+    option("--codec codecs", codec_list, "LIST", _CODEC_HELP, "minmax8"),
+    option("--chunk", AT_LEAST_1, "N", "Elements in a step of the pipeline."),
+    option("--backend", click.Choice(["host", "cuda", "auto"]), None, "Where the arrays are [host].", "host"),
+    option("-G --cudagraph", AT_LEAST_0, "N", "Replays of a captured call [0].", 0),
+    click.option("--plan", is_flag=True, help="Time a plan that is bound once, not the communicator's method."),
+    option("--ranks", AT_LEAST_1, "N", f"Processes to start here [{_DEFAULT_RANKS}]."),
+    option("--link", lambda text: parse_link(text).name, "RATE", _LINK_HELP),
+    option("--nodes", AT_LEAST_1, "N", "With --link: number of nodes; the ranks of a node share memory and a link."),
     click.option("--link-per-rank", is_flag=True, help="With --nodes: each rank of a node has a link of its own."),
-    click.option("-J", "--json", callback=checked(output_file_or_stdout), metavar="FILE", help=_JSON_HELP),
-    click.option("--plot", callback=checked(picture_file), metavar="FILE", help="Draw it (.png, .svg, .pdf)."),
-    click.option("--trace", callback=checked(output_file), metavar="FILE", help=_TRACE_HELP),
+    option("-J --json", output_file_or_stdout, "FILE", _JSON_HELP),
+    option("--plot", picture_file, "FILE", "Draw it (.png, .svg, .pdf)."),
+    option("--trace", output_file, "FILE", "Write a timeline of one call (largest size, first codec) for Perfetto."),
     nccl_only,
 )
 #: options of some collectives, by the name of the parameter
 _OWN = {
-    "root": click.option("-r", "--root", type=click.IntRange(min=0), default=0, metavar="RANK", help="Root [0]."),
-    "layout": click.option("--layout", type=click.Choice(LAYOUTS), default="leader", help=_LAYOUT_HELP),
-    "intra": click.option("--intra", type=click.Choice(INTRA), default="none", help=_INTRA_HELP),
-    "inter": click.option(
-        "--inter", type=click.Choice(["host"]), help="On GPUs: communicate between nodes from host memory."
-    ),
-    "arrays": click.option("--arrays", type=click.IntRange(min=1), default=16, metavar="N", help=_ARRAYS_HELP),
+    "root": option("-r --root", AT_LEAST_0, "RANK", "Root [0].", 0),
+    "layout": option("--layout", click.Choice(LAYOUTS), None, _LAYOUT_HELP, "leader"),
+    "intra": option("--intra", click.Choice(INTRA), None, "Codec inside nodes [none].", "none"),
+    "inter": option("--inter", click.Choice(["host"]), None, "On GPUs: communicate between nodes from host memory."),
+    "arrays": option("--arrays", AT_LEAST_1, "N", "Arrays of equal size that the vector consists of [16].", 16),
 }
 
 
@@ -138,10 +101,10 @@ def command(name: str) -> click.Command:
     options = [*_COMMON, *(_OWN[parameter] for parameter in kind.parameters if parameter in _OWN)]
     if kind.algorithms:
         choice = click.Choice(["auto", *kind.algorithms])
-        options.append(click.option("--algorithm", type=choice, default="auto", help=f"Of the {kind.title}."))
+        options.append(option("--algorithm", choice, None, f"Of the {kind.title}.", "auto"))
     decorated: Any = click.pass_context(run)
-    for option in reversed(options):
-        decorated = option(decorated)
+    for decorate in reversed(options):
+        decorated = decorate(decorated)
     decorated = click.command(
         name,
         cls=LaunchedCommand,

@@ -19,19 +19,15 @@ from qccl.codecs import Codec
 from qccl.errors import CodecError
 
 __all__ = [
-    "checked",
-    "codec_list",
-    "codec_of",
-    "list_of",
-    "nccl_only",
-    "output_file",
-    "output_file_or_stdout",
-    "picture_file",
+    *("AT_LEAST_0", "AT_LEAST_1", "checked", "codec_list", "codec_of", "list_of"),
+    *("nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file"),
 ]
 
 #: module:Class of a user's codec, before its options
 _CLASS = re.compile(r"(?P<module>[A-Za-z_][\w.]*):(?P<name>[A-Za-z_]\w*)(?=\s*(?:[:+]|$))", re.ASCII)
 _PICTURES = (".png", ".svg", ".pdf")
+
+AT_LEAST_0, AT_LEAST_1 = click.IntRange(min=0), click.IntRange(min=1)
 
 
 def checked(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -44,6 +40,12 @@ def checked(parse: Callable[[str], Any]) -> Callable[[click.Context, click.Param
             raise click.BadParameter(str(error), ctx, param) from error
 
     return callback
+
+
+def option(names: str, kind: Any, metavar: str | None, text: str, default: Any = None) -> Callable[[Any], Any]:
+    """click.option() with ``names`` between spaces and the help ``text``; ``kind`` is a click type or a parser."""
+    given = {"type": kind} if isinstance(kind, click.ParamType) else {"callback": checked(kind)}
+    return click.option(*names.split(), metavar=metavar, help=text, default=default, **given)
 
 
 def list_of(allowed: Sequence[str]) -> Callable[[str], tuple[str, ...]]:

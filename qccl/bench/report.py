@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import datetime
 from typing import Any
 
@@ -23,14 +23,14 @@ _PREFIXES = ("FI_", "MPICH_", "MPIR_", "NCCL_", "OMPI_MCA_", "OMP_", "PMIX_MCA_"
 
 @dataclass(frozen=True)
 class Device:
-    """The device of a rank; ``device`` and ``bus`` are the GPU's number and PCI address, -1 and "" on the host."""
+    """The device of a rank; ``device`` and ``device_hex`` are a GPU's number and PCI address (host: -1 and "")."""
 
     rank: int
     pid: int
     hostname: str
-    info: str
+    device_info: str
     device: int = -1
-    bus: str = ""
+    device_hex: str = ""
 
     @classmethod
     def of_this_process(cls, rank: int, info: str, device: int = -1, bus: str = "") -> Device:
@@ -120,18 +120,7 @@ class Report:
             "link": None if self._link is None else {"name": self._link.name, "bytes_per_second": self._link.rate},
             "ranks": len(self.devices),
             "load_average": self._load,
-            "devices": [
-                {
-                    "rank": d.rank,
-                    "group": 0,
-                    "pid": d.pid,
-                    "hostname": d.hostname,
-                    "device": d.device,
-                    "device_hex": d.bus,
-                    "device_info": d.info,
-                }
-                for d in self.devices
-            ],
+            "devices": [{"group": 0, **asdict(device)} for device in self.devices],
         }
 
     def _result(self, row: Row, plain: Row | None) -> dict[str, Any]:

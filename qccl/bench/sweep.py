@@ -165,7 +165,7 @@ class Sweep:
         yield "#"
         yield "# Using devices"
         for d in report.devices:
-            yield f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.hostname:>10s} {d.info}"
+            yield f"#  Rank {d.rank:2d} Pid {d.pid:6d} on {d.hostname:>10s} {d.device_info}"
         yield "#"
         yield from table.header(self._plain, lab=self._link is not None)
 
