@@ -409,9 +409,7 @@ class _Operation:
         """The values of a term corrected by their state; the same computation gives the next state."""
         old = self.values(state_buffers.old)
         if (old.first, old.count) != (term.first, term.count):
-            self.fail(
-                f"adds {state_buffers.old}, from element {old.first} on, to values from element {term.first} on"
-            )
+            self.fail(f"adds {state_buffers.old}, from element {old.first} on, to values from element {term.first} on")
         value = term.value
         corrected = self.world.value(("with", value, old.value, how), value.ranks, value.op, value.scale)
         left = self.world.value(("left", value, old.value, how), _mask([self.rank]), None, 1.0)
