@@ -5,8 +5,8 @@
 // host and device run the same source and make the same bytes. docs/adding-a-codec.md adds one step by step.
 //
 //   sparse, typed                            // see CodecDefaults
-//   codes_nbytes<T>(options, n)              // bytes of a bucket of n elements in the first part of the wire
-//   meta_nbytes<T>(options, n)               // and in the second; a multiple of four, or 0
+//   codes_nbytes<T>(options, n)              // size of a bucket of n elements in the first part of the wire
+//   meta_nbytes<T>(options, n)               // size in the second part; a multiple of four, or 0
 //   encode<T>(team, options, counter, x, n, codes, meta)      // x[i] is value i, in fp32
 //   decode<T>(team, options, counter, codes, meta, n, take)   // take(i, value), at most once for each element
 #pragma once
@@ -28,7 +28,7 @@ struct CodecDefaults {
   static constexpr bool typed = false;   // the wire has values in the call's element type T; other codecs ignore T
 };
 
-// Random words for the elements of a bucket. Within it the upper half of the index changes at most once.
+// Random words for the elements of a bucket. The upper half of the index changes at most once within a bucket.
 struct Draws {
   RandomKey key, next;
   u32 index;
@@ -45,28 +45,30 @@ QCCL_FN Draws make_draws(u64 seed, const RngCounter& counter) {
           random_key(seed, counter.call, counter.round, counter.rank, high + 1), (u32)counter.index};
 }
 
-// Sums over a bucket are made by this many lanes, whatever the team: lane j adds the terms j, j + 256, ... of a tile,
-// beginning with +0, and then the sums of its tiles; the lanes are folded in halves.
+// Every team adds the terms of a bucket in the same order, so sums do not depend on the team. Lane j of 256 starts at +0
+// and adds the terms j, j + 256, ... of a tile; then each lane adds the sums of its tiles; then the upper half of the lanes
+// is added to the lower half until one lane remains.
 constexpr u32 kSumLanes = 256;
 constexpr u32 kSumTile = 2048;
 
-// Two terms, or two sums that are made at once.
-struct Two {
+// Two terms, or two sums that one pass computes.
+struct FloatPair {
   float first, second;
 };
-QCCL_FN Two operator+(const Two& a, const Two& b) { return {a.first + b.first, a.second + b.second}; }
+QCCL_FN FloatPair operator+(const FloatPair& a, const FloatPair& b) { return {a.first + b.first, a.second + b.second}; }
 
-// Where the second parts begin, behind first parts of so many bytes and zeros.
+// Where the second parts begin if the first parts have `codes_nbytes` bytes.
 QCCL_FN u64 meta_offset(u64 codes_nbytes) { return (codes_nbytes + 3) / 4 * 4; }
 
-// The wire of one call: the first parts of all buckets, zeros to a multiple of four bytes, the second parts of all.
+// The layout of one call's wire: the first parts of all buckets, zeros up to a multiple of four bytes, the second parts.
 template <class Codec, class T>
 struct BucketWire {
   BucketOptions options;
   u64 count, bucket, buckets, codes_stride, meta_stride, codes_end, meta_begin;
 
   QCCL_FN BucketWire make(const BucketOptions& options, u64 count) {
-    const u64 bucket = options.bucket ? options.bucket : count, buckets = (count + bucket - 1) / bucket, last = count - (buckets - 1) * bucket;
+    const u64 bucket = options.bucket ? options.bucket : count;
+    const u64 buckets = (count + bucket - 1) / bucket, last = count - (buckets - 1) * bucket;
     const u64 codes = Codec::template codes_nbytes<T>(options, bucket);
     const u64 meta = Codec::template meta_nbytes<T>(options, bucket);
     const u64 end = (buckets - 1) * codes + Codec::template codes_nbytes<T>(options, last);
@@ -108,7 +110,7 @@ QCCL_FN void store_number(u8* at, u32 number) {
 QCCL_FN u32 storage_bits(float x) { return bits_of(x); }
 QCCL_FN u32 storage_bits(u16 x) { return x; }
 
-// Value j of a wire that has values in the element type T.
+// Value j of a wire whose values are in the element type T.
 template <class T>
 QCCL_FN void store_element(u8* codes, u64 j, float x) {
   constexpr u32 size = sizeof(typename T::Storage);
@@ -125,11 +127,10 @@ QCCL_FN float load_element(const u8* codes, u64 j) {
   }
 }
 
-// The size of a value as an integer that orders as it does: infinity is kInfinite, NaNs are above.
+// abs(x) as an integer of the same order: infinity is kInfinite, NaNs are greater.
 QCCL_FN i32 magnitude(float x) { return (i32)(bits_of(x) & 0x7fffffffu); }
 constexpr i32 kInfinite = 0x7f800000;
 
-// The absolute value.
 QCCL_FN float absolute(float x) { return float_of(bits_of(x) & 0x7fffffffu); }
 
 }  // namespace QCCL_NAMESPACE

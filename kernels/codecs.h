@@ -1,5 +1,5 @@
-// The registry of the codecs. A new codec is its folder and its rows here: the header that every codec has, and those with
-// loops or device code of its own, if it has some.
+// The registry of codecs. Each codec has a folder, an include of its codec.h, and a name in QCCL_CODECS. A codec may also
+// have host loops (host.h) or device code (device.h) of its own.
 #pragma once
 
 #include "codecs/cast/codec.h"

@@ -13,7 +13,7 @@
 #endif
 #define QCCL_FN static QCCL_MEMBER
 
-// For a lambda; device code is inlined anyhow.
+// For a lambda; device code is inlined without it.
 #ifdef __CUDACC__
 #define QCCL_INLINE
 #else
@@ -38,7 +38,7 @@ QCCL_FN float float_of(u32 bits) { return __builtin_bit_cast(float, bits); }
 QCCL_FN u32 bits_of(float x) { return __builtin_bit_cast(u32, x); }
 #endif
 
-// Rounded to nearest even, as IEEE has it.
+// Rounded to nearest even, as IEEE 754 requires.
 QCCL_FN float square_root(float x) {
 #ifdef __CUDACC__
   return __fsqrt_rn(x);
@@ -51,7 +51,7 @@ QCCL_FN bool is_nan(float x) { return (bits_of(x) & 0x7fffffffu) > 0x7f800000u; 
 QCCL_FN bool is_finite(float x) { return (bits_of(x) & 0x7fffffffu) < 0x7f800000u; }
 
 // A signed integer that orders as the float does, with -0 < +0 and the NaNs outside of the infinities.
-// The map is its own inverse.
+// The function is its own inverse.
 QCCL_FN i32 order_key(u32 bits) { return (i32)(bits ^ ((u32)((i32)bits >> 31) & 0x7fffffffu)); }
 constexpr i32 kKeyPlusInfinity = 0x7f800000;
 constexpr i32 kKeyMinusInfinity = -0x7f800001;
@@ -67,7 +67,7 @@ QCCL_FN Range finite_range(i32 lowest, i32 highest) {
 }
 
 // The element types, numbered as in qccl/dtypes.py. `to_float` is exact; `from_float` rounds to nearest even, overflows
-// to infinity and turns every NaN into the quiet one without sign or payload.
+// to infinity and decisions every NaN into the quiet one without sign or payload.
 struct Float32 {
   using Storage = float;
   static constexpr u32 code = 0;
@@ -94,8 +94,8 @@ struct Float16 {
     const u32 magnitude = bits & 0x7fffffffu;
     const u32 sign = (bits >> 16) & 0x8000u;
     const u32 normal = (magnitude + 0xfffu + ((magnitude >> 13) & 1u) - (112u << 23)) >> 13;
-    // One half has the last place 2^-24 of the subnormals, so the addition rounds to it. Larger values are not used;
-    // they are replaced lest the addition sees an infinity or NaN.
+    // The unit in the last place of 0.5 is 2^-24, the step of the subnormals, so the addition rounds to that step. Larger
+    // values do not use the result; 0 replaces them so that the addition sees no infinity or NaN.
     const float bounded = magnitude < 0x38800000u ? float_of(magnitude) : 0.0f;
     const u32 small = bits_of(bounded + 0.5f) - 0x3f000000u;
     u32 half = magnitude < 0x38800000u ? small : normal;

@@ -13,7 +13,7 @@ QCCL_FN constexpr u64 repeat(u64 pattern, int width) {
   return all;
 }
 
-// From eight codes, one per byte, to 8*b packed bits: neighbours join in three steps, as lanes of a 64-bit word.
+// From eight codes, one per byte, to 8*b packed bits: three steps join pairs, fours and eights within a 64-bit word.
 template <int Bits, class Word = u64>
 QCCL_FN Word pack8(Word codes) {
   if constexpr (Bits == 8) return codes;
@@ -35,10 +35,10 @@ QCCL_FN Word unpack8(Word packed) {
   return (x & repeat(one, 16)) | ((x & repeat(one << Bits, 16)) << (8 - Bits));
 }
 
-// Bytes of n packed codes.
+// The size of n packed codes.
 QCCL_FN u64 packed_nbytes(u64 n, u32 bits) { return n / 8 * bits + (n % 8 * bits + 7) / 8; }
 
-// Where the code of `element`, a multiple of eight, begins.
+// The byte offset of the code of `element`, a multiple of eight.
 QCCL_FN u64 code_offset(u64 element, u32 bits) { return element / 8 * bits; }
 
 template <int N>
@@ -46,7 +46,7 @@ struct Constant {
   static constexpr int value = N;
 };
 
-// body(Constant<bits>{}), for 1 to 8 bits: the number of bits as a constant of the compiler.
+// body(Constant<bits>{}), for 1 to 8 bits: makes the number of bits a compile-time constant.
 template <class Body>
 QCCL_FN void with_bits(u32 bits, const Body& body) {
   switch (bits) {

@@ -1,4 +1,4 @@
-// What a call passes to a codec: plain data, the same in every instruction set's build and on the device.
+// A codec's parameters and random counter: plain data, the same in every instruction set's build and on the device.
 #pragma once
 
 namespace qccl {
@@ -10,7 +10,8 @@ struct BucketOptions {
   unsigned options[6];
 };
 
-// The counter of the random number generator: who makes a code, and from which element of the whole vector on.
+// The counter of the random number generator: the collective call, the index of the first element in the whole vector,
+// the round of the algorithm, and the rank that encodes.
 struct RngCounter {
   unsigned long long call, index;
   unsigned round, rank;

@@ -1,6 +1,6 @@
 """Types of the compiled module: operations over raw memory, and the loop that runs them with transfers.
 
-A place is ``(buffer number, byte offset)`` in a Memory. ``dtype_code`` is ``DType.code``. Calling a prepared operation
+Buffers are ``(buffer number, byte offset)`` in a Memory. ``dtype_code`` is ``DType.code``. Calling a prepared operation
 releases the GIL and allocates nothing. Constructors raise ValueError for what cannot be, calls raise RuntimeError where
 a buffer has no address yet.
 """
@@ -114,7 +114,7 @@ class Reduce(Operation):
     ) -> None: ...
 
 class Commit(Operation):
-    """Copy ``(from, to, bytes)`` if all of ``guard``, ``(dtype_code, place, count)``, is finite; otherwise nothing."""
+    """Copy ``(from, to, bytes)`` if all of ``guard``, ``(dtype_code, buffer, count)``, is finite; otherwise nothing."""
 
     def __init__(
         self,

@@ -62,7 +62,7 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
         host[i] = memory[i]
     kind = kind_of(name)
     host.call = ctypes.c_uint64.from_address(memory[cs.CALL_WORD]).value
-    layouts = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "remember": cs.STATE_JOB}
+    layouts = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "reduce_with_state": cs.STATE_JOB}
     layout = layouts.get(kind, cs.DECODE_JOB)
     host.lr = ctypes.c_float.from_buffer_copy(memory[cs.LR_WORD].to_bytes(8, "little")).value
     table = np.frombuffer(ctypes.string_at(jobs, count * layout.itemsize), layout)
@@ -72,14 +72,18 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
         return
     dtype = next(_DTYPES[t] for t in re.findall(r"qccl::(\w+)", name) if t in _DTYPES)
     if kind == "commit":
-        guards = [(dtype.code, _place(job["wire"]), int(job["count"])) for job in table if _place(job["dst"]) is None]
-        copies = [(_place(job["wire"]), _place(job["dst"]), 4 * int(job["count"])) for job in table]
+        guards = [
+            (dtype.code, _buffer_ref(job["wire"]), int(job["count"]))
+            for job in table
+            if _buffer_ref(job["dst"]) is None
+        ]
+        copies = [(_buffer_ref(job["wire"]), _buffer_ref(job["dst"]), 4 * int(job["count"])) for job in table]
         _host.Commit(host, guards, [each for each in copies if each[1] is not None])()
         return
     codec = _codec(name, parameters)
     for job in table:
-        if kind == "remember":
-            state = [_carried(job, each) for each in ("residual", "momentum")]
+        if kind == "reduce_with_state":
+            state = [_state_buffers(job, each) for each in ("residual", "momentum")]
             _reduce(
                 name, host, codec, dtype.code, job["reduce"], sources, int(job["reduce"]["count"]), state, job["mu"]
             )
@@ -87,18 +91,20 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
         n = int(job["count"])
         if kind == "encode":
             key = tuple(int(job[field]) for field in ("index", "round", "rank"))
-            _host.Encode(host, codec, dtype.code, _place(job["src"]), _place(job["wire"]), n, *key)()
+            _host.Encode(host, codec, dtype.code, _buffer_ref(job["src"]), _buffer_ref(job["wire"]), n, *key)()
         elif kind == "decode":
             accumulate = name.endswith("true>")
             key = tuple(int(job[field]) for field in ("index", "round", "rank"))
-            _host.Decode(host, codec, dtype.code, _place(job["wire"]), _place(job["dst"]), n, accumulate, *key)()
+            _host.Decode(
+                host, codec, dtype.code, _buffer_ref(job["wire"]), _buffer_ref(job["dst"]), n, accumulate, *key
+            )()
         else:
             _reduce(name, host, codec, dtype.code, job, sources, n)
 
 
-def _carried(job: Any, kind: str) -> tuple[Any, Any] | None:
-    old = _place(job[kind])
-    return None if old is None else (old, _place(job[f"new_{kind}"]))
+def _state_buffers(job: Any, kind: str) -> tuple[Any, Any] | None:
+    old = _buffer_ref(job[kind])
+    return None if old is None else (old, _buffer_ref(job[f"new_{kind}"]))
 
 
 def _reduce(
@@ -113,13 +119,13 @@ def _reduce(
     mu: float = 0.0,
 ) -> None:
     first, number = int(job["first_source"]), int(job["source_count"])
-    table = np.frombuffer(ctypes.string_at(sources, (first + number) * cs.PLACE.itemsize), cs.PLACE)[first:]
-    own, wire, out = (_place(job[field]) for field in ("own", "wire", "out"))
+    table = np.frombuffer(ctypes.string_at(sources, (first + number) * cs.BUFFER_REF.itemsize), cs.BUFFER_REF)[first:]
+    own, wire, out = (_buffer_ref(job[field]) for field in ("own", "wire", "out"))
     found = re.search(r"Combine::(\w+)", name)
     op = _OPS[found[1]] if found else 0
     index = int(job["own_index"]) if own is not None else 0
     key = tuple(int(job[field]) for field in ("index", "round", "rank"))
-    wires = [_place(each) for each in table]
+    wires = [_buffer_ref(each) for each in table]
     makers = [int(rank) for rank in table["rank"]], int(job["source_round"])
     _host.Reduce(
         host,
@@ -140,7 +146,7 @@ def _reduce(
     )()
 
 
-def _place(place: Any) -> tuple[int, int] | None:
+def _buffer_ref(place: Any) -> tuple[int, int] | None:
     buffer = int(place["buffer"])
     return None if buffer == _NOWHERE else (buffer, int(place["offset"]))
 

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import oracle
-from oracle import MinMax, Place
+from oracle import MinMax, RngCounter
 
 from qccl import _host, codecs, dtypes
 
 DTYPES = tuple(dtype.name for dtype in dtypes.DTYPES)
 OPS = ("sum", "min", "max")
 
-#: the place of what is encoded and decoded by itself
-FIRST = Place()
+#: the counter of what is encoded and decoded by itself
+FIRST = RngCounter()
 
 _GUARD = 256
 _PATTERN = 0xA5
@@ -69,12 +69,14 @@ def wire_nbytes(codec: oracle.Codec, count: int, dtype: str) -> int:
     return library_codec(codec).encoded_nbytes(count, dtype)
 
 
-def encode(codec: oracle.Codec, values: np.ndarray, dtype: str, place: Place) -> np.ndarray:
-    arena = Arena(place.call)
+def encode(codec: oracle.Codec, values: np.ndarray, dtype: str, counter: RngCounter) -> np.ndarray:
+    arena = Arena(counter.call)
     src = arena.add(values)
     wire = arena.add(np.zeros(wire_nbytes(codec, values.size, dtype), np.uint8))
     code = dtypes.get(dtype).code
-    _host.Encode(arena.memory(), kernel(codec), code, src, wire, values.size, place.index, place.round, place.rank)()
+    _host.Encode(
+        arena.memory(), kernel(codec), code, src, wire, values.size, counter.index, counter.round, counter.rank
+    )()
     assert same_bits(arena.take(src, values.dtype), values)
     return arena.take(wire)
 
@@ -85,14 +87,14 @@ def decode(
     count: int,
     dtype: str,
     add_to: np.ndarray | None = None,
-    place: Place = FIRST,
+    counter: RngCounter = FIRST,
 ) -> np.ndarray:
-    arena = Arena(place.call)
+    arena = Arena(counter.call)
     source = arena.add(wire)
     before = np.zeros(count, oracle.storage(dtype)) if add_to is None else add_to
     dst = arena.add(before)
     code = dtypes.get(dtype).code
-    key = place.index, place.round, place.rank
+    key = counter.index, counter.round, counter.rank
     _host.Decode(arena.memory(), kernel(codec), code, source, dst, count, add_to is not None, *key)()
     return arena.take(dst, before.dtype)
 
@@ -108,13 +110,13 @@ def reduce(
     op: str,
     scale: float,
     encoded: bool,
-    place: Place,
-    makers: Sequence[Place] | None = None,
+    counter: RngCounter,
+    makers: Sequence[RngCounter] | None = None,
     in_place: bool = False,
     with_out: bool = True,
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
     """(wire, out), each None where it was not asked for."""
-    arena = Arena(place.call)
+    arena = Arena(counter.call)
     sources = [arena.add(wire) for wire in wires]
     own_place = None if own is None else arena.add(own)
     out: tuple[int, int] | None = None
@@ -123,7 +125,7 @@ def reduce(
     wire = arena.add(np.zeros(wire_nbytes(codec, count, dtype), np.uint8)) if encoded else None
     _host.Reduce(
         arena.memory(), kernel(codec), dtypes.get(dtype).code, sources, own_place, own_index, wire, out, count,
-        OPS.index(op), scale, place.index, place.round, place.rank,
+        OPS.index(op), scale, counter.index, counter.round, counter.rank,
         [maker.rank for maker in makers or ()], makers[0].round if makers else 0,
     )()  # fmt: skip
     return (

@@ -38,7 +38,7 @@ class MinMax:
 
 
 @dataclass(frozen=True)
-class Place:
+class RngCounter:
     """Who draws random numbers, and for which element first."""
 
     call: int = 0
@@ -87,13 +87,13 @@ def mix(state: int, word: int) -> int:
     return z ^ (z >> 31)
 
 
-def random_words(count: int, seed: int, place: Place) -> np.ndarray:
-    """``count`` random words (uint32), for the elements from ``place.index`` on."""
+def random_words(count: int, seed: int, counter: RngCounter) -> np.ndarray:
+    """``count`` random words (uint32), for the elements from ``counter.index`` on."""
     words = np.empty(count, np.uint32)
-    index = np.arange(count, dtype=np.uint64) + np.uint64(place.index)
+    index = np.arange(count, dtype=np.uint64) + np.uint64(counter.index)
     upper = index >> np.uint64(32)
     for high in np.unique(upper):
-        key = mix(mix(mix(mix(0, seed), place.call), (place.round << 32) | place.rank), int(high))
+        key = mix(mix(mix(mix(0, seed), counter.call), (counter.round << 32) | counter.rank), int(high))
         chosen = upper == high
         x = index[chosen].astype(np.uint32) ^ np.uint32(key & 0xFFFFFFFF)
         x *= np.uint32(0xED5AD4BB)
@@ -184,8 +184,8 @@ def rows(codec: MinMax, values: np.ndarray) -> np.ndarray:
 
 
 @np.errstate(all="ignore")
-def encode_floats(codec: MinMax, x: np.ndarray, place: Place) -> np.ndarray:
-    words = random_words(x.size, codec.seed, place) if codec.stochastic else np.zeros(x.size, np.uint32)
+def encode_floats(codec: MinMax, x: np.ndarray, counter: RngCounter) -> np.ndarray:
+    words = random_words(x.size, codec.seed, counter) if codec.stochastic else np.zeros(x.size, np.uint32)
     codes, ranges = [np.empty(0, np.int64)], [np.empty(0, f32)]
     for part in equal_buckets(codec, x.size):
         buckets = rows(codec, x[part])
@@ -224,21 +224,21 @@ class Other(Protocol):
 
     @property
     def spec(self) -> str: ...
-    def encode(self, x: np.ndarray, dtype: str, place: Place) -> np.ndarray: ...
-    def decode(self, wire: np.ndarray, count: int, dtype: str, place: Place) -> np.ndarray | Sparse: ...
+    def encode(self, x: np.ndarray, dtype: str, counter: RngCounter) -> np.ndarray: ...
+    def decode(self, wire: np.ndarray, count: int, dtype: str, counter: RngCounter) -> np.ndarray | Sparse: ...
 
 
 Codec = MinMax | Other | None
 
 
-def encode(codec: Codec, values: np.ndarray, dtype: str, place: Place = Place()) -> np.ndarray:
+def encode(codec: Codec, values: np.ndarray, dtype: str, counter: RngCounter = RngCounter()) -> np.ndarray:
     if codec is None:
         return values.view(np.uint8).copy()
-    return encode_any(codec, to_float(values, dtype), dtype, place)
+    return encode_any(codec, to_float(values, dtype), dtype, counter)
 
 
-def encode_any(codec: MinMax | Other, x: np.ndarray, dtype: str, place: Place) -> np.ndarray:
-    return encode_floats(codec, x, place) if isinstance(codec, MinMax) else codec.encode(x, dtype, place)
+def encode_any(codec: MinMax | Other, x: np.ndarray, dtype: str, counter: RngCounter) -> np.ndarray:
+    return encode_floats(codec, x, counter) if isinstance(codec, MinMax) else codec.encode(x, dtype, counter)
 
 
 def decode(
@@ -247,18 +247,18 @@ def decode(
     count: int,
     dtype: str,
     add_to: np.ndarray | None = None,
-    place: Place = Place(),
+    counter: RngCounter = RngCounter(),
 ) -> np.ndarray:
     if codec is None and add_to is None:
         return wire.copy().view(storage(dtype))
-    term = wire_floats(codec, wire, count, dtype, place)
+    term = wire_floats(codec, wire, count, dtype, counter)
     return from_float(combine("sum", None if add_to is None else to_float(add_to, dtype), term, count), dtype)
 
 
-def wire_floats(codec: Codec, wire: np.ndarray, count: int, dtype: str, place: Place) -> np.ndarray | Sparse:
+def wire_floats(codec: Codec, wire: np.ndarray, count: int, dtype: str, counter: RngCounter) -> np.ndarray | Sparse:
     if codec is None:
         return to_float(wire.copy().view(storage(dtype)), dtype)
-    return decode_floats(codec, wire, count) if isinstance(codec, MinMax) else codec.decode(wire, count, dtype, place)
+    return decode_floats(codec, wire, count) if isinstance(codec, MinMax) else codec.decode(wire, count, dtype, counter)
 
 
 def combine(op: str, a: np.ndarray | None, b: np.ndarray | Sparse, count: int) -> np.ndarray:
@@ -291,11 +291,11 @@ def reduce(
     op: str = "sum",
     scale: float = 1.0,
     encoded: bool,
-    place: Place = Place(),
-    makers: Sequence[Place] | None = None,
+    counter: RngCounter = RngCounter(),
+    makers: Sequence[RngCounter] | None = None,
 ) -> tuple[np.ndarray | None, np.ndarray]:
     """(wire, out); ``encoded``: whether there is a wire, whose decoded values ``out`` then holds."""
-    makers = makers or [Place(call=place.call, index=place.index)] * len(wires)
+    makers = makers or [RngCounter(call=counter.call, index=counter.index)] * len(wires)
     terms = [wire_floats(codec, wire, count, dtype, maker) for wire, maker in zip(wires, makers, strict=True)]
     if own is not None:
         if not wires and scale == 1 and not encoded:
@@ -313,5 +313,5 @@ def reduce(
     if codec is None:
         out = from_float(total, dtype)
         return out.view(np.uint8).copy(), out
-    wire = encode_any(codec, total, dtype, place)
-    return wire, decode(codec, wire, count, dtype, place=place)
+    wire = encode_any(codec, total, dtype, counter)
+    return wire, decode(codec, wire, count, dtype, counter=counter)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from oracle import NAN, Place, Sparse, f32, from_float, mix, pack, random_words, storage, to_float, unpack
+from oracle import NAN, RngCounter, Sparse, f32, from_float, mix, pack, random_words, storage, to_float, unpack
 
 NO_BYTES = np.zeros(0, np.uint8)
 
@@ -47,18 +47,18 @@ class Bucketed:
         """Bytes of a bucket of ``count`` elements in the two parts."""
         raise NotImplementedError
 
-    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         raise NotImplementedError
 
     def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
         raise NotImplementedError
 
-    def encode(self, x: np.ndarray, dtype: str, place: Place) -> np.ndarray:
+    def encode(self, x: np.ndarray, dtype: str, counter: RngCounter) -> np.ndarray:
         codes, metas = [NO_BYTES], [NO_BYTES]
         for start in range(0, x.size, self.bucket):
-            where = dataclasses.replace(place, index=place.index + start)
+            where = dataclasses.replace(counter, index=counter.index + start)
             code, meta = self.encode_bucket(x[start : start + self.bucket], dtype, where)
             assert (code.size, meta.size) == self.sizes(min(self.bucket, x.size - start), dtype)
             codes.append(code)
@@ -67,14 +67,14 @@ class Bucketed:
         padding = np.zeros(-first.size % 4 if second.size else 0, np.uint8)
         return np.concatenate([first, padding, second])
 
-    def decode(self, wire: np.ndarray, count: int, dtype: str, place: Place) -> np.ndarray | Sparse:
+    def decode(self, wire: np.ndarray, count: int, dtype: str, counter: RngCounter) -> np.ndarray | Sparse:
         starts = range(0, count, self.bucket)
         sizes = [self.sizes(min(self.bucket, count - start), dtype) for start in starts]
         code, meta = 0, wire.size - sum(size for _, size in sizes)
         parts = []
         for start, (code_size, meta_size) in zip(starts, sizes, strict=True):
             n = min(self.bucket, count - start)
-            where = dataclasses.replace(place, index=place.index + start)
+            where = dataclasses.replace(counter, index=counter.index + start)
             found = self.decode_bucket(
                 wire[code : code + code_size].copy(), wire[meta : meta + meta_size].copy(), n, dtype, where
             )
@@ -95,7 +95,7 @@ class OneBit(Bucketed):
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
         return (count + 7) // 8, 8 if self.reconstruct in ("mean", "midpoint") else 4
 
-    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         if not np.isfinite(x).all():
             return np.zeros((x.size + 7) // 8, np.uint8), numbers(*[NAN] * (self.sizes(1, dtype)[1] // 4))
         return pack((x < 0).astype(np.int64), 1), numbers(*self.sides(x))
@@ -121,7 +121,7 @@ class OneBit(Bucketed):
         return [f32(0.75) * least + f32(0.25) * greatest, f32(0.25) * least + f32(0.75) * greatest]
 
     def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
         sides = meta.view("<f4")
         lower = sides[0] if sides.size == 2 else -sides[0]
@@ -148,7 +148,7 @@ class Cast(Bucketed):
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
         return (count, 4) if self.dtype in FLOAT8 else (2 * count, 0)
 
-    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         if self.dtype not in FLOAT8:
             return from_float(x, self.dtype).view(np.uint8), NO_BYTES
         if not np.isfinite(x).all():
@@ -168,7 +168,7 @@ class Cast(Bucketed):
         return codes.astype(np.uint8), numbers(unit)
 
     def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
         if self.dtype not in FLOAT8:
             return to_float(codes.view(storage(self.dtype)), self.dtype)
@@ -213,14 +213,14 @@ class Dithering(Bucketed):
             scaled = norm * pre
             return pre, parts / scaled if scaled > 0 else f32(0), scaled / parts
 
-    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         if not np.isfinite(x).all():
             return np.zeros((x.size * self.bits + 7) // 8, np.uint8), numbers(NAN)
         norm = self.measure(x)
         pre, inverse, _ = self.scale(norm)
         with np.errstate(under="ignore"):
             y = abs(x) * pre * inverse
-        chance = (random_words(x.size, self.seed, place) >> 8).astype(f32) * f32(2.0**-24)
+        chance = (random_words(x.size, self.seed, counter) >> 8).astype(f32) * f32(2.0**-24)
         if self.partition == "linear":
             below = np.floor(y)
             level = below + (chance < y - below)
@@ -234,7 +234,7 @@ class Dithering(Bucketed):
         return pack(codes, self.bits), numbers(norm)
 
     def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
         found = unpack(codes, count, self.bits)
         level, negative = found % 2 ** (self.bits - 1), found >= 2 ** (self.bits - 1)
@@ -280,7 +280,7 @@ class TopK(BlockSparse):
         each = np.dtype(storage(dtype)).itemsize, np.dtype(self.index_type).itemsize
         return self.kept(count) * each[0], self.kept(count) * each[1]
 
-    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         keep = self.kept(x.size)
         if np.isfinite(x).all():
             chosen = np.sort(np.argsort(-abs(x), kind="stable")[:keep])
@@ -290,7 +290,7 @@ class TopK(BlockSparse):
         return from_float(values, dtype).view(np.uint8), chosen.astype(self.index_type).view(np.uint8)
 
     def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
         values, indices = codes.view(storage(dtype)), meta.view(self.index_type).astype(np.int64)
         before = np.maximum.accumulate(np.concatenate([[-1], indices[:-1]]))
@@ -309,8 +309,8 @@ class RandomK(BlockSparse):
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
         return self.kept(count) * np.dtype(storage(dtype)).itemsize, 0
 
-    def indices(self, count: int, place: Place) -> np.ndarray:
-        key = mix(mix(mix(mix(0, self.seed), place.call), (place.round << 32) | place.rank), place.index)
+    def indices(self, count: int, counter: RngCounter) -> np.ndarray:
+        key = mix(mix(mix(mix(0, self.seed), counter.call), (counter.round << 32) | counter.rank), counter.index)
         bits = (count - 1).bit_length()
         high_bits, low_bits = bits // 2, bits - bits // 2
 
@@ -336,15 +336,15 @@ class RandomK(BlockSparse):
             found.append((number + key % count) % count)
         return np.array(found, np.int64)
 
-    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
-        values = x[self.indices(x.size, place)] if np.isfinite(x).all() else np.full(self.kept(x.size), NAN)
+    def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
+        values = x[self.indices(x.size, counter)] if np.isfinite(x).all() else np.full(self.kept(x.size), NAN)
         return from_float(values, dtype).view(np.uint8), NO_BYTES
 
     def decode_bucket(
-        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
         values = codes.view(storage(dtype))
         factor = f32(count) / f32(self.kept(count)) if self.scale else f32(1)
         with np.errstate(all="ignore"):
-            found = Sparse(self.indices(count, place), to_float(values, dtype) * factor)
+            found = Sparse(self.indices(count, counter), to_float(values, dtype) * factor)
         return self.spoiled(values, count, dtype) or found

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import oracle
 from codec_table import oracle_of
-from oracle import Place, f32, from_float, to_float
+from oracle import RngCounter, f32, from_float, to_float
 from test_allreduce import shards
 
 from qccl.codecs import get
@@ -95,13 +95,13 @@ class Group:
 
     def _coded(self, kept: Rank, x: np.ndarray, part: slice, rank: int, round_: int, lr: np.float32) -> np.ndarray:
         """What a decoder makes of a part of ``x`` and its residual; round 1 also goes through the element type."""
-        codec, place = oracle_codec(self.spec), Place(self.call, round_, rank, part.start)
+        codec, counter = oracle_codec(self.spec), RngCounter(self.call, round_, rank, part.start)
         v = x[part] if kept.residual is None else x[part] + kept.residual[part] * (f32(1) / lr)
         if codec is None:
             decoded = to_float(from_float(v, self.dtype), self.dtype)
         else:
-            wire = oracle.encode_any(codec, v, self.dtype, place)
-            decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, self.dtype, place), v.size)
+            wire = oracle.encode_any(codec, v, self.dtype, counter)
+            decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, self.dtype, counter), v.size)
         if kept.residual is not None:
             received = to_float(from_float(decoded, self.dtype), self.dtype) if round_ else decoded
             left = (v - received) * lr

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from oracle import NAN, Place, f32, pack, unpack
+from oracle import NAN, RngCounter, f32, pack, unpack
 from oracle_buckets import Bucketed, numbers
 
 SEQUENCES = 32
@@ -56,7 +56,7 @@ class Trellis(Bucketed):
 
     # a bucket
 
-    def encode_bucket(self, x: np.ndarray, dtype: str, place: Place) -> tuple[np.ndarray, np.ndarray]:
+    def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         blocks = self.blocks(x.size)
         shares = np.zeros((len(blocks) + 3) // 4 * 4, np.uint8)
         words = np.full(self.outliers, NO_OUTLIER, np.uint32)
@@ -112,7 +112,9 @@ class Trellis(Bucketed):
             bit, before = before, that
         return codes.reshape(-1)[: positions.size]
 
-    def decode_bucket(self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, place: Place) -> np.ndarray:
+    def decode_bucket(
+        self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
+    ) -> np.ndarray:
         centre, scale = meta[:8].view("<f4")
         words = meta[8 : 8 + 4 * self.outliers].view("<u4")
         shares = meta[8 + 4 * self.outliers :][: len(self.blocks(count))]

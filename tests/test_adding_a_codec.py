@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import oracle
 import pytest
-from oracle import Place
+from oracle import RngCounter
 
 import qccl
 from qccl import codecs
@@ -90,10 +90,10 @@ def test_the_header_makes_the_oracles_bytes(side: str, tmp_path: Path) -> None:
             library.encode(
                 *(ctypes.c_void_p(x.ctypes.data), n), *(ctypes.c_void_p(a.ctypes.data) for a in (codes, meta))
             )
-            wanted = reference.encode_bucket(x, "float32", Place())
+            wanted = reference.encode_bucket(x, "float32", RngCounter())
             assert codes.tobytes() == wanted[0].tobytes() and meta.tobytes() == wanted[1].tobytes()
             library.decode(*(ctypes.c_void_p(a.ctypes.data) for a in (codes, meta)), n, ctypes.c_void_p(y.ctypes.data))
-            decoded = reference.decode_bucket(codes, meta, n, "float32", Place())
+            decoded = reference.decode_bucket(codes, meta, n, "float32", RngCounter())
             assert oracle.from_float(y, "float32").tobytes() == oracle.from_float(decoded, "float32").tobytes()
 
 
@@ -106,9 +106,9 @@ def test_the_dataclass_agrees_with_the_oracle_about_sizes(monkeypatch: pytest.Mo
         names["Ternary"](63)
     for count in (0, 1, 63, 64, 65, 1000):
         x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
-        wire = reference["Ternary"](64).encode(x, "float32", Place())
+        wire = reference["Ternary"](64).encode(x, "float32", RngCounter())
         assert codec.encoded_nbytes(count, "float32") == wire.size
-        error = np.abs(reference["Ternary"](64).decode(wire, count, "float32", Place()) - x)
+        error = np.abs(reference["Ternary"](64).decode(wire, count, "float32", RngCounter()) - x)
         assert (error <= codec.error_bound(x)).all()
     assert issubclass(names["Ternary"], codecs.BucketCodec)
 

@@ -39,17 +39,17 @@ def expected(case: Case, call: int = 0) -> np.ndarray:
     if n == 1:
         return inputs[0]
     if case.algorithm == "one_shot":
-        makers = [oracle.Place(call, 0, rank) for rank in range(n)]
+        makers = [oracle.RngCounter(call, 0, rank) for rank in range(n)]
         wires = [oracle.encode(codec, x, dtype, maker) for x, maker in zip(inputs, makers, strict=True)]
         return oracle.reduce(codec, wires, None, 0, size, encoded=False, makers=makers, **common)[1]
     result = np.empty_like(inputs[0])
     for owner, shard in enumerate(shards(size, n, get(case.codec).granule)):
-        makers = [oracle.Place(call, 0, rank, shard.start) for rank in range(n) if rank != owner]
+        makers = [oracle.RngCounter(call, 0, rank, shard.start) for rank in range(n) if rank != owner]
         wires = [oracle.encode(codec, inputs[maker.rank][shard], dtype, maker) for maker in makers]
-        place = oracle.Place(call, 1, owner, shard.start)
+        counter = oracle.RngCounter(call, 1, owner, shard.start)
         own, count = inputs[owner][shard], shard.stop - shard.start
         result[shard] = oracle.reduce(
-            codec, wires, own, owner, count, encoded=True, place=place, makers=makers, **common
+            codec, wires, own, owner, count, encoded=True, counter=counter, makers=makers, **common
         )[1]
     return result
 

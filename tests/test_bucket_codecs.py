@@ -10,7 +10,7 @@ import oracle
 import pytest
 from codec_table import ALL, TABLE
 from kernel_calls import DTYPES, KINDS, OPS, assert_same_bits, hard_values
-from oracle import Place
+from oracle import RngCounter
 from oracle_buckets import Bucketed
 
 import qccl
@@ -39,13 +39,13 @@ def test_encode_and_decode(codec: Bucketed, dtype: str) -> None:
     for i, count in enumerate(counts(codec)):
         for kind in KINDS if count < 3000 else [KINDS[i % len(KINDS)], "special", "huge"]:
             x, before = (hard_values(kind, count, dtype, rng) for _ in range(2))
-            place = Place(*rng.integers(0, 1000, 3).tolist(), 8 * int(rng.integers(0, 1 << 33)))
+            counter = RngCounter(*rng.integers(0, 1000, 3).tolist(), 8 * int(rng.integers(0, 1 << 33)))
             what = f"{kind}, {count} {dtype}"
-            wire = oracle.encode(codec, x, dtype, place)
-            assert_same_bits(kernel_calls.encode(codec, x, dtype, place), wire, f"wire of {what}")
+            wire = oracle.encode(codec, x, dtype, counter)
+            assert_same_bits(kernel_calls.encode(codec, x, dtype, counter), wire, f"wire of {what}")
             for add_to in (None, before):
-                found = kernel_calls.decode(codec, wire, count, dtype, add_to, place)
-                assert_same_bits(found, oracle.decode(codec, wire, count, dtype, add_to, place), f"values of {what}")
+                found = kernel_calls.decode(codec, wire, count, dtype, add_to, counter)
+                assert_same_bits(found, oracle.decode(codec, wire, count, dtype, add_to, counter), f"values of {what}")
 
 
 @EVERY
@@ -58,9 +58,9 @@ def test_reduce(codec: Bucketed, dtype: str) -> None:
 
 def reduce_case(rng: np.random.Generator, codec: Bucketed, dtype: str) -> None:
     kind, count = str(rng.choice(KINDS)), int(rng.choice(counts(codec)[1:]))
-    place = Place(*rng.integers(0, 1000, 3).tolist(), 8 * int(rng.integers(0, 1 << 20)))
+    counter = RngCounter(*rng.integers(0, 1000, 3).tolist(), 8 * int(rng.integers(0, 1 << 20)))
     ranks = rng.permutation(9)[: rng.integers(0, 5)].tolist()
-    makers = [Place(place.call, 2, rank, place.index) for rank in ranks]
+    makers = [RngCounter(counter.call, 2, rank, counter.index) for rank in ranks]
     wires = [oracle.encode(codec, hard_values(kind, count, dtype, rng), dtype, maker) for maker in makers]
     has_own = not wires or bool(rng.random() < 0.7)
     own = hard_values(kind, count, dtype, rng) if has_own else None
@@ -70,7 +70,7 @@ def reduce_case(rng: np.random.Generator, codec: Bucketed, dtype: str) -> None:
     encoded = bool(rng.random() < 0.7)
     with_out = not encoded or bool(rng.random() < 0.8)
     arguments = (codec, wires, own, own_index, count, dtype)
-    options = {"op": op, "scale": scale, "encoded": encoded, "place": place, "makers": makers}
+    options = {"op": op, "scale": scale, "encoded": encoded, "counter": counter, "makers": makers}
     in_place = has_own and with_out and bool(rng.random() < 0.5)
     wire, out = kernel_calls.reduce(*arguments, **options, in_place=in_place, with_out=with_out)
     wanted_wire, wanted_out = oracle.reduce(*arguments, **options)
@@ -87,9 +87,9 @@ def test_foreign_bytes_decode_as_the_oracles(codec: Bucketed, dtype: str) -> Non
         wire = rng.integers(0, 256, kernel_calls.wire_nbytes(codec, count, dtype), np.uint8)
         if rng.random() < 0.3:
             wire[:] = rng.integers(0, 4)
-        place = Place(rank=int(rng.integers(0, 9)))
-        found = kernel_calls.decode(codec, wire, count, dtype, place=place)
-        assert_same_bits(found, oracle.decode(codec, wire, count, dtype, place=place), f"{count} {dtype}")
+        counter = RngCounter(rank=int(rng.integers(0, 9)))
+        found = kernel_calls.decode(codec, wire, count, dtype, counter=counter)
+        assert_same_bits(found, oracle.decode(codec, wire, count, dtype, counter=counter), f"{count} {dtype}")
 
 
 @EVERY
@@ -108,14 +108,24 @@ def test_what_is_not_finite_spoils_its_bucket_and_no_other(codec: Bucketed) -> N
 @EVERY
 def test_a_sum_that_overflows_in_fp32_does_not_come_out_finite(codec: Bucketed) -> None:
     """The sum of the own values and the decoded ones decides; docs/algorithms.md says for which codecs that matters."""
-    rng, place = np.random.default_rng(0), Place(round=1)
+    rng, counter = np.random.default_rng(0), RngCounter(round=1)
     x = (rng.uniform(1e38, 3.4e38, 2 * codec.bucket) * rng.choice([-1, 1], 2 * codec.bucket)).astype(np.float32)
     wire = oracle.encode(codec, x, "float32")
     with np.errstate(over="ignore", invalid="ignore"):
         decoded = oracle.decode(codec, wire, x.size, "float32")
         total = x + decoded
         _, out = kernel_calls.reduce(
-            codec, [wire], x, 0, x.size, "float32", op="sum", scale=1, encoded=True, place=place, makers=[Place()]
+            codec,
+            [wire],
+            x,
+            0,
+            x.size,
+            "float32",
+            op="sum",
+            scale=1,
+            encoded=True,
+            counter=counter,
+            makers=[RngCounter()],
         )
     assert out is not None
     spoiled = ~np.isfinite(total)
@@ -168,5 +178,14 @@ def test_sparse_codes_have_no_min_and_no_max(spec: str, op: str) -> None:
         qccl.run_ranks(1, call)
     with pytest.raises(ValueError, match=r"a sparse codec allows 0 \(sum\) only"):
         kernel_calls.reduce(
-            TABLE["topk"][0], [], np.ones(8, np.float32), 0, 8, "float32", op=op, scale=1, encoded=True, place=Place()
+            TABLE["topk"][0],
+            [],
+            np.ones(8, np.float32),
+            0,
+            8,
+            "float32",
+            op=op,
+            scale=1,
+            encoded=True,
+            counter=RngCounter(),
         )

@@ -12,7 +12,7 @@ import itertools
 
 import numpy as np
 import pytest
-from oracle import Place
+from oracle import RngCounter
 from oracle_buckets import RandomK as RandomKOracle
 
 from qccl import codecs
@@ -59,7 +59,7 @@ def test_random_k_draws_without_replacement_and_alike(k: int, block: int) -> Non
     codec = RandomKOracle(k, block, seed=5)
     counts, pairs = np.zeros(block), np.zeros((block, block))
     for call in range(draws):
-        found = codec.indices(block, Place(call=call))
+        found = codec.indices(block, RngCounter(call=call))
         assert len(set(found.tolist())) == k
         counts[found] += 1
         pairs[np.ix_(found, found)] += 1
@@ -76,8 +76,10 @@ def test_random_k_draws_without_replacement_and_alike(k: int, block: int) -> Non
 
 def test_random_k_differs_by_everything_that_keys_it() -> None:
     codec = RandomKOracle(32, 256, seed=5)
-    places = [Place(*place) for place in itertools.product((0, 1), (0, 1), (0, 1), (0, 256, 1 << 32))]
-    drawn = [codec.indices(256, place) for place in places] + [RandomKOracle(32, 256, seed=6).indices(256, places[0])]
+    places = [RngCounter(*counter) for counter in itertools.product((0, 1), (0, 1), (0, 1), (0, 256, 1 << 32))]
+    drawn = [codec.indices(256, counter) for counter in places] + [
+        RandomKOracle(32, 256, seed=6).indices(256, places[0])
+    ]
     for a, b in itertools.combinations(drawn, 2):
         common = len(set(a.tolist()) & set(b.tolist()))
         assert common < 4 + BOUND * 2 and a.tolist() != b.tolist()  # 4 expected, deviation 1.75

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from codec_table import ALL
 from kernel_calls import DTYPES, KINDS, OPS, hard_values
-from oracle import MinMax, Place
+from oracle import MinMax, RngCounter
 
 from qccl import _host
 
@@ -29,13 +29,13 @@ def results() -> Iterator[bytes]:
     for (bits, stochastic, dtype, bucket), kind, op in zip(cases, itertools.cycle(KINDS), itertools.cycle(OPS)):
         codec = MinMax(bits, bucket, stochastic, seed=9)
         x, y = (hard_values(kind, 2500, dtype, rng) for _ in range(2))
-        place = Place(call=3, round=1, rank=2, index=1 << 33)
-        wire = kernel_calls.encode(codec, x, dtype, place)
+        counter = RngCounter(call=3, round=1, rank=2, index=1 << 33)
+        wire = kernel_calls.encode(codec, x, dtype, counter)
         yield wire.tobytes()
         yield kernel_calls.decode(codec, wire, 2500, dtype).tobytes()
         yield kernel_calls.decode(codec, wire, 2500, dtype, add_to=y).tobytes()
         wire, out = kernel_calls.reduce(
-            codec, [wire, wire], y, 1, 2500, dtype, op=op, scale=1 / 3, encoded=True, place=place
+            codec, [wire, wire], y, 1, 2500, dtype, op=op, scale=1 / 3, encoded=True, counter=counter
         )
         assert wire is not None and out is not None
         yield wire.tobytes() + out.tobytes()
@@ -44,15 +44,15 @@ def results() -> Iterator[bytes]:
 def bucketed_results() -> Iterator[bytes]:
     """The same for the codecs that go bucket by bucket."""
     rng = np.random.default_rng(1)
-    place = Place(call=3, round=1, rank=2, index=(1 << 33) - 8)
+    counter = RngCounter(call=3, round=1, rank=2, index=(1 << 33) - 8)
     for codec, dtype, kind in zip(ALL, itertools.cycle(DTYPES), itertools.cycle(KINDS)):
         count = min(2 * codec.bucket + 13, 20_000)
         x, y = (hard_values(kind, count, dtype, rng) for _ in range(2))
-        wire = kernel_calls.encode(codec, x, dtype, place)
+        wire = kernel_calls.encode(codec, x, dtype, counter)
         yield wire.tobytes()
-        yield kernel_calls.decode(codec, wire, count, dtype, y, place).tobytes()
+        yield kernel_calls.decode(codec, wire, count, dtype, y, counter).tobytes()
         out = kernel_calls.reduce(
-            codec, [wire, wire], y, 1, count, dtype, op="sum", scale=1 / 3, encoded=True, place=place
+            codec, [wire, wire], y, 1, count, dtype, op="sum", scale=1 / 3, encoded=True, counter=counter
         )
         yield from (part.tobytes() for part in out if part is not None)
 
@@ -112,11 +112,11 @@ def test_flush_to_zero_of_the_caller_changes_nothing(own_digest: str) -> None:
     saved = environment[7]
     codec = MinMax(4, 64)
     x = hard_values("subnormal", 500, "float32", np.random.default_rng(0))
-    expected = kernel_calls.encode(codec, x, "float32", Place()).tobytes()
+    expected = kernel_calls.encode(codec, x, "float32", RngCounter()).tobytes()
     environment[7] = saved | 0x8040 | 0x6000  # flush to zero, denormals are zero, round toward zero
     try:
         libm.fesetenv(environment)
-        wire = kernel_calls.encode(codec, x, "float32", Place())
+        wire = kernel_calls.encode(codec, x, "float32", RngCounter())
         libm.fegetenv(environment)
         kept = environment[7] & 0xE040
     finally:

@@ -12,13 +12,13 @@ import kernel_calls
 import numpy as np
 import oracle
 import pytest
-from oracle import MinMax, Place
+from oracle import MinMax, RngCounter
 
 BOUND = 6.0
 COUNT = 1 << 18
 
-PLACES = [
-    Place(call, round, rank, high << 32)
+COUNTERS = [
+    RngCounter(call, round, rank, high << 32)
     for call in range(2)
     for round in range(2)
     for rank in range(3)
@@ -45,7 +45,7 @@ def correlation(a: np.ndarray, b: np.ndarray) -> float:
 
 @pytest.fixture(scope="module")
 def streams() -> list[np.ndarray]:
-    return [oracle.random_words(COUNT, seed, place) for seed in (0, 1) for place in PLACES]
+    return [oracle.random_words(COUNT, seed, counter) for seed in (0, 1) for counter in COUNTERS]
 
 
 def test_words_are_uniform(streams: list[np.ndarray]) -> None:
@@ -82,7 +82,7 @@ def test_rounding_is_unbiased(bits: int) -> None:
     unit = 2 / codec.levels
     total = np.zeros(count)
     for call in range(calls):
-        wire = kernel_calls.encode(codec, x, "float32", Place(call=call))
+        wire = kernel_calls.encode(codec, x, "float32", RngCounter(call=call))
         total += kernel_calls.decode(codec, wire, count, "float32")
     below = np.floor((x.astype(np.float64) + 1) / unit)
     fraction = (x.astype(np.float64) + 1) / unit - below
@@ -97,8 +97,8 @@ def test_rounding_is_unbiased(bits: int) -> None:
 def test_same_key_same_bytes_other_key_other_bytes() -> None:
     x = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
 
-    def wire(seed: int = 1, **place: int) -> bytes:
-        return kernel_calls.encode(MinMax(4, 1024, True, seed), x, "float32", Place(**place)).tobytes()
+    def wire(seed: int = 1, **counter: int) -> bytes:
+        return kernel_calls.encode(MinMax(4, 1024, True, seed), x, "float32", RngCounter(**counter)).tobytes()
 
     assert wire() == wire()
     others = [wire(seed=2), wire(call=1), wire(round=1), wire(rank=1), wire(index=1024), wire(index=1 << 32)]
@@ -109,15 +109,15 @@ def test_a_shifted_start_draws_the_same_numbers() -> None:
     """The index of the element decides, not the call's first element: chunks may be cut anywhere."""
     codec = MinMax(5, 64, stochastic=True)
     x = np.random.default_rng(0).standard_normal(640).astype(np.float32)
-    whole = kernel_calls.decode(codec, kernel_calls.encode(codec, x, "float32", Place()), 640, "float32")
-    part = kernel_calls.encode(codec, x[192:448], "float32", Place(index=192))
+    whole = kernel_calls.decode(codec, kernel_calls.encode(codec, x, "float32", RngCounter()), 640, "float32")
+    part = kernel_calls.encode(codec, x[192:448], "float32", RngCounter(index=192))
     assert (kernel_calls.decode(codec, part, 256, "float32") == whole[192:448]).all()
 
 
 def test_a_value_that_is_a_code_never_rounds_up() -> None:
     """Not even where the random number is zero, as it is for this element."""
-    place = Place(index=1631927)
-    assert oracle.random_words(1, 0, place)[0] >> 8 == 0
+    counter = RngCounter(index=1631927)
+    assert oracle.random_words(1, 0, counter)[0] >> 8 == 0
     x = np.array([1, 0, 3], np.float32)
-    wire = kernel_calls.encode(MinMax(2, 8, stochastic=True), x, "float32", place)
+    wire = kernel_calls.encode(MinMax(2, 8, stochastic=True), x, "float32", counter)
     assert (kernel_calls.decode(MinMax(2, 8), wire, 3, "float32") == x).all()

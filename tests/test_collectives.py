@@ -85,13 +85,13 @@ def starts(counts: Sequence[int], granule: int) -> list[tuple[int, int]]:
 
 
 def coded(case: Case, x: np.ndarray, rank: int, index: int, round_number: int = 0) -> np.ndarray:
-    return oracle.encode(oracle_codec(case.codec), x, case.dtype, oracle.Place(0, round_number, rank, index))
+    return oracle.encode(oracle_codec(case.codec), x, case.dtype, oracle.RngCounter(0, round_number, rank, index))
 
 
 def through(case: Case, x: np.ndarray, rank: int, index: int, round_number: int = 0) -> np.ndarray:
     """What the others get of ``x``."""
-    wire, place = coded(case, x, rank, index, round_number), oracle.Place(0, round_number, rank, index)
-    return oracle.decode(oracle_codec(case.codec), wire, x.size, case.dtype, place=place)
+    wire, counter = coded(case, x, rank, index, round_number), oracle.RngCounter(0, round_number, rank, index)
+    return oracle.decode(oracle_codec(case.codec), wire, x.size, case.dtype, counter=counter)
 
 
 def combined(
@@ -99,14 +99,14 @@ def combined(
 ) -> np.ndarray:
     """The parts of all ranks combined by ``owner``, who has its own values, not a code (None: codes of all)."""
     op, scale = ("sum", 1 / case.ranks) if case.op == "avg" else (case.op, 1.0)
-    makers = [oracle.Place(0, 0, rank, index) for rank in range(case.ranks) if rank != owner]
+    makers = [oracle.RngCounter(0, 0, rank, index) for rank in range(case.ranks) if rank != owner]
     wires = [coded(case, parts[maker.rank], maker.rank, index) for maker in makers]
     own, place = (None, 0) if owner is None else (parts[owner], owner)
-    where = oracle.Place(0, 1, place, index)
+    where = oracle.RngCounter(0, 1, place, index)
     codec, count = oracle_codec(case.codec), parts[0].size
     if not count:
         return parts[0]
-    options = {"op": op, "scale": scale, "encoded": encoded, "place": where, "makers": makers}
+    options = {"op": op, "scale": scale, "encoded": encoded, "counter": where, "makers": makers}
     return oracle.reduce(codec, wires, own, place, count, case.dtype, **options)[1]
 
 

@@ -18,7 +18,7 @@ import pytest
 from cases import pairwise
 from codec_table import ALL, TABLE, oracle_of
 from kernel_calls import KINDS, hard_values
-from oracle import Place
+from oracle import RngCounter
 
 from qccl import codecs, dtypes
 from qccl.codecs import Codec, MinMax, NoCodec
@@ -150,12 +150,12 @@ class Operations:
         nbytes = case.codec.encoded_nbytes(count, dtype)
         # the upper half of the element's number changes in some
         index = (1 << 32) - 8 * int(self.rng.integers(0, 40)) if self.rng.random() < 0.5 else 8 * count
-        places = [Place(self.call, round, RANK, index) for round in (0, 1)]
+        counters = [RngCounter(self.call, round, RANK, index) for round in (0, 1)]
 
         values = self._values(count)
-        wire = kernel_calls.encode(codec, values, dtype, places[0])
+        wire = kernel_calls.encode(codec, values, dtype, counters[0])
         if count < 3000:
-            kernel_calls.assert_same_bits(wire, oracle.encode(codec, values, dtype, places[0]), "the host's wire")
+            kernel_calls.assert_same_bits(wire, oracle.encode(codec, values, dtype, counters[0]), "the host's wire")
         target = self.arrays.add(np.full(nbytes, 0xC3, np.uint8))
         encode = Encode(case.codec, self.arrays.add(values), target, index)
         self._expect(f"wire of {count}", target, wire)
@@ -165,19 +165,19 @@ class Operations:
         source = self.arrays.add(wire)
         maker = {"index": index, "round": 0, "rank": RANK}
         decode = Decode(case.codec, source, self.arrays.add(self._values(count)), **maker)
-        found = kernel_calls.decode(codec, wire, count, dtype, place=places[0])
+        found = kernel_calls.decode(codec, wire, count, dtype, counter=counters[0])
         self._expect(f"values of {count}", decode.dst, found)
         before = self._values(count)
         add = Decode(case.codec, source, self.arrays.add(before), accumulate=True, **maker)
-        found = kernel_calls.decode(codec, wire, count, dtype, before, places[0])
+        found = kernel_calls.decode(codec, wire, count, dtype, before, counters[0])
         self._expect(f"sum of {count}", add.dst, found)
-        return encode, decode, add, self._reduce(count, nbytes, places[1])
+        return encode, decode, add, self._reduce(count, nbytes, counters[1])
 
-    def _reduce(self, count: int, nbytes: int, place: Place) -> Reduce:
+    def _reduce(self, count: int, nbytes: int, counter: RngCounter) -> Reduce:
         case, codec, dtype = self.case, self.oracle_codec, self.case.dtype.name
         variant = case.variant
         sources = 1 if variant == "one source" else 3
-        makers = [Place(place.call, 4, rank, place.index) for rank in (7, 0, RANK)[:sources]]
+        makers = [RngCounter(counter.call, 4, rank, counter.index) for rank in (7, 0, RANK)[:sources]]
         wires = [kernel_calls.encode(codec, self._values(count), dtype, maker) for maker in makers]
         own = None if variant == "no own" else self._values(count)
         own_index = {"no own": 0, "own last": sources, "one source": 0}.get(variant, 1)
@@ -186,7 +186,7 @@ class Operations:
         encoded, with_out = variant != "no wire", variant != "no out"
         expected = kernel_calls.reduce(
             codec, wires, own, own_index, count, dtype,
-            op=op, scale=scale, encoded=encoded, place=place, makers=makers, with_out=with_out,
+            op=op, scale=scale, encoded=encoded, counter=counter, makers=makers, with_out=with_out,
         )  # fmt: skip
         own_span = None if own is None else self.arrays.add(own)
         out = own_span if variant == "in place" else self.arrays.add(self._values(count)) if with_out else None
@@ -196,7 +196,9 @@ class Operations:
                 self._expect(f"{what} of {count}", span, content)
         spans = tuple(self.arrays.add(each) for each in wires)
         ranks = tuple(maker.rank for maker in makers)
-        return Reduce(case.codec, spans, own_span, own_index, wire, out, op, scale, place.index, place.round, ranks, 4)
+        return Reduce(
+            case.codec, spans, own_span, own_index, wire, out, op, scale, counter.index, counter.round, ranks, 4
+        )
 
     def _expect(self, what: str, span: Span, content: np.ndarray) -> None:
         self.expected.append((what, span, content))
@@ -252,7 +254,7 @@ def test_bytes_are_the_hosts(emulator: Emulator, case: Case) -> None:
 
 
 def synchronisations() -> list[tuple[Path, int]]:
-    """Every place in the headers where threads wait for each other: file and offset."""
+    """Each barrier in the headers: file and offset."""
     return [
         (path.relative_to(HEADERS), match.start())
         for path in DEVICE_HEADERS

@@ -67,14 +67,14 @@ def test_spellings_of_the_same_codec(spec, expected):
         ("onebit+nesterov:mu=nan", "mu=nan is not possible"),
         ("onebit+nesterov:mu=true", "mu=True is not possible"),
         ("onebit+ef+ef", r"write onebit\+ef\+nesterov"),
-        ("onebit+nesterov+ef", r"momentum comes behind it; write onebit\+ef\+nesterov"),
-        ("onebit+nesterov+ef+nesterov", "momentum comes behind it"),
+        ("onebit+nesterov+ef", r"momentum follows \+ef; write onebit\+ef\+nesterov"),
+        ("onebit+nesterov+ef+nesterov", r"momentum follows \+ef"),
         ("onebit+ef+nesterov+nesterov", "has momentum already"),
         ("+ef", "there is no codec ''"),
         ("ef+onebit", "there is no codec 'ef'"),
-        ({"compressor": "onebit", "ef": "vanila"}, "ef='vanila' is not possible; there is 'vanilla'"),
+        ({"compressor": "onebit", "ef": "vanila"}, "ef='vanila' is not possible; give 'vanilla'"),
         ({"compressor": "onebit", "ef": "vanilla", "error_feedback_type": "vanilla"}, "once"),
-        ({"compressor": "onebit", "momentum": "heavy"}, "momentum='heavy' is not possible; there is 'nesterov'"),
+        ({"compressor": "onebit", "momentum": "heavy"}, "momentum='heavy' is not possible; give 'nesterov'"),
         ({"compressor": "onebit", "mu": "0.9"}, "gives mu without momentum"),
         ({"compressor": "onebit", "ef": "vanilla", "mu": "0.9"}, "gives mu without momentum"),
         ({"compressor": "onebit", "momentum": "nesterov", "mu": "0.9", "momentum_mu": "0.9"}, "or twice"),
@@ -88,9 +88,9 @@ def test_errors_say_what_is_possible(spec, reason):
 
 def test_decorators_go_around_codecs():
     for make in (ErrorFeedback, Momentum):
-        with pytest.raises(CodecError, match=re.escape(f"{make.__name__} goes around a codec, not around 'onebit'")):
+        with pytest.raises(CodecError, match=re.escape(f"{make.__name__} takes a Codec, not 'onebit'")):
             make("onebit")
-    with pytest.raises(CodecError, match="momentum comes behind it"):
+    with pytest.raises(CodecError, match=r"momentum follows \+ef"):
         ErrorFeedback(Momentum(OneBit()))
 
 

@@ -102,12 +102,12 @@ def expected(case: Case) -> np.ndarray:
         if not count:
             continue
         senders = [i for i in range(len(nodes)) if splits == 1 or i != split]
-        makers = [oracle.Place(0, 1, owners[i], cut.start) for i in senders]
+        makers = [oracle.RngCounter(0, 1, owners[i], cut.start) for i in senders]
         wires = [oracle.encode(codec, sums[i][cut], dtype, m) for i, m in zip(senders, makers, strict=True)]
         own = None if splits == 1 else sums[split][cut]
         options = {"op": op, "scale": scale, "encoded": splits > 1, "makers": makers}
-        place = oracle.Place(0, 2, owners[split], cut.start)
-        result[cut] = oracle.reduce(codec, wires, own, split, count, dtype, place=place, **options)[1]
+        counter = oracle.RngCounter(0, 2, owners[split], cut.start)
+        result[cut] = oracle.reduce(codec, wires, own, split, count, dtype, counter=counter, **options)[1]
     return result
 
 

@@ -87,7 +87,7 @@ def test_the_oracles_bits(n: int, codec: str, dtype: str) -> None:
         wanted = stored(models[rank])
         for step in range(2):
             z = stored(hard_data("outliers", count, NUMPY[dtype], rank + 10 * step))
-            wire = oracle.encode(oracle_codec(codec), z, dtype, oracle.Place(step, 0, rank, 0))
+            wire = oracle.encode(oracle_codec(codec), z, dtype, oracle.RngCounter(step, 0, rank, 0))
             wanted = oracle.decode(oracle_codec(codec), wire, count, dtype, add_to=wanted)
         assert_same_bits(stored(x), wanted, f"rank {rank}")
     for _, replicas in found:

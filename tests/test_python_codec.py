@@ -255,7 +255,7 @@ def test_error_feedback_and_momentum_go_around_it(around, dtype: str, algorithm:
 
 
 def test_devices_are_refused(int8) -> None:
-    with pytest.raises(qccl.CodecError, match="run on the host alone"):
+    with pytest.raises(qccl.CodecError, match="runs on the host only"):
         check_codecs(one_rank(two_round, 0, 2, 256, FLOAT32, int8(64)))
 
 

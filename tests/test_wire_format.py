@@ -35,12 +35,12 @@ def test_example(example: dict[str, tuple[str, str]]) -> None:
     dtype = example["values"][0].removeprefix("values (").removesuffix(")")
     call, spec = int(example.get("call", ("", "0"))[1]), example["codec"][1]
     values, wire, decoded = (bytes.fromhex(example[name][1]) for name in ("values", "wire", "decoded"))
-    codec, place = codecs.get(spec), oracle.Place(call=call)
+    codec, counter = codecs.get(spec), oracle.RngCounter(call=call)
     x, code = np.frombuffer(values, oracle.storage(dtype)), np.frombuffer(wire, np.uint8)
     assert codec.encode(x, call, dtype=dtype).tobytes() == wire
     assert codec.decode(code, x.size, dtype, call).tobytes() == decoded
-    assert oracle.encode(oracle_codec(spec), x, dtype, place).tobytes() == wire
-    assert oracle.decode(oracle_codec(spec), code, x.size, dtype, place=place).tobytes() == decoded
+    assert oracle.encode(oracle_codec(spec), x, dtype, counter).tobytes() == wire
+    assert oracle.decode(oracle_codec(spec), code, x.size, dtype, counter=counter).tobytes() == decoded
 
 
 def test_every_codec_has_an_example() -> None:
@@ -95,7 +95,7 @@ def test_every_collective_is_in_the_table_of_rounds_and_indices() -> None:
 
 def test_the_word_on_the_page() -> None:
     word = re.search(r"`r = (0x[0-9a-f]{8})`", PAGE)
-    assert word is not None and oracle.random_words(4, 7, oracle.Place(call=5))[3] == int(word[1], 16)
+    assert word is not None and oracle.random_words(4, 7, oracle.RngCounter(call=5))[3] == int(word[1], 16)
 
 
 @pytest.mark.parametrize("spec", ["minmax8", "minmax4:bucket=shard", "none", "topk:k=0.01", "onebit:bucket=8"])

@@ -1,6 +1,6 @@
-// Encode, decode and reduce for the codecs in per-bucket form: a block of threads for each bucket of each job.
+// Encode, decode and reduce for every codec: a block of threads for each bucket of each job.
 //
-// blockIdx.x is the bucket, blockIdx.y the job. The total of a Reduce is put together in the scratch, as fp32.
+// blockIdx.x is the bucket, blockIdx.y the job. A Reduce computes its total in the scratch, as fp32.
 #pragma once
 
 #include "combine.h"
@@ -14,7 +14,7 @@ QCCL_FN BucketOptions bucket_options(const Parameters& p) {
   return {p.bucket, p.seed, {o[0], o[1], o[2], o[3], o[4], o[5]}};
 }
 
-// Elements in memory, as a codec sees them.
+// Elements in memory as fp32 values.
 template <class T>
 struct Elements {
   const typename T::Storage* at;
@@ -27,7 +27,8 @@ QCCL_FN typename T::Storage* elements(u8* base, u64 first) {
 }
 
 template <class Codec, class T, class Take>
-QCCL_FN void decode_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const RngCounter& counter, const Take& take) {
+QCCL_FN void decode_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const RngCounter& counter,
+                           const Take& take) {
   using Wire = BucketWire<Codec, T>;
   Codec::template decode<T>(BlockTeam(), layout.options, counter, wire + Wire::codes_of(layout, b),
                             wire + Wire::meta_of(layout, b), Wire::size_of(layout, b), take);
@@ -41,7 +42,7 @@ QCCL_FN void encode_bucket(const BucketWire<Codec, T>& layout, const Values& x, 
   if (b == 0 && threadIdx.x < layout.meta_begin - layout.codes_end) wire[layout.codes_end + threadIdx.x] = 0;
 }
 
-// The values of a wire, to where elements are; a sparse one's zeros as well.
+// Decodes a bucket to elements, with the zeros of a sparse codec.
 template <class Codec, class T>
 QCCL_FN void store_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const RngCounter& counter,
                           typename T::Storage* to) {
@@ -50,12 +51,13 @@ QCCL_FN void store_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u6
     team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { to[i] = T::from_float(0.0f); });
     team.sync();
   }
-  decode_bucket(layout, wire, b, counter, [&](u32 i, float value) { to[i] = T::from_float(Codec::sparse ? 0.0f + value : value); });
+  decode_bucket(layout, wire, b, counter,
+                [&](u32 i, float value) { to[i] = T::from_float(Codec::sparse ? 0.0f + value : value); });
 }
 
 template <class Codec, class T>
 __global__ void __launch_bounds__(kThreads, 4)
-bucket_encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+bucket_encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const EncodeJob job = jobs[blockIdx.y];
   const u64 b = blockIdx.x;
@@ -68,7 +70,7 @@ bucket_encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Param
 
 template <class Codec, class T, bool Accumulate>
 __global__ void __launch_bounds__(kThreads, 4)
-bucket_decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+bucket_decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const DecodeJob job = jobs[blockIdx.y];
   const u64 b = blockIdx.x;
@@ -79,7 +81,7 @@ bucket_decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Param
   auto* dst = elements<T>(resolve(memory, job.dst), first);
   const RngCounter counter = {*memory.call, job.index + first, job.round, job.rank};
   if constexpr (Accumulate) {
-    if constexpr (Codec::sparse) {  // what is only read and stored again is no NaN but the quiet one, as on the host
+    if constexpr (Codec::sparse) {  // elements without a code: every NaN becomes the quiet one, as on the host
       const BlockTeam team;
       team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { dst[i] = T::from_float(T::to_float(dst[i])); });
       team.sync();
@@ -90,9 +92,9 @@ bucket_decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Param
   }
 }
 
-// The sources and the own values (own[i], if there are any) of a bucket, combined in order in `total`.
+// Combines the sources and the own values of a bucket in order in `total`.
 template <class Codec, class T, Combine Op, class Own>
-QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob& job, const Place* sources, u64 b,
+QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob& job, const BufferRef* sources, u64 b,
                             const Memory& memory, const Own& own, float* total) {
   const BlockTeam team;
   const u64 first = BucketWire<Codec, T>::first_of(layout, b);
@@ -106,7 +108,7 @@ QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob&
       team.sync();
     }
     if (k == job.source_count) break;
-    const Place& source = sources[job.first_source + k];
+    const BufferRef& source = sources[job.first_source + k];
     const RngCounter counter = {*memory.call, job.index + first, job.source_round, source.rank};
     decode_bucket(layout, resolve(memory, source), b, counter,
                   [&](u32 i, float value) { total[i] = combine<Op>(total[i], value); });
@@ -116,7 +118,7 @@ QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob&
 
 template <class Codec, class T, Combine Op>
 __global__ void __launch_bounds__(kThreads, 2)
-bucket_reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
+bucket_reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const ReduceJob& job = jobs[blockIdx.y];
   const u64 b = blockIdx.x;

@@ -1,7 +1,8 @@
-// Codes of `Bits` bits between a thread's registers and the wire. The codes of one vector of values are a *piece*.
+// Loads and stores codes of `Bits` bits between a thread's registers and the wire. A *piece* is the packed codes of one
+// vector of values.
 //
-// A piece of 1, 2, 4 or 8 bytes is stored and loaded as it is. Others go through shared memory, so that the accesses to
-// global memory are wide.
+// A piece of 1, 2, 4 or 8 bytes is loaded and stored directly. Others go through shared memory, so that accesses to global
+// memory are wide.
 #pragma once
 
 #include "../pack.h"
@@ -53,7 +54,8 @@ QCCL_FN void put_bytes(u8* to, u64 word) {
   for (u32 i = 0; i < Nbytes; ++i) to[i] = (u8)(word >> 8 * i);
 }
 
-// Between a thread's pieces and its warp's shared memory. Of two that share a byte, the even lane stores both.
+// Copies a thread's pieces to its warp's shared memory, and back. If two lanes' pieces share a byte, the even lane stores
+// both.
 template <int Bits, class T, class S>
 QCCL_FN void stage_pieces(const Unit& unit, const Pieces<Bits, T, S>& pieces) {
   using P = Piece<Bits, T>;
@@ -84,7 +86,7 @@ QCCL_FN void unstage_pieces(const Unit& unit, Pieces<Bits, T, S>& pieces) {
   }
 }
 
-// At most `Most` bytes from memory to memory by all lanes of a warp, in steps of 16 bytes if the addresses allow.
+// Copies at most `Most` bytes by all lanes of a warp, in steps of 16 bytes if both addresses are aligned.
 template <u32 Most>
 QCCL_FN void copy_bytes(u8* to, const u8* from, u32 nbytes) {
   const u32 wide = is_aligned(to, 16) && is_aligned(from, 16) ? nbytes / 16 * 16 : 0;
@@ -97,26 +99,26 @@ QCCL_FN void copy_bytes(u8* to, const u8* from, u32 nbytes) {
   for (u32 i = wide + lane_number(); i < nbytes; i += 32) to[i] = from[i];
 }
 
-// Where the codes of this warp begin on the wire of the call.
+// The offset of this warp's codes on the wire of the call.
 template <int Bits>
-QCCL_FN u64 warp_place(const Unit& unit) {
+QCCL_FN u64 warp_offset(const Unit& unit) {
   return code_offset(unit.warp_first, Bits);
 }
 
-// Where the first piece of this thread begins, if it is direct. The next ones are 32 pieces further on each.
+// The offset of this thread's first piece, if it is direct. Its next pieces follow at intervals of 32 pieces.
 template <int Bits, class T, class S>
-QCCL_FN u64 piece_place(const Unit& unit) {
+QCCL_FN u64 piece_offset(const Unit& unit) {
   return code_offset(unit.first, Bits) + unit.offset / kPerVector<T> * (Piece<Bits, T>::bits / 8);
 }
 
-// To the wire of the call. All lanes of the warp take part.
+// Stores codes to the wire of the call. All lanes of the warp take part.
 template <int Bits, class T, class S>
 QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& pieces) {
   using P = Piece<Bits, T>;
   if constexpr (P::direct) {
     if (is_whole<T>(unit) && is_aligned(wire, P::bits / 8)) {
       using Direct = typename IntegerOf<P::bits / 8>::type;
-      Direct* to = reinterpret_cast<Direct*>(wire + piece_place<Bits, T, S>(unit));
+      Direct* to = reinterpret_cast<Direct*>(wire + piece_offset<Bits, T, S>(unit));
 #pragma unroll
       for (u32 j = 0; j < S::vectors; ++j) {
         if (j < unit.stored) to[j * 32] = (Direct)pieces[j];
@@ -129,26 +131,26 @@ QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& p
   const u32 bits = unit.warp_size * Bits, nbytes = (bits + 7) / 8;
   if (bits % 8 != 0 && lane_number() == 0) staging()[nbytes - 1] &= (1u << bits % 8) - 1;  // zeros behind the last code
   __syncwarp();
-  copy_bytes<4 * S::vectors * P::bits>(wire + warp_place<Bits>(unit), staging(), nbytes);
+  copy_bytes<4 * S::vectors * P::bits>(wire + warp_offset<Bits>(unit), staging(), nbytes);
   __syncwarp();
 }
 
-// From the wire of the call; codes outside of the unit may be anything. All lanes of the warp take part. A direct piece
-// that is partly outside of the unit is loaded whole, because the wire has 8 bytes or more behind the codes.
+// Loads codes from the wire of the call; those outside the unit are undefined. All lanes of the warp take part. A direct
+// piece that is partly outside the unit is loaded whole: the wire has 8 bytes or more behind the codes.
 template <int Bits, class T, class S>
 QCCL_FN void load_codes(const u8* wire, const Unit& unit, Pieces<Bits, T, S>& pieces) {
   using P = Piece<Bits, T>;
   if constexpr (P::direct) {
     if (is_aligned(wire, P::bits / 8)) {
       using Direct = typename IntegerOf<P::bits / 8>::type;
-      const Direct* from = reinterpret_cast<const Direct*>(wire + piece_place<Bits, T, S>(unit));
+      const Direct* from = reinterpret_cast<const Direct*>(wire + piece_offset<Bits, T, S>(unit));
 #pragma unroll
       for (u32 j = 0; j < S::vectors; ++j) pieces[j] = j < unit.vectors ? from[j * 32] : 0;
       return;
     }
   }
   const u32 nbytes = (u32)packed_nbytes(unit.warp_size, Bits);
-  copy_bytes<4 * S::vectors * P::bits>(staging(), wire + warp_place<Bits>(unit), nbytes);
+  copy_bytes<4 * S::vectors * P::bits>(staging(), wire + warp_offset<Bits>(unit), nbytes);
   __syncwarp();
   unstage_pieces<Bits, T, S>(unit, pieces);
   __syncwarp();

@@ -7,7 +7,7 @@ namespace QCCL_NAMESPACE {
 
 enum class Combine { sum, min, max };
 
-// acc (op) x. A NaN on either side wins; of equal values the first stays.
+// acc (op) x. The result is NaN if either is; of equal values acc stays.
 template <Combine Op>
 QCCL_FN float combine(float acc, float x) {
   if constexpr (Op == Combine::sum) return acc + x;
@@ -15,7 +15,7 @@ QCCL_FN float combine(float acc, float x) {
   return (x > acc) | is_nan(x) ? x : acc;
 }
 
-// What leaves any first term as it is.
+// The neutral element: combining it with a term gives the term.
 template <Combine Op>
 QCCL_FN float neutral() {
   return Op == Combine::sum ? -0.0f : float_of(Op == Combine::min ? 0x7f800000u : 0xff800000u);

@@ -1,4 +1,4 @@
-// Instructions that compute what the shared headers define, but faster; and the collectives of a warp's lanes.
+// Faster instructions for functions of the shared headers, and reductions over the lanes of a warp.
 #pragma once
 
 #include "../numeric.h"
@@ -11,7 +11,7 @@ namespace QCCL_NAMESPACE {
 
 constexpr u32 kAllLanes = 0xffffffffu;
 
-// The least and the greatest of some values, by their order keys.
+// The least and the greatest of some values, in the order of order_key().
 #ifdef QCCL_SM80
 struct Extent {
   float low, high;
@@ -24,7 +24,7 @@ struct Extent {
 QCCL_FN Extent no_values() { return {0x7fffffff, -0x7fffffff - 1}; }
 #endif
 
-// The instruction orders -0 before +0, as the keys do. A NaN makes both ends NaN, whose key is that of a NaN.
+// The instruction orders -0 before +0, as the keys do. A NaN makes both ends NaN, which keys_of() passes on.
 QCCL_FN void include(Extent& extent, float x) {
 #ifdef QCCL_SM80
   asm("min.NaN.f32 %0, %0, %1;" : "+f"(extent.low) : "f"(x));
@@ -53,7 +53,7 @@ QCCL_FN KeyPair keys_of(const Extent& extent) {
 #endif
 }
 
-// The keys of each group of `Lanes` neighbouring lanes, known to all of them.
+// Reduces the keys of each group of `Lanes` neighbouring lanes; all of them get the result.
 template <int Lanes>
 QCCL_FN KeyPair gather_lanes(KeyPair keys) {
 #ifdef QCCL_SM80
@@ -70,14 +70,14 @@ QCCL_FN KeyPair gather_lanes(KeyPair keys) {
   return keys;
 }
 
-// Has up to 4 KiB on their way into the cache, a line of 128 bytes for each lane, without a register to wait for it.
+// Prefetches up to 4 KiB into the L2 cache, a line of 128 bytes for each lane.
 QCCL_FN void prefetch([[maybe_unused]] const u8* begin, [[maybe_unused]] u32 nbytes, [[maybe_unused]] u32 lane) {
 #ifdef __CUDA_ARCH__
   if (lane * 128 < nbytes) asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(begin + lane * 128)));
 #endif
 }
 
-// Two values of 16 bits, the first in the lower half, as T::from_float rounds them; a NaN may become another.
+// Two values of 16 bits, the first in the lower half, rounded as by T::from_float; a NaN may become another NaN.
 template <class T>
 QCCL_FN u32 round_pair(float first, float second) {
 #ifdef QCCL_SM80

@@ -1,9 +1,9 @@
 // The device's kernels: encode, decode and reduce, each for all jobs of a launch.
 //
 // Template arguments: the codec's tile (codecs/minmax/device.h is one), the element type, the shape of a unit of work, and
-// what is to be done. The kernels of bucket.h do the same for codecs without a tile. A launch has
-// blocks of kThreads, as many in x as the longest job needs for its units; blockIdx.y is the job. Every byte that they
-// store is the host's: they are built without fused multiplication (--fmad=false) and with subnormals.
+// the variant. The kernels of bucket.h serve codecs without a tile. A launch has blocks of kThreads, in x enough for the
+// units of the longest job; blockIdx.y is the job. All bytes equal the host's: compile without fused multiplication
+// (--fmad=false) and with subnormals.
 #pragma once
 
 #include "../codecs.h"
@@ -20,7 +20,7 @@ namespace QCCL_NAMESPACE {
 
 template <class Tile, class T, class S, Pass P>
 __global__ void __launch_bounds__(kThreads, 4)
-encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const EncodeJob job = jobs[blockIdx.y];
   u8* src = resolve(memory, job.src);
@@ -35,7 +35,7 @@ encode(const EncodeJob* jobs, const Place*, const __grid_constant__ Parameters p
 
 template <class Tile, class T, class S, bool Accumulate>
 __global__ void __launch_bounds__(kThreads, Accumulate ? 2 : 4)
-decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const DecodeJob job = jobs[blockIdx.y];
   const u8* wire = resolve(memory, job.wire);
@@ -65,15 +65,15 @@ decode(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters p
   store_values<T, S>(dst, unit, x, nan);
 }
 
-// What copy() takes as an element type.
+// The element type of copy().
 struct Byte {
   using Storage = u8;
 };
 
-// `count` bytes from `wire` to `dst`: what encoding and decoding are without a codec.
+// Copies `count` bytes from `wire` to `dst`: encoding and decoding for codecs whose wire is the values.
 template <class S>
 __global__ void __launch_bounds__(kThreads)
-copy(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+copy(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
      const __grid_constant__ Memory memory) {
   const DecodeJob job = jobs[blockIdx.y];
   const u8* from = resolve(memory, job.wire);
@@ -90,7 +90,7 @@ copy(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters par
 
 template <class Tile, class T, class S, Pass P, Combine Op>
 __global__ void __launch_bounds__(kThreads, 2)
-reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
+reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const ReduceJob& job = jobs[blockIdx.y];
   u8* own = resolve(memory, job.own);
@@ -112,7 +112,7 @@ reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Para
     Tile::template for_each_value<T, S>(
         codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
   }
-  asm volatile("" ::: "memory");  // from here on everything but the total is found again: registers are scarce
+  asm volatile("" ::: "memory");  // recompute everything but the total, because registers are scarce
   find_unit<T, S>(job.units, job.count, parameters, unit);
   u8* wire = resolve(memory, job.wire);
   u8* out = resolve(memory, job.out);
@@ -130,8 +130,8 @@ reduce(const ReduceJob* jobs, const Place* sources, const __grid_constant__ Para
 
 }  // namespace QCCL_NAMESPACE
 
-// The number of a call, where Memory::call points: `value`, or in the replays of a graph another one each time, from
-// `value` on, which words[1] counts.
+// Stores the number of a call where Memory::call points: `value`, or in the replays of a graph `value` plus the number of
+// replays before, which words[1] counts.
 extern "C" __global__ void qccl_call(unsigned long long* words, unsigned long long value, unsigned replay) {
   words[0] = replay ? value + words[1]++ : value;
 }

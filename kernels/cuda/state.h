@@ -1,4 +1,4 @@
-// Reductions with state, and the end of a run that has some: see ../state.h. All codecs go bucket by bucket here.
+// Reductions with state (../state.h), bucket by bucket for every codec, and the commit of new state at the end of a run.
 #pragma once
 
 #include "../state.h"
@@ -6,11 +6,11 @@
 
 namespace QCCL_NAMESPACE {
 
-// The own values of a bucket with their momentum, which goes on; asked for once each.
+// The own values of a bucket with momentum. Reading value i stores its new momentum, so it is read once.
 template <class T>
 struct OwnValues {
   const typename T::Storage* at;
-  const float* momentum;  // null: there is none
+  const float* momentum;  // null: no momentum
   float* new_momentum;
   float mu;
 
@@ -23,15 +23,15 @@ struct OwnValues {
   }
 };
 
-// The floats of a place from element `first` on; null if there is none.
-QCCL_FN float* floats_of(const Memory& memory, const Place& place, u64 first) {
+// The floats of a buffer from element `first` on; null for kNoBuffer.
+QCCL_FN float* floats_of(const Memory& memory, const BufferRef& place, u64 first) {
   u8* base = resolve(memory, place);
   return base ? reinterpret_cast<float*>(base) + first : nullptr;
 }
 
 template <class Codec, class T>
 __global__ void __launch_bounds__(kThreads, 2)
-bucket_remember(const StateJob* jobs, const Place* sources, const __grid_constant__ Parameters parameters,
+bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                 const __grid_constant__ Memory memory) {
   using Wire = BucketWire<Codec, T>;
   const StateJob& job = jobs[blockIdx.y];
@@ -79,17 +79,17 @@ bucket_remember(const StateJob* jobs, const Place* sources, const __grid_constan
   }
 }
 
-// Elements of a job that a block does in commit().
+// Elements that a block handles in commit().
 constexpr u32 kCommitted = 4096;
 
-// First pass: whether all of the jobs without a destination is finite. Second pass: if so, copy floats from "wire" to
-// "dst" for the others. What the first finds is in the first word of the scratch, zero before.
+// First pass: set the first word of the scratch, zero before, if a job without a destination has a value that is not
+// finite. Second pass: if the word is still zero, copy floats from "wire" to "dst" for the other jobs.
 template <class T, Pass P>
 __global__ void __launch_bounds__(kThreads)
-commit(const DecodeJob* jobs, const Place*, const __grid_constant__ Parameters parameters,
+commit(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const DecodeJob job = jobs[blockIdx.y];
-  const bool guards = job.dst.buffer == kNowhere;
+  const bool guards = job.dst.buffer == kNoBuffer;
   const u64 first = (u64)blockIdx.x * kCommitted;
   if (blockIdx.x >= job.units || guards != (P == Pass::range)) return;
   const u64 rest = job.count - first;

@@ -1,5 +1,5 @@
-// The team of a codec in per-bucket form (../bucket.h) on the device: all threads of a block, each on every 256th
-// element. All of them call each function.
+// The team that runs a codec's functions (../bucket.h) on the device: all threads of a block, each on every 256th element.
+// All threads call each function.
 #pragma once
 
 #include "../bucket.h"
@@ -10,7 +10,7 @@ namespace QCCL_NAMESPACE {
 
 static_assert(kThreads == kSumLanes, "a lane of a sum is a thread");
 
-// Room for a value of each thread.
+// Shared memory for a value of each thread.
 QCCL_FN float* float_lanes() {
   __shared__ float lanes[kThreads];
   return lanes;
@@ -92,10 +92,10 @@ class BlockTeam {
     for (u32 i = threadIdx.x; i < n; i += kThreads) take(i, (u16)(from[2 * i] | (u32)from[2 * i + 1] << 8));
   }
 
-  // In each step eight more bits of the last key that is kept are found.
+  // A radix select: each step finds eight more bits of the last key that is kept.
   template <class Key, class Emit>
   QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
-    u32 least = 0, above = 0;  // of the last key, what is found; and how many are greater than all that begin so
+    u32 least = 0, above = 0;  // the bits found so far; the number of keys above all keys with these bits
     u32* counts = reinterpret_cast<u32*>(integer_lanes());
     for (int shift = 24; shift >= 0; shift -= 8) {
       counts[threadIdx.x] = 0;
@@ -134,7 +134,7 @@ class BlockTeam {
   QCCL_MEMBER void ascending(u32 n, const Index& index, const Body& body) const {
     const u32 share = (n + kThreads - 1) / kThreads;
     const u32 begin = share * threadIdx.x < n ? share * threadIdx.x : n, end = begin + share < n ? begin + share : n;
-    u32 most = 0;  // one more than the greatest; 0: there is none
+    u32 most = 0;  // one more than the greatest index; 0: no index yet
     bool full = false;
     for (u32 j = begin; j < end; ++j) {
       const u32 i = index(j);
@@ -152,7 +152,7 @@ class BlockTeam {
   }
 
  private:
-  // What the values of the threads before this one make, combined in order from `first` on.
+  // An exclusive scan: combines `first` and the values of the threads before this one in order.
   template <class Combine>
   QCCL_MEMBER u32 before(u32 mine, u32 first, const Combine& combine) const {
     u32* lanes = reinterpret_cast<u32*>(integer_lanes());
@@ -167,9 +167,9 @@ class BlockTeam {
   QCCL_MEMBER float fold_sum(float mine) const {
     return fold(float_lanes(), mine, [](float a, float b) { return a + b; });
   }
-  QCCL_MEMBER Two fold_sum(const Two& mine) const { return {fold_sum(mine.first), fold_sum(mine.second)}; }
+  QCCL_MEMBER FloatPair fold_sum(const FloatPair& mine) const { return {fold_sum(mine.first), fold_sum(mine.second)}; }
 
-  // What is left of the lanes' values after they are combined in halves, known to all threads.
+  // Combines the upper half of the lanes with the lower half until one value is left, which all threads get.
   template <class Value, class Combine>
   QCCL_MEMBER Value fold(Value* lanes, Value mine, const Combine& combine) const {
     lanes[threadIdx.x] = mine;
@@ -179,7 +179,7 @@ class BlockTeam {
       sync();
     }
     const Value result = lanes[0];
-    sync();  // the next fold writes there
+    sync();  // the next fold overwrites lanes[0]
     return result;
   }
 };

@@ -1,9 +1,8 @@
-// How the elements of a job are shared out: which of them a thread has in its registers, and how they get there.
+// How the elements of a job are distributed over threads, loaded into registers and stored.
 //
-// A *unit* of work is what a group of `Lanes` threads holds in registers, `Vectors` times 16 bytes of values each: a
-// bucket, or a piece of a large one. Groups of 32 lanes or fewer are within a warp; a group of 256 is a whole block.
-// Each warp has consecutive elements, in rows of a vector for each lane, so that the lanes' accesses of 16 bytes lie
-// next to each other.
+// A *unit* of work is the values that a group of `Lanes` threads holds in registers, `Vectors` times 16 bytes in each
+// thread: a bucket, or a part of a large one. Groups of 32 lanes or fewer are within a warp; a group of 256 is a block. Each
+// warp has consecutive elements, in rows of one vector per lane, so that the lanes' accesses of 16 bytes coalesce.
 #pragma once
 
 #include "instructions.h"
@@ -15,7 +14,7 @@ template <int Lanes, int Vectors>
 struct Shape {
   static_assert(Lanes == kThreads || Lanes == 32 || (Lanes < 32 && Vectors == 1));
   static constexpr u32 lanes = Lanes, vectors = Vectors;
-  static constexpr u32 groups = kThreads / Lanes;  // in a block
+  static constexpr u32 groups = kThreads / Lanes;  // groups in a block
 };
 
 constexpr u32 kLargestUnit = kThreads * 32;  // elements
@@ -26,15 +25,15 @@ constexpr u32 kPerVector = 16 / sizeof(typename T::Storage);
 template <class T>
 constexpr u32 kPerRow = 32 * kPerVector<T>;
 
-// How much of an encoding a kernel does. A bucket of one unit takes one kernel. Otherwise `range` gathers what the units of
-// a bucket must agree on, and `codes`, in a second launch, does the rest.
+// The part of an encoding that a kernel does. A bucket of one unit takes one kernel (`whole`). Otherwise a first kernel
+// gathers the bucket's range (`range`), and a second one does the rest (`codes`).
 enum class Pass { whole, range, codes };
 
-// The job that a tile encodes for. The call's number is where Memory::call points.
+// The job of a tile's encode(). Memory::call points to the number of the call.
 struct TileJob {
   u64 count, index;
   u32 round, rank;
-  u32 scratch;  // the number of its first bucket
+  u32 scratch;  // the number of its first bucket in the scratch
 };
 
 // A thread's values.
@@ -43,20 +42,19 @@ using Values = float[S::vectors][kPerVector<T>];
 
 QCCL_FN u32 lane_number() { return threadIdx.x % 32; }
 
-// Told by one lane to the others, so that the compiler knows that it is the same for all, and that branches on what
-// follows from it do not part them.
+// The shuffle shows the compiler that all lanes have the same value, so branches that depend on it do not diverge.
 QCCL_FN u32 warp_number() { return __shfl_sync(kAllLanes, threadIdx.x / 32, 0); }
 
-// What a thread has to do with a unit. Where a warp has several, its first threads' may be the last of the job, and the
-// other threads repeat that without storing anything, because all lanes of a warp work together.
+// A thread's part of a unit. If a warp has several units and the job ends within the warp, the other threads repeat the
+// last unit without storing anything, because all lanes of a warp work together.
 struct Unit {
   u64 first;         // its first element in the call
   u32 size;          // elements, at least 1
   u32 bucket;        // its number in the call
-  u32 offset;        // where this thread's first vector begins in it; the next ones are a row further on each
-  u32 vectors;       // how many of this thread's vectors are in the unit, the last perhaps partly
-  u32 stored;        // the same, or 0
-  bool leads, last;  // this thread is to store what there is once for a bucket, for a call
+  u32 offset;        // of this thread's first vector in it; the next vectors follow a row apart
+  u32 vectors;       // this thread's vectors in the unit, the last perhaps partly
+  u32 stored;        // vectors to store: the same, or 0
+  bool leads, last;  // this thread stores what a bucket has once, what a call has once
   u64 warp_first;    // first element of this warp
   u32 warp_size;     // elements of this warp
 };
@@ -66,13 +64,13 @@ QCCL_FN Number smaller(Number a, Number b) {
   return a < b ? a : b;
 }
 
-// The unit of this thread among `units` of a job; false if the warp has none. In a block that is one group, all warps
-// have one or none has.
+// Finds this thread's unit among `units` of a job; false if the warp has none. In a block that is one group, all warps have
+// one or none has.
 template <class T, class S>
 QCCL_FN bool find_unit(u32 units, u64 count, const Parameters& parameters, Unit& unit) {
   constexpr u32 per_warp = S::vectors * kPerRow<T>, capacity = S::lanes * S::vectors * kPerVector<T>;
   const u32 warp = warp_number(), lane = lane_number();
-  const u32 of_warp = blockIdx.x * S::groups + warp * 32 / S::lanes;  // its first unit
+  const u32 of_warp = blockIdx.x * S::groups + warp * 32 / S::lanes;  // the warp's first unit
   if (of_warp >= units) return false;
   const u32 wanted = of_warp + (S::lanes < 32 ? lane / S::lanes : 0), number = smaller(wanted, units - 1);
   const u64 bucket_size = parameters.bucket ? parameters.bucket : count;
@@ -101,7 +99,7 @@ QCCL_FN bool find_unit(u32 units, u64 count, const Parameters& parameters, Unit&
   return true;
 }
 
-// The number of this thread's first vector among those of its warp; the next ones are 32 further on each.
+// The number of this thread's first vector among its warp's vectors; the next follow at intervals of 32.
 template <class T, class S>
 QCCL_FN u32 vector_number(const Unit& unit) {
   if constexpr (S::lanes < 32) return ((u32)(unit.first - unit.warp_first) + unit.offset) / kPerVector<T>;
@@ -118,7 +116,7 @@ QCCL_FN bool is_aligned(const void* address, u32 alignment) {
   return (reinterpret_cast<u64>(address) & (alignment - 1)) == 0;
 }
 
-// Shared memory of this warp, for what cannot go between registers and global memory in wide accesses.
+// This warp's shared memory, for data that wide accesses cannot move between registers and global memory.
 constexpr u32 kStagedRows = 4;
 QCCL_FN u8* staging() {
   __shared__ __align__(16) u8 memory[kWarps][kStagedRows * 32 * 16];
@@ -135,9 +133,8 @@ QCCL_FN void prefetch_raw(const u8* values, const Unit& unit) {
   prefetch(values + unit.warp_first * itemsize, unit.warp_size * itemsize, lane_number());
 }
 
-// kRows rows of the unit's values from `row` on, from those of the call, which lie at `values`, a multiple of Step's
-// size. In a vector that is partly outside of the unit there are copies of a value in it; in those that are outside,
-// anything. All lanes of the warp take part.
+// Loads kRows rows of the unit from `row` on; `values` are the call's, aligned to Step. A vector that is partly outside the
+// unit is filled with copies of a value in it; a vector outside is undefined. All lanes of the warp take part.
 template <class T, class S, class Step = typename T::Storage>
 QCCL_FN void load_rows(const u8* values, const Unit& unit, u32 row, uint4 (&vectors)[kRows<S>]) {
   using Storage = typename T::Storage;
@@ -166,7 +163,7 @@ QCCL_FN void load_rows(const u8* values, const Unit& unit, u32 row, uint4 (&vect
   __syncwarp();
 }
 
-// The inverse; only the elements in the unit are stored.
+// The inverse; stores only the elements in the unit.
 template <class T, class S, class Step = typename T::Storage>
 QCCL_FN void store_rows(u8* values, const Unit& unit, u32 row, const uint4 (&vectors)[kRows<S>]) {
   using Storage = typename T::Storage;
@@ -211,7 +208,7 @@ QCCL_FN void widen(const uint4& vector, float (&x)[kPerVector<T>]) {
 QCCL_FN u32 raw_bits(float x) { return bits_of(x); }
 QCCL_FN u32 raw_bits(u16 x) { return x; }
 
-// The vector of the values, rounded to the element type. `nan`: there may be NaNs; all become the quiet one.
+// Rounds the values to the element type. `nan`: there may be NaNs; all become the quiet one.
 template <class T>
 QCCL_FN uint4 narrow(const float (&x)[kPerVector<T>], bool nan) {
   constexpr u32 per_word = kPerVector<T> / 4;
@@ -281,7 +278,7 @@ QCCL_FN bool has_nan(const Values<T, S>& x) {
   return found;
 }
 
-// In a vector that is partly outside of the unit: copies of its first value there.
+// Fills the rest of a vector that is partly outside the unit with its first value.
 template <class T, class S>
 QCCL_FN void repeat_first(Values<T, S>& x, const Unit& unit) {
   if (is_whole<T>(unit)) return;

@@ -1,4 +1,4 @@
-// Walks over the elements of a call.
+// Loops over the elements of a call in lanes and in blocks that fit L1.
 #pragma once
 
 #include "lanes.h"
@@ -17,7 +17,7 @@ typename T::Storage* element(void* base, u64 index) {
   return static_cast<typename T::Storage*>(base) + index;
 }
 
-// Calls body(i, lanes) for each sixteen of n elements, and for what is left over.
+// Calls body(i, lanes) for each sixteen of n elements, and for the left-over elements.
 template <class Count, class Body>
 QCCL_FN void for_lanes(Count n, const Body& body) {
   Count i = 0;
@@ -25,7 +25,7 @@ QCCL_FN void for_lanes(Count n, const Body& body) {
   if (i < n) body(i, (u32)(n - i));
 }
 
-// What a loop takes before the next loop begins, so that the second finds it in L1; a bucket of the usual sizes fits.
+// Elements that one loop handles before the next loop reads them from L1; a bucket of the usual sizes fits.
 constexpr u32 kBlock = 2048;
 
 // Calls body(begin, n) for each block of `size` elements.

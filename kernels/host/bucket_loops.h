@@ -1,4 +1,4 @@
-// The codecs in per-bucket form over a whole call: one bucket after the other, its values in scratch as fp32.
+// The loops that serve every codec: one bucket after the other, with its values in scratch as fp32.
 #pragma once
 
 #include "../state.h"
@@ -20,25 +20,27 @@ static inline RngCounter counter_at(const RngCounter& counter, u64 first) {
   return {counter.call, counter.index + first, counter.round, counter.rank};
 }
 
-// Zeros behind the codes of the last bucket, by the thread that encodes that bucket.
+// The thread that encodes the last bucket stores the zeros behind its codes.
 template <class Wire>
 void clear_padding(const Wire& layout, u8* wire, const BucketRange& buckets) {
   if (buckets.last != layout.buckets) return;
   for (u64 i = layout.codes_end; i < layout.meta_begin; ++i) wire[i] = 0;
 }
 
-// The values of n elements as fp32: where they are, or in `room`.
+// n elements as fp32: in place if they are fp32, otherwise converted into `scratch`.
 template <class T>
-const float* as_floats(const typename T::Storage* from, u32 n, [[maybe_unused]] float* room) {
+const float* as_floats(const typename T::Storage* from, u32 n, [[maybe_unused]] float* scratch) {
   if constexpr (T::code == Float32::code) {
     return from;
   } else {
-    for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE { store_values<Float32>(load_values<T>(from + i, lanes), room + i, lanes); });
-    return room;
+    for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE {
+      store_values<Float32>(load_values<T>(from + i, lanes), scratch + i, lanes);
+    });
+    return scratch;
   }
 }
 
-// n floats to elements.
+// Converts n floats to elements.
 template <class T>
 void to_elements(const float* x, u32 n, typename T::Storage* to) {
   for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE {
@@ -46,14 +48,14 @@ void to_elements(const float* x, u32 n, typename T::Storage* to) {
   });
 }
 
-// The total of some terms, which come in order.
+// Combines terms in order.
 class Total {
  public:
   Total(float* at, u32 n, Combine op) : at_(at), n_(n), op_(op) {}
 
   bool empty() const { return empty_; }
 
-  // Where a first term may be put instead of being added.
+  // Memory for the first term, which replaces add().
   float* put() {
     empty_ = false;
     return at_;
@@ -75,7 +77,7 @@ class Total {
   template <Combine op>
   QCCL_LOOP void add_by(const float* x) {
     for_lanes(n_, [&](u32 i, u32 lanes) QCCL_INLINE {
-      const Floats both = combine<op>(load_values<Float32>(at_ + i, lanes), load_values<Float32>(x + i, lanes));
+      const f32xN both = combine<op>(load_values<Float32>(at_ + i, lanes), load_values<Float32>(x + i, lanes));
       store_values<Float32>(both, at_ + i, lanes);
     });
   }
@@ -86,7 +88,7 @@ class Total {
   bool empty_ = true;
 };
 
-// The own values with their momentum, which goes on; n from element `first` of the call.
+// Adds momentum to the own values and stores the new momentum; n elements from element `first` of the call.
 QCCL_LOOP static inline void add_momentum(const StateCall& state, u64 first, const float* own, u32 n, float* to) {
   const float *old = state.momentum + first, mu = state.mu;
   float* next = state.new_momentum + first;
@@ -109,7 +111,7 @@ QCCL_LOOP static inline void keep_residual(const StateCall& state, u64 first, u3
   for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
 }
 
-// What is done with a decoded value.
+// Functions that decode() calls for each value.
 struct PutTo {
   float* at;
   QCCL_MEMBER void operator()(i32 i, float value) const { at[i] = value; }
@@ -123,13 +125,13 @@ struct AddTo {
   QCCL_MEMBER void operator()(i32 i, float value) const { at[i] += value; }
 };
 
-// One bucket. `T` is the call's element type where the wire has values of it, as those of sparse codecs have, and Float32
-// otherwise, so that there is one text for all types.
+// Encodes and decodes one bucket. `T` is the call's element type for typed codecs, and Float32 for the others, so that
+// these are compiled once for all types.
 template <class Codec, class T>
 struct OneBucket {
   using Wire = BucketWire<Codec, T>;
 
-  // The values of bucket b of a wire, to y; with `add`, those that a sparse codec has are added to what is there.
+  // Decodes bucket b to y; with `add`, adds the elements that a sparse codec has to y.
   QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, bool add, float* y) {
     const u32 n = Wire::size_of(layout, b);
     const HostTeam team(wire + Wire::nbytes(layout));
@@ -142,35 +144,37 @@ struct OneBucket {
     }
   }
 
-  // The same to the values that a call asks for.
+  // The same to the caller's output, where every NaN becomes the quiet one.
   QCCL_LOOP static void decode_to_values(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, float* y) {
     const HostTeam team(wire + Wire::nbytes(layout));
     const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
     Codec::template decode<T>(team, layout.options, counter, codes, meta, Wire::size_of(layout, b), PutQuiet{y});
   }
 
-  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float* room) {
-    const HostTeam team(nullptr, room);
+  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
+    const HostTeam team(nullptr, scratch);
     Codec::template encode<T>(team, layout.options, counter, x, Wire::size_of(layout, b), wire + Wire::codes_of(layout, b),
                               wire + Wire::meta_of(layout, b));
   }
 };
 
-// From and to the elements of a call. A codec that needs no copy as fp32 has functions of its own.
+// From and to the elements of a call. A codec that needs no copy as fp32 specialises it.
 template <class Codec, class T>
 struct BucketOfElements {
   using Storage = typename T::Storage;
   template <class Bucket, class Wire>
-  static void encode(const Wire& layout, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values, float* room) {
-    Bucket::encode(layout, as_floats<T>(from, Wire::size_of(layout, b), values), b, counter, wire, room);
+  static void encode(const Wire& layout, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values,
+                     float* scratch) {
+    Bucket::encode(layout, as_floats<T>(from, Wire::size_of(layout, b), values), b, counter, wire, scratch);
   }
   template <class Bucket, class Wire>
-  static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, [[maybe_unused]] float* room, Storage* to) {
+  static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, [[maybe_unused]] float* scratch,
+                     Storage* to) {
     if constexpr (T::code == Float32::code && !Codec::sparse) {
       Bucket::decode_to_values(layout, wire, b, counter, to);
     } else {
-      Bucket::decode(layout, wire, b, counter, false, room);
-      to_elements<T>(room, Wire::size_of(layout, b), to);
+      Bucket::decode(layout, wire, b, counter, false, scratch);
+      to_elements<T>(scratch, Wire::size_of(layout, b), to);
     }
   }
 };
@@ -191,18 +195,18 @@ struct BucketLoops {
   using Wire = typename Bucket::Wire;
   using Elements = BucketOfElements<Codec, T>;
 
-  // Parts of the scratch, each with room for a bucket.
+  // The parts of the scratch, each with space for a bucket.
   static float* part(const Wire& layout, float* scratch, u32 number) {
     return scratch + number * (smaller(layout.bucket, layout.count) + 64);
   }
 
   static void encode(const BucketOptions& options, const EncodeCall& call) {
     const Wire layout = Wire::make(options, call.count);
-    float *values = part(layout, call.scratch, 0), *room = part(layout, call.scratch, 2);
+    float *values = part(layout, call.scratch, 0), *scratch = part(layout, call.scratch, 2);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
       const u64 first = Wire::first_of(layout, b);
-      Elements::template encode<Bucket>(layout, element<T>(call.src, first), b, counter_at(call.counter, first), call.wire, values,
-                                        room);
+      Elements::template encode<Bucket>(layout, element<T>(call.src, first), b, counter_at(call.counter, first), call.wire,
+                                        values, scratch);
     }
     clear_padding(layout, call.wire, call.buckets);
   }
@@ -226,7 +230,8 @@ struct BucketLoops {
     }
   }
 
-  static void add_bucket(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, Total& sum, float* total, float* term) {
+  static void add_bucket(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, Total& sum, float* total,
+                         float* term) {
     if (sum.empty()) {
       Bucket::decode(layout, wire, b, counter, false, sum.put());
     } else if (Codec::sparse) {
@@ -263,7 +268,7 @@ struct BucketLoops {
     if (call.wire) clear_padding(layout, call.wire, call.buckets);
   }
 
-  // The total, scaled, to the wire and the output.
+  // Scales the total and stores it to the wire and the output.
   static void finish(const Wire& layout, const ReduceCall& call, u64 b, u64 first, u32 n, float* total, float* term) {
     if (call.scale != 1.0f) {
       for (u32 i = 0; i < n; ++i) total[i] *= call.scale;
@@ -273,8 +278,8 @@ struct BucketLoops {
     const bool residual = call.state && call.state->residual;
     if (residual) add_residual(*call.state, first, n, total);
     const RngCounter counter = counter_at(call.counter, first);
-    float* room = part(layout, call.scratch, 2);
-    BucketOfElements<Codec, Float32>::template encode<Bucket>(layout, total, b, counter, call.wire, total, room);
+    float* scratch = part(layout, call.scratch, 2);
+    BucketOfElements<Codec, Float32>::template encode<Bucket>(layout, total, b, counter, call.wire, total, scratch);
     if (!out && !residual) return;
     Bucket::decode(layout, call.wire, b, counter, false, term);
     if (out) to_elements<T>(term, n, out);
@@ -282,8 +287,8 @@ struct BucketLoops {
   }
 };
 
-// The loops of a codec without state. A codec may bring its own by a specialisation (codecs/minmax/host.h); reductions
-// with state go bucket by bucket always.
+// The loops of a codec for calls without state. A codec may specialise them (codecs/minmax/host.h). Reductions with state
+// always use BucketLoops.
 template <class Codec>
 struct CallLoops {
   static constexpr bool whole_call = false;

@@ -1,5 +1,5 @@
-// Sixteen codes between registers, one per lane, and the wire, where they are 2 * Bits bytes. Loads read up to eight
-// bytes more, because the wire has a range behind the codes; stores write nothing more.
+// Loads and stores sixteen codes, one per lane in registers and 2 * Bits bytes on the wire. Loads read up to eight bytes
+// more, which the second part of the wire provides; stores write exactly their bytes.
 #pragma once
 
 #include "../pack.h"
@@ -11,7 +11,7 @@ typedef u8 Bytes __attribute__((vector_size(16)));
 typedef u64 Pair __attribute__((vector_size(16)));
 
 // The lowest byte of each lane; all lanes hold 0 to 255.
-QCCL_FN Bytes narrow(const Ints& x) {
+QCCL_FN Bytes narrow(const i32xN& x) {
 #if defined(QCCL_AVX512)
   return (Bytes)_mm512_cvtepi32_epi8((__m512i)x.part[0]);
 #elif defined(QCCL_AVX2)
@@ -27,32 +27,32 @@ QCCL_FN Bytes narrow(const Ints& x) {
 #endif
 }
 
-// The inverse.
-QCCL_FN Ints widen(Bytes x) {
+// The inverse of narrow().
+QCCL_FN i32xN widen(Bytes x) {
 #if defined(QCCL_AVX512)
-  return {(Ints::Part)_mm512_cvtepu8_epi32((__m128i)x)};
+  return {(i32xN::Part)_mm512_cvtepu8_epi32((__m128i)x)};
 #elif defined(QCCL_AVX2)
-  return {{(Ints::Part)_mm256_cvtepu8_epi32((__m128i)x),
-           (Ints::Part)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8))}};
+  return {{(i32xN::Part)_mm256_cvtepu8_epi32((__m128i)x),
+           (i32xN::Part)_mm256_cvtepu8_epi32(_mm_srli_si128((__m128i)x, 8))}};
 #elif defined(__SSE2__)
   const __m128i zero{}, low = _mm_unpacklo_epi8((__m128i)x, zero), high = _mm_unpackhi_epi8((__m128i)x, zero);
-  return {{(Ints::Part)_mm_unpacklo_epi16(low, zero), (Ints::Part)_mm_unpackhi_epi16(low, zero),
-           (Ints::Part)_mm_unpacklo_epi16(high, zero), (Ints::Part)_mm_unpackhi_epi16(high, zero)}};
+  return {{(i32xN::Part)_mm_unpacklo_epi16(low, zero), (i32xN::Part)_mm_unpackhi_epi16(low, zero),
+           (i32xN::Part)_mm_unpacklo_epi16(high, zero), (i32xN::Part)_mm_unpackhi_epi16(high, zero)}};
 #else
-  Ints y;
+  i32xN y;
   for (u32 i = 0; i < kLanes; ++i) y.part[i / 4][i % 4] = x[i];
   return y;
 #endif
 }
 
 #if defined(QCCL_AVX512) || defined(QCCL_AVX2)
-// Where each lane's code is: the two bytes that hold it, as a shuffle of bytes, and how far up it lies in them.
+// The byte shuffle that brings the two bytes of a lane's code into the lane, and the shift of the code in them.
 template <int Bits>
-struct CodePlaces {
+struct CodeShuffle {
   u8 bytes[4 * kLanes] = {};
   u32 shifts[kLanes] = {};
 
-  constexpr CodePlaces() {
+  constexpr CodeShuffle() {
     for (u32 i = 0; i < kLanes; ++i) {
       const u32 bit = i * Bits;
       bytes[4 * i] = (u8)(bit / 8);
@@ -63,47 +63,47 @@ struct CodePlaces {
   }
 };
 
-// Sixteen codes, each with other bits above its own.
+// Sixteen codes, each with bits of other codes above its own.
 template <int Bits>
-QCCL_FN Ints load_codes_with_others(const u8* from) {
-  alignas(64) static constexpr CodePlaces<Bits> places;
+QCCL_FN i32xN load_codes_with_others(const u8* from) {
+  alignas(64) static constexpr CodeShuffle<Bits> places;
   const auto* address = reinterpret_cast<const __m128i*>(from);
   const __m128i packed = Bits <= 4 ? _mm_loadl_epi64(address) : _mm_loadu_si128(address);
 #if defined(QCCL_AVX512)
   const __m512i all = Bits <= 4 ? _mm512_broadcastq_epi64(packed) : _mm512_broadcast_i32x4(packed);
   const __m512i two = _mm512_shuffle_epi8(all, _mm512_load_si512(places.bytes));
-  return {(Ints::Part)_mm512_srlv_epi32(two, _mm512_load_si512(places.shifts))};
+  return {(i32xN::Part)_mm512_srlv_epi32(two, _mm512_load_si512(places.shifts))};
 #else
   const __m256i all = Bits <= 4 ? _mm256_broadcastq_epi64(packed) : _mm256_broadcastsi128_si256(packed);
   const auto part = [&](u32 p) {
     const __m256i bytes = _mm256_load_si256(reinterpret_cast<const __m256i*>(places.bytes + 32 * p));
     const __m256i shifts = _mm256_load_si256(reinterpret_cast<const __m256i*>(places.shifts + 8 * p));
-    return (Ints::Part)_mm256_srlv_epi32(_mm256_shuffle_epi8(all, bytes), shifts);
+    return (i32xN::Part)_mm256_srlv_epi32(_mm256_shuffle_epi8(all, bytes), shifts);
   };
   return {{part(0), part(1)}};
 #endif
 }
 
 template <int Bits>
-QCCL_FN Ints load_codes(const u8* from) {
+QCCL_FN i32xN load_codes(const u8* from) {
   if constexpr (Bits == 8) return widen((Bytes)_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   return load_codes_with_others<Bits>(from) & ((1 << Bits) - 1);
 }
 
-// Which bytes of sixteen hold the codes after neighbours have joined to 8 * Bits bits in the low end of each half.
+// The byte shuffle that joins the low 8 * Bits bits of the two halves.
 template <int Bits>
-struct JoinedPlaces {
+struct JoinShuffle {
   u8 bytes[16] = {};
 
-  constexpr JoinedPlaces() {
+  constexpr JoinShuffle() {
     for (int i = 0; i < 16; ++i) bytes[i] = i < Bits ? (u8)i : i < 2 * Bits ? (u8)(8 + i - Bits) : 0x80;
   }
 };
 
-// Neighbours join in three steps, the first two of them multiplications: the second of a pair goes Bits higher up.
+// Three steps join pairs, fours and eights of codes; the first two are multiplications that shift and add.
 template <int Bits>
 QCCL_FN __m128i join_codes(__m128i bytes) {
-  alignas(16) static constexpr JoinedPlaces<Bits> places;
+  alignas(16) static constexpr JoinShuffle<Bits> places;
   constexpr u64 low = (1ull << 4 * Bits) - 1;
   const __m128i pairs = _mm_maddubs_epi16(_mm_set1_epi16((short)(1 | 1 << (8 + Bits))), bytes);
   const __m128i fours = _mm_madd_epi16(pairs, _mm_set1_epi32(1 | 1 << (16 + 2 * Bits)));
@@ -113,13 +113,13 @@ QCCL_FN __m128i join_codes(__m128i bytes) {
   return _mm_shuffle_epi8(eights, _mm_load_si128(reinterpret_cast<const __m128i*>(places.bytes)));
 }
 
-// For four bits the first step is enough.
+// Four bits need the first step only.
 QCCL_FN __m128i join_nibbles(__m128i bytes) {
   const __m128i pairs = _mm_maddubs_epi16(bytes, _mm_set1_epi16(1 | 16 << 8));
   return _mm_shuffle_epi8(pairs, _mm_set1_epi64x(0x0e0c0a0806040200));
 }
 
-// Sixteen codes, as bytes, to 2 * Bits bytes: as one or two integers; two of them overlap.
+// Stores sixteen codes, given as bytes, in 2 * Bits bytes: one integer, or two that overlap.
 template <int Bits>
 QCCL_FN void store_bytes(__m128i bytes, u8* to) {
   if constexpr (Bits == 8) {
@@ -142,12 +142,12 @@ QCCL_FN void store_bytes(__m128i bytes, u8* to) {
 }
 
 template <int Bits>
-QCCL_FN void store_codes(const Ints& codes, u8* to) {
+QCCL_FN void store_codes(const i32xN& codes, u8* to) {
   store_bytes<Bits>((__m128i)narrow(codes), to);
 }
 
-// So many lanes at once that their codes, as bytes, fill a register: that takes fewer instructions. Packing goes within
-// each 128 bits; so fours of codes, which stay together, are put in order afterwards.
+// Converts kTogether * 16 codes at once, whose bytes fill a register, with fewer instructions. The packing instructions
+// work within 128 bits, so a permutation of fours of codes restores the order.
 #if defined(QCCL_AVX512)
 constexpr u32 kTogether = 4;
 using ManyBytes = __m512i;
@@ -156,7 +156,7 @@ QCCL_FN __m512i in_order(__m512i fours) {
   return _mm512_permutexvar_epi32(_mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15), fours);
 }
 
-QCCL_FN ManyBytes narrow_together(const Ints (&x)[kTogether]) {
+QCCL_FN ManyBytes narrow_together(const i32xN (&x)[kTogether]) {
   const auto part = [&](u32 g) QCCL_INLINE { return (__m512i)x[g].part[0]; };
   return in_order(_mm512_packus_epi16(_mm512_packus_epi32(part(0), part(1)), _mm512_packus_epi32(part(2), part(3))));
 }
@@ -182,7 +182,7 @@ QCCL_FN void store_together(ManyBytes bytes, u8* to) {
 constexpr u32 kTogether = 2;
 using ManyBytes = __m256i;
 
-QCCL_FN ManyBytes narrow_together(const Ints (&x)[kTogether]) {
+QCCL_FN ManyBytes narrow_together(const i32xN (&x)[kTogether]) {
   const auto part = [&](u32 p) QCCL_INLINE { return (__m256i)x[p / kParts].part[p % kParts]; };
   const __m256i mixed = _mm256_packus_epi16(_mm256_packus_epi32(part(0), part(1)), _mm256_packus_epi32(part(2), part(3)));
   return _mm256_permutevar8x32_epi32(mixed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
@@ -210,7 +210,7 @@ constexpr u32 kTogether = 1;
 using ManyBytes = Bytes;
 
 template <int Bits>
-QCCL_FN Ints load_codes(const u8* from) {
+QCCL_FN i32xN load_codes(const u8* from) {
   Bytes bytes;
   if constexpr (Bits == 8) {
     __builtin_memcpy(&bytes, from, sizeof bytes);
@@ -223,7 +223,7 @@ QCCL_FN Ints load_codes(const u8* from) {
   return widen(bytes);
 }
 
-QCCL_FN ManyBytes narrow_together(const Ints (&x)[kTogether]) { return narrow(x[0]); }
+QCCL_FN ManyBytes narrow_together(const i32xN (&x)[kTogether]) { return narrow(x[0]); }
 
 template <int Bits>
 QCCL_FN void store_together(const ManyBytes& bytes, u8* to) {
@@ -238,19 +238,19 @@ QCCL_FN void store_together(const ManyBytes& bytes, u8* to) {
 }
 
 template <int Bits>
-QCCL_FN void store_codes(const Ints& codes, u8* to) {
+QCCL_FN void store_codes(const i32xN& codes, u8* to) {
   store_together<Bits>(narrow(codes), to);
 }
 #endif
 
-// The codes of less than sixteen values, with room for more.
+// The codes of less than sixteen values, with space for sixteen.
 template <int Bits>
 struct SomeCodes {
   u8 bytes[16] = {};
 
   void read(const u8* from, u32 n) { __builtin_memcpy(bytes, from, packed_nbytes(n, Bits)); }
 
-  // The bits behind the last code become zeros.
+  // Clears the bits behind the last code.
   void write(u8* to, u32 n) {
     const u32 nbytes = (u32)packed_nbytes(n, Bits), used = n * Bits % 8;
     if (used) bytes[nbytes - 1] &= (u8)((1u << used) - 1);

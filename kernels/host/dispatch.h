@@ -1,4 +1,4 @@
-// Which instruction set's loops this process uses.
+// The choice of the instruction set at run time.
 #pragma once
 
 #include <string>
@@ -11,8 +11,8 @@ namespace qccl {
 // The builds that this processor can run, best first; never empty.
 std::vector<const Isa*> usable_isas();
 
-// The first usable one, or the one that the environment variable QCCL_ISA names.
-// Throws std::runtime_error if that one does not exist or cannot run here.
+// The best usable one, or the one that the environment variable QCCL_ISA names. Throws std::runtime_error if that one does
+// not exist or cannot run here.
 const Isa& choose_isa();
 
 }  // namespace qccl

@@ -31,7 +31,7 @@ std::string dtype_name(nb::dlpack::dtype dtype) {
   return dtype.lanes == 1 ? name : name + "x" + std::to_string(dtype.lanes);
 }
 
-// The memory behind an array. The ndarray holds the producer's DLPack capsule or buffer view, and so the memory.
+// The memory of an array. The ndarray owns the producer's DLPack capsule or buffer view and keeps the memory alive.
 struct View {
   ReadOnly array;
   bool readonly;
@@ -55,8 +55,8 @@ struct View {
   }
 };
 
-// Whether an object that speaks the buffer protocol refuses to be written. JAX's arrays do, but export DLPack capsules
-// of the old kind, which cannot say so.
+// Whether an object with the buffer protocol is read-only. JAX's arrays are, but their DLPack capsules are of the old kind,
+// which has no flag for it.
 bool refuses_writing(nb::handle object) {
   if (!PyObject_CheckBuffer(object.ptr())) return false;
   Py_buffer buffer;
@@ -68,8 +68,8 @@ bool refuses_writing(nb::handle object) {
   return true;
 }
 
-// What to ask for the memory: where there is only the buffer protocol, a memoryview, which always has strides. Arrays of
-// ctypes leave them out, and nanobind reads them all the same.
+// A memoryview of an object that has only the buffer protocol, because nanobind reads strides and arrays of ctypes have
+// none; otherwise the object.
 nb::object with_strides(nb::handle object) {
   if (PyObject_CheckBuffer(object.ptr()) && !nb::hasattr(object, "__dlpack__")) {
     PyObject* view = PyMemoryView_FromObject(object.ptr());

@@ -1,4 +1,4 @@
-// From any array object to its address, layout and element type.
+// The address, layout and element type of any array object.
 #pragma once
 
 #include <nanobind/nanobind.h>

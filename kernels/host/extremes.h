@@ -1,4 +1,4 @@
-// The least and the greatest of many values, by their order keys.
+// The least and the greatest of many values, in the order of order_key().
 #pragma once
 
 #include "../numeric.h"
@@ -17,8 +17,8 @@ struct IntegersOf<Float32> {
   using Unsigned = u32;
 };
 
-// Of the values' bits in memory rather than of their keys, which saves making these. As signed integers the values from
-// +0 on are in order and above all others; as unsigned ones those below are in reverse order and above all others.
+// Compares the values' bits without computing keys. As signed integers the bits of positive values are in order and above
+// all others; as unsigned integers those of negative values are in reverse order and above all others.
 template <class T>
 struct Extremes {
   using Storage = typename T::Storage;
@@ -36,7 +36,7 @@ struct Extremes {
     for (u32 i = whole; i < n; ++i) extend_one(__builtin_bit_cast(Unsigned, x[i]));
   }
 
-  // Of one value or more.
+  // Valid after one value or more.
   Range range() const {
     const bool some_negative = (Signed)top < 0, some_positive = top_signed >= 0;
     return finite_range(key_of(some_negative ? top : bottom), key_of(some_positive ? (Unsigned)top_signed : bottom));
@@ -59,7 +59,7 @@ struct Extremes {
     for (u32 i = at_once; i < n; i += at_once) {
       Lanes<Unsigned> bits = load_lanes<Unsigned>(x + i);
 #if defined(__x86_64__)
-      QCCL_EACH_PART asm("" : "+v"(bits.part[p]));  // else three instructions load it
+      QCCL_EACH_PART asm("" : "+v"(bits.part[p]));  // otherwise the compiler loads it three times
 #endif
       tops_signed = greatest(tops_signed, cast<Signed>(bits));
       tops = greatest(tops, bits);

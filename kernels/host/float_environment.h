@@ -1,5 +1,5 @@
-// Within its scope: round to nearest even, subnormals kept. Another library may have set this thread otherwise (flush
-// to zero is common), and the bytes of a rank must not depend on that.
+// Within its scope the processor rounds to nearest even and keeps subnormals. Another library may have changed this thread's
+// mode (flush to zero is common), and a rank's bytes must not depend on it.
 #pragma once
 
 #if defined(__x86_64__)

@@ -1,5 +1,5 @@
-// One instruction set's build of all loops. This file is compiled once per instruction set, each time with a
-// QCCL_NAMESPACE of its own, so that the linker cannot merge a function of one with that of another.
+// All loops for one instruction set. This file is compiled once per instruction set, each time with its own QCCL_NAMESPACE,
+// so that the linker cannot merge functions of different instruction sets.
 #define QCCL_HOST_LOOPS
 #include "../codecs.h"
 #include "bucket_loops.h"
@@ -7,7 +7,7 @@
 namespace QCCL_NAMESPACE {
 namespace {
 
-// body(T{}) for the element type T of a number.
+// body(T{}) for the element type T with code `dtype`.
 template <class Body>
 void with_dtype(u32 dtype, const Body& body) {
   switch (dtype) {

@@ -1,4 +1,4 @@
-// What the module and the loops say to each other: plain data, the same in every instruction set's build.
+// The arguments of the loops: plain data, the same in every instruction set's build.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace qccl {
 
-// The buckets of a call that loops work on, all of which are independent: threads share a call by them.
+// The buckets that a thread works on. Buckets are independent.
 struct BucketRange {
   std::uint64_t first, last;  // `last` is the one after
 };
@@ -22,7 +22,7 @@ struct EncodeCall {
   BucketRange buckets;
 };
 
-// `counter` is that of the Encode that made the wire.
+// `counter` is the one of the Encode that made the wire.
 struct DecodeCall {
   const unsigned char* wire;
   void* dst;
@@ -36,8 +36,7 @@ struct DecodeCall {
 
 enum class Combine : std::uint32_t { sum = 0, min = 1, max = 2, replace = 3 };
 
-// What a Reduce remembers, in fp32, one value per element: read from the old, written to the new. Both of a pair may be
-// null.
+// The state of a Reduce, in fp32, one value per element. Both pointers of a pair may be null.
 struct StateCall {
   const float* residual;
   float* new_residual;
@@ -46,8 +45,8 @@ struct StateCall {
   float mu, lr;
 };
 
-// `own` and `out` may be null; so may `wire` where `out` is not. own == out is allowed, other overlap is not. The sources
-// were made by `source_ranks` (null: rank 0 made all) in round `source_round`. `state` is usually null.
+// `own` and `out` may be null, and `wire` if `out` is not. own == out is allowed, other overlap is not. `source_ranks` (null:
+// all 0) encoded the sources in round `source_round`. `state` is usually null.
 struct ReduceCall {
   const unsigned char* const* sources;
   const std::uint32_t* source_ranks;
@@ -67,7 +66,7 @@ struct ReduceCall {
   BucketRange buckets;
 };
 
-// The loops of one codec. A reduction with state has loops of its own: every codec does it bucket by bucket.
+// The loops of one codec.
 struct CodecLoops {
   void (*encode)(const BucketOptions&, const EncodeCall&);
   void (*decode)(const BucketOptions&, const DecodeCall&);
@@ -78,15 +77,15 @@ struct CodecLoops {
 struct CodecEntry {
   const char* name;
   bool sparse;
-  bool whole_call;  // encode, decode and reduce are the codec's own loops over a whole call, which need no scratch
+  bool whole_call;  // the codec specialises CallLoops; its loops need no scratch
   CodecLoops loops;
   std::uint64_t (*wire_nbytes)(const BucketOptions&, std::uint64_t count, std::uint32_t dtype);
 };
 
-// How many floats of scratch the loops that go bucket by bucket need, for buckets of so many elements.
+// Floats of scratch that BucketLoops need for a bucket size.
 inline std::uint64_t bucket_scratch(std::uint64_t bucket) { return 4 * (bucket + 64); }
 
-// What one instruction set's build offers.
+// The build for one instruction set.
 struct Isa {
   const char* name;
   const CodecEntry* codecs;

@@ -1,5 +1,5 @@
-// Sixteen values at a time, in as many registers as that takes: one of AVX-512, two of AVX2, four of SSE2 or NEON. Vector
-// extensions of the compiler, and intrinsics where it does not find the instruction.
+// Sixteen values at a time, in one register of AVX-512, two of AVX2, or four of SSE2 or NEON. The code uses the compiler's
+// vector extensions, and intrinsics where the compiler does not find the instruction.
 #pragma once
 
 #include "../numeric.h"
@@ -8,14 +8,14 @@
 #include <immintrin.h>
 #endif
 
-// The x86-64 levels that the loops are built for (see CMakeLists.txt) by what they add.
+// The x86-64 levels v4 and v3 (see CMakeLists.txt).
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__)
 #define QCCL_AVX512 1
 #elif defined(__AVX2__) && defined(__F16C__)
 #define QCCL_AVX2 1
 #endif
 
-// For a function that is a loop, which a caller is not to repeat.
+// For a function that is a loop: keeps the compiler from copying it into each caller.
 #define QCCL_LOOP __attribute__((noinline))
 
 namespace QCCL_NAMESPACE {
@@ -32,16 +32,16 @@ constexpr u32 kRegisterBytes = 16;
 
 constexpr u32 kParts = kLanes * 4 / kRegisterBytes;
 
-// 64 bytes: sixteen elements of four bytes, which most code means by lanes, or 32 of two.
+// 64 bytes: sixteen elements of four bytes, as in most code here, or 32 of two.
 template <class E>
 struct Lanes {
   typedef E Part __attribute__((vector_size(kRegisterBytes)));
   Part part[kParts];
 };
 
-using Floats = Lanes<float>;
-using Ints = Lanes<i32>;
-using Words = Lanes<u32>;
+using f32xN = Lanes<float>;
+using i32xN = Lanes<i32>;
+using u32xN = Lanes<u32>;
 
 #define QCCL_EACH_PART for (u32 p = 0; p < kParts; ++p)
 
@@ -80,7 +80,7 @@ QCCL_FN Lanes<To> cast(const Lanes<From>& x) {
   return y;
 }
 
-// From and to sixteen elements at any address. One register at a time: a copy of the whole would go through memory.
+// Loads and stores at any address, one register at a time: the compiler would copy the whole struct through memory.
 template <class E>
 QCCL_FN Lanes<E> load_lanes(const void* from) {
   Lanes<E> lanes;
@@ -100,71 +100,71 @@ QCCL_FN void store_lanes(const Lanes<E>& lanes, void* to) {
   }
 }
 
-QCCL_FN Words lane_numbers() {
+QCCL_FN u32xN lane_numbers() {
   alignas(64) static constexpr u32 numbers[kLanes] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return load_lanes<u32>(numbers);
 }
 
-QCCL_FN Floats to_floats(const Ints& x) {
-  Floats y;
-  QCCL_EACH_PART y.part[p] = __builtin_convertvector(x.part[p], Floats::Part);
+QCCL_FN f32xN to_floats(const i32xN& x) {
+  f32xN y;
+  QCCL_EACH_PART y.part[p] = __builtin_convertvector(x.part[p], f32xN::Part);
   return y;
 }
 
-// Towards zero.
-QCCL_FN Ints truncate(const Floats& x) {
-  Ints y;
-  QCCL_EACH_PART y.part[p] = __builtin_convertvector(x.part[p], Ints::Part);
+// Rounds towards zero.
+QCCL_FN i32xN truncate(const f32xN& x) {
+  i32xN y;
+  QCCL_EACH_PART y.part[p] = __builtin_convertvector(x.part[p], i32xN::Part);
   return y;
 }
 
-// To the nearest, ties to the even one; for 0 <= x < 2^23. 2^23 has the last place 1, so the addition rounds.
-QCCL_FN Ints to_nearest(const Floats& x) {
+// Rounds to nearest even; for 0 <= x < 2^23. The unit in the last place of 2^23 is 1, so the addition rounds.
+QCCL_FN i32xN to_nearest(const f32xN& x) {
 #if defined(QCCL_AVX512)
-  return {(Ints::Part)_mm512_cvtps_epi32(x.part[0])};
+  return {(i32xN::Part)_mm512_cvtps_epi32(x.part[0])};
 #else
   return cast<i32>(x + 0x1p23f) - 0x4b000000;
 #endif
 }
 
 #if defined(QCCL_AVX512)
-// To the next integer above, if x is none; for 0 <= x < 2^32.
-QCCL_FN Words ceil_to_words(const Floats& x) {
-  return {(Words::Part)_mm512_cvt_roundps_epu32(x.part[0], _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC)};
+// Rounds up; for 0 <= x < 2^32.
+QCCL_FN u32xN ceil_to_u32(const f32xN& x) {
+  return {(u32xN::Part)_mm512_cvt_roundps_epu32(x.part[0], _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC)};
 }
 #endif
 
-// Which lanes; one bit or one whole lane each.
+// A set of lanes: one bit or one whole lane each.
 #if defined(QCCL_AVX512)
 using Mask = __mmask16;
-QCCL_FN Mask is_less(const Floats& a, const Floats& b) { return _mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_LT_OQ); }
-QCCL_FN Mask is_less(const Ints& a, const Ints& b) {
+QCCL_FN Mask is_less(const f32xN& a, const f32xN& b) { return _mm512_cmp_ps_mask(a.part[0], b.part[0], _CMP_LT_OQ); }
+QCCL_FN Mask is_less(const i32xN& a, const i32xN& b) {
   return _mm512_cmplt_epi32_mask((__m512i)a.part[0], (__m512i)b.part[0]);
 }
-QCCL_FN Mask is_nan(const Floats& x) { return _mm512_cmp_ps_mask(x.part[0], x.part[0], _CMP_UNORD_Q); }
+QCCL_FN Mask is_nan(const f32xN& x) { return _mm512_cmp_ps_mask(x.part[0], x.part[0], _CMP_UNORD_Q); }
 QCCL_FN Mask either(Mask a, Mask b) { return a | b; }
-QCCL_FN Floats select(Mask which, const Floats& yes, const Floats& no) {
+QCCL_FN f32xN select(Mask which, const f32xN& yes, const f32xN& no) {
   return {_mm512_mask_blend_ps(which, no.part[0], yes.part[0])};
 }
-QCCL_FN Ints select(Mask which, const Ints& yes, const Ints& no) {
-  return {(Ints::Part)_mm512_mask_blend_epi32(which, (__m512i)no.part[0], (__m512i)yes.part[0])};
+QCCL_FN i32xN select(Mask which, const i32xN& yes, const i32xN& no) {
+  return {(i32xN::Part)_mm512_mask_blend_epi32(which, (__m512i)no.part[0], (__m512i)yes.part[0])};
 }
-QCCL_FN Ints subtract_where(Mask which, const Ints& a, const Ints& b) {
-  return {(Ints::Part)_mm512_mask_sub_epi32((__m512i)a.part[0], which, (__m512i)a.part[0], (__m512i)b.part[0])};
+QCCL_FN i32xN subtract_where(Mask which, const i32xN& a, const i32xN& b) {
+  return {(i32xN::Part)_mm512_mask_sub_epi32((__m512i)a.part[0], which, (__m512i)a.part[0], (__m512i)b.part[0])};
 }
 #else
-using Mask = Ints;
-QCCL_FN Mask is_less(const Floats& a, const Floats& b) {
+using Mask = i32xN;
+QCCL_FN Mask is_less(const f32xN& a, const f32xN& b) {
   Mask m;
   QCCL_EACH_PART m.part[p] = a.part[p] < b.part[p];
   return m;
 }
-QCCL_FN Mask is_less(const Ints& a, const Ints& b) {
+QCCL_FN Mask is_less(const i32xN& a, const i32xN& b) {
   Mask m;
   QCCL_EACH_PART m.part[p] = a.part[p] < b.part[p];
   return m;
 }
-QCCL_FN Mask is_nan(const Floats& x) {
+QCCL_FN Mask is_nan(const f32xN& x) {
   Mask m;
   QCCL_EACH_PART m.part[p] = x.part[p] != x.part[p];
   return m;
@@ -178,7 +178,7 @@ QCCL_FN Lanes<E> select(const Mask& which, const Lanes<E>& yes, Lanes<E> no) {
   QCCL_EACH_PART no.part[p] = which.part[p] ? yes.part[p] : no.part[p];
   return no;
 }
-QCCL_FN Ints subtract_where(const Mask& which, const Ints& a, const Ints& b) { return a - (which & b); }
+QCCL_FN i32xN subtract_where(const Mask& which, const i32xN& a, const i32xN& b) { return a - (which & b); }
 #endif
 
 // One bit for each lane.

@@ -36,10 +36,10 @@ void bind_memory(nb::module_& m) {
            [](qccl::Memory& memory, std::size_t buffer, std::uintptr_t address) { slot(memory, buffer) = address; })
       .def_rw("call", &qccl::Memory::call, "Number of the collective call; keys the random numbers.")
       .def_rw("lr", &qccl::Memory::lr, "Learning rate of the call, for residuals; 1 if there is none.")
-      .def_rw("threads", &qccl::Memory::threads, "How many may share an operation.");
+      .def_rw("threads", &qccl::Memory::threads, "Threads that may share an operation.");
 }
 
-// A codec whose arithmetic is Python functions, which take addresses. What they raise is what the operation raises.
+// A codec whose arithmetic is Python functions of addresses. The operation raises what they raise.
 struct CallbackCodec final : qccl::Codec {
   CallbackCodec(nb::object encode, nb::object decode, nb::object reduce)
       : encode_(std::move(encode)), decode_(std::move(decode)), reduce_(std::move(reduce)) {}
@@ -78,7 +78,7 @@ void bind_codecs(nb::module_& m) {
       .def(nb::init<const std::string&, std::uint64_t, std::uint64_t, const std::vector<std::uint32_t>&>(), "name"_a,
            "bucket"_a, "seed"_a, "options"_a)
       .def("wire_nbytes", &qccl::CompiledCodec::wire_nbytes, "count"_a, "dtype_code"_a, "Bytes of a wire.");
-  nb::class_<CallbackCodec, qccl::Codec>(m, "CallbackCodec", "A codec of Python functions, which are given addresses.")
+  nb::class_<CallbackCodec, qccl::Codec>(m, "CallbackCodec", "A codec of Python functions of addresses.")
       .def(nb::init<nb::object, nb::object, nb::object>(), "encode"_a, "decode"_a, "reduce"_a);
 }
 
@@ -86,7 +86,7 @@ void bind_operations(nb::module_& m) {
   using namespace qccl;
   using u32 = std::uint32_t;
   using u64 = std::uint64_t;
-  nb::class_<Operation>(m, "Operation", "Something to compute.").def("__call__", &Operation::run, Release());
+  nb::class_<Operation>(m, "Operation", "A prepared computation.").def("__call__", &Operation::run, Release());
   nb::class_<Encode, Operation>(m, "Encode", "Values -> wire; ``src`` and ``wire`` are (buffer, byte offset).")
       .def(nb::init<MemoryPointer, CodecPointer, u32, BufferRef, BufferRef, u64, u64, u32, u32>(), "memory"_a, "codec"_a,
            "dtype_code"_a, "src"_a, "wire"_a, "count"_a, "index"_a, "round"_a, "rank"_a);
@@ -103,8 +103,10 @@ void bind_operations(nb::module_& m) {
            "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a,
            "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0, "residual"_a = nb::none(),
            "momentum"_a = nb::none(), "mu"_a = 0.0f);
-  nb::class_<Commit, Operation>(m, "Commit", "Copies (from, to, bytes), if all of ``guard`` (dtype_code, place, count) is finite.")
-      .def(nb::init<MemoryPointer, std::vector<std::tuple<u32, BufferRef, u64>>, std::vector<std::tuple<BufferRef, BufferRef, u64>>>(),
+  nb::class_<Commit, Operation>(m, "Commit",
+                                "Copies (from, to, bytes) if all of ``guard`` (dtype_code, buffer, count) is finite.")
+      .def(nb::init<MemoryPointer, std::vector<std::tuple<u32, BufferRef, u64>>,
+                    std::vector<std::tuple<BufferRef, BufferRef, u64>>>(),
            "memory"_a, "guard"_a, "copies"_a);
 }
 
@@ -115,7 +117,7 @@ void copy(std::uintptr_t dst, std::uintptr_t src, std::size_t nbytes) {
 }  // namespace
 
 NB_MODULE(_host, m) {
-  nb::set_leak_warnings(false);  // transports that failed are kept on purpose, with what the library still works on
+  nb::set_leak_warnings(false);  // failed transports and the memory that their library still uses are kept on purpose
   m.doc() = "qccl's host kernels: prepared encode, decode and reduce operations over raw memory.";
   bind_memory(m);
   bind_codecs(m);

@@ -25,30 +25,30 @@ void check_dtype(std::uint32_t dtype) {
           "dtype_code is " + std::to_string(dtype) + "; allowed: 0 (float32), 1 (float16), 2 (bfloat16)");
 }
 
-void check_buffer(const Memory& memory, const BufferRef& place, const char* what) {
-  require(place.first < memory.addresses.size(), std::string(what) + " names buffer " + std::to_string(place.first) +
+void check_buffer(const Memory& memory, const BufferRef& ref, const char* what) {
+  require(ref.first < memory.addresses.size(), std::string(what) + " names buffer " + std::to_string(ref.first) +
                                                      ", but the memory has " +
                                                      std::to_string(memory.addresses.size()));
 }
 
-unsigned char* resolve(const Memory& memory, const BufferRef& place) {
-  const std::uintptr_t base = memory.addresses[place.first];
-  if (!base) throw std::runtime_error("buffer " + std::to_string(place.first) + " has no address; store one first");
-  return reinterpret_cast<unsigned char*>(base + place.second);
+unsigned char* resolve(const Memory& memory, const BufferRef& ref) {
+  const std::uintptr_t base = memory.addresses[ref.first];
+  if (!base) throw std::runtime_error("buffer " + std::to_string(ref.first) + " has no address; store one first");
+  return reinterpret_cast<unsigned char*>(base + ref.second);
 }
 
-unsigned char* resolve(const Memory& memory, const std::optional<BufferRef>& place) {
-  return place ? resolve(memory, *place) : nullptr;
+unsigned char* resolve(const Memory& memory, const std::optional<BufferRef>& ref) {
+  return ref ? resolve(memory, *ref) : nullptr;
 }
 
-// Of this thread; it grows to what the largest call needed.
+// This thread's scratch, which grows to the largest call's.
 float* scratch(std::uint64_t wanted) {
   thread_local std::vector<float> memory;
   if (memory.size() < wanted) memory.resize(wanted);
   return memory.data();
 }
 
-// run(part of the call) by as many threads as the memory's program may have, each with scratch of its own.
+// run(part of the call) in each of the threads that share the call, with that thread's scratch.
 template <class Call, class Run>
 void share_call(const Call& call, std::uint64_t bucket, const Memory& memory, std::uint64_t floats, const Run& run) {
   share(call.count, bucket, memory.threads, [&](const BucketRange& buckets) {
@@ -60,7 +60,7 @@ void share_call(const Call& call, std::uint64_t bucket, const Memory& memory, st
   });
 }
 
-// Whether in no value all bits of the exponent are set.
+// Whether all values are finite: in none are all bits of the exponent set.
 template <class Bits>
 bool all_finite(const unsigned char* values, std::uint64_t count, Bits exponent) {
   constexpr std::uint64_t block = 4096;
@@ -151,10 +151,10 @@ void Decode::run() {
 }
 
 Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<BufferRef> sources,
-               std::optional<BufferRef> own, std::uint32_t own_index, std::optional<BufferRef> wire, std::optional<BufferRef> out,
-               std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
-               std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round,
-               StateBuffer residual, StateBuffer momentum, float mu)
+               std::optional<BufferRef> own, std::uint32_t own_index, std::optional<BufferRef> wire,
+               std::optional<BufferRef> out, std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index,
+               std::uint32_t round, std::uint32_t rank, std::vector<std::uint32_t> source_ranks,
+               std::uint32_t source_round, StateBuffer residual, StateBuffer momentum, float mu)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
       sources_(std::move(sources)),
@@ -217,7 +217,7 @@ void Reduce::run() {
   call.counter.call = memory_->call;
   const StateCall state = resolve_state();
   if (residual_ || momentum_) call.state = &state;
-  if (sources_.empty() && !wire_ && call.scale == 1.0f && !call.state) {  // one rank alone: its values stay as they are, bit for bit
+  if (sources_.empty() && !wire_ && call.scale == 1.0f && !call.state) {  // one rank: its values stay, bit for bit
     std::memmove(call.out, call.own, call.count * kItemsize[call.dtype]);
     return;
   }
@@ -241,9 +241,9 @@ StateCall Reduce::resolve_state() const {
 Commit::Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, BufferRef, std::uint64_t>> guard,
                std::vector<std::tuple<BufferRef, BufferRef, std::uint64_t>> copies)
     : memory_(std::move(memory)), guard_(std::move(guard)), copies_(std::move(copies)) {
-  for (const auto& [dtype, place, count] : guard_) {
+  for (const auto& [dtype, ref, count] : guard_) {
     check_dtype(dtype);
-    check_buffer(*memory_, place, "guard");
+    check_buffer(*memory_, ref, "guard");
   }
   for (const auto& [from, to, nbytes] : copies_) {
     check_buffer(*memory_, from, "copies");
@@ -252,8 +252,8 @@ Commit::Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, Buffe
 }
 
 void Commit::run() {
-  for (const auto& [dtype, place, count] : guard_) {
-    const unsigned char* values = resolve(*memory_, place);
+  for (const auto& [dtype, ref, count] : guard_) {
+    const unsigned char* values = resolve(*memory_, ref);
     const bool finite = dtype == 0   ? all_finite<std::uint32_t>(values, count, 0x7f800000u)
                         : dtype == 1 ? all_finite<std::uint16_t>(values, count, 0x7c00u)
                                      : all_finite<std::uint16_t>(values, count, 0x7f80u);

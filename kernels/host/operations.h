@@ -1,4 +1,4 @@
-// Operations prepared once and run many times: what to do with which part of which buffer.
+// Prepared operations: each is constructed once and run many times over parts of numbered buffers.
 #pragma once
 
 #include <algorithm>
@@ -20,16 +20,16 @@ struct Memory {
   explicit Memory(std::size_t buffers) : addresses(buffers, 0) {}
   std::vector<std::uintptr_t> addresses;
   std::uint64_t call = 0;
-  float lr = 1.0f;            // of the run, for residuals
-  std::uint32_t threads = 1;  // that may share an operation
+  float lr = 1.0f;            // learning rate of the call, for residuals
+  std::uint32_t threads = 1;  // threads that may share an operation
 };
 
 // A codec with its parameters.
 struct Codec {
   virtual ~Codec() = default;
-  // Elements of a bucket in a call.
+  // Elements of a bucket in a call of `count`.
   virtual std::uint64_t bucket(std::uint64_t count) const = 0;
-  // Whether it can only be summed.
+  // Whether its wires can be summed only, without min and max.
   virtual bool sparse() const { return false; }
   // Floats of scratch for a call.
   virtual std::uint64_t scratch(std::uint64_t count, bool state) const = 0;
@@ -68,7 +68,7 @@ using BufferRef = std::pair<std::uint32_t, std::uint64_t>;
 using MemoryPointer = std::shared_ptr<Memory>;
 using CodecPointer = std::shared_ptr<const Codec>;
 
-// Where a Reduce reads what it remembers, and where it writes what it will.
+// Where a Reduce reads its state, and where it writes the new state.
 using StateBuffer = std::optional<std::pair<BufferRef, BufferRef>>;
 
 template <class T>
@@ -81,7 +81,7 @@ struct Operation {
   virtual ~Operation() = default;
   virtual void run() = 0;
   virtual std::unique_ptr<Operation> copy() const = 0;
-  virtual std::size_t nbytes() const = 0;  // of memory
+  virtual std::size_t nbytes() const = 0;  // memory that it takes
 };
 
 class Encode final : public Operation {
@@ -139,10 +139,10 @@ class Reduce final : public Operation {
   ReduceCall call_;
 };
 
-// Where all values of some places are finite, copies from place to place; otherwise nothing.
+// Copies between buffers if all values of `guard` are finite; otherwise does nothing.
 class Commit final : public Operation {
  public:
-  // `guard`: element type, place, elements. `copies`: from, to, bytes.
+  // `guard`: element type, buffer, elements. `copies`: from, to, bytes.
   Commit(MemoryPointer memory, std::vector<std::tuple<std::uint32_t, BufferRef, std::uint64_t>> guard,
          std::vector<std::tuple<BufferRef, BufferRef, std::uint64_t>> copies);
   void run() override;

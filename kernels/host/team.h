@@ -1,5 +1,4 @@
-// The team of a codec in per-bucket form (../bucket.h) on the host: one thread, whose loops over sixteen elements become
-// vectors.
+// The team that runs a codec's functions (../bucket.h) on the host: one thread, whose loops the compiler vectorises.
 #pragma once
 
 #include "../bucket.h"
@@ -8,7 +7,7 @@
 
 namespace QCCL_NAMESPACE {
 
-// The lanes of a sum (../bucket.h), each kind of number in an array of its own.
+// The lanes of a sum (../bucket.h); a pair has two arrays.
 template <class Number>
 struct SumLanes {
   using Value = Number;
@@ -17,32 +16,32 @@ struct SumLanes {
   QCCL_MEMBER void set(i32 j, float x) { at[j] = x; }
 };
 template <>
-struct SumLanes<Two> {
-  using Value = Two;
+struct SumLanes<FloatPair> {
+  using Value = FloatPair;
   SumLanes<float> first, second;
-  QCCL_MEMBER Two get(i32 j) const { return {first.get(j), second.get(j)}; }
-  QCCL_MEMBER void set(i32 j, const Two& x) { first.set(j, x.first), second.set(j, x.second); }
+  QCCL_MEMBER FloatPair get(i32 j) const { return {first.get(j), second.get(j)}; }
+  QCCL_MEMBER void set(i32 j, const FloatPair& x) { first.set(j, x.first), second.set(j, x.second); }
 };
 
 class HostTeam {
  public:
-  // `limit`: up to where the memory that unpack() reads from may be read. `room`: floats for twice a bucket.
-  explicit HostTeam(const u8* limit, float* room = nullptr) : limit_(limit), room_(room) {}
+  // `limit`: the end of the memory that unpack() may read. `scratch`: floats for twice a bucket.
+  explicit HostTeam(const u8* limit, float* scratch = nullptr) : limit_(limit), scratch_(scratch) {}
 
-  // Whether this thread is the one that stores what there is once.
+  // Whether this thread stores what a bucket has once; here always.
   bool leads() const { return true; }
 
-  // All threads wait for each other; what one stored before, others may load afterwards.
+  // A barrier of the team's threads; here nothing to do.
   void sync() const {}
 
-  // body(i) for each of n, in any order. Indices are signed, here and below, because what may not overflow is a stride to
-  // the compiler, and a vector.
+  // body(i) for each of n, in any order. Indices are signed, here and below: an unsigned index may wrap, which keeps the
+  // compiler from vectorising.
   template <class Body>
   QCCL_MEMBER void each(u32 n, const Body& body) const {
     for (i32 i = 0; i < (i32)n; ++i) body(i);
   }
 
-  // The sum of term(i), a float or Two, as bucket.h defines it.
+  // The sum of term(i), a float or FloatPair, as bucket.h defines it.
   template <class Term>
   QCCL_MEMBER auto sum(u32 n, const Term& term) const {
     constexpr i32 tile_size = (i32)kSumTile;
@@ -56,7 +55,7 @@ class HostTeam {
     return total.get(0);
   }
 
-  // The greatest key(i), of one or more.
+  // The greatest key(i); n is 1 or more.
   template <class Key>
   QCCL_MEMBER i32 greatest(u32 n, const Key& key) const {
     constexpr i32 lanes = 64;
@@ -78,7 +77,7 @@ class HostTeam {
     return all;
   }
 
-  // For how many i which(i) is true.
+  // The number of i for which which(i) is true.
   template <class Which>
   QCCL_MEMBER u32 count(u32 n, const Which& which) const {
     u32 number = 0;
@@ -86,8 +85,8 @@ class HostTeam {
     return number;
   }
 
-  // code(i) of n elements, Bits each, packed as in ../pack.h. Codes are made and packed in loops of their own, which the
-  // compiler turns into vectors.
+  // Packs code(i) of n elements, Bits each, as in ../pack.h. Separate loops compute and pack the codes, because the
+  // compiler vectorises those.
   template <int Bits, class Code>
   QCCL_MEMBER void pack(u32 n, const Code& code, u8* to) const {
     alignas(64) i32 codes[kStage];
@@ -127,7 +126,7 @@ class HostTeam {
     }
   }
 
-  // The same for numbers of two bytes.
+  // pack() and unpack() for numbers of two bytes.
   template <class Half>
   QCCL_MEMBER void pack_halves(u32 n, const Half& half, u8* to) const {
     u16 halves[kStage];
@@ -148,11 +147,11 @@ class HostTeam {
     }
   }
 
-  // emit(j, i) for the `keep` elements of greatest key(i), which is not negative, in the order of i; of equal keys the
-  // lower i is kept.
+  // emit(j, i) for the `keep` elements of greatest key(i), in the order of i; of equal keys the lower i is kept. Keys are
+  // not negative.
   template <class Key, class Emit>
   QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
-    i32* found = reinterpret_cast<i32*>(room_);
+    i32* found = reinterpret_cast<i32*>(scratch_);
     u32 above = 0, count = 0;  // keys above the digits so far; elements that may be kept
     const u32 top = (u32)greatest(n, key) >> 20;
     i32 least = digit_of(20, top, n, keep, above, [&](i32 i) { return key(i); }, [](i32) { return true; });
@@ -171,7 +170,7 @@ class HostTeam {
     }
   }
 
-  // body(j, index(j)) for each of n indices that is greater than all before it.
+  // body(j, index(j)) for each of n indices that is greater than all indices before it.
   template <class Index, class Body>
   QCCL_MEMBER void ascending(u32 n, const Index& index, const Body& body) const {
     u64 next = 0;
@@ -184,7 +183,7 @@ class HostTeam {
   }
 
  private:
-  // The sums of the lanes of one tile, of n terms. Four rows at a time, so that the lanes are in memory less often.
+  // Adds one tile of n terms to the lanes, four rows at a time to load and store the lanes less often.
   template <class Term, class Sums>
   QCCL_MEMBER static void add_tile(i32 n, const Term& term, Sums& sums) {
     constexpr i32 lanes = (i32)kSumLanes;
@@ -207,7 +206,8 @@ class HostTeam {
     for (i32 j = 0; j < n - at; ++j) sums.set(j, sums.get(j) + term(at + j));
   }
 
-  // Lanes are added in halves. Each number of them has a loop, which becomes a few vectors.
+  // Adds the upper half of the lanes to the lower half. Each step is a loop of constant length, which the compiler
+  // vectorises.
   template <i32 Half, class Sums>
   QCCL_MEMBER static void fold(Sums& sums) {
     for (i32 j = 0; j < Half; ++j) sums.set(j, sums.get(j) + sums.get(j + Half));
@@ -217,8 +217,8 @@ class HostTeam {
   static constexpr u32 kDigits = 1 << 11;
   static constexpr i32 kStage = 256;
 
-  // The digit at `shift` of the last key that is kept, in place; it is `most` or less. `above` counts the keys that have
-  // greater ones. Only the keys that belong to those are looked at.
+  // One step of a radix select: the digit at `shift`, `most` or less, of the last key that is kept; returned in place.
+  // `above` counts the keys with a greater digit. Keys for which belongs() is false are ignored.
   template <class Key, class Belongs>
   QCCL_MEMBER static i32 digit_of(u32 shift, u32 most, u32 n, u32 keep, u32& above, const Key& key, const Belongs& belongs) {
     u32 counts[kDigits];
@@ -233,7 +233,8 @@ class HostTeam {
     return (i32)(digit << shift);
   }
 
-  // The numbers of those among elements first, ... (n of them, kStage at most) whose key is not less; how many.
+  // Stores the indices of the elements from `first` on (n, kStage at most) whose key is not below `least`; returns their
+  // number.
   template <class Key>
   QCCL_MEMBER static u32 filter(i32 first, i32 n, i32 least, const Key& key, i32* to) {
     u32 count = 0;
@@ -243,7 +244,7 @@ class HostTeam {
       for (i32 j = 0; j < kStage; ++j) keys[j] = key(first + j);
       for (i32 j = 0; j < kStage; j += kLanes) {
         const __mmask16 which = _mm512_cmpge_epi32_mask(_mm512_load_si512(keys + j), _mm512_set1_epi32(least));
-        const Words numbers = lane_numbers() + (u32)(first + j);
+        const u32xN numbers = lane_numbers() + (u32)(first + j);
         _mm512_storeu_si512(to + count, _mm512_maskz_compress_epi32(which, (__m512i)numbers.part[0]));
         count += (u32)__builtin_popcount(which);
       }
@@ -258,7 +259,7 @@ class HostTeam {
   }
 
   const u8* limit_;
-  float* room_;
+  float* scratch_;
 };
 
 }  // namespace QCCL_NAMESPACE

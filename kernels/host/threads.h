@@ -1,4 +1,4 @@
-// Threads that share an operation: each takes some of its buckets.
+// Shares the buckets of an operation among threads.
 #pragma once
 
 #ifdef _OPENMP
@@ -12,10 +12,10 @@
 
 namespace qccl {
 
-// Elements that are worth a thread: to begin and to end with others takes it some microseconds.
+// Elements that are worth a thread: starting and joining it takes some microseconds.
 constexpr std::uint64_t kElementsPerThread = 1 << 16;
 
-// Threads that an operation may have by OMP_NUM_THREADS and this process's processors.
+// Threads that an operation may have, by OMP_NUM_THREADS and this process's processors.
 inline int most_threads() {
 #ifdef _OPENMP
   return omp_get_max_threads();
@@ -34,7 +34,7 @@ void share(std::uint64_t count, std::uint64_t bucket, std::uint32_t threads, con
 #pragma omp parallel num_threads(static_cast<int>(some))
     {
       const auto mine = static_cast<std::uint64_t>(omp_get_thread_num());
-      const auto all = static_cast<std::uint64_t>(omp_get_num_threads());  // may be fewer than wanted
+      const auto all = static_cast<std::uint64_t>(omp_get_num_threads());  // may be fewer than requested
       run(BucketRange{buckets * mine / all, buckets * (mine + 1) / all});
     }
     return;

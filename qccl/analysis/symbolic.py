@@ -217,7 +217,7 @@ class Contents:
         found = self._codecs.get(id(codec))
         if found is None:
             found = self._codecs[id(codec)] = self._numbers.setdefault(codec, len(self._numbers))
-            self._draws[found] = codec.placed or codec.kernel().draws
+            self._draws[found] = codec.decoder_draws or codec.kernel().draws
         return found
 
 
@@ -320,7 +320,7 @@ class _Operation:
             self.fail(f"decodes {span} with {codec!r}, but {wire.codec!r} made it")
         if dtype is not None and wire.dtype != dtype:
             self.fail(f"decodes {span} to {dtype}, but it was made from {wire.dtype}")
-        if codec.placed and maker != (wire.rank, wire.round, wire.first):
+        if codec.decoder_draws and maker != (wire.rank, wire.round, wire.first):
             self.fail(
                 f"decodes {span} as made by rank {maker[0]} in round {maker[1]} from element {maker[2]} on, but it was "
                 f"made by rank {wire.rank} in round {wire.round} from element {wire.first} on"
@@ -384,7 +384,7 @@ class _Operation:
     def _reduce(self, op: Reduce) -> None:
         values = op.own or op.out
         dtype = None if values is None else self.schedule.buffers[values.buffer].dtype
-        makers = op.src_ranks if op.codec.placed else (0,) * len(op.srcs)
+        makers = op.src_ranks if op.codec.decoder_draws else (0,) * len(op.srcs)
         if len(makers) != len(op.srcs):
             self.fail(f"has {len(op.srcs)} sources, but {len(makers)} ranks that made them")
         terms = [

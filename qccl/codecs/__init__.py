@@ -1,4 +1,4 @@
-"""The codecs, and how a specification names one: ``"minmax4:bucket=256"``, a dict of the same, or a Codec."""
+"""The codecs, and their specifications: ``"minmax4:bucket=256"``, a dict with the same keys, or a Codec."""
 
 from __future__ import annotations
 
@@ -46,19 +46,19 @@ CODECS: Mapping[str, type[Codec]] = {
     codec.name: codec for codec in (NoCodec, Cast, MinMax, OneBit, Dithering, TopK, RandomK, Trellis)
 }
 
-#: what may be around a codec, by its name in a specification
+#: decorators of codecs by their names in a specification
 DECORATORS: Mapping[str, type[Decorator]] = {kind.name: kind for kind in (ErrorFeedback, Momentum)}
 
 
 def examples() -> list[str]:
-    """Specifications that show every codec: one or a few of each."""
+    """Example specifications: one or a few of each codec."""
     return [get(spec).spec() for codec in CODECS.values() for spec in codec.examples or (codec.name,)]
 
 
 _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
-#: between decorators, but not in 1e+3
+#: separates decorators; not the sign in 1e+3
 _PLUS = re.compile(r"\+(?![0-9])")
-#: keys of BytePS that name the codec once more
+#: keys of BytePS that repeat the codec's name
 _BYTEPS = {"onebit_scaling": "scaling", "dithering_partition": "partition", "dithering_normalize": "normalize"}
 _MOMENTUM = (("momentum", "momentum_type"), "nesterov", "nesterov")
 
@@ -66,11 +66,10 @@ _MOMENTUM = (("momentum", "momentum_type"), "nesterov", "nesterov")
 def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] | None = None) -> Codec:
     """The codec that ``spec`` names.
 
-    A string is ``name[bits][:key=value,...]``, with "+ef" and "+nesterov:mu=0.9" behind it for error feedback and
-    momentum. A dict has the name under "compressor" and the same keys, each with or
-    without the prefix ``byteps_``; its values may be strings. Raises CodecError naming the key or value that is wrong,
-    those that are possible, and the nearest. ``kinds`` are the codecs by their names (None: CODECS); no other is
-    looked for, and nothing is imported.
+    A string is ``name[bits][:key=value,...]``; "+ef" and "+nesterov:mu=0.9" behind it add error feedback and
+    momentum. A dict has the name under "compressor" and the same keys, each with or without the prefix ``byteps_``;
+    its values may be strings. ``kinds`` are the codecs by name (None: CODECS); nothing is imported. Raises CodecError
+    with the wrong key or value, the allowed ones, and the nearest.
     """
     if isinstance(spec, Codec):
         return spec
@@ -89,7 +88,7 @@ def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] 
 
 
 def identity(codec: Codec) -> str:
-    """What tells a codec from all others, for ranks to compare: its specification, and its class if it is not ours."""
+    """A codec's identity, which ranks compare: its specification, and its class if it is not in CODECS."""
     kind = type(codec.plain)
     return codec.spec() if CODECS.get(kind.name) is kind else f"{codec.spec()} ({kind.__module__}.{kind.__qualname__})"
 
@@ -123,7 +122,7 @@ def _add(options: dict[str, Any], key: str, value: Any, spec: object) -> None:
 
 
 def _literal(text: str) -> int | float | bool | str:
-    """The number or truth value that ``text`` spells, otherwise the text."""
+    """The number or truth value that ``text`` spells; otherwise the text."""
     for kind in (int, float):
         try:
             return kind(text)
@@ -160,13 +159,13 @@ def _make(name: str, options: dict[str, Any], spec: object, kinds: Mapping[str, 
 
 
 def _take_decorators(options: dict[str, Any], spec: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The decorators that a dict's options name, which are taken out of them."""
+    """Remove the decorators from a dict's options and return them."""
     found: list[tuple[str, dict[str, Any]]] = []
     for keys, name, value in ((("ef", "error_feedback_type"), "ef", "vanilla"), _MOMENTUM):
         given = [options.pop(key) for key in keys if key in options]
         if given and given != [value]:
             raise CodecError(
-                f"codec {dict(spec)!r}: {keys[0]}={given[-1]!r} is not possible; there is {value!r}, once, or nothing"
+                f"codec {dict(spec)!r}: {keys[0]}={given[-1]!r} is not possible; give {value!r} once, or leave it out"
             )
         if given:
             found.append((name, {}))

@@ -1,8 +1,8 @@
-"""The interface of a codec: what the schedules, the engines and the users need to know of it.
+"""The interface of a codec for schedules, engines and users.
 
 A codec turns ``count`` values into ``encoded_nbytes(count, dtype)`` bytes and back. It is an immutable dataclass of
 its parameters, so ``repr()`` is the constructor call, equality is equality of parameters, and a codec can be a key.
-Its arithmetic is not here: ``kernel()`` says by which C++ type the headers in ``kernels/`` have it.
+The arithmetic is C++ in ``kernels/codecs/``; ``kernel()`` names its type there.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 __all__ = ["MAX_BUCKET", "PLAIN_GRANULE", "BucketCodec", "Codec", "Kernel", "Tile"]
 
-#: granule of codecs without buckets: as large as the usual bucket, so that all cut a vector alike
+#: granule of codecs without buckets: the usual bucket, so that all codecs partition a vector alike
 PLAIN_GRANULE = 1024
-#: elements of a bucket at most
+#: the most elements of a bucket
 MAX_BUCKET = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """Device code of a codec's own, which replaces a block of threads per bucket (``kernels/cuda/kernels.h``).
+    """A codec's own device code, which replaces a block of threads per bucket (``kernels/cuda/kernels.h``).
 
     Attributes:
         encoder: the C++ type that encodes.
         decoder: the C++ type that decodes.
-        needs_range: a code depends on the range of its bucket, which a first pass finds in a bucket of several units;
-            otherwise elements are independent, and the bucket does not matter.
+        needs_range: a code depends on the range of its bucket; if a bucket has several units, a first pass finds the
+            range. Otherwise elements are independent, and the bucket does not matter.
     """
 
     encoder: str
@@ -47,14 +47,14 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What the compiled code knows of a codec.
+    """A codec's C++ type and the arguments of its functions.
 
     Attributes:
-        type: its C++ type, a row of ``kernels/codecs.h``.
-        bucket: elements; 0: all of a call.
-        seed, options: what else its functions are given (``BucketOptions``).
-        draws: encoding takes random numbers, and so the number of the call.
-        tile: device code of its own for operations without state; mostly none.
+        type: the C++ type, a name in ``kernels/codecs.h``.
+        bucket: elements of a bucket; 0: all of a call.
+        seed, options: as in ``BucketOptions``.
+        draws: encoding takes random numbers, so it depends on the number of the call.
+        tile: the codec's own device code for operations without state; None for most codecs.
         copies: the wire is the values, so a copy encodes and decodes them.
     """
 
@@ -68,45 +68,45 @@ class Kernel:
 
 
 class Codec(ABC):
-    """A codec: parameters, sizes, and the kernels that do its arithmetic."""
+    """A codec: parameters, sizes, error bound, and the kernels that do its arithmetic."""
 
     #: name in a specification, e.g. ``"minmax"``
     name: ClassVar[str]
-    #: specifications that show what it can do: the benchmark's default list, and tests; empty: its name alone
+    #: example specifications for the benchmark's default list and for tests; empty: the name alone
     examples: ClassVar[tuple[str, ...]] = ()
-    #: keys of other libraries in a specification: the field, and which value of it a value there means (None: the same)
+    #: keys of other libraries in a specification: the field, and the field's value for each value (None: the same)
     aliases: ClassVar[Mapping[str, tuple[str, Mapping[Any, Any] | None]]] = {}
-    #: whether a wire has some elements only, and the others are zero; such codes can be summed, but have no min or max
+    #: whether a wire has some elements only, the others being zero; such wires can be summed, but have no min or max
     sparse: ClassVar[bool] = False
-    #: whether decoding must be told who made the wire (call, round, rank, first element), which is not in it
-    placed: ClassVar[bool] = False
-    #: whether its arithmetic is Python functions, for trying things out: on the host alone
+    #: whether decoding needs the encoder's random numbers, and so its call, round, rank and first element
+    decoder_draws: ClassVar[bool] = False
+    #: whether its arithmetic is Python functions, which run on the host only
     slow: ClassVar[bool] = False
 
     @property
     @abstractmethod
     def granule(self) -> int:
-        """Elements whose multiples every shard and chunk boundary must be (the bucket)."""
+        """Shard and chunk boundaries must be multiples of this many elements (the bucket)."""
 
     @property
     def splittable(self) -> bool:
-        """Whether a shard may be cut into chunks without changing the result."""
+        """Whether a shard may be split into chunks without changing the result."""
         return True
 
     @property
     def plain(self) -> Codec:
-        """The codec by itself, without what is around it."""
+        """The codec without decorators."""
         return self
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Names of what is kept from call to call under the caller's key ("residual", "momentum"); mostly none."""
+        """Names of the state that lasts from call to call under the caller's key: "residual", "momentum", or none."""
         return ()
 
     def encoded_nbytes(self, count: int, dtype: DTypeLike) -> int:
-        """Bytes on the wire for ``count`` elements; depends on nothing else.
+        """Bytes on the wire for ``count`` elements, whatever their values.
 
-        Raises ArgumentError for what is no number of elements, or an element type without a code.
+        Raises ArgumentError if ``count`` is not an integer of 0 or more, or codecs do not support the element type.
         """
         number = as_integer(count)
         if number is None or number < 0:
@@ -115,10 +115,10 @@ class Codec(ABC):
 
     @abstractmethod
     def _nbytes(self, count: int, dtype: DType) -> int:
-        """The size formula, for a count that is not negative."""
+        """The size formula; ``count`` is not negative."""
 
     def spec(self) -> str:
-        """The canonical specification: ``get(codec.spec()) == codec``. Bits go with the name."""
+        """The canonical specification: ``get(codec.spec()) == codec``. Bits follow the name."""
         fields = dataclasses.fields(self)  # type: ignore[arg-type]  # of a codec that is a dataclass
         given = {field.name: getattr(self, field.name) for field in fields}
         bits = given.pop("bits", "")
@@ -128,7 +128,7 @@ class Codec(ABC):
 
     @abstractmethod
     def kernel(self) -> Kernel:
-        """What the compiled code knows of this codec."""
+        """The C++ type of this codec and its arguments."""
 
     @abstractmethod
     def host(self) -> Any:
@@ -143,9 +143,9 @@ class Codec(ABC):
         """
 
     def encode(self, x: np.ndarray, call: int = 0, *, dtype: DTypeLike | None = None) -> np.ndarray:
-        """The wire of ``x`` as a uint8 array: what rank 0 sends first in collective number ``call``.
+        """The wire of ``x`` as a uint8 array, encoded as by rank 0 in the first round of collective number ``call``.
 
-        ``dtype="bfloat16"`` takes uint16 as bfloat16. Raises ArgumentError for an element type without a code.
+        ``dtype="bfloat16"`` takes uint16 as bfloat16. Raises ArgumentError if codecs do not support the element type.
         """
         import numpy as np
 
@@ -154,8 +154,8 @@ class Codec(ABC):
         values = np.ascontiguousarray(x)
         given = dtypes.get(values.dtype.name if dtype is None else dtype)
         allowed = (given.name, "uint16" if given is dtypes.BFLOAT16 else given.name)
-        if values.dtype.name not in allowed or not values.dtype.isnative:  # names say nothing of the order of bytes
-            raise ArgumentError(f"an array of {values.dtype} cannot be taken as {given}; convert it first")
+        if values.dtype.name not in allowed or not values.dtype.isnative:  # the name does not tell the byte order
+            raise ArgumentError(f"an array of {values.dtype} cannot be read as {given}; convert it first")
         wire = np.empty(self.encoded_nbytes(values.size, given), np.uint8)
         memory = _memory(call, values, wire)
         _host.Encode(memory, self.host(), given.code, (0, 0), (1, 0), values.size, 0, 0, 0)()
@@ -164,8 +164,8 @@ class Codec(ABC):
     def decode(self, wire: np.ndarray, count: int, dtype: DTypeLike, call: int = 0) -> np.ndarray:
         """The ``count`` values of ``wire`` (uint8), one axis; bfloat16 comes as uint16, since NumPy has no such type.
 
-        ``call`` is that of ``encode()``; it matters where the wire does not say which elements it has (``randomk``).
-        Raises CodecError where the wire has not the size of ``count`` elements; its content may be anything.
+        ``call`` is the one of ``encode()``; it matters for ``randomk``, whose wire does not have the indices. Raises
+        CodecError if the wire does not have the size of ``count`` elements; its content may be anything.
         """
         import numpy as np
 
@@ -185,10 +185,7 @@ class Codec(ABC):
 
 
 class BucketCodec(Codec):
-    """A codec of ``kernels/codecs.h``, whose buckets are encoded independently.
-
-    It has a field or property ``bucket``, and its ``kernel()`` names the C++ type.
-    """
+    """A codec of ``kernels/codecs.h``, which encodes each bucket independently."""
 
     bucket: int
 
@@ -198,7 +195,7 @@ class BucketCodec(Codec):
 
     @abstractmethod
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
-        """Bytes of one bucket of ``count`` elements in the two parts of the wire (``kernels/bucket.h``)."""
+        """Sizes of the two parts of a bucket of ``count`` elements (``kernels/bucket.h``)."""
 
     def _bucket_of(self, count: int) -> int:
         """Elements of a bucket in a call of ``count``, 1 or more."""
@@ -236,7 +233,7 @@ def _memory(call: int, *arrays: np.ndarray) -> Any:
 
     number = as_integer(call)
     if number is None or not 0 <= number < 1 << 64:
-        raise ArgumentError(f"call={call!r} is not the number of a collective; that is an integer, 0 to 2**64 - 1")
+        raise ArgumentError(f"call={call!r} is not possible; the number of a collective is an integer, 0 to 2**64 - 1")
     memory = _host.Memory(len(arrays))
     memory.call = number
     for i, array in enumerate(arrays):

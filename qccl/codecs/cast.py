@@ -1,4 +1,4 @@
-"""Values as numbers of another, shorter type: two of 16 bits, two of 8 bits with a scale per bucket.
+"""Conversion to a shorter type: two of 16 bits, two of 8 bits with a scale per bucket.
 
 The arithmetic is ``kernels/codecs/cast/``; the bytes are ``docs/wire-format.md``.
 """
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 __all__ = ["Cast"]
 
 _TYPES = ("float16", "bfloat16", "float8_e4m3", "float8_e5m2")  # numbered as in the header
-#: bits of the mantissa, the exponent of the least normal number, and the greatest number (of 8 bits: in units)
+#: bits of the mantissa, exponent of the least normal number, greatest number (8 bits: before scaling)
 _SHAPES = {
     "float16": (10, -14, 65504.0),
     "bfloat16": (7, -126, 3.3895313892515355e38),
@@ -29,13 +29,13 @@ _SHAPES = {
 
 @dataclass(frozen=True)
 class Cast(BucketCodec):
-    """A conversion of type; the sums are still made in fp32.
+    """Conversion of the element type; sums are computed in fp32.
 
     Attributes:
         dtype: "float16" (values beyond 65504 become infinite), "bfloat16", or "float8_e4m3" and "float8_e5m2", whose
             buckets are scaled by a power of two so that their greatest number fits.
-        bucket: elements that share a scale, a multiple of 8 up to 2**24; without scales, what shards and chunks are
-            multiples of.
+        bucket: elements that share a scale, a multiple of 8 up to 2**24; shards and chunks are multiples of it, also
+            without scales.
 
     Raises CodecError for other values.
     """
@@ -61,10 +61,10 @@ class Cast(BucketCodec):
         return Kernel("Cast", bucket=self.bucket, options=(_TYPES.index(self.dtype),))
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """Half a last place of the number, which among subnormals is that of the least normal one.
+        """Half a unit in the last place; for subnormals, that of the least normal number.
 
-        Scaling is exact, but the scale is no less than ``2**-126``. Where a value would round beyond the greatest
-        float32 it is rounded down instead, by a last place at most; without scales the bound is infinite where a value
+        Scaling is exact, but the scale is at least ``2**-126``. A value that would round beyond the greatest float32 is
+        rounded down instead, by one unit in the last place at most. Without scales the bound is infinite if a value
         rounds beyond the greatest number.
         """
         import numpy as np

@@ -1,6 +1,6 @@
-"""Checks of codecs' parameters, for ``__post_init__``: each raises CodecError with what was given and what is allowed.
+"""Checks of codecs' parameters, for ``__post_init__``. Each raises CodecError with the given and the allowed values.
 
-Numbers are kept as Python's own, so that equal parameters make equal codecs, however the numbers were given.
+Numbers are stored as Python's int or float, so that equal parameters make equal codecs, whatever type was given.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["check_bucket", "check_choice", "check_flag", "check_integer", "check
 
 
 def keep(codec: Codec, key: str, value: Any) -> None:
-    """Put ``value`` in place of what was given as a parameter of a codec that is being made."""
+    """Store ``value`` as a parameter of a codec under construction."""
     object.__setattr__(codec, key, value)  # the dataclass is frozen
 
 
@@ -29,7 +29,7 @@ def check_integer(codec: Codec, key: str, least: int, most: int) -> None:
 
 
 def check_bucket(codec: Codec, key: str, most: int = MAX_BUCKET, other: str = "") -> None:
-    """A multiple of 8; or the word ``other``, if there is one."""
+    """A multiple of 8; or the word ``other``, unless it is empty."""
     if other and getattr(codec, key) == other:
         return
     value = as_integer(getattr(codec, key))
@@ -53,7 +53,7 @@ def check_flag(codec: Codec, key: str) -> None:
 
 
 def check_seed(codec: Codec) -> None:
-    """A word of 64 bits."""
+    """An unsigned integer of 64 bits."""
     value = as_integer(codec.seed)  # type: ignore[attr-defined]
     if value is None or not 0 <= value < 1 << 64:
         raise _refused(codec, "seed", "the integers 0 to 2**64 - 1")

@@ -1,4 +1,4 @@
-"""Each value at random to one of the levels around it, so that the mean is the value (QSGD, BytePS).
+"""Unbiased random rounding to one of the two levels around each value (QSGD, BytePS).
 
 The arithmetic is ``kernels/codecs/dithering/``; the bytes are ``docs/wire-format.md``.
 """
@@ -28,12 +28,12 @@ class Dithering(BucketCodec):
     """Sign and level of ``abs(x) / norm``, unbiased; a bucket of zeros is exact.
 
     Attributes:
-        k: levels but for zero: 1 to 127 (linear) or 31 (natural); a code has 1 bit more than k has. 1, 3, 7, 15, ...
-            use their bits fully.
-        partition: "linear", k equal parts, or "natural", powers of two: 2**(1 - k), ..., 1/2, 1.
+        k: levels above zero, 1 to 127 (linear) or 31 (natural). A code has one bit more than k; 1, 3, 7, 15, ... use
+            all codes.
+        partition: "linear", k equal parts of the norm, or "natural", the norm times 2**(1 - k), ..., 1/2, 1.
         norm: "max" or "l2", of the bucket.
         bucket: elements that share a norm, a multiple of 8 up to 2**24.
-        seed: of the random numbers, 0 to 2**64 - 1.
+        seed: seed of the random numbers, 0 to 2**64 - 1.
 
     Raises CodecError for other values.
     """
@@ -60,7 +60,7 @@ class Dithering(BucketCodec):
 
     @property
     def bits(self) -> int:
-        """Of a code: a sign and a level from 0 to k."""
+        """Bits of a code: a sign and a level from 0 to k."""
         return 1 + self.k.bit_length()
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
@@ -71,10 +71,10 @@ class Dithering(BucketCodec):
         return Kernel("Dithering", bucket=self.bucket, seed=self.seed, options=options, draws=True)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """The distance of the levels around the value: ``norm / k``, or next to a power of two, that power.
+        """The distance of the levels around the value: ``norm / k`` (linear), or the power of two below (natural).
 
-        The position and the value of a level are off by some roundings, ``8 * 2**-24`` of the value, after which the
-        distance above may also be that of the next two levels; a norm by those of its sum (see ``onebit``).
+        The roundings of a level's position and value add up to ``8 * 2**-24`` of the value; the value may then lie
+        between the next two levels, whose distance counts. The norm has the roundings of its sum (see ``onebit``).
         """
         import numpy as np
 

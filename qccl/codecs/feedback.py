@@ -1,7 +1,7 @@
-"""Decorators of codecs that remember something from call to call: error feedback, and momentum before it.
+"""Decorators that give a codec state from call to call: error feedback and momentum.
 
-A decorated codec has the sizes and the bytes of the one inside, and is for collectives that keep the state (all-reduce,
-by a key). What they do with it is in ``docs/algorithms.md``.
+A decorated codec has the sizes and bytes of the codec inside. Only collectives that store the state by a key take it
+(all-reduce); ``docs/algorithms.md`` describes their use of it.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["Decorator", "ErrorFeedback", "Momentum"]
 
 @dataclass(frozen=True)
 class Decorator(Codec):
-    """A codec with something around it; one encoding by itself is that of ``codec``."""
+    """A codec with state; a single encode or decode is that of ``codec``."""
 
     codec: Codec
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, Codec):
             raise CodecError(
-                f"{type(self).__name__} goes around a codec, not around {self.codec!r}; write qccl.codecs.get("
-                f"'onebit+{self.name}'), or give it a Codec"
+                f"{type(self).__name__} takes a Codec, not {self.codec!r}; pass one, or write "
+                f"qccl.codecs.get('onebit+{self.name}')"
             )
 
     @property
@@ -59,15 +59,15 @@ class Decorator(Codec):
         return self.codec.host()
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """That of one call whose state is all zeros."""
+        """The bound of one call whose state is all zeros."""
         return self.codec.error_bound(x)
 
 
 @dataclass(frozen=True)
 class ErrorFeedback(Decorator):
-    """What a code leaves out of its values is added to the values of the next call with the same key.
+    """Error feedback: the quantisation error of a call is added to the values of the next call with the same key.
 
-    Every rank keeps what the codes that it makes leave out: of what it sends, and, for its shard, of the sum.
+    Every rank keeps the errors of the wires that it encodes: of its own values, and of its shard of the sum.
     """
 
     name: ClassVar[str] = "ef"
@@ -76,8 +76,8 @@ class ErrorFeedback(Decorator):
         super().__post_init__()
         if self.codec.state_names:
             raise CodecError(
-                f"{self.codec.spec()}+ef is not possible: error feedback is next to the codec, once, and momentum "
-                f"comes behind it; write {self.codec.plain.spec()}+ef+nesterov"
+                f"{self.codec.spec()}+ef is not possible: +ef directly follows the codec, once, and momentum follows "
+                f"+ef; write {self.codec.plain.spec()}+ef+nesterov"
             )
 
     @property
@@ -87,12 +87,12 @@ class ErrorFeedback(Decorator):
 
 @dataclass(frozen=True)
 class Momentum(Decorator):
-    """Nesterov's momentum of each rank's own values, before anything else: ``m = mu m + x``, then ``x + mu m``.
+    """Nesterov momentum of each rank's own values before encoding: ``m = mu m + x``, then ``x + mu m``.
 
-    The optimiser must have none of its own.
+    The optimiser must not use momentum too.
 
     Attributes:
-        mu: how much of the momentum lasts, 0 <= mu < 1.
+        mu: decay of the momentum, 0 <= mu < 1.
     """
 
     mu: float = 0.9
@@ -117,7 +117,7 @@ class Momentum(Decorator):
 
 
 def momentum_of(codec: Codec) -> float:
-    """The ``mu`` of a codec; 0 where it has none."""
+    """The ``mu`` of a codec; 0 without momentum."""
     while isinstance(codec, Decorator):
         if isinstance(codec, Momentum):
             return codec.mu

@@ -1,4 +1,4 @@
-"""Conversion of float32, float16 and bfloat16 arrays to float32 and back; bfloat16 is held in NumPy's uint16."""
+"""Conversion of float32, float16 and bfloat16 arrays to float32 and back; bfloat16 is stored as NumPy's uint16."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Codes on the line from the least to the greatest value of a bucket, 1 to 8 bits each (QSGD-TF, ByteGrad, CGX).
+"""Codes of 1 to 8 bits, evenly spaced from the least to the greatest value of a bucket (QSGD-TF, ByteGrad, CGX).
 
 The arithmetic is ``kernels/codecs/minmax/``; the bytes are ``docs/wire-format.md``.
 """
@@ -22,13 +22,13 @@ _ROUNDINGS = ("nearest", "stochastic")
 
 @dataclass(frozen=True)
 class MinMax(BucketCodec):
-    """``low + code * (high - low) / (2**bits - 1)`` per bucket; the ends are exact, the range is kept in fp32.
+    """``low + code * (high - low) / (2**bits - 1)``, with ``low`` and ``high`` of each bucket, exact and in fp32.
 
     Attributes:
-        bits: of a code, 1 to 8.
+        bits: bits of a code, 1 to 8.
         bucket: elements that share a range, a multiple of 8 up to 2**24; or "shard": all elements of a call.
         rounding: "nearest", or "stochastic", which is unbiased and reproducible.
-        seed: of the stochastic rounding, 0 to 2**64 - 1.
+        seed: seed of the stochastic rounding, 0 to 2**64 - 1.
 
     Raises CodecError for other values.
     """
@@ -77,14 +77,14 @@ class MinMax(BucketCodec):
         )
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """Half a step (nearest) or one step (stochastic), plus what the roundings of the arithmetic can add.
+        """Half a step (nearest) or one step (stochastic), plus the roundings of the arithmetic.
 
         With ``u = 2**-24``, ``w = high - low`` and ``L = 2**bits - 1``: the position ``L (x - low) / w`` is computed in
         four roundings, of which the inverse of the step counts double where it is subnormal, and so is off by at most
         ``5 u L``, that is ``5 u w`` in value. The value ``end + steps * w / L`` has at most half of the steps, with
         three roundings: ``1.5 u w``. With second-order terms both are below ``7 u w``. The last addition rounds a
-        number no larger than the greater end: half of that one's last place. Scaling by powers of two is exact but for
-        subnormals, which cost ``2**-148``. A constant bucket is exact.
+        number no larger than the greater end: half a unit in that end's last place. Scaling by powers of two is exact
+        except for subnormals, which cost ``2**-148``. A constant bucket is exact.
         """
         import numpy as np
 

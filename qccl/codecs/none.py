@@ -1,4 +1,4 @@
-"""The codec "none": the wire is the values themselves. Sums are still made in fp32.
+"""The codec "none": the wire is the values themselves. Sums are computed in fp32.
 
 The arithmetic is ``kernels/codecs/none/``.
 """
@@ -19,7 +19,7 @@ __all__ = ["NoCodec"]
 
 @dataclass(frozen=True)
 class NoCodec(BucketCodec):
-    """No compression; wire = the bytes of the values."""
+    """No compression: the wire is the bytes of the values."""
 
     name: ClassVar[str] = "none"
 

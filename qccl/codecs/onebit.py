@@ -1,4 +1,4 @@
-"""Which side of zero a value is on, in one bit, and what the two sides of a bucket decode to (CNTK, BytePS).
+"""One bit for the sign of each value, and the values that a bucket's two signs decode to (CNTK, BytePS).
 
 The arithmetic is ``kernels/codecs/onebit/``; the bytes are ``docs/wire-format.md``.
 """
@@ -22,11 +22,11 @@ _RECONSTRUCTIONS = ("sign", "scale", "mean", "midpoint")  # numbered as in the h
 
 @dataclass(frozen=True)
 class OneBit(BucketCodec):
-    """One bit per element; it is biased, so it wants error feedback.
+    """One bit per element. The codec is biased, so use it with error feedback.
 
     Attributes:
-        bucket: elements that share what the sides decode to, a multiple of 8 up to 2**24; a column's length, for a
-            matrix whose columns are contiguous.
+        bucket: elements that share the decoded values, a multiple of 8 up to 2**24; for a matrix with contiguous
+            columns, a column's length.
         reconstruct: the values of the two sides. "sign": -1 and 1. "scale": minus and plus the mean magnitude. "mean":
             the mean of each side. "midpoint": a quarter and three quarters of the way from the least to the greatest.
 
@@ -51,11 +51,11 @@ class OneBit(BucketCodec):
         return Kernel("OneBit", bucket=self.bucket, options=(_RECONSTRUCTIONS.index(self.reconstruct),))
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """The distance to what the element's side decodes to, and what the roundings of that value can add.
+        """The distance to the decoded value of the element's sign, plus the roundings of that value.
 
-        A mean is a sum of ``n`` terms in ``s = min(n, 8) + n / 2048 + 10`` additions one after the other at most, each
-        of which is off by ``2**-24`` of a sum of magnitudes, and one division: ``(s + 2) 2**-24`` of the greatest
-        magnitude. A midpoint has three roundings, of numbers no greater. Subnormal results cost ``2**-149``.
+        A mean is a sum of ``n`` terms, at most ``s = min(n, 8) + n / 2048 + 10`` dependent additions, each of which
+        rounds by ``2**-24`` of a sum of magnitudes, and one division: ``(s + 2) 2**-24`` of the greatest magnitude. A
+        midpoint has three roundings, of numbers no greater. Subnormal results cost ``2**-149``.
         """
         import numpy as np
 
@@ -71,7 +71,7 @@ class OneBit(BucketCodec):
         return bound.reshape(np.shape(x))
 
     def _sides(self, x: np.ndarray, below: np.ndarray) -> tuple[float, float]:
-        """What the sides of a bucket decode to, but for rounding."""
+        """The decoded values of the two signs, before rounding."""
         if self.reconstruct == "sign":
             return -1.0, 1.0
         if self.reconstruct == "scale":

@@ -1,4 +1,4 @@
-"""Codecs whose arithmetic is NumPy: for research, on the host alone, and slow."""
+"""Codecs written in NumPy, for research: they run on the host only, and slowly."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ class PythonCodec(Codec):
     def host(self) -> Any:
         from qccl import _host
 
-        calls = _Calls(self)  # not kept: an object of the extension that a codec knew would never be freed
+        calls = _Calls(self)  # not cached: a cycle through an object of the extension would never be freed
         return _host.CallbackCodec(calls.encode, calls.decode, calls.reduce)
 
 
 class _Calls:
-    """What the operations call, with addresses."""
+    """The functions that CallbackCodec calls, with addresses."""
 
     def __init__(self, codec: PythonCodec) -> None:
         self.codec = codec
@@ -114,7 +114,7 @@ class _Calls:
         import numpy as np
 
         data = np.frombuffer(_bytes(wire, self.codec.encoded_nbytes(count, DTYPES[dtype])), np.uint8)
-        found = np.array(self.codec.decode_values(data, count))  # a copy: the codec may use its array again
+        found = np.array(self.codec.decode_values(data, count))  # a copy, because the codec may reuse its array
         if found.dtype != np.float32 or found.shape != (count,):
             raise CodecError(
                 f"{self.codec!r}: decode_values() of {count} values gave {found.dtype} of shape {found.shape}; "

@@ -1,4 +1,4 @@
-"""Some values of each block, and zero for the others: the greatest ones, or some drawn at random (BytePS).
+"""Sparse codecs: the greatest values of each block, or random ones; the others decode to zero (BytePS).
 
 The arithmetic is ``kernels/codecs/topk/`` and ``kernels/codecs/randomk/``; the bytes are ``docs/wire-format.md``.
 """
@@ -38,7 +38,7 @@ class _Sparse(BucketCodec):
                 f"{self.name}: k={self.k!r} is not possible; allowed are a fraction between 0 and 1, or the number of "
                 f"elements to keep of each block, 1 to {self.block}"
             )
-        keep(self, "k", k if k < 1 else int(k))  # 1.0 is 1, so that it is spelled alike on all ranks
+        keep(self, "k", k if k < 1 else int(k))  # 1.0 becomes 1, so that all ranks have the same specification
 
     @property
     def bucket(self) -> int:  # type: ignore[override]
@@ -50,7 +50,7 @@ class _Sparse(BucketCodec):
         return max(1, round(self.k * self.block)) if self.k < 1 else int(self.k)
 
     def kept(self, count: int) -> int:
-        """Elements kept of a block of ``count``: a fraction is rounded up in the last one."""
+        """Elements kept of a block of ``count``; a fraction of the last block is rounded up."""
         return -(-self._most * count // self.block) if self.k < 1 else min(self._most, count)
 
     @property
@@ -60,7 +60,7 @@ class _Sparse(BucketCodec):
 
 @dataclass(frozen=True)
 class TopK(_Sparse):
-    """The values farthest from zero, with their indices; of equal ones those of lower index.
+    """The values of greatest magnitude, with their indices; of equal ones those of lower index.
 
     Attributes:
         k: elements to keep of each block: a fraction if less than 1, otherwise a count.
@@ -86,7 +86,7 @@ class TopK(_Sparse):
         return Kernel("TopK", bucket=self.block, options=self._options)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """Nothing for what is kept (in its own type), the value itself for the rest."""
+        """0 for elements that are kept (in their own type), the value itself for the others."""
         import numpy as np
 
         flat = np.abs(np.asarray(x, dtype=np.float64).reshape(-1))
@@ -100,13 +100,13 @@ class TopK(_Sparse):
 
 @dataclass(frozen=True)
 class RandomK(_Sparse):
-    """Values drawn at random without replacement; their indices follow from the seed and are not sent.
+    """Values drawn at random without replacement; the seed determines their indices, which are not sent.
 
     Attributes:
         k: elements to keep of each block: a fraction if less than 1, otherwise a count.
         block: elements, a multiple of 8 up to 2**24.
-        seed: of the random numbers, 0 to 2**64 - 1.
-        scale: whether values are divided by the share that is kept, so that the mean is right.
+        seed: seed of the random numbers, 0 to 2**64 - 1.
+        scale: whether to divide values by the fraction that is kept, so that the result is unbiased.
 
     Raises CodecError for other values.
     """
@@ -119,7 +119,7 @@ class RandomK(_Sparse):
     name: ClassVar[str] = "randomk"
     examples: ClassVar = ("randomk:k=0.01",)
     aliases: ClassVar = {"scaling": ("scale", None)}
-    placed: ClassVar[bool] = True
+    decoder_draws: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._check()
@@ -134,7 +134,7 @@ class RandomK(_Sparse):
         return Kernel("RandomK", bucket=self.block, seed=self.seed, options=options, draws=True)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """The value itself, for it may not be drawn; scaled, if it is drawn, what it is multiplied by less one."""
+        """The value itself, if it is not drawn; with ``scale``, if it is drawn, the value times the factor less one."""
         import numpy as np
 
         flat = np.abs(np.asarray(x, dtype=np.float64).reshape(-1))

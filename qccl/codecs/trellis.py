@@ -1,4 +1,4 @@
-"""Codes that are chosen together for the least squared error: trellis-coded quantisation, with outliers apart.
+"""Trellis-coded quantisation: codes are chosen together for the least squared error; outliers are stored apart.
 
 The arithmetic is ``kernels/codecs/trellis/``; the bytes are ``docs/wire-format.md``.
 """
@@ -24,21 +24,21 @@ _BLOCKS = (32, 64, 128, 256, 512, 1024, 2048)
 _REACH = {1: 0.4375, 2: 0.6875, 3: 0.84375, 4: 0.9375}
 _HUGE = 2.0**125
 _TINY = 2.0**-100
-_SHARES = 2032 - 255  # what is taken from the upper 13 bits of a share's quotient
+_SHARES = 2032 - 255  # subtracted from the upper 13 bits of a share's quotient
 
 
 @dataclass(frozen=True)
 class Trellis(BucketCodec):
-    """The smallest error for its bytes on values of any distribution, also with outliers or an offset.
+    """The smallest error of all codecs for its bytes, also for values with outliers or an offset.
 
-    A bucket has a centre, a scale for each of its blocks, and the values that lie furthest from the centre apart. The
-    others are codes on levels that are denser in the middle of a block's range.
+    A bucket has a centre, a scale for each of its blocks, and its outliers: the values farthest from the centre. The
+    others are codes of levels that are denser in the middle of a block's range.
 
     Attributes:
-        bits: of a code, 1 to 8.
+        bits: bits of a code, 1 to 8.
         bucket: elements that share a centre and outliers, a multiple of 8 up to 2048.
         block: elements that share a scale, a power of two from 32 to 2048; a scale is one byte.
-        outliers: values of a bucket that go apart, 0 to 16, in four bytes each.
+        outliers: values of a bucket that are stored apart, 0 to 16, in four bytes each.
 
     Raises CodecError for other values.
     """
@@ -67,14 +67,14 @@ class Trellis(BucketCodec):
         return Kernel("Trellis", bucket=self.bucket, options=(self.bits, self.block, self.outliers))
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """What separates a value from the farthest level that the encoder may give it, and roundings.
+        """The distance from a value to the farthest level that the encoder may choose, plus roundings.
 
-        The encoder's centre, outliers and scales are found here as it finds them, in fp32. Of the levels only the four
-        in the window around a value are candidates, so no choice of the search is farther than the farthest of them
-        (``_gap``). An outlier is rounded to 13 significant bits: by ``2**-13`` of its distance from the centre, or by
-        ``2**-138`` among subnormals. The arithmetic has fewer than twelve roundings of numbers no larger than the
-        distance and the error together; the last operation, which adds the centre, rounds the value itself. A block
-        that lies wholly on the centre is exact.
+        This computes centre, outliers and scales in fp32 as the encoder does. Only the four levels in the window
+        around a value are candidates, so the search chooses no level farther than the farthest of them (``_gap``). An
+        outlier is rounded to 13 significant bits: by ``2**-13`` of its distance from the centre, or by ``2**-138``
+        among subnormals. The arithmetic has fewer than twelve roundings of numbers no larger than the distance and the
+        error together; the last operation, which adds the centre, rounds the value itself. A block whose values all
+        equal the centre is exact.
         """
         import numpy as np
 
@@ -115,17 +115,17 @@ class Trellis(BucketCodec):
         return np.where(inside | outliers, error + roundings, 0.0)
 
     def _centres(self, x: np.ndarray) -> np.ndarray:
-        """The median of the middles of a row's blocks; 0 where values are huge."""
+        """The median of the middles of a row's blocks; 0 if values are huge."""
         import numpy as np
 
         blocks = self._by_block(x, "edge")
         low, high = blocks.min(axis=2), blocks.max(axis=2)
-        with np.errstate(over="ignore", invalid="ignore"):  # of huge values, whose middles are not used
+        with np.errstate(over="ignore", invalid="ignore"):  # middles of huge values overflow, but are not used
             middles = np.sort(low + (high - low) * np.float32(0.5), axis=1)
         return np.where(np.abs(x).max(axis=1) < _HUGE, middles[:, (middles.shape[1] - 1) // 2], np.float32(0))
 
     def _without_outliers(self, distance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The distances with 0 in place of the outliers, and whether an element is one."""
+        """The distances with 0 for the outliers, and the mask of the outliers."""
         import numpy as np
 
         rest, rows = distance.copy(), np.arange(len(distance))
@@ -136,7 +136,7 @@ class Trellis(BucketCodec):
         return rest, (rest == 0) & (distance > 0)
 
     def _units(self, rest: np.ndarray) -> np.ndarray:
-        """Half of the highest level of each block, in float64; 0 where all of a block lies on the centre."""
+        """The unit of each block, half of its highest level, in float64; 0 if all of it equals the centre."""
         import numpy as np
 
         distances = self._by_block(rest, "constant").max(axis=2)
@@ -149,7 +149,7 @@ class Trellis(BucketCodec):
         return np.where(distances > 0, unit, 0.0)
 
     def _by_block(self, x: np.ndarray, mode: Literal["edge", "constant"]) -> np.ndarray:
-        """Rows of elements as rows of blocks; the last block is filled up."""
+        """Rows of elements as rows of blocks; the last block is padded."""
         import numpy as np
 
         rows, count = x.shape
@@ -166,18 +166,18 @@ class Trellis(BucketCodec):
 
     @property
     def _off(self) -> float:
-        """How many levels a value may lie from a candidate: its window is found to 0.0014 of half of the levels."""
+        """The most levels between a value and a candidate; the window is accurate to 0.0014 of half of the levels."""
         return 2 + 0.0014 * self._top / 2
 
     def _level(self, number: np.ndarray | float) -> np.ndarray | float:
-        """The value of a level, in units; numbers may lie between levels."""
+        """The value of a level, in units; fractional numbers are allowed."""
         u = (2 * number - self._top) / self._top
         return u * (1 + u * u)
 
     def _gap(self, position: np.ndarray) -> np.ndarray:
         """The distance from ``position`` (in units, not below 0) to the farthest of its candidates.
 
-        The window is four levels with the position between the middle two, but for its inaccuracy; it does not leave
+        The window is four levels with the position between the middle two, except for its inaccuracy; it stays within
         the levels. ``u`` solves ``u (1 + u**2) = position``.
         """
         import numpy as np

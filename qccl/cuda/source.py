@@ -1,9 +1,8 @@
-"""What the CUDA engine launches, as data: which kernel with which geometry and jobs, and the source it comes from.
+"""The CUDA engine's launches as data: kernel names, geometry, jobs, and the source that NVRTC compiles.
 
-A launch does several operations of one kind at once; a job is one of them. The kernels are templates in
-``kernels/cuda/kernels.h``, and a name here is the C++ expression of one instance. The structured types below are that
-folder's ``jobs.h``. Nothing here needs a GPU or its libraries, so what will be launched can be compiled, emulated and
-tested anywhere.
+A launch does several operations of one kind at once; a job is one operation. The kernels are templates in
+``kernels/cuda/kernels.h``, and a kernel's name is the C++ expression of one instance. The structured types below repeat
+``kernels/cuda/jobs.h``. This module needs no GPU and no CUDA library, so tests compile and emulate kernels anywhere.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
 __all__ = [
+    "BUFFER_REF",
     "CALL_KERNEL",
     "CALL_NBYTES",
     "CALL_WORD",
@@ -32,7 +32,6 @@ __all__ = [
     "MAX_BUFFERS",
     "MEMORY_WORDS",
     "PARAMETERS",
-    "PLACE",
     "REDUCE_JOB",
     "THREADS",
     "Launch",
@@ -41,38 +40,38 @@ __all__ = [
     "source",
 ]
 
-#: threads of a block, and elements that they hold in registers
+#: threads of a block, and the most elements that they hold in registers
 THREADS = 256
 _MOST = THREADS * 32
-#: what the kernels keep for a bucket whose units must agree on its range
+#: scratch for a bucket of several units, which gather its range there
 _RANGE_NBYTES = 8
 
-#: the words of the struct of addresses that a kernel gets: one for each buffer, and that of the call's number
+#: the words of a kernel's Memory argument: buffers' addresses, learning rate, address of the call's number
 MAX_BUFFERS = 30
 LR_WORD = 30
 CALL_WORD = 31
 MEMORY_WORDS = 32
 
-#: sets the call's number: arguments are the address of CALL_NBYTES (the number and a count), u64 value, u32 replay
+#: the kernel that stores the call's number; arguments: address of CALL_NBYTES (number, count), u64 value, u32 replay
 CALL_KERNEL = "qccl_call"
 CALL_NBYTES = 16
 
-PLACE = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("rank", "<u4")])
+BUFFER_REF = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("rank", "<u4")])
 ENCODE_JOB = np.dtype(
     [
-        *(("src", PLACE), ("wire", PLACE), ("count", "<u8"), ("index", "<u8")),
+        *(("src", BUFFER_REF), ("wire", BUFFER_REF), ("count", "<u8"), ("index", "<u8")),
         *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
     ]
 )
 DECODE_JOB = np.dtype(
     [
-        *(("wire", PLACE), ("dst", PLACE), ("count", "<u8"), ("index", "<u8")),
+        *(("wire", BUFFER_REF), ("dst", BUFFER_REF), ("count", "<u8"), ("index", "<u8")),
         *((name, "<u4") for name in ("round", "rank", "units", "unused")),
     ]
 )
 REDUCE_JOB = np.dtype(
     [
-        *(("own", PLACE), ("wire", PLACE), ("out", PLACE), ("count", "<u8"), ("index", "<u8")),
+        *(("own", BUFFER_REF), ("wire", BUFFER_REF), ("out", BUFFER_REF), ("count", "<u8"), ("index", "<u8")),
         *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
         *((name, "<u4") for name in ("first_source", "source_count", "own_index")),
         *(("scale", "<f4"), ("source_round", "<u4"), ("unused", "<u4")),
@@ -80,8 +79,8 @@ REDUCE_JOB = np.dtype(
 )
 STATE_JOB = np.dtype(
     [
-        *(("reduce", REDUCE_JOB), ("residual", PLACE), ("new_residual", PLACE), ("momentum", PLACE)),
-        *(("new_momentum", PLACE), ("mu", "<f4"), ("unused", "<u4")),
+        *(("reduce", REDUCE_JOB), ("residual", BUFFER_REF), ("new_residual", BUFFER_REF), ("momentum", BUFFER_REF)),
+        *(("new_momentum", BUFFER_REF), ("mu", "<f4"), ("unused", "<u4")),
     ]
 )
 PARAMETERS = np.dtype(
@@ -91,14 +90,14 @@ PARAMETERS = np.dtype(
     ]
 )
 
-#: elements that a block of threads does in commit()
+#: elements that a block of threads handles in commit()
 COMMITTED = 4096
-_NOWHERE = 0xFFFFFFFF
+_NO_BUFFER = 0xFFFFFFFF
 _FOLDER = Path(__file__).parent.parent / "kernels"
 _OPTIONS = ("--std=c++17", "--fmad=false", "--device-as-default-execution-space", f"-I{_FOLDER}")
 _TYPES = {"float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16"}
 
-#: finds the buffer's number and the byte offset of a span
+#: returns the buffer's number and the byte offset of a span
 Locate = Callable[[Span], tuple[int, int]]
 
 
@@ -118,8 +117,8 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True)
-class _Cut:
-    """How the elements of a job make units: buckets of ``bucket`` (0: all elements), each of ``units`` units."""
+class _Tiling:
+    """How a job is divided into units: buckets of ``bucket`` elements (0: all), each of ``units_per_bucket`` units."""
 
     shape: Shape
     bucket: int
@@ -136,13 +135,13 @@ class Launch:
     """Kernels that do several operations at once, one after the other with the same geometry and arguments.
 
     Attributes:
-        kernels: their names; none where there is nothing to do.
+        kernels: their names; empty if there is nothing to do.
         jobs, sources: tables for the device's memory; ``sources`` may be empty.
-        parameters: passed by value, but for "scratch", an address that the engine fills in.
-        scratch_nbytes: of memory for the kernels.
-        clears_scratch: whether that must be zero before each run of the launch.
+        parameters: passed by value; the engine fills in "scratch", an address.
+        scratch_nbytes: size of the kernels' scratch.
+        clears_scratch: whether the scratch must be zero before each run of the launch.
         grid, block, shared: as for cuLaunchKernel.
-        draws: whether the kernels draw random numbers, and so read the call's number.
+        draws: whether the kernels use random numbers, and so read the call's number.
 
     The arguments of each kernel are the addresses of ``jobs`` and ``sources``, ``parameters``, and the addresses of all
     buffers: MEMORY_WORDS words, by value.
@@ -152,7 +151,7 @@ class Launch:
     jobs: np.ndarray[Any, Any]
     parameters: np.ndarray[Any, Any]
     grid: tuple[int, int, int]
-    sources: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, PLACE))
+    sources: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, BUFFER_REF))
     scratch_nbytes: int = 0
     clears_scratch: bool = False
     draws: bool = False
@@ -161,10 +160,10 @@ class Launch:
 
 
 def source(names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
-    """What NVRTC compiles so that it has the kernels ``names``, and its options, but for the architecture.
+    """The source of the kernels ``names`` for NVRTC, and its options except the architecture.
 
-    The text begins with a digest of everything it includes and with the names, so that caches of compiled code need not
-    look further. The options must not be followed by ``-ftz=true``, which CuPy's RawModule adds.
+    The source begins with a digest of all that it includes, and the names, so it can be the key of a cache of compiled
+    code. The caller must not add ``-ftz=true``, as CuPy's RawModule does.
     """
     head = "".join(f"// {line}\n" for line in (_digest(), *names))
     return head + '#include "cuda/kernels.h"\n', _OPTIONS
@@ -178,113 +177,113 @@ def _digest() -> str:
     return digest.hexdigest()
 
 
-def launch(ops: Sequence[Op], rank: int, dtype: DType, place: Locate) -> Launch:
+def launch(ops: Sequence[Op], rank: int, dtype: DType, locate: Locate) -> Launch:
     """The launch of operations of one kind.
 
-    They have the codec, and whatever else is not a span, count or index, in common. ``rank`` keys random numbers, and
-    ``dtype`` is that of the values. Raises EngineError for what the kernels cannot do.
+    The operations differ in spans, counts and indices only. ``rank`` keys random numbers, and ``dtype`` is the element
+    type of the values. Raises EngineError for operations that no kernel does.
     """
     match ops[0]:
         case Commit():
-            return _commit(ops[0], dtype, place)
+            return _commit(ops[0], dtype, locate)
         case Encode():
-            return _encode([op for op in ops if isinstance(op, Encode) and len(op.src)], rank, dtype, place)
+            return _encode([op for op in ops if isinstance(op, Encode) and len(op.src)], rank, dtype, locate)
         case Decode():
-            return _decode([op for op in ops if isinstance(op, Decode) and len(op.dst)], dtype, place)
+            return _decode([op for op in ops if isinstance(op, Decode) and len(op.dst)], dtype, locate)
         case Reduce():
-            return _reduce([op for op in ops if isinstance(op, Reduce) and _count(op)], rank, dtype, place)
-    raise EngineError(f"{type(ops[0]).__name__} is not a thing that kernels do")
+            return _reduce([op for op in ops if isinstance(op, Reduce) and _count(op)], rank, dtype, locate)
+    raise EngineError(f"no kernel does the operation {type(ops[0]).__name__}")
 
 
 def check_codecs(schedule: Schedule) -> None:
-    """Raise CodecError where a codec has no device code."""
+    """Raise CodecError if a codec has no device code."""
     for op in schedule.ops:
         if isinstance(op, (Encode, Decode, Reduce)) and op.codec.slow:
             raise CodecError(
-                f"{op.codec!r} is Python functions, which run on the host alone; give host arrays, or write it for the "
-                f"device too (docs/adding-a-codec.md)"
+                f"{op.codec!r} is written in Python, which runs on the host only; pass host arrays, or write the codec "
+                f"in C++ (docs/adding-a-codec.md)"
             )
 
 
-def _encode(ops: Sequence[Encode], rank: int, dtype: DType, place: Locate) -> Launch:
+def _encode(ops: Sequence[Encode], rank: int, dtype: DType, locate: Locate) -> Launch:
     if not ops:
         return _nothing(ENCODE_JOB)
     kernel = ops[0].codec.kernel()
     if kernel.copies:
-        return _copy([(op.src, op.wire, len(op.src)) for op in ops], dtype, place)
+        return _copy([(op.src, op.wire, len(op.src)) for op in ops], dtype, locate)
     jobs = np.zeros(len(ops), ENCODE_JOB)
-    _place(jobs, place, src=[op.src for op in ops], wire=[op.wire for op in ops])
-    _number(jobs, [len(op.src) for op in ops], ops, rank)
+    _set_buffers(jobs, locate, src=[op.src for op in ops], wire=[op.wire for op in ops])
+    _set_counters(jobs, [len(op.src) for op in ops], ops, rank)
     if kernel.tile is None:
         names: tuple[str, ...] = (f"qccl::bucket_encode<{_types(kernel.type, dtype)}>",)
-        return _made(names, jobs, kernel, _whole_buckets(kernel), draws=kernel.draws)
-    cut = _cut(kernel.tile, kernel.bucket, dtype, [len(op.src) for op in ops], encodes=True)
-    names = _passes("encode", kernel.tile, dtype, cut)
-    return _made(names, jobs, kernel, cut, draws=kernel.draws)
+        return _launch(names, jobs, kernel, _whole_buckets(kernel), draws=kernel.draws)
+    tiling = _tiling(kernel.tile, kernel.bucket, dtype, [len(op.src) for op in ops], encodes=True)
+    names = _passes("encode", kernel.tile, dtype, tiling)
+    return _launch(names, jobs, kernel, tiling, draws=kernel.draws)
 
 
-def _decode(ops: Sequence[Decode], dtype: DType, place: Locate) -> Launch:
+def _decode(ops: Sequence[Decode], dtype: DType, locate: Locate) -> Launch:
     if not ops:
         return _nothing(DECODE_JOB)
     kernel, accumulate = ops[0].codec.kernel(), ops[0].accumulate
     if kernel.copies and not accumulate:
-        return _copy([(op.wire, op.dst, len(op.dst)) for op in ops], dtype, place)
+        return _copy([(op.wire, op.dst, len(op.dst)) for op in ops], dtype, locate)
     counts = [len(op.dst) for op in ops]
     jobs = np.zeros(len(ops), DECODE_JOB)
-    _place(jobs, place, wire=[op.wire for op in ops], dst=[op.dst for op in ops])
+    _set_buffers(jobs, locate, wire=[op.wire for op in ops], dst=[op.dst for op in ops])
     jobs["count"] = counts
     for name in ("index", "round", "rank"):
         jobs[name] = [getattr(op, name) for op in ops]
-    how = str(accumulate).lower()
+    variant = str(accumulate).lower()
     if kernel.tile is None:
-        cut, name = _whole_buckets(kernel), f"qccl::bucket_decode<{_types(kernel.type, dtype)}, {how}>"
+        tiling, name = _whole_buckets(kernel), f"qccl::bucket_decode<{_types(kernel.type, dtype)}, {variant}>"
     else:
-        cut = _cut(kernel.tile, kernel.bucket, dtype, counts, encodes=False)
-        name = f"qccl::decode<{_types(kernel.tile.decoder, dtype)}, {cut.shape}, {how}>"
-    return _made((name,), jobs, kernel, cut, draws=ops[0].codec.placed)
+        tiling = _tiling(kernel.tile, kernel.bucket, dtype, counts, encodes=False)
+        name = f"qccl::decode<{_types(kernel.tile.decoder, dtype)}, {tiling.shape}, {variant}>"
+    return _launch((name,), jobs, kernel, tiling, draws=ops[0].codec.decoder_draws)
 
 
-def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, place: Locate) -> Launch:
+def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, locate: Locate) -> Launch:
     if not ops:
         return _nothing(REDUCE_JOB)
     first = ops[0]
     alone = not first.srcs and first.wire is None and first.state is None
-    if alone and first.scale == 1:  # a rank's values stay as they are
-        return _copy([(op.own, op.out, _count(op)) for op in ops if op.own and op.out], dtype, place)
+    if alone and first.scale == 1:  # one rank: its values stay
+        return _copy([(op.own, op.out, _count(op)) for op in ops if op.own and op.out], dtype, locate)
     kernel = first.codec.kernel()
     jobs = np.zeros(len(ops), REDUCE_JOB)
-    _place(jobs, place, **{name: [getattr(op, name) for op in ops] for name in ("own", "wire", "out")})
-    _number(jobs, [_count(op) for op in ops], ops, rank)
-    sources = np.zeros(sum(len(op.srcs) for op in ops), PLACE)
+    _set_buffers(jobs, locate, **{name: [getattr(op, name) for op in ops] for name in ("own", "wire", "out")})
+    _set_counters(jobs, [_count(op) for op in ops], ops, rank)
+    sources = np.zeros(sum(len(op.srcs) for op in ops), BUFFER_REF)
     spans = [span for op in ops for span in op.srcs]
     if spans:
-        sources["buffer"], sources["offset"] = zip(*(place(span) for span in spans), strict=True)
+        sources["buffer"], sources["offset"] = zip(*(locate(span) for span in spans), strict=True)
         sources["rank"] = [maker for op in ops for maker in op.src_ranks or (0,) * len(op.srcs)]
     jobs["source_count"] = [len(op.srcs) for op in ops]
     jobs["first_source"] = np.cumsum(jobs["source_count"]) - jobs["source_count"]
     jobs["source_round"] = [op.src_round for op in ops]
-    jobs["own_index"] = [_NOWHERE if op.own is None else op.own_index for op in ops]
+    jobs["own_index"] = [_NO_BUFFER if op.own is None else op.own_index for op in ops]
     jobs["scale"] = [op.scale for op in ops]
     if first.state is not None:
-        return _remember(ops, jobs, sources, dtype, place)
-    how = f", qccl::Combine::{first.op}"
-    draws = (first.wire is not None and kernel.draws) or first.codec.placed
+        return _reduce_with_state(ops, jobs, sources, dtype, locate)
+    variant = f", qccl::Combine::{first.op}"
+    draws = (first.wire is not None and kernel.draws) or first.codec.decoder_draws
     if kernel.tile is None:
-        names: tuple[str, ...] = (f"qccl::bucket_reduce<{_types(kernel.type, dtype)}{how}>",)
-        return _made(
+        names: tuple[str, ...] = (f"qccl::bucket_reduce<{_types(kernel.type, dtype)}{variant}>",)
+        return _launch(
             names, jobs, kernel, _whole_buckets(kernel), sources=sources, draws=draws, scratch=4 * kernel.bucket
         )
-    cut = _cut(kernel.tile, kernel.bucket, dtype, [_count(op) for op in ops], encodes=first.wire is not None)
-    names = _passes("reduce", kernel.tile, dtype, cut, how)
-    return _made(names, jobs, kernel, cut, sources=sources, draws=draws)
+    tiling = _tiling(kernel.tile, kernel.bucket, dtype, [_count(op) for op in ops], encodes=first.wire is not None)
+    names = _passes("reduce", kernel.tile, dtype, tiling, variant)
+    return _launch(names, jobs, kernel, tiling, sources=sources, draws=draws)
 
 
-def _remember(
+def _reduce_with_state(
     ops: Sequence[Reduce],
     reductions: np.ndarray[Any, Any],
     sources: np.ndarray[Any, Any],
     dtype: DType,
-    place: Locate,
+    locate: Locate,
 ) -> Launch:
     """Reductions with state, a block of threads for each bucket."""
     codec, states = ops[0].codec, [op.state or State() for op in ops]
@@ -295,24 +294,24 @@ def _remember(
     for name in ("residual", "momentum"):
         state_buffers = [getattr(state, name) for state in states]
         old, new = ([each and getattr(each, end) for each in state_buffers] for end in ("old", "new"))
-        _place(jobs, place, **{name: old, f"new_{name}": new})
+        _set_buffers(jobs, locate, **{name: old, f"new_{name}": new})
     jobs["mu"] = [state.mu for state in states]
-    names = (f"qccl::bucket_remember<{_types(kernel.type, dtype)}>",)
-    draws = (ops[0].wire is not None and kernel.draws) or codec.placed
+    names = (f"qccl::bucket_reduce_with_state<{_types(kernel.type, dtype)}>",)
+    draws = (ops[0].wire is not None and kernel.draws) or codec.decoder_draws
     whole, scratch = _whole_buckets(kernel), 4 * kernel.bucket
-    launch = _made(names, reductions, kernel, whole, sources=sources, draws=draws, scratch=scratch)
+    launch = _launch(names, reductions, kernel, whole, sources=sources, draws=draws, scratch=scratch)
     jobs["reduce"] = reductions
     return replace(launch, jobs=jobs)
 
 
-def _commit(op: Op, dtype: DType, place: Locate) -> Launch:
-    """A look at all of the output, then copies if it is finite."""
+def _commit(op: Op, dtype: DType, locate: Locate) -> Launch:
+    """A pass that checks all of the output, then one that copies the new state if it is finite."""
     if not isinstance(op, Commit):
         raise EngineError(f"{type(op).__name__} is no Commit")
     spans: list[tuple[Span, Span | None]] = [(span, None) for span in op.guard]
     spans += [(each.new, each.old) for each in op.state_buffers]
     jobs = np.zeros(len(spans), DECODE_JOB)
-    _place(jobs, place, wire=[a for a, _ in spans], dst=[b for _, b in spans])
+    _set_buffers(jobs, locate, wire=[a for a, _ in spans], dst=[b for _, b in spans])
     jobs["count"] = [len(a) for a, _ in spans]
     jobs["units"] = [-(-len(a) // COMMITTED) for a, _ in spans]
     names = tuple(f"qccl::commit<qccl::{_TYPES[dtype.name]}, qccl::Pass::{each}>" for each in ("range", "codes"))
@@ -321,74 +320,74 @@ def _commit(op: Op, dtype: DType, place: Locate) -> Launch:
     return Launch(names, jobs, parameters, grid, scratch_nbytes=_RANGE_NBYTES, clears_scratch=True)
 
 
-def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, place: Locate) -> Launch:
-    """Values from place to place, as bytes. Where the two are the same nothing is to be done."""
-    spans = [(a, b, count) for a, b, count in spans if place(a) != place(b)]
+def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, locate: Locate) -> Launch:
+    """Copies between buffers as bytes; none if source and destination are the same."""
+    spans = [(a, b, count) for a, b, count in spans if locate(a) != locate(b)]
     if not spans:
         return _nothing(DECODE_JOB)
     shape = Shape(32, 4)
-    cut = _Cut(shape, shape.capacity(1), 1, shape.capacity(1))
+    tiling = _Tiling(shape, shape.capacity(1), 1, shape.capacity(1))
     jobs = np.zeros(len(spans), DECODE_JOB)
-    _place(jobs, place, wire=[a for a, _, _ in spans], dst=[b for _, b, _ in spans])
+    _set_buffers(jobs, locate, wire=[a for a, _, _ in spans], dst=[b for _, b, _ in spans])
     jobs["count"] = [count * dtype.itemsize for _, _, count in spans]
-    return _made((f"qccl::copy<{shape}>",), jobs, Kernel("copy"), cut)
+    return _launch((f"qccl::copy<{shape}>",), jobs, Kernel("copy"), tiling)
 
 
 def _nothing(job: np.dtype[Any]) -> Launch:
     return Launch((), np.zeros(0, job), np.zeros((), PARAMETERS), (1, 1, 1))
 
 
-def _made(
+def _launch(
     names: tuple[str, ...],
     jobs: np.ndarray[Any, Any],
     kernel: Kernel,
-    cut: _Cut,
+    tiling: _Tiling,
     *,
     sources: np.ndarray[Any, Any] | None = None,
     draws: bool = False,
     scratch: int = 0,
 ) -> Launch:
-    """The launch of complete jobs, but for their units and scratch, which is ``scratch`` bytes for each bucket."""
+    """The launch of jobs whose units and scratch are not set yet; ``scratch`` is bytes for each bucket."""
     counts = [int(count) for count in jobs["count"]]
-    units = [cut.units(count) for count in counts]
+    units = [tiling.units(count) for count in counts]
     if max(units) >= 1 << 31:
         raise EngineError(f"{max(counts)} elements are too many for one launch with {kernel}; use smaller chunks")
     jobs["units"] = units
     ranges = len(names) > 1
     scratch_nbytes = 0
     if ranges or scratch:
-        buckets = [-(-count // (cut.bucket or count)) for count in counts]
+        buckets = [-(-count // (tiling.bucket or count)) for count in counts]
         jobs["scratch"] = np.cumsum(buckets) - buckets
         scratch_nbytes = (scratch or _RANGE_NBYTES) * sum(buckets)
     parameters = np.zeros((), PARAMETERS)
     parameters["seed"] = kernel.seed
-    parameters["bucket"], parameters["units_per_bucket"] = cut.bucket, cut.units_per_bucket
+    parameters["bucket"], parameters["units_per_bucket"] = tiling.bucket, tiling.units_per_bucket
     parameters["options"][: len(kernel.options)] = kernel.options
-    groups = THREADS // cut.shape.lanes
+    groups = THREADS // tiling.shape.lanes
     grid = (-(-max(units) // groups), len(jobs), 1)
-    table = np.zeros(0, PLACE) if sources is None else sources
+    table = np.zeros(0, BUFFER_REF) if sources is None else sources
     return Launch(names, jobs, parameters, grid, table, scratch_nbytes, ranges, draws)
 
 
-def _whole_buckets(kernel: Kernel) -> _Cut:
+def _whole_buckets(kernel: Kernel) -> _Tiling:
     """A block of threads for each bucket, whatever its size."""
-    return _Cut(Shape(THREADS, 1), kernel.bucket, 1, kernel.bucket)
+    return _Tiling(Shape(THREADS, 1), kernel.bucket, 1, kernel.bucket)
 
 
-def _cut(tile: Tile, bucket: int, dtype: DType, counts: Sequence[int], *, encodes: bool) -> _Cut:
-    """The units of jobs. Where an encoder needs the range of a bucket, a bucket is one unit if it can be."""
+def _tiling(tile: Tile, bucket: int, dtype: DType, counts: Sequence[int], *, encodes: bool) -> _Tiling:
+    """The units of jobs. A bucket is one unit if it fits and the encoder needs its range."""
     if not tile.needs_range:
         shape = Shape(32, 4)
         capacity = shape.capacity(dtype.itemsize)
-        return _Cut(shape, capacity, 1, capacity)
+        return _Tiling(shape, capacity, 1, capacity)
     largest = bucket or max(counts)
     shape = _shape(min(largest, _MOST if encodes else THREADS * 4), dtype.itemsize)
     capacity = shape.capacity(dtype.itemsize)
-    return _Cut(shape, bucket, -(-largest // capacity), capacity)
+    return _Tiling(shape, bucket, -(-largest // capacity), capacity)
 
 
 def _shape(elements: int, itemsize: int) -> Shape:
-    """The smallest that holds as many elements: part of a warp with one vector each, a warp, or a block."""
+    """The smallest shape that holds ``elements``: part of a warp with one vector each, a warp, or a block."""
     vectors = -(-elements * itemsize // 16)
     if vectors <= 16:
         return Shape(_power_of_two(vectors), 1)
@@ -397,15 +396,15 @@ def _shape(elements: int, itemsize: int) -> Shape:
 
 
 def _power_of_two(number: int) -> int:
-    """The least that is not less."""
+    """The least power of two that is not less than ``number``."""
     return 1 << (number - 1).bit_length()
 
 
-def _passes(kind: str, tile: Tile, dtype: DType, cut: _Cut, more: str = "") -> tuple[str, ...]:
-    """The kernels that make codes: one, or two where the units of a bucket must first agree on its range."""
-    needs_two = cut.units_per_bucket > 1 and cut.shape.lanes == THREADS
+def _passes(kind: str, tile: Tile, dtype: DType, tiling: _Tiling, more: str = "") -> tuple[str, ...]:
+    """The kernels that encode: one, or two if the units of a bucket must first gather its range."""
+    needs_two = tiling.units_per_bucket > 1 and tiling.shape.lanes == THREADS
     passes = ("range", "codes") if needs_two else ("whole",)
-    arguments = f"{_types(tile.encoder, dtype)}, {cut.shape}"
+    arguments = f"{_types(tile.encoder, dtype)}, {tiling.shape}"
     return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)
 
 
@@ -416,25 +415,25 @@ def _types(codec: str, dtype: DType) -> str:
 def _count(op: Reduce) -> int:
     values = op.out if op.own is None else op.own
     if values is None:
-        raise EngineError("a Reduce with neither own values nor an output cannot be run: its count is not known")
+        raise EngineError("a Reduce needs own values or an output; without them its count is unknown")
     return len(values)
 
 
-def _place(jobs: np.ndarray[Any, Any], place: Locate, **spans: Sequence[Span | None]) -> None:
-    """Fill in the places of the spans, one field each."""
+def _set_buffers(jobs: np.ndarray[Any, Any], locate: Locate, **spans: Sequence[Span | None]) -> None:
+    """Fill in the jobs' buffers, one field for each list of spans."""
     for name, column in spans.items():
         for job, span in zip(jobs[name], column, strict=True):
-            buffer, offset = (_NOWHERE, 0) if span is None else place(span)
+            buffer, offset = (_NO_BUFFER, 0) if span is None else locate(span)
             if span is not None and not 0 <= buffer < MAX_BUFFERS:
                 raise EngineError(f"buffer number {buffer} is too high; a schedule has at most {MAX_BUFFERS} buffers")
             job["buffer"], job["offset"] = buffer, offset
 
 
-def _number(jobs: np.ndarray[Any, Any], counts: Sequence[int], ops: Sequence[Encode | Reduce], rank: int) -> None:
-    """Fill in what keys the random numbers."""
+def _set_counters(jobs: np.ndarray[Any, Any], counts: Sequence[int], ops: Sequence[Encode | Reduce], rank: int) -> None:
+    """Fill in counts, and the counters of the random numbers."""
     bad = next((op.index for op in ops if op.index % 8), None)
     if bad is not None:
-        raise EngineError(f"index {bad} is not a multiple of 8, as those of buckets are")
+        raise EngineError(f"index {bad} is not a multiple of 8, the granule of all buckets")
     jobs["count"] = counts
     jobs["index"] = [op.index for op in ops]
     jobs["round"] = [op.round for op in ops]

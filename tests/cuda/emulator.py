@@ -1,4 +1,4 @@
-"""Runs the device's kernels without a device: the source that NVRTC gets, compiled by g++ with shim.h."""
+"""Runs the CUDA kernels without a device: g++ compiles the source that NVRTC would get, with shim.h."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _OPTIONS = ("-O0", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", 
 
 _RUN = """
 template <class Job>
-bool run(void (*kernel)(const Job*, const qccl::Place*, qccl::Parameters, qccl::Memory), const void* const* arguments,
-         unsigned width, unsigned height, unsigned seed) {
+bool run(void (*kernel)(const Job*, const qccl::BufferRef*, qccl::Parameters, qccl::Memory),
+         const void* const* arguments, unsigned width, unsigned height, unsigned seed) {
   return emulator::run_grid(width, height, seed, [&] {
-    kernel(static_cast<const Job*>(arguments[0]), static_cast<const qccl::Place*>(arguments[1]),
+    kernel(static_cast<const Job*>(arguments[0]), static_cast<const qccl::BufferRef*>(arguments[1]),
            *static_cast<const qccl::Parameters*>(arguments[2]), *static_cast<const qccl::Memory*>(arguments[3]));
   });
 }
@@ -32,7 +32,7 @@ extern "C" bool launch(unsigned number, const void* const* arguments, unsigned w
 
 
 class Emulator:
-    """Kernels by their names in cuda_source, compiled in a few pieces at once."""
+    """Kernels by their names in cuda_source, compiled in parallel."""
 
     def __init__(self, names: Iterable[str], folder: Path, headers: Path | None = None) -> None:
         """Compile into ``folder``; ``headers`` replaces the folder kernels/."""

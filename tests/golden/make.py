@@ -42,9 +42,9 @@ def main() -> None:
     entries = []
     for spec, codec, dtype in specimens():
         x = values(dtype)
-        place = oracle.Place(call=5)
-        wire = oracle.encode(codec, x, dtype, place)
-        decoded = oracle.decode(codec, wire, x.size, dtype, place=place)
+        counter = oracle.RngCounter(call=5)
+        wire = oracle.encode(codec, x, dtype, counter)
+        decoded = oracle.decode(codec, wire, x.size, dtype, counter=counter)
         entries.append(
             {
                 "codec": spec,

@@ -1,24 +1,24 @@
-// The codec that converts: to float16, bfloat16, or an 8-bit float scaled by a power of two for each bucket.
+// The cast codec: float16, bfloat16, or 8-bit floats that share a power of two as their scale in each bucket.
 //
-// The second part of the wire has what the 8-bit numbers of a bucket are multiplied by, as fp32: the least power of two
-// with which the bucket's greatest number fits. A bucket with a NaN or an infinity is NaN there.
+// The second part of the wire is the scale of the 8-bit numbers as fp32: the least power of two for which the bucket's
+// greatest number fits. It is NaN for a bucket with a NaN or an infinity.
 #pragma once
 
 #include "../../bucket.h"
 
 namespace QCCL_NAMESPACE {
 
-// 8-bit numbers of `Mantissa` bits; the greatest has the exponent `Top` and the mantissa 1.75, that is 448 or 57344.
+// 8-bit floats with `Mantissa` bits of mantissa. The greatest is 1.75 * 2^Top, that is 448 or 57344.
 template <int Mantissa, int Bias, int Top>
 struct Float8 {
   static constexpr int shift = 23 - Mantissa;
   static constexpr u32 rebias = (127 - Bias) << 23;
 
-  // The number nearest to x, or to `most` where that is less; neither is above the greatest one. Ties go to the even one.
+  // The code of x, clamped to `most` in magnitude and rounded to nearest even; `most` is the greatest number or less.
   QCCL_FN u32 from_float(float x, u32 most) {
     const u32 sign = bits_of(x) >> 24 & 0x80u, given = bits_of(x) & 0x7fffffffu, magnitude = given < most ? given : most;
     const u32 normal = (magnitude + ((1u << (shift - 1)) - 1) + (magnitude >> shift & 1u) - rebias) >> shift;
-    // a number whose last place is that of the subnormals, so that the addition rounds to it
+    // the last place of this number is the step of the subnormals, so the addition rounds to that step
     constexpr u32 place = (127 + 23 + 1 - Bias - Mantissa) << 23;
     const float bounded = magnitude < rebias + (1u << 23) ? float_of(magnitude) : 0.0f;
     const u32 small = bits_of(bounded + float_of(place)) - place;
@@ -34,14 +34,14 @@ struct Float8 {
     return float_of((nan ? kQuietNan : infinite ? 0x7f800000u : number) | sign);
   }
 
-  // The power of two for numbers of which the greatest is of this magnitude, and its inverse.
+  // The scale of numbers whose greatest magnitude() is given, and its inverse.
   QCCL_FN float unit(i32 greatest) {
     const i32 exponent = (greatest >> 23) - Top + ((greatest & 0x7fffff) > 0x600000);
     return float_of((u32)(exponent > 1 ? exponent : 1) << 23);
   }
   QCCL_FN float inverse(float unit) { return float_of((254u << 23) - bits_of(unit)); }
 
-  // The bits of the greatest number that is finite after multiplication by the unit.
+  // The bits of the greatest number that stays finite when it is multiplied by the scale.
   QCCL_FN u32 most(float unit) {
     const u32 exponent = 381u - (bits_of(unit) >> 23);
     return (exponent < 254u ? exponent : 254u) << 23 | (0x7fffffu & ~((1u << shift) - 1));

@@ -1,8 +1,8 @@
-// The dithering codec: each value goes at random to one of the two levels around it, so that its mean is the value.
+// The dithering codec: each value is rounded at random to one of the two levels around it; the result is unbiased.
 //
-// A code is a level, 0 to k, and above it the sign. Levels are equal parts of the norm of the bucket ("linear"), or powers
-// of two of it ("natural"): 2^(1-k), ..., 1/2, 1. The second part of the wire has the norms as fp32, NaN for a bucket with
-// a NaN or an infinity.
+// A code is a level, 0 to k, with the sign bit above it. Levels are the bucket's norm times 1/k, 2/k, ..., 1 ("linear") or
+// times 2^(1-k), ..., 1/2, 1 ("natural"). The second part of the wire is the norm as fp32, NaN for a bucket with a NaN or
+// an infinity.
 #pragma once
 
 #include "../../bucket.h"
@@ -11,7 +11,7 @@
 namespace QCCL_NAMESPACE {
 
 struct Dithering : CodecDefaults {
-  // The options: levels but for 0, the partition (1: natural), the norm (1: l2).
+  // The options: number of levels above 0, the partition (1: natural), the norm (1: l2).
   QCCL_FN u32 levels(const BucketOptions& options) { return options.options[0]; }
   QCCL_FN bool natural(const BucketOptions& options) { return options.options[1] != 0; }
 
@@ -30,12 +30,13 @@ struct Dithering : CodecDefaults {
     return 4;
   }
 
-  // What encoding and decoding need of a norm: as in minmax.h, with differences replaced by the norm itself.
+  // Factors that encoding and decoding use, derived from the norm. `pre` is a power of two that keeps products and
+  // quotients clear of overflow and underflow, `post` its inverse.
   struct Scale {
     float pre, post;
-    float inverse;  // levels (linear) or 1 (natural) for the norm
-    float unit;     // of one level (linear), or of the greatest (natural)
-    float most;     // the norm
+    float inverse;  // levels (linear) or 1 (natural) per scaled norm
+    float unit;     // scaled value of one level (linear), or of the greatest level (natural)
+    float most;     // the scaled norm
   };
 
   QCCL_FN Scale scale_of(float norm, float parts) {
@@ -49,26 +50,26 @@ struct Dithering : CodecDefaults {
     const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     if (greatest >= kInfinite) return float_of(kQuietNan);
     if (options.options[2] == 0) return float_of((u32)greatest);
-    // squares of numbers below 4: the greatest is taken to its exponent, as far as that power of two is normal
+    // divide by the exponent of the greatest, so that no square exceeds 4; the power of two must be normal
     const i32 exponent = greatest >> 23, power = exponent < 1 ? 1 : exponent > 253 ? 253 : exponent;
     const float pre = float_of((u32)(254 - power) << 23), post = float_of((u32)power << 23);
     const float squares = team.sum(n, [&](i32 i) { return (x[i] * pre) * (x[i] * pre); });
     const float norm = square_root(squares) * post;
-    return is_finite(norm) ? norm : float_of(0x7f7fffffu);  // the greatest float: any norm above all values will do
+    return is_finite(norm) ? norm : float_of(0x7f7fffffu);  // the greatest float: any norm that is not below a value is valid
   }
 
-  // The level of y, which is in units of a level (linear) or of the norm (natural), for a number `chance` in [0, 1).
-  QCCL_FN u32 linear_level(float y, float chance, u32 levels) {
+  // The level of y, in units of a level (linear) or of the norm (natural); `uniform` is a random number in [0, 1).
+  QCCL_FN u32 linear_level(float y, float uniform, u32 levels) {
     const i32 below = (i32)y, most = (i32)levels;
-    const i32 level = chance < y - (float)below ? below + 1 : below;
+    const i32 level = uniform < y - (float)below ? below + 1 : below;
     return (u32)(level < most ? level : most);
   }
-  QCCL_FN u32 natural_level(float y, float chance, u32 levels) {
+  QCCL_FN u32 natural_level(float y, float uniform, u32 levels) {
     const float least = float_of((128u - levels) << 23);  // 2^(1-k)
     const bool above = y >= least;
     const float below = above ? float_of(bits_of(y) & 0x7f800000u) : 0.0f, gap = above ? below : least;
     const u32 number = above ? (bits_of(y) >> 23) + levels - 127u : 0u;
-    const u32 level = number + (chance * gap < y - below);
+    const u32 level = number + (uniform * gap < y - below);
     return level < levels ? level : levels;
   }
 
@@ -77,8 +78,8 @@ struct Dithering : CodecDefaults {
                           bool finite, u8* codes) {
     team.template pack<Bits>(n, [&](i32 i) {
       const float y = absolute(x[i]) * scale.pre * scale.inverse;
-      const float chance = (float)(i32)(draws.word(i) >> 8) * 0x1p-24f;
-      const u32 level = Natural ? natural_level(y, chance, levels) : linear_level(y, chance, levels);
+      const float uniform = (float)(i32)(draws.word(i) >> 8) * 0x1p-24f;
+      const u32 level = Natural ? natural_level(y, uniform, levels) : linear_level(y, uniform, levels);
       return finite ? level | (u32)(x[i] < 0.0f) << (Bits - 1) : 0u;
     }, codes);
   }
@@ -88,7 +89,7 @@ struct Dithering : CodecDefaults {
     team.template unpack<Bits>(codes, n, [&](i32 i, u32 code) {
       const u32 level = code & ((1u << (Bits - 1)) - 1);
       const float weight = !Natural ? (float)(i32)level : level ? float_of((127u + level - levels) << 23) : 0.0f;
-      const float scaled = weight * scale.unit;  // rounding may not take it beyond the norm, which may be the last float
+      const float scaled = weight * scale.unit;  // rounding must not exceed the norm, which may be the greatest float
       const float value = (scaled > scale.most ? scale.most : scaled) * scale.post;
       take(i, code >> (Bits - 1) ? -value : value);
     });

@@ -1,4 +1,4 @@
-// The min-max codec: codes on the line from the least to the greatest value of a bucket.
+// The min-max codec: codes are evenly spaced from the least to the greatest value of a bucket.
 #pragma once
 
 #include "../../bucket.h"

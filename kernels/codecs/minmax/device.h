@@ -1,4 +1,4 @@
-// The min-max codec on the device: ranges by all threads of a group, then codes from registers.
+// The min-max codec's tile: the threads of a group find the range together, then encode from registers.
 #pragma once
 
 #include "../../cuda/codes.h"
@@ -10,47 +10,48 @@ namespace QCCL_NAMESPACE {
 template <int Bits>
 constexpr u32 kLevels = (1u << Bits) - 1;
 
-// Codes become values by looking them up in the lanes of the warp where these are enough, else by arithmetic.
+// Up to 5 bits, a warp's lanes hold a table of the values of all codes; otherwise values are computed.
 template <int Bits, class S>
 constexpr bool kLookUp = Bits <= 5 && S::lanes >= 32;
 
-// The line that a unit's codes are on.
-struct Line {
+// Turns the codes of a unit into values.
+struct Dequantizer {
   MinMaxScale scale;
-  float of_lane;  // the value of the code that is this lane's number, repeated
+  float of_lane;  // this lane's entry of the table, which repeats every 2^Bits lanes
 };
 
 template <int Bits, class S>
-QCCL_FN Line make_line(const MinMaxScale& scale) {
+QCCL_FN Dequantizer make_dequantizer(const MinMaxScale& scale) {
   return {scale, kLookUp<Bits, S> ? minmax_value(lane_number() & kLevels<Bits>, scale) : 0.0f};
 }
 
-// 2^23 + code i of a piece, as a float, whose last places the code's bits are.
+// 2^23 + code i of a piece as a float: the code's bits are the lowest of the mantissa.
 template <int Bits>
 QCCL_FN float shifted_code(u64 piece, u32 i) {
   if constexpr (Bits == 8) return float_of(__byte_perm((u32)(piece >> i / 4 * 32), 0x4b000000u, 0x7440u + i % 4));
   return float_of(((u32)(piece >> Bits * i) & kLevels<Bits>) | 0x4b000000u);
 }
 
-// The value of code i of a piece: minmax_value, but for how it gets there. All lanes of a warp take part.
+// The value of code i of a piece, equal to minmax_value. All lanes of a warp take part.
 template <int Bits, class S>
-QCCL_FN float value_of(const Line& line, u64 piece, u32 i) {
+QCCL_FN float value_of(const Dequantizer& dequantizer, u64 piece, u32 i) {
   if constexpr (kLookUp<Bits, S>) {
-    return __shfl_sync(kAllLanes, line.of_lane, (int)((u32)(piece >> Bits * i) % 32));  // any copy of the value will do
+    // bits above the code select a copy of the same value
+    return __shfl_sync(kAllLanes, dequantizer.of_lane, (int)((u32)(piece >> Bits * i) % 32));
   }
-  const MinMaxScale& scale = line.scale;
+  const MinMaxScale& scale = dequantizer.scale;
   const float code = shifted_code<Bits>(piece, i);
   const bool lower = code < 0x1p23f + (1 << (Bits - 1));
   const float steps = code - (lower ? 0x1p23f : 0x1p23f + kLevels<Bits>);
   return ((lower ? scale.low : scale.high) + steps * scale.unit) * scale.post;
 }
 
-// The two words of the scratch for a bucket: its least key so far, turned over, and its greatest, so that both grow
-// from zero.
-QCCL_FN u32 turn_over(i32 key) { return ~((u32)key ^ 0x80000000u); }
-QCCL_FN u32 turn_up(i32 key) { return (u32)key ^ 0x80000000u; }
+// A bucket has two words of scratch, which atomicMax raises from zero: its least key so far in reversed order, and its
+// greatest key.
+QCCL_FN u32 reversed_order(i32 key) { return ~((u32)key ^ 0x80000000u); }
+QCCL_FN u32 unsigned_order(i32 key) { return (u32)key ^ 0x80000000u; }
 
-// The keys of the ends of the values that the group has. All threads of the group take part.
+// The least and the greatest key of the group's values. All threads of the group take part.
 template <class T, class S>
 QCCL_FN KeyPair find_ends(const Values<T, S>& x, const Unit& unit) {
   Extent extent = no_values();
@@ -72,8 +73,8 @@ QCCL_FN KeyPair find_ends(const Values<T, S>& x, const Unit& unit) {
   return keys;
 }
 
-// Where the range of a bucket lies on the wire.
-QCCL_FN u64 range_place(u64 count, u32 bits, u64 bucket) { return meta_offset(packed_nbytes(count, bits)) + 8 * bucket; }
+// The offset of a bucket's range on the wire.
+QCCL_FN u64 range_offset(u64 count, u32 bits, u64 bucket) { return meta_offset(packed_nbytes(count, bits)) + 8 * bucket; }
 
 QCCL_FN Range load_range(const u8* at) {
   if (!is_aligned(at, 4)) return {float_of((u32)get_bytes<4>(at)), float_of((u32)get_bytes<4>(at + 4))};
@@ -87,7 +88,7 @@ QCCL_FN void store_range(u8* at, Range range) {
   words[0] = bits_of(range.low), words[1] = bits_of(range.high);
 }
 
-// The zeros between the codes and the ranges, three bytes at most.
+// Stores the zeros between the codes and the ranges, three bytes at most.
 QCCL_FN void clear_padding(u8* wire, u64 count, u32 bits) {
   const u64 begin = packed_nbytes(count, bits);
   const u32 nbytes = (u32)(meta_offset(packed_nbytes(count, bits)) - begin);
@@ -96,7 +97,7 @@ QCCL_FN void clear_padding(u8* wire, u64 count, u32 bits) {
   }
 }
 
-// Random words for the elements of a unit. Within it the upper half of the index changes at most once, and that between
+// Random words for the elements of a unit. The upper half of the index changes at most once within a unit, and between
 // two vectors.
 struct RandomWords {
   RandomKey key, next_key;
@@ -113,7 +114,7 @@ QCCL_FN RandomWords random_words(const Parameters& parameters, const Memory& mem
 
 template <int Bits, bool Stochastic>
 struct MinMaxTile {
-  // The codes of a unit from another rank.
+  // What a thread loads of a received wire.
   template <class T, class S>
   struct Wire {
     Pieces<Bits, T, S> pieces;
@@ -123,18 +124,18 @@ struct MinMaxTile {
   template <class T, class S>
   QCCL_FN void load_wire(const u8* wire, u64 count, const Unit& unit, Wire<T, S>& to) {
     load_codes<Bits, T, S>(wire, unit, to.pieces);
-    to.range = load_range(wire + range_place(count, Bits, unit.bucket));
+    to.range = load_range(wire + range_offset(count, Bits, unit.bucket));
   }
 
   template <class T>
   QCCL_FN void prefetch_wire(const u8* wire, const Unit& unit) {
-    prefetch(wire + warp_place<Bits>(unit), (u32)packed_nbytes(unit.warp_size, Bits), lane_number());
+    prefetch(wire + warp_offset<Bits>(unit), (u32)packed_nbytes(unit.warp_size, Bits), lane_number());
   }
 
-  // take(j, i, value) for each of this thread's values. Where values are computed, it is in two steps with a branch
-  // between them, or the compiler has more of them under way than there are registers.
+  // take(j, i, value) for each of this thread's values. If values are computed, a branch separates the two halves of the
+  // vectors: without it the compiler keeps more values in flight than there are registers.
   template <class T, class S, class Take>
-  QCCL_FN void for_each_value(const Line& line, const Pieces<Bits, T, S>& pieces, const Unit& unit, Take take) {
+  QCCL_FN void for_each_value(const Dequantizer& dequantizer, const Pieces<Bits, T, S>& pieces, const Unit& unit, Take take) {
     constexpr u32 together = kLookUp<Bits, S> || S::vectors == 1 ? S::vectors : S::vectors / 2;
 #pragma unroll
     for (u32 begin = 0; begin < S::vectors; begin += together) {
@@ -142,12 +143,12 @@ struct MinMaxTile {
 #pragma unroll
       for (u32 j = begin; j < begin + together; ++j) {
 #pragma unroll
-        for (u32 i = 0; i < kPerVector<T>; ++i) take(j, i, value_of<Bits, S>(line, pieces[j], i));
+        for (u32 i = 0; i < kPerVector<T>; ++i) take(j, i, value_of<Bits, S>(dequantizer, pieces[j], i));
       }
     }
   }
 
-  // Whether all values of the wire are NaN; none is otherwise.
+  // Whether all of the bucket's values are NaN; otherwise none is.
   template <class T, class S>
   QCCL_FN bool is_nan_wire(const Wire<T, S>& wire) {
     return !is_finite(wire.range.low) || !is_finite(wire.range.high);
@@ -155,11 +156,11 @@ struct MinMaxTile {
 
   template <class T, class S, class Take>
   QCCL_FN void for_each_value(const Wire<T, S>& wire, const Unit& unit, Take take) {
-    for_each_value<T, S>(make_line<Bits, S>(minmax_scale(wire.range, kLevels<Bits>)), wire.pieces, unit, take);
+    for_each_value<T, S>(make_dequantizer<Bits, S>(minmax_scale(wire.range, kLevels<Bits>)), wire.pieces, unit, take);
   }
 
-  // x encoded to `wire`, and replaced by what a decoder of it gets if `Back`; whether there is a NaN among that. All
-  // threads of the group take part.
+  // Encodes x to `wire`; with `Back`, replaces x by the decoded values. Returns whether these have a NaN. All threads of
+  // the group take part.
   template <bool Back, Pass P, class T, class S>
   QCCL_FN bool encode(Values<T, S>& x, u8* wire, const Unit& unit, const TileJob& job, const Parameters& parameters,
                       const Memory& memory) {
@@ -172,21 +173,21 @@ struct MinMaxTile {
     }
     if constexpr (P == Pass::range) {
       if (threadIdx.x % S::lanes == 0) {
-        atomicMax(gathered, turn_over(keys.lowest));
-        atomicMax(gathered + 1, turn_up(keys.highest));
+        atomicMax(gathered, reversed_order(keys.lowest));
+        atomicMax(gathered + 1, unsigned_order(keys.highest));
       }
       return false;
     }
     const Range range = finite_range(keys.lowest, keys.highest);
     const MinMaxScale scale = minmax_scale(range, kLevels<Bits>);
-    if (unit.leads) store_range(wire + range_place(job.count, Bits, unit.bucket), range);
+    if (unit.leads) store_range(wire + range_offset(job.count, Bits, unit.bucket), range);
     if (unit.last) clear_padding(wire, job.count, Bits);
     Pieces<Bits, T, S> pieces;
     make_codes<T, S>(x, scale, unit, job, parameters, memory, pieces);
     store_codes<Bits, T, S>(wire, unit, pieces);
     if constexpr (Back) {
-      const Line line = make_line<Bits, S>(scale);
-      for_each_value<T, S>(line, pieces, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
+      const Dequantizer dequantizer = make_dequantizer<Bits, S>(scale);
+      for_each_value<T, S>(dequantizer, pieces, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
     }
     return minmax_is_nan(scale);
   }

@@ -1,4 +1,4 @@
-// The min-max codec's own loops on the host: over one bucket, and over whole calls.
+// The min-max codec's loops on the host: over one bucket, and over whole calls.
 #pragma once
 
 #include "../../host/bucket_loops.h"
@@ -28,10 +28,10 @@ struct OneBucket<MinMax, T> {
   static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter&, bool, float* y) {
     const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
     with_bits(layout.options.options[0], [&](auto bits) {
-      Line<bits.value> line;
-      line.set(load_scale<bits.value>(meta));
+      Dequantizer<bits.value> dequantizer;
+      dequantizer.set(load_scale<bits.value>(meta));
       for_blocks(Wire::size_of(layout, b), [&](u64 at, u32 n) {
-        decode_block<Float32, bits.value>(codes + code_offset(at, bits.value), n, line, false, y + at);
+        decode_block<Float32, bits.value>(codes + code_offset(at, bits.value), n, dequantizer, false, y + at);
       });
     });
   }
@@ -42,11 +42,11 @@ struct OneBucket<MinMax, T> {
     Extremes<Float32> extremes;
     for_blocks(size, [&](u64 at, u32 n) { extremes.extend(x + at, n); });
     store_range(meta, extremes.range());
-    Chances chances(layout.options.seed, counter);
+    RandomBlock random(layout.options.seed, counter);
     with_bits(layout.options.options[0], [&](auto bits) {
       const MinMaxScale scale = minmax_scale(extremes.range(), (1u << bits.value) - 1);
       for_blocks(size, [&](u64 at, u32 n) {
-        encode_values<Float32, bits.value>(x + at, n, scale, is_stochastic(layout.options) ? &chances : nullptr, at,
+        encode_values<Float32, bits.value>(x + at, n, scale, is_stochastic(layout.options) ? &random : nullptr, at,
                                            codes + code_offset(at, bits.value));
       });
     });
@@ -57,15 +57,15 @@ template <class T, int Bits>
 void minmax_encode(const BucketOptions& options, const EncodeCall& call) {
   const MinMaxWire layout = MinMaxWire::make(options, call.count);
   const bool stochastic = is_stochastic(options);
-  Chances chances(options.seed, call.counter);
+  RandomBlock random(options.seed, call.counter);
   const auto range_of = [&](u64 b) {
     Extremes<T> extremes;
     const auto* x = element<T>(call.src, MinMaxWire::first_of(layout, b));
     for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) { extremes.extend(x + at, n); });
     return extremes.range();
   };
-  // Where the codes take long, and the bucket is small enough to stay in L1 meanwhile, the next one's range is found before
-  // them: so the chain of operations from a range to the first code is not waited for.
+  // Stochastic codes take long. If the bucket fits L1, find the next bucket's range before them, so that the codes of this
+  // bucket overlap with the latency from a range to its first code.
   const bool early = stochastic && layout.bucket <= kBlock;
   const u64 end = call.buckets.last;
   Range next = {};
@@ -77,7 +77,7 @@ void minmax_encode(const BucketOptions& options, const EncodeCall& call) {
     store_range(call.wire + MinMaxWire::meta_of(layout, b), range);
     for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) {
       const u64 begin = first + at;
-      encode_values<T, Bits>(element<T>(call.src, begin), n, scale, stochastic ? &chances : nullptr, begin,
+      encode_values<T, Bits>(element<T>(call.src, begin), n, scale, stochastic ? &random : nullptr, begin,
                              call.wire + code_offset(begin, Bits));
     });
   }
@@ -87,13 +87,13 @@ void minmax_encode(const BucketOptions& options, const EncodeCall& call) {
 template <class T, int Bits>
 void minmax_decode(const BucketOptions& options, const DecodeCall& call) {
   const MinMaxWire layout = MinMaxWire::make(options, call.count);
-  Line<Bits> line;
+  Dequantizer<Bits> dequantizer;
   for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
     const u64 first = MinMaxWire::first_of(layout, b);
-    line.set(load_scale<Bits>(call.wire + MinMaxWire::meta_of(layout, b)));
+    dequantizer.set(load_scale<Bits>(call.wire + MinMaxWire::meta_of(layout, b)));
     for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) {
       const u8* codes = call.wire + code_offset(first + at, Bits);
-      decode_block<T, Bits>(codes, n, line, call.accumulate, element<T>(call.dst, first + at));
+      decode_block<T, Bits>(codes, n, dequantizer, call.accumulate, element<T>(call.dst, first + at));
     });
   }
 }
@@ -104,12 +104,12 @@ void minmax_total(const MinMaxWire& layout, const ReduceCall& call, u64 b, u64 b
   ManySources<Bits> sources;
   const auto* own = element<T>(call.own, begin);
   u32 done = 0;
-  do {  // a second turn only where there are very many sources
+  do {  // once, unless there are more than kMostSources
     const u32 count = (u32)smaller(kMostSources, call.source_count - done);
     for (u32 i = 0; i < count; ++i) {
       const u8* source = call.sources[done + i];
       sources.codes[i] = source + code_offset(begin, Bits);
-      sources.lines[i].set(load_scale<Bits>(source + MinMaxWire::meta_of(layout, b)));
+      sources.dequantizers[i].set(load_scale<Bits>(source + MinMaxWire::meta_of(layout, b)));
     }
     const bool last = done + count == call.source_count;
     const bool has_own = call.own && call.own_index >= done && call.own_index < done + count + last;
@@ -120,7 +120,7 @@ void minmax_total(const MinMaxWire& layout, const ReduceCall& call, u64 b, u64 b
   } while (done < call.source_count);
 }
 
-// To values alone.
+// A reduction without a wire: only the values are stored.
 template <class T, int Bits>
 void minmax_reduce_to_values(const MinMaxWire& layout, const ReduceCall& call, float* total) {
   for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
@@ -128,19 +128,21 @@ void minmax_reduce_to_values(const MinMaxWire& layout, const ReduceCall& call, f
     for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) {
       minmax_total<T, Bits>(layout, call, b, first + at, n, total);
       auto* out = element<T>(call.out, first + at);
-      for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE { store_values<T>(quiet_nans(load_lanes<float>(total + i)), out + i, lanes); });
+      for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE {
+        store_values<T>(quiet_nans(load_lanes<float>(total + i)), out + i, lanes);
+      });
     });
   }
 }
 
-// A bucket that fits a block is one pass over memory. A larger one is summed twice: for its range, then for its codes.
+// A bucket that fits a block takes one pass over memory. A larger bucket is summed twice: for its range, then for its codes.
 template <class T, int Bits>
 void minmax_reduce(const BucketOptions& options, const ReduceCall& call) {
   const MinMaxWire layout = MinMaxWire::make(options, call.count);
   alignas(64) float total[kBlock];
   if (!call.wire) return minmax_reduce_to_values<T, Bits>(layout, call, total);
-  Chances chances(options.seed, call.counter);
-  Line<Bits> line;
+  RandomBlock random(options.seed, call.counter);
+  Dequantizer<Bits> dequantizer;
   for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
     const u64 first = MinMaxWire::first_of(layout, b), size = MinMaxWire::size_of(layout, b);
     Extremes<Float32> extremes;
@@ -151,21 +153,21 @@ void minmax_reduce(const BucketOptions& options, const ReduceCall& call) {
     const Range range = extremes.range();
     const MinMaxScale scale = minmax_scale(range, (1u << Bits) - 1);
     store_range(call.wire + MinMaxWire::meta_of(layout, b), range);
-    line.set(scale);
+    dequantizer.set(scale);
     for_blocks(size, [&](u64 at, u32 n) {
       const u64 begin = first + at;
       u8* to = call.wire + code_offset(begin, Bits);
       auto* out = call.out ? element<T>(call.out, begin) : nullptr;
       if (minmax_is_nan(scale)) {
         __builtin_memset(to, 0, packed_nbytes(n, Bits));
-        if (out) decode_block<T, Bits>(to, n, line, false, out);
+        if (out) decode_block<T, Bits>(to, n, dequantizer, false, out);
         return;
       }
       if (size > kBlock) minmax_total<T, Bits>(layout, call, b, begin, n, total);
       if (is_stochastic(options)) {
-        finish_block<T, Bits>(total, n, Stochastic(scale, chances.of(begin, n)), line, to, out);
+        finish_block<T, Bits>(total, n, Stochastic(scale, random.of(begin, n)), dequantizer, to, out);
       } else {
-        finish_block<T, Bits>(total, n, Nearest<false>(scale), line, to, out);
+        finish_block<T, Bits>(total, n, Nearest<false>(scale), dequantizer, to, out);
       }
     });
   }

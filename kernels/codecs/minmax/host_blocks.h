@@ -8,22 +8,20 @@
 
 namespace QCCL_NAMESPACE {
 
-constexpr u32 code_place(u32 i, int bits) { return i / 8 * bits; }
+// The next functions loop over n values of a block; n is a multiple of kLanes. Left-over values go through them in a copy.
+// Constants are passed by value: the compiler would reload them after each store if they were references.
 
-// The loops over n values of a block; n is a multiple of kLanes. Left-over values go through them in a copy. They take
-// their constants by value, or each store could change them for all that the compiler knows.
-
-// Of a multiple of what is stored together. With `Ahead`, values that are needed so many blocks later are asked for: what
-// prefetches by itself loses its track where a block is read twice.
+// `n` is a multiple of kTogether * kLanes. `Ahead` is the prefetch distance in blocks: the hardware prefetcher fails if a
+// block is read twice.
 template <class T, int Bits, u32 Ahead = 0, class Rounding>
 QCCL_FN void encode_together(const typename T::Storage* x, u32 n, const Rounding& rounding, u32 first, u8* wire) {
   constexpr u32 nbytes = kTogether * kLanes * sizeof *x;
   for (u32 i = 0; i < n; i += kTogether * kLanes) {
     const auto* ahead = reinterpret_cast<const u8*>(x + i + (u64)Ahead * n);
     for (u32 line = 0; Ahead && line < nbytes; line += 64) __builtin_prefetch(ahead + line);
-    Floats values[kTogether];
+    f32xN values[kTogether];
     for (u32 g = 0; g < kTogether; ++g) values[g] = Elements<T>::load(x + i + g * kLanes);
-    store_together<Bits>(Rounding::codes_together(rounding, values, first + i), wire + code_place(i, Bits));
+    store_together<Bits>(Rounding::codes_together(rounding, values, first + i), wire + code_offset(i, Bits));
   }
 }
 
@@ -32,13 +30,14 @@ QCCL_LOOP void encode_lanes(const typename T::Storage* x, u32 n, const Rounding 
   const u32 together = n / (kTogether * kLanes) * (kTogether * kLanes);
   encode_together<T, Bits>(x, together, rounding, first, wire);
   for (u32 i = together; i < n; i += kLanes) {
-    store_codes<Bits>(Rounding::codes(rounding, Elements<T>::load(x + i), first + i), wire + code_place(i, Bits));
+    store_codes<Bits>(Rounding::codes(rounding, Elements<T>::load(x + i), first + i), wire + code_offset(i, Bits));
   }
 }
 
 template <class T, int Bits>
-QCCL_LOOP void decode_lanes(const u8* wire, u32 n, const Line<Bits> line, bool accumulate, typename T::Storage* dst) {
-  const auto values = [&](u32 i) QCCL_INLINE { return Line<Bits>::load(line, wire + code_place(i, Bits)); };
+QCCL_LOOP void decode_lanes(const u8* wire, u32 n, const Dequantizer<Bits> dequantizer, bool accumulate,
+                            typename T::Storage* dst) {
+  const auto values = [&](u32 i) QCCL_INLINE { return Dequantizer<Bits>::load(dequantizer, wire + code_offset(i, Bits)); };
   if (accumulate) {
     for (u32 i = 0; i < n; i += kLanes) {
       Elements<T>::store(quiet_nans(Elements<T>::load(dst + i) + values(i)), dst + i);
@@ -48,11 +47,11 @@ QCCL_LOOP void decode_lanes(const u8* wire, u32 n, const Line<Bits> line, bool a
   }
 }
 
-// Some sources of a reduction, and what their codes mean in one bucket.
+// Some sources of a reduction, and the dequantizers of one bucket.
 template <int Bits, u32 Most>
 struct Sources {
   const u8* codes[Most];
-  Line<Bits> lines[Most];
+  Dequantizer<Bits> dequantizers[Most];
 };
 constexpr u32 kMostSources = 16;
 
@@ -63,7 +62,7 @@ template <int Bits, u32 Few>
 QCCL_FN Sources<Bits, Few> first_of(const ManySources<Bits>& sources) {
   Sources<Bits, Few> first;
   __builtin_memcpy(&first.codes, sources.codes, sizeof first.codes);
-  __builtin_memcpy(&first.lines, sources.lines, sizeof first.lines);
+  __builtin_memcpy(&first.dequantizers, sources.dequantizers, sizeof first.dequantizers);
   return first;
 }
 
@@ -73,10 +72,10 @@ QCCL_LOOP void total_lanes(const ManySources<Bits>& all, const typename T::Stora
   const auto sources = first_of<Bits, Few ? Few : kMostSources>(all);
   for (u32 i = 0; i < n; i += kLanes) {
     const auto source = [&](u32 s) QCCL_INLINE {
-      return Line<Bits>::load(sources.lines[s], sources.codes[s] + code_place(i, Bits));
+      return Dequantizer<Bits>::load(sources.dequantizers[s], sources.codes[s] + code_offset(i, Bits));
     };
     const auto own_values = [&]() QCCL_INLINE { return Elements<T>::load(own + i); };
-    Floats sum;
+    f32xN sum;
     if constexpr (Few > 0) {
       sum = combine_few_terms<op, Few>(terms.own, source, own_values);
     } else {
@@ -87,18 +86,18 @@ QCCL_LOOP void total_lanes(const ManySources<Bits>& all, const typename T::Stora
   }
 }
 
-// Codes of the totals to `wire`, and their values to `out`, which may be null.
+// Stores the codes of the totals to `wire` and the decoded values to `out`, which may be null.
 template <class T, int Bits, class Rounding>
-QCCL_LOOP void finish_lanes(const float* total, u32 n, const Rounding rounding, const Line<Bits> line, u32 first,
+QCCL_LOOP void finish_lanes(const float* total, u32 n, const Rounding rounding, const Dequantizer<Bits> dequantizer, u32 first,
                             u8* wire, typename T::Storage* out) {
   for (u32 i = 0; i < n; i += kLanes) {
-    const Ints codes = Rounding::codes(rounding, load_lanes<float>(total + i), first + i);
-    store_codes<Bits>(codes, wire + code_place(i, Bits));
-    if (out) Elements<T>::store(Line<Bits>::values(line, codes), out + i);
+    const i32xN codes = Rounding::codes(rounding, load_lanes<float>(total + i), first + i);
+    store_codes<Bits>(codes, wire + code_offset(i, Bits));
+    if (out) Elements<T>::store(Dequantizer<Bits>::values(dequantizer, codes), out + i);
   }
 }
 
-// The same over any n values: whole lanes, then what is left over.
+// The same for any number n of values: whole lanes, then the left-over values.
 
 template <class T, int Bits, class Rounding>
 void encode_block(const typename T::Storage* x, u32 n, const Rounding& rounding, u8* wire) {
@@ -109,23 +108,23 @@ void encode_block(const typename T::Storage* x, u32 n, const Rounding& rounding,
   SomeCodes<Bits> codes;
   __builtin_memcpy(some, x + whole, rest * sizeof some[0]);
   encode_lanes<T, Bits>(some, kLanes, rounding, whole, codes.bytes);
-  codes.write(wire + code_place(whole, Bits), rest);
+  codes.write(wire + code_offset(whole, Bits), rest);
 }
 
 template <class T, int Bits>
-void decode_block(const u8* wire, u32 n, const Line<Bits>& line, bool accumulate, typename T::Storage* dst) {
+void decode_block(const u8* wire, u32 n, const Dequantizer<Bits>& dequantizer, bool accumulate, typename T::Storage* dst) {
   const u32 whole = n / kLanes * kLanes, rest = n - whole;
-  decode_lanes<T, Bits>(wire, whole, line, accumulate, dst);
+  decode_lanes<T, Bits>(wire, whole, dequantizer, accumulate, dst);
   if (!rest) return;
   typename T::Storage some[kLanes] = {};
   SomeCodes<Bits> codes;
-  codes.read(wire + code_place(whole, Bits), rest);
+  codes.read(wire + code_offset(whole, Bits), rest);
   __builtin_memcpy(some, dst + whole, rest * sizeof some[0]);
-  decode_lanes<T, Bits>(codes.bytes, kLanes, line, accumulate, some);
+  decode_lanes<T, Bits>(codes.bytes, kLanes, dequantizer, accumulate, some);
   __builtin_memcpy(dst + whole, some, rest * sizeof some[0]);
 }
 
-// `total` has room for a multiple of kLanes.
+// `total` has space for n rounded up to a multiple of kLanes.
 template <class T, int Bits, Combine op, u32 Few>
 void total_block(const ManySources<Bits>& sources, const typename T::Storage* own, const Terms& terms, float scale, u32 n,
                  float* total) {
@@ -136,14 +135,14 @@ void total_block(const ManySources<Bits>& sources, const typename T::Storage* ow
   SomeCodes<Bits> codes[kMostSources];
   ManySources<Bits> staged = sources;
   for (u32 s = 0; s < terms.sources; ++s) {
-    codes[s].read(sources.codes[s] + code_place(whole, Bits), rest);
+    codes[s].read(sources.codes[s] + code_offset(whole, Bits), rest);
     staged.codes[s] = codes[s].bytes;
   }
   if (terms.own != kNoOwn) __builtin_memcpy(some, own + whole, rest * sizeof some[0]);
   total_lanes<T, Bits, op, Few>(staged, some, terms, scale, kLanes, total + whole);
 }
 
-// Sums of few sources have loops of their own.
+// Sums of one to three sources have specialised loops.
 template <class T, int Bits>
 void total_block(Combine op, const ManySources<Bits>& sources, const typename T::Storage* own, const Terms& terms,
                  float scale, u32 n, float* total) {
@@ -158,41 +157,41 @@ void total_block(Combine op, const ManySources<Bits>& sources, const typename T:
 }
 
 template <class T, int Bits, class Rounding>
-void finish_block(const float* total, u32 n, const Rounding& rounding, const Line<Bits>& line, u8* wire,
+void finish_block(const float* total, u32 n, const Rounding& rounding, const Dequantizer<Bits>& dequantizer, u8* wire,
                   typename T::Storage* out) {
   const u32 whole = n / kLanes * kLanes, rest = n - whole;
-  finish_lanes<T, Bits>(total, whole, rounding, line, 0, wire, out);
+  finish_lanes<T, Bits>(total, whole, rounding, dequantizer, 0, wire, out);
   if (!rest) return;
   typename T::Storage some[kLanes];
   SomeCodes<Bits> codes;
-  finish_lanes<T, Bits>(total + whole, kLanes, rounding, line, whole, codes.bytes, out ? some : nullptr);
-  codes.write(wire + code_place(whole, Bits), rest);
+  finish_lanes<T, Bits>(total + whole, kLanes, rounding, dequantizer, whole, codes.bytes, out ? some : nullptr);
+  codes.write(wire + code_offset(whole, Bits), rest);
   if (out) __builtin_memcpy(out + whole, some, rest * sizeof some[0]);
 }
 
-// The chances of a call's elements.
-class Chances {
+// The random of a call's elements.
+class RandomBlock {
  public:
-  Chances(u64 seed, const RngCounter& counter) : seed_(seed), counter_(counter) {}
+  RandomBlock(u64 seed, const RngCounter& counter) : seed_(seed), counter_(counter) {}
 
-  // The index of an element of the call.
+  // The index of an element of the call in the whole vector.
   u64 index_of(u64 element) const { return counter_.index + element; }
 
-  // What makes those of the elements whose index has the same upper half as this one.
+  // The key of the elements whose index has the same upper half.
   const RandomKey& key_of(u64 index) {
     const u32 high = (u32)(index >> 32);
     if (high != keyed_) keyed_ = high, key_ = key(high);
     return key_;
   }
 
-  // Those of n elements from element `begin` of the call on, kBlock at most; valid until the next call of this.
+  // The random numbers of n elements from element `begin` of the call on, kBlock at most; valid until the next of().
   const u32* of(u64 begin, u32 n) {
     const u64 index = index_of(begin);
-    const u32 before = (u32)index % kChancesAtOnce, aligned = (u32)index - before, count = before + n;
+    const u32 before = (u32)index % kRandomLanes, aligned = (u32)index - before, count = before + n;
     const u32 high = (u32)(index >> 32);
-    make_chances(key_of(index), aligned, count, some_);
-    const u32 until = 0u - aligned;  // there the lower half of the index wraps
-    if (until && until < count) make_chances(key(high + 1), 0, count - until, some_ + until);
+    make_random(key_of(index), aligned, count, some_);
+    const u32 until = 0u - aligned;  // elements until the lower half of the index wraps
+    if (until && until < count) make_random(key(high + 1), 0, count - until, some_ + until);
     return some_ + before;
   }
 
@@ -201,9 +200,9 @@ class Chances {
 
   u64 seed_;
   RngCounter counter_;
-  u64 keyed_ = ~0ull;  // the upper half of an index that key_ is for; at first none
+  u64 keyed_ = ~0ull;  // the upper half of the indices of key_; at first none
   RandomKey key_;
-  alignas(64) u32 some_[kBlock + kChancesAtOnce];
+  alignas(64) u32 some_[kBlock + kRandomLanes];
 };
 
 #if defined(QCCL_AVX512)
@@ -214,29 +213,30 @@ QCCL_LOOP void encode_stochastic(const typename T::Storage* x, u32 n, const MinM
 }
 #endif
 
-// n values from element `begin` of a call, all of one bucket and kBlock at most.
+// Encodes n values from element `begin` of a call, all in one bucket and kBlock at most; null `random` rounds to nearest.
 template <class T, int Bits>
-void encode_values(const typename T::Storage* x, u32 n, const MinMaxScale& scale, Chances* chances, u64 begin, u8* wire) {
+void encode_values(const typename T::Storage* x, u32 n, const MinMaxScale& scale, RandomBlock* random, u64 begin, u8* wire) {
   if (minmax_is_nan(scale)) {
     __builtin_memset(wire, 0, packed_nbytes(n, Bits));
     return;
   }
-  if (!chances) {
+  if (!random) {
     if (scale.pre == 1.0f) return encode_block<T, Bits>(x, n, Nearest<true>(scale), wire);
     return encode_block<T, Bits>(x, n, Nearest<false>(scale), wire);
   }
   u32 done = 0;
 #if defined(QCCL_AVX512)
-  const u64 index = chances->index_of(begin);
-  if (index % kChancesAtOnce == 0 && (u32)index <= 0u - kBlock && StochasticTogether<true>::fits(scale)) {
-    done = n / kChancesAtOnce * kChancesAtOnce;
-    const auto run = StochasticTogether<true>::clamps(scale) ? encode_stochastic<T, Bits, true> : encode_stochastic<T, Bits, false>;
-    run(x, done, scale, chances->key_of(index), (u32)index, wire);
+  const u64 index = random->index_of(begin);
+  if (index % kRandomLanes == 0 && (u32)index <= 0u - kBlock && StochasticTogether<true>::fits(scale)) {
+    done = n / kRandomLanes * kRandomLanes;
+    const auto run = StochasticTogether<true>::clamps(scale) ? encode_stochastic<T, Bits, true>
+                                                             : encode_stochastic<T, Bits, false>;
+    run(x, done, scale, random->key_of(index), (u32)index, wire);
     if (done == n) return;
   }
 #endif
-  encode_block<T, Bits>(x + done, n - done, Stochastic(scale, chances->of(begin + done, n - done)),
-                        wire + code_place(done, Bits));
+  encode_block<T, Bits>(x + done, n - done, Stochastic(scale, random->of(begin + done, n - done)),
+                        wire + code_offset(done, Bits));
 }
 
 }  // namespace QCCL_NAMESPACE

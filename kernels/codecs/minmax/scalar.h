@@ -1,18 +1,18 @@
-// The scalar math of the min-max codec: a bucket's values as codes 0..L on the line from its least to its greatest.
+// The scalar functions of the min-max codec: codes 0..L, evenly spaced from a bucket's least to its greatest value.
 //
-// All arithmetic is fp32, each operation rounded to nearest even, none fused. The ends of the line are met exactly.
-// A bucket with a NaN or an infinity is wholly NaN.
+// All arithmetic is fp32, each operation rounded to nearest even, none fused. The least and the greatest value are exact.
+// In a bucket with a NaN or an infinity all values decode to NaN.
 #pragma once
 
 #include "../../numeric.h"
 
 namespace QCCL_NAMESPACE {
 
-// What encoding and decoding a bucket need, derived from its range. `pre` is the power of two that keeps the
-// differences clear of overflow and underflow, `post` its inverse.
+// Factors that encoding and decoding use, derived from a bucket's range. `pre` is a power of two that keeps differences
+// clear of overflow and underflow, `post` its inverse.
 struct MinMaxScale {
   float pre, post;
-  float low, high;  // of the range, times pre
+  float low, high;  // the range, times pre
   float inverse;    // codes per unit of value
   float unit;       // value per code
   u32 levels;       // L = 2^bits - 1
@@ -39,22 +39,22 @@ QCCL_FN float minmax_position(float x, const MinMaxScale& scale) { return (x * s
 
 QCCL_FN u32 minmax_clamp(u32 code, u32 levels) { return code < levels ? code : levels; }
 
-// The nearest code; ties go to the even one. 2^23 has the last place 1, so the addition rounds.
+// The nearest code; ties go to the even one. The unit in the last place of 2^23 is 1, so the addition rounds.
 QCCL_FN u32 minmax_nearest(float x, const MinMaxScale& scale) {
   const u32 code = bits_of(minmax_position(x, scale) + 0x1p23f) - 0x4b000000u;
   return minmax_clamp(code, scale.levels);
 }
 
-// One of the two codes around x, by the upper 24 bits of `random`; its mean is the exact position.
+// One of the two codes around x, chosen by the upper 24 bits of `random`; the expected code is the exact position.
 QCCL_FN u32 minmax_stochastic(float x, const MinMaxScale& scale, u32 random) {
   const float position = minmax_position(x, scale);
   const float below = (float)(i32)position;
-  const float chance = (float)(i32)(random >> 8) * 0x1p-24f;
-  const float code = chance < position - below ? below + 1.0f : below;
+  const float uniform = (float)(i32)(random >> 8) * 0x1p-24f;
+  const float code = uniform < position - below ? below + 1.0f : below;
   return minmax_clamp((u32)(i32)code, scale.levels);
 }
 
-// The value of a code, measured from the nearer end of the line.
+// The value of a code, computed from the nearer end of the range, so that both ends are exact.
 QCCL_FN float minmax_value(u32 code, const MinMaxScale& scale) {
   const bool lower = code <= scale.levels / 2;
   const float end = lower ? scale.low : scale.high;

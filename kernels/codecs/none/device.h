@@ -1,4 +1,4 @@
-// Device code without compression: the wire is the values themselves.
+// The tile of the codec none: the wire is the values themselves.
 #pragma once
 
 #include "../../cuda/tile.h"

@@ -1,4 +1,4 @@
-// Loops over whole calls without compression: the wire is the values themselves.
+// The loops of the codec none over whole calls: the wire is the values themselves.
 #pragma once
 
 #include "../../host/bucket_loops.h"
@@ -23,16 +23,16 @@ void raw_encode(const BucketOptions& options, const EncodeCall& call) {
   __builtin_memcpy(call.wire + range.begin * size, element<T>(call.src, range.begin), range.count * size);
 }
 
-// From and to a wire, which has no alignment.
+// A wire has no alignment.
 template <class T>
-QCCL_FN Floats load_wire(const u8* wire, u64 at, u32 lanes) {
+QCCL_FN f32xN load_wire(const u8* wire, u64 at, u32 lanes) {
   typename T::Storage values[kLanes] = {};
   __builtin_memcpy(values, wire + at * sizeof values[0], lanes * sizeof values[0]);
   return Elements<T>::load(values);
 }
 
 template <class T>
-QCCL_FN void store_wire(const Floats& x, u8* wire, u64 at, u32 lanes) {
+QCCL_FN void store_wire(const f32xN& x, u8* wire, u64 at, u32 lanes) {
   typename T::Storage values[kLanes];
   Elements<T>::store(x, values);
   __builtin_memcpy(wire + at * sizeof values[0], values, lanes * sizeof values[0]);
@@ -49,7 +49,7 @@ void raw_decode(const BucketOptions& options, const DecodeCall& call) {
     return;
   }
   for_lanes(range.count, [&](u64 i, u32 lanes) QCCL_INLINE {
-    const Floats sum = load_values<T>(dst + i, lanes) + load_wire<T>(wire, i, lanes);
+    const f32xN sum = load_values<T>(dst + i, lanes) + load_wire<T>(wire, i, lanes);
     store_values<T>(quiet_nans(sum), dst + i, lanes);
   });
 }
@@ -64,7 +64,7 @@ void raw_reduce(const BucketOptions& options, const ReduceCall& call) {
     const u64 i = range.begin + at;
     const auto own_values = [&]() QCCL_INLINE { return load_values<T>(own + i, lanes); };
     const auto source = [&](u32 s) QCCL_INLINE { return load_wire<T>(call.sources[s], i, lanes); };
-    Floats sum = combine_terms<op>(terms, source, own_values, own_values);
+    f32xN sum = combine_terms<op>(terms, source, own_values, own_values);
     if (call.scale != 1.0f) sum = sum * call.scale;
     sum = quiet_nans(sum);
     if (call.wire) store_wire<T>(sum, call.wire, i, lanes);

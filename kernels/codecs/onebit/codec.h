@@ -1,7 +1,8 @@
-// The one-bit codec: which side of zero a value is on, and for each bucket (a column, in CNTK) what the sides decode to.
+// The one-bit codec: one bit for the sign of each value, and for each bucket (a column, in CNTK) the values that the two
+// signs decode to.
 //
-// A bit is 1 for x < 0, so -0 is on the side of +0. The second part of the wire has what the sides stand for: one fp32
-// (the other side is its negative) or two (the lower side's first). A bucket with a NaN or an infinity is NaN there.
+// A bit is 1 for x < 0, so -0 counts as +0. The second part of the wire is one fp32 for the upper side (the lower side is
+// its negative), or two, the lower side first. They are NaN for a bucket with a NaN or an infinity.
 #pragma once
 
 #include "../../bucket.h"
@@ -25,13 +26,12 @@ struct OneBit : CodecDefaults {
     return options.options[0] >= kMean ? 8 : 4;
   }
 
-  // A power of two that keeps sums of as many values as a bucket has, none greater than the one of this magnitude, clear
-  // of overflow and underflow.
+  // A power of two that keeps a bucket's sums clear of overflow and underflow; `greatest` is the greatest magnitude().
   QCCL_FN float clear(i32 greatest) {
     return greatest >= 0x5f800000 ? 0x1p-64f : greatest < 0x1f800000 ? 0x1p64f : 1.0f;
   }
 
-  // The mean of n values whose sum, scaled by `pre`, is given. Rounding may not take it beyond the greatest of them.
+  // The mean of n values with a given sum, scaled by `pre`; clamped, because rounding must not exceed the greatest value.
   QCCL_FN float mean_of(float sum, float n, float pre, i32 greatest) {
     const float mean = sum / n, most = float_of((u32)greatest) * pre;
     return (mean > most ? most : mean < -most ? -most : mean) * (1.0f / pre);
@@ -41,8 +41,8 @@ struct OneBit : CodecDefaults {
     return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
   }
 
-  // Of n values, of which `below` are below zero, by the sums of these and of the others.
-  QCCL_FN Sides means(const Two& sums, float below, float n, float pre, i32 greatest) {
+  // The means of the `below` negative values and of the other n - below, from their sums.
+  QCCL_FN Sides means(const FloatPair& sums, float below, float n, float pre, i32 greatest) {
     const float rest = n - below;
     return {below > 0.0f ? mean_of(sums.first, below, pre, greatest) : 0.0f,
             rest > 0.0f ? mean_of(sums.second, rest, pre, greatest) : 0.0f};
@@ -77,9 +77,9 @@ struct OneBit : CodecDefaults {
       const float mean = mean_of(sum, (float)n, pre, greatest);
       return {-mean, mean};
     }
-    const Two sums = team.sum(n, [&](i32 i) {
+    const FloatPair sums = team.sum(n, [&](i32 i) {
       const float scaled = x[i] * pre;
-      return Two{x[i] < 0.0f ? scaled : 0.0f, x[i] < 0.0f ? 0.0f : scaled};
+      return FloatPair{x[i] < 0.0f ? scaled : 0.0f, x[i] < 0.0f ? 0.0f : scaled};
     });
     const float number = (float)team.count(n, [&](i32 i) { return x[i] < 0.0f; });
     return means(sums, number, (float)n, pre, greatest);

@@ -1,5 +1,5 @@
-// The one-bit codec on the host, from and to elements of any type, without a copy as fp32: sixteen values at a time, bit for
-// bit what codec.h gives.
+// The one-bit codec on the host, from and to elements of any type, without a copy as fp32: sixteen values at a time, with
+// the results of codec.h bit for bit.
 #pragma once
 
 #include "../../host/bucket_loops.h"
@@ -10,45 +10,45 @@ namespace QCCL_NAMESPACE {
 
 constexpr u32 kSumColumns = kSumLanes / kLanes;
 
-// What one pass over a bucket finds besides the bits. Sums are by lanes (../bucket.h): of all magnitudes, or of the values
-// below zero and of the others.
+// The sums that one pass over a bucket computes, by lanes (../../bucket.h): of all magnitudes (first), or of the negative
+// values (first) and of the others (second).
 struct OneBitSurvey {
-  Floats first[kSumColumns], second[kSumColumns];
+  f32xN first[kSumColumns], second[kSumColumns];
 };
 
-// acc + x where `which`; elsewhere acc, which is never -0.
-QCCL_FN Floats add_where(Mask which, const Floats& acc, const Floats& x) {
+// acc + x in the lanes of `which`, elsewhere acc; acc is never -0.
+QCCL_FN f32xN add_where(Mask which, const f32xN& acc, const f32xN& x) {
 #if defined(QCCL_AVX512)
   return {_mm512_mask_add_ps(acc.part[0], which, acc.part[0], x.part[0])};
 #else
   return acc + cast<float>(cast<i32>(x) & which);
 #endif
 }
-QCCL_FN Floats add_where_not(Mask which, const Floats& acc, const Floats& x) {
+QCCL_FN f32xN add_where_not(Mask which, const f32xN& acc, const f32xN& x) {
 #if defined(QCCL_AVX512)
   return add_where((Mask)~which, acc, x);
 #else
-  Ints others = cast<i32>(x);
+  i32xN others = cast<i32>(x);
   QCCL_EACH_PART others.part[p] &= ~which.part[p];
   return acc + cast<float>(others);
 #endif
 }
 
-// Of `rows` rows of kSumLanes values, at most a tile: their bits to `codes`, and what the reconstruction needs. Some columns
-// of all rows, then the next, so that sums stay in registers. Values are taken as they are, with no `pre`. The first tile
-// `begins` what is found.
+// One tile of `rows` rows of kSumLanes values: stores their bits to `codes` and adds to the sums. It goes through some
+// columns of all rows, then the next, so that sums stay in registers. Values are not scaled by `pre`. `begins`: this is the
+// first tile.
 template <class T, u32 Reconstruct>
 QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, u8* codes, OneBitSurvey& survey) {
   constexpr u32 columns = kParts < 4 ? 8 / kParts : 2;
   constexpr bool scale = Reconstruct == OneBit::kScale, mean = Reconstruct == OneBit::kMean;
   for (u32 begin = 0; begin < kSumColumns; begin += columns) {
-    Floats first[columns], second[columns];
+    f32xN first[columns], second[columns];
     for (u32 c = 0; c < columns; ++c) first[c] = second[c] = all_lanes(0.0f);
     for (u32 row = 0; row < rows; ++row) {
       for (u32 c = 0; c < columns; ++c) {
         const u32 at = row * kSumLanes + (begin + c) * kLanes;
-        const Floats value = Elements<T>::load(x + at);
-        if (begin == 0) __builtin_prefetch(x + at + columns * kLanes);  // so that memory is asked for in order
+        const f32xN value = Elements<T>::load(x + at);
+        if (begin == 0) __builtin_prefetch(x + at + columns * kLanes);  // keep memory accesses in order
         const Mask negative = is_less(value, all_lanes(0.0f));
         const u16 bits = (u16)bits_of(negative);
         __builtin_memcpy(codes + at / 8, &bits, sizeof bits);
@@ -66,8 +66,8 @@ QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, 
   }
 }
 
-// Of the values' bits in memory, as in ../bucket.h. In a pass of its own, after the tiles: that goes through a bucket in order
-// up to its end, and so what the processor prefetches is the next one.
+// The greatest magnitude(), from the values' bits in memory. It is a pass of its own after the tiles: it reads the bucket in
+// order up to its end, so the processor prefetches the next bucket.
 template <class T>
 QCCL_LOOP i32 greatest_magnitude(const typename T::Storage* x, u32 n) {
   using Signed = typename IntegersOf<T>::Signed;
@@ -87,8 +87,8 @@ QCCL_LOOP i32 greatest_magnitude(const typename T::Storage* x, u32 n) {
   return magnitude(T::to_float(__builtin_bit_cast(typename T::Storage, all)));
 }
 
-// The lanes of a sum, added in halves.
-static inline float folded(Floats (&sums)[kSumColumns]) {
+// Adds the upper half of the lanes to the lower half until one lane remains.
+static inline float folded(f32xN (&sums)[kSumColumns]) {
   for (u32 half = kSumColumns / 2; half; half /= 2) {
     for (u32 c = 0; c < half; ++c) sums[c] = sums[c] + sums[c + half];
   }
@@ -105,7 +105,7 @@ void onebit_survey(const typename T::Storage* x, u32 n, u8* codes, OneBitSurvey&
   constexpr u32 tile_rows = kSumTile / kSumLanes;
   const u32 rows = n / kSumLanes, rest = n % kSumLanes;
   for (u32 row = 0; row < rows; row += tile_rows) {
-    // the last row of a tile that is not whole belongs to the same sums: such a tile is done as a copy
+    // a tile whose last row is incomplete is padded in a copy below, because its lanes belong to the same sums
     const u32 here = rows - row < tile_rows ? rows - row : tile_rows;
     if (here < tile_rows && rest) break;
     onebit_tile<T, Reconstruct>(x + row * kSumLanes, here, row == 0, codes + row * kSumLanes / 8, survey);
@@ -121,7 +121,7 @@ void onebit_survey(const typename T::Storage* x, u32 n, u8* codes, OneBitSurvey&
   __builtin_memcpy(codes + done / 8, bits, (left + 7) / 8);
 }
 
-// How many of n bits are set; behind them are zeros up to whole bytes.
+// How many of n bits are set; the rest of the last byte is zeros.
 static inline u32 ones(const u8* codes, u32 n) {
   const u32 nbytes = (n + 7) / 8;
   u32 number = 0, i = 0;
@@ -162,8 +162,7 @@ bool onebit_encode(const typename T::Storage* x, u32 n, u8* codes, OneBit::Sides
   return true;
 }
 
-// A bucket's bits and sides. Returns false where that takes the scalar functions: where not all values are finite, or sums
-// need a `pre`.
+// Encodes a bucket. Returns false if the scalar functions must do it: some value is not finite, or sums need a `pre`.
 template <class T>
 bool onebit_encode(const BucketOptions& options, const typename T::Storage* x, u32 n, u8* codes, u8* meta) {
   OneBit::Sides sides = {0.0f, 0.0f};
@@ -185,7 +184,7 @@ struct UnsignedOf<4> {
   using Type = u32;
 };
 
-// One of two for each bit; n of them.
+// For each of n bits, stores `lower` if it is set, otherwise `upper`.
 template <class Storage>
 QCCL_LOOP void choose_by_bits(const u8* codes, u32 n, Storage lower, Storage upper, Storage* to) {
   u32 i = 0;
@@ -194,7 +193,8 @@ QCCL_LOOP void choose_by_bits(const u8* codes, u32 n, Storage lower, Storage upp
     for (; i + 32 <= n; i += 32) {
       u32 bits;
       __builtin_memcpy(&bits, codes + i / 8, sizeof bits);
-      _mm512_storeu_si512(to + i, _mm512_mask_blend_epi16(bits, _mm512_set1_epi16((short)upper), _mm512_set1_epi16((short)lower)));
+      _mm512_storeu_si512(
+          to + i, _mm512_mask_blend_epi16(bits, _mm512_set1_epi16((short)upper), _mm512_set1_epi16((short)lower)));
     }
   } else {
     for (; i + 16 <= n; i += 16) {
@@ -204,7 +204,7 @@ QCCL_LOOP void choose_by_bits(const u8* codes, u32 n, Storage lower, Storage upp
     }
   }
 #else
-  // integers of the same size, of which each has one bit set
+  // each lane tests one bit
   using Bits = typename UnsignedOf<sizeof(Storage)>::Type;
   typedef Bits Some __attribute__((vector_size(kRegisterBytes)));
   constexpr u32 step = kRegisterBytes / sizeof(Storage);
@@ -238,10 +238,10 @@ struct OneBucket<OneBit, T> {
     onebit_decode<Float32>(layout.options, codes, meta, Wire::size_of(layout, b), y);
   }
 
-  // By the scalar functions.
-  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float* room) {
+  // The scalar functions: BucketOfElements calls this if the loops above cannot.
+  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
     u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    OneBit::encode<T>(HostTeam(nullptr, room), layout.options, counter, x, Wire::size_of(layout, b), codes, meta);
+    OneBit::encode<T>(HostTeam(nullptr, scratch), layout.options, counter, x, Wire::size_of(layout, b), codes, meta);
   }
 };
 
@@ -249,13 +249,14 @@ template <class T>
 struct BucketOfElements<OneBit, T> {
   using Storage = typename T::Storage;
   template <class Bucket, class Wire>
-  static void encode(const Wire& layout, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values, float* room) {
+  static void encode(const Wire& layout, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values,
+                     float* scratch) {
     const u32 n = Wire::size_of(layout, b);
     u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    // Of fp32, memory answers to passes in order faster: 1.3 times at 16 MiB; but two sums are too much work for those.
+    // The scalar functions read fp32 in order, which is 1.3 times as fast at 16 MiB; with two sums (kMean) they are slower.
     const bool in_order = T::code == Float32::code && layout.options.options[0] != OneBit::kMean;
     if (!in_order && onebit_encode<T>(layout.options, from, n, codes, meta)) return;
-    Bucket::encode(layout, as_floats<T>(from, n, values), b, counter, wire, room);
+    Bucket::encode(layout, as_floats<T>(from, n, values), b, counter, wire, scratch);
   }
   template <class Bucket, class Wire>
   static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter&, float*, Storage* to) {

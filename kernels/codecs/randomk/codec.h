@@ -1,8 +1,8 @@
 // The random-k codec: some values of a block, drawn at random without replacement, in the call's element type.
 //
-// Which ones follows from the seed, the call, the round, the rank that encodes and the block's first element, so indices
-// need not be sent. Value j is that of element (P(j) + R) mod n, where R is a random number and P a permutation of
-// 0, ..., n-1: a Feistel network on as many bits as n - 1 has, walked until it gives a number below n.
+// The seed and the RngCounter determine the indices, so these are not sent. Value j is element (P(j) + R) mod n, where R is
+// a random number and P a permutation of 0, ..., n-1: a Feistel network on as many bits as n - 1 has, applied until the
+// result is below n (cycle walking).
 #pragma once
 
 #include "../sparse.h"
@@ -21,15 +21,16 @@ QCCL_FN RandomPick make_pick(u64 seed, const RngCounter& counter, u32 n) {
   return {{(u32)key, (u32)(key >> 32)}, n, bits - bits / 2, bits / 2, (u32)(key % n)};
 }
 
-// One pass through the network: the halves change in turns.
-QCCL_FN u32 shuffle(const RandomPick& pick, u32 number) {
+// One pass through the network. `Word` is u32 or a vector of u32.
+template <class Word>
+QCCL_FN Word shuffle(const RandomPick& pick, Word number) {
   const u32 low_mask = (1u << pick.low_bits) - 1, high_mask = (1u << pick.high_bits) - 1;
-  u32 low = number & low_mask, high = number >> pick.low_bits;
-  for (u32 turn = 0; turn < 6; turn += 2) {
-    low ^= (random_word(pick.key, turn << 24 | high) >> 8) & low_mask;
-    high ^= (random_word(pick.key, (turn + 1) << 24 | low) >> 8) & high_mask;
+  Word low = number & low_mask, high = number >> pick.low_bits;
+  for (u32 round = 0; round < 6; round += 2) {
+    low = low ^ ((random_word(pick.key, high ^ (round << 24)) >> 8u) & low_mask);
+    high = high ^ ((random_word(pick.key, low ^ ((round + 1) << 24)) >> 8u) & high_mask);
   }
-  return high << pick.low_bits | low;
+  return (high << pick.low_bits) ^ low;
 }
 
 QCCL_FN u32 picked(const RandomPick& pick, u32 j) {
@@ -41,7 +42,7 @@ QCCL_FN u32 picked(const RandomPick& pick, u32 j) {
   return turned < pick.n ? turned : turned - pick.n;
 }
 
-// body(j, picked(j)) for j < n. The host has its own.
+// body(j, picked(j)) for j < n. host.h overloads it.
 template <class Team, class Body>
 QCCL_FN void each_picked(const Team& team, const RandomPick& pick, u32 n, const Body& body) {
   team.each(n, [&](u32 j) { body(j, picked(pick, j)); });
@@ -58,19 +59,19 @@ struct RandomK : SparseCodec {
   }
 
   template <class T, class Team, class Values>
-  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter& counter, const Values& x, u32 n, u8* codes,
-                      u8*) {
+  QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter& counter, const Values& x, u32 n,
+                      u8* codes, u8*) {
     const u32 keep = (u32)kept(options, n);
-    if (encode_spoiled<T>(team, x, n, keep, codes)) return;
+    if (encode_if_not_finite<T>(team, x, n, keep, codes)) return;
     const RandomPick pick = make_pick(options.seed, counter, n);
     each_picked(team, pick, keep, [&](u32 j, u32 i) { store_element<T>(codes, j, x[i]); });
   }
 
-  // The third option: values are multiplied by what share of them is kept, so that the mean is right.
+  // The third option: multiply values by n / keep, so that the result is unbiased.
   template <class T, class Team, class Take>
-  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter& counter, const u8* codes, const u8*, u32 n,
-                      const Take& take) {
-    if (decode_spoiled<T>(team, codes, n, take)) return;
+  QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter& counter, const u8* codes, const u8*,
+                      u32 n, const Take& take) {
+    if (decode_if_not_finite<T>(team, codes, n, take)) return;
     const u32 keep = (u32)kept(options, n);
     const float factor = options.options[2] ? (float)n / (float)keep : 1.0f;
     const RandomPick pick = make_pick(options.seed, counter, n);

@@ -1,8 +1,8 @@
-// The top-k codec: the values of a block that are farthest from zero, and where they are.
+// The top-k codec: the values of greatest magnitude of a block, with their indices.
 //
-// Of equal magnitudes the lower index is kept. The first part of the wire has the values, in the call's element type and
-// the order of their indices; the second the indices, in the narrowest of one, two and four bytes. A decoder ignores an
-// index that is not in the block or not greater than all before it.
+// Of equal magnitudes the lower index is kept. The first part of the wire has the values in the order of their indices, in
+// the call's element type. The second part has the indices, of one, two or four bytes. A decoder ignores an index that is
+// outside the block or not greater than all indices before it.
 #pragma once
 
 #include "../sparse.h"
@@ -38,7 +38,7 @@ struct TopK : SparseCodec {
   QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter&, const Values& x, u32 n, u8* codes,
                       u8* meta) {
     const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
-    if (encode_spoiled<T>(team, x, n, keep, codes)) {
+    if (encode_if_not_finite<T>(team, x, n, keep, codes)) {
       return team.each(keep, [&](i32 j) { store_index(meta, nbytes, j, 0); });
     }
     team.select(n, keep, [&](i32 i) { return magnitude(x[i]); }, [&](u32 j, u32 i) {
@@ -50,7 +50,7 @@ struct TopK : SparseCodec {
   template <class T, class Team, class Take>
   QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter&, const u8* codes, const u8* meta, u32 n,
                       const Take& take) {
-    if (decode_spoiled<T>(team, codes, n, take)) return;
+    if (decode_if_not_finite<T>(team, codes, n, take)) return;
     const u32 keep = (u32)kept(options, n), nbytes = index_nbytes(options);
     team.ascending(keep, [&](i32 j) { return load_index(meta, nbytes, j); }, [&](u32 j, u32 i) {
       if (i < n) take(i, load_element<T>(codes, j));

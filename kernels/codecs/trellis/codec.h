@@ -1,12 +1,12 @@
-// The trellis codec: codes that are chosen together, for the least squared error (trellis-coded quantisation, Marcellin
-// and Fischer 1990, with Ungerboeck's trellis of four states).
+// The trellis codec: trellis-coded quantisation (Marcellin and Fischer 1990) with Ungerboeck's trellis of four states. The
+// codes of a sequence are chosen together for the least squared error.
 //
-// A bucket is up to 2048 values around a common centre, in blocks with a scale each; a few outliers go apart. A block has twice
-// as many levels as a code of its bits can name. They are unit * u (1 + u^2) for evenly spaced u from -1 to 1: denser in
-// the middle, where most values are. Of the four classes of levels, by their numbers modulo four, a code names two; which
-// two follows from the lowest bits of the two codes before it in its sequence. Element i of a bucket is in sequence
-// i mod 32. So a decoder looks at three codes for a value, and the encoder finds each sequence's best codes by Viterbi's
-// search.
+// A bucket has up to 2048 values around a common centre, in blocks with a scale each; a few outliers are stored apart. A
+// block has twice as many levels as its codes have values. The levels are unit * u (1 + u^2) for evenly spaced u from -1 to
+// 1: denser in the middle, where most values are. Levels have four classes, by their number modulo four. A code selects a
+// level of two of the classes; the lowest bits of the two codes before it in its sequence determine which two. Element i of
+// a bucket is in sequence i mod 32. So a decoder reads three codes for a value, and the encoder finds the best codes of
+// each sequence by the Viterbi algorithm.
 #pragma once
 
 #include "../../bucket.h"
@@ -20,8 +20,9 @@ constexpr u32 kTrellisBlocks = kTrellisBucket / 32;  // in a bucket at most
 constexpr u32 kTrellisOutliers = 16;                 // at most
 constexpr u32 kTrellisNoOutlier = 0xffe00000u;
 
-// Where the second part of a bucket has what: centre, scale, outliers (a word each), blocks' scales (a byte each).
-constexpr u32 kTrellisOutlierPlace = 8;
+// The second part of a bucket: centre, scale, then from this offset outliers (a word each) and blocks' scales (a byte
+// each).
+constexpr u32 kTrellisOutlierOffset = 8;
 
 struct TrellisOptions {
   u32 bits, block, outliers;
@@ -33,8 +34,8 @@ QCCL_FN TrellisOptions trellis_options(const BucketOptions& options) {
 
 QCCL_FN u32 trellis_blocks(const TrellisOptions& options, u32 n) { return (n + options.block - 1) / options.block; }
 
-// The levels of a block, numbered from the lowest, which is 0, to `top`. `reach` is how much of a block's range they
-// cover: for so few bits that it pays, not all.
+// The levels of a block are numbered 0 to `top`. `reach` is the part of a block's range that they cover: with few bits,
+// less than all of it gives a smaller error.
 struct TrellisLevels {
   i32 top;
   float step, reach;
@@ -46,36 +47,36 @@ QCCL_FN constexpr TrellisLevels trellis_levels(u32 bits) {
   return {top, 1.0f / (float)top, reach};
 }
 
-// What a bucket is decoded around, and its largest distance from there. `pre` is the power of two that keeps quotients
+// A bucket's centre, and its scale: the largest distance from the centre. `pre` is the power of two that keeps quotients
 // clear of underflow, `post` its inverse.
 struct TrellisFrame {
   float centre, scale, pre, post;
 };
 
 constexpr float kTrellisTiny = 0x1p-100f;
-constexpr float kTrellisHuge = 0x1p125f;  // values from here on have no centre, lest a distance overflows
+constexpr float kTrellisHuge = 0x1p125f;  // with values from here on the centre is 0, so that no distance overflows
 
 QCCL_FN TrellisFrame trellis_frame(float centre, float scale) {
   const bool tiny = scale < kTrellisTiny;
   return {centre, scale, tiny ? 0x1p100f : 1.0f, tiny ? 0x1p-100f : 1.0f};
 }
 
-// The middle of a block. The median of a bucket's blocks' middles is its centre: so a common offset is taken out, and no
-// outlier moves it.
+// The middle of a block. The centre of a bucket is the median of its blocks' middles: it removes a common offset, and
+// outliers do not move it.
 QCCL_FN float trellis_middle(float low, float high) { return low + (high - low) * 0.5f; }
 
-// How many numbers come before number b, in order.
+// The position of number b in sorted order.
 QCCL_FN u32 trellis_rank(const float* numbers, u32 n, u32 b) {
   u32 rank = 0;
   for (u32 i = 0; i < n; ++i) rank += (numbers[i] < numbers[b]) | ((numbers[i] == numbers[b]) & (i < b));
   return rank;
 }
 
-// The rank of the median of n; the lesser one of two.
+// The position of the median of n, the lower one of two.
 QCCL_FN u32 trellis_median(u32 n) { return (n - 1) / 2; }
 
-// A block's largest distance as a share of the bucket's, rounded up to a float with four bits of mantissa: its exponent
-// and mantissa, counted so that 255 is all of it and 1 the least share there is. 0 is for no distance at all.
+// A block's largest distance as a share of the bucket's, rounded up to a float with four bits of mantissa. The byte is its
+// exponent and mantissa, offset so that 255 is the whole and 1 the least share; 0 means that all distances are zero.
 constexpr u32 kTrellisShares = 2032 - 255;
 
 QCCL_FN u32 trellis_share(float distance, const TrellisFrame& frame) {
@@ -85,7 +86,7 @@ QCCL_FN u32 trellis_share(float distance, const TrellisFrame& frame) {
   return rounded_up > kTrellisShares ? rounded_up - kTrellisShares : 1;
 }
 
-// Half of the highest level of a block, times `pre`.
+// The unit of a block, half of its highest level, times `pre`.
 QCCL_FN float trellis_unit(u32 share, const TrellisFrame& frame, const TrellisLevels& levels) {
   if (!share) return 0.0f;
   return float_of((share + kTrellisShares) << 19) * (frame.scale * frame.pre) * (0.5f * levels.reach);
@@ -93,14 +94,14 @@ QCCL_FN float trellis_unit(u32 share, const TrellisFrame& frame, const TrellisLe
 
 QCCL_FN float trellis_inverse(float unit) { return unit > 0.0f ? 1.0f / unit : 0.0f; }
 
-// A level in units. Twice its distance from the middle is an odd number of steps of u.
+// The value of a level in units.
 QCCL_FN float trellis_level(i32 level, const TrellisLevels& levels) {
   const float u = (float)(2 * level - levels.top) * levels.step;
   return u * (1.0f + u * u);
 }
 
-// The first of the four neighbouring levels among which a value at `position`, in units, is coded: one of each class. It
-// is found by a quotient that is within 0.0013 of the u for which u (1 + u^2) is the position.
+// The first of four neighbouring levels, one of each class, that are the candidates for a value at `position` (in units). A
+// rational function approximates the u with u (1 + u^2) = position to 0.0013.
 QCCL_FN i32 trellis_window(float position, const TrellisLevels& levels) {
   float z = position > -2.0f ? position : -2.0f;
   z = z < 2.0f ? z : 2.0f;
@@ -114,7 +115,7 @@ QCCL_FN i32 trellis_window(float position, const TrellisLevels& levels) {
 
 QCCL_FN i32 trellis_candidate(i32 window, u32 level_class) { return window + (i32)((level_class - (u32)window) & 3); }
 
-// The class that follows from the lowest bits of a code and of the two before it.
+// The class of a code's level, from the lowest bits of the code and of the two before it.
 QCCL_FN u32 trellis_class(u32 bit, u32 before, u32 before_that) { return 2 * (bit ^ before_that) + before; }
 
 QCCL_FN u32 trellis_code(i32 level, u32 bit) { return (u32)level / 4 * 2 + bit; }
@@ -128,7 +129,7 @@ QCCL_FN float trellis_value(i32 level, float unit, const TrellisFrame& frame, co
 }
 
 // An outlier: the element's number in the bucket, and the upper 21 bits of its distance from the centre, rounded, but not
-// to infinity. With the distance 0 it is none.
+// to infinity. The distance 0 marks an unused entry.
 QCCL_FN u32 trellis_outlier(u32 element, float distance) {
   const u32 bits = bits_of(distance), rounded = (bits & 0x7fffffffu) + 0x3ffu + (bits >> 11 & 1);
   const u32 size = rounded < 0x7f7ff800u ? rounded : 0x7f7ff800u;
@@ -137,7 +138,7 @@ QCCL_FN u32 trellis_outlier(u32 element, float distance) {
 QCCL_FN u32 trellis_outlier_element(u32 word) { return word >> 21; }
 QCCL_FN float trellis_outlier_distance(u32 word) { return float_of(word << 11); }
 
-// The search is by the team: host.h, device.h.
+// host.h and device.h have trellis_encode and trellis_decode, each for its team.
 struct Trellis : CodecDefaults {
   template <class T>
   QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
@@ -147,7 +148,7 @@ struct Trellis : CodecDefaults {
   template <class T>
   QCCL_FN u64 meta_nbytes(const BucketOptions& options, u64 n) {
     const TrellisOptions o = trellis_options(options);
-    return kTrellisOutlierPlace + 4 * o.outliers + (trellis_blocks(o, (u32)n) + 3) / 4 * 4;
+    return kTrellisOutlierOffset + 4 * o.outliers + (trellis_blocks(o, (u32)n) + 3) / 4 * 4;
   }
 
   template <class T, class Team, class Values>
