@@ -1,4 +1,4 @@
-"""What the kernels of a launch do on the fake GPU: the jobs of its table, by the host's compiled codecs."""
+"""The kernels of the fake GPU: they run the jobs of a launch by the host's codecs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _OPS = {"sum": 0, "min": 1, "max": 2}
 
 
 def kind_of(name: str) -> str:
-    """What a kernel does: encode, decode, reduce or copy; CALL_KERNEL is its own kind."""
+    """A kernel's operation: encode, decode, reduce, reduce_with_state, commit, copy or CALL_KERNEL."""
     return name.removeprefix("qccl::").removeprefix("bucket_").partition("<")[0]
 
 
 def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], None]:
-    """What a launch of kernel ``name`` does; its arguments by value are read at once, as by cuLaunchKernel."""
+    """A function that runs kernel ``name``. Arguments by value are read now, as by cuLaunchKernel."""
     pointers = (ctypes.c_void_p * 4).from_address(arguments)
     if name == cs.CALL_KERNEL:
         words, value = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
@@ -31,7 +31,7 @@ def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], 
     jobs, sources = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
     parameters = np.frombuffer(ctypes.string_at(pointers[2], cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
     memory = list((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
-    if "Pass::range" in name:  # the pass behind it does everything
+    if "Pass::range" in name:  # the next pass does everything
         return _touch_scratch(int(parameters["scratch"]))
     return lambda: _run(name, grid[1], jobs, sources, parameters, memory)
 
@@ -46,7 +46,7 @@ def _count(words: int, value: int, replay: bool) -> Callable[[], None]:
 
 
 def _touch_scratch(address: int) -> Callable[[], None]:
-    """What the range pass leaves there must be gone before the next run."""
+    """Check that the engine cleared the scratch, and write to it as the range pass does."""
 
     def run() -> None:
         word = ctypes.c_uint64.from_address(address)
@@ -156,7 +156,7 @@ def _address(place: Any, memory: list[int]) -> int:
 
 
 def _codec(name: str, parameters: Any) -> Any:
-    """The codec by its C++ type, or by its tile, whose type begins with that."""
+    """The codec by its C++ type; the type of a tile begins with the codec's."""
     found = re.match(r"qccl::\w+<qccl::(\w+?)(Tile)?[<,]", name)
     assert found, name
     options = [int(option) for option in parameters["options"]]

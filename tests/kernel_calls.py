@@ -1,4 +1,4 @@
-"""The host kernels called on NumPy arrays, each between guard areas, and values that are hard on a codec."""
+"""Calls of the host kernels on NumPy arrays between guard areas, and values that are hard on codecs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qccl import _host, codecs, dtypes
 DTYPES = tuple(dtype.name for dtype in dtypes.DTYPES)
 OPS = ("sum", "min", "max")
 
-#: the counter of what is encoded and decoded by itself
+#: the counter of a single encode or decode
 FIRST = RngCounter()
 
 _GUARD = 256
@@ -25,29 +25,29 @@ class Arena:
     """Arrays with guard areas on both sides, as numbered buffers of one Memory."""
 
     def __init__(self, call: int = 0) -> None:
-        self._places: list[tuple[np.ndarray, int]] = []
+        self._slots: list[tuple[np.ndarray, int]] = []
         self._call = call
 
     def add(self, content: np.ndarray) -> tuple[int, int]:
-        """Take a copy of ``content``; the place of the copy: (buffer, byte offset)."""
+        """Store a copy of ``content`` and return its (buffer, byte offset)."""
         base = np.full(content.nbytes + 2 * _GUARD, _PATTERN, np.uint8)
         base[_GUARD : _GUARD + content.nbytes] = content.view(np.uint8)
-        self._places.append((base, content.nbytes))
-        return len(self._places) - 1, _GUARD
+        self._slots.append((base, content.nbytes))
+        return len(self._slots) - 1, _GUARD
 
     def memory(self) -> _host.Memory:
-        memory = _host.Memory(len(self._places))
+        memory = _host.Memory(len(self._slots))
         memory.call = self._call
-        for i, (base, _) in enumerate(self._places):
+        for i, (base, _) in enumerate(self._slots):
             memory[i] = base.ctypes.data
         return memory
 
-    def take(self, place: tuple[int, int], dtype: Any = np.uint8) -> np.ndarray:
-        """What a place holds now. Asserts that no guard area was written."""
-        for i, (base, nbytes) in enumerate(self._places):
+    def take(self, ref: tuple[int, int], dtype: Any = np.uint8) -> np.ndarray:
+        """The content of a buffer. Asserts that no guard area was written."""
+        for i, (base, nbytes) in enumerate(self._slots):
             outside = np.concatenate([base[:_GUARD], base[_GUARD + nbytes :]])
             assert (outside == _PATTERN).all(), f"buffer {i} was written outside its {nbytes} bytes"
-        base, nbytes = self._places[place[0]]
+        base, nbytes = self._slots[ref[0]]
         return base[_GUARD : _GUARD + nbytes].copy().view(dtype)
 
 
@@ -115,7 +115,7 @@ def reduce(
     in_place: bool = False,
     with_out: bool = True,
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """(wire, out), each None where it was not asked for."""
+    """(wire, out), None if not asked for."""
     arena = Arena(counter.call)
     sources = [arena.add(wire) for wire in wires]
     own_place = None if own is None else arena.add(own)
@@ -139,7 +139,7 @@ def same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def assert_same_bits(found: np.ndarray | None, expected: np.ndarray | None, what: str) -> None:
-    """Equal bit for bit; the message names the first element that is not."""
+    """Assert equal bits; the message names the first element that differs."""
     if found is None or expected is None:
         assert found is expected, what
         return
@@ -160,7 +160,7 @@ KINDS = _KINDS
 
 
 def hard_values(kind: str, count: int, dtype: str, rng: np.random.Generator) -> np.ndarray:
-    """``count`` values of one kind of trouble, in the storage of ``dtype``."""
+    """``count`` values of one hard kind, in the storage of ``dtype``."""
     if kind == "bit patterns":
         return rng.integers(0, 256, count * dtypes.get(dtype).itemsize, np.uint8).view(oracle.storage(dtype))
     tiny = {"float32": 2.0**-126, "float16": 2.0**-14, "bfloat16": 2.0**-126}[dtype]

@@ -1,4 +1,4 @@
-"""What the codecs compute, in NumPy: slow, obvious, and written from the formulas, not from the kernels.
+"""An oracle of the codecs in NumPy: slow, obvious, and written from the formulas, not from the kernels.
 
 Values are arrays of float32, float16, or uint16 that holds bfloat16; ``dtype`` is the name of the element type. Wires
 are uint8 arrays. All arithmetic is float32, one operation at a time.
@@ -39,7 +39,7 @@ class MinMax:
 
 @dataclass(frozen=True)
 class RngCounter:
-    """Who draws random numbers, and for which element first."""
+    """The counter of the random numbers (kernels/parameters.h); ``index`` is the first element's."""
 
     call: int = 0
     round: int = 0
@@ -62,7 +62,7 @@ def to_float(values: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def from_float(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to nearest even; overflow to infinity; one NaN for all."""
+    """Round to nearest even; overflow to infinity; one NaN."""
     x = np.where(np.isnan(x), NAN, x).astype(f32)
     if dtype == "float32":
         return x
@@ -122,8 +122,8 @@ def unpack(data: np.ndarray, count: int, bits: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Line:
-    """The line from the least to the greatest value of each bucket (columns), and the power of two it is scaled by."""
+class Quantizer:
+    """The ranges of buckets (columns), and the conversion between values and codes."""
 
     low: np.ndarray
     high: np.ndarray
@@ -135,45 +135,45 @@ class Line:
 
     @property
     def pre(self) -> np.ndarray:
-        width = self.high - self.low
-        small = (width > 0) & (width < f32(2.0**-100))
-        return np.where(np.isfinite(width), np.where(small, f32(2.0**100), f32(1)), f32(0.25))
+        unscaled = self.high - self.low
+        small = (unscaled > 0) & (unscaled < f32(2.0**-100))
+        return np.where(np.isfinite(unscaled), np.where(small, f32(2.0**100), f32(1)), f32(0.25))
 
     @property
-    def length(self) -> np.ndarray:
+    def width(self) -> np.ndarray:
         return self.high * self.pre - self.low * self.pre
 
     def position(self, x: np.ndarray) -> np.ndarray:
-        inverse = np.where(self.length > 0, f32(self.levels) / self.length, f32(0))
+        inverse = np.where(self.width > 0, f32(self.levels) / self.width, f32(0))
         return (x * self.pre - self.low * self.pre) * inverse
 
     def value(self, codes: np.ndarray) -> np.ndarray:
-        unit = self.length / f32(self.levels)
+        unit = self.width / f32(self.levels)
         from_low = self.low * self.pre + codes.astype(f32) * unit
         from_high = self.high * self.pre + (codes - self.levels).astype(f32) * unit
         values = np.where(codes <= self.levels // 2, from_low, from_high) * (f32(1) / self.pre)
         return np.where(self.finite, values, NAN)
 
 
-def line_of(x: np.ndarray, levels: int) -> Line:
-    """The lines of buckets; a row of ``x`` is a bucket."""
+def quantizer_of(x: np.ndarray, levels: int) -> Quantizer:
+    """The ranges of buckets; a row of ``x`` is a bucket."""
     finite = np.isfinite(x).all(axis=1, keepdims=True)
-    # of equal values -0 is the lesser, which NumPy's min does not promise
+    # -0 is less than +0, which NumPy's min does not guarantee
     ordered = np.take_along_axis(x, np.lexsort((~np.signbit(x), x)), axis=1)
-    return Line(np.where(finite, ordered[:, :1], NAN), np.where(finite, ordered[:, -1:], NAN), levels)
+    return Quantizer(np.where(finite, ordered[:, :1], NAN), np.where(finite, ordered[:, -1:], NAN), levels)
 
 
-def codes_of(codec: MinMax, x: np.ndarray, line: Line, words: np.ndarray) -> np.ndarray:
-    t = np.where(line.finite, line.position(x), f32(0))
+def codes_of(codec: MinMax, x: np.ndarray, quantizer: Quantizer, words: np.ndarray) -> np.ndarray:
+    t = np.where(quantizer.finite, quantizer.position(x), f32(0))
     if codec.stochastic:
         below = np.floor(t)
         u = (words >> 8).astype(f32) * f32(2.0**-24)
         t = below + (u < t - below)
-    return np.where(line.finite, np.clip(np.rint(t), 0, codec.levels), 0).astype(np.int64)
+    return np.where(quantizer.finite, np.clip(np.rint(t), 0, codec.levels), 0).astype(np.int64)
 
 
 def equal_buckets(codec: MinMax, count: int) -> list[slice]:
-    """``count`` elements as stretches of buckets of one size: the full buckets, then the last if it is shorter."""
+    """``count`` elements as slices whose buckets have one size: the full buckets, then the last if it is shorter."""
     full = count - count % codec.size(count)
     return [part for part in (slice(0, full), slice(full, count)) if part.start < part.stop]
 
@@ -189,9 +189,9 @@ def encode_floats(codec: MinMax, x: np.ndarray, counter: RngCounter) -> np.ndarr
     codes, ranges = [np.empty(0, np.int64)], [np.empty(0, f32)]
     for part in equal_buckets(codec, x.size):
         buckets = rows(codec, x[part])
-        line = line_of(buckets, codec.levels)
-        codes.append(codes_of(codec, buckets, line, rows(codec, words[part])).reshape(-1))
-        ranges.append(np.hstack([line.low, line.high]).reshape(-1))
+        quantizer = quantizer_of(buckets, codec.levels)
+        codes.append(codes_of(codec, buckets, quantizer, rows(codec, words[part])).reshape(-1))
+        ranges.append(np.hstack([quantizer.low, quantizer.high]).reshape(-1))
     data = pack(np.concatenate(codes), codec.bits)  # a bucket but the last has a multiple of eight elements
     return np.concatenate([data, np.zeros(-data.size % 4, np.uint8), np.concatenate(ranges).view(np.uint8)])
 
@@ -204,23 +204,23 @@ def decode_floats(codec: MinMax, wire: np.ndarray, count: int) -> np.ndarray:
     for part in equal_buckets(codec, count):
         buckets = rows(codec, codes[part])
         of_part = ranges[part.start // codec.size(count) :][: len(buckets)]
-        x[part] = Line(of_part[:, :1], of_part[:, 1:], codec.levels).value(buckets).reshape(-1)
+        x[part] = Quantizer(of_part[:, :1], of_part[:, 1:], codec.levels).value(buckets).reshape(-1)
     return x
 
 
-# The three operations, for MinMax, for None, the codec that does not compress, and for those of oracle_buckets.py
+# The three operations, for MinMax, None (the codec none) and the codecs of oracle_buckets.py
 
 
 @dataclass(frozen=True)
 class Sparse:
-    """Some values of many; the others are zero."""
+    """Values of some elements; the others are zero."""
 
     indices: np.ndarray
     values: np.ndarray
 
 
 class Other(Protocol):
-    """A codec written elsewhere; ``spec`` is that of qccl's own."""
+    """A codec of another file; ``spec`` is the specification of qccl's codec."""
 
     @property
     def spec(self) -> str: ...
@@ -262,9 +262,9 @@ def wire_floats(codec: Codec, wire: np.ndarray, count: int, dtype: str, counter:
 
 
 def combine(op: str, a: np.ndarray | None, b: np.ndarray | Sparse, count: int) -> np.ndarray:
-    """``a (op) b``; NaN wins, and of equal values (+0 and -0) the first stays.
+    """``a (op) b``; NaN if either is, and of equal values (+0 and -0) the first.
 
-    Without ``a`` it is ``b``; sparse values are added to zeros, or where they are to ``a``.
+    Without ``a`` it is ``b``. Sparse values are added to ``a`` or, without ``a``, to zeros.
     """
     if isinstance(b, Sparse):
         total = np.zeros(count, f32) if a is None else a.copy()
@@ -294,7 +294,7 @@ def reduce(
     counter: RngCounter = RngCounter(),
     makers: Sequence[RngCounter] | None = None,
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """(wire, out); ``encoded``: whether there is a wire, whose decoded values ``out`` then holds."""
+    """(wire, out). ``encoded``: there is a wire, and ``out`` is its decoded values."""
     makers = makers or [RngCounter(call=counter.call, index=counter.index)] * len(wires)
     terms = [wire_floats(codec, wire, count, dtype, maker) for wire, maker in zip(wires, makers, strict=True)]
     if own is not None:

@@ -1,4 +1,4 @@
-"""What the codecs that go bucket by bucket compute, in NumPy, written from their formulas (see ``oracle.py``)."""
+"""An oracle of the codecs but ``none``, ``minmax`` and ``trellis``, written from their formulas (see ``oracle.py``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_BYTES = np.zeros(0, np.uint8)
 
 @np.errstate(over="ignore", invalid="ignore")
 def sum_of(x: np.ndarray) -> np.float32:
-    """In the order of docs/wire-format.md: 256 lanes, tiles of 2048, lanes folded in halves."""
+    """A sum in the order of docs/wire-format.md: 256 lanes, tiles of 2048, then halves of the lanes."""
     lanes = np.zeros(256, f32)
     for start in range(0, x.size, 2048):
         tile = np.zeros(256, f32)
@@ -44,7 +44,7 @@ class Bucketed:
         return f"{self.name}:" + ",".join(f"{key}={value}" for key, value in fields.items())
 
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
-        """Bytes of a bucket of ``count`` elements in the two parts."""
+        """Sizes of the two parts of a bucket of ``count`` elements."""
         raise NotImplementedError
 
     def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
@@ -129,13 +129,13 @@ class OneBit(Bucketed):
 
 
 def every_number(mantissa: int, bias: int, specials: int) -> np.ndarray:
-    """The 8-bit floats without sign, in order of their codes, but for the last ``specials`` ones."""
+    """The 8-bit floats without sign in the order of their codes, except the last ``specials`` ones."""
     codes = np.arange(128 - specials)
     exponent, fraction = codes >> mantissa, (codes & ((1 << mantissa) - 1)) / 2.0**mantissa
     return np.where(exponent == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (exponent - bias))
 
 
-#: mantissa, bias, and what the last codes are
+#: mantissa, bias, and the values of the last codes
 FLOAT8 = {"float8_e4m3": (3, 7, [np.nan]), "float8_e5m2": (2, 15, [np.inf, np.nan, np.nan, np.nan])}
 
 
@@ -206,7 +206,7 @@ class Dithering(Bucketed):
         return min(norm, np.finfo(f32).max)
 
     def scale(self, norm: np.float32) -> tuple[np.float32, np.float32, np.float32]:
-        """(power of two, what a value is multiplied by, value of the unit), after multiplying by that power."""
+        """(power of two, factor of a value, value of the unit); the last two after multiplying by the power."""
         pre = f32(2.0**-100) if norm > f32(2.0**100) else f32(2.0**100) if norm < f32(2.0**-100) else f32(1)
         parts = f32(self.k if self.partition == "linear" else 1)
         with np.errstate(invalid="ignore"):

@@ -1,4 +1,4 @@
-"""All-reduce with error feedback and momentum in NumPy: it knows shards, rounds and formulas, but no schedules."""
+"""An oracle of all-reduce with error feedback and momentum in NumPy, from shards, rounds and formulas."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Codec = oracle.Codec
 
 
 def oracle_codec(spec: str) -> Codec:
-    """The oracle's codec for what is inside of ``spec``."""
+    """The oracle's codec for ``spec`` without decorators."""
     return oracle_of(get(spec).plain)
 
 
 @dataclass
 class Rank:
-    """What one rank keeps; fp32 of the vector's length, or None where its codec keeps none of that kind."""
+    """The state of one rank: fp32 of the vector's length, or None if its codec has no state of that kind."""
 
     residual: np.ndarray | None
     momentum: np.ndarray | None
@@ -51,7 +51,7 @@ class Group:
         self.kept = [Rank(zeros("residual"), zeros("momentum")) for _ in range(self.ranks)]
 
     def step(self, inputs: list[np.ndarray], lr: float = 1.0) -> np.ndarray:
-        """The result of one call; what is kept changes if it is finite. bfloat16 is uint16."""
+        """The result of one call. State changes if the result is finite. bfloat16 is uint16."""
         with np.errstate(all="ignore"):
             return self._step(inputs, f32(lr))
 
@@ -94,7 +94,7 @@ class Group:
         return x + mu * kept.momentum
 
     def _coded(self, kept: Rank, x: np.ndarray, part: slice, rank: int, round_: int, lr: np.float32) -> np.ndarray:
-        """What a decoder makes of a part of ``x`` and its residual; round 1 also goes through the element type."""
+        """The decoded values of a part of ``x`` with its residual; round 1 is also rounded to the element type."""
         codec, counter = oracle_codec(self.spec), RngCounter(self.call, round_, rank, part.start)
         v = x[part] if kept.residual is None else x[part] + kept.residual[part] * (f32(1) / lr)
         if codec is None:
@@ -110,7 +110,7 @@ class Group:
 
 
 def total(terms: list[np.ndarray]) -> np.ndarray:
-    """In rank order, beginning with the first term itself."""
+    """The sum in rank order, beginning with the first term itself."""
     result = terms[0]
     for term in terms[1:]:
         result = result + term

@@ -37,7 +37,7 @@ class Trellis(Bucketed):
     # levels
 
     def units(self, shares: np.ndarray, scale: np.float32) -> np.ndarray:
-        """Half of the highest level of each block, times ``pre``."""
+        """The unit of each block, half of its highest level, times ``pre``."""
         part = ((shares.astype(np.uint32) + 1777) << 19).view(f32)
         with np.errstate(over="ignore", invalid="ignore"):
             unit = part * (scale * pre(scale)) * (f32(0.5) * REACH.get(self.bits, f32(1)))
@@ -83,7 +83,7 @@ class Trellis(Bucketed):
         return codes, np.concatenate([numbers(centre, scale), words.view(np.uint8), shares])
 
     def search(self, positions: np.ndarray) -> np.ndarray:
-        """The codes with the least squared error of each sequence; Viterbi's algorithm."""
+        """The codes of least squared error of each sequence, by the Viterbi algorithm."""
         steps = -(-positions.size // SEQUENCES)
         padded = np.zeros(steps * SEQUENCES, f32)
         padded[: positions.size] = positions
@@ -137,7 +137,7 @@ def pre(scale: np.float32) -> np.float32:
 
 
 def share(distance: np.float32, scale: np.float32) -> int:
-    """Of the scale, rounded up to four bits of mantissa."""
+    """The share of the scale, rounded up to four bits of mantissa."""
     if distance == 0:
         return 0
     bits = int((distance * pre(scale) / (scale * pre(scale))).view(np.uint32))

@@ -1,4 +1,4 @@
-"""The codecs that go bucket by bucket, against the oracle: bit for bit, on hard data, for every element type."""
+"""The codecs of codec_table against the oracle: bit for bit, on hard data, for every element type."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EVERY = pytest.mark.parametrize("codec", ALL, ids=lambda codec: codec.spec)
 
 
 def counts(codec: Bucketed) -> list[int]:
-    """None, one, and a few about the size of a bucket and of several."""
+    """0, 1, and counts around the size of one and of several buckets."""
     return sorted({0, 1, 7, 13, codec.bucket - 1, codec.bucket, codec.bucket + 1, 3 * codec.bucket + 13})
 
 
@@ -94,7 +94,7 @@ def test_foreign_bytes_decode_as_the_oracles(codec: Bucketed, dtype: str) -> Non
 
 @EVERY
 def test_what_is_not_finite_spoils_its_bucket_and_no_other(codec: Bucketed) -> None:
-    """Law: where the exact value is not finite the decoded one is not either."""
+    """If the exact value is not finite, the decoded one is not either."""
     found = codecs.get(codec.spec)
     for bad in (np.nan, -np.nan, np.inf, -np.inf):
         x = np.random.default_rng(0).standard_normal(3 * codec.bucket).astype(np.float32)
@@ -107,7 +107,7 @@ def test_what_is_not_finite_spoils_its_bucket_and_no_other(codec: Bucketed) -> N
 
 @EVERY
 def test_a_sum_that_overflows_in_fp32_does_not_come_out_finite(codec: Bucketed) -> None:
-    """The sum of the own values and the decoded ones decides; docs/algorithms.md says for which codecs that matters."""
+    """The sum of own and decoded values determines it; docs/algorithms.md names the codecs for which that matters."""
     rng, counter = np.random.default_rng(0), RngCounter(round=1)
     x = (rng.uniform(1e38, 3.4e38, 2 * codec.bucket) * rng.choice([-1, 1], 2 * codec.bucket)).astype(np.float32)
     wire = oracle.encode(codec, x, "float32")
@@ -152,7 +152,7 @@ def test_bound_holds(codec: Bucketed, kind: str) -> None:
     ["onebit", "topk:k=0.1,block=64", "randomk:k=0.1,block=64", "dithering:k=3,norm=l2", "trellis2:outliers=0"],
 )
 def test_such_a_sum_may_stay_finite_within_the_bound(spec: str) -> None:
-    """As docs/algorithms.md says: with a codec that decodes to less than the value."""
+    """With a codec that decodes to less than the value, as docs/algorithms.md explains."""
     codec, rng = codecs.get(spec), np.random.default_rng(0)
     xs = [np.where(rng.random(2048) < 0.3, 1.8e38, 1e35).astype(np.float32) for _ in range(2)]
     exact = xs[0].astype(np.float64) + xs[1]

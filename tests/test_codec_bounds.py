@@ -1,4 +1,4 @@
-"""The derived error bound: never exceeded, and no more than about twice what the worst data reach."""
+"""The derived error bound: never exceeded, and at most about twice the error of the worst data."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_bound_is_reached_within_a_factor_of_two(bits: int) -> None:
 
 
 def test_bound_is_reached_within_a_factor_of_two_where_rounding_dominates() -> None:
-    """A range of ten last places around 1000: the roundings of the arithmetic are as large as half a step."""
+    """A range of ten units in the last place around 1000: roundings are as large as half a step."""
     rng = np.random.default_rng(0)
     place = 2.0**-14
     x = np.float32(1000) + (rng.integers(0, 11, 1 << 16) * place).astype(np.float32)
@@ -92,7 +92,7 @@ def test_shapes_and_the_plain_codec() -> None:
     ],
 )
 def test_never_beyond_the_greatest_magnitude(spec: str) -> None:
-    """So values at the end of float16 stay finite; docs/algorithms.md names these codecs."""
+    """Values at the end of float16 stay finite; docs/algorithms.md names these codecs."""
     x = np.random.default_rng(0).uniform(-65504, 65504, 4099).astype(np.float16)
     x[::7], x[3::11] = 65504, -65504
     x[1024:2048] = 65504
@@ -107,14 +107,14 @@ TRELLISES = [f"trellis{bits}{options}" for bits in range(1, 9) for options in ("
 @pytest.mark.parametrize("spec", TRELLISES)
 @pytest.mark.parametrize("scale", [2.0**-110, 1.0, 2.0**124])
 def test_the_bound_of_trellis_is_close(spec: str, scale: float) -> None:
-    """Some value of many comes as near to its bound as 0.9 of it, and none exceeds it."""
+    """Some value reaches 0.9 of its bound, and none exceeds it."""
     x = (np.random.default_rng(0).standard_normal(1 << 16) * scale).astype(np.float32)
     ratio = errors(codec := get(spec), x) / codec.error_bound(x)
     assert 0.9 < ratio.max() <= 1
 
 
 def test_the_bound_of_trellis_follows_blocks_and_not_outliers() -> None:
-    """A value that goes apart does not make the bound of others larger, nor does a block with a larger scale."""
+    """Outliers and blocks with a larger scale do not make the bounds of other values larger."""
     codec, x = get("trellis8"), np.random.default_rng(0).standard_normal(1 << 11).astype(np.float32)
     calm = codec.error_bound(x)
     x[300] = 1e6
@@ -128,7 +128,7 @@ def test_the_bound_of_trellis_follows_blocks_and_not_outliers() -> None:
 @pytest.mark.parametrize("spec", TRELLISES)
 @pytest.mark.parametrize("kind", FINITE)
 def test_the_bound_of_trellis_within_a_range_holds_for_all_values_in_it(spec: str, kind: str) -> None:
-    """It is for values that are known only roughly; so it is no smaller than that of any values."""
+    """It holds for any values in the range, so it is no smaller than the bound of given values."""
     codec = get(spec)
     x = hard_values(kind, 2 * codec.granule, "float32", np.random.default_rng(KINDS.index(kind))).reshape(2, -1)
     ends = x.min(axis=1).astype(np.float64), x.max(axis=1).astype(np.float64)

@@ -1,4 +1,4 @@
-"""All instruction sets make the same bytes; what the caller's floating-point settings are does not matter."""
+"""All instruction sets make the same bytes, whatever the caller's floating-point settings."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def results() -> Iterator[bytes]:
 
 
 def bucketed_results() -> Iterator[bytes]:
-    """The same for the codecs that go bucket by bucket."""
+    """The same for the codecs of codec_table."""
     rng = np.random.default_rng(1)
     counter = RngCounter(call=3, round=1, rank=2, index=(1 << 33) - 8)
     for codec, dtype, kind in zip(ALL, itertools.cycle(DTYPES), itertools.cycle(KINDS)):
@@ -105,7 +105,7 @@ def test_the_best_instruction_set_is_chosen() -> None:
     platform.machine() != "x86_64" or platform.libc_ver()[0] != "glibc", reason="sets MXCSR through glibc's fenv_t"
 )
 def test_flush_to_zero_of_the_caller_changes_nothing(own_digest: str) -> None:
-    """Other libraries set FTZ, DAZ or a rounding mode; the kernels set their own and give the caller's back."""
+    """Other libraries set FTZ, DAZ or a rounding mode; the kernels set their own mode and restore the caller's."""
     libm = ctypes.CDLL("libm.so.6")
     environment = (ctypes.c_uint32 * 8)()  # fenv_t: 28 bytes of x87, then MXCSR
     libm.fegetenv(environment)

@@ -16,7 +16,7 @@ BITS = range(1, 9)
 
 
 def counts(bucket: int | str) -> list[int]:
-    """Counts around the borders of groups, buckets, and the 2048 elements that the loops take at once."""
+    """Counts around the sizes of groups, buckets, and the loops' blocks of 2048 elements."""
     if bucket == "shard":
         return [0, 1, 2, 7, 8, 9, 1000, 2047, 2049, 5003]
     size = int(bucket)
@@ -43,7 +43,7 @@ def test_encode_decode_accumulate(bits: int, stochastic: bool, dtype: str) -> No
         for count in counts(bucket):
             kind = next(kinds)
             call, turn, rank, index = rng.integers(0, [1 << 63, 1 << 32, 1 << 32, 1 << 62]).tolist()
-            # what begins at a multiple of 64 may have its random words made another way
+            # random words from a multiple of 64 on have another code path
             counter = RngCounter(call, turn, rank, index & ~63 if count % 2 else index)
             values = hard_values(kind, count, dtype, rng)
             check_round_trip(codec, values, dtype, counter, f"{kind}, {codec}, {count} {dtype}")
@@ -61,7 +61,7 @@ def test_hard_values(kind: str, dtype: str) -> None:
 
 @pytest.fixture(scope="module")
 def without_chance() -> int:
-    """An element whose random number, in codecs of seed 3, is zero."""
+    """An element whose random number is zero with seed 3."""
     return int(np.flatnonzero(oracle.random_words(1 << 25, 3, RngCounter()) >> 8 == 0)[0])
 
 
@@ -143,7 +143,7 @@ def test_reduce(bits: int, stochastic: bool, dtype: str) -> None:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("sources", [16, 17, 40])
 def test_reduce_of_many_sources(sources: int, bits: int) -> None:
-    """More than a loop takes at once; the own values come first, at each seam, last or not at all."""
+    """More sources than a loop handles; the own values come first, at each border, last or not at all."""
     rng = np.random.default_rng(sources)
     codec, count = MinMax(bits, 64), 101
     wires = [

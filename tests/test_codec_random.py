@@ -38,7 +38,7 @@ def pair_cells(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Of two streams as numbers in [-1, 1); in standard deviations."""
+    """The correlation of two streams as numbers in [-1, 1), in standard deviations."""
     x, y = (words.astype(np.float64) / 2**31 - 1 for words in (a, b))
     return float((x * y).sum() * 3 / np.sqrt(x.size))
 
@@ -106,7 +106,7 @@ def test_same_key_same_bytes_other_key_other_bytes() -> None:
 
 
 def test_a_shifted_start_draws_the_same_numbers() -> None:
-    """The index of the element decides, not the call's first element: chunks may be cut anywhere."""
+    """The words depend on the element's index, not on the call's first element, so chunks may begin anywhere."""
     codec = MinMax(5, 64, stochastic=True)
     x = np.random.default_rng(0).standard_normal(640).astype(np.float32)
     whole = kernel_calls.decode(codec, kernel_calls.encode(codec, x, "float32", RngCounter()), 640, "float32")

@@ -1,4 +1,4 @@
-"""Foreign bytes, impossible arguments, threads: nothing the kernels are given makes them leave their buffers."""
+"""Invalid wires, invalid arguments, threads: the kernels never access memory outside their buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from qccl import _host, codecs
 
 
 def test_no_access_outside_the_buffers() -> None:
-    """Every buffer lies against an inaccessible page; a stray read or write ends the script."""
+    """Every buffer ends at an inaccessible page; a stray access kills the script."""
     script = Path(__file__).with_name("guard_pages.py")
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout) == (0, "no stray access\n"), done.stderr
@@ -31,7 +31,7 @@ def test_no_access_outside_the_buffers() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_random_bytes_decode_to_something(dtype: str) -> None:
-    """Whatever the wire holds (ranges upside down, infinite, NaN): the same values as the oracle's."""
+    """Any wire (ranges reversed, infinite, NaN) decodes to the oracle's values."""
     rng = np.random.default_rng(DTYPES.index(dtype))
     strange = np.array([np.nan, np.inf, -np.inf, 3e38, -3e38, 0.0, -0.0, 1e-45, -1e-38, 1.0], np.float32)
     for bits, bucket, count in itertools.product(range(1, 9), (8, 1024, "shard"), (1, 13, 1029)):

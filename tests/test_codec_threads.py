@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(_host.most_threads() < 2, reason="no OpenMP, or 
 
 
 def _run(codec: Codec, dtype: dtypes.DType, threads: int) -> list[bytes]:
-    """What an encode, a decode, a decode that adds, and a reduce with and without state leave."""
+    """The results of an encode, a decode, a decode that adds, and a reduce with and without state."""
     rng = np.random.default_rng(0)
     storage = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[dtype.name]
     values = rng.standard_normal(_COUNT).astype(np.float32)

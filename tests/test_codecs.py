@@ -154,7 +154,7 @@ def test_parameters_are_checked_by_the_class_itself() -> None:
     ids=repr,
 )
 def test_numbers_of_other_libraries_are_pythons(given: codecs.Codec, plain: codecs.Codec) -> None:
-    """Ranks compare spellings, and kernels take Python's numbers."""
+    """Ranks compare specifications, and kernels take Python's numbers."""
     assert (given, hash(given), given.spec(), repr(given)) == (plain, hash(plain), plain.spec(), repr(plain))
     assert "np." not in repr(given)
     x = np.random.default_rng(0).standard_normal(600).astype(np.float32)
@@ -184,7 +184,7 @@ def test_encoded_nbytes(codec: codecs.Codec, count: int, nbytes: int) -> None:
 
 
 def test_sizes_are_those_of_the_kernels() -> None:
-    """Python and C++ state the layout of a wire once each; both must agree."""
+    """Python and C++ each define the layout of a wire once; the sizes must agree."""
     for codec in [*EVERY, *(codecs.get(row.spec) for row in ALL)]:
         bucket = codec.granule
         counts = {0, 1, 7, 8, 9, 1000, bucket - 1, bucket, bucket + 1, 3 * bucket, 5 * bucket + 13, 100_003}

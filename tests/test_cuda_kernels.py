@@ -1,4 +1,4 @@
-"""The device's kernels, emulated on the host, against the host's own kernels and the oracle: byte for byte."""
+"""The CUDA kernels, emulated on the host, against the host's kernels and the oracle: byte for byte."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Arrays:
         self._places: list[tuple[int, int, int]] = []  # buffer, offset, bytes
 
     def add(self, content: np.ndarray) -> Span:
-        """Take a copy; if all need not be aligned it begins at any multiple of its element's size."""
+        """Store a copy; unless all arrays are aligned, it begins at any multiple of its element's size."""
         number = len(self._places) % BUFFERS
         start = sum(part.size for part in self._parts[number])
         shift = 0 if self._aligned else int(self._rng.integers(0, 16 // content.itemsize)) * content.itemsize
@@ -85,7 +85,7 @@ class Arrays:
 
     @cached_property
     def buffers(self) -> list[np.ndarray]:
-        """The buffers; from here on no array can be added."""
+        """The buffers; afterwards no array can be added."""
         buffers = []
         for parts in self._parts:
             content = np.concatenate([np.zeros(0, np.uint8), *parts, np.full(GUARD, 0xA5, np.uint8)])
@@ -113,7 +113,7 @@ class Arrays:
 
 
 class Operations:
-    """The operations of a case, their launches, and what the host makes of the same."""
+    """The operations of a case, their launches, and the host's results."""
 
     def __init__(self, case: Case, seed: int = 1) -> None:
         self.case = case
@@ -148,7 +148,7 @@ class Operations:
     def _operations(self, count: int) -> Sequence[Op]:
         case, codec, dtype = self.case, self.oracle_codec, self.case.dtype.name
         nbytes = case.codec.encoded_nbytes(count, dtype)
-        # the upper half of the element's number changes in some
+        # in some, the upper half of the element's index changes
         index = (1 << 32) - 8 * int(self.rng.integers(0, 40)) if self.rng.random() < 0.5 else 8 * count
         counters = [RngCounter(self.call, round, RANK, index) for round in (0, 1)]
 
@@ -160,7 +160,7 @@ class Operations:
         encode = Encode(case.codec, self.arrays.add(values), target, index)
         self._expect(f"wire of {count}", target, wire)
 
-        if self.rng.random() < 0.3:  # bytes of a stranger
+        if self.rng.random() < 0.3:  # invalid bytes
             wire = self.rng.integers(0, 256, nbytes, np.uint8)
         source = self.arrays.add(wire)
         maker = {"index": index, "round": 0, "rank": RANK}
@@ -274,7 +274,7 @@ def test_a_missing_synchronisation_shows(path: Path, offset: int, tmp_path: Path
     shutil.copytree(HEADERS, headers, ignore=shutil.ignore_patterns("host"))
     text = (headers / path).read_text()
     (headers / path).write_text(text[:offset] + SYNCHRONISATION.sub("", text[offset:], count=1))
-    # values and codes go through shared memory, a bucket is a block's, and no shuffle makes up for what is missing
+    # values and codes go through shared memory, a bucket takes a block, and no shuffle hides a missing barrier
     codec = codecs.OneBit(1024, "mean") if path.name == "team.h" else MinMax(6, 8192, "nearest")
     case = Case(codec, dtypes.FLOAT32, "sum", aligned=False)
     reduce = Operations(case).launches[3]

@@ -1,7 +1,6 @@
-// What NVRTC gives a kernel, for g++: the threads of a block are fibers of one host thread, which leave the processor
-// where the kernel waits for others, at barriers and at what the lanes of a warp do together. They go on in an order
-// drawn at random, and shared memory begins with random bytes, so that a missing barrier shows as wrong results. Where
-// threads wait for others that never come, the launch fails.
+// The CUDA features that the kernels use, for g++. The threads of a block are fibers of one host thread, which yield at
+// barriers and at warp-wide operations. They resume in random order, and shared memory begins with random bytes, so that a
+// missing barrier gives wrong results. If threads wait for others that never arrive, the launch fails.
 #pragma once
 
 #include <ucontext.h>
@@ -35,13 +34,13 @@ enum class State { ready, in_warp, in_block, done };
 struct Fiber {
   ucontext_t context;
   State state;
-  unsigned exchanges;  // how many values this lane has shown to the others
+  unsigned exchanges;  // warp-wide exchanges that this lane has taken part in
   std::vector<char> stack = std::vector<char>(kStack);
 };
 
 static Fiber fibers[kThreads];
 static ucontext_t scheduler;
-static std::uint32_t shown[2][kThreads];  // in turns: a lane may be one exchange ahead of another
+static std::uint32_t shown[2][kThreads];  // two buffers, because a lane may be one exchange ahead of another
 static std::mt19937 random_number;
 static void (*body)();
 
@@ -64,7 +63,7 @@ static void run_fiber() {
   swapcontext(&fibers[threadIdx.x].context, &scheduler);
 }
 
-// Lets go on what waits for nobody any more: false if there is nothing of the kind.
+// Resumes fibers whose barrier or exchange is complete; false if there are none.
 static bool release(unsigned begin, unsigned end, State waiting) {
   for (unsigned i = begin; i < end; ++i) {
     if (fibers[i].state != waiting) return false;
@@ -102,7 +101,7 @@ static bool run_block() {
 
 extern "C" char __start_shared_memory, __stop_shared_memory;
 
-// Runs `kernel` for all blocks; false if threads wait for ever.
+// Runs `kernel` for all blocks; false on a deadlock.
 template <class Kernel>
 bool run_grid(unsigned width, unsigned height, unsigned seed, Kernel kernel) {
   static Kernel* current;
