@@ -39,13 +39,7 @@ class Collectives(ABC):
 
     @accepts(CallOptions)
     def quantized_allreduce(
-        self,
-        x: Any,
-        out: Any = None,
-        *,
-        op: OpLike = "sum",
-        algorithm: str = "auto",
-        **options: Unpack[CallOptions],
+        self, x: Any, out: Any = None, *, op: OpLike = "sum", algorithm: str = "auto", **options: Unpack[CallOptions]
     ) -> Any:
         """Combine ``x`` over all ranks, with encoded traffic; every rank gets the same bits.
 
@@ -154,12 +148,7 @@ class Collectives(ABC):
 
     @accepts(ResultArrayOptions)
     def quantized_all_gather(
-        self,
-        x: Any,
-        out: Any,
-        *,
-        counts: Sequence[int] | None = None,
-        **options: Unpack[ResultArrayOptions],
+        self, x: Any, out: Any, *, counts: Sequence[int] | None = None, **options: Unpack[ResultArrayOptions]
     ) -> Any:
         """Concatenate every rank's ``x`` into ``out``, on all ranks: the second half of an all-reduce.
 
@@ -197,13 +186,7 @@ class Collectives(ABC):
 
     @accepts(ResultArrayOptions)
     def quantized_broadcast(
-        self,
-        x: Any,
-        out: Any = None,
-        *,
-        root: int = 0,
-        algorithm: str = "auto",
-        **options: Unpack[ResultArrayOptions],
+        self, x: Any, out: Any = None, *, root: int = 0, algorithm: str = "auto", **options: Unpack[ResultArrayOptions]
     ) -> Any:
         """Give all ranks the values of ``x`` of rank ``root``.
 

@@ -16,18 +16,7 @@ from qccl.analysis.events import Computation, Event, Rendezvous
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
-from qccl.schedule import (
-    Commit,
-    Decode,
-    Encode,
-    Op,
-    Reduce,
-    Role,
-    Schedule,
-    Span,
-    StateBuffer,
-    VerificationError,
-)
+from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Role, Schedule, Span, StateBuffer, VerificationError
 
 __all__ = ["Contents", "Postcondition", "Precondition"]
 

@@ -49,12 +49,7 @@ COLLECTIVES: Mapping[str, Any] = MappingProxyType({spec.name: spec for spec in _
 
 
 def spec_of_plan(
-    collective: str,
-    count: int,
-    dtype: DTypeLike,
-    codec: CodecLike,
-    chunk: int | None,
-    parameters: Mapping[str, Any],
+    collective: str, count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, parameters: Mapping[str, Any]
 ) -> CollectiveSpec:
     """The spec of a collective that is given by name. Raises ArgumentError for an unknown name or parameter."""
     if not isinstance(collective, str) or collective not in COLLECTIVES:

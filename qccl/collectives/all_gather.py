@@ -52,12 +52,7 @@ class AllGatherSpec(PartsSpec):
 
 
 def all_gather(
-    group: Group,
-    buffers: CallerBuffers,
-    codec: Codec,
-    *,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    group: Group, buffers: CallerBuffers, codec: Codec, *, chunk_elements: int | None = None, depth: int = DEFAULT_DEPTH
 ) -> Schedule:
     """All ranks get all parts; part r, of ``buffers.counts[r]`` elements, is rank r's.
 
