@@ -10,6 +10,7 @@ import pytest
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import Codec, MinMax
 from qccl.collectives.allreduce import ALLREDUCE
+from qccl.collectives.layout import DEFAULT_DEPTH, Chunking
 from qccl.collectives.operands import CallerBuffers, Combine, Group
 from qccl.dtypes import FLOAT32, DType
 from qccl.schedule import Op, Schedule, Span
@@ -29,11 +30,14 @@ def one_rank(
     *,
     scale: float = 1.0,
     in_place: bool = False,
+    chunk_elements: int | None = None,
+    depth: int = DEFAULT_DEPTH,
     **options: object,
 ) -> Schedule:
     """The schedule that an algorithm of all-reduce makes for one rank; ``count`` is a list for several arrays."""
     several = not isinstance(count, int)
     buffers = CallerBuffers.alike(count if several else (count,), dtype, in_place=in_place, numbered=several)
+    options["chunking"] = Chunking(chunk_elements, depth)
     return algorithm(Group.of_all(rank, size), buffers, codec, Combine(op, scale), **options)
 
 

@@ -15,6 +15,7 @@ import qccl
 from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.codecs import MinMax, get
+from qccl.collectives.layout import Chunking
 from qccl.collectives.operands import Group
 from qccl.collectives.peer_exchange import peer_buffers, peer_exchange
 from qccl.dtypes import FLOAT32
@@ -53,7 +54,7 @@ def test_verified_on_random_graphs() -> None:
     for n in (1, 2, 3, 5, 8, 64):
         for _ in range(1 if n == 64 else 12):
             graph = random_graph(draw, n)
-            options = {"chunk_elements": draw.choice([None, 8, 24]), "depth": draw.randint(1, 4)}
+            options = {"chunking": Chunking(draw.choice([None, 8, 24]), draw.randint(1, 4))}
             check(schedules(graph, draw.choice([0, 1, 50]), applied=draw.random() < 0.8, **options), graph)
 
 

@@ -17,6 +17,7 @@ from qccl.collectives.all_gather import all_gather
 from qccl.collectives.all_to_all import all_to_all
 from qccl.collectives.broadcast import broadcast
 from qccl.collectives.hierarchical import Levels, hierarchical
+from qccl.collectives.layout import Chunking
 from qccl.collectives.operands import CallerBuffers, Combine, Group
 from qccl.collectives.reduce import reduce_one_shot, reduce_two_round
 from qccl.collectives.reduce_scatter import reduce_scatter
@@ -45,7 +46,7 @@ def parts(make: Callable[..., CallerBuffers], counts: Sequence[int], dtype: DTyp
 
 
 def random_options(draw: random.Random) -> dict[str, object]:
-    return {"chunk_elements": draw.choice([None, 1, 8, 40]), "depth": draw.randint(1, 5)}
+    return {"chunking": Chunking(draw.choice([None, 1, 8, 40]), draw.randint(1, 5))}
 
 
 def random_kind(draw: random.Random) -> tuple[object, object]:
@@ -90,8 +91,9 @@ def verify_one(name: str, draw: random.Random, size: int) -> None:
     else:
         several = counts_of(draw, draw.randint(1, 6))
         algorithm = draw.choice(["two_round", "one_shot"])
-        options |= {"op": op, "scale": scale, "in_place": in_place}
-        ranks = allreduce(algorithm, size, several, dtype=dtype, codec=codec, **options)
+        chunks = options["chunking"]
+        options = {"chunk_elements": chunks.elements, "depth": chunks.depth, "scale": scale, "in_place": in_place}
+        ranks = allreduce(algorithm, size, several, dtype=dtype, codec=codec, op=op, **options)
         verify(ranks, expect=partial(expect.allreduce, op=op, scale=scale))
 
 
@@ -126,7 +128,7 @@ def broken() -> Iterator[tuple[list[Schedule], Callable[..., object]]]:
     counts = [8, 16, 9]
     scattered = parts(CallerBuffers.scattered, counts, FLOAT32)
     yield all_ranks(reduce_scatter, 3, scattered, CODEC), partial(expect.reduce_scatter, counts=counts)
-    yield all_ranks(broadcast, 3, alike(40), CODEC, chunk_elements=8), partial(expect.broadcast, root=0)
+    yield all_ranks(broadcast, 3, alike(40), CODEC, chunking=Chunking(8)), partial(expect.broadcast, root=0)
     yield allreduce("two_round", 3, [5, 40], dtype=FLOAT16), expect.allreduce
 
 
@@ -189,5 +191,5 @@ def test_accepts_256_ranks(algorithm: str, parts: int, chunks: int) -> None:
     """32 nodes of 8 ranks."""
     nodes = [list(range(8 * i, 8 * i + 8)) for i in range(32)]
     count = 1024 * parts * chunks * (32 if algorithm == "two_round" else 1)
-    options = {"levels": Levels(nodes, parts, algorithm, NoCodec()), "chunk_elements": 1024}
+    options = {"levels": Levels(nodes, parts, algorithm, NoCodec()), "chunking": Chunking(1024)}
     verify(all_ranks(hierarchical, 256, alike(count), MinMax(bits=4), **options))

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from qccl.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, partition_as_given
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_as_given
 from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import AllGather, alone, assemble, pipeline
@@ -47,19 +47,21 @@ class AllGatherSpec(PartsSpec):
             Group.of_all(rank, size),
             CallerBuffers.gathered(self.lengths(size), rank, self.dtype, in_place=in_place),
             self.codec,
-            chunk_elements=self._chunk(default_chunk),
+            chunking=self._chunking(default_chunk),
         )
 
 
 def all_gather(
-    group: Group, buffers: CallerBuffers, codec: Codec, *, chunk_elements: int | None = None, depth: int = DEFAULT_DEPTH
+    group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: Chunking = DEFAULT_CHUNKING
 ) -> Schedule:
     """All ranks get all parts; part r, of ``buffers.counts[r]`` elements, is rank r's.
 
     A rank keeps the decoded values of its own part, as the others get them: all hold the same bits. Each rank sends
     size - 1 times its encoded part in one step.
     """
-    encoding = Encoding(partition_as_given(buffers.counts, codec, chunk_elements), codec, buffers.dtype, depth)
+    encoding = Encoding(
+        partition_as_given(buffers.counts, codec, chunking.elements), codec, buffers.dtype, chunking.depth
+    )
     if group.size == 1:
         return assemble("all_gather", group, buffers, alone(buffers, codec))
     gather = AllGather(group, encoding)

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from qccl.arrays import Values, check_disjoint
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, partition_as_given
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_as_given
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy, decode, encode, pipeline
@@ -88,8 +88,8 @@ class AllToAllSpec(CollectiveSpec):
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """See CollectiveSpec."""
         sends, receives = self.lengths(rank, size)
-        group, chunk = Group.of_all(rank, size), self._chunk(default_chunk)
-        return all_to_all(group, sends, receives, self.dtype, self.codec, chunk_elements=chunk)
+        group, chunking = Group.of_all(rank, size), self._chunking(default_chunk)
+        return all_to_all(group, sends, receives, self.dtype, self.codec, chunking=chunking)
 
 
 def all_to_all(
@@ -99,8 +99,7 @@ def all_to_all(
     dtype: DType,
     codec: Codec,
     *,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    chunking: Chunking = DEFAULT_CHUNKING,
 ) -> Schedule:
     """Rank r's part j goes to rank j, where it is part r; counts are this rank's, by peer, and may differ.
 
@@ -114,7 +113,7 @@ def all_to_all(
     }
     buffers = CallerBuffers(dtype, (*send_counts, *recv_counts), source, target, declared)
     out, back = (
-        Encoding(partition_as_given(counts, codec, chunk_elements), codec, dtype, depth)
+        Encoding(partition_as_given(counts, codec, chunking.elements), codec, dtype, chunking.depth)
         for counts in (send_counts, recv_counts)
     )
     send, recv = out.slots("send", len(peers)), back.slots("recv", len(peers))

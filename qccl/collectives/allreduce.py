@@ -10,7 +10,7 @@ from typing import Any, Self
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
-from qccl.collectives.layout import DEFAULT_DEPTH, partition_together
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_together
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -53,7 +53,7 @@ class AllReduceSpec(CollectiveSpec):
             self._buffers(in_place),
             self.codec,
             Combine.of(self.op, size),
-            chunk_elements=self._chunk(default_chunk),
+            chunking=self._chunking(default_chunk),
         )
 
     def _buffers(self, in_place: bool) -> CallerBuffers:
@@ -74,20 +74,14 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
 
 
 def two_round(
-    group: Group,
-    buffers: CallerBuffers,
-    codec: Codec,
-    combine: Combine = SUM,
-    *,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: Chunking = DEFAULT_CHUNKING
 ) -> Schedule:
     """Scatter-reduce, then all-gather: the two rounds of QSGD's TensorFlow port, the stripes of CNTK's 1-bit SGD.
 
     Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an element is quantised twice. The
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
     """
-    encoding = _encoding(buffers, group.size, codec, chunk_elements, depth)
+    encoding = _encoding(buffers, group.size, codec, chunking)
     if group.size == 1 or not any(buffers.counts):
         schedule = assemble("two_round", group, buffers, alone(buffers, encoding.codec, combine))
         return with_feedback(schedule, codec, combine.scale)
@@ -107,20 +101,14 @@ def two_round(
 
 
 def one_shot(
-    group: Group,
-    buffers: CallerBuffers,
-    codec: Codec,
-    combine: Combine = SUM,
-    *,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: Chunking = DEFAULT_CHUNKING
 ) -> Schedule:
     """Each rank sends its whole encoded vector to all others, and combines all codes, its own included.
 
     Each rank sends size - 1 times the encoded vector in one step; an element is quantised once and the sum not at all.
     The workspace is size x depth wire slots of one chunk each.
     """
-    encoding = _encoding(buffers, 1, codec, chunk_elements, depth)
+    encoding = _encoding(buffers, 1, codec, chunking)
     if group.size == 1 or not any(buffers.counts):
         schedule = assemble("one_shot", group, buffers, alone(buffers, encoding.codec, combine))
         return with_feedback(schedule, codec, combine.scale)
@@ -136,10 +124,10 @@ def one_shot(
     return with_feedback(assemble("one_shot", group, buffers, ops, gather), codec, combine.scale)
 
 
-def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunk_elements: int | None, depth: int) -> Encoding:
+def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunking: Chunking) -> Encoding:
     """Several arrays share messages, but no buckets: each array begins with a bucket of its own."""
-    layout = partition_together(buffers.counts, parts, codec, chunk_elements)
-    return Encoding(layout, codec.plain, buffers.dtype, depth)
+    layout = partition_together(buffers.counts, parts, codec, chunking.elements)
+    return Encoding(layout, codec.plain, buffers.dtype, chunking.depth)
 
 
 #: the algorithms of all-reduce by name

@@ -10,7 +10,7 @@ from qccl.arguments import integer, one_of
 from qccl.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import STEP_NBYTES
-from qccl.collectives.layout import DEFAULT_DEPTH, partition
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.rounds import alone, assemble, decode, encode, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
@@ -66,7 +66,7 @@ class BroadcastSpec(CollectiveSpec):
             self.codec,
             root=self.root,
             tree=tree,
-            chunk_elements=self._chunk(default_chunk),
+            chunking=self._chunking(default_chunk),
         )
 
 
@@ -89,8 +89,7 @@ def broadcast(
     *,
     root: int = 0,
     tree: str = "chain",
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    chunking: Chunking = DEFAULT_CHUNKING,
 ) -> Schedule:
     """The root encodes once; the codes go down a "chain" of ranks, chunk by chunk, or a "binomial" tree.
 
@@ -100,7 +99,7 @@ def broadcast(
     """
     check_root(root, group.size)
     (count,) = buffers.counts
-    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, buffers.dtype, depth)
+    encoding = Encoding(partition(count, 1, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
     if group.size == 1 or count == 0:
         return assemble(tree, group, buffers, alone(buffers, codec))
     parent, children = _family(group, root, tree)

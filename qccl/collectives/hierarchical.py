@@ -10,7 +10,7 @@ from qccl import codecs
 from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
-from qccl.collectives.layout import DEFAULT_DEPTH, Coarsened, Layout, Subset, partition_for_all
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, Coarsened, Layout, Subset, partition_for_all
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode, encode, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -141,7 +141,7 @@ class HierarchicalSpec(CollectiveSpec):
             self.codec,
             Combine.of(self.op, size),
             levels=self.levels(),
-            chunk_elements=self._chunk(default_chunk),
+            chunking=self._chunking(default_chunk),
         )
         if self.inter is None:
             return made
@@ -164,8 +164,7 @@ def hierarchical(
     combine: Combine = SUM,
     *,
     levels: Levels,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    chunking: Chunking = DEFAULT_CHUNKING,
 ) -> Schedule:
     """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.
 
@@ -177,8 +176,8 @@ def hierarchical(
     if group.size == 1 or count == 0:
         return assemble("hierarchical", group, buffers, alone(buffers, codec, combine))
     splits = len(levels.nodes) if levels.algorithm == "two_round" else 1
-    fine = partition_for_all(count, levels.parts * splits, (levels.intra, codec), chunk_elements)
-    stages = _Stages(group, buffers, codec, combine, levels, fine, depth)
+    fine = partition_for_all(count, levels.parts * splits, (levels.intra, codec), chunking.elements)
+    stages = _Stages(group, buffers, codec, combine, levels, fine, chunking.depth)
     ops = pipeline(fine.chunks, *stages.in_order())
     return assemble("hierarchical", group, buffers, ops, stages)
 

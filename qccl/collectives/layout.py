@@ -14,8 +14,8 @@ from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 
 __all__ = [
-    *("DEFAULT_DEPTH", "Coarsened", "Concatenation", "Layout", "Partition", "Ramped", "Segment", "Subset"),
-    *("partition", "partition_as_given", "partition_for_all", "partition_together"),
+    *("DEFAULT_CHUNKING", "DEFAULT_DEPTH", "Chunking", "Coarsened", "Concatenation", "Layout", "Partition", "Ramped"),
+    *("Segment", "Subset", "partition", "partition_as_given", "partition_for_all", "partition_together"),
 ]
 
 #: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better if the link is fast (10 Gbit/s,
@@ -34,6 +34,17 @@ _RAMP = 4
 DEFAULT_DEPTH = 3
 #: bytes of the wire slots of an all-reduce, whatever the number of ranks (unless that makes chunks too small)
 _SLOTS_NBYTES = 3 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Chunking:
+    """The elements of a chunk (None: by the bytes of its codes), and the number of wire slots per peer."""
+
+    elements: int | None = None
+    depth: int = DEFAULT_DEPTH
+
+
+DEFAULT_CHUNKING = Chunking()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any, Self
 from qccl.arguments import integer, integers
 from qccl.arrays import Values, check_disjoint
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, partition
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.rounds import assemble, decode, encode, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -82,7 +82,7 @@ class PeerExchangeSpec(CollectiveSpec):
             self.codec,
             send_to=self.send_to,
             receive_from=self.receive_from,
-            chunk_elements=self._chunk(default_chunk),
+            chunking=self._chunking(default_chunk),
         )
 
     def _buffers(self) -> CallerBuffers:
@@ -113,8 +113,7 @@ def peer_exchange(
     *,
     send_to: Sequence[int],
     receive_from: Sequence[int],
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    chunking: Chunking = DEFAULT_CHUNKING,
 ) -> Schedule:
     """Encode "input" once, add the code to "applied", send it to some ranks, and add received codes to "replica j".
 
@@ -122,7 +121,7 @@ def peer_exchange(
     "applied" and its replicas elsewhere get the same code added: if they were equal to the bit, they still are.
     """
     (count,), applied = buffers.counts, "applied" in buffers.declared
-    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, buffers.dtype, depth)
+    encoding = Encoding(partition(count, 1, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
     send = encoding.slots("send", 1 if applied or send_to else 0)
     recv = encoding.slots("recv", len(receive_from))
 

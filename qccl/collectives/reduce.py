@@ -11,7 +11,7 @@ from qccl.arguments import OpLike, integer, one_of, op_of
 from qccl.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import choose_allreduce
-from qccl.collectives.layout import DEFAULT_DEPTH, partition
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, decode, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
@@ -61,7 +61,7 @@ class ReduceSpec(CollectiveSpec):
             self.codec,
             Combine.of(self.op, size),
             root=self.root,
-            chunk_elements=self._chunk(default_chunk),
+            chunking=self._chunking(default_chunk),
         )
 
 
@@ -81,8 +81,7 @@ def reduce_one_shot(
     combine: Combine = SUM,
     *,
     root: int = 0,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    chunking: Chunking = DEFAULT_CHUNKING,
 ) -> Schedule:
     """Each rank sends the root its encoded vector, and the root combines the codes and its own values.
 
@@ -91,7 +90,7 @@ def reduce_one_shot(
     """
     check_root(root, group.size)
     (count,) = buffers.counts
-    encoding = Encoding(partition(count, 1, codec, chunk_elements), codec, buffers.dtype, depth)
+    encoding = Encoding(partition(count, 1, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
     if group.size == 1 or count == 0:
         return assemble("one_shot", group, buffers, alone(buffers, codec, combine))
     scatter = ScatterReduce(group, encoding, buffers.source, owners=(root,))
@@ -110,8 +109,7 @@ def reduce_two_round(
     combine: Combine = SUM,
     *,
     root: int = 0,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    chunking: Chunking = DEFAULT_CHUNKING,
 ) -> Schedule:
     """Scatter-reduce, after which every rank sends its shard of the sum to the root.
 
@@ -120,7 +118,7 @@ def reduce_two_round(
     """
     check_root(root, group.size)
     (count,) = buffers.counts
-    encoding = Encoding(partition(count, group.size, codec, chunk_elements), codec, buffers.dtype, depth)
+    encoding = Encoding(partition(count, group.size, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
     if group.size == 1 or count == 0:
         return assemble("two_round", group, buffers, alone(buffers, codec, combine))
     is_root = group.rank == root

@@ -9,7 +9,7 @@ from typing import Any, Self
 from qccl.arguments import OpLike, op_of
 from qccl.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, partition_as_given
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_as_given
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
@@ -56,24 +56,20 @@ class ReduceScatterSpec(PartsSpec):
             CallerBuffers.scattered(self.lengths(size), rank, self.dtype, in_place=in_place),
             self.codec,
             Combine.of(self.op, size),
-            chunk_elements=self._chunk(default_chunk),
+            chunking=self._chunking(default_chunk),
         )
 
 
 def reduce_scatter(
-    group: Group,
-    buffers: CallerBuffers,
-    codec: Codec,
-    combine: Combine = SUM,
-    *,
-    chunk_elements: int | None = None,
-    depth: int = DEFAULT_DEPTH,
+    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: Chunking = DEFAULT_CHUNKING
 ) -> Schedule:
     """Rank r gets part r, of ``buffers.counts[r]`` elements, combined from all ranks.
 
     Each rank sends (size-1)/size of the encoded vector in one step; an element is quantised once, the own one not.
     """
-    encoding = Encoding(partition_as_given(buffers.counts, codec, chunk_elements), codec, buffers.dtype, depth)
+    encoding = Encoding(
+        partition_as_given(buffers.counts, codec, chunking.elements), codec, buffers.dtype, chunking.depth
+    )
     if group.size == 1:
         return assemble("reduce_scatter", group, buffers, alone(buffers, codec, combine))
     scatter = ScatterReduce(group, encoding, buffers.source)

@@ -11,6 +11,7 @@ from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
 from qccl.arrays import Values, same_or_disjoint
 from qccl.codecs.base import Codec
+from qccl.collectives.layout import Chunking
 from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
@@ -111,8 +112,8 @@ class CollectiveSpec(ABC):
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """The schedule of one rank; ``default_chunk`` is used if the caller gave no chunk size."""
 
-    def _chunk(self, default: int | None) -> int | None:
-        return default if self.chunk is None else self.chunk
+    def _chunking(self, default: int | None) -> Chunking:
+        return Chunking(default if self.chunk is None else self.chunk)
 
 
 def common(count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C") -> dict[str, Any]:
