@@ -11,20 +11,8 @@ from qccl.codecs.base import Codec
 from qccl.errors import ArgumentError
 from qccl.scalars import as_integer, as_real
 
-__all__ = [
-    "OPS",
-    "CodecLike",
-    "OpLike",
-    "check_group",
-    "check_trace",
-    "chunk_of",
-    "count_of",
-    "integer",
-    "integers",
-    "one_of",
-    "op_of",
-    "timeout_of",
-]
+__all__ = ["OPS", "CodecLike", "OpLike", "check_group", "check_trace", "chunk_of", "count_of", "integer", "integers"]
+__all__ += ["one_of", "op_of", "timeout_of"]
 
 #: the arguments that qccl.codecs.get accepts
 CodecLike = str | Mapping[str, Any] | Codec

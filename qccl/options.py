@@ -13,10 +13,8 @@ from qccl.dtypes import DType
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
 
-__all__ = [
-    *("ArrayOptions", "CallOptions", "Options", "ResultArrayOptions", "ResultOptions", "StateOptions"),
-    *("accepts", "complete"),
-]
+__all__ = ["ArrayOptions", "CallOptions", "Options", "ResultArrayOptions", "ResultOptions", "StateOptions"]
+__all__ += ["accepts", "complete"]
 
 
 class Options(TypedDict, total=False):

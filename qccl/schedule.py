@@ -20,28 +20,8 @@ from qccl.dtypes import DType
 from qccl.errors import QcclError
 from qccl.intervals import IntervalMap
 
-__all__ = [
-    "Buffer",
-    "Commit",
-    "Decode",
-    "Encode",
-    "Exchange",
-    "Node",
-    "Op",
-    "Queue",
-    "Reduce",
-    "Role",
-    "Schedule",
-    "Span",
-    "State",
-    "StateBuffer",
-    "Transfer",
-    "VerificationError",
-    "dependencies",
-    "nodes",
-    "reads",
-    "writes",
-]
+__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "Node", "Op", "Queue", "Reduce", "Role", "Schedule"]
+__all__ += ["Span", "State", "StateBuffer", "Transfer", "VerificationError", "dependencies", "nodes", "reads", "writes"]
 
 
 class VerificationError(QcclError):

@@ -10,17 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from qccl.analysis.symbolic import Postcondition, Precondition
 from qccl.schedule import Schedule, Span
 
-__all__ = [
-    "all_gather",
-    "all_to_all",
-    "allreduce",
-    "broadcast",
-    "exchanged",
-    "given_parts",
-    "given_replicas",
-    "reduce",
-    "reduce_scatter",
-]
+__all__ = ["all_gather", "all_to_all", "allreduce", "broadcast", "exchanged", "given_parts", "given_replicas"]
+__all__ += ["reduce", "reduce_scatter"]
 
 
 def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Iterator[Postcondition]:

@@ -24,20 +24,8 @@ from qccl.collectives.spec import CollectiveSpec
 from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
 
-__all__ = [
-    "COLLECTIVES",
-    "AllGatherSpec",
-    "AllReduceSpec",
-    "AllToAllSpec",
-    "BroadcastSpec",
-    "CoalescedSpec",
-    "CollectiveSpec",
-    "HierarchicalSpec",
-    "PeerExchangeSpec",
-    "ReduceScatterSpec",
-    "ReduceSpec",
-    "spec_of_plan",
-]
+__all__ = ["COLLECTIVES", "AllGatherSpec", "AllReduceSpec", "AllToAllSpec", "BroadcastSpec", "CoalescedSpec"]
+__all__ += ["CollectiveSpec", "HierarchicalSpec", "PeerExchangeSpec", "ReduceScatterSpec", "ReduceSpec", "spec_of_plan"]
 
 _PLANNED = (
     *(AllReduceSpec, ReduceScatterSpec, AllGatherSpec, AllToAllSpec, BroadcastSpec, ReduceSpec),

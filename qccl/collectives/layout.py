@@ -14,9 +14,16 @@ from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 
 __all__ = [
-    *("DEFAULT_CHUNKING", "DEFAULT_DEPTH", "Chunking", "Coarsened", "Concatenation", "Layout", "Partition", "Ramped"),
-    *("Segment", "Subset", "partition", "partition_as_given", "partition_for_all", "partition_together"),
+    "DEFAULT_CHUNKING",
+    "DEFAULT_DEPTH",
+    "Chunking",
+    "Coarsened",
+    "Concatenation",
+    "Layout",
+    "Partition",
+    "Ramped",
 ]
+__all__ += ["Segment", "Subset", "partition", "partition_as_given", "partition_for_all", "partition_together"]
 
 #: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better if the link is fast (10 Gbit/s,
 #: 2 ranks: 10 ms with 20 KiB, 7 with 40, 5 with 160), but the first and the last chunk overlap with nothing
