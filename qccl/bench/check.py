@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from qccl.bench import accuracy, data
+from qccl.bench.kinds import KINDS
+from qccl.bench.parts import compare_parts
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from qccl.bench.calls import PlainCall, QuantizedCall
     from qccl.communicator import Communicator
 
+    AnyCall = QuantizedCall | PlainCall
+
 __all__ = ["check"]
 
 #: elements that are checked at a time
@@ -26,12 +30,7 @@ _STRETCH = 1 << 17
 
 
 def check(
-    comm: Communicator,
-    call: QuantizedCall | PlainCall,
-    run: Callable[[], object],
-    x: Guarded,
-    out: Guarded,
-    checks: int,
+    comm: Communicator, call: AnyCall, run: Callable[[], object], x: Guarded, out: Guarded, checks: int
 ) -> tuple[int | None, float | None]:
     """Collective: the number of wrong elements and the relative L2 error of ``checks`` calls on different values.
 
@@ -39,10 +38,14 @@ def check(
     """
     if checks == 0:
         return None, None
-    wrong, squares, reference = 0, 0.0, 0.0
+    kind = KINDS[call.case.kind]
+    compare: Any = compare_shared if kind.is_allreduce else compare_parts
+    found: list[tuple[float, float, float]] = []
     for seed in range(checks):
         x.fill(comm.rank, seed)
-        if out is not x:
+        if kind.adds:
+            out.fill(comm.size + comm.rank, seed)
+        elif out is not x:
             out.poison()
         call.forget()
         number = comm.calls  # the next call's number, which keys its random numbers
@@ -50,24 +53,28 @@ def check(
         result, beside = out.get()
         if out is not x:
             beside += x.changed(comm.rank, seed)
-        w, s, r = _compare(comm, call, result, seed, number, beside)
-        wrong, squares, reference = wrong + w, squares + s, reference + r
-    return wrong, math.sqrt(squares / reference) if reference else 0.0
+        found += [(beside, 0.0, 0.0), *compare(comm, call, result, seed, number)]
+    mine = struct.pack("<ddd", *_sums(found))
+    wrong, squares, reference = _sums([struct.unpack("<ddd", item) for item in comm.allgather(mine)])
+    return int(wrong), math.sqrt(squares / reference) if reference else 0.0
 
 
-def _compare(
-    comm: Communicator, call: QuantizedCall | PlainCall, out: NDArray[Any], seed: int, number: int, beside: int
-) -> tuple[int, float, float]:
-    """Wrong elements, and the squares of error and exact result, over all ranks.
+def _sums(rows: Iterable[tuple[float, ...]]) -> list[float]:
+    return [math.fsum(column) for column in zip(*rows, strict=True)]
+
+
+def compare_shared(
+    comm: Communicator, call: AnyCall, out: NDArray[Any], seed: int, number: int
+) -> Iterator[tuple[float, float, float]]:
+    """Wrong elements, and the squares of error and exact result, of the stretches that this rank compares.
 
     The ranks share the work: each compares a part of its own result with the bound and with the bits of the reference.
     That is enough if all results have the same bits. If their digests differ, the rank that compares a part gathers all
-    results of it. ``beside`` is the number of wrong elements around this rank's result.
+    results of it.
     """
     case = call.case
     digests = comm.allgather(hashlib.blake2b(out.data, digest_size=16).digest())
     differ = call.identical and len(set(digests)) > 1
-    wrong, squares, reference = beside, 0.0, 0.0
     parts = accuracy.stretches(case.count, call.shards, call.codecs, _STRETCH)
     for turn, (shard, start, stop) in enumerate(parts):
         results = [out[start:stop]]
@@ -84,8 +91,4 @@ def _compare(
         if expected is not None:
             bits = f"u{case.dtype.itemsize}"
             bad |= np.logical_or.reduce([result.view(bits) != expected.view(bits) for result in results])
-        wrong += int(np.count_nonzero(bad))
-        squares += float(errors[0] @ errors[0])
-        reference += float(exact @ exact)
-    sums = [struct.unpack("<qdd", item) for item in comm.allgather(struct.pack("<qdd", wrong, squares, reference))]
-    return sum(s[0] for s in sums), math.fsum(s[1] for s in sums), math.fsum(s[2] for s in sums)
+        yield float(np.count_nonzero(bad)), float(errors[0] @ errors[0]), float(exact @ exact)

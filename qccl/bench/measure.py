@@ -13,7 +13,6 @@ from qccl.bench.arrays import Arrays, Guarded, arrays_of
 from qccl.bench.calls import Case, PlainCall, QuantizedCall
 from qccl.bench.check import check
 from qccl.bench.kinds import KINDS
-from qccl.bench.parts import check_parts
 
 if TYPE_CHECKING:
     from qccl.bench.bulk import Bulk
@@ -171,10 +170,7 @@ class _Bench:
         checked, timed, beside = [], [], []
         for call, transfer in zip(calls, bulks, strict=True):
             run = call.bind(self.arrays, x.array, out.array)
-            if isinstance(call, PlainCall) or KINDS[call.case.kind].is_allreduce:
-                checked.append(check(self.comm, call, run, x, out, self.counts.checks))
-            else:
-                checked.append(check_parts(self.comm, call, run, x, out, self.counts.checks))
+            checked.append(check(self.comm, call, run, x, out, self.counts.checks))
             most = _calls_until_overflow(call.case, self.comm.size, call.growth) if out is x else 1 << 62
             timed.append(_Timed(run, sum(call.sent), most=most))
             beside.append(None if transfer is None else _Timed(transfer, 0, renews=False))

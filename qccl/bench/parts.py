@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,39 +13,21 @@ from qccl.bench.kinds import KINDS, Stretch, stretches
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.bench.arrays import Guarded
     from qccl.bench.calls import QuantizedCall
     from qccl.communicator import Communicator
 
-__all__ = ["check_parts"]
+__all__ = ["compare_parts"]
 
 #: elements that are compared at a time
 _STRETCH = 1 << 17
 
 
-def check_parts(
-    comm: Communicator, call: QuantizedCall, run: Callable[[], object], x: Guarded, out: Guarded, checks: int
-) -> tuple[int | None, float | None]:
-    """Collective: wrong elements and relative L2 error of ``checks`` calls; each rank checks its own output."""
-    if checks == 0:
-        return None, None
-    totals = [0.0, 0.0, 0.0]
-    for seed in range(checks):
-        x.fill(comm.rank, seed)
-        if KINDS[call.case.kind].adds:
-            out.fill(comm.size + comm.rank, seed)
-        else:
-            out.poison()
-        number = comm.calls
-        run()
-        result, wrong = out.get()
-        mine = [float(wrong + x.changed(comm.rank, seed)), 0.0, 0.0]
-        for part, index in _parts(call, comm):
-            found = result[part.start : part.stop]
-            mine = [a + b for a, b in zip(mine, _compare(comm, call, part, index, found, seed, number), strict=True)]
-        for item in comm.allgather(struct.pack("<ddd", *mine)):
-            totals = [a + b for a, b in zip(totals, struct.unpack("<ddd", item), strict=True)]
-    return int(totals[0]), math.sqrt(totals[1] / totals[2]) if totals[2] else 0.0
+def compare_parts(
+    comm: Communicator, call: QuantizedCall, result: NDArray[Any], seed: int, number: int
+) -> Iterator[tuple[float, float, float]]:
+    """Wrong elements and squares of this rank's output, as compare_shared() in check.py yields them."""
+    for part, index in _parts(call, comm):
+        yield _compare(comm, call, part, index, result[part.start : part.stop], seed, number)
 
 
 def _parts(call: QuantizedCall, comm: Communicator) -> Iterator[tuple[Stretch, int]]:
@@ -63,13 +43,7 @@ def _parts(call: QuantizedCall, comm: Communicator) -> Iterator[tuple[Stretch, i
 
 
 def _compare(
-    comm: Communicator,
-    call: QuantizedCall,
-    part: Stretch,
-    index: int,
-    found: NDArray[Any],
-    seed: int,
-    number: int,
+    comm: Communicator, call: QuantizedCall, part: Stretch, index: int, found: NDArray[Any], seed: int, number: int
 ) -> tuple[float, float, float]:
     """Wrong elements, and the squares of error and exact result."""
     case, last = call.case, part.first + part.stop - part.start
