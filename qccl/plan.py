@@ -154,17 +154,10 @@ class Plan:
             addresses = addresses | {name: memory.address for name, memory in state.items()}
             text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
             keep = self._bound, state
+        schedule = None if trace is None else self.schedule(in_place=compiled.in_place)
         execution = session.start(
-            compiled.program,
-            addresses,
-            text,
-            self._pairs,
-            timeout=timeout,
-            lr=lr,
-            trace=trace,
-            schedule=None if trace is None else self.schedule(in_place=compiled.in_place),
-            streams=streams,
-        )
+            compiled.program, addresses, text, self._pairs, timeout, trace, schedule, streams, lr
+        )  # fmt: skip
         self._work = Work(session, execution, result, keep)
         return self._work
 

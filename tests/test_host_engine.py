@@ -15,6 +15,7 @@ from threads import CODEC, Caller, Counting, address, near_sum, outcomes, ramp
 from qccl._host import RUNS_IN_FLIGHT
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
+from qccl.engine.base import RunArguments
 from qccl.engine.control import CONTROL_TAG
 from qccl.errors import ArgumentError, EngineError, PeerLost
 from qccl.host import engine as host
@@ -113,9 +114,7 @@ def test_thousands_of_runs_that_end_at_once_may_be_lined_up():
     runs = []
     for program in in_place:
         bindings = {"output": address(x)}
-        runs.append(
-            caller.engine.start(program, bindings, call=0, header=caller.header(4), deadline=time.monotonic() + 10)
-        )
+        runs.append(caller.engine.start(program, RunArguments(bindings, 0, caller.header(4), time.monotonic() + 10)))
         caller.sequence += 1
     assert not first.done and not runs[-1].done
     first.run()
@@ -223,7 +222,7 @@ def test_refusals_when_compiling():
             caller.engine.compile(Schedule("s", 0, 3, {}, ()))
         with pytest.raises(ArgumentError, match=r"needed for \['input', 'output'\], not for \['input'\]"):
             program = caller.program(10)
-            caller.engine.start(program, {"input": 0}, call=0, header=caller.header(10), deadline=0)
+            caller.engine.start(program, RunArguments({"input": 0}, 0, caller.header(10), 0))
         caller.close()
         return True
 

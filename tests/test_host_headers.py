@@ -12,6 +12,7 @@ from threads import CODEC, Caller, Counting, address, near_sum, outcomes, ramp
 
 from qccl.collectives.allreduce import one_shot, two_round
 from qccl.dtypes import FLOAT32
+from qccl.engine.base import RunArguments
 from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES, Header, Kind
 from qccl.errors import EngineError, MismatchError
 from qccl.host import engine as host
@@ -180,7 +181,7 @@ def test_headers_are_exchanged_without_data():
             time.sleep(0.2)
         begin = time.monotonic()
         program = caller.engine.compile(Schedule("barrier", t.rank, t.size, {}, ()))
-        caller.engine.start(program, {}, call=0, header=caller.header(0), deadline=begin + 10).run()
+        caller.engine.start(program, RunArguments({}, 0, caller.header(0), begin + 10)).run()
         caller.sequence += 1
         end = time.monotonic()
         caller.close()

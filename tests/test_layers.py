@@ -42,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "options": {"arguments", "dtypes", "trace"},
     "plan": {"arguments", "arrays", "collectives", "engine", "errors", "schedule", "session", "state", "trace", "work"},
     "state": {"codecs", "engine", "errors", "scalars"},
-    "session": {"codecs", "engine", "errors", "state"},
+    "session": {"codecs", "engine", "errors", "schedule", "state", "trace"},
     "work": {"arguments", "engine", "errors", "session"},
     "calls": {"arguments", "arrays", "collectives", "dtypes", "errors", "options"},
     "communicator": {

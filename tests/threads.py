@@ -14,6 +14,7 @@ from qccl.codecs import get
 from qccl.collectives import AllReduceSpec
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
+from qccl.engine.base import RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.host.engine import HostEngine
 from qccl.host.execution import Execution
@@ -75,12 +76,14 @@ class Caller:
     def start(self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, **changed: Any) -> Execution:
         execution = self.engine.start(
             program,
-            {"input": address(x), "output": address(y)},
-            call=self.sequence,
-            header=self.header(len(x), **changed),
-            deadline=time.monotonic() + self.timeout,
-            trace=trace,
-            schedule=None if trace is None else self.schedule,
+            RunArguments(
+                {"input": address(x), "output": address(y)},
+                call=self.sequence,
+                header=self.header(len(x), **changed),
+                deadline=time.monotonic() + self.timeout,
+                trace=trace,
+                schedule=None if trace is None else self.schedule,
+            ),
         )
         self.sequence += 1
         execution.kept = x, y

@@ -24,7 +24,6 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping, Sequence
 
 from qccl.cuda import source as cuda_source
 from qccl.cuda.consistency import Consistency
@@ -36,10 +35,10 @@ from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
 from qccl.cuda.watchdog import Watchdog
+from qccl.engine.base import RunArguments
 from qccl.engine.control import Header
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError, gave_up
 from qccl.schedule import Queue, Schedule
-from qccl.trace import TraceEvent
 from qccl.transports.base import DeviceTransport
 
 require()  # importing this module without CUDA raises its error
@@ -112,20 +111,9 @@ class CudaEngine:
         with translated(), on_device(self.device.number):
             return DeviceState(self.device, nbytes)
 
-    def start(
-        self,
-        program: CudaProgram,
-        bindings: Mapping[str, int],
-        *,
-        call: int,
-        header: Header,
-        deadline: float,
-        trace: list[TraceEvent] | None = None,
-        schedule: Schedule | None = None,
-        streams: Sequence[int] = (),
-        lr: float = 1.0,
-    ) -> CudaRun:
+    def start(self, program: CudaProgram, arguments: RunArguments) -> CudaRun:
         """Put a run on its streams; see engine.base.Engine."""
+        bindings, call, header, deadline, trace, _, streams, lr = arguments
         streams = tuple(streams) or (0,)
         captured = self.device.is_capturing(streams[0])
         program.check(bindings, captured=captured, traced=trace is not None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from qccl.arrays import Memory
 from qccl.engine.control import Header
@@ -11,7 +11,31 @@ from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
 
-__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program"]
+__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "RunArguments"]
+
+
+class RunArguments(NamedTuple):
+    """The arguments of one run.
+
+    Attributes:
+        bindings: address of each of the caller's buffers, by its name in the schedule.
+        call: the number that keys the random numbers.
+        header: all ranks must send an equal one; its sequence number is the next one of the group.
+        deadline: in time.monotonic() seconds.
+        trace: a list that gets an event for each node.
+        schedule: with ``trace``, the one that was compiled: a program on the host does not keep it.
+        streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.
+        lr: the learning rate that residuals are multiplied by (schedule.Reduce).
+    """
+
+    bindings: Mapping[str, int]
+    call: int
+    header: Header
+    deadline: float
+    trace: list[TraceEvent] | None = None
+    schedule: Schedule | None = None
+    streams: Sequence[int] = ()
+    lr: float = 1.0
 
 
 class Execution(Protocol):
@@ -99,31 +123,8 @@ class Engine(Protocol):
     def persistent(self, nbytes: int) -> Persistent:
         """Allocate memory that keeps its contents from run to run."""
 
-    def start(
-        self,
-        program: Any,
-        bindings: Mapping[str, int],
-        *,
-        call: int,
-        header: Header,
-        deadline: float,
-        trace: list[TraceEvent] | None = None,
-        schedule: Schedule | None = None,
-        streams: Sequence[int] = (),
-        lr: float = 1.0,
-    ) -> Execution:
-        """Start a run.
-
-        Args:
-            program: a Program of this engine; on the host it must not be running.
-            bindings: address of each of the caller's buffers, by its name in the schedule.
-            call: the number that keys the random numbers.
-            header: what all ranks must agree on; its sequence number is the next one of the group.
-            deadline: in time.monotonic() seconds.
-            trace: a list that gets an event for each node.
-            schedule: with ``trace``, the one that was compiled: a program on the host does not keep it.
-            streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.
-            lr: the learning rate that residuals are multiplied by (schedule.Reduce).
+    def start(self, program: Any, arguments: RunArguments) -> Execution:
+        """Start a run of a Program of this engine, which on the host must not be running.
 
         Raises ArgumentError for a run that cannot be started. Later failures come from the Execution.
         """

@@ -19,9 +19,9 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
 
 from qccl import _host
+from qccl.engine.base import RunArguments
 from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
 from qccl.engine.progress import ProgressThread
 from qccl.errors import (
@@ -37,7 +37,6 @@ from qccl.errors import (
 from qccl.host.execution import Execution
 from qccl.host.program import Program
 from qccl.schedule import Schedule
-from qccl.trace import TraceEvent
 from qccl.transports.base import Transport
 
 __all__ = ["HostEngine"]
@@ -116,25 +115,11 @@ class HostEngine:
         """Whether no run is under way."""
         return not self._active and not self._queue
 
-    def start(
-        self,
-        program: Program,
-        bindings: Mapping[str, int],
-        *,
-        call: int,
-        header: Header,
-        deadline: float,
-        trace: list[TraceEvent] | None = None,
-        schedule: Schedule | None = None,
-        streams: Sequence[int] = (),
-        lr: float = 1.0,
-    ) -> Execution:
+    def start(self, program: Program, arguments: RunArguments) -> Execution:
         """Begin a run, or queue it behind others; see engine.base.Engine."""
         if self._closed:
             raise ArgumentError("this engine is closed")
-        program.bind(bindings, call, lr)
-        labels = [] if trace is None or schedule is None else program.labels(schedule)
-        execution = Execution(self, program, call, header, deadline, trace, labels)
+        execution = Execution(self, program, arguments)
         self._take_turn()
         try:
             if self._failure is not None:
@@ -163,7 +148,7 @@ class HostEngine:
         """Collective: return when all ranks have made this call."""
         if self._barrier is None:
             self._barrier = self.compile(Schedule("barrier", self.rank, self._transport.size, {}, ()))
-        self.start(self._barrier, {}, call=0, header=header, deadline=time.monotonic() + timeout).run()
+        self.start(self._barrier, RunArguments({}, 0, header, time.monotonic() + timeout)).run()
 
     def check_consistent(self, header: Header, timeout: float) -> None:
         """Nothing: the headers of every call are compared."""

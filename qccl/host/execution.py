@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 from qccl import _host
-from qccl.engine.control import Header, data_nbytes_of, disagreement
-from qccl.engine.labels import Label
+from qccl.engine.base import RunArguments
+from qccl.engine.control import data_nbytes_of, disagreement
 from qccl.errors import MismatchError, QcclError
 from qccl.host.program import Program
 from qccl.trace import TraceEvent
@@ -57,22 +57,14 @@ class Execution:
 
     is_ordered = False
 
-    def __init__(
-        self,
-        engine: Driver,
-        program: Program,
-        call: int,
-        header: Header,
-        deadline: float,
-        trace: list[TraceEvent] | None,
-        labels: Sequence[Label],
-    ) -> None:
+    def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
+        program.bind(arguments.bindings, arguments.call, arguments.lr)
         self.kept: object = None
-        self._engine, self._program = engine, program
-        self._header = header
-        self._extents = program.extents
-        self._trace, self._labels = trace, labels
-        self.call, self.sequence, self.deadline = call, header.sequence, deadline
+        self._engine, self._program, self._extents = engine, program, program.extents
+        self._header, self._trace = arguments.header, arguments.trace
+        schedule = arguments.schedule
+        self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
+        self.call, self.sequence, self.deadline = arguments.call, arguments.header.sequence, arguments.deadline
         self.begun = self.done = self.detached = False
         program.running = True
 

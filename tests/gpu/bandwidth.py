@@ -14,6 +14,7 @@ from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
 from qccl.cuda.libraries import require
 from qccl.dtypes import DType
+from qccl.engine.base import RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 
@@ -117,7 +118,7 @@ def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -
 
     def run() -> None:
         engine.start(
-            program, bindings, call=0, header=header, deadline=time.monotonic() + 60, streams=(stream.ptr,)
+            program, RunArguments(bindings, 0, header, time.monotonic() + 60, streams=(stream.ptr,))
         ).order()  # fmt: skip
 
     return run

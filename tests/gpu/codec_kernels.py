@@ -24,6 +24,7 @@ from qccl.cuda import source as cuda_source
 from qccl.cuda.libraries import on_device, require
 from qccl.cuda.streams import steps
 from qccl.dtypes import DType
+from qccl.engine.base import RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.host.engine import HostEngine
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
@@ -157,7 +158,7 @@ def on_host(schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dic
     engine = HostEngine(LoopbackGroup(1).transport(0))
     bindings = {name: array.ctypes.data for name, array in arrays.items()}
     header = Header(Kind.CALL, 0, "kernels")
-    engine.start(engine.compile(schedule), bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
+    engine.start(engine.compile(schedule), RunArguments(bindings, call, header, time.monotonic() + 60)).run()
     engine.close()
     return arrays
 
@@ -166,7 +167,7 @@ def on_gpu(engine: Any, schedule: Schedule, arrays: dict[str, np.ndarray], call:
     placed = {name: DeviceArray(array) for name, array in arrays.items()}
     bindings = {name: array.ptr for name, array in placed.items()}
     header = Header(Kind.CALL, 0, "kernels")
-    engine.start(engine.compile(schedule), bindings, call=call, header=header, deadline=time.monotonic() + 60).run()
+    engine.start(engine.compile(schedule), RunArguments(bindings, call, header, time.monotonic() + 60)).run()
     return {name: array.get() for name, array in placed.items()}
 
 
