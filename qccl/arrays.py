@@ -14,19 +14,8 @@ from qccl.errors import InvalidBufferError
 from qccl.scalars import as_integer
 from qccl.tensors import check_values, is_tensor, storage_of
 
-__all__ = [
-    "EXPONENT_BITS",
-    "Memory",
-    "Pointer",
-    "Values",
-    "check_disjoint",
-    "check_pointer",
-    "check_unmoved",
-    "from_view",
-    "is_part_of",
-    "same_or_disjoint",
-    "unreadable",
-]
+__all__ = ["EXPONENT_BITS", "Memory", "Pointer", "Values", "check_disjoint", "check_pointer", "check_unmoved"]
+__all__ += ["from_view", "is_part_of", "same_or_disjoint", "unreadable"]
 
 #: by element type, the bits that are all set in a value that is NaN or infinite
 EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}

@@ -15,18 +15,8 @@ Each message says what was given, what is allowed, and what to do. Authors of co
 
 from __future__ import annotations
 
-__all__ = [
-    "ArgumentError",
-    "CodecError",
-    "CollectiveTimeout",
-    "EngineError",
-    "InvalidBufferError",
-    "MismatchError",
-    "PeerLost",
-    "QcclError",
-    "failure_text",
-    "gave_up",
-]
+__all__ = ["ArgumentError", "CodecError", "CollectiveTimeout", "EngineError", "InvalidBufferError", "MismatchError"]
+__all__ += ["PeerLost", "QcclError", "failure_text", "gave_up"]
 
 
 class QcclError(Exception):

@@ -20,26 +20,9 @@ from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
 from qccl.errors import CodecError
 
-__all__ = [
-    "CODECS",
-    "DECORATORS",
-    "BucketCodec",
-    "Cast",
-    "Codec",
-    "Dithering",
-    "ErrorFeedback",
-    "MinMax",
-    "Momentum",
-    "NoCodec",
-    "OneBit",
-    "PythonCodec",
-    "RandomK",
-    "TopK",
-    "Trellis",
-    "examples",
-    "get",
-    "identity",
-]
+__all__ = ["CODECS", "DECORATORS", "BucketCodec", "Cast", "Codec", "Dithering", "ErrorFeedback", "MinMax"]
+__all__ += ["Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "examples", "get"]
+__all__ += ["identity"]
 
 #: every codec by its name in a specification
 CODECS: Mapping[str, type[Codec]] = {

@@ -13,16 +13,8 @@ from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 
-__all__ = [
-    "DEFAULT_CHUNKING",
-    "DEFAULT_DEPTH",
-    "Chunking",
-    "Coarsened",
-    "Concatenation",
-    "Layout",
-    "Partition",
-    "Ramped",
-]
+__all__ = ["DEFAULT_CHUNKING", "DEFAULT_DEPTH", "Chunking", "Coarsened", "Concatenation", "Layout", "Partition"]
+__all__ += ["Ramped"]
 __all__ += ["Segment", "Subset", "partition", "partition_as_given", "partition_for_all", "partition_together"]
 
 #: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better if the link is fast (10 Gbit/s,

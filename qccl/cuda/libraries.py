@@ -16,22 +16,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
-__all__ = [
-    "NOT_READY",
-    "Gpu",
-    "bounded",
-    "device_count",
-    "device_names",
-    "mapped",
-    "missing",
-    "nccl_version",
-    "on_device",
-    "pick_device",
-    "raise_mapped",
-    "require",
-    "translated",
-    "wait_for",
-]
+__all__ = ["NOT_READY", "Gpu", "bounded", "device_count", "device_names", "mapped", "missing", "nccl_version"]
+__all__ += ["on_device", "pick_device", "raise_mapped", "require", "translated", "wait_for"]
 
 #: oldest versions that work
 CUPY_VERSION = 14

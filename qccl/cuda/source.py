@@ -21,24 +21,9 @@ from qccl.dtypes import DType
 from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
-__all__ = [
-    "BUFFER_REF",
-    "CALL_KERNEL",
-    "CALL_NBYTES",
-    "CALL_WORD",
-    "DECODE_JOB",
-    "ENCODE_JOB",
-    "LR_WORD",
-    "MAX_BUFFERS",
-    "MEMORY_WORDS",
-    "PARAMETERS",
-    "REDUCE_JOB",
-    "THREADS",
-    "Launch",
-    "Shape",
-    "launch",
-    "source",
-]
+__all__ = ["BUFFER_REF", "CALL_KERNEL", "CALL_NBYTES", "CALL_WORD", "DECODE_JOB", "ENCODE_JOB", "LR_WORD"]
+__all__ += ["MAX_BUFFERS", "MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "THREADS", "Launch", "Shape", "launch"]
+__all__ += ["source"]
 
 #: threads of a block, and the most elements that they hold in registers
 THREADS = 256
