@@ -12,6 +12,8 @@ from enum import Enum
 isa: str
 usable_isas: tuple[str, ...]
 
+_Ref = tuple[int, int]
+
 def most_threads() -> int:
     """Threads that an operation may have, by OMP_NUM_THREADS and this process's processors; 1 without OpenMP."""
 
@@ -30,21 +32,21 @@ class Codec:
     """A codec's loops with its parameters."""
 
 class CompiledCodec(Codec):
-    """A codec by its C++ name in ``kernels/codecs.h``; ValueError names those that there are."""
+    """A codec by its C++ name in ``kernels/codecs.h``; ValueError lists the names."""
 
     def __init__(self, name: str, bucket: int, seed: int, options: Sequence[int]) -> None: ...
     def wire_nbytes(self, count: int, dtype_code: int) -> int:
         """Bytes of the wire of ``count`` elements."""
 
 class CallbackCodec(Codec):
-    """Python functions that are given addresses; what they raise is what the operation raises."""
+    """A codec of Python functions of addresses; the operation raises what they raise."""
 
     def __init__(
         self, encode: Callable[..., None], decode: Callable[..., None], reduce: Callable[..., None]
     ) -> None: ...
 
 class Operation:
-    """Something to compute."""
+    """A prepared computation."""
 
     def __call__(self) -> None: ...
 
@@ -52,75 +54,39 @@ class Encode(Operation):
     """``wire = encode(src)``; index, round and rank key the random numbers, with the memory's call and the seed."""
 
     def __init__(
-        self,
-        memory: Memory,
-        codec: Codec,
-        dtype_code: int,
-        src: tuple[int, int],
-        wire: tuple[int, int],
-        count: int,
-        index: int,
-        round: int,
-        rank: int,
-    ) -> None: ...
+        self, memory: Memory, codec: Codec, dtype_code: int, src: _Ref, wire: _Ref, count: int,
+        index: int, round: int, rank: int,
+    ) -> None: ...  # fmt: skip
 
 class Decode(Operation):
     """``dst = decode(wire)``, or ``dst += decode(wire)``; index, round and rank are those of the wire's Encode."""
 
     def __init__(
-        self,
-        memory: Memory,
-        codec: Codec,
-        dtype_code: int,
-        wire: tuple[int, int],
-        dst: tuple[int, int],
-        count: int,
-        accumulate: bool,
-        index: int = 0,
-        round: int = 0,
-        rank: int = 0,
-    ) -> None: ...
+        self, memory: Memory, codec: Codec, dtype_code: int, wire: _Ref, dst: _Ref, count: int, accumulate: bool,
+        index: int = 0, round: int = 0, rank: int = 0,
+    ) -> None: ...  # fmt: skip
 
 class Reduce(Operation):
     """Combine ``srcs`` (wires) and ``own`` (values, before ``srcs[own_index]``); ``op`` 0 sum, 1 min, 2 max.
 
     With ``wire`` the total is encoded there and ``out`` gets its decoded value; otherwise ``out`` gets the total.
-    ``own`` and ``out`` may be the same memory. The sources were made by ``source_ranks`` (none given: by rank 0) in
-    round ``source_round``. A sparse codec has no op but 0. ``residual`` and ``momentum`` are where floats that last are
-    read and written (schedule.State). One object may not run in two threads at once.
+    ``own`` and ``out`` may be the same memory. ``source_ranks`` (empty: all 0) encoded the sources in round
+    ``source_round``. A sparse codec allows op 0 only. ``residual`` and ``momentum`` are the buffers of the old and the
+    new state (schedule.State). One object may not run in two threads at once.
     """
 
     def __init__(
-        self,
-        memory: Memory,
-        codec: Codec,
-        dtype_code: int,
-        srcs: Sequence[tuple[int, int]],
-        own: tuple[int, int] | None,
-        own_index: int,
-        wire: tuple[int, int] | None,
-        out: tuple[int, int] | None,
-        count: int,
-        op: int,
-        scale: float,
-        index: int,
-        round: int,
-        rank: int,
-        source_ranks: Sequence[int] = (),
-        source_round: int = 0,
-        residual: tuple[tuple[int, int], tuple[int, int]] | None = None,
-        momentum: tuple[tuple[int, int], tuple[int, int]] | None = None,
-        mu: float = 0.0,
-    ) -> None: ...
+        self, memory: Memory, codec: Codec, dtype_code: int, srcs: Sequence[_Ref], own: _Ref | None, own_index: int,
+        wire: _Ref | None, out: _Ref | None, count: int, op: int, scale: float, index: int, round: int, rank: int,
+        source_ranks: Sequence[int] = (), source_round: int = 0, residual: tuple[_Ref, _Ref] | None = None,
+        momentum: tuple[_Ref, _Ref] | None = None, mu: float = 0.0,
+    ) -> None: ...  # fmt: skip
 
 class Commit(Operation):
     """Copy ``(from, to, bytes)`` if all of ``guard``, ``(dtype_code, buffer, count)``, is finite; otherwise nothing."""
 
     def __init__(
-        self,
-        memory: Memory,
-        guard: Sequence[tuple[int, tuple[int, int], int]],
-        copies: Sequence[tuple[tuple[int, int], tuple[int, int], int]],
+        self, memory: Memory, guard: Sequence[tuple[int, _Ref, int]], copies: Sequence[tuple[_Ref, _Ref, int]]
     ) -> None: ...
 
 class View:
@@ -142,7 +108,7 @@ class View:
     def readonly(self) -> bool: ...
 
 def describe(array: object) -> View:
-    """The memory of anything with ``__dlpack__`` or the buffer protocol; TypeError where it gives no access."""
+    """The memory of an object with ``__dlpack__`` or the buffer protocol; TypeError if it gives no access."""
 
 def memcpy(dst: int, src: int, nbytes: int) -> None:
     """Copy between addresses, without the GIL; the two may not overlap."""

@@ -166,27 +166,13 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
       residual_(residual),
       momentum_(momentum),
       mu_(mu),
-      call_{nullptr,
-            nullptr,
-            static_cast<std::uint32_t>(sources_.size()),
-            source_round,
-            own_index,
-            nullptr,
-            nullptr,
-            nullptr,
-            count,
-            dtype,
-            static_cast<Combine>(op),
-            scale,
-            {0, index, round, rank},
-            nullptr,
-            nullptr,
-            {}} {
+      call_{nullptr, nullptr, static_cast<std::uint32_t>(sources_.size()), source_round, own_index, nullptr, nullptr,
+            nullptr, count, dtype, static_cast<Combine>(op), scale, {0, index, round, rank}, nullptr, nullptr, {}} {
   check_dtype(dtype);
-  for (const StateBuffer& carried : {residual_, momentum_}) {
-    if (!carried) continue;
-    check_buffer(*memory_, carried->first, "state");
-    check_buffer(*memory_, carried->second, "state");
+  for (const StateBuffer& state : {residual_, momentum_}) {
+    if (!state) continue;
+    check_buffer(*memory_, state->first, "state");
+    check_buffer(*memory_, state->second, "state");
     require(op == 0, "op is " + std::to_string(op) + "; a reduction with state allows 0 (sum) only");
   }
   require(!residual_ || wire, "there is a residual, but no wire that could leave something out");
