@@ -44,7 +44,8 @@ class Session:
         """Raise the error of an earlier failure, or ArgumentError after close()."""
         if self.closed:
             raise ArgumentError("this communicator is closed; make another with qccl.init()")
-        self.failure = self.failure or self.engine.failure
+        if self.failure is None:
+            self.failure = self.engine.failure
         if self.failure is not None:
             error = type(self.failure)(f"this communicator failed earlier and is unusable: {self.failure}")
             raise error from self.failure

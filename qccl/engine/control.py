@@ -12,9 +12,9 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import struct
-from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from qccl import _host
 from qccl.errors import EngineError, MismatchError
@@ -49,8 +49,7 @@ def _tail(text: str) -> bytes:
     return hashlib.sha256(encoded).digest() + encoded[:_TEXT_NBYTES].ljust(_TEXT_NBYTES, b"\0")
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """The contents of a control message; two ranks agree on a call when the packed bytes are equal.
 
     ``pairs``: by peer, what this rank and the peer alone must agree on, beside the text; () for nothing.

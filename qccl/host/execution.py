@@ -58,13 +58,12 @@ class Execution:
     is_ordered = False
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
-        program.bind(arguments.bindings, arguments.call, arguments.lr)
+        bindings, self.call, self._header, self.deadline, self._trace, schedule, _, lr = arguments
+        program.bind(bindings, self.call, lr)
         self.kept: object = None
         self._engine, self._program, self._extents = engine, program, program.extents
-        self._header, self._trace = arguments.header, arguments.trace
-        schedule = arguments.schedule
         self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
-        self.call, self.sequence, self.deadline = arguments.call, arguments.header.sequence, arguments.deadline
+        self.sequence = self._header.sequence
         self.begun = self.done = self.detached = False
         program.running = True
 
