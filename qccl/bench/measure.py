@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from qccl.bench.bulk import Bulk
     from qccl.communicator import Communicator
 
+    Calls = Sequence[QuantizedCall | PlainCall]
+
 __all__ = ["Counts", "Row", "Side", "measure"]
 
 #: doublings after which Gaussian data may overflow
@@ -118,7 +120,7 @@ class _Timed:
 
 def measure(
     comm: Communicator,
-    calls: Sequence[QuantizedCall | PlainCall],
+    calls: Calls,
     counts: Counts,
     *,
     meter: Callable[[], int] | None,
@@ -159,12 +161,7 @@ class _Bench:
     before_turn: Callable[[str], None]
 
     def measure_mode(
-        self,
-        calls: Sequence[QuantizedCall | PlainCall],
-        bulks: Sequence[Callable[[], object] | None],
-        x: Guarded,
-        out: Guarded,
-        mode: str,
+        self, calls: Calls, bulks: Sequence[Callable[[], object] | None], x: Guarded, out: Guarded, mode: str
     ) -> list[Side]:
         """Check all calls from ``x`` to ``out``, and then time them in turn."""
         checked, timed, beside = [], [], []

@@ -22,18 +22,13 @@ if TYPE_CHECKING:
 
     from qccl.codecs.base import Codec
 
+    Values = Sequence[NDArray[np.float32]]
+
 __all__ = ["allreduce", "hierarchical", "moved"]
 
 
 def allreduce(
-    values: Sequence[NDArray[np.float32]],
-    codec: Codec,
-    dtype: DType,
-    op: str,
-    algorithm: str,
-    owner: int,
-    start: int,
-    call: int,
+    values: Values, codec: Codec, dtype: DType, op: str, algorithm: str, owner: int, start: int, call: int
 ) -> NDArray[Any]:
     """The result, as ``dtype`` (see data.empty), of collective number ``call`` in the stretch from element ``start``.
 
@@ -133,7 +128,7 @@ def _as_kept(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.f
     return to_float32(from_float32(x, dtype), dtype) if isinstance(codec, RandomK) else x
 
 
-def _total(terms: Sequence[NDArray[np.float32]], op: str, scale: np.float32 | None) -> NDArray[np.float32]:
+def _total(terms: Values, op: str, scale: np.float32 | None) -> NDArray[np.float32]:
     total = reduce(lambda a, b: _combined(op, a, b), terms)
     return total if scale is None else total * scale
 
