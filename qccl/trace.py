@@ -1,4 +1,4 @@
-"""Timelines: what ran when, on which rank and lane, as a file that Perfetto and chrome://tracing open."""
+"""Timelines: what ran when, on which rank and queue, as a file that Perfetto and chrome://tracing open."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class Ranks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TraceEvent:
-    """Something that took time.
+    """A timed operation or transfer.
 
     Attributes:
         rank: where it ran.
-        lane: "compute", "send" or "recv"; on CUDA "compute", "comm", "out" or "in".
-        name: a description in words.
+        queue: "compute", "send" or "recv"; on CUDA "compute", "comm", "out" or "in".
+        name: a description.
         start, stop: seconds; in a run those of time.perf_counter(), whose origin the ranks of one machine share. A
             transfer starts when it is posted and stops when its completion is noticed.
         args: details: "bytes", "elements", "codec", "round" (of quantisation, from 0), "chunk" (of that round, from 0),
@@ -135,7 +135,7 @@ class _Slice:
 
     @property
     def track(self) -> tuple[int, int, str]:
-        """A key that orders the tracks of a rank (computations, other lanes, peers), with the track's name last."""
+        """A key that orders the tracks of a rank (computations, other queues, peers), with the track's name last."""
         queue, peer = self.event.queue, self.event.args.get("peer")
         if queue in ("send", "recv") and isinstance(peer, int):
             return 2 + peer, queue == "recv", f"{'to' if queue == 'send' else 'from'} rank {peer}"

@@ -40,7 +40,7 @@ def schedules(size, count):
 
 
 def predecessors(program: tuple[Step, ...], leave_out: tuple[int, int] | None = None) -> list[set[int]]:
-    """For each step all steps that are complete before it may start, by lanes and events alone."""
+    """For each step all steps that are complete before it may start, by queues and events alone."""
     found: list[set[int]] = []
     latest: dict[Queue, int] = {}
     for number, step in enumerate(program):

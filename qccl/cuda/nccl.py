@@ -1,12 +1,12 @@
 """Ranks that are GPUs, through the NCCL communicators of CuPy.
 
-NCCL has no deadlines, and connects lazily: a first transfer may block the host for as long as a rank stays away. So
-everything that may block (making a communicator, splitting it, the first transfers, aborting) runs on a thread of its
-own under a deadline, and all connections are made when the communicator is. After that, calls only put work on streams,
-and what happens to it there is the engine's watchdog's to see.
+NCCL has no deadlines, and connects lazily: a first transfer may block the host until the other rank arrives. So all
+blocking calls (making a communicator, splitting it, the first transfers, aborting) run on a thread of their own with a
+deadline, and all connections are made with the communicator. Later calls only put work on streams, which the engine's
+watchdog watches.
 
-What is put on a communicator must be in one order on all ranks. The transport's own few collectives go on ``stream``,
-which is the engine's communication lane, too.
+All ranks must put the same work on a communicator in the same order. The transport's own collectives go on ``stream``,
+which is also the engine's communication stream.
 """
 
 from __future__ import annotations

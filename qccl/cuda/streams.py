@@ -1,15 +1,13 @@
-"""What a schedule becomes on streams: launches and groups, each on a lane, and the few events between the lanes.
+"""A schedule's steps on streams: kernel launches and NCCL groups, each on a queue, and the events between queues.
 
-A lane is a stream: what is put on it runs in the order in which it was put there. An event makes one lane wait for a
-point on another. Both are data here, derived from the schedule's dependencies with no GPU library in sight, so that
-what the CUDA engine will do can be tested anywhere.
+A queue is a stream, whose work runs in order. An event makes one queue wait for a point on another. Both are data here,
+derived from the schedule's dependencies without a GPU library, so tests need no GPU.
 
-Transfers to and from Schedule.staged_peers go through host memory, on two queues of their own: one copies what is sent
-to the host, the other copies what has come to the device. So a copy waits neither for NCCL nor for another message.
+Transfers with Schedule.staged_peers go through host memory, on two queues of their own: OUT copies codes to the host,
+IN copies them to the device. So a copy waits neither for NCCL nor for another message.
 
-Two laws. Program order within a lane is never changed (on the communication lane it is part of correctness: NCCL needs
-the same order of groups on all ranks). And every dependency between lanes is implied by an event and program order; an
-event that others already imply is left out.
+Program order within a queue is never changed: NCCL needs the same order of groups on all ranks. Every dependency
+between queues follows from events and program order; redundant events are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from qccl.schedule import (
 
 __all__ = ["HOME", "Step", "queues_of", "steps"]
 
-#: the lane that a run begins and ends on
+#: the queue on which a run begins and ends
 HOME = Queue.COMPUTE
 
 
@@ -44,12 +42,12 @@ class Step:
     """One launch (Encodes, Decodes or Reduces), one group of transfers, or an end of the run.
 
     Attributes:
-        lane: which stream it is put on.
-        ops: the numbers of the schedule's operations that it does at once; none for the first and the last step.
-            Several steps may share an Exchange.
-        waits: the steps of other lanes whose events its lane must wait for before it.
-        records: whether a later step, or the caller, waits for it: an event is recorded behind it.
-        exchange: the transfers that it does: those of an Exchange that go on this lane.
+        queue: its stream.
+        ops: the numbers of its operations in the schedule; none for the first and the last step. Several steps may
+            share an Exchange.
+        waits: the steps of other queues whose events it waits for.
+        records: an event is recorded after it, because a later step or the caller waits for it.
+        exchange: its transfers: those of an Exchange that go on this queue.
     """
 
     queue: Queue
@@ -60,10 +58,10 @@ class Step:
 
 
 def steps(schedule: Schedule) -> tuple[Step, ...]:
-    """The steps of a run in the order in which they are put on their lanes.
+    """The steps of a run in the order in which they are put on their streams.
 
-    The first has no operations and stands for everything that came before the run (the caller's data, and the last
-    run, which used the same workspace); the last likewise has none, and is complete when everything is.
+    The first and the last have no operations. The first stands for the work before the run: the caller's data, and the
+    previous run, which used the same workspace. The last is complete when all others are.
     """
     program = tuple(_nodes(schedule))
     needed = dependencies(program)
@@ -81,13 +79,13 @@ def steps(schedule: Schedule) -> tuple[Step, ...]:
 
 
 def queues_of(program: Sequence[Step]) -> tuple[Queue, ...]:
-    """The lanes that have steps, the home lane first."""
+    """The queues that have steps, HOME first."""
     return tuple(dict.fromkeys(step.queue for step in program))
 
 
 @dataclass(frozen=True, slots=True)
 class _Half(Node):
-    """The legs of an Exchange to distant peers, or those from them: ``op`` has these alone."""
+    """The sends of an Exchange to staged peers, or its receives from them; ``op`` has no others."""
 
     @property
     def queue(self) -> Queue:
@@ -95,10 +93,10 @@ class _Half(Node):
 
 
 def _nodes(schedule: Schedule) -> Iterator[Node]:
-    """The operations, with each Exchange in as many parts as it needs lanes.
+    """The operations, with each Exchange divided by queue.
 
-    What goes out comes before what the same Exchange waits for: put on the device in this order, no wait stands before
-    what it waits for on another rank, even where the hardware runs several streams as one.
+    Sends precede the receives of the same Exchange. So no wait precedes the work that it waits for on another rank,
+    even if the hardware maps several streams to one queue.
     """
     for node in nodes(schedule, per_transfer=False):
         if not (schedule.staged_peers and isinstance(node.op, Exchange)):
@@ -114,7 +112,7 @@ def _nodes(schedule: Schedule) -> Iterator[Node]:
 
 
 def _parted(op: Exchange, staged_peers: Collection[int]) -> tuple[Exchange, Exchange]:
-    """The legs with near peers, and those with distant ones."""
+    """The transfers with other peers, and those with staged peers."""
 
     def chosen(far: bool) -> Exchange:
         sends, recvs = (
@@ -131,10 +129,10 @@ def _exchange(node: Node) -> Exchange | None:
 
 
 def _batches(schedule: Schedule, program: Sequence[Node], needed: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Runs of neighbouring operations that one launch can do.
+    """Neighbouring operations that share a launch.
 
-    They are alike, independent of each other, and wait for the same operation of another lane: a chunk that is here
-    does not wait for the next one.
+    They are of one kind, independent of each other, and wait for the same operation of another queue, so a chunk that
+    has arrived does not wait for the next one.
     """
     batches: list[list[int]] = []
     last: object = None
@@ -151,7 +149,7 @@ def _batches(schedule: Schedule, program: Sequence[Node], needed: Sequence[tuple
 
 
 def _kind(schedule: Schedule, op: Op) -> object:
-    """What operations must have in common to share a launch; None for those that never do."""
+    """A key that operations of one launch have in common; None for operations that never share one."""
 
     def dtype(*spans: Span | None) -> DType | None:
         return next((schedule.buffers[span.buffer].dtype for span in spans if span is not None), None)
@@ -170,10 +168,10 @@ def _kind(schedule: Schedule, op: Op) -> object:
 
 
 def _events(queues: Sequence[Queue], required: Sequence[set[int]]) -> list[tuple[int, ...]]:
-    """For each step the steps of other lanes that it must wait for, without those that are implied.
+    """For each step the steps of other queues that it must wait for, without implied ones.
 
-    A step knows of each lane how far it has come for certain (a vector clock): from its predecessor on its own lane,
-    and from the steps it waits for. What it requires within that is implied.
+    Each step has a vector clock: the last step of each queue that is complete before it. The clock follows from its
+    predecessor on its own queue and from the steps it waits for. Earlier steps are implied.
     """
     known: list[Mapping[Queue, int]] = []
     latest: dict[Queue, int] = {}

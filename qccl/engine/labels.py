@@ -1,4 +1,4 @@
-"""Labels of a schedule's nodes in a trace: lane, name and arguments."""
+"""Labels of a schedule's nodes in a trace: queue, name and arguments."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Args = dict[str, int | str]
 
 
 class Label(NamedTuple):
-    """Lane, name and arguments of a trace event (see TraceEvent)."""
+    """Queue, name and arguments of a trace event (see TraceEvent)."""
 
     queue: str
     name: str
