@@ -36,7 +36,7 @@ BUCKETED = [row.spec for row in with_small_buckets(BUCKET + 8)]
 
 
 def any_codec(draw: random.Random) -> str:
-    """A codec: plain, min-max, or one that goes bucket by bucket."""
+    """A random codec: none, min-max, or one that encodes bucket by bucket."""
     minmax = f"minmax{draw.randint(1, 8)}:bucket={draw.choice([8, 256, 'shard'])}"
     if draw.random() < 0.4:
         minmax += ",rounding=stochastic,seed=3"
@@ -45,7 +45,7 @@ def any_codec(draw: random.Random) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """One all-reduce: what is called, and on which data."""
+    """One all-reduce: its arguments and its data."""
 
     ranks: int
     length: int
@@ -65,11 +65,11 @@ class Case:
         )
 
     def input(self, rank: int) -> np.ndarray:
-        """What ``rank`` puts in, of the case's dtype."""
+        """The input of ``rank``, in the case's dtype."""
         return hard_data(self.data, self.length, NUMPY[self.dtype], rank)
 
     def arguments(self) -> dict:
-        """For quantized_allreduce, but for the arrays."""
+        """The keywords of quantized_allreduce."""
         return {"codec": get(self.codec), "op": self.op, "algorithm": self.algorithm, "chunk": self.chunk}
 
 
@@ -106,7 +106,7 @@ def pairwise(parameters: dict[str, list], seed: int) -> list[dict]:
 
 
 def law_cases(max_ranks: int = 8) -> list[Case]:
-    """All pairs, plus the cases with another codec and the long vector."""
+    """All pairs, and cases with other codecs and long vectors."""
     parameters = PARAMETERS | {"ranks": [n for n in PARAMETERS["ranks"] if n <= max_ranks]}
     if max_ranks < 8:
         parameters["ranks"] = list(range(1, max_ranks + 1))

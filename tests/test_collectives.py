@@ -1,4 +1,4 @@
-"""Every collective beside all-reduce, to the bit: against an oracle that knows parts and codes, but no schedules."""
+"""Every collective except all-reduce, bit for bit, against an oracle that knows parts and codes but no schedules."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def coded(case: Case, x: np.ndarray, rank: int, index: int, round_number: int = 
 
 
 def through(case: Case, x: np.ndarray, rank: int, index: int, round_number: int = 0) -> np.ndarray:
-    """What the others get of ``x``."""
+    """The values that other ranks decode from the code of ``x``."""
     wire, counter = coded(case, x, rank, index, round_number), oracle.RngCounter(0, round_number, rank, index)
     return oracle.decode(oracle_codec(case.codec), wire, x.size, case.dtype, counter=counter)
 
@@ -97,7 +97,7 @@ def through(case: Case, x: np.ndarray, rank: int, index: int, round_number: int 
 def combined(
     case: Case, parts: list[np.ndarray], owner: int | None, index: int, *, encoded: bool = False
 ) -> np.ndarray:
-    """The parts of all ranks combined by ``owner``, who has its own values, not a code (None: codes of all)."""
+    """The parts of all ranks combined by ``owner``, which has its own values unencoded (None: codes of all)."""
     op, scale = ("sum", 1 / case.ranks) if case.op == "avg" else (case.op, 1.0)
     makers = [oracle.RngCounter(0, 0, rank, index) for rank in range(case.ranks) if rank != owner]
     wires = [coded(case, parts[maker.rank], maker.rank, index) for maker in makers]
@@ -230,11 +230,11 @@ def test_reduce(case: Case) -> None:
     if case.algorithm == "one_shot":
         wanted = combined(case, parts, case.root, 0)
     else:
-        cuts = shards(count, case.ranks, case.granule)
+        parts_of = shards(count, case.ranks, case.granule)
         wanted = np.concatenate(
             [
-                combined(case, [x[cut] for x in parts], owner, cut.start, encoded=owner != case.root)
-                for owner, cut in enumerate(cuts)
+                combined(case, [x[shard] for x in parts], owner, shard.start, encoded=owner != case.root)
+                for owner, shard in enumerate(parts_of)
             ]
         )
     assert_same_bits(stored(found), wanted, "root")
@@ -259,13 +259,13 @@ def test_coalesced(case: Case) -> None:
     wanted = [stored(x).copy() for x in inputs[0]]
     for i in range(len(case.counts)) if case.ranks > 1 else ():
         first = sum(granules[:i])
-        for owner, cut in enumerate(owners):
-            start, stop = (max(0, min(granules[i], edge - first)) * case.granule for edge in (cut.start, cut.stop))
-            piece = slice(start, min(stop, case.counts[i]))
-            if piece.start < piece.stop:
-                parts, index = [stored(x[i][piece]) for x in inputs], first * case.granule + start
+        for owner, shard in enumerate(owners):
+            start, stop = (max(0, min(granules[i], edge - first)) * case.granule for edge in (shard.start, shard.stop))
+            segment = slice(start, min(stop, case.counts[i]))
+            if segment.start < segment.stop:
+                parts, index = [stored(x[i][segment]) for x in inputs], first * case.granule + start
                 is_two = case.algorithm == "two_round"
-                wanted[i][piece] = combined(case, parts, owner if is_two else None, index, encoded=is_two)
+                wanted[i][segment] = combined(case, parts, owner if is_two else None, index, encoded=is_two)
     for rank, results in enumerate(qccl.run_ranks(case.ranks, run)):
         for i, found in enumerate(results):
             assert_same_bits(stored(found), wanted[i], f"rank {rank}, array {i}")

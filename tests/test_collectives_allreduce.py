@@ -106,7 +106,7 @@ def chunk_of(schedule: Schedule, name: str) -> list[int | None]:
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("depth", [2, 4])
 def test_next_encode_does_not_wait_for_the_exchange(name: str, depth: int) -> None:
-    """With lanes in order, no path leads from an Exchange of chunk k to the Encode of chunk k+1, on any rank."""
+    """With queues in order, no path leads from an Exchange of chunk k to the Encode of chunk k+1, on any rank."""
     size, chunks = 3, 6
     count = 8 * chunks * (size if name == "two_round" else 1)
     schedules = all_ranks(name, size, count, chunk_elements=8, depth=depth)

@@ -1,4 +1,4 @@
-"""How vectors are cut, where slots lie, and in which order chunks are worked on."""
+"""Partitions of vectors, wire slots, and the order of a pipeline."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_slot_sizes() -> None:
 
 
 def test_peers_are_rotated() -> None:
-    """In each place of the order every rank is sent to once."""
+    """At each position of the order, every rank is the peer of exactly one other."""
     others = [Group.of_all(rank, 5).others for rank in range(5)]
     assert others[2] == (3, 4, 0, 1)
     for position in range(4):

@@ -1,4 +1,4 @@
-"""Bytes on the wire as each formula of docs/algorithms.md has them, counted where they are sent; and error bounds."""
+"""Bytes on the wire, counted at the transport, against the formulas of docs/algorithms.md; and error bounds."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_reduce(n: int) -> None:
 
 
 def test_coalesced() -> None:
-    """As much as one vector of whole buckets, plus what aligns the pieces of several arrays in a message."""
+    """As much as one vector of whole buckets, plus the padding between the segments of several arrays in a message."""
     xs = [COUNT, 64 * 4, 64 * 8]
 
     def call(comm: qccl.Communicator) -> None:

@@ -1,4 +1,4 @@
-"""All-reduce in two levels, to the bit, on nodes that are given: and its bytes between them."""
+"""All-reduce in two levels on given nodes: its result bit for bit, and its bytes between nodes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def cases() -> list[Case]:
 
 
 def expected(case: Case) -> np.ndarray:
-    """What every rank must hold."""
+    """The result that every rank must hold."""
     codec, nodes, dtype = oracle_codec(case.codec), case.nodes, case.dtype
     inputs = [stored(case.input(rank)) for rank in range(len(case.node_ids))]
     op, scale = ("sum", 1 / len(inputs)) if case.op == "avg" else (case.op, 1.0)
@@ -95,19 +95,19 @@ def expected(case: Case) -> np.ndarray:
     splits = len(nodes) if case.algorithm == "two_round" else 1
     granule = math.lcm(get(case.codec).granule, 1024)
     result = np.empty_like(inputs[0])
-    for number, cut in enumerate(shards(case.count, parts * splits, granule)):
+    for number, shard in enumerate(shards(case.count, parts * splits, granule)):
         part, split = divmod(number, splits)
         owners = [node[part] for node in nodes]
-        count = cut.stop - cut.start
+        count = shard.stop - shard.start
         if not count:
             continue
         senders = [i for i in range(len(nodes)) if splits == 1 or i != split]
-        makers = [oracle.RngCounter(0, 1, owners[i], cut.start) for i in senders]
-        wires = [oracle.encode(codec, sums[i][cut], dtype, m) for i, m in zip(senders, makers, strict=True)]
-        own = None if splits == 1 else sums[split][cut]
+        makers = [oracle.RngCounter(0, 1, owners[i], shard.start) for i in senders]
+        wires = [oracle.encode(codec, sums[i][shard], dtype, m) for i, m in zip(senders, makers, strict=True)]
+        own = None if splits == 1 else sums[split][shard]
         options = {"op": op, "scale": scale, "encoded": splits > 1, "makers": makers}
-        counter = oracle.RngCounter(0, 2, owners[split], cut.start)
-        result[cut] = oracle.reduce(codec, wires, own, split, count, dtype, counter=counter, **options)[1]
+        counter = oracle.RngCounter(0, 2, owners[split], shard.start)
+        result[shard] = oracle.reduce(codec, wires, own, split, count, dtype, counter=counter, **options)[1]
     return result
 
 
@@ -144,15 +144,15 @@ def test_what_moves_inside_nodes_is_rounded(intra: str, layout: str, node_ids: l
         return x.astype(NUMPY[intra]).astype(np.float32)
 
     wanted = np.empty(count, np.float32)
-    for part, cut in enumerate(shards(count, parts, 1024)):
+    for part, shard in enumerate(shards(count, parts, 1024)):
         total = np.float32(0)
         for i, node in enumerate(nodes):
-            terms = [inputs[r][cut] if r == node[part] else rounded(inputs[r][cut]) for r in node]
+            terms = [inputs[r][shard] if r == node[part] else rounded(inputs[r][shard]) for r in node]
             mine = terms[0]
             for term in terms[1:]:
                 mine = mine + term
             total = mine if i == 0 else total + mine
-        wanted[cut] = rounded(total * np.float32(1 / n))
+        wanted[shard] = rounded(total * np.float32(1 / n))
 
     def run(comm: qccl.Communicator) -> np.ndarray:
         x = inputs[comm.rank].copy()
@@ -164,7 +164,7 @@ def test_what_moves_inside_nodes_is_rounded(intra: str, layout: str, node_ids: l
 
 
 def test_bytes_between_nodes() -> None:
-    """What owners send: (m-1) E / parts in one round, 2 (m-1)/m E / parts in two; inside nodes, the values."""
+    """Bytes that owners send: (m-1) E / parts in one round, 2 (m-1)/m E / parts in two; inside nodes, the values."""
     codec, count = get("minmax4"), 1024 * 48
     whole, encoded = 4 * count, codec.encoded_nbytes(count, FLOAT32)
     ids = [0, 0, 1, 1, 2, 2]
@@ -185,7 +185,7 @@ def test_bytes_between_nodes() -> None:
 
 
 def test_the_mean_is_global() -> None:
-    """Of uneven nodes: not a mean of the nodes' means."""
+    """The mean over ranks of uneven nodes, not the mean of the nodes' means."""
 
     def run(comm: qccl.Communicator) -> float:
         x = np.full(100, comm.rank, np.float32)

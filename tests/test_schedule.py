@@ -1,4 +1,4 @@
-"""Derived dependencies against the pairwise definition; nodes, legs and spans."""
+"""Derived dependencies against the pairwise definition; nodes, transfers and spans."""
 
 from __future__ import annotations
 

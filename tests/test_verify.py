@@ -1,4 +1,4 @@
-"""The verifier accepts what is shipped, and rejects each kind of broken schedule for its own reason."""
+"""The verifier accepts the schedules of all-reduce and rejects each kind of broken schedule for its own reason."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_swapped_groups_deadlock_under_nccl() -> None:
     good = by_pairs(one_shot(), [(0, 1), (1, 2), (0, 2)])
     verify(good)
     bad = changed(good, swap, ranks=(0,))
-    verify(bad, rules=("mpi",))  # legs of one rank are independent there
+    verify(bad, rules=("mpi",))  # transfers of one rank are independent there
     error = rejected(bad, "deadlock under NCCL's rules: .*which waits for")
     for rank in range(3):
         assert f"rank {rank}'s op" in str(error)
@@ -168,7 +168,7 @@ def forward(rank: int) -> Schedule:
 
 
 def test_deadlock_under_mpi() -> None:
-    """Each sends what it is still to receive."""
+    """Each rank sends data that it has not received yet."""
     rejected([forward(0), forward(1)], "deadlock under MPI's rules: the transfer from rank", expect=lambda _: ())
 
 
@@ -342,7 +342,7 @@ def test_off_by_one_span(mutate: Mutation, reason: str) -> None:
 def test_code_cut_in_two() -> None:
     """A slot that holds the end of one code and the start of another is not a code."""
 
-    def cut(ops: list[Op]) -> None:
+    def split(ops: list[Op]) -> None:
         j = places(ops, Encode)[1]
         ops[j] = replace(ops[j], wire=Span("scatter.send", 12, 24))
         k = places(ops, Exchange)[0]
@@ -351,7 +351,7 @@ def test_code_cut_in_two() -> None:
         ops[k] = replace(ops[k], sends=halves)
 
     one_chunk = all_ranks("two_round", 3, 24, chunk_elements=8)
-    rejected(changed(one_chunk, cut), r"not one whole code: it holds bytes 1\.\.12 of .*, bytes 0\.\.1 of a code")
+    rejected(changed(one_chunk, split), r"not one whole code: it holds bytes 1\.\.12 of .*, bytes 0\.\.1 of a code")
 
 
 def test_inside_one_operation() -> None:

@@ -1,4 +1,4 @@
-"""The verifier accepts every collective but all-reduce (test_verify.py): many sizes, counts, roots, in place or not."""
+"""The verifier accepts every other collective than all-reduce: many sizes, counts and roots, in place or not."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_rejects_what_is_broken(mutate: Callable[[list[Op]], object]) -> None:
 
 
 def test_rejects_the_wrong_expectation() -> None:
-    """What is wanted of one root is not what another one gives."""
+    """The result of one root does not fulfil the postcondition of another."""
     with pytest.raises(VerificationError, match="without the contribution of rank 1"):
         verify(all_ranks(broadcast, 3, alike(40), CODEC), expect=partial(expect.broadcast, root=1))
 
