@@ -309,6 +309,7 @@ def test_idle_plans_are_bounded():
         works = [comm.quantized_allreduce(np.ones(5, np.float32), async_op=True) for _ in range(40)]
         for work in works:
             work.wait(timeout=20.0)
+        assert [len(plans) for plans in comm._plans._idle.values()] == [16]
         for count in range(1, 600):
             comm.quantized_allreduce(np.ones(count, np.float32))
         idle = comm._plans._idle

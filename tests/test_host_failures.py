@@ -12,7 +12,7 @@ from threads import CODEC, Caller, outcomes, ramp
 
 from qccl.collectives.allreduce import one_shot
 from qccl.dtypes import FLOAT32
-from qccl.engine.control import CONTROL_TAG, Header, Kind, data_nbytes
+from qccl.engine.control import CONTROL_TAG, Block, Header, Kind, data_nbytes
 from qccl.errors import EngineError, PeerLost, QcclError
 from qccl.host import engine as host
 
@@ -150,3 +150,9 @@ def test_a_message_of_another_version_is_refused():
     message[4] += 1
     with pytest.raises(EngineError, match="rank 1 sent a control message that this version"):
         Header.unpack(bytes(message), 1)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 100, 4096])
+def test_workspace_begins_at_a_cache_line(nbytes):
+    blocks = [Block(nbytes) for _ in range(20)]
+    assert all(block.address % 64 == 0 and block.read(0, nbytes) == bytes(nbytes) for block in blocks)
