@@ -94,7 +94,6 @@ class Plan:
         check_key(self.spec.codec, key)
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
-        self._bound, self._key = None, key
         spec, session, text = self.spec, self._session, self._text
         order = spec.order_of(arrays)
         if order != spec.order:
@@ -104,7 +103,7 @@ class Plan:
         compiled = self._program(in_place)
         if compiled.state and order != spec.order:  # a residual belongs to an element
             compiled = compiled._replace(state_owner=replace(spec, order=order).state_owner(compiled.algorithm))
-        self._bound = _Bound(arrays, result, compiled, addresses, text)
+        self._bound, self._key = _Bound(arrays, result, compiled, addresses, text), key
         return self
 
     def start(

@@ -458,6 +458,19 @@ def test_plan_misuse():
     qccl.run_ranks(2, run)
 
 
+def test_a_refused_bind_leaves_the_plan_as_it_was():
+    def run(comm):
+        memory = np.ones(COUNT + 10, np.float32)
+        x, out = np.ones(COUNT, np.float32), np.zeros(COUNT, np.float32)
+        plan = comm.plan("allreduce", COUNT).bind(x, out)
+        with pytest.raises(qccl.InvalidBufferError, match="overlap"):
+            plan.bind(memory[:COUNT], memory[10:])
+        plan.start().wait()
+        return out.tolist() == [2.0] * COUNT and memory.tolist() == [1.0] * (COUNT + 10)
+
+    assert qccl.run_ranks(2, run) == [True] * 2
+
+
 def test_backend_that_does_not_exist():
     with pytest.raises(qccl.ArgumentError, match="host"):
         qccl.init(backend="tpu")

@@ -156,3 +156,9 @@ def test_a_message_of_another_version_is_refused():
 def test_workspace_begins_at_a_cache_line(nbytes):
     blocks = [Block(nbytes) for _ in range(20)]
     assert all(block.address % 64 == 0 and block.read(0, nbytes) == bytes(nbytes) for block in blocks)
+
+
+def test_headers_of_long_texts_differ_where_their_ends_do():
+    """The text in a header is truncated; its digest is that of the whole."""
+    headers = [Header(Kind.CALL, 0, "x" * 5000 + end).pack() for end in "ab"]
+    assert headers[0] != headers[1] and len(headers[0]) == len(headers[1])
