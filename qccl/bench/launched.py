@@ -12,7 +12,7 @@ import click
 from qccl.errors import ArgumentError
 from qccl.launchers import Launcher, detect
 
-__all__ = ["LaunchedCommand", "check_other_ranks", "join_torch_group"]
+__all__ = ["LaunchedCommand", "LaunchedGroup", "check_other_ranks", "join_torch_group"]
 
 _TORCH_SECONDS = 60.0
 
@@ -30,22 +30,31 @@ class LaunchedCommand(click.Command):
     status 2, and the others exit with status 0, because launchers end all ranks when one fails.
     """
 
+    exchanges_errors = True
+
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
-        with _exchanged():
+        with _reported_by_rank_0(self.exchanges_errors):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
-        with _exchanged():
+        with _reported_by_rank_0(self.exchanges_errors):
             return super().invoke(ctx)
 
 
+class LaunchedGroup(LaunchedCommand, click.Group):
+    """Commands for all ranks of a launcher. An unknown command is an error on every rank, so nothing is exchanged."""
+
+    exchanges_errors = False
+
+
 @contextlib.contextmanager
-def _exchanged() -> Iterator[None]:
+def _reported_by_rank_0(exchanges_errors: bool) -> Iterator[None]:
     try:
         yield
     except click.UsageError as error:
         if (launcher := _launcher()) is not None:
-            _all_errors(launcher, error.format_message())
+            if exchanges_errors:
+                _all_errors(launcher, error.format_message())
             if launcher.rank > 0:
                 raise click.exceptions.Exit(0) from error
         raise

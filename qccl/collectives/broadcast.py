@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 from qccl.arguments import integer, one_of
-from qccl.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import STEP_NBYTES
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
@@ -48,12 +47,6 @@ class BroadcastSpec(CollectiveSpec):
         check_root(self.root, size)
         both = {"input": self.count, "output": self.count}
         return both if rank == self.root else {"output": self.count}
-
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
-        """See CollectiveSpec."""
-        if rank == self.root:
-            return CollectiveSpec.bind(self, arrays, rank, size)
-        return True, {"output": arrays["output"].address}
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """See CollectiveSpec."""

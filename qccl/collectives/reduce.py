@@ -8,7 +8,6 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from qccl.arguments import OpLike, integer, one_of, op_of
-from qccl.arrays import Values
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import choose_allreduce
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
@@ -43,12 +42,6 @@ class ReduceSpec(CollectiveSpec):
         check_root(self.root, size)
         both = {"input": self.count, "output": self.count}
         return both if rank == self.root else {"input": self.count}
-
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
-        """See CollectiveSpec."""
-        if rank == self.root:
-            return CollectiveSpec.bind(self, arrays, rank, size)
-        return False, {"input": arrays["input"].address}
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
         """See CollectiveSpec."""

@@ -103,6 +103,9 @@ class CollectiveSpec(ABC):
 
         Raises InvalidBufferError if arrays overlap in a way that is not allowed.
         """
+        if len(arrays) == 1:  # a rank other than the root
+            ((name, values),) = arrays.items()
+            return name == "output", {name: values.address}
         source, target = arrays["input"], arrays["output"]
         if same_or_disjoint(source, target):
             return True, {"output": target.address}
