@@ -70,6 +70,7 @@ def be_a_rank(style: str, seed: int) -> None:
 
     import qccl
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would ranks
     dist.init_process_group("gloo")
     comm = qccl.Communicator.from_torch(timeout=PATIENCE)
     comm.barrier()

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FILES = [
     *sorted((ROOT / "qccl" / "cuda").glob("*.py")),
     *sorted((ROOT / "tests" / "gpu").glob("*.py")),
+    ROOT / "qccl" / "bench" / "plain.py",
 ]
 _UNKNOWN = "?"
 
@@ -75,7 +76,7 @@ def found(names: list[str], roots: dict[str, list[Any]], line: str) -> Any:
     if (
         not places
         or names[0] in ("torch", "bindings", _UNKNOWN)
-        or (names[places[-1]] in ("comm", "_comm") and "nccl.py" not in line)
+        or (names[places[-1]] in ("comm", "_comm") and "nccl.py" not in line and names[-1] != "allReduce")
     ):
         return None
     missing = ""
