@@ -5,8 +5,8 @@
 // host and device run the same source and make the same bytes. docs/adding-a-codec.md adds one step by step.
 //
 //   sparse, typed                            // see CodecDefaults
-//   codes_nbytes<T>(options, n)              // size of a bucket of n elements in the first part of the wire
-//   meta_nbytes<T>(options, n)               // size in the second part; a multiple of four, or 0
+//   codes_nbytes<T>(options, n)              // size of a bucket of n elements in the codes section
+//   meta_nbytes<T>(options, n)               // size in the meta section; a multiple of four, or 0
 //   encode<T>(team, options, counter, x, n, codes, meta)      // x[i] is value i, in fp32
 //   decode<T>(team, options, counter, codes, meta, n, take)   // take(i, value), at most once for each element
 #pragma once
@@ -57,10 +57,10 @@ struct FloatPair {
 };
 QCCL_FN FloatPair operator+(const FloatPair& a, const FloatPair& b) { return {a.first + b.first, a.second + b.second}; }
 
-// Where the second parts begin if the first parts have `codes_nbytes` bytes.
+// Where the meta section begins if the codes section has `codes_nbytes` bytes.
 QCCL_FN u64 meta_offset(u64 codes_nbytes) { return (codes_nbytes + 3) / 4 * 4; }
 
-// The layout of one call's wire: the first parts of all buckets, zeros up to a multiple of four bytes, the second parts.
+// The layout of one call's wire: the codes section of all buckets, zeros up to a multiple of four bytes, the meta section.
 template <class Codec, class T>
 struct BucketWire {
   BucketOptions options;

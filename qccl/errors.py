@@ -4,7 +4,7 @@
     +-- ArgumentError      also ValueError       an argument is out of range or does not fit the others
     |   +-- CodecError                           a codec's name, key or value is not one that exists
     |   +-- InvalidBufferError                   wrong device, layout, dtype; null or foreign pointer
-    +-- MismatchError                            the ranks did not ask for the same collective
+    +-- MismatchError                            the ranks do not agree
     +-- CollectiveTimeout  also TimeoutError     a wait reached its deadline
     +-- PeerLost           also ConnectionError  another rank failed, left, or cannot be reached
     +-- EngineError                              MPI, NCCL or CUDA failed; its own message and code are kept
@@ -36,7 +36,7 @@ class InvalidBufferError(ArgumentError):
 
 
 class MismatchError(QcclError):
-    """The ranks did not ask for the same collective."""
+    """The ranks do not agree: on a call, on the size of a message, or at start-up."""
 
 
 class CollectiveTimeout(QcclError, TimeoutError):

@@ -23,7 +23,7 @@ __all__ = ["Plan", "PlanCache"]
 CACHE_NBYTES = 256 << 20
 #: specs with idle plans, and idle plans of one spec (as many calls may be under way)
 CACHE_SPECS = 512
-CACHE_ALIKE = 16
+CACHE_PLANS_PER_SPEC = 16
 
 
 class _Compiled(NamedTuple):
@@ -96,13 +96,14 @@ class Plan:
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
         spec, session, text = self.spec, self._session, self._text
         order = spec.order_of(arrays)
-        if order != spec.order:
-            text = replace(spec, order=order).text()
+        ordered = spec if order == spec.order else replace(spec, order=order)
+        if ordered is not spec:
+            text = ordered.text()
             session.check_consistent(session.with_offset(text, spec.codec), self._pairs)
         in_place, addresses = spec.bind(arrays, session.rank, session.size)
         compiled = self._program(in_place)
-        if compiled.state and order != spec.order:  # a residual belongs to an element
-            compiled = compiled._replace(state_owner=replace(spec, order=order).state_owner(compiled.algorithm))
+        if compiled.state and ordered is not spec:  # a residual belongs to an element
+            compiled = compiled._replace(state_owner=ordered.state_owner(compiled.algorithm))
         self._bound, self._key = _Bound(arrays, result, compiled, addresses, text), key
         return self
 
@@ -155,7 +156,8 @@ class Plan:
             keep = self._bound, state
         schedule = None if trace is None else self.schedule(in_place=compiled.in_place)
         execution = session.start(
-            compiled.program, addresses, text, self._pairs, timeout, trace, schedule, streams, lr
+            compiled.program, addresses, text, self._pairs, timeout=timeout, trace=trace, schedule=schedule,
+            streams=streams, lr=lr,
         )  # fmt: skip
         self._work = Work(session, execution, result, keep)
         return self._work
@@ -193,7 +195,11 @@ class Plan:
 
 
 class PlanCache:
-    """Idle plans, the most recently used last. Too many or too large ones are dropped, the oldest first."""
+    """Idle plans, the most recently used last.
+
+    Plans of the specs that were used longest ago are dropped if there are too many specs or too much workspace. Plans
+    of the last spec are kept, whatever their size.
+    """
 
     def __init__(self) -> None:
         self._idle: dict[CollectiveSpec, list[Plan]] = {}
@@ -213,7 +219,7 @@ class PlanCache:
         plan._bound = plan._work = None
         idle = self._idle.pop(plan.spec, [])
         self._idle[plan.spec] = idle
-        if len(idle) < CACHE_ALIKE:
+        if len(idle) < CACHE_PLANS_PER_SPEC:
             idle.append(plan)
             self._nbytes += plan.nbytes
         while len(self._idle) > CACHE_SPECS or (self._nbytes > CACHE_NBYTES and len(self._idle) > 1):

@@ -17,7 +17,7 @@ from enum import Enum
 
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
-from qccl.errors import QcclError
+from qccl.errors import ArgumentError, QcclError
 from qccl.intervals import IntervalMap
 
 __all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "Node", "Op", "Queue", "Reduce", "Role", "Schedule"]
@@ -224,6 +224,13 @@ class Schedule:
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
     staged_peers: frozenset[int] = frozenset()
+
+    def check_rank(self, rank: int, size: int) -> None:
+        """Raise ArgumentError unless this is the schedule of ``rank`` among ``size`` ranks."""
+        if (self.rank, self.size) != (rank, size):
+            raise ArgumentError(
+                f"the schedule is for rank {self.rank} of {self.size}, and this is rank {rank} of {size}"
+            )
 
     def sent_nbytes(self) -> int:
         """Bytes this rank sends in its Exchanges."""

@@ -56,6 +56,7 @@ class Session:
         bindings: Mapping[str, int],
         text: str,
         pairs: tuple[str, ...],
+        *,
         timeout: float | None,
         trace: list[TraceEvent] | None,
         schedule: Schedule | None,
@@ -84,7 +85,7 @@ class Session:
             raise
 
     def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
-        """Collective on engines that do not compare every call: raise MismatchError unless all ranks mean this one."""
+        """Collective on engines that do not compare every call (CUDA): raise MismatchError if this one differs."""
         try:
             self.engine.check_consistent(Header(Kind.CALL, self.sequence, text, pairs), self.timeout)
         except QcclError as error:
@@ -92,11 +93,11 @@ class Session:
             raise
 
     def with_offset(self, text: str, codec: Codec) -> str:
-        """``text``, and the offset of the call numbers if the codec draws random numbers: it must be equal, too."""
+        """Append the offset of the call numbers if the codec draws random numbers: it must be the same on all ranks."""
         return f"{text}, {self.call_offset:+} calls" if self.call_offset and codec.kernel().draws else text
 
     def fail(self, error: QcclError, call: int | None = None) -> None:
-        """Keep the first failure and send it to the other ranks; ``call`` is the number of the call that failed."""
+        """Keep the first failure, of call number ``call``, and abort the engine (the host's tells the other ranks)."""
         if call is not None:
             self.calls = min(self.calls, call)  # not every rank has made it
         if self.failure is None:

@@ -53,10 +53,10 @@ class Work:
         call, or CollectiveTimeout, after which the communicator is unusable.
         """
         execution = self._execution
-        if execution is None or timeout is not None or self._checks or not execution.is_ordered:
+        if execution is None or timeout is not None or self._checks or not execution.is_stream_ordered:
             return self._block(None if timeout is None else timeout_of(timeout))
         try:
-            execution.order()
+            execution.make_stream_wait()
         except QcclError as error:
             self._conclude(error)
             raise
@@ -72,7 +72,7 @@ class Work:
                 if timeout is None:
                     self._execution.run()
                 elif not self._execution.run(time.monotonic() + timeout):
-                    raise CollectiveTimeout(f"{self._execution.waits_for()} for {timeout} s in wait()")
+                    raise CollectiveTimeout(f"wait() ended after {timeout} s: {self._execution.waits_for()}")
             except ArgumentError:
                 raise
             except QcclError as error:
@@ -96,7 +96,7 @@ class Work:
             self._execution.detach(at_once=at_once)
 
     def _when_reusable(self, finish: Callable[[], None]) -> None:
-        """Call ``finish`` when the plan may run again: after this run succeeded, or at once if runs are ordered."""
+        """Call ``finish`` when the plan may run again: after this run succeeded, or now if it is stream-ordered."""
         if self._holds_plan():
             self._finish += (finish,)
         else:
@@ -107,7 +107,7 @@ class Work:
         self._checks += (check,)
 
     def _holds_plan(self) -> bool:
-        return self._execution is not None and not self._execution.is_ordered
+        return self._execution is not None and not self._execution.is_stream_ordered
 
     def _conclude(self, error: QcclError | None = None) -> None:
         """End the call."""

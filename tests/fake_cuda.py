@@ -774,7 +774,7 @@ def installed(world: World, kernels: Any) -> Any:
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
-    libraries.require.cache_clear()
+    libraries.cuda_libraries.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
@@ -788,7 +788,7 @@ def installed(world: World, kernels: Any) -> Any:
         for thread in threading.enumerate():
             if thread.name.startswith("qccl"):
                 thread.join(5)
-        libraries.require.cache_clear()
+        libraries.cuda_libraries.cache_clear()
         for name, module in saved.items():
             sys.modules.pop(name, None)
             if module is not None:

@@ -33,7 +33,7 @@ def numbers(*x: float) -> np.ndarray:
 
 
 class Bucketed:
-    """The wire of a codec: the first parts of all buckets, padding, the second parts of all."""
+    """The wire of a codec: the codes section of all buckets, padding, the meta section."""
 
     name: ClassVar[str]
     bucket: int

@@ -132,7 +132,7 @@ def test_a_call_that_cannot_be_put_on_its_streams(world, cupy, monkeypatch):
         def fails(*arguments):
             raise fake_cuda.CUDADriverError(719)
 
-        monkeypatch.setattr(libraries.require().driver, "launchKernel", fails)
+        monkeypatch.setattr(libraries.cuda_libraries().driver, "launchKernel", fails)
         comm._plans.clear()  # the plans there are have the other one
         with pytest.raises(qccl.EngineError, match="719") as caught:
             comm.quantized_allreduce(x, out)
@@ -246,7 +246,7 @@ def test_events_are_of_the_communicators_gpu(world, cupy):
         world.frozen = True
         works = [comm.quantized_allreduce(x, out, async_op=True) for _ in range(50)]
         world.frozen = False
-        assert libraries.require().runtime.getDevice() == 0
+        assert libraries.cuda_libraries().runtime.getDevice() == 0
         assert all(work.synchronize() is out for work in works)
         assert (out.get() == x.get()).all()
 
@@ -279,9 +279,9 @@ def test_errors_of_the_libraries_are_ours(cupy):
         (fake_cuda.NcclError(6), qccl.PeerLost, None),
         (fake_cuda.CUDARuntimeError(2), qccl.EngineError, 2),
     ):
-        found = libraries.mapped(error)
+        found = libraries.as_qccl_error(error)
         assert type(found) is kind and getattr(found, "code", None) == code and str(error) in str(found)
-    assert libraries.mapped(KeyError("x")) is None
+    assert libraries.as_qccl_error(KeyError("x")) is None
 
 
 def test_a_timeout_of_the_wait(world, cupy):

@@ -43,12 +43,12 @@ def roots() -> dict[str, list[Any]]:
 
 
 def chain(node: ast.expr) -> list[str]:
-    """require().a.b -> [require, a, b]; nothing is known of the results of other calls."""
+    """cuda_libraries().a.b -> [cuda_libraries, a, b]; nothing is known of the results of other calls."""
     match node:
         case ast.Attribute(value, name):
             return [*chain(value), name]
-        case ast.Call(ast.Name("require")):
-            return ["require"]
+        case ast.Call(ast.Name("cuda_libraries")):
+            return ["cuda_libraries"]
         case ast.Name(name):
             return [name]
     return [_UNKNOWN]

@@ -130,7 +130,9 @@ def test_streams_go_on_after_a_failure_only_when_it_is_known():
     data = np.zeros(8, np.uint8)
     message = Message(1, False, data.ctypes.data, 8, ((0, 0),), 1)
     words[0] = 1
-    proxy.begin(TransferBatch([message], words, 1, call=0, what="a call", deadline=time.monotonic() + 10, kept=data))
+    proxy.begin(
+        TransferBatch([message], words, 1, call=0, call_text="a call", deadline=time.monotonic() + 10, kept=data)
+    )
     assert failed.wait(10)
     proxy.close(10)
     assert seen == [0] and words[1] == 1, "and then they do go on"
@@ -149,7 +151,7 @@ def test_aborting_lets_the_streams_go_on(world, cupy):
             time.sleep(0.1)
             assert not world.is_empty(0)
             comm.abort("enough")
-            libraries.require().runtime.deviceSynchronize()
+            libraries.cuda_libraries().runtime.deviceSynchronize()
             with pytest.raises(qccl.PeerLost, match="enough"):
                 comm.check()
         return "done"

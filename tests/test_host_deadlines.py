@@ -35,6 +35,16 @@ def test_a_rank_that_does_not_come():
     assert all("rank 2 did not make this call" in str(e) for e in (first, second))
 
 
+def test_several_ranks_that_do_not_come():
+    def run(t):
+        caller = Caller(t, timeout=0.3)
+        if t.rank == 0:
+            caller.allreduce(ramp(t.rank, 100))
+
+    error = outcomes(3, run)[0]
+    assert isinstance(error, CollectiveTimeout) and "ranks 1, 2 did not make this call" in str(error), error
+
+
 def test_only_one_of_two_calls_in_flight_ends():
     """The deadline of the other one, which was later, is then the nearest."""
 

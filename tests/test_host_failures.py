@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 
@@ -12,7 +13,7 @@ from threads import CODEC, Caller, outcomes, ramp
 
 from qccl.collectives.allreduce import one_shot
 from qccl.dtypes import FLOAT32
-from qccl.engine.control import CONTROL_TAG, Block, Header, Kind, data_nbytes
+from qccl.engine.control import CONTROL_TAG, Block, Header, Kind, data_nbytes, mismatch_error
 from qccl.errors import EngineError, PeerLost, QcclError
 from qccl.host import engine as host
 
@@ -61,13 +62,13 @@ def abort(engine, execution):
 
 
 def await_the_same_call(engine, execution):
-    with pytest.raises(RuntimeError, match="made or awaited a call during one"):
+    with pytest.raises(RuntimeError, match="started or waited for a call while qccl was running one"):
         execution.run()
 
 
 @pytest.mark.parametrize(
     ("interrupt", "raised"),
-    [(abort, "enough"), (await_the_same_call, "made or awaited a call during one")],
+    [(abort, "enough"), (await_the_same_call, "started or waited for a call while qccl was running one")],
 )
 def test_a_failure_inside_a_poll_ends_the_use_of_the_transport(interrupt, raised):
     """It has been aborted by then, although the poll returns completed transfers."""
@@ -156,6 +157,19 @@ def test_a_message_of_another_version_is_refused():
 def test_workspace_begins_at_a_cache_line(nbytes):
     blocks = [Block(nbytes) for _ in range(20)]
     assert all(block.address % 64 == 0 and block.read(0, nbytes) == bytes(nbytes) for block in blocks)
+
+
+@pytest.mark.parametrize(
+    ("calls", "texts", "expected"),
+    [
+        ((4, 5), ("f", "f"), r"rank 0 called f \(call 4 of the group\), rank 1 called f \(call 5 of the group\); all"),
+        ((4, 4), ("x" * 5000, "x" * 5001), r"called x+ \(call 4 of the group\); they differ after the first \d+ bytes"),
+    ],
+)
+def test_a_mismatch_names_the_difference(calls, texts, expected):
+    """It is in the number of the call, or in the part of a text that does not fit a header."""
+    mine, theirs = (Header(Kind.CALL, call, text).pack() for call, text in zip(calls, texts, strict=True))
+    assert re.search(expected, str(mismatch_error(mine, theirs, 0, 1)))
 
 
 def test_headers_of_long_texts_differ_where_their_ends_do():

@@ -117,7 +117,7 @@ def test_a_function_that_makes_a_call_of_its_own_is_refused(int8) -> None:
         return None
 
     found = qccl.run_ranks(2, run, timeout=20)
-    assert any("made or awaited a call during one" in str(error) for error in found), found
+    assert any("started or waited for a call while qccl was running one" in str(error) for error in found), found
     assert all(isinstance(error, RuntimeError) for error in found), found
 
 

@@ -15,7 +15,7 @@ import qccl
 from qccl import codecs, dtypes
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.collectives.hierarchical import Levels, hierarchical
-from qccl.host.zero_copy import send_in_place
+from qccl.host.zero_copy import remove_copies
 from qccl.schedule import Encode, Exchange, Node, Reduce, Role, Schedule, Span, Transfer, nodes
 
 NONE, MINMAX = codecs.get("none"), codecs.get("minmax8")
@@ -45,7 +45,7 @@ SCHEDULES = [
 
 
 def made(schedule: Schedule, least: int = 1) -> tuple[list[Node], list[tuple[int, ...]]]:
-    return send_in_place(tuple(nodes(schedule, per_transfer=True)), least)
+    return remove_copies(tuple(nodes(schedule, per_transfer=True)), least)
 
 
 def copies(program: Sequence[Node]) -> list[Encode]:
@@ -132,7 +132,7 @@ def test_what_is_small_or_coded_or_read_by_others_is_copied() -> None:
         ([encode, write, encode, send], True),
         ([encode], False),
     ):
-        program, _ = send_in_place(tuple(nodes(Schedule("made", 0, 3, {}, tuple(ops)), per_transfer=True)), 1)
+        program, _ = remove_copies(tuple(nodes(Schedule("made", 0, 3, {}, tuple(ops)), per_transfer=True)), 1)
         assert any(node.source == x for node in program) == leaves_out, ops
 
 

@@ -27,7 +27,7 @@ struct EncodeJob {
   u32 round, rank, units, scratch;
 };
 
-// `index`, `round` and `rank` are those of the Encode that made the wire.
+// `index`, `round` and `rank` are those of the Encode or Reduce that made the wire.
 struct DecodeJob {
   BufferRef wire, dst;
   u64 count, index;

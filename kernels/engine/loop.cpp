@@ -9,15 +9,15 @@ namespace qccl {
 
 namespace {
 
-// The upper half of a token is its owner: the slot of a run in flight, or one of these. The lower half is the number of
-// a step or a rank.
-constexpr int kOwnerShift = 32;
+// The upper half of a token is the run slot of a run in flight, or one of these. The lower half is the number of a step
+// or a rank.
+constexpr int kRunSlotShift = 32;
 constexpr Token kControlReceive = kRunsInFlight, kControlSend = kRunsInFlight + 1;
 // Interval between two calls of Turn::check_signals.
 constexpr double kCheckSeconds = 5e-3;
 // Time beyond the deadline in which a run may take messages that arrived while this process was paused or busy.
 constexpr double kGraceSeconds = 0.1;
-// Number of empty polls that a yielding turn starts from, so that it naps for long at once: other threads may need the
+// Added to the number of empty polls in a yielding turn, so that the transport sleeps longer: other threads may need the
 // processor.
 constexpr std::uint64_t kYieldingPolls = 10000;
 
@@ -25,7 +25,9 @@ constexpr std::uint64_t kYieldingPolls = 10000;
 class ReentryGuard {
  public:
   explicit ReentryGuard(bool& flag) : flag_(flag) {
-    if (flag) throw std::logic_error("a codec of Python functions, or a signal handler, made or awaited a call during one");
+    if (flag)
+      throw std::logic_error(
+          "a Python codec or a signal handler started or waited for a call while qccl was running one; neither may do so");
     flag = true;
   }
   ~ReentryGuard() { flag_ = false; }
@@ -40,7 +42,7 @@ std::uint64_t sequence_of(const unsigned char* message) {
   return found;
 }
 
-std::size_t data_nbytes(const unsigned char* message) {
+std::size_t announced_nbytes(const unsigned char* message) {
   std::uint32_t found;
   std::memcpy(&found, message + kAgreedNbytes, sizeof found);
   return found;
@@ -55,8 +57,8 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
       rank(rank),
       size(size),
       call_(std::move(call)),
-      slot_nbytes_(kHeaderNbytes + most_eager),
-      inbox_(slot_nbytes_ * static_cast<std::size_t>(size)) {
+      inbox_nbytes_(kHeaderNbytes + most_eager),
+      inbox_(inbox_nbytes_ * static_cast<std::size_t>(size)) {
   for (int peer = 0; peer < size; ++peer)
     if (peer != rank) post_control_receive(peer);
 }
@@ -64,10 +66,10 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
 void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& headers, std::uint64_t sequence,
                  double deadline, bool traced, const OnControl& on_control) {
   const ReentryGuard inside(advancing_);
-  const Token owner = sequence % kRunsInFlight;
-  if (by_owner_[owner]) throw std::logic_error("too many runs in flight");
-  run->prepare(sequence, headers, owner << kOwnerShift, static_cast<int>(owner) * kTagsPerRun, deadline, traced);
-  by_owner_[owner] = run;
+  const Token run_slot = sequence % kRunsInFlight;
+  if (by_slot_[run_slot]) throw std::logic_error("too many runs in flight");
+  run->prepare(sequence, headers, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline, traced);
+  by_slot_[run_slot] = run;
   active_.push_back(run);
   deadline_ = std::min(deadline_, deadline);
   idle_ = 0;
@@ -87,7 +89,7 @@ void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& heade
 }
 
 Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
-  if (advancing_ && turn.once) return Outcome::pause;  // the caller only tests a call
+  if (advancing_ && turn.once) return Outcome::pause;  // a nested is_completed() makes no progress
   const ReentryGuard inside(advancing_);
   double checked = turn.check_signals ? seconds() : 0;
   while (!halted_) {
@@ -97,7 +99,7 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
     while (!completed_.empty() && ended_.empty() && !halted_) poll(0, 0, on_control);
     if (!ended_.empty()) return Outcome::ended;
     const double now = seconds();
-    if (idle_ && now > deadline_ && is_overdue(now)) return Outcome::overdue;
+    if (idle_ && now > deadline_ && find_overdue(now)) return Outcome::overdue;
     if (turn.once || now >= turn.limit || (turn.yields && wanted)) return Outcome::pause;
     if (turn.check_signals && now > checked + kCheckSeconds) {
       turn.check_signals();
@@ -112,7 +114,7 @@ void Loop::broadcast_control(const std::string& message) {
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
     ++control_sends_;
-    wire->send(peer, kControlTag, outbox_.data(), outbox_.size(), kControlSend << kOwnerShift);
+    wire->send(peer, kControlTag, outbox_.data(), outbox_.size(), kControlSend << kRunSlotShift);
   }
 }
 
@@ -121,8 +123,8 @@ void Loop::drain(std::uint64_t idle, const OnControl& on_control) {
   wire->poll(idle, completed);
   for (const Token token : completed) {
     const int peer = static_cast<int>(static_cast<Number>(token));
-    if (token >> kOwnerShift == kControlSend) --control_sends_;
-    if (token >> kOwnerShift != kControlReceive) continue;
+    if (token >> kRunSlotShift == kControlSend) --control_sends_;
+    if (token >> kRunSlotShift != kControlReceive) continue;
     if (is_call(inbox(peer))) {
       post_control_receive(peer);
     } else {
@@ -144,9 +146,9 @@ bool Loop::compute() {
 }
 
 // Handles the transfers that have completed.
-void Loop::poll(std::uint64_t idle, std::uint64_t more, const OnControl& on_control) {
+void Loop::poll(std::uint64_t idle, std::uint64_t extra_idle, const OnControl& on_control) {
   completed_.clear();
-  wire->poll(idle ? idle + more : 0, completed_);
+  wire->poll(idle ? idle + extra_idle : 0, completed_);
   if (halted_) return;
   idle_ = completed_.empty() ? idle + 1 : 0;
   std::exception_ptr error;  // rethrown after all transfers: some of them may complete a run
@@ -162,13 +164,13 @@ void Loop::poll(std::uint64_t idle, std::uint64_t more, const OnControl& on_cont
 }
 
 void Loop::dispatch(Token token, const OnControl& on_control) {
-  const Token owner = token >> kOwnerShift;
+  const Token run_slot = token >> kRunSlotShift;
   const auto number = static_cast<Number>(token);
-  if (owner < kRunsInFlight) {
-    by_owner_[owner]->completed(*wire, number);
-  } else if (owner == kControlReceive) {
+  if (run_slot < kRunsInFlight) {
+    by_slot_[run_slot]->completed(*wire, number);
+  } else if (run_slot == kControlReceive) {
     control_received(static_cast<int>(number), on_control);
-  } else if (owner == kControlSend) {
+  } else if (run_slot == kControlSend) {
     --control_sends_;
   }
 }
@@ -176,8 +178,8 @@ void Loop::dispatch(Token token, const OnControl& on_control) {
 bool Loop::is_call(const unsigned char* message) const { return !std::memcmp(message, call_.data(), call_.size()); }
 
 void Loop::post_control_receive(int peer) {
-  const Token token = kControlReceive << kOwnerShift | static_cast<Token>(peer);
-  wire->receive(peer, kControlTag, inbox(peer), slot_nbytes_, token, true);
+  const Token token = kControlReceive << kRunSlotShift | static_cast<Token>(peer);
+  wire->receive(peer, kControlTag, inbox(peer), inbox_nbytes_, token, true);
 }
 
 // A control message has arrived: usually the header of a call that this rank has made or will make.
@@ -185,19 +187,19 @@ void Loop::control_received(int peer, const OnControl& on_control) {
   const unsigned char* message = inbox(peer);
   if (!is_call(message)) return on_control(peer, text(message));
   const std::uint64_t sequence = sequence_of(message);
-  const std::shared_ptr<Run>& run = by_owner_[sequence % kRunsInFlight];
+  const std::shared_ptr<Run>& run = by_slot_[sequence % kRunsInFlight];
   if (run && run->sequence() == sequence) {
     check_header(*run, peer, message, on_control);
   } else {
-    const std::size_t nbytes = kHeaderNbytes + std::min(data_nbytes(message), slot_nbytes_ - kHeaderNbytes);
+    const std::size_t nbytes = kHeaderNbytes + std::min(announced_nbytes(message), inbox_nbytes_ - kHeaderNbytes);
     early_.push_back({sequence, peer, {message, message + nbytes}});
   }
   post_control_receive(peer);
 }
 
-// Compares a header with this rank's.
+// Compares the header that `peer` sent with this rank's header of the same call.
 void Loop::check_header(Run& run, int peer, const unsigned char* message, const OnControl& on_control) {
-  const std::size_t nbytes = data_nbytes(message);
+  const std::size_t nbytes = announced_nbytes(message);
   const bool matches = run.header_matches(peer, message) && (!nbytes || nbytes == run.data_nbytes(peer));
   if (!matches) return on_control(peer, text(message));
   run.header_received(*wire, peer, message + kHeaderNbytes, nbytes);
@@ -210,7 +212,7 @@ void Loop::collect_ended() {
       continue;
     }
     ended_.push_back(active_[i]->sequence());
-    by_owner_[active_[i]->sequence() % kRunsInFlight] = nullptr;
+    by_slot_[active_[i]->sequence() % kRunsInFlight] = nullptr;
     active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
     find_deadline();
   }
@@ -221,8 +223,8 @@ void Loop::find_deadline() {
   for (const std::shared_ptr<Run>& run : active_) deadline_ = std::min(deadline_, run->deadline());
 }
 
-// Whether a run is past its deadline and its grace period, with nothing to compute.
-bool Loop::is_overdue(double now) {
+// Sets overdue_ to a run that is past its deadline and its grace period; false if there is none, or if a run can compute.
+bool Loop::find_overdue(double now) {
   for (const std::shared_ptr<Run>& run : active_)
     if (run->can_compute()) return false;
   for (const std::shared_ptr<Run>& run : active_) {

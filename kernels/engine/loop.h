@@ -75,22 +75,22 @@ class Loop {
   };
 
   bool compute();
-  void poll(std::uint64_t idle, std::uint64_t more, const OnControl& on_control);
+  void poll(std::uint64_t idle, std::uint64_t extra_idle, const OnControl& on_control);
   bool is_call(const unsigned char* message) const;
   void post_control_receive(int peer);
   void control_received(int peer, const OnControl& on_control);
   void check_header(Run& run, int peer, const unsigned char* message, const OnControl& on_control);
   void collect_ended();
   void find_deadline();
-  bool is_overdue(double now);
+  bool find_overdue(double now);
   void dispatch(Token token, const OnControl& on_control);
-  unsigned char* inbox(int peer) { return inbox_.data() + slot_nbytes_ * static_cast<std::size_t>(peer); }
+  unsigned char* inbox(int peer) { return inbox_.data() + inbox_nbytes_ * static_cast<std::size_t>(peer); }
 
   const std::string call_;
-  const std::size_t slot_nbytes_;
+  const std::size_t inbox_nbytes_;
   std::vector<unsigned char> inbox_, outbox_;
   std::vector<std::shared_ptr<Run>> active_;  // in the order of their calls
-  std::shared_ptr<Run> by_owner_[kRunsInFlight];
+  std::shared_ptr<Run> by_slot_[kRunsInFlight];
   std::deque<Early> early_;
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;

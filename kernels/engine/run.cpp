@@ -20,10 +20,10 @@ Run::Run(std::shared_ptr<const Steps> steps)
   for (const EagerData& each : steps_->eager()) eager_.emplace_back(kHeaderNbytes + each.nbytes);
 }
 
-void Run::prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token owner, int first_tag,
+void Run::prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token run_slot, int first_tag,
                   double deadline, bool traced) {
   sequence_ = sequence;
-  owner_ = owner;
+  run_slot_ = run_slot;
   first_tag_ = first_tag;
   deadline_ = deadline;
   extended_ = false;

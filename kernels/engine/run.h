@@ -29,8 +29,8 @@ class Run {
   explicit Run(std::shared_ptr<const Steps> steps);
 
   // Sets up a new run. `headers`: one for all ranks, or one for each, without the last four bytes. The tokens of its
-  // transfers contain `owner`.
-  void prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token owner, int first_tag,
+  // transfers contain `run_slot`.
+  void prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token run_slot, int first_tag,
                double deadline, bool traced);
   // Sends the headers, and starts all steps that depend on nothing.
   void begin(Wire& wire);
@@ -70,13 +70,13 @@ class Run {
   void send(Wire& wire, Number i);
   void receive(Wire& wire, Number i);
   const Message& eager_message(Number number);
-  Token token(Number i) const { return owner_ | i; }
+  Token token(Number i) const { return run_slot_ | i; }
   void started(Number i);
   void stopped(Number i);
 
   const std::shared_ptr<const Steps> steps_;
   std::uint64_t sequence_ = 0;
-  Token owner_ = 0;
+  Token run_slot_ = 0;
   int first_tag_ = 0;
   double deadline_ = 0;
   bool extended_ = false;

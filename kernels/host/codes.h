@@ -1,5 +1,5 @@
 // Loads and stores sixteen codes, one per lane in registers and 2 * Bits bytes on the wire. Loads read up to eight bytes
-// more, which the second part of the wire provides; stores write exactly their bytes.
+// more, which the meta section provides; stores write exactly their bytes.
 #pragma once
 
 #include "../pack.h"

@@ -1,5 +1,5 @@
-// All loops for one instruction set. This file is compiled once per instruction set, each time with its own QCCL_NAMESPACE,
-// so that the linker cannot merge functions of different instruction sets.
+// The table of all codecs' loops, compiled once per instruction set. Each time has its own QCCL_NAMESPACE, so that the
+// linker cannot merge functions of different instruction sets.
 #define QCCL_HOST_LOOPS
 #include "../codecs.h"
 #include "bucket_loops.h"

@@ -10,7 +10,7 @@
 #include <cstring>
 
 #include "../engine/bind.h"
-#include "dispatch.h"
+#include "choose_isa.h"
 #include "dlpack.h"
 #include "operations.h"
 #include "threads.h"

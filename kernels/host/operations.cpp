@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "dispatch.h"
+#include "choose_isa.h"
 #include "float_environment.h"
 #include "threads.h"
 

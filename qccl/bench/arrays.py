@@ -10,7 +10,7 @@ import numpy as np
 
 from qccl.bench import data
 from qccl.bench.plain import plain_allreduce, plain_nccl_allreduce
-from qccl.cuda.libraries import on_device, require
+from qccl.cuda.libraries import cuda_libraries, on_device
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class CudaArrays:
         self._transport = cast("DeviceTransport", comm.transport)
         self.calls_per_run = max(graph_launches, 1)
         self._uses_graph = graph_launches > 0
-        self._cupy = require().cupy
+        self._cupy = cuda_libraries().cupy
         with on_device(self._transport.device):
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
 

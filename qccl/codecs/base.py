@@ -195,7 +195,7 @@ class BucketCodec(Codec):
 
     @abstractmethod
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
-        """Sizes of the two parts of a bucket of ``count`` elements (``kernels/bucket.h``)."""
+        """Sizes of the codes section and the meta section of a bucket of ``count`` elements (``kernels/bucket.h``)."""
 
     def _bucket_of(self, count: int) -> int:
         """Elements of a bucket in a call of ``count``, 1 or more."""

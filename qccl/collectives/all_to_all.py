@@ -11,7 +11,7 @@ from qccl.codecs.base import Codec
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_as_given
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.parts import equal_parts, parts_of, row_major
-from qccl.collectives.rounds import assemble, copy, decode, encode, pipeline
+from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
@@ -126,7 +126,7 @@ def all_to_all(
     def copy_own(k: int) -> Iterator[Op]:
         start, first, count = sum(send_counts[:rank]), sum(recv_counts[:rank]), send_counts[rank]
         if k == 0 and count:
-            yield copy(codec, Span("input", start, start + count), Span("output", first, first + count))
+            yield copy_values(codec, Span("input", start, start + count), Span("output", first, first + count))
 
     def received(k: int) -> dict[int, Span]:
         return {peer: recv.span(k, i, back.nbytes(peer, k)) for i, peer in enumerate(peers)}
@@ -134,12 +134,12 @@ def all_to_all(
     def encode_and_exchange(k: int) -> Iterator[Op]:
         wires = {peer: send.span(k, i, out.nbytes(peer, k)) for i, peer in enumerate(peers)}
         for peer, wire in wires.items():
-            yield from encode(out, peer, k, source, wire, peer, origin=first_of(out, peer))
+            yield from encode_chunk(out, peer, k, source, wire, peer, origin=first_of(out, peer))
         yield from exchange(wires, received(k))
 
     def decode_all(k: int) -> Iterator[Op]:
         for peer, wire in received(k).items():
-            yield from decode(back, peer, k, wire, target, peer, rank, origin=first_of(back, peer))
+            yield from decode_chunk(back, peer, k, wire, target, peer, rank, origin=first_of(back, peer))
 
     chunks = max(out.layout.chunks, back.layout.chunks)
     ops = pipeline(chunks, (0, encode_and_exchange), (0, copy_own), (out.lag, decode_all))

@@ -10,7 +10,7 @@ from typing import Any, Self
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_together
+from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, partition_together
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -18,12 +18,10 @@ from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
 from qccl.schedule import Op, Schedule
 
-__all__ = ["ALLREDUCE", "STEP_NBYTES", "AllReduceSpec", "choose_allreduce", "one_shot", "two_round"]
+__all__ = ["ALLREDUCE", "AllReduceSpec", "choose_allreduce", "one_shot", "two_round"]
 
-#: bytes that a link carries in the time of one more step: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
-STEP_NBYTES = 24 * 1024
-#: encoded bytes above which two ranks are faster in two rounds: both algorithms send as much, but one_shot codes a
-#: fifth more elements, which costs 10 to 25% in shared memory (as measured, the two are equal at 64 KiB)
+#: encoded bytes above which two ranks use two rounds. Both algorithms send as much, but one_shot encodes and decodes a
+#: fifth more elements, which costs 10 to 25% in shared memory. Measured: the two are equal at 64 KiB
 _TWO_RANKS_NBYTES = 48 * 1024
 
 
@@ -61,10 +59,10 @@ class AllReduceSpec(CollectiveSpec):
 
 
 def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
-    """The algorithm that "auto" stands for: "one_shot" if its extra bytes cost less than a second step.
+    """The algorithm that "auto" stands for: "one_shot" if its extra bytes cost less than a second round.
 
-    Of a vector encoded in E bytes, one_shot sends (size-1) E in one step and two_round 2 (size-1)/size E in two. With
-    two ranks both send E, and one_shot costs computation only.
+    Of a vector encoded in E bytes, one_shot sends (size-1) E in one round and two_round 2 (size-1)/size E in two. The
+    difference is (size-1)(size-2)/size E. With two ranks both send E, and one_shot costs computation only.
     """
     nbytes = codec.encoded_nbytes(count, dtype)
     if size <= 2:
@@ -76,15 +74,14 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
 def two_round(
     group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: Chunking = DEFAULT_CHUNKING
 ) -> Schedule:
-    """Scatter-reduce, then all-gather: the two rounds of QSGD's TensorFlow port, the stripes of CNTK's 1-bit SGD.
+    """Scatter-reduce, then all-gather. QSGD's TensorFlow port and CNTK's 1-bit SGD do the same.
 
     Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an element is quantised twice. The
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
     """
-    encoding = _encoding(buffers, group.size, codec, chunking)
     if group.size == 1 or not any(buffers.counts):
-        schedule = assemble("two_round", group, buffers, alone(buffers, encoding.codec, combine))
-        return with_feedback(schedule, codec, combine.scale)
+        return _alone("two_round", group, buffers, codec, combine)
+    encoding = _encoding(buffers, group.size, codec, chunking)
     scatter = ScatterReduce(group, encoding, buffers.source)
     gather = AllGather(group, encoding, round_number=1)
 
@@ -105,13 +102,12 @@ def one_shot(
 ) -> Schedule:
     """Each rank sends its whole encoded vector to all others, and combines all codes, its own included.
 
-    Each rank sends size - 1 times the encoded vector in one step; an element is quantised once and the sum not at all.
+    Each rank sends size - 1 times the encoded vector in one round; an element is quantised once and the sum not at all.
     The workspace is size x depth wire slots of one chunk each.
     """
-    encoding = _encoding(buffers, 1, codec, chunking)
     if group.size == 1 or not any(buffers.counts):
-        schedule = assemble("one_shot", group, buffers, alone(buffers, encoding.codec, combine))
-        return with_feedback(schedule, codec, combine.scale)
+        return _alone("one_shot", group, buffers, codec, combine)
+    encoding = _encoding(buffers, 1, codec, chunking)
     gather = AllGather(group, encoding, common=True)
 
     def encode(k: int) -> Iterator[Op]:
@@ -124,8 +120,16 @@ def one_shot(
     return with_feedback(assemble("one_shot", group, buffers, ops, gather), codec, combine.scale)
 
 
+def _alone(name: str, group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine) -> Schedule:
+    """The schedule where there is nothing to exchange."""
+    return with_feedback(assemble(name, group, buffers, alone(buffers, codec.plain, combine)), codec, combine.scale)
+
+
 def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunking: Chunking) -> Encoding:
-    """Several arrays share messages, but no buckets: each array begins with a bucket of its own."""
+    """How the caller's arrays are divided and encoded.
+
+    Several arrays share messages but not buckets: each array begins a new bucket.
+    """
     layout = partition_together(buffers.counts, parts, codec, chunking.elements)
     return Encoding(layout, codec.plain, buffers.dtype, chunking.depth)
 

@@ -8,10 +8,9 @@ from typing import Any, Self
 
 from qccl.arguments import integer, one_of
 from qccl.codecs.base import Codec
-from qccl.collectives.allreduce import STEP_NBYTES
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
+from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
-from qccl.collectives.rounds import alone, assemble, decode, encode, pipeline
+from qccl.collectives.rounds import alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
@@ -101,7 +100,7 @@ def broadcast(
     if parent is None:
 
         def encode_own(k: int) -> Iterator[Op]:
-            return encode(encoding, 0, k, buffers.source, relay.wire(k), 0, buffers.target)
+            return encode_chunk(encoding, 0, k, buffers.source, relay.wire(k), 0, buffers.target)
 
         ops = pipeline(chunks, (0, encode_own), (0, relay.exchange))
     else:
@@ -155,4 +154,4 @@ class _Relay:
 
     def decode(self, k: int, target: Arrays) -> Iterator[Op]:
         """Decode chunk ``k``."""
-        yield from decode(self._encoding, 0, k, self.wire(k), target, self._root)
+        yield from decode_chunk(self._encoding, 0, k, self.wire(k), target, self._root)

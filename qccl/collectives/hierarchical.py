@@ -12,7 +12,7 @@ from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, Coarsened, Layout, Subset, partition_for_all
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
-from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode, encode, pipeline
+from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
@@ -253,8 +253,8 @@ class _Stages:
     def _round(self, k: int) -> Iterator[Op]:
         """On a rank alone in its node: encode and decode the result as the other nodes do, to get the same bits."""
         wire = self._slot.span(k, 0, self._coarse.nbytes(0, k))
-        yield from encode(self._coarse, 0, k, self._target, wire, 3)
-        yield from decode(self._coarse, 0, k, wire, self._target, self._node.rank, 3)
+        yield from encode_chunk(self._coarse, 0, k, self._target, wire, 3)
+        yield from decode_chunk(self._coarse, 0, k, wire, self._target, self._node.rank, 3)
 
     def _one_shot(self, step: int) -> list[tuple[int, _Stage]]:
         gather = AllGather(*self._among_owners(1), name="inter", round_number=1, common=True)

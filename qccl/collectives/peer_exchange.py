@@ -11,7 +11,7 @@ from qccl.arrays import Values, check_disjoint
 from qccl.codecs.base import Codec
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
-from qccl.collectives.rounds import assemble, decode, encode, pipeline
+from qccl.collectives.rounds import assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
@@ -133,16 +133,16 @@ def peer_exchange(
 
     def encode_own(k: int) -> Iterator[Op]:
         if applied or send_to:
-            yield from encode(encoding, 0, k, buffers.source, wire(k))
+            yield from encode_chunk(encoding, 0, k, buffers.source, wire(k))
 
     def exchange_all(k: int) -> Iterator[Op]:
         yield from exchange(dict.fromkeys(send_to, wire(k)), received(k))
 
     def add(k: int) -> Iterator[Op]:
         if applied:
-            yield from decode(encoding, 0, k, wire(k), Arrays(("applied",)), group.rank, accumulate=True)
+            yield from decode_chunk(encoding, 0, k, wire(k), Arrays(("applied",)), group.rank, accumulate=True)
         for peer, code in received(k).items():
-            yield from decode(encoding, 0, k, code, Arrays((f"replica {peer}",)), peer, accumulate=True)
+            yield from decode_chunk(encoding, 0, k, code, Arrays((f"replica {peer}",)), peer, accumulate=True)
 
     stages = ((0, encode_own), (0, exchange_all), (encoding.lag, add))
     ops = pipeline(encoding.layout.chunks, *stages) if count else ()

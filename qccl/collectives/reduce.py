@@ -12,7 +12,7 @@ from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import choose_allreduce
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
-from qccl.collectives.rounds import ScatterReduce, alone, assemble, decode, pipeline
+from qccl.collectives.rounds import ScatterReduce, alone, assemble, decode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
@@ -133,7 +133,7 @@ def reduce_two_round(
 
     def decode_others(k: int) -> Iterator[Op]:
         for other, wire in received(k).items() if is_root else ():
-            yield from decode(encoding, other, k, wire, buffers.target, other, 1)
+            yield from decode_chunk(encoding, other, k, wire, buffers.target, other, 1)
 
     lag = encoding.lag
     stages = ((0, scatter.send), (lag, reduce), (lag, gather), (lag + lag, decode_others))

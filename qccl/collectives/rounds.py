@@ -15,7 +15,7 @@ from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
 from qccl.collectives.wire import Encoding, exchange
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 
-__all__ = ["AllGather", "ScatterReduce", "alone", "assemble", "copy", "decode", "encode", "pipeline"]
+__all__ = ["AllGather", "ScatterReduce", "alone", "assemble", "copy_values", "decode_chunk", "encode_chunk", "pipeline"]
 
 
 class ScatterReduce:
@@ -54,7 +54,7 @@ class ScatterReduce:
         sends = {}
         for i, (owner, part) in enumerate(self._owners.items()):
             wire = sends[owner] = self._send.span(k, i, self._encoding.nbytes(part, k))
-            yield from encode(self._encoding, part, k, self._source, wire, self._round)
+            yield from encode_chunk(self._encoding, part, k, self._source, wire, self._round)
         yield from exchange(sends, self._received(k))
 
     def reduce(self, k: int, combine: Combine, wire: Span | None, target: Arrays | None) -> Iterator[Op]:
@@ -64,13 +64,13 @@ class ScatterReduce:
         received = self._received(k)
         wires = [received[other] for other in self._in_order]
         slots = wires if wire is None else [*wires, wire]
-        for segment, codes in self._encoding.segments(self._part, k, *slots):
+        for segment, spans in self._encoding.segments(self._part, k, *slots):
             yield Reduce(
                 self._encoding.codec,
-                srcs=tuple(codes[: len(wires)]),
+                srcs=tuple(spans[: len(wires)]),
                 own=self._source.span(segment),
                 own_index=self._index,
-                wire=None if wire is None else codes[-1],
+                wire=None if wire is None else spans[-1],
                 out=None if target is None else target.span(segment),
                 op=combine.op,
                 scale=combine.scale,
@@ -119,7 +119,7 @@ class AllGather:
         """Encode chunk ``k`` of the own part, if there is one; ``keep`` receives the values that the others decode."""
         if self._rank in self._part_of:
             part = self._part_of[self._rank]
-            yield from encode(self._encoding, part, k, source, self.wire(k), self._round, keep)
+            yield from encode_chunk(self._encoding, part, k, source, self.wire(k), self._round, keep)
 
     def exchange(self, k: int) -> Iterator[Op]:
         """Send the own wire of chunk ``k`` to all, and receive theirs."""
@@ -129,14 +129,14 @@ class AllGather:
     def decode(self, k: int, target: Arrays) -> Iterator[Op]:
         """Decode chunk ``k`` of the others' parts into place."""
         for owner, slot in self._received(k).items():
-            yield from decode(self._encoding, self._part_of[owner], k, slot, target, owner, self._round)
+            yield from decode_chunk(self._encoding, self._part_of[owner], k, slot, target, owner, self._round)
 
     def reduce(self, k: int, combine: Combine, target: Arrays) -> Iterator[Op]:
         """With ``common``: combine all wires of chunk ``k``, the own one included, in the group's order."""
         found = self._received(k) | {self._rank: self.wire(k)}
-        for segment, codes in self._encoding.segments(0, k, *(found[rank] for rank in self._ranks)):
+        for segment, spans in self._encoding.segments(0, k, *(found[rank] for rank in self._ranks)):
             yield Reduce(
-                *(self._encoding.codec, tuple(codes), None, 0, None, target.span(segment)),
+                *(self._encoding.codec, tuple(spans), None, 0, None, target.span(segment)),
                 op=combine.op,
                 scale=combine.scale,
                 index=segment.index,
@@ -151,7 +151,7 @@ class AllGather:
         }
 
 
-def encode(
+def encode_chunk(
     encoding: Encoding,
     part: int,
     k: int,
@@ -166,16 +166,16 @@ def encode(
 
     Elements are numbered from ``origin`` on.
     """
-    for segment, (code,) in encoding.segments(part, k, wire):
+    for segment, (span,) in encoding.segments(part, k, wire):
         index = segment.index - origin
         if keep is None:
-            yield Encode(encoding.codec, source.span(segment), code, index, round_number)
+            yield Encode(encoding.codec, source.span(segment), span, index, round_number)
         else:
             own, out = source.span(segment), keep.span(segment)
-            yield Reduce(encoding.codec, (), own, 0, code, out, index=index, round=round_number)
+            yield Reduce(encoding.codec, (), own, 0, span, out, index=index, round=round_number)
 
 
-def decode(
+def decode_chunk(
     encoding: Encoding,
     part: int,
     k: int,
@@ -188,9 +188,9 @@ def decode(
     accumulate: bool = False,
 ) -> Iterator[Op]:
     """Decode chunk ``k`` of a part from ``wire``, made by rank ``maker``; ``accumulate`` adds it to ``target``."""
-    for segment, (code,) in encoding.segments(part, k, wire):
+    for segment, (span,) in encoding.segments(part, k, wire):
         index = segment.index - origin
-        yield Decode(encoding.codec, code, target.span(segment), accumulate, index, round_number, maker)
+        yield Decode(encoding.codec, span, target.span(segment), accumulate, index, round_number, maker)
 
 
 def alone(buffers: CallerBuffers, codec: Codec, combine: Combine = SUM) -> Iterator[Op]:
@@ -198,10 +198,10 @@ def alone(buffers: CallerBuffers, codec: Codec, combine: Combine = SUM) -> Itera
     if buffers.source != buffers.target or combine.scale != 1.0:
         for source, target, count in zip(buffers.source.names, buffers.target.names, buffers.counts, strict=True):
             if count:
-                yield copy(codec, Span(source, 0, count), Span(target, 0, count), combine)
+                yield copy_values(codec, Span(source, 0, count), Span(target, 0, count), combine)
 
 
-def copy(codec: Codec, source: Span, target: Span, combine: Combine = SUM) -> Op:
+def copy_values(codec: Codec, source: Span, target: Span, combine: Combine = SUM) -> Op:
     """Copy values, times the scale; they are not encoded (``codec`` only fills the field)."""
     return Reduce(codec, (), source, 0, None, target, combine.op, combine.scale)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from qccl.engine.control import Header, disagreement
+from qccl.engine.control import Header, mismatch_error
 from qccl.transports.base import Group
 
 __all__ = ["Consistency"]
@@ -23,7 +23,7 @@ class Consistency:
         mine = header.pack()
         for peer, theirs in enumerate(self._group.allgather(mine, timeout)):
             if theirs != mine:
-                raise disagreement(mine, theirs, rank, peer)
+                raise mismatch_error(mine, theirs, rank, peer)
         if not header.pairs:
             return
         for_peers = [header.pack(peer) for peer in range(size)]
@@ -31,7 +31,7 @@ class Consistency:
         for peer, theirs in enumerate(self._group.allgather(b"".join(for_peers), timeout)):
             for_me = theirs[length * rank :][:length]
             if for_me != for_peers[peer]:
-                raise disagreement(for_peers[peer], for_me, rank, peer)
+                raise mismatch_error(for_peers[peer], for_me, rank, peer)
 
     def compare_once(self, header: Header, timeout: float) -> None:
         """As compare(), unless the ranks have compared this call before."""

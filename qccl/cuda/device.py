@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qccl.cuda.libraries import NOT_READY, on_device, require, translated
+from qccl.cuda.libraries import NOT_READY, cuda_libraries, on_device, translated
 from qccl.schedule import Queue
 
 __all__ = ["Device"]
@@ -29,7 +29,7 @@ class Device:
     def __init__(self, number: int, comm_stream: int) -> None:
         """``comm_stream`` is the transport's."""
         self.number = number
-        cuda = require().cupy.cuda
+        cuda = cuda_libraries().cupy.cuda
         with on_device(number):
             self._home, *self._capture = (cuda.Stream(non_blocking=True) for _ in range(3))
             self._events = [cuda.Event(disable_timing=True) for _ in range(_EVENTS)]
@@ -49,12 +49,12 @@ class Device:
 
     def add_staged_queues(self) -> None:
         """Make the two streams of transfers through host memory."""
-        self._staged = [require().cupy.cuda.Stream(non_blocking=True, priority=-1) for _ in range(2)]
+        self._staged = [cuda_libraries().cupy.cuda.Stream(non_blocking=True, priority=-1) for _ in range(2)]
         self.queues |= zip((Queue.OUT, Queue.IN), (stream.ptr for stream in self._staged), strict=True)
 
     def is_busy(self) -> bool:
         """Whether work is left on any stream."""
-        query = require().runtime.streamQuery
+        query = cuda_libraries().runtime.streamQuery
         return any(query(queue) == NOT_READY for queue in self.queues.values())
 
     def is_capturing(self, stream: int) -> bool:
@@ -62,12 +62,12 @@ class Device:
         if stream in (0, 1):  # the legacy default stream cannot be captured
             return False
         with translated():
-            return bool(require().runtime.streamIsCapturing(stream))
+            return bool(cuda_libraries().runtime.streamIsCapturing(stream))
 
     @contextlib.contextmanager
     def current(self) -> Iterator[None]:
         """Make the GPU the thread's current one if it is not, as the driver's launches need."""
-        before = require().runtime.getDevice()
+        before = cuda_libraries().runtime.getDevice()
         if before == self.number and getattr(self._threads, "ready", False):
             yield
         else:
@@ -82,11 +82,11 @@ class Device:
         runs use the same memory at once, whichever streams they use.
         """
         with self._home:
-            return require().cupy.cuda.alloc(nbytes)
+            return cuda_libraries().cupy.cuda.alloc(nbytes)
 
     def write(self, contents: Mapping[int, bytes]) -> list[Any]:
         """Write to allocated memory, after its earlier users. Keep the result until the copies are done."""
-        copy = require().runtime.memcpyAsync
+        copy = cuda_libraries().runtime.memcpyAsync
         sources = [(address, ctypes.create_string_buffer(each, len(each))) for address, each in contents.items()]
         for address, source in sources:
             copy(address, ctypes.addressof(source), len(source), _HOST_TO_DEVICE, self._home.ptr)
@@ -98,7 +98,7 @@ class Device:
             if self._events:
                 return self._events.pop()
         with on_device(self.number):
-            return require().cupy.cuda.Event(disable_timing=True)
+            return cuda_libraries().cupy.cuda.Event(disable_timing=True)
 
     def give_back(self, event: Any) -> None:
         """Reuse an event that nobody waits for any more."""

@@ -28,7 +28,7 @@ import weakref
 from qccl.cuda import source as cuda_source
 from qccl.cuda.consistency import Consistency
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import mapped, on_device, require, translated, wait_for
+from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, translated, wait_for
 from qccl.cuda.program import CudaProgram
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun, PendingRuns
@@ -41,7 +41,7 @@ from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError, g
 from qccl.schedule import Queue, Schedule
 from qccl.transports.base import DeviceTransport
 
-require()  # importing this module without CUDA raises its error
+cuda_libraries()  # importing this module without CUDA raises its error
 
 __all__ = ["CudaEngine"]
 
@@ -89,17 +89,13 @@ class CudaEngine:
 
     @property
     def is_idle(self) -> bool:
-        """False: the host would have to wait to know it, and to read the caller's memory."""
+        """Always False: the host cannot know it, or read the caller's memory, without waiting."""
         return False
 
     def compile(self, schedule: Schedule) -> CudaProgram:
         """Prepare a schedule of this rank: compile its kernels, and allocate its workspace."""
         self._check_usable()
-        if (schedule.rank, schedule.size) != (self.rank, self.size):
-            raise ArgumentError(
-                f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {self.rank} of "
-                f"{self.size}"
-            )
+        schedule.check_rank(self.rank, self.size)
         cuda_source.check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
         with translated(), on_device(self.device.number):
@@ -117,8 +113,7 @@ class CudaEngine:
         streams = tuple(streams) or (0,)
         captured = self.device.is_capturing(streams[0])
         program.check(bindings, captured=captured, traced=trace is not None)
-        what = f"{header.text} (call {header.sequence})"
-        run = CudaRun(self._pending, what, call, deadline, streams[0], captured=captured)
+        run = CudaRun(self._pending, header.call_text, call, deadline, streams[0], captured=captured)
         queues = self.device.capture_queues if captured else self.device.queues
         with self._enqueuing:
             self._check_usable()
@@ -135,7 +130,7 @@ class CudaEngine:
                 with self.device.current():
                     program.enqueue(run, queues, bindings, sequence=header.sequence, lr=lr, trace=trace)
             except BaseException as error:  # part of the run may be on its streams
-                ours = error if isinstance(error, QcclError) else mapped(error)
+                ours = error if isinstance(error, QcclError) else as_qccl_error(error)
                 self.fail(ours or gave_up(self.rank, error))
                 if ours is None or self.failure is error:
                     raise
@@ -144,7 +139,7 @@ class CudaEngine:
         return run
 
     def wait_until_idle(self, timeout: float) -> None:
-        """Return when no run is pending, or the group has failed."""
+        """Wait until no run is pending; see engine.base.Engine."""
         if self.failure is None:
             self.check(timeout)
 
@@ -164,14 +159,14 @@ class CudaEngine:
         self._check_usable()
         if stream is not None:
             self._wait_for_stream(stream, deadline)
-        self._wait_for_runs(deadline)
+        self._wait_for_runs(deadline, timeout)
         self._check_usable()
         self.transport.check()
 
     def _wait_for_stream(self, stream: int, deadline: float) -> None:
         event = self.device.take_event()
         with translated(), on_device(self.device.number):
-            require().runtime.eventRecord(event.ptr, stream)
+            cuda_libraries().runtime.eventRecord(event.ptr, stream)
             try:
                 wait_for(event.ptr, deadline, "the stream", self._check_usable)
             except CollectiveTimeout as error:
@@ -179,8 +174,9 @@ class CudaEngine:
                 raise
         self.device.give_back(event)
 
-    def _wait_for_runs(self, deadline: float) -> None:
-        self._pending.wait_until(lambda: not self._pending, deadline, "a call")
+    def _wait_for_runs(self, deadline: float, timeout: float) -> None:
+        text = f"has pending calls that did not end within {timeout} s"
+        self._pending.wait_until(lambda: not self._pending, deadline, text)
 
     def _make_proxy(self) -> HostProxy:
         """The proxy for transfers through host memory. Raises ArgumentError if the transport cannot carry them."""
@@ -231,7 +227,7 @@ class CudaEngine:
         deadline = time.monotonic() + timeout
         if self.failure is None:
             with contextlib.suppress(QcclError):  # the runs that failed have it
-                self._wait_for_runs(deadline)
+                self._wait_for_runs(deadline, timeout)
         self._pending.closed = True
         if self._proxy is not None:
             self._proxy.close(max(deadline - time.monotonic(), 0.0))
@@ -265,10 +261,9 @@ class CudaEngine:
             self._pending.sweep()
             self.transport.check()
         except Exception as error:
-            self.fail(mapped(error) or gave_up(self.rank, error))
-        late = self._pending.late()
-        if late is not None:
-            self.fail(CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.what}; it was aborted"))
+            self.fail(as_qccl_error(error) or gave_up(self.rank, error))
+        if run := self._pending.overdue():
+            self.fail(CollectiveTimeout(f"rank {self.rank} reached the deadline of {run.call_text}; it was aborted"))
         if not self._pending:
             self._watchdog.sleep()
             if self._pending:  # a run was started in between
@@ -279,7 +274,7 @@ class CudaEngine:
         """See Watched."""
         return bool(self._pending)
 
-    def watched(self) -> None:
+    def on_watchdog_end(self) -> None:
         """Release the transport at the end of the process; see Watched."""
         if self._releases:
             self.transport.close()

@@ -9,7 +9,7 @@ from typing import Any
 
 from qccl.cuda import cache as cuda_cache
 from qccl.cuda import source as cuda_source
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 
 __all__ = ["kernels"]
 
@@ -27,13 +27,13 @@ def kernels(device: int, names: Iterable[str]) -> dict[str, int]:
     names = tuple(dict.fromkeys(names))
     new = [name for name in names if (device, name) not in _kernels]
     if len(new) > 1:  # the compiler lets go of the interpreter
-        threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), require().runtime.setDevice
+        threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), cuda_libraries().runtime.setDevice
         with ThreadPoolExecutor(threads, initializer=setting, initargs=(device,)) as pool:
             found = list(pool.map(_compiled, new))
     else:
         found = [_compiled(name) for name in new]
     for name, (binary, mangled) in zip(new, found, strict=True):
-        module = require().cupy.cuda.function.Module()
+        module = cuda_libraries().cupy.cuda.function.Module()
         module.load(binary)
         _kernels[device, name] = module.get_function(mangled)
     return {name: _kernels[device, name].ptr for name in names}
@@ -41,7 +41,7 @@ def kernels(device: int, names: Iterable[str]) -> dict[str, int]:
 
 def _compiled(name: str) -> tuple[bytes, str]:
     """The binary of a kernel for the current GPU, and its name there."""
-    cupy = require().cupy
+    cupy = cuda_libraries().cupy
     code, options = cuda_source.source([name])
 
     def compile_it() -> tuple[bytes, str]:

@@ -1,7 +1,7 @@
 """CUDA as CuPy and cuda-python give it: loaded here and nowhere else, or refused with all that is missing.
 
-``import qccl`` does not come here. Every other module that needs a GPU starts with require(), so that a machine without
-one gets one clear error, whatever it was that was asked for first.
+``import qccl`` does not load this module. Every other module that needs a GPU starts with cuda_libraries(), so that a
+machine without one gets the same clear error from each.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
-__all__ = ["NOT_READY", "Gpu", "bounded", "device_count", "device_names", "mapped", "missing", "nccl_version"]
-__all__ += ["on_device", "pick_device", "raise_mapped", "require", "translated", "wait_for"]
+__all__ = ["NOT_READY", "Gpu", "as_qccl_error", "bounded", "device_count", "device_names", "missing", "nccl_version"]
+__all__ += ["cuda_libraries", "on_device", "pick_device", "raise_translated", "translated", "wait_for"]
 
 #: oldest versions that work
 CUPY_VERSION = 14
@@ -43,7 +43,7 @@ class Gpu(NamedTuple):
 
 
 @cache
-def require() -> Gpu:
+def cuda_libraries() -> Gpu:
     """The libraries. Raises EngineError that names everything that is missing."""
     lacking = missing()
     if lacking:
@@ -93,19 +93,19 @@ def _missing_nccl() -> list[str]:
 
 def nccl_version() -> str:
     """The version of the NCCL that is loaded, e.g. "2.28.3"."""
-    version = require().nccl.get_version()
+    version = cuda_libraries().nccl.get_version()
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def device_names() -> list[str]:
     """The names of the GPUs that can be used, in their order."""
-    runtime = require().runtime
+    runtime = cuda_libraries().runtime
     return [runtime.getDeviceProperties(i)["name"].decode() for i in range(runtime.getDeviceCount())]
 
 
 def device_count() -> int:
     """The number of GPUs that can be used; 0 where CUDA cannot be."""
-    return 0 if missing() else int(require().runtime.getDeviceCount())
+    return 0 if missing() else int(cuda_libraries().runtime.getDeviceCount())
 
 
 def pick_device(device: int | None, local_rank: int | None) -> int:
@@ -113,7 +113,7 @@ def pick_device(device: int | None, local_rank: int | None) -> int:
 
     Where only one can be seen (as when a launcher gives each rank its own), that. Raises ArgumentError, EngineError.
     """
-    runtime = require().runtime
+    runtime = cuda_libraries().runtime
     count = runtime.getDeviceCount()
     if device is not None:
         if not 0 <= device < count:
@@ -134,7 +134,7 @@ def pick_device(device: int | None, local_rank: int | None) -> int:
 @contextmanager
 def on_device(device: int) -> Iterator[None]:
     """Make ``device`` the thread's current one, as every call that concerns it needs."""
-    runtime = require().runtime
+    runtime = cuda_libraries().runtime
     before = runtime.getDevice()
     runtime.setDevice(device)
     try:
@@ -144,9 +144,9 @@ def on_device(device: int) -> Iterator[None]:
             runtime.setDevice(before)
 
 
-def mapped(error: BaseException) -> QcclError | None:
+def as_qccl_error(error: BaseException) -> QcclError | None:
     """An exception of CuPy as one of qccl's, with the library's text and code; None where it is not CuPy's."""
-    gpu = require()
+    gpu = cuda_libraries()
     if isinstance(error, KeyError) and error.args in _NAMELESS:
         return EngineError(f"NCCL failed with code {error.args[0]}, which CuPy has no name for", error.args[0])
     if isinstance(error, gpu.cupy.cuda.compiler.CompileException):
@@ -162,9 +162,9 @@ def mapped(error: BaseException) -> QcclError | None:
     return None
 
 
-def raise_mapped(error: BaseException) -> NoReturn:
+def raise_translated(error: BaseException) -> NoReturn:
     """Raise an exception of CuPy as one of qccl's, and any other as it is."""
-    ours = mapped(error)
+    ours = as_qccl_error(error)
     if ours is None:
         raise error
     raise ours from error
@@ -176,7 +176,7 @@ def translated() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise_mapped(error)
+        raise_translated(error)
 
 
 def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
@@ -189,7 +189,7 @@ def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
 
     def run() -> None:
         try:
-            require().runtime.setDevice(device)
+            cuda_libraries().runtime.setDevice(device)
             outcome.append((fn(), None))
         except BaseException as error:
             outcome.append((None, error))
@@ -204,13 +204,13 @@ def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
         raise CollectiveTimeout(f"not every rank came to {what} within {timeout} s")
     result, error = outcome[0]
     if error is not None:
-        raise_mapped(error)
+        raise_translated(error)
     return result  # type: ignore[return-value]
 
 
 def wait_for(event: int, deadline: float, what: str, check: Callable[[], None]) -> None:
     """Wait for an event until ``deadline`` (time.monotonic()), and let ``check`` raise what went wrong meanwhile."""
-    runtime = require().runtime
+    runtime = cuda_libraries().runtime
     nap = 20e-6
     while (status := runtime.eventQuery(event)) == NOT_READY:
         check()
@@ -219,4 +219,4 @@ def wait_for(event: int, deadline: float, what: str, check: Callable[[], None]) 
         time.sleep(nap)
         nap = min(2 * nap, 1e-3)
     if status:
-        raise_mapped(runtime.CUDARuntimeError(status))
+        raise_translated(runtime.CUDARuntimeError(status))

@@ -15,7 +15,7 @@ from typing import Any
 
 from qccl import dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
-from qccl.cuda.libraries import on_device, require
+from qccl.cuda.libraries import cuda_libraries, on_device
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.tensors import is_tensor
@@ -97,7 +97,7 @@ class CudaMemory:
         """As in Memory; with a flag per element of temporary memory."""
         if values.count == 0:
             return None
-        cupy = require().cupy
+        cupy = cuda_libraries().cupy
         with on_device(self.device):
             memory = cupy.cuda.UnownedMemory(values.address, values.nbytes, values, self.device)
             bits = cupy.ndarray(values.count, f"u{values.dtype.itemsize}", cupy.cuda.MemoryPointer(memory, 0))
@@ -120,7 +120,7 @@ class CudaMemory:
         """Ask the driver about an address. Raises InvalidBufferError."""
         if nbytes == 0:
             return
-        driver = require().bindings
+        driver = cuda_libraries().bindings
         attribute = driver.CUpointer_attribute
         wanted = [
             attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE,
@@ -219,7 +219,7 @@ def _by_interface(array: Any) -> tuple[_View | None, str]:
 
 
 def _is_cupy(array: Any) -> bool:
-    return isinstance(array, require().cupy.ndarray)
+    return isinstance(array, cuda_libraries().cupy.ndarray)
 
 
 def _current_stream(array: Any, device: int) -> int | None:
@@ -227,7 +227,7 @@ def _current_stream(array: Any, device: int) -> int | None:
     if is_tensor(array):
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
     if _is_cupy(array):
-        return int(require().cupy.cuda.get_current_stream(device).ptr)
+        return int(cuda_libraries().cupy.cuda.get_current_stream(device).ptr)
     if hasattr(array, "__cuda_array_interface__"):
         try:
             stream = array.__cuda_array_interface__.get("stream")

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from qccl.cuda.libraries import bounded, mapped, on_device, pick_device, require, wait_for
+from qccl.cuda.libraries import as_qccl_error, bounded, cuda_libraries, on_device, pick_device, wait_for
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, Transport
 from qccl.transports.topology import find_topology
@@ -37,7 +37,7 @@ _COLOR_AND_KEY = struct.Struct("<?qq")
 
 def get_unique_id() -> bytes:
     """The id of a group of GPUs to be: made on one rank, brought to the others, and given to Communicator on all."""
-    return bytes(require().nccl.get_unique_id())
+    return bytes(cuda_libraries().nccl.get_unique_id())
 
 
 class NcclTransport:
@@ -47,7 +47,7 @@ class NcclTransport:
 
     def __init__(self, comm: Any, device: int, timeout: float) -> None:
         """Collective: take over a NcclCommunicator of CuPy, and connect all ranks with each other."""
-        cuda = require().cupy.cuda
+        cuda = cuda_libraries().cupy.cuda
         self.device = device
         self.host: Transport | None = None
         self.comm = comm
@@ -75,7 +75,7 @@ class NcclTransport:
         cls, unique_id: bytes, rank: int, size: int, device: int | None, timeout: float
     ) -> NcclTransport:  # fmt: skip
         """Collective: rank ``rank`` of ``size``; ``device`` None means the current one."""
-        gpu = require()
+        gpu = cuda_libraries()
         if not isinstance(unique_id, bytes) or len(unique_id) != 128:
             raise ArgumentError(
                 "unique_id must be the 128 bytes that qccl.get_unique_id() returned on one of the ranks"
@@ -112,12 +112,12 @@ class NcclTransport:
 
         A new one is made of the same ranks and GPUs; the given one is used for one broadcast and left as it was.
         """
-        require()
+        cuda_libraries()
         given = _BareCommunicator(comm) if isinstance(comm, int) else comm
         try:
             device, found = given.device_id(), (given.rank_id(), given.size())
         except Exception as error:
-            raise mapped(error) or ArgumentError(f"{comm!r} is no NCCL communicator ({error})") from error
+            raise as_qccl_error(error) or ArgumentError(f"{comm!r} is no NCCL communicator ({error})") from error
         if found != (rank, size):
             raise ArgumentError(
                 f"rank {rank} of {size} was given, but the communicator says rank {found[0]} of {found[1]}"
@@ -222,7 +222,7 @@ class NcclTransport:
 
     def _connect(self) -> None:
         """A byte to and from every rank, and a collective: NCCL makes its connections and loads its kernels."""
-        gpu = require()
+        gpu = cuda_libraries()
         with self._stream:
             memory = gpu.cupy.cuda.alloc(_ALIGNMENT * (self.size + 1))
         transfers = [
@@ -242,7 +242,7 @@ class NcclTransport:
 
     def _gather(self, item: bytes, deadline: float) -> list[bytes]:
         """All ranks' items, of equal length, through the device; the host's side is pinned, so that nothing blocks."""
-        gpu = require()
+        gpu = cuda_libraries()
         size, slot = len(item), -(-len(item) // _ALIGNMENT) * _ALIGNMENT
         with self._stream:
             memory = gpu.cupy.cuda.alloc(slot * (self.size + 1))
@@ -258,7 +258,7 @@ class NcclTransport:
 
     def _finish(self, deadline: float) -> None:
         """Wait until everything on the stream is done."""
-        require().runtime.eventRecord(self._event.ptr, self.stream)
+        cuda_libraries().runtime.eventRecord(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
         self._check_alive()  # what is aborted is done, too
 
@@ -268,7 +268,7 @@ class NcclTransport:
 
     def _raise(self, error: Exception) -> NoReturn:
         """Raise an error of the libraries as one of qccl's, with what NCCL itself says of the last one."""
-        ours = mapped(error)
+        ours = as_qccl_error(error)
         if ours is None:
             raise error
         last = _last_error(self.comm.comm) if not self._gone else ""
@@ -280,7 +280,7 @@ class NcclTransport:
 
 def _grouped(calls: Sequence[Call]) -> None:
     """Do ``calls`` as one NCCL group. It is closed in any case: left open, it would swallow the thread's next calls."""
-    nccl = require().nccl
+    nccl = cuda_libraries().nccl
     nccl.groupStart()
     try:
         for function, arguments in calls:
@@ -319,7 +319,7 @@ class _BareCommunicator:
     def _call(self, name: str, *arguments: Any) -> None:
         status = getattr(self._nccl, name)(*arguments)
         if status:
-            raise require().nccl.NcclError(status)
+            raise cuda_libraries().nccl.NcclError(status)
 
     def _number(self, name: str) -> int:
         found = ctypes.c_int()
@@ -343,7 +343,7 @@ class _BareCommunicator:
 
 def _broadcast_id(comm: Any, rank: int, device: int, timeout: float) -> bytes:
     """Rank 0's new unique id, brought to all ranks by ``comm``."""
-    gpu = require()
+    gpu = cuda_libraries()
 
     def broadcast() -> bytes:
         cuda = gpu.cupy.cuda

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from qccl.cuda import source as cuda_source
 from qccl.cuda.device import Device
 from qccl.cuda.kernels import kernels
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun
 from qccl.cuda.source import Launch
@@ -60,7 +60,7 @@ class CudaProgram:
         kernels(device.number, [*names, cuda_source.CALL_KERNEL] if draws else names)  # compiled together
         self._prepared = self._upload()
         self._count_arguments = self._pack(self._counter, self._call, self._is_replay) if draws else 0
-        cuda = require().cupy.cuda
+        cuda = cuda_libraries().cupy.cuda
         self._arrival = cuda.Event(disable_timing=True)
         self._events = {s: cuda.Event(disable_timing=True) for s, step in enumerate(self._steps) if step.records}
         self._calls: dict[bool, list[Call]] = {}
@@ -83,7 +83,7 @@ class CudaProgram:
 
     def wait_for_streams(self, streams: Sequence[int], queues: Mapping[Queue, int]) -> None:
         """Order the next run after the present work of ``streams``."""
-        runtime, arrival = require().runtime, self._arrival.ptr
+        runtime, arrival = cuda_libraries().runtime, self._arrival.ptr
         for stream in streams:
             runtime.eventRecord(arrival, stream)
             runtime.streamWaitEvent(queues[HOME], arrival)
@@ -106,11 +106,11 @@ class CudaProgram:
         self._is_replay.value = run.captured
         self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
         if self._staging is not None:
-            self._staging.begin(sequence, run.what, run.deadline)
+            self._staging.begin(sequence, run.call_text, run.deadline)
         calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, run.captured)
         for function, arguments in calls:
             function(*arguments)
-        require().runtime.eventRecord(run.event.ptr, queues[HOME])
+        cuda_libraries().runtime.eventRecord(run.event.ptr, queues[HOME])
 
     # -- the calls of a run ------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class CudaProgram:
 
     def _step(self, number: int, queues: Mapping[Queue, int]) -> tuple[list[Call], list[Call], list[Call]]:
         """The calls of a step: waits, work, and the record of its event."""
-        runtime = require().runtime
+        runtime = cuda_libraries().runtime
         step = self._steps[number]
         stream = queues[step.queue]
         waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in step.waits]
@@ -135,7 +135,7 @@ class CudaProgram:
         if number == 0:
             return [self._count_call(stream)] if self._count_arguments else []
         if number in self._prepared:
-            gpu, prepared = require(), self._prepared[number]
+            gpu, prepared = cuda_libraries(), self._prepared[number]
             calls: list[Call] = []
             if prepared.scratch_nbytes:
                 calls.append((gpu.runtime.memsetAsync, (prepared.scratch, 0, prepared.scratch_nbytes, stream)))
@@ -162,13 +162,13 @@ class CudaProgram:
     def _count_call(self, stream: int) -> Call:
         """Set the number on the device that keys random numbers; replays of a graph count it up themselves."""
         kernel = kernels(self._device.number, [cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
-        return require().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, self._count_arguments, 0)
+        return cuda_libraries().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, self._count_arguments, 0)
 
     # -- a traced run ------------------------------------------------------------------------------------------------
 
     def _traced_calls(self, queues: Mapping[Queue, int], run: CudaRun, trace: list[TraceEvent]) -> list[Call]:
         """The same calls, with an event before and after each step; ``trace`` is filled when the run is done."""
-        gpu = require()
+        gpu = cuda_libraries()
         begin, now = gpu.cupy.cuda.Event(), time.perf_counter()
         calls: list[Call] = [(gpu.runtime.eventRecord, (begin.ptr, queues[HOME]))]
         events = []

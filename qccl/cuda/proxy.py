@@ -74,13 +74,13 @@ class TransferBatch:
         number: int,
         *,
         call: int,
-        what: str,
+        call_text: str,
         deadline: float,
         kept: object,
     ) -> None:
         self.messages, self.flags, self.number = messages, flags, number
         self.tag = 1 + call % _TAGS
-        self.what, self.deadline, self.kept = what, deadline, kept
+        self.call_text, self.deadline, self.kept = call_text, deadline, kept
         self.left = len(messages)
 
     def may_start(self, message: Message) -> bool:
@@ -135,7 +135,7 @@ class HostProxy:
             except BaseException as caught:
                 error = caught
         if error is not None:
-            ours = error if isinstance(error, QcclError) else gave_up(self.transport.rank, error)
+            ours = gave_up(self.transport.rank, error)
             self._on_failure(ours)  # before abort() releases the streams: what they do then is no result
             self.abort(str(ours))
 
@@ -179,11 +179,11 @@ class HostProxy:
         if started or ended:
             return True
         with self._state:
-            late = [batch for batch in self._batches if batch.deadline < time.monotonic()]
-        if late:
+            overdue = [batch for batch in self._batches if batch.deadline < time.monotonic()]
+        if overdue:
             raise CollectiveTimeout(
-                f"rank {self.transport.rank} reached the deadline of {late[0].what}: {late[0].left} messages between "
-                f"nodes have not ended"
+                f"rank {self.transport.rank} reached the deadline of {overdue[0].call_text}: "
+                f"{overdue[0].left} messages between nodes have not ended"
             )
         return False
 

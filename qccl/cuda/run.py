@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import NOT_READY, mapped, require, translated
+from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, translated
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
 __all__ = ["CudaRun", "PendingRuns"]
@@ -22,25 +22,27 @@ class CudaRun:
     """One run of a program (interface: Execution).
 
     Attributes:
-        what: the call, for messages.
-        call: its number.
+        call_text: the call with its number, for messages.
+        call: the number that keys its random numbers.
         deadline: in time.monotonic() seconds.
         stream: the caller's.
         captured: the run became part of a graph, which has not been launched.
         event: complete when the run is.
+        kept: objects that must live until the run has ended.
         program: kept because the device reads its tables until the run has ended.
         on_stream: all of the run is on its streams.
         finish: called when the run has ended.
         done, failure: the outcome.
     """
 
-    is_ordered = True
+    is_stream_ordered = True
 
     def __init__(
-        self, pending: PendingRuns, what: str, call: int, deadline: float, stream: int, *, captured: bool
+        self, pending: PendingRuns, call_text: str, call: int, deadline: float, stream: int, *, captured: bool
     ) -> None:  # fmt: skip
         self._pending = pending
-        self.what, self.call, self.deadline, self.stream, self.captured = what, call, deadline, stream, captured
+        self.call_text, self.call, self.deadline = call_text, call, deadline
+        self.stream, self.captured = stream, captured
         self.event: Any = None
         self.kept: object = None
         self.program: object = None
@@ -57,20 +59,21 @@ class CudaRun:
 
     def run(self, limit: float | None = None) -> bool:
         if self.captured:
-            raise ArgumentError(f"{self.what} was put into a graph and has not run; synchronize after a replay")
-        self._pending.wait_until(lambda: self.done or self.failure is not None, self.deadline, self.what, limit)
+            raise ArgumentError(f"{self.call_text} was put into a graph and has not run; synchronize after a replay")
+        text = f"reached the deadline of {self.call_text}"
+        self._pending.wait_until(lambda: self.done or self.failure is not None, self.deadline, text, limit)
         self._check()
         return self.done
 
     def detach(self, *, at_once: bool) -> None:
         """Nothing: the run needs no thread."""
 
-    def order(self) -> None:
+    def make_stream_wait(self) -> None:
         self._check()
-        self._pending.order(self)
+        self._pending.make_stream_wait(self)
 
     def waits_for(self) -> str:
-        return f"{self.what} has not ended"
+        return f"{self.call_text} has not ended"
 
     def _check(self) -> None:
         if self.failure is not None:
@@ -82,7 +85,7 @@ class PendingRuns:
 
     Attributes:
         failure: the first one; it has failed all runs that were pending.
-        closed: no failure counts any more.
+        closed: set by CudaEngine.close(); later failures are ignored.
     """
 
     def __init__(self, device: Device, rank: int, fail: Callable[[QcclError], None]) -> None:
@@ -111,22 +114,22 @@ class PendingRuns:
                 run.failure = error
         return True
 
-    def late(self) -> CudaRun | None:
+    def overdue(self) -> CudaRun | None:
         """A run that is past its deadline, or None."""
         with self._lock:
             pending = list(self._runs)
         now = time.monotonic()
         return next((run for run in pending if run.deadline < now), None)
 
-    def order(self, run: CudaRun) -> None:
-        """Make the caller's stream wait for the run (the default stream is one of the current device)."""
-        with self._lock, translated(), self._device.current():
+    def make_stream_wait(self, run: CudaRun) -> None:
+        """Make the caller's stream wait for the run."""
+        with self._lock, translated(), self._device.current():  # stream 0 is the current device's default stream
             if not run.done and run.event is not None:
-                require().runtime.streamWaitEvent(run.stream, run.event.ptr)
+                cuda_libraries().runtime.streamWaitEvent(run.stream, run.event.ptr)
 
     def sweep(self) -> None:
         """Find the runs that have ended. Runs end in the order in which they were started."""
-        query = require().runtime.eventQuery
+        query = cuda_libraries().runtime.eventQuery
         ended: list[CudaRun] = []
         status = 0
         with self._lock:
@@ -143,23 +146,23 @@ class PendingRuns:
                 f"before or after the capture"
             )
         if status not in (0, NOT_READY):
-            error = require().runtime.CUDARuntimeError(status)
-            self._fail(mapped(error) or EngineError(str(error)))
+            error = cuda_libraries().runtime.CUDARuntimeError(status)
+            self._fail(as_qccl_error(error) or EngineError(str(error)))
 
     def _end(self, run: CudaRun) -> None:
         try:
             if run.finish is not None:
                 run.finish()
         except Exception as error:  # while it computes the times of a trace
-            run.failure = mapped(error) or gave_up(self._rank, error)
+            run.failure = as_qccl_error(error) or gave_up(self._rank, error)
         run.done = True
         with self._lock:
             event, run.event = run.event, None
         self._device.give_back(event)
         run.kept = run.program = None
 
-    def wait_until(self, condition: Callable[[], bool], deadline: float, what: str, limit: float | None = None) -> None:
-        """Block until ``condition``, which ended runs make true, or ``limit``; all runs fail at the deadline."""
+    def wait_until(self, condition: Callable[[], bool], deadline: float, text: str, limit: float | None = None) -> None:
+        """Block until ``condition`` is true or ``limit`` is reached. All pending runs fail at ``deadline``."""
         nap = 10e-6
         while True:
             self.sweep()
@@ -169,7 +172,7 @@ class PendingRuns:
             if limit is not None and now > limit:
                 return
             if now > deadline:
-                self._fail(CollectiveTimeout(f"rank {self._rank} reached the deadline of {what}"))
+                self._fail(CollectiveTimeout(f"rank {self._rank} {text}"))
                 return
             time.sleep(nap)
             nap = min(2 * nap, 500e-6)

@@ -15,7 +15,7 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 from qccl.cuda.proxy import HostProxy, Message, TransferBatch
 from qccl.cuda.streams import Step
 from qccl.errors import EngineError
@@ -66,7 +66,7 @@ class Staging:
                 if (self._queues[s], copied.span.buffer) not in self._offsets:
                     self._offsets[self._queues[s], copied.span.buffer] = self.nbytes
                     self.nbytes += _aligned(schedule.buffers[copied.span.buffer].nbytes)
-        self._memory: Any = require().cupy.cuda.alloc_pinned_memory(self.nbytes)
+        self._memory: Any = cuda_libraries().cupy.cuda.alloc_pinned_memory(self.nbytes)
         self._base = int(self._memory.ptr)
         flags = (ctypes.c_uint32 * self._count).from_address(self._base)
         ctypes.memset(self._base, 0, ctypes.sizeof(flags))
@@ -74,17 +74,17 @@ class Staging:
         self._before = self._uses(Queue.OUT) | self._uses(Queue.IN)
         self._messages = [message for s in self._copies for message in self._messages_of(s)]
 
-    def begin(self, call: int, what: str, deadline: float) -> None:
+    def begin(self, call: int, call_text: str, deadline: float) -> None:
         """Give the proxy the messages of the next run, which is number ``call`` on all ranks."""
         self._number += 1
         batch = TransferBatch(
-            self._messages, self._flags, self._number, call=call, what=what, deadline=deadline, kept=self
+            self._messages, self._flags, self._number, call=call, call_text=call_text, deadline=deadline, kept=self
         )
         self._proxy.begin(batch)
 
     def calls(self, step: int, stream: int) -> list[Call]:
         """The calls of a step, for the run that began last."""
-        copy, calls = require().runtime.memcpyAsync, list[Call]()
+        copy, calls = cuda_libraries().runtime.memcpyAsync, list[Call]()
         for number, copied in enumerate(self._copies[step]):
             here, there, nbytes = self._host_address(step, copied.span), self._address(copied.span), len(copied.span)
             if self._queues[step] is Queue.OUT:
@@ -148,7 +148,7 @@ class Staging:
 
 def check_stream_flags(stream: int) -> None:
     """Raise an error if streams of this GPU cannot wait for flags and set them; ``stream`` must be idle."""
-    gpu = require()
+    gpu = cuda_libraries()
     memory = gpu.cupy.cuda.alloc_pinned_memory(_FLAG_NBYTES)
     flag = ctypes.c_uint32.from_address(memory.ptr)
     flag.value = 1
@@ -160,13 +160,13 @@ def check_stream_flags(stream: int) -> None:
 
 
 def _wait_value(stream: int, address: int, number: int) -> None:
-    bindings = require().bindings
+    bindings = cuda_libraries().bindings
     least = bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ  # compares as proxy.reached()
     _check(bindings.cuStreamWaitValue32(stream, address, number % (1 << 32), int(least)))
 
 
 def _write_value(stream: int, address: int, number: int) -> None:
-    bindings = require().bindings
+    bindings = cuda_libraries().bindings
     behind = bindings.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT  # after earlier writes are visible
     _check(bindings.cuStreamWriteValue32(stream, address, number % (1 << 32), int(behind)))
 
@@ -179,4 +179,4 @@ def _check(answer: tuple[Any]) -> None:
     """Raise an error of the driver as CuPy does."""
     (status,) = answer
     if status:
-        raise require().driver.CUDADriverError(int(status))
+        raise cuda_libraries().driver.CUDADriverError(int(status))

@@ -6,7 +6,7 @@ import ctypes
 from typing import Any
 
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import on_device, require
+from qccl.cuda.libraries import cuda_libraries, on_device
 
 __all__ = ["DeviceState"]
 
@@ -21,7 +21,7 @@ class DeviceState:
         self._memory = device.allocate(max(nbytes, 1))
         self._written: list[Any] = []
         self.address: int = self._memory.ptr
-        require().runtime.memsetAsync(self.address, 0, nbytes, device.home)
+        cuda_libraries().runtime.memsetAsync(self.address, 0, nbytes, device.home)
 
     def write(self, data: bytes) -> None:
         """Put ``data`` at the start, before all later runs."""
@@ -30,7 +30,7 @@ class DeviceState:
 
     def read(self, start: int, nbytes: int) -> bytes:
         """A copy of ``nbytes`` from ``start``."""
-        runtime, copy, home = require().runtime, ctypes.create_string_buffer(nbytes), self._device.home
+        runtime, copy, home = cuda_libraries().runtime, ctypes.create_string_buffer(nbytes), self._device.home
         with on_device(self._device.number):
             runtime.memcpyAsync(ctypes.addressof(copy), self.address + start, nbytes, _DEVICE_TO_HOST, home)
             runtime.streamSynchronize(home)

@@ -7,7 +7,7 @@ import time
 import weakref
 from typing import Protocol
 
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 
 __all__ = ["Watchdog", "Watched"]
 
@@ -23,10 +23,10 @@ class Watched(Protocol):
         """Check for ended runs, failures and deadlines; False if there is nothing to watch any more."""
 
     def has_pending_runs(self) -> bool:
-        """Whether a run is pending. Until then the thread keeps the engine, and so the memory that runs use."""
+        """Whether a run is pending. While one is, the thread keeps the engine, which keeps the memory of the runs."""
 
-    def watched(self) -> None:
-        """The thread ends."""
+    def on_watchdog_end(self) -> None:
+        """Called by the thread just before it ends."""
 
 
 class Watchdog:
@@ -68,7 +68,7 @@ class Watchdog:
 
 def _watch(reference: weakref.ref[Watched], device: int, wakeup: threading.Event) -> None:
     """The thread. Its relaxed capture mode leaves captures of other threads intact."""
-    gpu = require()
+    gpu = cuda_libraries()
     gpu.runtime.setDevice(device)
     gpu.bindings.cuThreadExchangeStreamCaptureMode(gpu.bindings.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED)
     engine = reference()
@@ -79,4 +79,4 @@ def _watch(reference: weakref.ref[Watched], device: int, wakeup: threading.Event
         time.sleep(_WATCH_SECONDS)
         engine = reference()
     if engine is not None:
-        engine.watched()
+        engine.on_watchdog_end()

@@ -22,7 +22,7 @@ class RunArguments(NamedTuple):
         call: the number that keys the random numbers.
         header: all ranks must send an equal one; its sequence number is the next one of the group.
         deadline: in time.monotonic() seconds.
-        trace: a list that gets an event for each node.
+        trace: a list that gets an event for each operation and transfer.
         schedule: with ``trace``, the one that was compiled: a program on the host does not keep it.
         streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.
         lr: the learning rate that residuals are multiplied by (schedule.Reduce).
@@ -43,13 +43,13 @@ class Execution(Protocol):
 
     Attributes:
         call: number of the call, which keys its random numbers.
-        is_ordered: the engine orders runs by itself, after the streams that it was given. The program may then be
-            started again, and the result may be used on the caller's stream, before the run has ended.
+        is_stream_ordered: the engine orders runs after the streams that it was given. The program may then be started
+            again, and the result may be used on the caller's stream, before the run has ended.
         kept: objects that must live until the run has ended, such as the caller's arrays.
     """
 
     call: int
-    is_ordered: bool
+    is_stream_ordered: bool
     kept: object
 
     def step(self) -> bool:
@@ -62,13 +62,13 @@ class Execution(Protocol):
         """
 
     def detach(self, *, at_once: bool) -> None:
-        """If runs are not ordered: progress in the progress thread.
+        """If runs are not stream-ordered: progress in the progress thread.
 
         ``at_once`` False: only if the caller does not wait for the run within about a millisecond.
         """
 
-    def order(self) -> None:
-        """If runs are ordered: make the caller's stream wait for this run. Does not block."""
+    def make_stream_wait(self) -> None:
+        """If runs are stream-ordered: make the caller's stream wait for this run. Does not block."""
 
     def waits_for(self) -> str:
         """Why the run has not ended, for messages."""
@@ -130,7 +130,7 @@ class Engine(Protocol):
         """
 
     def wait_until_idle(self, timeout: float) -> None:
-        """Return when no run is under way, or the group has failed. Raises CollectiveTimeout."""
+        """Wait until no run is under way. Returns after an earlier failure; raises one that occurs while waiting."""
 
     def barrier(self, header: Header, timeout: float) -> None:
         """Collective: return when all ranks have made this call. Raises as a run does."""

@@ -68,6 +68,11 @@ class Header(NamedTuple):
         text = self.text if peer is None or not self.pairs else self.text + self.pairs[peer]
         return _FIXED.pack(_MAGIC, _VERSION, self.kind, self.sequence) + _tail(text)
 
+    @property
+    def call_text(self) -> str:
+        """The call with its number, for messages."""
+        return f"{self.text} (call {self.sequence} of the group)"
+
     @classmethod
     def unpack(cls, message: bytes, peer: int) -> Header:
         """The header in ``message``. Raises EngineError if another version of qccl sent it."""
@@ -114,10 +119,11 @@ class Block:
         return bytes(self._view[start : start + nbytes])
 
 
-def disagreement(mine: bytes, theirs: bytes, rank: int, peer: int) -> MismatchError:
+def mismatch_error(mine: bytes, theirs: bytes, rank: int, peer: int) -> MismatchError:
     """The error for two headers that differ."""
     own, other = Header.unpack(mine, rank), Header.unpack(theirs, peer)
+    hidden = f"; they differ after the first {_TEXT_NBYTES} bytes, which are all that a header holds"
     return MismatchError(
-        f"the ranks do not agree on call {own.sequence} of this group: rank {rank} called {own.text}, "
-        f"rank {peer} called {other.text}; all ranks must make the same calls in the same order"
+        f"the ranks do not agree: rank {rank} called {own.call_text}, rank {peer} called {other.call_text}"
+        f"{hidden if own == other else ''}; all ranks must make the same calls in the same order"
     )

@@ -47,11 +47,11 @@ _SHARED_SLOTS_NBYTES = 3 << 20
 _FLUSH_SECONDS = 0.1
 #: how long abort() waits for the thread that drives, which stops after its present operation
 _HALT_SECONDS = 1.0
-#: how long a thread whose driving was stopped sleeps, so that the thread that stopped it gets the lock
+#: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
 _YIELD_SECONDS = 1e-3
 
-#: engines that have receives posted: they must live, because the transport holds the addresses. One that was closed or
-#: has failed need not: its transport keeps the memory that it still uses
+#: engines with posted receives. They are kept alive, because the transport holds addresses in their memory. Closed and
+#: failed engines are not kept: their transport keeps that memory
 _live: set[HostEngine] = set()
 #: engines closed before those of other ranks, whose messages may still arrive
 _unfinished: list[HostEngine] = []
@@ -85,7 +85,7 @@ class HostEngine:
         self._queue: deque[Execution] = deque()
         self._left: dict[int, str] = {}  # ranks that make no more calls, with the text of their last control message
         self._failure: QcclError | None = None
-        self._failed = False  # the failure was sent, and the transport released
+        self._failure_sent = False  # and the transport was released
         self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
@@ -99,11 +99,7 @@ class HostEngine:
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
         transport = self._transport
-        if (schedule.rank, schedule.size) != (transport.rank, transport.size):
-            raise ArgumentError(
-                f"the schedule is for rank {schedule.rank} of {schedule.size}, and this is rank {transport.rank} of "
-                f"{transport.size}"
-            )
+        schedule.check_rank(transport.rank, transport.size)
         return Program(schedule, self.threads, transport.eager_nbytes)
 
     def persistent(self, nbytes: int) -> Block:
@@ -127,7 +123,7 @@ class HostEngine:
             self._queue.append(execution)
             try:
                 self._admit()
-            except QcclError as error:
+            except QcclError as error:  # not raised here: the run's wait() raises it
                 self._fail_all(error)
             except BaseException as error:
                 self._fail_all(error)
@@ -137,12 +133,12 @@ class HostEngine:
         return execution
 
     def wait_until_idle(self, timeout: float) -> None:
-        """Return when no run is under way, or the group has failed."""
+        """Wait until no run is under way; see engine.base.Engine."""
         limit = time.monotonic() + timeout
         while self._failure is None and (under_way := [*self._active.values(), *self._queue]):
             self.run(under_way[-1], limit)
             if time.monotonic() >= limit:
-                raise CollectiveTimeout(f"{under_way[-1].what} did not end within {timeout} s")
+                raise CollectiveTimeout(f"{under_way[-1].call_text} did not end within {timeout} s")
 
     def barrier(self, header: Header, timeout: float) -> None:
         """Collective: return when all ranks have made this call."""
@@ -191,12 +187,12 @@ class HostEngine:
         if self._progress_thread is None:
             return
         self._take_turn()
-        begun = not execution.done and not execution.detached and self._failure is None
-        if begun:
+        detaches = not execution.done and not execution.detached and self._failure is None
+        if detaches:
             execution.detached = True
             self.detached += 1
         self._lock.release()
-        if begun:
+        if detaches:
             self._progress_thread.wake(at_once=at_once)
 
     def step(self) -> None:
@@ -244,10 +240,10 @@ class HostEngine:
         finally:
             self._lock.release()
 
-    # -- how it runs -------------------------------------------------------------------------------------------------
+    # -- driving the loop --------------------------------------------------------------------------------------------
 
     def _take_turn(self, timeout: float = -1) -> bool:
-        """Acquire the lock, which the thread that drives then releases; False if ``timeout`` was too short."""
+        """Acquire the lock, after asking the thread that drives to release it. False if ``timeout`` passed."""
         if self._lock.acquire(blocking=False):
             return True
         self._loop.want(1)
@@ -305,11 +301,12 @@ class HostEngine:
     def _on_control(self, peer: int, message: bytes) -> None:
         """Handle a control message that is not the expected header of a call.
 
-        If the sender gave up, raises PeerLost or MismatchError with its text.
+        Raises MismatchError for the header of another call. If the sender gave up, raises PeerLost or MismatchError
+        with its text. If it left, raises PeerLost if a run under way lacks its header.
         """
         header = Header.unpack(message, peer)
         if header.kind is Kind.CALL:
-            raise self._active[header.sequence].disagreement(peer, message)
+            raise self._active[header.sequence].header_mismatch(peer, message)
         self._left[peer] = header.text
         if header.kind is not Kind.CLOSE:
             raise (MismatchError if header.kind is Kind.MISMATCH else PeerLost)(header.text)
@@ -317,15 +314,16 @@ class HostEngine:
             self._check_present(execution)
 
     def _check_present(self, execution: Execution) -> None:
+        """Raise PeerLost if a rank that left has not sent its header for this run."""
         absent = sorted(self._left.keys() & set(execution.missing_ranks()))
         if absent and not execution.done:
-            raise PeerLost(f"{self._left[absent[0]]}, and rank {self.rank} called {execution.what}")
+            raise PeerLost(f"{self._left[absent[0]]}, and rank {self.rank} called {execution.call_text}")
 
     def _overdue(self) -> CollectiveTimeout:
         late = self._active[self._loop.overdue]
-        return CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.what}: {late.waits_for()}")
+        return CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.call_text}: {late.waits_for()}")
 
-    # -- the end -----------------------------------------------------------------------------------------------------
+    # -- failure and end ---------------------------------------------------------------------------------------------
 
     def _fail_all(self, error: BaseException) -> None:
         """Fail all runs under way; completed runs keep their results."""
@@ -338,9 +336,9 @@ class HostEngine:
             self._fail(gave_up(self.rank, error), kind, failure_text(self.rank, error))
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
-        if self._failed or self._closed:
+        if self._failure_sent or self._closed:
             return
-        self._failed = True
+        self._failure_sent = True
         self._failure = self._failure or error
         if self._progress_thread is not None:
             self._progress_thread.stop()
@@ -383,14 +381,14 @@ class HostEngine:
         self._loop.halt()
         if not self._take_turn(_HALT_SECONDS):
             return
-        if not self._failed and not self._closed:
+        if not self._failure_sent and not self._closed:
             error = _unhandled()
             reason = f"rank {self.rank} ended its process" if error is None else failure_text(self.rank, error)
             if self._active or self._queue or self._failure is not None:
                 reason += " in the middle of a call" if error is None else ""
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
             else:
-                self._failure, self._failed = PeerLost(reason), True
+                self._failure, self._failure_sent = PeerLost(reason), True
                 with contextlib.suppress(QcclError):
                     self._broadcast_control(Kind.CLOSE, str(self._failure))
                     self._flush()
@@ -430,7 +428,7 @@ def _forked() -> None:
     """In the child of os.fork(): the group and the progress thread belong to the parent."""
     for engine in _live:
         engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
-        engine._failed = True
+        engine._failure_sent = True
         engine._failure = EngineError(
             f"this process was forked by rank {engine.rank}; only the process that made a communicator may use it"
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from qccl import _host
 from qccl.engine.base import RunArguments
-from qccl.engine.control import data_nbytes_of, disagreement
+from qccl.engine.control import data_nbytes_of, mismatch_error
 from qccl.errors import MismatchError, QcclError
 from qccl.host.program import Program
 from qccl.trace import TraceEvent
@@ -55,7 +55,7 @@ class Execution:
         "sequence",
     )
 
-    is_ordered = False
+    is_stream_ordered = False
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
         bindings, self.call, self._header, self.deadline, self._trace, schedule, _, lr = arguments
@@ -93,23 +93,23 @@ class Execution:
         """Let the progress thread advance this run: now, or if the caller does not wait for it within a moment."""
         self._engine.detach(self, at_once=at_once)
 
-    def order(self) -> None:
+    def make_stream_wait(self) -> None:
         """Nothing: the host has no streams."""
 
     @property
-    def what(self) -> str:
-        """The call, for messages."""
-        return f"{self._header.text} (call {self.sequence} of the group)"
+    def call_text(self) -> str:
+        """The call with its number, for messages."""
+        return self._header.call_text
 
     def waits_for(self) -> str:
         """Why this run has not ended, for messages."""
         if not self.begun:
             return "it is queued behind calls that have not ended"
         if missing := self.missing_ranks():
-            return f"rank {', '.join(map(str, missing))} did not make this call"
+            return f"{_ranks(missing)} did not make this call"
         run = self._program.run
         waits = [(run.waits_for(True), "send to"), (run.waits_for(False), "receive from")]
-        if parts := [f"{verb} rank {', '.join(map(str, ranks))}" for ranks, verb in waits if ranks]:
+        if parts := [f"{verb} {_ranks(ranks)}" for ranks, verb in waits if ranks]:
             return f"waiting to {' and to '.join(parts)}"
         return "every rank has made this call, and this rank has not ended its own part"
 
@@ -134,11 +134,11 @@ class Execution:
         """The ranks whose header has not arrived."""
         return self._program.run.missing_ranks()
 
-    def disagreement(self, peer: int, message: bytes) -> MismatchError:
+    def header_mismatch(self, peer: int, message: bytes) -> MismatchError:
         """The error for a header from ``peer`` that differs from this rank's."""
         rank, mine = self._program.rank, self._header.pack(peer)
         if not message.startswith(mine):
-            return disagreement(mine, message, rank, peer)
+            return mismatch_error(mine, message, rank, peer)
         expected = self._program.run.data_nbytes(peer) or "none"
         return MismatchError(
             f"rank {peer} sent {data_nbytes_of(message)} bytes with the header of a call, but rank {rank} expected "
@@ -153,3 +153,7 @@ class Execution:
                 queue, name, args = self._labels[i]
                 args = {**args, "call": self.sequence}
                 self._trace.append(TraceEvent(self._program.rank, queue, name, start, stop, args))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

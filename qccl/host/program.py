@@ -15,7 +15,7 @@ from qccl.dtypes import FLOAT32
 from qccl.engine.control import Block
 from qccl.engine.labels import Label, labels
 from qccl.errors import ArgumentError, EngineError
-from qccl.host.zero_copy import send_in_place
+from qccl.host.zero_copy import remove_copies
 from qccl.schedule import Commit, Decode, Encode, Node, Reduce, Role, Schedule, Span, StateBuffer, Transfer, nodes
 
 __all__ = ["Program"]
@@ -50,7 +50,7 @@ class Program:
         self.workspace_nbytes = self._workspace.nbytes
         self._least = max(_LEAST_DIRECT, eager_nbytes + 1)
         # the nodes are not kept: they are most of the memory that a long schedule takes
-        every, needs = send_in_place(tuple(nodes(schedule, per_transfer=True)), self._least)
+        every, needs = remove_copies(tuple(nodes(schedule, per_transfer=True)), self._least)
         self.steps = _host.Steps(schedule.rank, schedule.size, eager_nbytes)
         self._direct: list[tuple[int, str, int]] = []  # sends from the caller's memory: step, buffer and offset
         for node, needed in zip(every, needs, strict=True):
@@ -85,7 +85,7 @@ class Program:
         """The label of each step in a trace; ``schedule`` is the one that was compiled."""
         every = tuple(nodes(schedule, per_transfer=True))
         known = dict(zip(map(_identity, every), labels(every, schedule.buffers), strict=True))
-        kept, _ = send_in_place(every, self._least)
+        kept, _ = remove_copies(every, self._least)
         return [known[_identity(node)] for node in kept]
 
     def _allocate(self, schedule: Schedule) -> Block:
@@ -169,5 +169,5 @@ class Program:
 
 
 def _identity(node: Node) -> tuple[int, Transfer | None, bool, int]:
-    """A key that identifies a node in its schedule, also after send_in_place() has changed the source of its send."""
+    """A key that identifies a node in its schedule, also after remove_copies() has changed the source of its send."""
     return node.op_index, node.transfer, node.is_send, node.sequence

@@ -17,10 +17,10 @@ from dataclasses import replace
 
 from qccl.schedule import Encode, Node, Span, dependencies
 
-__all__ = ["send_in_place"]
+__all__ = ["remove_copies"]
 
 
-def send_in_place(program: Sequence[Node], least: int) -> tuple[list[Node], list[tuple[int, ...]]]:
+def remove_copies(program: Sequence[Node], least: int) -> tuple[list[Node], list[tuple[int, ...]]]:
     """The program without needless copies of ``least`` bytes and more, and for each node the nodes that it needs."""
     found, needed = list(program), dependencies(program)
     copies = {i: node.op for i, node in enumerate(program) if isinstance(node.op, Encode) and _copies(node.op, least)}

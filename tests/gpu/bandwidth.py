@@ -12,7 +12,7 @@ from device import Mirror
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 from qccl.dtypes import DType
 from qccl.engine.base import RunArguments
 from qccl.engine.control import Header, Kind
@@ -60,7 +60,7 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
     """Bytes per second of each kernel on ``jobs`` arrays of ``mebibytes``, and the share of the copy's rate."""
     from qccl.cuda.engine import CudaEngine
 
-    gpu = require()
+    gpu = cuda_libraries()
     stream = gpu.cupy.cuda.Stream(non_blocking=True)
     copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
     figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9, "limit": LIMIT}
@@ -88,7 +88,7 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
 
 def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
     """Bytes per second that the device's copy reads and writes."""
-    gpu = require()
+    gpu = cuda_libraries()
     source, target = (gpu.cupy.cuda.alloc(nbytes) for _ in range(2))
     gpu.runtime.memset(source.ptr, 1, nbytes)
     arguments = (target.ptr, source.ptr, nbytes, _ON_DEVICE, stream.ptr)
@@ -97,7 +97,7 @@ def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
 
 def _memory(dtype: DType, count: int) -> dict[str, Any]:
     """Buffers large enough for any codec, with normally distributed values, because zeros run faster."""
-    gpu = require()
+    gpu = cuda_libraries()
     nbytes = count * dtype.itemsize + (1 << 20)
     memory = {name: gpu.cupy.cuda.alloc(nbytes) for name in ("values", "sums", "codes")}
     memory["wires"] = gpu.cupy.cuda.alloc(_PEERS * nbytes)
@@ -126,7 +126,7 @@ def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -
 
 def _seconds(run: Callable[[], object], stream: Any, repeats: int) -> float:
     """The time of one of ``repeats`` consecutive runs, as a graph, so that the host's time does not count."""
-    cuda = require().cupy.cuda
+    cuda = cuda_libraries().cupy.cuda
     run()
     stream.synchronize()
     stream.begin_capture()

@@ -12,7 +12,7 @@ import numpy as np
 from device import DeviceArray, Kernels, mirrored
 
 import qccl
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 
 COUNT = 200_003
 
@@ -38,7 +38,7 @@ def _same(found: np.ndarray, expected: np.ndarray, what: str) -> None:
 
 def stream_order(delay: float = 0.2) -> dict[str, Any]:
     """A slow producer, the collective, a consumer: the host enqueues all of them while the producer runs."""
-    cuda, kernels = require().cupy.cuda, Kernels()
+    cuda, kernels = cuda_libraries().cupy.cuda, Kernels()
     figures: dict[str, Any] = {}
     [expected] = _expected([_values(1)], algorithm="one_shot")
     for what, chunk in (("one chunk", None), ("chunks", 16_384)):
@@ -64,7 +64,7 @@ def stream_order(delay: float = 0.2) -> dict[str, Any]:
 
 def _async_order(kernels: Kernels, delay: float) -> str:
     """With async_op the stream continues at once; after wait() it is ordered behind the call."""
-    stream = require().cupy.cuda.Stream(non_blocking=True)
+    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
     [expected] = _expected([_values(1)], algorithm="one_shot")
     with mirrored() as comm:
         x, seen = DeviceArray(_values(1)), DeviceArray(np.zeros(COUNT, np.float32))
@@ -80,7 +80,7 @@ def _async_order(kernels: Kernels, delay: float) -> str:
 
 def graphs() -> dict[str, Any]:
     """A call in a graph gives the same bytes as outside; each replay draws new random numbers."""
-    cuda = require().cupy.cuda
+    cuda = cuda_libraries().cupy.cuda
     stream = cuda.Stream(non_blocking=True)
     for chunk in (None, 16_384):
         for codec in ("minmax8", "minmax4:bucket=20000", "none"):
@@ -128,7 +128,7 @@ def _captured(stream: Any, comm: qccl.Communicator, call: Callable[[], object]) 
 
 def dispatch(calls: int = 200, burst: int = 20) -> dict[str, Any]:
     """The host's time to enqueue a two-rank call of 1 MiB, and to replay it as a graph."""
-    stream = require().cupy.cuda.Stream(non_blocking=True)
+    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
     count = (1 << 20) // 4
     figures: dict[str, Any] = {}
     for algorithm in ("one_shot", "two_round"):
@@ -175,7 +175,7 @@ def overlap(count: int = 1 << 28, chunks: int = 8, repeats: int = 5) -> dict[str
 
 def _call_seconds(count: int, seconds_per_byte: float, chunk: int, repeats: int, arguments: dict[str, Any]) -> float:
     """The median time of a call on the GPU."""
-    cuda = require().cupy.cuda
+    cuda = cuda_libraries().cupy.cuda
     stream = cuda.Stream(non_blocking=True)
     with mirrored(seconds_per_byte=seconds_per_byte) as comm:
         x, out = (DeviceArray(np.zeros(count, np.float32)) for _ in range(2))

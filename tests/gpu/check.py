@@ -209,7 +209,7 @@ def document(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
     if not libraries.missing():
         machine["gpus"] = libraries.device_names()
         machine["nccl"] = libraries.nccl_version()
-        runtime = libraries.require().runtime
+        runtime = libraries.cuda_libraries().runtime
         machine["cuda_driver"], machine["cuda_runtime"] = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     names = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
     return {

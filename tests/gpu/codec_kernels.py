@@ -21,7 +21,7 @@ from kernel_calls import KINDS, hard_values
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
 from qccl.cuda import source as cuda_source
-from qccl.cuda.libraries import on_device, require
+from qccl.cuda.libraries import cuda_libraries, on_device
 from qccl.cuda.streams import steps
 from qccl.dtypes import DType
 from qccl.engine.base import RunArguments
@@ -225,18 +225,18 @@ def check(chosen: list[Case]) -> tuple[int, list[str]]:
 
 def plant(mistake: str) -> None:
     """A write past the end of an allocation, or a race in shared memory: the sanitizers must find them."""
-    cuda, kernels = require().cupy.cuda, Kernels()
+    cuda, kernels = cuda_libraries().cupy.cuda, Kernels()
     memory = cuda.alloc(4096)
     if mistake == "race":
         kernels.race(cuda.Stream.null, memory.ptr)
     else:
         kernels.copy(cuda.Stream.null, memory.ptr, memory.ptr, 4096 + 4)
-    require().runtime.deviceSynchronize()
+    cuda_libraries().runtime.deviceSynchronize()
 
 
 def main() -> int:
     """For the sanitizers: every n-th case, with few elements; or a planted error."""
-    require().cupy.cuda.set_allocator(None)  # no pool, so that memory beside an array is unallocated
+    cuda_libraries().cupy.cuda.set_allocator(None)  # no pool, so that memory beside an array is unallocated
     if not sys.argv[1].isdecimal():
         plant(sys.argv[1])
         return 0

@@ -10,7 +10,7 @@ import numpy as np
 
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 from qccl.transports.base import Call, DeviceTransfer, Transport
 
 GUARD = 256
@@ -44,7 +44,7 @@ class DeviceArray:
     """
 
     def __init__(self, values: np.ndarray, *, shift: int = 0, stream: int | None = None) -> None:
-        self._runtime, cuda = require().runtime, require().cupy.cuda
+        self._runtime, cuda = cuda_libraries().runtime, cuda_libraries().cupy.cuda
         self.nbytes, self.dtype, self.shape, self.stream = values.nbytes, values.dtype, values.shape, stream
         self._memory = cuda.alloc(values.nbytes + 2 * GUARD + shift)
         self.ptr = self._memory.ptr + GUARD + shift
@@ -81,7 +81,7 @@ class Kernels:
     """Launches the kernels of SOURCE on a stream."""
 
     def __init__(self) -> None:
-        module = require().cupy.RawModule(code=SOURCE, options=("-std=c++17",))
+        module = cuda_libraries().cupy.RawModule(code=SOURCE, options=("-std=c++17",))
         self._spin, self._copy, self._race = (module.get_function(name) for name in ("spin", "copy", "race"))
 
     def spin(self, stream: Any, seconds: float) -> None:
@@ -111,7 +111,7 @@ class Mirror:
     host = None
 
     def __init__(self, size: int = 2, seconds_per_byte: float = 0.0) -> None:
-        gpu = require()
+        gpu = cuda_libraries()
         self.size = self.local_size = size
         self.nodes = (0,) * size
         self.device = gpu.runtime.getDevice()
@@ -158,7 +158,7 @@ class Apart:
     name = "apart"
 
     def __init__(self, host: Transport) -> None:
-        gpu = require()
+        gpu = cuda_libraries()
         self.host: Transport | None = host
         self.rank, self.size = host.rank, host.size
         self.local_rank, self.local_size = 0, 1
@@ -197,7 +197,7 @@ def _known(stream: int) -> Any:
         def __cuda_stream__(self) -> tuple[int, int]:
             return 0, stream
 
-    return require().cupy.cuda.Stream.from_external(Foreign())
+    return cuda_libraries().cupy.cuda.Stream.from_external(Foreign())
 
 
 @contextmanager

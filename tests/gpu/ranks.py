@@ -129,9 +129,9 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, A
 def _calls() -> dict[str, Any]:
     from calls import _captured, _host_seconds
 
-    from qccl.cuda.libraries import require
+    from qccl.cuda.libraries import cuda_libraries
 
-    stream = require().cupy.cuda.Stream(non_blocking=True)
+    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
     with qccl.init(backend="cuda", device=0, timeout=60.0) as comm:
         digests = []
         for number, (arguments, dtype, _) in enumerate(CALLS):

@@ -18,7 +18,7 @@ from device import Apart, DeviceArray, Kernels
 import qccl
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
-from qccl.cuda.libraries import require
+from qccl.cuda.libraries import cuda_libraries
 from qccl.transports.loopback import LoopbackGroup
 
 #: before the first use of CUDA in a process
@@ -83,7 +83,7 @@ def check(size: int) -> dict[str, Any]:
         xs = [[DeviceArray(_values(s, comm.rank, n)) for _ in range(_RUNS)] for s, (_, n) in enumerate(plans)]
         for (plan, _), arrays in zip(plans, xs, strict=True):
             plan.bind(arrays[0])
-        require().runtime.deviceSynchronize()
+        cuda_libraries().runtime.deviceSynchronize()
         comm.barrier()
         begin = time.perf_counter()
         for (plan, _), arrays in zip(plans, xs, strict=True):
@@ -112,7 +112,7 @@ def check_order(delay: float = 0.2) -> dict[str, Any]:
         return comm.plan("hierarchical_allreduce", count, node_ids=list(range(comm.size)), inter="host", chunk=16_384)
 
     def run(comm: qccl.Communicator) -> bytes:
-        stream = require().cupy.cuda.Stream(non_blocking=True)
+        stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
         source, x, seen = (DeviceArray(_values(seed, comm.rank, count)) for seed in range(3))
         plan = plan_of(comm).bind(x)
         with one_at_a_time:
@@ -156,7 +156,7 @@ def check_away(timeout: float = 2.0, away: float = 4.0) -> dict[str, Any]:
         try:
             work.synchronize()
         except qccl.CollectiveTimeout:
-            require().runtime.deviceSynchronize()
+            cuda_libraries().runtime.deviceSynchronize()
             return time.perf_counter() - begin
         raise AssertionError("a call ended well without the other rank")
 

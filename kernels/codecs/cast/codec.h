@@ -1,6 +1,6 @@
 // The cast codec: float16, bfloat16, or 8-bit floats that share a power of two as their scale in each bucket.
 //
-// The second part of the wire is the scale of the 8-bit numbers as fp32: the least power of two for which the bucket's
+// The meta section is the scale of the 8-bit numbers as fp32: the least power of two for which the bucket's
 // greatest number fits. It is NaN for a bucket with a NaN or an infinity.
 #pragma once
 

@@ -1,7 +1,7 @@
 // The dithering codec: each value is rounded at random to one of the two levels around it; the result is unbiased.
 //
 // A code is a level, 0 to k, with the sign bit above it. Levels are the bucket's norm times 1/k, 2/k, ..., 1 ("linear") or
-// times 2^(1-k), ..., 1/2, 1 ("natural"). The second part of the wire is the norm as fp32, NaN for a bucket with a NaN or
+// times 2^(1-k), ..., 1/2, 1 ("natural"). The meta section is the norm as fp32, NaN for a bucket with a NaN or
 // an infinity.
 #pragma once
 

@@ -64,8 +64,8 @@ void minmax_encode(const BucketOptions& options, const EncodeCall& call) {
     for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) { extremes.extend(x + at, n); });
     return extremes.range();
   };
-  // Stochastic codes take long. If the bucket fits L1, find the next bucket's range before them, so that the codes of this
-  // bucket overlap with the latency from a range to its first code.
+  // Stochastic encoding is slow, and its first code waits for the range. If a bucket fits L1, find the next bucket's range
+  // before encoding this one, so that the two overlap.
   const bool early = stochastic && layout.bucket <= kBlock;
   const u64 end = call.buckets.last;
   Range next = {};

@@ -1,7 +1,7 @@
 // The one-bit codec: one bit for the sign of each value, and for each bucket (a column, in CNTK) the values that the two
 // signs decode to.
 //
-// A bit is 1 for x < 0, so -0 counts as +0. The second part of the wire is one fp32 for the upper side (the lower side is
+// A bit is 1 for x < 0, so -0 counts as +0. The meta section is one fp32 for the upper side (the lower side is
 // its negative), or two, the lower side first. They are NaN for a bucket with a NaN or an infinity.
 #pragma once
 

@@ -1,7 +1,7 @@
 // The top-k codec: the values of greatest magnitude of a block, with their indices.
 //
-// Of equal magnitudes the lower index is kept. The first part of the wire has the values in the order of their indices, in
-// the call's element type. The second part has the indices, of one, two or four bytes. A decoder ignores an index that is
+// Of equal magnitudes the lower index is kept. The codes section has the values in the order of their indices, in
+// the call's element type. The meta section has the indices, of one, two or four bytes. A decoder ignores an index that is
 // outside the block or not greater than all indices before it.
 #pragma once
 

@@ -20,7 +20,7 @@ constexpr u32 kTrellisBlocks = kTrellisBucket / 32;  // in a bucket at most
 constexpr u32 kTrellisOutliers = 16;                 // at most
 constexpr u32 kTrellisNoOutlier = 0xffe00000u;
 
-// The second part of a bucket: centre, scale, then from this offset outliers (a word each) and blocks' scales (a byte
+// The meta section of a bucket: centre, scale, then from this offset outliers (a word each) and blocks' scales (a byte
 // each).
 constexpr u32 kTrellisOutlierOffset = 8;
 

@@ -122,7 +122,7 @@ QCCL_FN void trellis_search(TrellisScratch& scratch, u32 sequence, u32 steps, co
   }
 }
 
-// Replaces values by positions and stores the second part of the wire; returns whether all values are finite.
+// Replaces values by positions and stores the meta section; returns whether all values are finite.
 QCCL_FN bool trellis_positions(const BlockTeam& team, TrellisScratch& scratch, const TrellisOptions& o, u32 n, u8* meta,
                            const TrellisLevels& levels) {
   const u32 blocks = trellis_blocks(o, n), padded = (n + kTrellisSequences - 1) / kTrellisSequences * kTrellisSequences;

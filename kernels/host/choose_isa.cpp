@@ -1,4 +1,4 @@
-#include "dispatch.h"
+#include "choose_isa.h"
 
 #include <cstdlib>
 #include <stdexcept>
