@@ -14,8 +14,8 @@ import click
 from runs import allreduce, document_table, machine, print_table, rewrite_table
 
 HEAD = (
-    *("link", "ranks", "codec", "ms, in place", "floor ms", "of the line", "of a plain transfer", "MPI ms, in place"),
-    *("speed-up, in place", "spread", "relative L2 error"),
+    *("link", "ranks", "codec", "ms (out of place, in place)", "floor ms", "floor / time", "of a plain transfer"),
+    *("MPI ms (out of place, in place)", "speed-up (out of place, in place)", "spread", "relative L2 error"),
 )
 
 
