@@ -29,7 +29,7 @@ __all__ = ["Collectives", "spec_arguments"]
 
 
 class Collectives(ABC):
-    """The collectives of a Communicator on arrays."""
+    """A Communicator's collectives on arrays."""
 
     rank: int
     size: int
@@ -46,35 +46,42 @@ class Collectives(ABC):
         Args:
             x: a dense array of float32, float16 or bfloat16, of any shape; on CUDA in the memory of this rank's GPU.
             out: the array for the result, like ``x``; None means ``x`` itself.
+            op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or the same operation as NCCL's number, a
+                ReduceOp of torch.distributed, or an Op of mpi4py.
+            algorithm: "two_round", "one_shot", or "auto" (by size).
             codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
+            async_op: return a Work at once instead of the result. Do not write the array, or read the output, before
+                ``wait()`` has returned. Later calls on this communicator that use the same memory wait for it; calls on
+                other communicators do not. On the host, a PyTorch tensor can never be resized again, as after
+                ``x.numpy()``, and NumPy refuses to resize ``x`` until the call has ended, unless told not to check
+                (``refcheck=False``).
+            chunk: elements of a step of the pipeline; None means a default by size.
+            timeout: seconds for this call; None means the communicator's.
+            nonfinite: "propagate" passes NaN and infinity on (their whole bucket becomes NaN); "error" raises
+                ArgumentError on every rank if the result has any, and names the first such element. On the host, if no
+                other call was running, the error also names the first such element of this rank's input.
             key: a name for ``x``, such as "layer1.weight"; codecs with "+ef" or "+nesterov" need it and keep state
                 under it.
             lr: the learning rate by which the caller multiplies the result, if it changes from step to step. Errors of
                 earlier steps are then corrected at the rate of their own step.
-            op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or NCCL's number, a ReduceOp of
-                torch.distributed, or an Op of mpi4py for it.
-            async_op: return a Work at once instead of the result. Do not touch the memory until the call has ended.
-                Later calls on this communicator that use the same memory wait for it; calls on other communicators do
-                not. On the host, a PyTorch tensor can never be resized again, as after ``x.numpy()``, and NumPy refuses
-                to resize ``x`` until the call has ended, unless told not to check (``refcheck=False``).
-            algorithm: "two_round", "one_shot", or "auto" (by size).
-            chunk: elements of a step of the pipeline; None means a default by size.
-            nonfinite: "propagate" passes NaN and infinity on (they spoil their bucket); "error" raises ArgumentError on
-                every rank if the result has any, and names the first such element. On the host, if no other call was
-                running, the error also names the first such element of this rank's input.
             dtype: "bfloat16" reads an array of uint16 as bfloat16.
             stream: on CUDA, the stream (a number, or an object with ``__cuda_stream__``) that the call is ordered with;
                 None means the current stream of the library that made ``x``.
-            timeout: seconds for this call; None means the communicator's.
             trace: a list to which the call appends a TraceEvent for each operation and transfer of this rank (on CUDA
                 when synchronize() returns); qccl.trace.write_trace() writes them to a file.
 
         Returns:
-            The output array, or its Work. On the host the array holds the result. On CUDA, work that is put on the
-            stream later sees the result; Work.synchronize() or check() raises the error if the call failed.
+            The output array, or its Work. On the host the array holds the result. On CUDA, operations put on the stream
+            later see the result; Work.synchronize() or check() raises the error if the call failed.
 
-        Errors: ArgumentError, CodecError and InvalidBufferError before anything is sent; MismatchError,
-        CollectiveTimeout, PeerLost and EngineError from the call.
+        Raises:
+            ArgumentError, CodecError, InvalidBufferError: an argument, a codec or an array is not allowed; nothing was
+                sent. ArgumentError also follows ``nonfinite="error"``, after the call has written the result. The
+                communicator stays usable.
+            MismatchError: the ranks' calls differ; no array is changed.
+            CollectiveTimeout: the call reached its deadline.
+            PeerLost: another rank failed, left or gave up.
+            EngineError: MPI, NCCL or CUDA failed.
         """
         how = complete(options)
         source, target, result = self._pair(x, out, how)
@@ -188,7 +195,7 @@ class Collectives(ABC):
     def quantized_broadcast(
         self, x: Any, out: Any = None, *, root: int = 0, algorithm: str = "auto", **options: Unpack[ResultArrayOptions]
     ) -> Any:
-        """Give all ranks the values of ``x`` of rank ``root``.
+        """Copy ``x`` of rank ``root`` to all ranks.
 
         All ranks get the same bits: the root, too, gets the decoded values. ``out`` None means ``x`` itself; with
         ``out``, only the root needs ``x``. ``algorithm`` is "chain", "binomial" or "auto" (by size). Other arguments:

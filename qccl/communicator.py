@@ -32,26 +32,28 @@ _CALLS = 1 << 63
 class Communicator(Collectives):
     """A group of ranks and the collectives among them.
 
+    Make one with qccl.init(), qccl.run_ranks() or a ``from_...`` method; the constructor is for CUDA only.
+
     Ranks must call the same collectives in the same order; one thread at a time may use a communicator. On the host
-    every call is checked among the ranks, and no result is written before they agree; on CUDA the first call of each
-    kind is. Calls under way on one communicator wait for each other where they use the same memory; nothing orders them
-    with calls on another communicator (of split(), for example): there, wait for one before starting the other. After a
-    failure in the middle of a call the communicator is unusable and every further call raises that failure again.
+    the ranks compare every call, and write no result before they agree; on CUDA they compare the first call of each
+    kind. Calls under way on one communicator wait for each other if they use the same memory. Nothing orders calls on
+    two communicators (from split(), for example): wait for one before starting the other. After a failure in the
+    middle of a call the communicator is unusable, and every further call raises that failure again.
 
     Attributes:
         rank: number of this process in the group, from 0 on.
         size: number of ranks in the group.
         local_rank: number among the ranks of the same machine.
         local_size: number of ranks on the same machine.
-        nodes: of each rank, the number of its machine.
+        nodes: for each rank, the number of its machine.
         backend: "host" or "cuda".
-        transport: carries the bytes; its ``name`` is "mpi", "torch", "loopback" or "nccl"; the rest is for engines.
+        transport: sends the bytes; its ``name`` is "mpi", "torch", "loopback" or "nccl"; only engines use the rest.
     """
 
     def __init__(
         self, unique_id: bytes, rank: int, size: int, *, timeout: float = 60.0, device: int | None = None
     ) -> None:
-        """Collective, on CUDA: ``unique_id`` is what get_unique_id() gave on one rank, the same on all.
+        """Collective, on CUDA: one rank calls get_unique_id(), and all pass the ``unique_id`` that it returned.
 
         ``device`` is the GPU of this rank; None means the current one. Programs that a launcher started use qccl.init()
         instead.
@@ -94,9 +96,9 @@ class Communicator(Collectives):
     ) -> Communicator:
         """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was.
 
-        With ``backend="cuda"`` MPI brings the ranks together, and carries what ``inter="host"`` sends through it;
-        ``device`` is as in qccl.init(). Raises ArgumentError where MPI has one rank only and the launcher started
-        more, unless ``comm`` is MPI.COMM_SELF.
+        With ``backend="cuda"`` the ranks use MPI to find each other and for ``inter="host"``; ``device`` is as in
+        qccl.init(). Raises ArgumentError if MPI has only one rank and the launcher started more, unless ``comm`` is
+        MPI.COMM_SELF.
         """
         from qccl.transports.mpi import MpiTransport
 
@@ -116,7 +118,7 @@ class Communicator(Collectives):
     def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float = 60.0) -> Communicator:
         """Collective: the ranks and GPUs of an NCCL communicator: a NcclCommunicator of CuPy, or an ncclComm_t as int.
 
-        It is used to bring the ranks together, and left as it was.
+        qccl uses it only to bring the ranks together, and leaves it as it was.
         """
         timeout = timeout_of(timeout)
         return cls._on_cuda(lambda nccl: nccl.from_nccl(comm, rank, size, timeout), timeout)
@@ -125,8 +127,8 @@ class Communicator(Collectives):
     def from_torch(cls, group: Any = None, timeout: float = 60.0) -> Communicator:
         """Collective: the ranks of a torch.distributed process group (None: the default one).
 
-        If it has NCCL they work on their current devices, if it has only gloo on host memory. The group brings the
-        ranks together, and is left as it was.
+        If it has NCCL, the ranks use their current devices; if it has only gloo, host memory. qccl uses the group only
+        to bring the ranks together, and leaves it as it was.
         """
         from qccl.transports.torch import TorchTransport, backend_of
 
@@ -201,10 +203,11 @@ class Communicator(Collectives):
         return self._session.run_collective("allgather()", lambda: self.transport.allgather(item, self.timeout))
 
     def check(self, stream: int | None = None, timeout: float | None = None) -> None:
-        """Raise what went wrong so far.
+        """Raise the first failure so far, if any.
 
-        On CUDA it first waits until all calls are done, and everything on ``stream`` if given (such as the replays of a
-        graph that has calls in it): then their results are known to be good. ``timeout``: the communicator's.
+        On CUDA this first waits until all calls are done, and everything on ``stream`` if given (such as the replays of
+        a graph that contains calls). If it then raises nothing, their results are valid. ``timeout`` is in seconds;
+        None means the communicator's.
         """
         session = self._session
         session.check_usable()
@@ -215,31 +218,31 @@ class Communicator(Collectives):
             session.fail(error)
             raise
 
-    # -- what lasts from call to call --------------------------------------------------------------------------------
+    # -- state between calls -----------------------------------------------------------------------------------------
 
     @property
     def calls(self) -> int:
-        """How many collectives were started; after a failure, how many ended well.
+        """The number of the next collective: those started so far, or after a failure those that succeeded.
 
-        That is the number of the next one, and keys its random numbers.
+        Random numbers depend on it.
         """
         return self._session.calls
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the results of later calls depend on, of this rank and communicator; waits for calls under way.
+        """This rank's state on which the results of later calls depend; waits for calls under way.
 
-        Under "keys" is what stateful codecs keep, by key, as copies in NumPy arrays; under "calls" the number of the
-        next call. It can be taken after a failure too, and then is that of the last calls that ended well.
+        "keys" has the state of stateful codecs by key, as copies in NumPy arrays; "calls" is the number of the next
+        call. After a failure it returns the state after the last successful calls.
         """
         session = self._session
         session.engine.wait_until_idle(self.timeout)
         return {"calls": session.calls, "keys": session.state.save()}
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Put back what state_dict() returned on this rank of a group of this size, for all keys; all ranks must.
+        """Restore the state that state_dict() returned on the rank of this number in a group of this size.
 
-        Later calls then give what they would have given there, to the bit. Raises ArgumentError for anything else, and
-        then changes nothing.
+        Every rank must call it. Later calls then give the same bits as they would have given after state_dict(). Raises
+        ArgumentError for any other state, and then changes nothing.
         """
         session = self._session
         session.check_usable()
@@ -256,7 +259,7 @@ class Communicator(Collectives):
         self._plans.clear()  # on CUDA the ranks compared their old call numbers
 
     def reset(self, key: str | None = None) -> None:
-        """Forget what stateful codecs keep under ``key`` (None: under all keys); all ranks should."""
+        """Delete the state under ``key`` (None: under all keys). Every rank must call it alike."""
         self._session.engine.wait_until_idle(self.timeout)
         self._session.state.reset(key)
 
@@ -272,17 +275,20 @@ class Communicator(Collectives):
         return Communicator._from_transport(transport, self.timeout, self._make_backend)
 
     def abort(self, reason: str = "abort() was called") -> None:
-        """Give up at once, without the other ranks: they raise PeerLost in the call they are in or make next."""
+        """Give up, without waiting for the others.
+
+        On the host they raise PeerLost in their current or next call; on CUDA they reach their deadlines.
+        """
         if not self._session.closed and self._session.failure is None:
             self._session.fail(PeerLost(f"rank {self.rank} gave up: {reason}"))
 
     def close(self) -> None:
-        """Release the group, after the last call on every rank. Idempotent."""
+        """Release the group, after the last call on every rank. A second call does nothing."""
         self._plans.clear()
         if self._session.close():
             self.transport.close()
 
-    # -- how a call runs ---------------------------------------------------------------------------------------------
+    # -- running a call ----------------------------------------------------------------------------------------------
 
     def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
         """One call of a collective: its result, or its Work."""
@@ -310,8 +316,8 @@ class Communicator(Collectives):
     def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
         """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.
 
-        It is "" while other calls are under way, which may be writing the input, and on CUDA, where the host would have
-        to wait for it.
+        It is "" while other calls are under way, because they may be writing the input, and on CUDA, where the host
+        would have to wait for it.
         """
         if not self._session.engine.is_idle:
             return ""
@@ -323,7 +329,7 @@ class Communicator(Collectives):
         return f"; before the call, the input of rank {self.rank} was finite" if names else ""
 
     def _refuse_nonfinite(self, outputs: Iterable[Values], own: str) -> None:
-        """Raise ArgumentError where values are not all finite; on every rank, as their values are the same."""
+        """Raise ArgumentError if values are not all finite: on every rank, because all ranks have the same values."""
         for values in outputs:
             first = self._memory.first_nonfinite(values)
             if first is not None:

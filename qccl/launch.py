@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["init"]
 
-#: verdicts: all ranks have GPUs; some rank has none; the ranks passed different arguments
+#: decisions: all ranks have GPUs; some rank has none; the ranks passed different arguments
 _YES, _NO, _MIXED = b"+", b"-", b"x"
 _REASON_NBYTES = 220
 
@@ -25,14 +25,16 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
     Args:
-        backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
-            or where a ``device`` is given; otherwise the host. The ranks decide together.
+        backend: "host", "cuda", or "auto": CUDA if it can be used and each machine has a GPU for each of its ranks, or
+            if a ``device`` is given; otherwise the host. The ranks decide together.
         timeout: seconds until a collective that does not finish raises CollectiveTimeout.
         device: GPU of this rank; None means the one with the rank's number on its machine.
 
     Raises:
-        ArgumentError: a value that is not allowed, a launcher whose size is not the communicator's, or a single rank
-            where the environment, torch.distributed, jax.distributed or mpi4py says that there are more.
+        ArgumentError: a value is not allowed; MPI has another number of ranks than the launcher; or this is a single
+            rank although the environment, torch.distributed, jax.distributed or mpi4py says that there are more.
+        MismatchError: the ranks passed different backends.
+        CollectiveTimeout: not every rank called init() in time.
         EngineError: the backend cannot be used on this machine; the message says why.
     """
     from qccl.arguments import integer, timeout_of
@@ -109,7 +111,7 @@ def _note(must: bool, reason: str) -> bytes:
 
 
 def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
-    """The decision that follows from all ranks' notes, and its reason."""
+    """The decision from all ranks' messages, and its reason."""
     must = [rank for rank, note in enumerate(notes) if note[:1] == b"!"]
     if 0 < len(must) < len(notes):
         other = next(rank for rank in range(len(notes)) if rank not in must)
@@ -124,7 +126,7 @@ def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
 
 
 def _decide(notes: Sequence[bytes]) -> bytes:
-    """Rank 0's answer to all ranks: the verdict, and NCCL's unique id or the reason."""
+    """Rank 0's answer to all ranks: the decision, and NCCL's unique id or the reason."""
     kind, text = _verdict(notes)
     if kind != _YES:
         return kind + text.encode()
@@ -134,7 +136,7 @@ def _decide(notes: Sequence[bytes]) -> bytes:
 
 
 def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
-    """A communicator of a host group's ranks on their GPUs; it owns the group, which is closed on failure."""
+    """A communicator of a host group's ranks on their GPUs. It owns the group; on failure the group is closed."""
     from qccl.communicator import Communicator
     from qccl.cuda import CudaBackend
     from qccl.cuda.nccl import NcclTransport

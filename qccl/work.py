@@ -15,10 +15,10 @@ __all__ = ["Work"]
 
 
 class Work:
-    """One call of a collective.
+    """One call of a collective, whose arrays it keeps alive.
 
-    It keeps the arrays of the call alive. On the host all ranks must complete the call, in any order among calls under
-    way; on CUDA it completes by itself.
+    On the host every rank must wait for the call, or have a progress thread; the order of waits is free. On CUDA the
+    call completes by itself.
     """
 
     def __init__(self, session: Session, execution: Execution, result: Any, keep: Any) -> None:
@@ -87,7 +87,7 @@ class Work:
         return self._result
 
     def exception(self) -> Exception | None:
-        """The error of the call, or None. Makes no progress."""
+        """The error of the call, or None if the call succeeded or has not ended. Makes no progress."""
         return self._exception
 
     def _detach(self, *, at_once: bool) -> None:
