@@ -294,8 +294,8 @@ class Collectives(ABC):
         - ``z`` is the array to send, such as the change of a model.
         - ``send_to`` are the ranks that receive the code of ``z``: those that name this rank in ``replicas``.
         - ``replicas`` has, for each rank that sends to this one, the array to which its decoded code is added.
-        - ``applied`` (None: no array) is the array to which this rank's own decoded code is added. If it equalled its
-          replicas on other ranks bit for bit, it still does.
+        - ``applied`` (None: no array) is the array to which this rank's own decoded code is added. If it was
+          bit-identical to its replicas on other ranks, it stays so.
 
         Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. If a rank names another that does
         not name it, both raise MismatchError and change nothing; the others raise it now or in their next call.
@@ -332,7 +332,7 @@ class Collectives(ABC):
 
     @abstractmethod
     def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
-        """One call of a collective: its result, or its Work."""
+        """Run a collective, and return its result or its Work."""
 
 
 def spec_arguments(values: Values, how: CallOptions) -> tuple[int, DType, CodecLike, int | None]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Communicator"]
 
-#: more than will ever be made; the number of a call has 64 bits
+#: limit of call numbers, which have 64 bits
 _CALLS = 1 << 63
 
 
@@ -80,21 +80,21 @@ class Communicator(Collectives):
     def _from_transport(
         cls, transport: Group, timeout: float = 60.0, backend: Callable[[Any], Backend] = HostBackend
     ) -> Communicator:
-        """A communicator over any transport (of the kind that the backend takes)."""
+        """A communicator over a transport of the kind that the backend needs."""
         comm = cls.__new__(cls)
         comm._set_up(transport, timeout, backend)
         return comm
 
     @classmethod
     def from_transport(cls, transport: Transport, timeout: float = 60.0) -> Communicator:
-        """Collective: the ranks of a transport of your own, which the communicator owns from then on."""
+        """Collective: the ranks of your own transport, which the communicator then owns."""
         return cls._from_transport(transport, timeout_of(timeout))
 
     @classmethod
     def from_mpi(
         cls, comm: Any, timeout: float = 60.0, *, backend: str = "host", device: int | None = None
     ) -> Communicator:
-        """Collective: the ranks of an mpi4py communicator, which is duplicated and left as it was.
+        """Collective: the ranks of an mpi4py communicator, which qccl duplicates and does not change.
 
         With ``backend="cuda"`` the ranks use MPI to find each other and for ``inter="host"``; ``device`` is as in
         qccl.init(). Raises ArgumentError if MPI has only one rank and the launcher started more, unless ``comm`` is
@@ -291,7 +291,7 @@ class Communicator(Collectives):
     # -- running a call ----------------------------------------------------------------------------------------------
 
     def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
-        """One call of a collective: its result, or its Work."""
+        """Run a collective, and return its result or its Work."""
         self._session.check_usable()
         if how["nonfinite"] not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={how["nonfinite"]!r} is not "propagate" or "error"')

@@ -22,13 +22,13 @@ _REASON_NBYTES = 220
 
 
 def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None) -> Communicator:
-    """The communicator of all ranks that the launcher started (one rank, if none did).
+    """The communicator of all ranks that the launcher started (one rank without a launcher).
 
     Args:
         backend: "host", "cuda", or "auto": CUDA if it can be used and each machine has a GPU for each of its ranks, or
             if a ``device`` is given; otherwise the host. The ranks decide together.
         timeout: seconds until a collective that does not finish raises CollectiveTimeout.
-        device: GPU of this rank; None means the one with the rank's number on its machine.
+        device: GPU of this rank; None means the GPU whose number is the rank's number on its machine.
 
     Raises:
         ArgumentError: a value is not allowed; MPI has another number of ranks than the launcher; or this is a single
@@ -67,9 +67,9 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
 
 
 def _by_tcp(launcher: Launcher, device: int | None, timeout: float, *, must: bool) -> Communicator | None:
-    """A communicator on GPUs of ranks that meet over TCP, or of one rank; None if it must be the host.
+    """A communicator on GPUs of ranks that meet over TCP, or of one rank; None if the ranks use the host.
 
-    The ranks exchange their requests and the reasons why they cannot use a GPU, and so decide alike.
+    The ranks exchange their requests and why they cannot use a GPU, and so make the same decision.
     """
     from qccl.communicator import Communicator
     from qccl.transports.rendezvous import meet, meeting_place
