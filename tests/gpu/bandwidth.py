@@ -119,7 +119,7 @@ def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -
     def run() -> None:
         engine.start(
             program, RunArguments(bindings, 0, header, time.monotonic() + 60, streams=(stream.ptr,))
-        ).order()  # fmt: skip
+        ).make_stream_wait()  # fmt: skip
 
     return run
 
