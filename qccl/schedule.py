@@ -228,9 +228,7 @@ class Schedule:
     def check_rank(self, rank: int, size: int) -> None:
         """Raise ArgumentError unless this is the schedule of ``rank`` among ``size`` ranks."""
         if (self.rank, self.size) != (rank, size):
-            raise ArgumentError(
-                f"the schedule is for rank {self.rank} of {self.size}, and this is rank {rank} of {size}"
-            )
+            raise ArgumentError(f"this schedule is for rank {self.rank} of {self.size}, not for rank {rank} of {size}")
 
     def sent_nbytes(self) -> int:
         """Bytes this rank sends in its Exchanges."""

@@ -24,11 +24,11 @@ class Session:
 
     Attributes:
         engine, memory: of the backend.
-        state: what stateful codecs keep, by key.
+        state: the state of stateful codecs, by key.
         timeout: seconds until a call that does not finish fails, where the caller gives no other number.
         sequence: number of the group's next call, barriers included.
         calls: collectives started. This keys the random numbers, so it does not count barriers, which change no result.
-        call_offset: what load_state_dict() has added to ``calls``.
+        call_offset: the number that load_state_dict() has added to ``calls``.
         failure: the first one; it ended the group.
     """
 

@@ -44,7 +44,7 @@ class Bucketed:
         return f"{self.name}:" + ",".join(f"{key}={value}" for key, value in fields.items())
 
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
-        """Sizes of the two parts of a bucket of ``count`` elements."""
+        """Sizes of the codes section and the meta section of a bucket of ``count`` elements."""
         raise NotImplementedError
 
     def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:

@@ -296,6 +296,17 @@ def test_a_timeout_of_the_wait(world, cupy):
     one(run)
 
 
+def test_a_timeout_of_the_check(world, cupy):
+    def run(comm):
+        x, out = pair()
+        world.frozen = True
+        comm.quantized_allreduce(x, out)
+        with pytest.raises(qccl.CollectiveTimeout, match=r"rank 0 has pending calls that did not end within 0\.1 s"):
+            comm.check(timeout=0.1)
+
+    one(run)
+
+
 def test_making_a_communicator_has_a_deadline(cupy, monkeypatch):
     monkeypatch.setattr(fake_cuda, "BARRIER_SECONDS", 20.0)
     begin = time.monotonic()

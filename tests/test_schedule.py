@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from itertools import groupby
 
+import pytest
 from schedule_cases import one_rank
 
 from qccl.codecs import MinMax
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.dtypes import BFLOAT16, FLOAT32
+from qccl.errors import ArgumentError
 from qccl.intervals import IntervalMap
 from qccl.schedule import (
     Buffer,
@@ -145,3 +147,10 @@ def test_interval_map_is_a_text() -> None:
         for cell in cells:
             found[cell.start : cell.stop] = cell.letter * (cell.stop - cell.start)
         assert found == text
+
+
+def test_an_engine_refuses_the_schedule_of_another_rank():
+    schedule = Schedule("made", 1, 3, {}, ())
+    schedule.check_rank(1, 3)
+    with pytest.raises(ArgumentError, match="for rank 1 of 3, not for rank 0 of 3"):
+        schedule.check_rank(0, 3)

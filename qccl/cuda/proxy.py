@@ -136,7 +136,7 @@ class HostProxy:
                 error = caught
         if error is not None:
             ours = gave_up(self.transport.rank, error)
-            self._on_failure(ours)  # before abort() releases the streams: what they do then is no result
+            self._on_failure(ours)  # before abort() releases the streams: their later work is discarded
             self.abort(str(ours))
 
     def close(self, timeout: float) -> None:

@@ -105,7 +105,7 @@ class Engine(Protocol):
 
     Attributes:
         chunk_elements: elements in a chunk if the caller gives none; None: the collective's default.
-        failure: what ended the group outside any call (found by a watchdog), or None.
+        failure: the error that ended the group outside any call (found by a watchdog), or None.
         is_idle: no run is under way, and the host can read the caller's memory without waiting (never on CUDA).
     """
 

@@ -52,7 +52,7 @@ def _tail(text: str) -> bytes:
 class Header(NamedTuple):
     """The contents of a control message; two ranks agree on a call when the packed bytes are equal.
 
-    ``pairs``: by peer, what this rank and the peer alone must agree on, beside the text; () for nothing.
+    ``pairs``: by peer, further text that only this rank and the peer must agree on; () for none.
     """
 
     kind: Kind
