@@ -217,8 +217,9 @@ def test_a_question_that_a_capture_forbids_ends_nothing(world, cupy):
         comm._session.engine.watch = lambda: True  # the watching thread is exempt
         time.sleep(0.05)
         world.error = 900
-        with pytest.raises(qccl.ArgumentError, match="captures"):
-            work.is_completed()
+        for ask in (work.is_completed, work.synchronize):
+            with pytest.raises(qccl.ArgumentError, match="captures"):
+                ask()
         world.error, world.frozen = 0, False
         assert work.synchronize() is out and work.exception() is None
         del comm._session.engine.watch
