@@ -117,12 +117,13 @@ def command(name: str) -> click.Command:
 
 def _run(ranks: int | None, options: Options) -> int:
     """Start the ranks, or run as one of a launcher's ranks; returns the exit status."""
-    with stoppable(), _Screen(to_stderr=options.json == STDOUT) as screen:
+    with stoppable():
         try:
-            launcher = detect()
-            if launcher is None:
-                return _start(ranks or _DEFAULT_RANKS, options, screen)
-            return _join(launcher, ranks, options, screen)
+            with _Screen(to_stderr=options.json == STDOUT) as screen:
+                launcher = detect()
+                if launcher is None:
+                    return _start(ranks or _DEFAULT_RANKS, options, screen)
+                return _join(launcher, ranks, options, screen)
         except KeyboardInterrupt:
             click.echo("qccl-bench: stopped; its ranks and networks are gone", err=True)
             return 130
