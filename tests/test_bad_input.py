@@ -458,6 +458,16 @@ def test_plan_misuse():
     qccl.run_ranks(2, run)
 
 
+def test_a_plan_of_a_closed_communicator_says_so():
+    def run(comm):
+        plan = comm.plan("allreduce", COUNT).bind(np.ones(COUNT, np.float32))
+        comm.close()
+        with pytest.raises(qccl.ArgumentError, match="this communicator is closed"):
+            plan.start()
+
+    qccl.run_ranks(2, run)
+
+
 def test_a_refused_bind_leaves_the_plan_as_it_was():
     def run(comm):
         memory = np.ones(COUNT + 10, np.float32)
