@@ -1,11 +1,11 @@
-"""Compiled kernels on disk, so that a process need not compile what one before it has.
+"""Compiled kernels on disk, so that a process need not compile the kernels of an earlier one.
 
-A file holds one kernel. It is found by a digest of all that decides what the compiler makes (source, options, GPU,
-versions), written at once under its name, and checked when it is read: what is damaged is as good as absent. Nothing
-that goes wrong with the disk is an error; then kernels are compiled.
+A file holds one kernel. Its name is a digest of everything that the compiler's output depends on: source, options, GPU,
+versions. A file gets its name only when it is complete, and is checked when it is read; a damaged file counts as
+missing. Errors of the disk are ignored: the kernels are then compiled.
 
-The files are in QCCL_CACHE_DIR (set but empty: nowhere), or else in ``qccl`` in XDG_CACHE_HOME or ``~/.cache``. They
-may be deleted at any time.
+The files are in QCCL_CACHE_DIR (if it is empty, nothing is kept), or else in ``qccl`` in XDG_CACHE_HOME or
+``~/.cache``. They may be deleted at any time.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ __all__ = ["compiled", "folder"]
 
 
 def folder() -> Path | None:
-    """Where the files are; None: nowhere."""
+    """The folder of the files; None if none are kept."""
     chosen = os.environ.get("QCCL_CACHE_DIR")
     if chosen is not None:
         return Path(chosen) if chosen else None
     base = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(base) if base else Path.home() / ".cache") / "qccl"
-    except RuntimeError:  # nobody's home
+    except RuntimeError:  # this user has no home folder
         return None
 
 
 def compiled(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
-    """A kernel's binary and its mangled name: read, or made by ``make`` and written, for others with these inputs."""
+    """A kernel's binary and its mangled name: read from the file of these inputs, or made by ``make`` and written."""
     place = folder()
     if place is None:
         return make()
@@ -50,9 +50,9 @@ def compiled(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tu
 def _read(path: Path) -> tuple[bytes, str] | None:
     try:
         head, _, binary = path.read_bytes().partition(b"\n")
-        told = json.loads(head)
-        if told["sha256"] == hashlib.sha256(binary).hexdigest():
-            return binary, str(told["name"])
+        header = json.loads(head)
+        if header["sha256"] == hashlib.sha256(binary).hexdigest():
+            return binary, str(header["name"])
     except (OSError, ValueError, KeyError, TypeError):
         pass
     return None

@@ -133,9 +133,6 @@ class Mirror:
             calls.append((self._runtime.memcpyAsync, copy))
         return calls
 
-    def allreduce(self, *arguments: Any) -> None:
-        raise NotImplementedError
-
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         return [item] * self.size
 
@@ -170,9 +167,6 @@ class Apart:
 
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         raise AssertionError("there is no way between these ranks' devices")
-
-    def allreduce(self, *arguments: Any) -> None:
-        raise NotImplementedError
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         return self._host.allgather(item, timeout)
