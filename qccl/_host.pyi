@@ -121,7 +121,11 @@ RUNS_IN_FLIGHT: int
 TAGS_PER_RUN: int
 
 class Wire:
-    """Transfers between ranks, for the loop."""
+    """Transfers between ranks, for the loop; ``poll`` returns the tokens."""
+
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: int, /) -> None: ...
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: int, at_most: bool, /) -> None: ...
+    def poll(self, idle: int, /) -> list[int]: ...
 
 class PythonWire(Wire):
     """Transfers of a transport (transports.base.Transport) that is written in Python."""
@@ -129,7 +133,7 @@ class PythonWire(Wire):
     def __init__(self, transport: object) -> None: ...
 
 class MpiWire(Wire):
-    """Transfers of an MPI library, by the addresses of its functions; ``poll`` returns the tokens.
+    """Transfers of an MPI library, by the addresses of its functions.
 
     ``fault(code, peer, got, expected)`` raises an error of the library (``code``), a message of the wrong size
     (``peer``), or, with neither, that MPI was finalized. ``spins``: number of empty polls during which the thread keeps
@@ -146,10 +150,37 @@ class MpiWire(Wire):
     ) -> None: ...
     @property
     def under_way(self) -> int: ...
-    def send(self, peer: int, tag: int, address: int, nbytes: int, token: int, /) -> None: ...
-    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: int, at_most: bool, /) -> None: ...
-    def poll(self, idle: int, /) -> list[int]: ...
     def cancel(self) -> None: ...
+
+class UcxWire(Wire):
+    """Transfers by UCX, by the addresses of its functions (in the order of function_names()).
+
+    ``config``: UCX's settings by name. ``fault(status, peer, lost, got, expected)`` raises an error of UCX
+    (``status``), of the connection to ``peer`` if it is ``lost``, a message of the wrong size, or, without status and
+    peer, that the wire is closed. ``spins``: number of empty polls during which the thread keeps the processor; 0: it
+    yields. Then it sleeps until a message arrives. Several threads may use it.
+    """
+
+    SET_UP: int
+    spins: int
+    def __init__(
+        self,
+        functions: Sequence[int],
+        config: Sequence[tuple[str, str]],
+        rank: int,
+        size: int,
+        fault: Callable[[int, int, bool, int, int], None],
+    ) -> None: ...
+    @staticmethod
+    def function_names() -> list[str]: ...
+    @property
+    def under_way(self) -> int: ...
+    @property
+    def set_up_completed(self) -> int: ...
+    def address(self) -> bytes: ...
+    def connect(self, peer: int, address: bytes, /) -> None: ...
+    def progress(self, idle: int) -> None: ...
+    def close(self, seconds: float) -> None: ...
 
 class Steps:
     """A compiled schedule: operations and transfers in program order, each with the earlier steps that it needs.

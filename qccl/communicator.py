@@ -14,6 +14,7 @@ from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend
 from qccl.errors import ArgumentError, PeerLost, QcclError
 from qccl.host import HostBackend
+from qccl.meetings import connect, of_jax, of_torch
 from qccl.options import CallOptions
 from qccl.plan import Plan, PlanCache
 from qccl.session import Session
@@ -127,15 +128,23 @@ class Communicator(Collectives):
     def from_torch(cls, group: Any = None, timeout: float = 60.0) -> Communicator:
         """Collective: the ranks of a torch.distributed process group (None: the default one).
 
-        If it has NCCL, the ranks use their current devices; if it has only gloo, host memory. qccl uses the group only
-        to bring the ranks together, and leaves it as it was.
+        If it has NCCL, the ranks use their current devices. Otherwise they use host memory, over UCX if all ranks have
+        it, or else over gloo. qccl uses the group only to bring the ranks together, and leaves it as it was.
         """
-        from qccl.transports.torch import TorchTransport, backend_of
+        from qccl.transports.torch import backend_of
 
         timeout = timeout_of(timeout)
         if "nccl" in backend_of(group):
             return cls._on_cuda(lambda nccl: nccl.from_torch(group, timeout), timeout)
-        return cls._from_transport(TorchTransport.from_group(group, timeout), timeout)
+        return cls._from_transport(connect(of_torch(group), timeout), timeout)
+
+    @classmethod
+    def from_jax(cls, timeout: float = 60.0) -> Communicator:
+        """Collective: the processes of jax.distributed, on host memory, over UCX.
+
+        Raises ArgumentError unless the program has called jax.distributed.initialize().
+        """
+        return cls._from_transport(connect(of_jax(), timeout_of(timeout)), timeout)
 
     @classmethod
     def _on_cuda(cls, make: Callable[[type[NcclTransport]], NcclTransport], timeout: float) -> Communicator:

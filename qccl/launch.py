@@ -1,14 +1,18 @@
-"""qccl.init(): the communicator of the ranks that the launcher started (see launchers.py)."""
+"""qccl.init(): the communicator of the ranks that a launcher started (see launchers.py) or that the program names."""
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
+import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from qccl.cuda.libraries import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
-from qccl.launchers import Launcher, check_alone, check_size, detect, remedy
+from qccl.launchers import Launcher, check_alone, check_size, detect, frameworks
+from qccl.meetings import Meeting, alone, connect, of_address, of_jax, of_launcher, of_torch, wanted_transport
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -16,26 +20,42 @@ if TYPE_CHECKING:
 
 __all__ = ["init"]
 
-#: decisions: all ranks have GPUs; some rank has none; the ranks passed different arguments
+_log = logging.getLogger("qccl")
+
+#: all ranks have GPUs; one has none; they were asked for different things
 _YES, _NO, _MIXED = b"+", b"-", b"x"
-_REASON_NBYTES = 220
 
 
-def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None) -> Communicator:
-    """The communicator of all ranks that the launcher started (one rank without a launcher).
+def init(
+    backend: str = "auto",
+    timeout: float = 60.0,
+    device: int | None = None,
+    *,
+    rank: int | None = None,
+    size: int | None = None,
+    address: str | None = None,
+) -> Communicator:
+    """The communicator of all ranks that the launcher started (one rank, if none did).
+
+    On the host MPI carries the bytes if the program runs under it, otherwise UCX, otherwise PyTorch's gloo. The logger
+    "qccl" says at level INFO which one, and why.
 
     Args:
-        backend: "host", "cuda", or "auto": CUDA if it can be used and each machine has a GPU for each of its ranks, or
-            if a ``device`` is given; otherwise the host. The ranks decide together.
+        backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
+            or where a ``device`` is given; otherwise the host. The ranks decide together.
         timeout: seconds until a collective that does not finish raises CollectiveTimeout.
-        device: GPU of this rank; None means the GPU whose number is the rank's number on its machine.
+        device: GPU of this rank; None means the one with the rank's number on its machine.
+        rank: number of this process. ``rank``, ``size`` and ``address`` are for processes that no launcher started.
+        size: number of processes.
+        address: "host:port", a free port on the machine of rank 0.
 
     Raises:
         ArgumentError: a value is not allowed; MPI has another number of ranks than the launcher; or this is a single
             rank although the environment, torch.distributed, jax.distributed or mpi4py says that there are more.
         MismatchError: the ranks passed different backends.
         CollectiveTimeout: not every rank called init() in time.
-        EngineError: the backend cannot be used on this machine; the message says why.
+        EngineError: the backend cannot be used on this machine, or the ranks have no transport in common; the message
+            says why.
     """
     from qccl.arguments import integer, timeout_of
     from qccl.communicator import Communicator
@@ -46,72 +66,123 @@ def init(backend: str = "auto", timeout: float = 60.0, device: int | None = None
     if backend == "host" and device is not None:
         raise ArgumentError(f"device={device!r} was given, but the host backend has no devices; leave it out")
     device = None if device is None else integer(device, "device")
-    launcher = detect()
-    if launcher is None or launcher.size == 1:
-        check_alone()
     must = backend == "cuda" or device is not None
-    if backend != "host" and (launcher is None or _meets_by_tcp(launcher)):
-        comm = _by_tcp(launcher or Launcher("", 0, 1, 0, 1), device, timeout, must=must)
-        if comm is not None:
-            return comm
-    transport = _host_transport(launcher, timeout)
-    if launcher is not None and backend != "host" and not _meets_by_tcp(launcher):
-        reason = "" if must else _too_few(transport.local_size)
-        kind, text = _verdict(transport.allgather(_note(must, reason), timeout))
+    meeting = _given(rank, size, address) or _find_meeting(detect())
+    if meeting is None:
+        return _by_mpi(backend, device, timeout, must=must)
+    comm = None if backend == "host" else _on_gpus(meeting, device, timeout, must=must)
+    return comm or Communicator._from_transport(connect(meeting, timeout), timeout=timeout)
+
+
+def _given(rank: int | None, size: int | None, address: str | None) -> Meeting | None:
+    """The ranks that the program names; None if it names none."""
+    if rank is None and size is None and address is None:
+        return None
+    from qccl.arguments import integer
+
+    host, _, port = str(address).rpartition(":")
+    if rank is None or size is None or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+        raise ArgumentError(
+            f'rank={rank!r}, size={size!r}, address={address!r}: give all three, the address as "host:port" of a free '
+            f"port on the machine of rank 0"
+        )
+    rank, size = integer(rank, "rank"), integer(size, "size")
+    if not 0 <= rank < size:
+        raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
+    return of_address("qccl.init()", rank, size, (host.strip("[]"), int(port)))
+
+
+def _find_meeting(launcher: Launcher | None) -> Meeting | None:
+    """How the ranks find each other; None: by MPI. Raises ArgumentError where two sources say different sizes."""
+    if launcher is not None and launcher.size > 1:
+        for name, size, _ in frameworks():
+            if size not in (1, launcher.size):
+                raise ArgumentError(f"{launcher.name} started {launcher.size} ranks, but {name} has {size}")
+        if launcher.name == "sbatch":
+            check_size(launcher, 1)  # raises: a batch script runs once
+        return None if _has_mpi(launcher) else of_launcher(launcher)
+    for name, size, _ in frameworks():
+        if size > 1 and name == "torch.distributed":
+            return of_torch()
+        if size > 1 and name == "jax.distributed":
+            return of_jax()
+    check_alone()
+    return alone()
+
+
+def _has_mpi(launcher: Launcher) -> bool:
+    """Whether MPI carries the bytes: QCCL_TRANSPORT says so, or mpi4py is there and the launcher is one of MPI's."""
+    wanted = wanted_transport()
+    if wanted:
+        return wanted == "mpi"
+    if launcher.name in ("torchrun", "Kubernetes") or (launcher.name == "srun" and "MASTER_ADDR" in os.environ):
+        return False
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def _by_mpi(backend: str, device: int | None, timeout: float, *, must: bool) -> Communicator:
+    """The ranks of MPI's world: on GPUs if all have one, otherwise on the host."""
+    from qccl.communicator import Communicator
+    from qccl.transports.mpi import MpiTransport
+
+    transport = MpiTransport.world(timeout)
+    launcher = detect()
+    assert launcher is not None  # _find_meeting()
+    check_size(launcher, transport.size)
+    if backend != "host":
+        kind, text = _verdict(transport.allgather(_note(must, "" if must else _too_few(transport.local_size)), timeout))
         if kind == _MIXED:
             transport.close()
             raise MismatchError(text)
         if kind == _YES:
             return _over(transport, device, timeout)
+    _log.info("rank %d of %d uses the transport mpi: %s started it", transport.rank, transport.size, launcher.name)
     return Communicator._from_transport(transport, timeout=timeout)
 
 
-def _by_tcp(launcher: Launcher, device: int | None, timeout: float, *, must: bool) -> Communicator | None:
-    """A communicator on GPUs of ranks that meet over TCP, or of one rank; None if the ranks use the host.
+def _on_gpus(meeting: Meeting, device: int | None, timeout: float, *, must: bool) -> Communicator | None:
+    """The ranks on their GPUs; None: not all have one, and none ``must``.
 
-    The ranks exchange their requests and why they cannot use a GPU, and so make the same decision.
+    Each says what it was asked for, and what keeps it from a GPU, so that all do the same.
     """
     from qccl.communicator import Communicator
-    from qccl.transports.rendezvous import meet, meeting_place
+    from qccl.cuda.nccl import get_unique_id
 
+    hosts = meeting.gather(socket.gethostname().encode(), timeout)
+    here = hosts[meeting.rank]
     chosen, reason = None, ""
     try:
-        reason = "" if must else _too_few(launcher.local_size or launcher.local_rank + 1)
+        reason = "" if must else _too_few(hosts.count(here))
         if not reason:
-            chosen = pick_device(device, launcher.local_rank if launcher.name else None)
+            chosen = pick_device(device, hosts[: meeting.rank].count(here) if meeting.name else None)
     except QcclError as error:
-        if launcher.size == 1:
+        if meeting.size == 1:
             raise
         reason = str(error)
-    note = _note(must, reason)
-    if launcher.size == 1:
-        answer = _decide([note])
-    else:
-        job = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID") or ""
-        answer = meet(note, _decide, launcher.rank, launcher.size, meeting_place(), timeout, job)
-    kind, content = answer[:1], answer[1:]
-    if kind == _YES:
-        return Communicator(content, launcher.rank, launcher.size, timeout=timeout, device=chosen)
+    kind, text = _verdict(meeting.gather(_note(must, reason), timeout))
     if kind == _MIXED:
-        raise MismatchError(content.decode(errors="replace"))
+        raise MismatchError(text)
+    if kind == _YES:
+        unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", timeout)[0]
+        return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=chosen)
     if must:
-        raise EngineError(content.decode(errors="replace"))
+        raise EngineError(text)
     return None
 
 
 def _too_few(ranks: int) -> str:
-    """Why this machine has no GPU for each of its ranks, or ""."""
+    """Why this machine has no GPU for each of its ranks; nothing where it has."""
     count = device_count()
     return "" if count >= ranks else f"its machine has {count} usable GPUs for {ranks} ranks"
 
 
 def _note(must: bool, reason: str) -> bytes:
-    """The message of a rank: whether it must use a GPU, and why it cannot."""
-    return (b"!" if must else b"?") + reason.encode()[:_REASON_NBYTES]
+    """What a rank brings: whether it was asked for GPUs, and what keeps it from one."""
+    return (b"!" if must else b"?") + reason.encode()
 
 
 def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
-    """The decision from all ranks' messages, and its reason."""
+    """What follows from all ranks' notes, and why."""
     must = [rank for rank, note in enumerate(notes) if note[:1] == b"!"]
     if 0 < len(must) < len(notes):
         other = next(rank for rank in range(len(notes)) if rank not in must)
@@ -125,18 +196,8 @@ def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
     return _YES, ""
 
 
-def _decide(notes: Sequence[bytes]) -> bytes:
-    """Rank 0's answer to all ranks: the decision, and NCCL's unique id or the reason."""
-    kind, text = _verdict(notes)
-    if kind != _YES:
-        return kind + text.encode()
-    from qccl.cuda.nccl import get_unique_id
-
-    return kind + get_unique_id()
-
-
 def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
-    """A communicator of a host group's ranks on their GPUs. It owns the group; on failure the group is closed."""
+    """The ranks of a host group on their GPUs; the group is theirs, too, or is given up where that fails."""
     from qccl.communicator import Communicator
     from qccl.cuda import CudaBackend
     from qccl.cuda.nccl import NcclTransport
@@ -147,34 +208,3 @@ def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
         group.close()
         raise
     return Communicator._from_transport(transport, timeout, CudaBackend)
-
-
-def _meets_by_tcp(launcher: Launcher) -> bool:
-    """Whether the ranks find each other at MASTER_ADDR (torchrun; srun where it is set) and not through MPI."""
-    return launcher.name == "torchrun" or (launcher.name == "srun" and "MASTER_ADDR" in os.environ)
-
-
-def _host_transport(launcher: Launcher | None, timeout: float) -> Transport:
-    if launcher is None:
-        return _alone()
-    try:
-        from qccl.transports.mpi import MpiTransport
-    except ImportError as error:
-        if launcher.size == 1:
-            return _alone()
-        if launcher.name == "torchrun":  # MPI would not help
-            raise EngineError(f"torchrun started {launcher.size} ranks: {remedy(launcher)}") from error
-        raise EngineError(
-            f"{launcher.name} started {launcher.size} ranks, but MPI cannot be used here ({error}); "
-            f"install qccl[mpi], or mpi4py alone where the machine has its own MPI, or take the ranks of a torch "
-            f"group with gloo by Communicator.from_torch()"
-        ) from error
-    transport = MpiTransport.world(timeout)
-    check_size(launcher, transport.size)
-    return transport
-
-
-def _alone() -> Transport:
-    from qccl.transports.loopback import LoopbackGroup
-
-    return LoopbackGroup(1).transport(0)

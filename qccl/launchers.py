@@ -11,8 +11,8 @@ One rank is accepted under a launcher of one rank, in the shell of a Slurm alloc
 of one task), with MPI.COMM_SELF, and with a process group of one rank. It is refused in a batch script that asks Slurm
 for several tasks, because the usual cause is a forgotten srun.
 
-Kubernetes' JOB_COMPLETION_INDEX and PMIX_RANK are ignored: they number processes, but do not say how many there are or
-that they belong together.
+Kubernetes' JOB_COMPLETION_INDEX counts only beside WORLD_SIZE, which the job's author sets, and PMIX_RANK not at all:
+alone they number processes without saying how many there are.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from qccl.errors import ArgumentError
 
-__all__ = ["Launcher", "check_alone", "check_size", "detect", "remedy"]
+__all__ = ["Launcher", "check_alone", "check_size", "detect", "frameworks", "remedy"]
 
 #: launcher -> its variables for rank, size, rank on this machine and ranks on this machine ("" where it has none)
 _VARIABLES = {
@@ -36,6 +36,7 @@ _VARIABLES = {
     ),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "", ""),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""),
     "sbatch": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""),  # its script, which runs once
 }
@@ -43,10 +44,7 @@ _SLURM = ("srun", "sbatch")
 
 #: advice for the case that MPI does not know the launcher's ranks, or is not installed
 _REMEDIES = {
-    "torchrun": (
-        'torchrun\'s ranks have no MPI; call torch.distributed.init_process_group("gloo") (or "nccl", for GPUs) and '
-        "then qccl.Communicator.from_torch() instead of qccl.init(), or start the program with mpiexec"
-    ),
+    "torchrun": "torchrun's ranks have no MPI; use qccl.init(), which finds them without it",
     "srun": (
         "srun and mpi4py's MPI library use different process-management interfaces; choose one that the library knows "
         "with srun --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows all), or start the program with the mpiexec of that "
@@ -108,14 +106,14 @@ def check_alone(environ: Mapping[str, str] = os.environ) -> None:
     found = list(_launchers(environ))
     for launcher in [each for each in found if each.name not in _SLURM] or found[:1]:
         check_size(launcher, 1)
-    for name, size, advice in _frameworks():
+    for name, size, advice in frameworks():
         if size > 1:
             raise ArgumentError(
                 f"{name} has {size} ranks, but qccl finds none of the others by the environment or MPI: {advice}"
             )
 
 
-def _frameworks() -> Iterator[tuple[str, int, str]]:
+def frameworks() -> Iterator[tuple[str, int, str]]:
     """The libraries that the program has initialized: name, number of ranks, and how to use these ranks with qccl.
 
     This imports nothing, and calls nothing that would initialize a library (as jax.process_count() does).
@@ -124,12 +122,7 @@ def _frameworks() -> Iterator[tuple[str, int, str]]:
     if torch is not None and torch.is_available() and torch.is_initialized():
         yield "torch.distributed", torch.get_world_size(), "use qccl.Communicator.from_torch()"
     jax = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
-    yield (
-        "jax.distributed",
-        getattr(jax, "num_processes", None) or 1,
-        "install mpi4py (pip install qccl[mpi]) and start the program with mpiexec, so that qccl.init() finds the "
-        "ranks by MPI",
-    )
+    yield "jax.distributed", getattr(jax, "num_processes", None) or 1, "use qccl.Communicator.from_jax()"
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized() and not mpi.Is_finalized():
         yield "mpi4py", mpi.COMM_WORLD.Get_size(), "use qccl.Communicator.from_mpi(MPI.COMM_WORLD)"

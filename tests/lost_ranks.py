@@ -65,6 +65,9 @@ def calls_for_ever(comm: object, seed: int) -> None:
             x.fill(1)
 
 
+SETTINGS = {"OMP_NUM_THREADS": 1, "QCCL_TRANSPORT": "gloo"}
+
+
 def be_a_rank(style: str, seed: int) -> None:
     import torch.distributed as dist
 
@@ -148,7 +151,7 @@ class Run:
                     os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
                 where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
                 which = {"RANK": rank, "WORLD_SIZE": self.size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": self.size}
-                os.environ |= {key: str(value) for key, value in (where | which | {"OMP_NUM_THREADS": 1}).items()}
+                os.environ |= {key: str(value) for key, value in (where | which | SETTINGS).items()}
                 be_a_rank(self.style, self.seed)
                 sys.exit()
             self.ranks.append(Rank(pid, output, errors))

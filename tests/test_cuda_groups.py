@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import fake_cuda
@@ -14,7 +15,7 @@ import pytest
 from cuda_ranks import one, ranks, values
 
 import qccl
-from qccl import launch, launchers
+from qccl import launch, meetings
 from qccl.cuda import libraries
 from qccl.transports import rendezvous
 
@@ -99,21 +100,24 @@ def test_init(launcher, cupy, monkeypatch):
 
 def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
     """One machine has too few GPUs: all ranks go to the host, or all say whose fault it is."""
+    of_thread = threading.local()
 
-    class One(int):  # ranks are processes, which each count their own meetings; here they are threads of one
-        def __add__(self, other):
-            return self
+    class Numbers:  # ranks are processes, which number their own meetings; here they are threads of one
+        def __next__(self):
+            of_thread.number += 1
+            return of_thread.number
 
     def inits(*arguments):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            monkeypatch.setenv("QCCL_PORT", str(probe.getsockname()[1]))
+            place = probe.getsockname()
 
         def run(rank):
-            must, device, local_size = arguments[rank]
-            launcher = launchers.Launcher("torchrun", rank, len(arguments), rank, local_size)
+            must, device, of_thread.reason = arguments[rank]
+            of_thread.number = 0
+            meeting = meetings.of_address("torchrun", rank, len(arguments), place)
             try:
-                comm = launch._by_tcp(launcher, device, 10.0, must=must)
+                comm = launch._on_gpus(meeting, device, 10.0, must=must)
             except qccl.QcclError as error:
                 return type(error), str(error)
             if comm is None:
@@ -124,14 +128,14 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
         with ThreadPoolExecutor(len(arguments)) as pool:
             return list(pool.map(run, range(len(arguments))))
 
-    monkeypatch.setattr(rendezvous, "_meetings", One(1))
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    assert inits((False, None, 2), (False, None, 2)) == [("cuda", 0, 0), ("cuda", 1, 1)]
-    assert inits((True, 4, 2), (True, 7, 2)) == [("cuda", 0, 4), ("cuda", 1, 7)]
-    assert inits((False, None, 2), (False, None, 9), (False, None, 2)) == ["host"] * 3
-    for kind, text in inits((True, None, 3), (True, None, 3), (True, 99, 3)):
+    monkeypatch.setattr(rendezvous, "_numbers", Numbers())
+    monkeypatch.setattr(launch, "_too_few", lambda ranks: of_thread.reason)
+    assert inits((False, None, ""), (False, None, "")) == [("cuda", 0, 0), ("cuda", 1, 1)]
+    assert inits((True, 4, ""), (True, 7, "")) == [("cuda", 0, 4), ("cuda", 1, 7)]
+    assert inits((False, None, ""), (False, None, "too few"), (False, None, "")) == ["host"] * 3
+    for kind, text in inits((True, None, ""), (True, None, ""), (True, 99, "")):
         assert kind is qccl.EngineError and text.startswith("rank 2: device=99")
-    for kind, text in inits((False, None, 2), (True, None, 2)):
+    for kind, text in inits((False, None, ""), (True, None, "")):
         assert kind is qccl.MismatchError and "rank 1 called" in text and "rank 0 with" in text
 
 

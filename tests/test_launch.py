@@ -23,6 +23,7 @@ MPICH_1 = {"PMI_RANK": "0", "PMI_SIZE": "1"}
 MPICH_4 = {"PMI_RANK": "0", "PMI_SIZE": "4"}
 TORCHRUN_1 = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
 TORCHRUN_4 = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+KUBERNETES_4 = {"JOB_COMPLETION_INDEX": "3", "WORLD_SIZE": "4"}
 SALLOC_4 = {"SLURM_NTASKS": "4"}
 SBATCH_4 = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}
 SRUN_1 = {"SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
@@ -38,6 +39,9 @@ def test_what_started_this_process():
     assert launchers.detect(SRUN_4 | TORCHRUN_1 | MPICH_4).name == "MPICH"
     assert launchers.detect(SRUN_4) == launchers.Launcher("srun", 2, 4, 0, 0)
     assert launchers.detect(SHELL_4).size == 1
+    assert launchers.detect(KUBERNETES_4) == launchers.Launcher("Kubernetes", 3, 4, 0, 0)
+    assert launchers.detect(KUBERNETES_4 | TORCHRUN_4).name == "torchrun"
+    assert launchers.detect({"JOB_COMPLETION_INDEX": "3"}) is None
     with pytest.raises(qccl.ArgumentError, match="not readable"):
         launchers.detect({"RANK": "x", "WORLD_SIZE": "4"})
 
@@ -55,7 +59,8 @@ def test_one_rank_where_one_was_started(environ):
     [
         (OPEN_MPI_4, "Open MPI started 4 ranks, but MPI sees 1.*mpiexec of that library"),
         (MPICH_4, "MPICH started 4 ranks, but MPI sees 1.*mpiexec of that library"),
-        (TORCHRUN_4, r"torchrun started 4 ranks.*init_process_group\(.*Communicator.from_torch\(\)"),
+        (TORCHRUN_4, r"torchrun started 4 ranks.*use qccl.init\(\)"),
+        (KUBERNETES_4, "Kubernetes started 4 ranks"),
         (SRUN_4, "srun started 4 ranks.*--mpi=pmi2"),
         (SBATCH_4, "sbatch asked for 4 ranks.*with srun"),
         (MPICH_1 | TORCHRUN_4, "torchrun started 4 ranks"),
@@ -119,21 +124,28 @@ def needs(*modules):
 
 
 @needs("jax")
-def test_ranks_of_jax_are_not_alone(port):
-    """In processes that no launcher has started. MPI finds nothing of them."""
+@pytest.mark.parametrize(
+    ("transport", "message"),
+    [("ucx", "rank {} of 2\n"), ("gloo", "EngineError: the 2 ranks of jax.distributed have no transport in common.")],
+)
+def test_ranks_of_jax_find_each_other(port, transport, message):
+    """In processes that no launcher has started."""
     start = "import jax; jax.distributed.initialize('127.0.0.1:{}', 2, {})\n{}\njax.distributed.shutdown()"
-    for out in outputs(*(start.format(port, rank, INIT) for rank in range(2)), JAX_PLATFORMS="cpu"):
-        assert out.startswith("ArgumentError: jax.distributed has 2 ranks") and "mpiexec" in out
+    programs = (start.format(port, rank, INIT) for rank in range(2))
+    for rank, out in enumerate(outputs(*programs, JAX_PLATFORMS="cpu", QCCL_TRANSPORT=transport)):
+        assert out.startswith(message.format(rank))
 
 
 @needs("torch")
-def test_ranks_of_torch_are_not_alone(port):
+@pytest.mark.parametrize("transport", ["ucx", "gloo"])
+def test_ranks_of_torch_find_each_other(port, transport):
     start = (
         "import torch.distributed as dist; "
         "dist.init_process_group('gloo', 'tcp://127.0.0.1:{}', world_size=2, rank={})\n{}\ndist.barrier()"
     )
-    for out in outputs(*(start.format(port, rank, INIT) for rank in range(2)), GLOO_SOCKET_IFNAME="lo"):
-        assert out.startswith("ArgumentError: torch.distributed has 2 ranks") and "from_torch()" in out
+    programs = (start.format(port, rank, INIT) for rank in range(2))
+    outs = outputs(*programs, GLOO_SOCKET_IFNAME="lo", QCCL_TRANSPORT=transport)
+    assert outs == [f"rank {rank} of 2\n" for rank in range(2)]
 
 
 @needs("torch", "jax")
@@ -158,13 +170,42 @@ for group in MPI.COMM_WORLD, MPI.COMM_SELF:
 """
     (out,) = outputs(program, **TORCHRUN_4)
     world, itself, init = out.splitlines()
-    assert world == init and world.startswith("ArgumentError: torchrun started 4 ranks, but MPI sees 1")
+    assert world.startswith("ArgumentError: torchrun started 4 ranks, but MPI sees 1")
+    assert init.startswith("ArgumentError: the ranks cannot find each other: MASTER_ADDR")
     assert itself == "rank 0 of 1"
 
 
-def test_under_torchrun_without_mpi():
-    without = f"import sys; sys.modules['mpi4py'] = None\n{INIT}"
-    (out,) = outputs(without, **TORCHRUN_4)
-    assert out.startswith("EngineError: torchrun started 4 ranks") and "from_torch()" in out and "qccl[mpi]" not in out
-    (out,) = outputs(without, **TORCHRUN_1)
+@pytest.mark.parametrize(
+    ("launcher", "transport"),
+    [*((name, "ucx") for name in ("torchrun", "MPICH", "Open MPI", "Kubernetes", "srun")), ("torchrun", "gloo")],
+)
+def test_ranks_of_a_launcher_find_each_other_without_mpi(port, launcher, transport):
+    rank, size, *_ = launchers._VARIABLES[launcher]
+    without = "import os, sys; sys.modules['mpi4py'] = None; os.environ[{!r}] = '{}'\n{}"
+    programs = (without.format(rank, number, INIT) for number in range(2))
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "QCCL_TRANSPORT": transport}
+    assert outputs(*programs, **place, **{size: "2"}) == [f"rank {number} of 2\n" for number in range(2)]
+
+
+def test_a_launcher_of_one_rank_without_mpi():
+    (out,) = outputs(f"import sys; sys.modules['mpi4py'] = None\n{INIT}", **TORCHRUN_1)
     assert out == "rank 0 of 1\n"
+
+
+def test_ranks_that_allow_different_transports(port):
+    """Both ranks say why there is none for them."""
+    start = "import os; os.environ.update(RANK='{}', QCCL_TRANSPORT='{}')\n"
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    outs = outputs(start.format(0, "ucx") + INIT, start.format(1, "gloo") + INIT, **place)
+    for out in outs:
+        assert out.startswith(
+            "EngineError: the 2 ranks of torchrun have no transport in common. ucx: rank 1: QCCL_TRANSPORT is gloo; "
+            "gloo: rank 0: QCCL_TRANSPORT is ucx"
+        )
+    (out,) = outputs("import os; os.environ['QCCL_TRANSPORT'] = 'tcp'\n" + INIT, **TORCHRUN_4, MASTER_PORT="1")
+    assert out.startswith("ArgumentError: QCCL_TRANSPORT='tcp' does not exist; there are ucx, gloo and mpi")
+
+
+def test_a_batch_script_is_not_a_rank():
+    (out,) = outputs(INIT, **SBATCH_4, MASTER_ADDR="127.0.0.1", MASTER_PORT="29500")
+    assert out.startswith("ArgumentError: sbatch asked for 4 ranks")

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensors": {"errors"},
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
     "transports": {"_host", "dtypes", "errors", "launchers"},
+    "meetings": {"errors", "launchers", "transports"},
     "engine": {"_host", "arrays", "codecs", "dtypes", "errors", "intervals", "schedule", "trace", "transports"},
     "host": {
         *("_host", "arrays", "codecs", "dtypes", "engine", "errors", "scalars", "schedule", "tensors", "trace"),
@@ -47,12 +48,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calls": {"arguments", "arrays", "collectives", "dtypes", "errors", "options"},
     "communicator": {
         *("arguments", "host", "cuda", "calls", "codecs", "dtypes", "engine", "errors", "arrays", "plan"),
-        *("collectives", "options", "session", "state", "transports"),
+        *("collectives", "meetings", "options", "session", "state", "transports"),
     },
     "pointers": {"arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "options", "work"},
     "weights": {"errors"},
     "decentralized": {"arguments", "codecs", "communicator", "errors", "scalars", "weights"},
-    "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "transports"},
+    "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "": {
         "codecs",
@@ -85,6 +86,7 @@ PACKAGES: dict[str, set[str]] = {
     "cuda/source.py": {"numpy"},
     "cuda/libraries.py": {"cuda", "cupy"},
     "host/memory.py": {"numpy"},
+    "meetings.py": {"torch"},
     "state.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
     "cuda/nccl.py": {"torch"},

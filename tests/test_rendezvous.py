@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import socket
 import threading
 import time
@@ -13,14 +14,14 @@ import pytest
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import rendezvous
-from qccl.transports.rendezvous import PORT_OFFSET, gather, meet, meeting_place
+from qccl.transports.rendezvous import PORT_OFFSET, gather, meeting_place
 
 MESSAGE = bytes(range(128))
 
 
 def share(message, rank, *arguments):
-    """A meeting with an answer that does not depend on the notes."""
-    return meet(b"here", lambda notes: message, rank, *arguments)
+    """The note of rank 0."""
+    return gather(message if rank == 0 else b"here", rank, *arguments)[0]
 
 
 @pytest.fixture
@@ -32,13 +33,8 @@ def port():
 
 @pytest.fixture(autouse=True)
 def one_meeting_for_all(monkeypatch):
-    """Ranks are processes, which each count their own meetings; here they are threads of one."""
-
-    class Frozen(int):
-        def __add__(self, other):
-            return self
-
-    monkeypatch.setattr(rendezvous, "_meetings", Frozen(1))
+    """Ranks are processes, which number their own meetings; here they are threads of one."""
+    monkeypatch.setattr(rendezvous, "_numbers", itertools.repeat(1))
 
 
 def ranks(size, port, *, timeout=10.0, host="127.0.0.1", jobs=None, sizes=None):
@@ -181,7 +177,7 @@ def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(p
     """Rank 1 of 2 says hello and then nothing: what it is sent, it does not acknowledge."""
     monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 60.0)
     digest = hashlib.sha256(b"").digest()[:16]
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, rendezvous._meetings, digest, 0)
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, 1, digest, 0)
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1.0)
         with connected(port) as connection:
@@ -211,7 +207,7 @@ def test_another_job_or_size_is_refused(port):
 def test_a_later_meeting_waits_its_turn(port, monkeypatch):
     """A quick rank that is at the next meeting already does not take part in this one."""
     hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16, 0)
-    assert rendezvous._judge(hello, 3, b"\0" * 16)[:2] == (1, rendezvous._LATER)
+    assert rendezvous._judge(hello, 3, 1, b"\0" * 16)[:2] == (1, rendezvous._LATER)
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 512])
@@ -288,16 +284,6 @@ def test_meeting_place():
             meeting_place(environ)
 
 
-def test_the_answer_depends_on_all_notes(port):
-    def run(rank):
-        note = bytes([rank]) * 50 * rank
-        return meet(note, lambda notes: hashlib.sha256(b"|".join(notes)).digest(), rank, 4, ("127.0.0.1", port), 10.0)
-
-    expected = hashlib.sha256(b"|".join(bytes([rank]) * 50 * rank for rank in range(4))).digest()
-    with ThreadPoolExecutor(4) as pool:
-        assert list(pool.map(run, range(4))) == [expected] * 4
-
-
 def test_who_waits_in_vain_learns_why(port):
     """Two of three have come."""
     results = ranks(3, port, timeout=0.5, sizes={2: 4})
@@ -307,7 +293,7 @@ def test_who_waits_in_vain_learns_why(port):
 
 def test_a_rank_that_is_cut_off_calls_again(port):
     """Its first connection ends before the answer, and the second gets it."""
-    hello = (rendezvous._MAGIC, rendezvous._VERSION, 1, 3, rendezvous._meetings, hashlib.sha256(b"").digest()[:16])
+    hello = (rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 1, hashlib.sha256(b"").digest()[:16])
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(share, MESSAGE, 0, 3, ("127.0.0.1", port), 10.0)]
         connection = connected(port)

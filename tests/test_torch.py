@@ -48,7 +48,7 @@ def run(folder: Path, size: int, *names: str) -> list[Ended]:
 
 
 @pytest.mark.parametrize(
-    ("size", "names"), [(1, ("calls", "keeps", "refused")), (2, ("calls", "stays_away")), (3, ("calls", "mismatch"))]
+    ("size", "names"), [(1, ("calls", "refused")), (2, ("calls", "keeps", "stays_away")), (3, ("calls", "mismatch"))]
 )
 def test_ranks(tmp_path, size, names):
     for rank in run(tmp_path, size, *names):

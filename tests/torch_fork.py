@@ -21,8 +21,9 @@ def be_a_rank(rank: int, size: int, port: int, folder: Path) -> None:
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT), number)
     ranks = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1}
-    os.environ |= {key: str(value) for key, value in (ranks | address).items()}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "GLOO_SOCKET_IFNAME": "lo"}
+    settings = {"OMP_NUM_THREADS": 1, "QCCL_TRANSPORT": "gloo"}
+    os.environ |= {key: str(value) for key, value in (ranks | address | settings).items()}
     dist.init_process_group("gloo")
     import torch_ranks
 

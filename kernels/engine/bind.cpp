@@ -9,6 +9,7 @@
 
 #include "loop.h"
 #include "mpi.h"
+#include "ucx.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -40,6 +41,16 @@ std::shared_ptr<MpiWire> make_mpi(const nb::dict& functions, const nb::dict& han
   return make_mpi_wire(library, [fault = std::move(fault)](const MpiFault& found) {
     const nb::gil_scoped_acquire held;
     fault(found.code, found.peer, found.got, found.expected);
+    throw std::logic_error("a fault was not raised");
+  });
+}
+
+std::shared_ptr<UcxWire> make_ucx(const UcxFunctions& functions,
+                                  const std::vector<std::pair<std::string, std::string>>& config, int rank, int size,
+                                  nb::callable fault) {
+  return make_ucx_wire(functions, config, rank, size, [fault = std::move(fault)](const UcxFault& found) {
+    const nb::gil_scoped_acquire held;
+    fault(found.status, found.peer, found.lost, found.got, found.expected);
     throw std::logic_error("a fault was not raised");
   });
 }
@@ -153,35 +164,52 @@ std::optional<std::pair<bool, int>> transfer(const Steps& steps, Number i) {
   return std::pair(steps[i].is_send, steps[i].peer);
 }
 
+const Token kSetUp = UcxWire::kSetUp;
+
 void bind_wires(nb::module_& m) {
-  nb::class_<Wire>(m, "Wire", "Transfers between ranks.");
+  nb::class_<Wire>(m, "Wire", "Transfers between ranks.")
+      .def(
+          "send",
+          [](Wire& wire, int peer, int tag, std::uintptr_t address, std::size_t nbytes, Token token) {
+            wire.send(peer, tag, reinterpret_cast<const void*>(address), nbytes, token);
+          },
+          Release())
+      .def(
+          "receive",
+          [](Wire& wire, int peer, int tag, std::uintptr_t address, std::size_t nbytes, Token token, bool at_most) {
+            wire.receive(peer, tag, reinterpret_cast<void*>(address), nbytes, token, at_most);
+          },
+          Release())
+      .def(
+          "poll",
+          [](Wire& wire, std::uint64_t idle) {
+            std::vector<Token> completed;
+            wire.poll(idle, completed);
+            return completed;
+          },
+          Release());
   nb::class_<PythonWire, Wire>(m, "PythonWire", nb::type_slots(kPythonWireSlots), "Transfers of a Python transport.")
       .def(nb::init<nb::object>(), "transport"_a);
   nb::class_<MpiWire, Wire>(m, "MpiWire", "Transfers of an MPI library.")
       .def(nb::new_(&make_mpi), "functions"_a, "handles"_a, "constants"_a, "fault"_a)
       .def_rw("spins", &MpiWire::spins)
       .def_prop_ro("under_way", &MpiWire::under_way)
-      .def(
-          "send",
-          [](MpiWire& wire, int peer, int tag, std::uintptr_t address, std::size_t nbytes, Token token) {
-            wire.send(peer, tag, reinterpret_cast<const void*>(address), nbytes, token);
-          },
-          Release())
-      .def(
-          "receive",
-          [](MpiWire& wire, int peer, int tag, std::uintptr_t address, std::size_t nbytes, Token token, bool at_most) {
-            wire.receive(peer, tag, reinterpret_cast<void*>(address), nbytes, token, at_most);
-          },
-          Release())
-      .def(
-          "poll",
-          [](MpiWire& wire, std::uint64_t idle) {
-            std::vector<Token> completed;
-            wire.poll(idle, completed);
-            return completed;
-          },
-          Release())
       .def("cancel", &MpiWire::cancel, Release());
+  nb::class_<UcxWire, Wire>(m, "UcxWire", "Transfers by UCX.")
+      .def(nb::new_(&make_ucx), "functions"_a, "config"_a, "rank"_a, "size"_a, "fault"_a)
+      .def_static("function_names", &UcxWire::function_names)
+      .def_ro_static("SET_UP", &kSetUp)
+      .def_rw("spins", &UcxWire::spins)
+      .def_prop_ro("under_way", &UcxWire::under_way)
+      .def_prop_ro("set_up_completed", &UcxWire::set_up_completed)
+      .def("address",
+           [](UcxWire& wire) {
+             const std::string found = wire.address();
+             return nb::bytes(found.data(), found.size());
+           })
+      .def("connect", [](UcxWire& wire, int peer, const nb::bytes& address) { wire.connect(peer, text(address)); })
+      .def("progress", &UcxWire::progress, "idle"_a, Release())
+      .def("close", &UcxWire::close, "seconds"_a, Release());
 }
 
 void bind_runs(nb::module_& m) {

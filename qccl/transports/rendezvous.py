@@ -1,4 +1,4 @@
-"""The meeting of ranks over TCP: each sends some bytes to rank 0 and gets its answer. It serves where there is no MPI.
+"""The meeting of ranks over TCP: each sends some bytes to rank 0 and gets those of all. For programs without MPI.
 
 torchrun and scripts for Slurm set MASTER_ADDR and MASTER_PORT. torchrun's own store listens at MASTER_PORT, so rank 0
 listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set. Rank 0 answers when all ranks have called. It
@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import os
 import selectors
 import socket
 import struct
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 
-__all__ = ["PORT_OFFSET", "gather", "meet", "meeting_place"]
+__all__ = ["PORT_OFFSET", "gather", "meeting_place"]
 
 PORT_OFFSET = 17
-#: largest note of a rank, and largest answer
+#: largest note of a rank, and of all ranks together
 NOTE_NBYTES = 64 << 10
 ANSWER_NBYTES = 256 << 20
 
@@ -39,7 +40,8 @@ _ACKNOWLEDGE = b"\x06"
 _PATIENCE_SECONDS = 2.0
 _RETRY_SECONDS = 0.05
 
-_meetings = 0
+#: gather() numbers its calls in a process, so that a rank ahead of the others does not take part in their meeting
+_numbers = itertools.count(1)
 
 
 def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -62,8 +64,25 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
 
 
 def gather(note: bytes, rank: int, size: int, place: tuple[str, int], timeout: float, job: str = "") -> list[bytes]:
-    """Collective: the notes of all ranks, in rank order. Arguments and errors: see meet()."""
-    joined = meet(note, _join, rank, size, place, timeout, job)
+    """Collective: the notes of all ranks, in rank order.
+
+    A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job``, size or meeting
+    (this function's number of calls in the process) are told to go or to wait. Raises CollectiveTimeout, MismatchError
+    for a rank of another group, EngineError for another program at that port.
+    """
+    number = next(_numbers)
+    if len(note) > NOTE_NBYTES:
+        raise ArgumentError(f"a note of {len(note)} bytes; a meeting takes at most {NOTE_NBYTES} from each rank")
+    deadline = time.monotonic() + timeout
+    digest = hashlib.sha256(job.encode()).digest()[:16]
+    if size == 1:
+        return [note]
+    if rank:
+        hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, len(note)) + note
+        joined = _ask(hello, place, deadline, timeout)
+    else:
+        with _listen(place) as server, _Meeting(server, note, size, number, digest) as meeting:
+            joined = meeting.serve(deadline, timeout)
     lengths = struct.unpack_from(f"<{size}I", joined)
     ends = [4 * size + sum(lengths[: r + 1]) for r in range(size)]
     return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
@@ -71,36 +90,6 @@ def gather(note: bytes, rank: int, size: int, place: tuple[str, int], timeout: f
 
 def _join(notes: Sequence[bytes]) -> bytes:
     return struct.pack(f"<{len(notes)}I", *map(len, notes)) + b"".join(notes)
-
-
-def meet(
-    note: bytes,
-    decide: Callable[[Sequence[bytes]], bytes],
-    rank: int,
-    size: int,
-    place: tuple[str, int],
-    timeout: float,
-    job: str = "",
-) -> bytes:
-    """Collective: rank 0 computes ``decide(notes)`` of all ranks' notes in rank order; returned on every rank.
-
-    A note has at most NOTE_NBYTES, the answer at most ANSWER_NBYTES. ``place`` is host and port of rank 0. Ranks of
-    another ``job``, size or meeting (this function's number of calls in the process) are told to go or to wait. Raises
-    CollectiveTimeout, MismatchError for a rank of another group, EngineError for another program at that port.
-    """
-    global _meetings
-    _meetings += 1
-    if len(note) > NOTE_NBYTES:
-        raise ArgumentError(f"a note of {len(note)} bytes; a meeting takes at most {NOTE_NBYTES} from each rank")
-    deadline = time.monotonic() + timeout
-    digest = hashlib.sha256(job.encode()).digest()[:16]
-    if rank:
-        hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, _meetings, digest, len(note)) + note
-        return _ask(hello, place, deadline, timeout)
-    if size == 1:
-        return decide([note])
-    with _listen(place) as server, _Meeting(server, note, decide, size, digest) as meeting:
-        return meeting.serve(deadline, timeout)
 
 
 # -- rank 0 ----------------------------------------------------------------------------------------------------------
@@ -147,10 +136,8 @@ class _Meeting:
     Connections that are not of this meeting are closed and count for nothing.
     """
 
-    def __init__(
-        self, server: socket.socket, note: bytes, decide: Callable[[Sequence[bytes]], bytes], size: int, job: bytes
-    ) -> None:
-        self._server, self._decide, self._size, self._job = server, decide, size, job
+    def __init__(self, server: socket.socket, note: bytes, size: int, number: int, job: bytes) -> None:
+        self._server, self._size, self._number, self._job = server, size, number, job
         self._notes = {0: note}
         self._served: set[int] = set()
         self._answer: bytes | None = None
@@ -219,7 +206,7 @@ class _Meeting:
         """Accept the caller as a rank, or refuse it, as soon as its hello is complete."""
         if len(caller.received) < _HELLO.size:
             return
-        rank, verdict, text = _judge(caller.received[: _HELLO.size], self._size, self._job)
+        rank, verdict, text = _judge(caller.received[: _HELLO.size], self._size, self._number, self._job)
         if verdict is None:
             return self._drop(caller)
         if verdict == _WELCOME:
@@ -237,7 +224,7 @@ class _Meeting:
 
     def _send_answers(self, deadline: float) -> None:
         if self._answer is None:
-            self._answer = self._decide([self._notes[rank] for rank in range(self._size)])
+            self._answer = _join([self._notes[rank] for rank in range(self._size)])
         for caller in [each for each in self._callers if each.rank and not each.has_answer]:
             caller.has_answer = True
             self._send(caller, _WELCOME, self._answer)
@@ -251,7 +238,7 @@ class _Meeting:
             self._drop(caller)
 
 
-def _judge(hello: bytes, size: int, job: bytes) -> tuple[int, int | None, str]:
+def _judge(hello: bytes, size: int, number: int, job: bytes) -> tuple[int, int | None, str]:
     """The caller's rank, the verdict (None: it does not speak this protocol), and the reason."""
     magic, version, rank, their_size, meeting, their_job, _ = _HELLO.unpack(hello)
     if magic != _MAGIC:
@@ -262,7 +249,7 @@ def _judge(hello: bytes, size: int, job: bytes) -> tuple[int, int | None, str]:
         return 0, _REFUSED, "rank 0 belongs to another job; give each job a port of its own in QCCL_PORT"
     if their_size != size or not 0 < rank < size:
         return 0, _REFUSED, f"rank 0 expects ranks 1 to {size - 1} of {size}, and this is rank {rank} of {their_size}"
-    return rank, _WELCOME if meeting == _meetings else _LATER, "rank 0 is not there yet"
+    return rank, _WELCOME if meeting == number else _LATER, "rank 0 is not there yet"
 
 
 def _reply(verdict: int, content: bytes) -> bytes:

@@ -73,12 +73,12 @@ class TorchTransport:
     wire = None
 
     def __init__(
-        self, name: str, rank: int, size: int, timeout: float, progress_hook: Callable[[], object] = lambda: None
+        self, store: Any, rank: int, size: int, timeout: float, progress_hook: Callable[[], object] = lambda: None
     ) -> None:
-        """Collective: make the gloo group that all ranks know by ``name``; from_group() and split() call this."""
+        """Collective: a group of its own, connected by a store of torch's that nothing else uses."""
         self.rank, self.size = rank, size
         self.progress_hook = progress_hook
-        self._name = name
+        self._store = store
         self._splits = 0
         self._gone = False
         self._changed = threading.Condition()  # guards the attributes below
@@ -90,7 +90,6 @@ class TorchTransport:
         self._timer: threading.Timer | None = None
         self._back_by = math.inf  # time.monotonic() at which await_threads() gives up
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        store = dist.PrefixStore(f"qccl/{name}", dist.distributed_c10d._get_default_store())
         try:
             self.group = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
         except RuntimeError as error:
@@ -115,7 +114,17 @@ class TorchTransport:
             if time.monotonic() < deadline:
                 raise _lost([], error) from error
             raise CollectiveTimeout(f"not every rank called from_torch() within {timeout} s") from error
-        return cls(bytes(name.tolist()).hex(), dist.get_rank(group), dist.get_world_size(group), timeout)
+        store = dist.PrefixStore(f"qccl/{bytes(name.tolist()).hex()}", dist.distributed_c10d._get_default_store())
+        return cls(store, dist.get_rank(group), dist.get_world_size(group), timeout)
+
+    @classmethod
+    def at(cls, place: tuple[str, int], rank: int, size: int, timeout: float) -> TorchTransport:
+        """Collective: ranks that meet at host and port of rank 0."""
+        try:
+            store = dist.TCPStore(*place, size, is_master=rank == 0, timeout=timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise CollectiveTimeout(f"not every rank came to {place[0]}:{place[1]} within {timeout} s") from error
+        return cls(store, rank, size, timeout)
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         self._post(self.group.send, peer, tag, bytes_at(address, nbytes), token)
@@ -146,8 +155,8 @@ class TorchTransport:
         if color is None:
             return None
         members = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
-        name = f"{self._name}/{self._splits}.{color}"
-        return TorchTransport(name, members.index((key, self.rank)), len(members), timeout, self.progress_hook)
+        store = dist.PrefixStore(f"{self._splits}.{color}", self._store)
+        return TorchTransport(store, members.index((key, self.rank)), len(members), timeout, self.progress_hook)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         self._check_alive()

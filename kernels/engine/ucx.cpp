@@ -1,0 +1,380 @@
+#include "ucx.h"
+
+#include <poll.h>
+#include <sched.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <deque>
+#include <mutex>
+#include <optional>
+#include <stdexcept>
+
+#include "ucx_api.h"
+
+namespace qccl {
+
+namespace {
+
+using ucx::RequestParams;
+using ucx::Status;
+
+// Polls in a row without a completion that yield the processor, where it is not kept; then the thread sleeps, for at most
+// a millisecond.
+constexpr std::uint64_t kYields = 400;
+constexpr int kSleepMilliseconds = 1;
+// In place of the bytes of a receive: a send, and a receive of at most the buffer's size.
+constexpr std::int64_t kSend = -1, kAtMost = -2;
+// The sender's rank is in the upper half of a tag.
+constexpr int kRankShift = 32;
+constexpr std::uint64_t kAllBits = ~std::uint64_t{0};
+
+struct Functions {
+  Status (*config_read)(const char* prefix, const char* file, void** config);
+  Status (*config_modify)(void* config, const char* name, const char* value);
+  void (*config_release)(void* config);
+  Status (*init_version)(unsigned major, unsigned minor, const ucx::Params*, void* config, void** context);
+  void (*cleanup)(void* context);
+  Status (*worker_create)(void* context, const ucx::WorkerParams*, void** worker);
+  void (*worker_destroy)(void* worker);
+  Status (*worker_get_address)(void* worker, void** address, std::size_t* nbytes);
+  void (*worker_release_address)(void* worker, void* address);
+  Status (*worker_get_efd)(void* worker, int* fd);
+  Status (*worker_arm)(void* worker);
+  unsigned (*worker_progress)(void* worker);
+  Status (*ep_create)(void* worker, const ucx::EndpointParams*, void** endpoint);
+  void* (*ep_close_nbx)(void* endpoint, const RequestParams*);
+  void* (*tag_send_nbx)(void* endpoint, const void*, std::size_t, std::uint64_t tag, const RequestParams*);
+  void* (*tag_recv_nbx)(void* worker, void*, std::size_t, std::uint64_t tag, std::uint64_t mask, const RequestParams*);
+  void (*request_cancel)(void* worker, void* request);
+  Status (*request_check_status)(void* request);
+  void (*request_free)(void* request);
+};
+
+const std::vector<const char*> kNames = {
+    "ucp_config_read",        "ucp_config_modify",          "ucp_config_release",  "ucp_init_version",
+    "ucp_cleanup",            "ucp_worker_create",          "ucp_worker_destroy",  "ucp_worker_get_address",
+    "ucp_worker_release_address", "ucp_worker_get_efd",     "ucp_worker_arm",      "ucp_worker_progress",
+    "ucp_ep_create",          "ucp_ep_close_nbx",           "ucp_tag_send_nbx",    "ucp_tag_recv_nbx",
+    "ucp_request_cancel",     "ucp_request_check_status",   "ucp_request_free"};
+
+Functions functions_at(const UcxFunctions& addresses) {
+  static_assert(sizeof(Functions) % sizeof(std::uintptr_t) == 0, "pointers only");
+  constexpr std::size_t count = sizeof(Functions) / sizeof(std::uintptr_t);
+  if (addresses.size() != count || kNames.size() != count) throw std::invalid_argument("not UCX's functions");
+  Functions found;
+  __builtin_memcpy(&found, addresses.data(), sizeof found);
+  return found;
+}
+
+void check_started(int status, const char* function) {
+  if (status) throw std::runtime_error(std::string(function) + " failed with UCX status " + std::to_string(status));
+}
+
+class Worker final : public UcxWire {
+ public:
+  Worker(const UcxFunctions& functions, const std::vector<std::pair<std::string, std::string>>& config, int rank,
+         int size, std::function<void(const UcxFault&)> fault)
+      : ucp_(functions_at(functions)),
+        raise_(std::move(fault)),
+        rank_(rank),
+        process_(getpid()),
+        peers_(static_cast<std::size_t>(size)) {
+    for (int peer = 0; peer < size; ++peer) peers_[static_cast<std::size_t>(peer)].rank = peer;
+    try {
+      start(config);
+    } catch (...) {
+      destroy();
+      throw;
+    }
+  }
+
+  ~Worker() override { close(0); }
+
+  std::string address() override {
+    const Lock lock(mutex_);
+    void* found = nullptr;
+    std::size_t nbytes = 0;
+    check_started(ucp_.worker_get_address(worker_, &found, &nbytes), "ucp_worker_get_address");
+    const std::string bytes(static_cast<const char*>(found), nbytes);
+    ucp_.worker_release_address(worker_, found);
+    return bytes;
+  }
+
+  void connect(int peer, const std::string& address) override {
+    const Lock lock(mutex_);
+    ucx::EndpointParams params;
+    params.field_mask =
+        ucx::EndpointParams::kAddress | ucx::EndpointParams::kErrorMode | ucx::EndpointParams::kErrorHandler;
+    params.address = address.data();
+    params.error_mode = ucx::EndpointParams::kPeerErrors;
+    params.on_error = &Worker::on_lost;
+    params.argument = &at(peer);
+    check_started(ucp_.ep_create(worker_, &params, &at(peer).endpoint), "ucp_ep_create");
+  }
+
+  void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
+    const Lock lock(mutex_);
+    if (!worker_ || at(peer).status) return fail({at(peer).status, peer, true});
+    Posted* posted = take({token, kSend, peer});
+    RequestParams params = params_of(posted);
+    params.callback.on_sent = &Worker::on_sent;
+    void* request = ucp_.tag_send_nbx(at(peer).endpoint, data, nbytes, tag_of(rank_, tag), &params);
+    if (ucx::is_error(request)) {
+      release(posted);
+      fail({ucx::error_of(request), peer, true});
+    } else if (request) {
+      posted->request = request;
+    } else {
+      complete(posted);
+    }
+  }
+
+  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) override {
+    const Lock lock(mutex_);
+    if (!worker_) return fail({});
+    Posted* posted = take({token, at_most ? kAtMost : static_cast<std::int64_t>(nbytes), peer});
+    RequestParams params = params_of(posted);
+    params.mask |= RequestParams::kNotAtOnce;  // or the message's size would not be known
+    params.callback.on_received = &Worker::on_received;
+    void* request = ucp_.tag_recv_nbx(worker_, data, nbytes, tag_of(peer, tag), kAllBits, &params);
+    if (ucx::is_error(request)) {
+      release(posted);
+      fail({ucx::error_of(request), peer, false});
+    } else {
+      posted->request = request;
+    }
+  }
+
+  void poll(std::uint64_t idle, std::vector<Token>& completed) override {
+    Lock lock(mutex_);
+    advance(idle, lock);
+    if (completed_.empty()) return raise_fault(lock);  // after everything that had come before it
+    completed.insert(completed.end(), completed_.begin(), completed_.end());
+    completed_.clear();
+  }
+
+  void progress(std::uint64_t idle) override {
+    Lock lock(mutex_);
+    advance(idle, lock);
+    raise_fault(lock);
+  }
+
+  std::uint64_t set_up_completed() override {
+    const Lock lock(mutex_);
+    return set_up_completed_;
+  }
+
+  std::size_t under_way() override {
+    const Lock lock(mutex_);
+    return posted_.size() - free_.size();
+  }
+
+  void close(double seconds) override {
+    const Lock lock(mutex_);
+    if (getpid() == process_) {  // a child of fork() must not close its parent's connections
+      if (worker_ && seconds > 0) flush(seconds);
+      destroy();
+    }
+    worker_ = context_ = nullptr;
+  }
+
+ private:
+  using Lock = std::unique_lock<std::mutex>;
+
+  struct Peer {
+    int rank = 0;
+    void* endpoint = nullptr;
+    Status status = ucx::kOk;   // why its connection failed
+    std::size_t under_way = 0;  // transfers to and from it
+  };
+
+  struct Posted {
+    Token token;
+    std::int64_t expected;
+    int peer;
+    Worker* worker = nullptr;
+    void* request = nullptr;
+  };
+
+  static std::uint64_t tag_of(int rank, int tag) {
+    return static_cast<std::uint64_t>(rank) << kRankShift | static_cast<std::uint32_t>(tag);
+  }
+
+  static RequestParams params_of(Posted* posted) {
+    RequestParams params;
+    params.mask = RequestParams::kCallback | RequestParams::kUserData;
+    params.user_data = posted;
+    return params;
+  }
+
+  // A peer that closes its connection in order raises this, too. So it counts as lost only where a transfer waits for it.
+  static void on_lost(void* argument, void*, Status status) { static_cast<Peer*>(argument)->status = status; }
+
+  static void on_sent(void* request, Status status, void* user_data) {
+    static_cast<Posted*>(user_data)->worker->finish(static_cast<Posted*>(user_data), request, status, 0);
+  }
+
+  static void on_received(void* request, Status status, const ucx::TagInfo* info, void* user_data) {
+    auto* posted = static_cast<Posted*>(user_data);
+    posted->worker->finish(posted, request, status, static_cast<std::int64_t>(info->length));
+  }
+
+  Peer& at(int peer) { return peers_.at(static_cast<std::size_t>(peer)); }
+
+  void start(const std::vector<std::pair<std::string, std::string>>& config) {
+    void* settings = nullptr;
+    check_started(ucp_.config_read(nullptr, nullptr, &settings), "ucp_config_read");
+    int status = 0;
+    for (const auto& [name, value] : config)
+      if (!status) status = ucp_.config_modify(settings, name.c_str(), value.c_str());
+    ucx::Params params;
+    params.field_mask = ucx::Params::kFeatures;
+    params.features = ucx::Params::kTag | ucx::Params::kWakeup;
+    if (!status) status = ucp_.init_version(1, 10, &params, settings, &context_);
+    ucp_.config_release(settings);
+    check_started(status, "ucp_init");
+    ucx::WorkerParams worker;
+    worker.field_mask = ucx::WorkerParams::kThreadMode;
+    worker.thread_mode = ucx::WorkerParams::kSerialized;
+    check_started(ucp_.worker_create(context_, &worker, &worker_), "ucp_worker_create");
+    check_started(ucp_.worker_get_efd(worker_, &descriptor_), "ucp_worker_get_efd");
+  }
+
+  // Progresses the worker, and where nothing has completed leaves the processor to others, or sleeps.
+  void advance(std::uint64_t idle, Lock& lock) {
+    if (!worker_) return;
+    if (exhaust() || !idle || !completed_.empty() || find_fault()) return;
+    if (idle < (spins ? spins : kYields)) {
+      if (!spins) sched_yield();
+    } else if (ucp_.worker_arm(worker_) == ucx::kOk) {  // otherwise there is news
+      pollfd waited = {descriptor_, POLLIN, 0};
+      lock.unlock();
+      ::poll(&waited, 1, kSleepMilliseconds);
+      lock.lock();
+      if (worker_) exhaust();
+    }
+  }
+
+  bool exhaust() {
+    bool progressed = false;
+    while (ucp_.worker_progress(worker_)) progressed = true;
+    return progressed;
+  }
+
+  Posted* take(const Posted& given) {
+    if (free_.empty()) free_.push_back(&posted_.emplace_back());
+    Posted* posted = free_.back();
+    free_.pop_back();
+    *posted = given;
+    posted->worker = this;
+    ++at(posted->peer).under_way;
+    return posted;
+  }
+
+  void release(Posted* posted) {
+    posted->request = nullptr;
+    free_.push_back(posted);
+    --at(posted->peer).under_way;
+  }
+
+  void complete(Posted* posted) {
+    if (posted->token & kSetUp) {
+      ++set_up_completed_;
+    } else {
+      completed_.push_back(posted->token);
+    }
+    release(posted);
+  }
+
+  void finish(Posted* posted, void* request, int status, std::int64_t got) {
+    ucp_.request_free(request);
+    if (status == ucx::kOk && (posted->expected < 0 || got == posted->expected)) return complete(posted);
+    if (status == ucx::kOk || status == ucx::kTruncated) {
+      fail({0, posted->peer, false, got, posted->expected});
+    } else if (status != ucx::kCanceled) {
+      fail({status, posted->peer, true});
+    }
+    release(posted);
+  }
+
+  void fail(const UcxFault& fault) {
+    if (!fault_) fault_ = fault;
+  }
+
+  const std::optional<UcxFault>& find_fault() {
+    for (const Peer& peer : peers_)
+      if (!fault_ && peer.status && peer.under_way) fault_ = UcxFault{peer.status, peer.rank, true};
+    return fault_;
+  }
+
+  void raise_fault(Lock& lock) {
+    if (!find_fault()) return;
+    const UcxFault fault = *fault_;
+    lock.unlock();  // Python's error handling may use the wire
+    raise_(fault);
+  }
+
+  void flush(double seconds) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::duration<double>(seconds);
+    for (void* request : close_endpoints(0)) {
+      while (ucp_.request_check_status(request) == ucx::kInProgress && std::chrono::steady_clock::now() < end)
+        if (!ucp_.worker_progress(worker_)) sched_yield();
+      ucp_.request_free(request);
+    }
+  }
+
+  void destroy() {
+    if (worker_) {
+      for (Posted& posted : posted_)
+        if (posted.request && posted.expected != kSend) ucp_.request_cancel(worker_, posted.request);
+      for (void* request : close_endpoints(RequestParams::kForce)) {
+        ucp_.worker_progress(worker_);
+        ucp_.request_free(request);
+      }
+      ucp_.worker_destroy(worker_);
+    }
+    if (context_) ucp_.cleanup(context_);
+  }
+
+  std::vector<void*> close_endpoints(std::uint32_t flags) {
+    RequestParams params;
+    params.mask = RequestParams::kFlags;
+    params.flags = flags;
+    std::vector<void*> requests;
+    for (Peer& peer : peers_) {
+      if (!peer.endpoint) continue;
+      void* request = ucp_.ep_close_nbx(peer.endpoint, &params);
+      if (request && !ucx::is_error(request)) requests.push_back(request);
+      peer.endpoint = nullptr;
+    }
+    return requests;
+  }
+
+  const Functions ucp_;
+  const std::function<void(const UcxFault&)> raise_;
+  const int rank_;
+  const pid_t process_;
+  std::mutex mutex_;
+  std::vector<Peer> peers_;
+  void* context_ = nullptr;
+  void* worker_ = nullptr;
+  int descriptor_ = -1;
+  std::deque<Posted> posted_;
+  std::vector<Posted*> free_;
+  std::vector<Token> completed_;
+  std::uint64_t set_up_completed_ = 0;
+  std::optional<UcxFault> fault_;
+};
+
+}  // namespace
+
+const std::vector<const char*>& UcxWire::function_names() { return kNames; }
+
+std::unique_ptr<UcxWire> make_ucx_wire(const UcxFunctions& functions,
+                                       const std::vector<std::pair<std::string, std::string>>& config, int rank,
+                                       int size, std::function<void(const UcxFault&)> fault) {
+  return std::make_unique<Worker>(functions, config, rank, size, std::move(fault));
+}
+
+}  // namespace qccl

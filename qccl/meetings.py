@@ -1,0 +1,253 @@
+"""How processes that are to be ranks find each other where there is no MPI, and exchange some bytes.
+
+A meeting needs a place that all ranks know: a TCP address (from the launcher's environment or from the program), the
+store of torch.distributed, or the key-value store of jax.distributed. connect() then makes the transport that all
+ranks can use.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
+from qccl.launchers import Launcher
+from qccl.transports import rendezvous
+
+if TYPE_CHECKING:
+    from qccl.transports.base import Transport
+
+__all__ = [
+    "Meeting",
+    "alone",
+    "connect",
+    "first_host",
+    "of_address",
+    "of_jax",
+    "of_launcher",
+    "of_torch",
+    "wanted_transport",
+]
+
+_log = logging.getLogger("qccl")
+
+#: ports for jobs whose launcher gives an address but no port
+_FIRST_PORT, _PORTS = 20_000, 12_000
+
+_meetings = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """The ranks of a job that can exchange bytes.
+
+    Attributes:
+        name: what brings them together, for messages.
+        rank, size: of this process.
+        gather: (bytes, timeout in seconds) -> the bytes of all ranks in rank order. Collective; raises
+            CollectiveTimeout.
+        host: of rank 0, as all ranks reach it; None: unknown.
+        port: a port of ``host`` that is free once the ranks have met; None: unknown.
+        group: the process group of torch.distributed that brings the ranks together, if one does.
+    """
+
+    name: str
+    rank: int
+    size: int
+    gather: Callable[[bytes, float], list[bytes]]
+    host: str | None = None
+    port: int | None = None
+    group: Any = None
+
+
+def alone() -> Meeting:
+    """A meeting of this process with itself."""
+    return Meeting("", 0, 1, lambda note, timeout: [note])
+
+
+def of_address(name: str, rank: int, size: int, place: tuple[str, int], job: str = "") -> Meeting:
+    """A meeting over TCP at ``place``, host and port of rank 0."""
+
+    def gather(note: bytes, timeout: float) -> list[bytes]:
+        return rendezvous.gather(note, rank, size, place, timeout, job)
+
+    return Meeting(name, rank, size, gather, *place)
+
+
+def of_launcher(launcher: Launcher, environ: Mapping[str, str] = os.environ) -> Meeting:
+    """The ranks that ``launcher`` started, over TCP. Raises ArgumentError where the environment has no address."""
+    job = next((environ[name] for name in _JOB_NAMES if environ.get(name)), "")
+    return of_address(launcher.name, launcher.rank, launcher.size, _place(launcher, environ, job), job)
+
+
+#: variables that name a job (or a step of one), the same on all its ranks
+_JOB_NAMES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+
+
+def _place(launcher: Launcher, environ: Mapping[str, str], job: str) -> tuple[str, int]:
+    """MASTER_ADDR if it is set; otherwise the first host of Slurm's step, or this machine if it has all ranks."""
+    if environ.get("MASTER_ADDR"):
+        return rendezvous.meeting_place(environ)
+    hosts = environ.get("SLURM_STEP_NODELIST") if launcher.name == "srun" else None
+    if hosts:
+        host = first_host(hosts)
+    elif launcher.local_size == launcher.size:
+        host = "127.0.0.1"
+    else:
+        return rendezvous.meeting_place(environ)  # says what to set
+    own = environ.get("QCCL_PORT")
+    if own:
+        return rendezvous.meeting_place({"MASTER_ADDR": host, "QCCL_PORT": own})
+    number = int(job) if job.isdecimal() else os.getppid()  # the launcher's process on this machine
+    return host, _FIRST_PORT + number % _PORTS
+
+
+def first_host(hosts: str) -> str:
+    """The first host of Slurm's list, such as "node[03-07,9],other"."""
+    found = re.match(r"([^\[,]+)(?:\[(\d+))?", hosts)
+    if found is None:
+        raise ArgumentError(f"SLURM_STEP_NODELIST={hosts!r} is not readable; set MASTER_ADDR and MASTER_PORT")
+    return found[1] + (found[2] or "")
+
+
+def of_torch(group: Any = None) -> Meeting:
+    """The ranks of a torch.distributed process group (None: the default group), by its store."""
+    import torch.distributed as dist
+
+    c10d = dist.distributed_c10d
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    name = c10d._get_process_group_name(group or c10d._get_default_group())
+    store = dist.PrefixStore(f"qccl/meeting/{name}", c10d._get_default_store())
+
+    def gather(note: bytes, timeout: float) -> list[bytes]:
+        # every rank of the group comes to the same meetings in the same order
+        number = store.add(f"{rank}/met", 1)
+        store.set(f"{number}/{rank}", note)
+
+        def get(other: int, left: float) -> bytes:
+            key = f"{number}/{other}"
+            store.wait([key], timedelta(seconds=left))
+            return bytes(store.get(key))
+
+        return _collect(get, size, timeout)
+
+    host = os.environ.get("MASTER_ADDR")
+    return Meeting("torch.distributed", rank, size, gather, host, group=group or c10d._get_default_group())
+
+
+def of_jax() -> Meeting:
+    """The ranks of jax.distributed, by its key-value store."""
+    state = getattr(sys.modules.get("jax._src.distributed"), "global_state", None)
+    if getattr(state, "client", None) is None:
+        raise ArgumentError("jax.distributed is not initialized; call jax.distributed.initialize() first")
+    assert state is not None
+    client, rank, size = state.client, state.process_id, state.num_processes
+
+    def gather(note: bytes, timeout: float) -> list[bytes]:
+        number = next(_meetings)
+        client.key_value_set_bytes(f"qccl/meeting/{number}/{rank}", note)
+
+        def get(other: int, left: float) -> bytes:
+            key = f"qccl/meeting/{number}/{other}"
+            return bytes(client.blocking_key_value_get_bytes(key, max(1, int(1000 * left))))
+
+        return _collect(get, size, timeout)
+
+    host = (state.coordinator_address or "").rpartition(":")[0]
+    return Meeting("jax.distributed", rank, size, gather, host or None)
+
+
+def _collect(get: Callable[[int, float], bytes], size: int, timeout: float) -> list[bytes]:
+    """The notes of all ranks; ``get(rank, seconds)`` raises RuntimeError where a rank has not come."""
+    deadline = time.monotonic() + timeout
+    notes: list[bytes] = []
+    for rank in range(size):
+        try:
+            notes.append(get(rank, max(0.01, deadline - time.monotonic())))
+        except RuntimeError as error:
+            raise CollectiveTimeout(f"rank {rank} did not come within {timeout} s ({error})") from error
+    return notes
+
+
+# -- transports ------------------------------------------------------------------------------------------------------
+
+
+def connect(meeting: Meeting, timeout: float) -> Transport:
+    """Collective: the fastest transport that all ranks have: UCX, otherwise PyTorch's gloo.
+
+    QCCL_TRANSPORT=ucx or gloo allows that one only. Raises EngineError with a rank's reason where they have none in
+    common.
+    """
+    if meeting.size == 1:
+        from qccl.transports.loopback import LoopbackGroup
+
+        return LoopbackGroup(1).transport(0)
+    reasons = {"ucx": _no_ucx(), "gloo": _no_gloo(meeting)}
+    own = "\n".join(reason.replace("\n", " ") for reason in reasons.values())
+    answers = [note.decode(errors="replace").split("\n") for note in meeting.gather(own.encode()[:4096], timeout)]
+    against: list[str] = []
+    for name, found in zip(reasons, zip(*answers, strict=True), strict=True):
+        rank = next((r for r, reason in enumerate(found) if reason), None)
+        if rank is None:
+            why = "; ".join(against) or "it is the fastest"
+            _log.info(
+                "rank %d of %d (%s) uses the transport %s: %s", meeting.rank, meeting.size, meeting.name, name, why
+            )
+            return _over_ucx(meeting, timeout) if name == "ucx" else _over_gloo(meeting, timeout)
+        against.append(f"{name}: rank {rank}: {found[rank]}")
+    raise EngineError(f"the {meeting.size} ranks of {meeting.name} have no transport in common. {'; '.join(against)}")
+
+
+def _over_ucx(meeting: Meeting, timeout: float) -> Transport:
+    from qccl.transports.ucx import UcxTransport
+
+    return UcxTransport(
+        meeting.rank, meeting.size, lambda address: meeting.gather(address, timeout), timeout, master=meeting.host
+    )
+
+
+def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
+    from qccl.transports.torch import TorchTransport
+
+    if meeting.group is not None:
+        return TorchTransport.from_group(meeting.group, timeout)
+    assert meeting.host is not None and meeting.port is not None  # _no_gloo()
+    return TorchTransport.at((meeting.host, meeting.port), meeting.rank, meeting.size, timeout)
+
+
+def _no_ucx() -> str:
+    """Why this rank cannot use UCX; nothing if it can."""
+    if wanted_transport() == "gloo":
+        return "QCCL_TRANSPORT is gloo"
+    from qccl.transports.ucx import load_library
+
+    try:
+        load_library()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def _no_gloo(meeting: Meeting) -> str:
+    if wanted_transport() == "ucx":
+        return "QCCL_TRANSPORT is ucx"
+    if meeting.port is None and meeting.group is None:
+        return f"{meeting.name} has no port for it"
+    return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
+
+
+def wanted_transport() -> str:
+    """The transport that QCCL_TRANSPORT names; nothing if it is not set."""
+    wanted = os.environ.get("QCCL_TRANSPORT", "")
+    if wanted not in ("", "ucx", "gloo", "mpi"):
+        raise ArgumentError(f"QCCL_TRANSPORT={wanted!r} does not exist; there are ucx, gloo and mpi")
+    return wanted

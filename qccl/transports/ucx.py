@@ -1,0 +1,296 @@
+"""Ranks connected by UCX: shared memory on one machine, TCP between machines, and no MPI.
+
+UCX is the library below the networks of MPICH and Open MPI. libucp is taken from the first of these places that has
+it: the process (the wheels of MPICH and Open MPI bring one, and a second one cannot be loaded beside it), the wheel
+``libucx-cu12``, the system.
+
+When a rank fails:
+
+- A rank whose process ended is found by UCX: at once over TCP, after a keepalive (about a second) over shared memory.
+  Every rank that waits for it raises PeerLost with its number.
+- A rank that only stops answering is found by the others' deadlines.
+- An orderly close ends connections, too. It counts as a loss only for ranks that still wait for a message.
+
+Settings in the environment (UCX_TLS, UCX_NET_DEVICES and all others) take precedence over those set here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import ctypes.util
+import fcntl
+import importlib.util
+import os
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from functools import cache, partial
+from pathlib import Path
+
+from qccl import _host
+from qccl.errors import CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.transports.topology import find_topology
+
+__all__ = ["UcxTransport", "load_library"]
+
+#: For each setting the reason: peer errors turn shared memory off unless these two allow it; TCP's segments of 8 KiB
+#: cost a quarter of a fast link; a keepalive of 20 s, the default, finds a killed rank too late.
+_SETTINGS = {
+    "SYSV_ERROR_HANDLING": "y",
+    "POSIX_ERROR_HANDLING": "y",
+    "TCP_TX_SEG_SIZE": "256K",
+    "TCP_RX_SEG_SIZE": "512K",
+    "KEEPALIVE_INTERVAL": "1s",
+}
+#: read when the library is loaded: no handlers for the signals of crashes, and no messages about lost ranks
+_LOAD_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
+#: tag of the messages that set the group up; the engine's are smaller
+_SET_UP_TAG = 1 << 30
+#: how long close() and abort() take at most to deliver what was sent
+_CLOSE_SECONDS = 5.0
+_ABORT_SECONDS = 0.1
+#: polls in a row without a message in which a rank with a processor of its own keeps it
+_SPINS = 600
+_SHARED_SPINS = 2000
+_SIOCGIFADDR = 0x8915
+
+_open: weakref.WeakSet[UcxTransport] = weakref.WeakSet()
+
+
+@cache
+def load_library() -> ctypes.CDLL:
+    """libucp. Raises EngineError with the reason where there is none."""
+    for name, value in _LOAD_SETTINGS.items():
+        os.environ.setdefault(name, value)
+    try:
+        return ctypes.CDLL("libucp.so.0", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        pass
+    reasons = []
+    for path in _candidates():
+        try:
+            return ctypes.CDLL(path)
+        except OSError as error:
+            reasons.append(str(error))
+    found = "; ".join(reasons) or "libucp was not found"
+    raise EngineError(f"UCX cannot be used ({found}); install it with pip install qccl[ucx]")
+
+
+def _candidates() -> list[str]:
+    wheel = importlib.util.find_spec("libucx")
+    paths = [Path(place) / "lib" / "libucp.so.0" for place in (wheel and wheel.submodule_search_locations) or ()]
+    system = ctypes.util.find_library("ucp")
+    return [*(str(path) for path in paths if path.exists()), *([system] if system else [])]
+
+
+def version() -> str:
+    """The library's version, e.g. "1.22.0". Raises EngineError where there is none."""
+    get = load_library().ucp_get_version_string
+    get.restype = ctypes.c_char_p
+    return str(get().decode())
+
+
+class UcxTransport:
+    """One rank of a group over UCX (interface: Transport)."""
+
+    name = "ucx"
+    eager_nbytes = 8 << 10
+    is_threaded = True
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        gather: Callable[[bytes], Sequence[bytes]],
+        timeout: float,
+        *,
+        master: str | None = None,
+        progress_hook: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Collective: connect the ranks.
+
+        ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' workers.
+        ``master`` is a host that all ranks reach: TCP connections use the network interface that leads there.
+        """
+        self.rank, self.size = rank, size
+        self.progress_hook = progress_hook
+        self._tokens: dict[int, Hashable] = {}
+        self._number = 0
+        self._set_up = 0  # transfers of allgather() so far
+        self._gone = False
+        library = load_library()
+        functions = [_address(library, name) for name in _host.UcxWire.function_names()]
+        try:
+            self.wire = _host.UcxWire(functions, _config(master), rank, size, partial(_raise, rank))
+        except RuntimeError as error:
+            raise EngineError(
+                f"UCX {version()} did not start: {error}; see the settings UCX_* of the environment"
+            ) from error
+        _open.add(self)
+        try:
+            for peer, address in enumerate(gather(self.wire.address())):
+                if peer != rank:
+                    self.wire.connect(peer, address)
+            places = find_topology(rank, lambda place: self.allgather(place, timeout))
+        except BaseException as error:
+            self.abort(str(error))
+            raise
+        self.local_rank, self.local_size, self.nodes, self.shares_memory = places
+        if self.local_size <= len(os.sched_getaffinity(0)):
+            self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
+
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        self.wire.send(peer, tag, address, nbytes, self._add(token))
+
+    def receive(
+        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
+    ) -> None:
+        self.wire.receive(peer, tag, address, nbytes, self._add(token), at_most)
+
+    def poll(self, *, idle: int) -> Sequence[Hashable]:
+        done = self.wire.poll(idle)
+        return [self._tokens.pop(number) for number in done] if done else ()
+
+    def _add(self, token: Hashable) -> int:
+        self._number += 1
+        self._tokens[self._number] = token
+        return self._number
+
+    def split(self, color: int | None, key: int, timeout: float) -> UcxTransport | None:
+        answers = [_unpack(item) for item in self.allgather(_pack(color, key), timeout)]
+        if color is None:
+            self.allgather(b"", timeout)
+            return None
+        members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
+
+        def gather(address: bytes) -> list[bytes]:
+            addresses = self.allgather(address, timeout)
+            return [addresses[r] for _, r in members]
+
+        rank = members.index((key, self.rank))
+        return UcxTransport(rank, len(members), gather, timeout, progress_hook=self.progress_hook)
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        deadline = time.monotonic() + timeout
+        lengths = self._exchange(struct.pack("<q", len(item)), [8] * self.size, deadline, timeout)
+        sizes = [struct.unpack("<q", length)[0] for length in lengths]
+        return self._exchange(item, sizes, deadline, timeout)
+
+    def _exchange(self, item: bytes, sizes: Sequence[int], deadline: float, timeout: float) -> list[bytes]:
+        """Every rank's ``item``, whose sizes are known."""
+        self._check_alive()
+        mine = ctypes.create_string_buffer(item, max(len(item), 1))
+        theirs = [ctypes.create_string_buffer(max(nbytes, 1)) for nbytes in sizes]
+        token = _host.UcxWire.SET_UP
+        try:
+            for peer in range(self.size):
+                if peer != self.rank:
+                    self.wire.receive(peer, _SET_UP_TAG, ctypes.addressof(theirs[peer]), sizes[peer], token, False)
+                    self.wire.send(peer, _SET_UP_TAG, ctypes.addressof(mine), len(item), token)
+                    self._set_up += 2
+            idle = 0
+            while self.wire.set_up_completed < self._set_up:
+                self.wire.progress(idle)
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
+                self.progress_hook()
+                idle += 1
+        except BaseException as error:
+            self.abort(str(error))  # before the buffers are freed
+            raise
+        theirs[self.rank] = mine
+        return [each.raw[:nbytes] for each, nbytes in zip(theirs, sizes, strict=True)]
+
+    def abort(self, reason: str) -> None:
+        if not self._gone:
+            self._gone = True
+            self.wire.close(_ABORT_SECONDS)
+
+    def close(self) -> None:
+        if not self._gone:
+            self._gone = True
+            self.wire.close(_CLOSE_SECONDS)
+
+    def _check_alive(self) -> None:
+        if self._gone:
+            raise EngineError("this transport was closed or given up; make another communicator")
+
+
+def _address(library: ctypes.CDLL, name: str) -> int:
+    try:
+        return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0
+    except AttributeError:
+        raise EngineError(f"UCX {version()} has no function {name}; qccl needs version 1.10 or later") from None
+
+
+def _raise(rank: int, status: int, peer: int, lost: bool, got: int, expected: int) -> None:
+    """Raise a fault of native code on ``rank``."""
+    if not status and peer >= 0 and not lost:
+        raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
+    if lost:
+        raise PeerLost(f"rank {peer} was lost: rank {rank} has no connection to it any more ({_text(status)})")
+    raise (
+        EngineError(f"UCX: {_text(status)}", code=status)
+        if status
+        else EngineError("this transport was closed or given up; make another communicator")
+    )
+
+
+def _text(status: int) -> str:
+    function = load_library().ucs_status_string
+    function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_byte]
+    return str(function(status).decode())
+
+
+def _config(master: str | None) -> list[tuple[str, str]]:
+    """UCX's settings, without those that the environment has."""
+    settings = dict(_SETTINGS)
+    interface = os.environ.get("QCCL_NET") or (_interface_to(master) if master and not _has_rdma() else None)
+    if interface:
+        settings["NET_DEVICES"] = interface
+    return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
+
+
+def _has_rdma() -> bool:
+    return os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
+
+
+def _interface_to(host: str) -> str | None:
+    """The network interface that leads to ``host``; None where that is this machine itself, or unknown."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        own = probe.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(request[20:24]) == own and not own.startswith("127."):
+                    return name
+    return None
+
+
+def _pack(color: int | None, key: int) -> bytes:
+    return struct.pack("<?qq", color is not None, color or 0, key)
+
+
+def _unpack(item: bytes) -> tuple[int | None, int]:
+    chosen, color, key = struct.unpack("<?qq", item)
+    return (color if chosen else None), key
+
+
+def _forked() -> None:
+    """In the child of os.fork(): the connections belong to the parent."""
+    for transport in _open:
+        transport._gone = True
+
+
+@atexit.register
+def _end() -> None:
+    for transport in list(_open):
+        transport.abort("the process ended")
+
+
+os.register_at_fork(after_in_child=_forked)

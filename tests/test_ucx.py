@@ -1,0 +1,119 @@
+"""Ranks connected by UCX, each a process, over shared memory and over TCP: bits, failures, and that processes end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import qccl
+from qccl.transports import ucx
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _missing() -> str:
+    try:
+        ucx.load_library()
+    except qccl.EngineError as error:
+        return str(error)
+    return ""
+
+
+pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "UCX is there")
+
+#: UCX's networks: all (shared memory here), or TCP alone
+TRANSPORTS = {"shared memory": {}, "tcp": {"UCX_TLS": "tcp,self"}}
+
+
+def run(size: int, name: str, **environment: str) -> list[tuple[int, str, str, float]]:
+    """Status, output, errors and time of the end of each rank that runs a function of ucx_ranks.py.
+
+    Ranks that are stopped are killed when the others have ended.
+    """
+    with closing(socket.socket()) as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "ucx_ranks.py"), name, str(rank), str(size), address],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    ends = [0.0] * size
+    deadline = time.monotonic() + 60
+    try:
+        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+            for rank, process in enumerate(processes):  # poll() also reaps it: until then UCX takes it to be alive
+                if not ends[rank] and process.poll() is not None:
+                    ends[rank] = time.monotonic()
+            if name == "stops" and all(p.poll() is not None for r, p in enumerate(processes) if r != 1):
+                break
+            time.sleep(0.01)
+    finally:
+        for process in processes:
+            process.kill()
+    texts = [process.communicate(timeout=10) for process in processes]
+    return [(p.returncode, *text, end) for p, text, end in zip(processes, texts, ends, strict=True)]
+
+
+def check(name: str, found: list[tuple[int, str, str, float]], *, but: int | None = None) -> None:
+    for rank, (status, out, errors, _) in enumerate(found):
+        if rank != but:
+            assert status == 0 and out.endswith(f"done {name}\n"), f"rank {rank}: {status}\n{out}\n{errors}"
+
+
+@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+def test_the_bits_of_other_transports(size, over):
+    check("calls", run(size, "calls", **TRANSPORTS[over]))
+
+
+@pytest.mark.parametrize("name", ["closes_in_turn", "leaves", "mismatch", "raises"])
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_ends(name, over):
+    check(name, run(3, name, **TRANSPORTS[over]))
+
+
+@pytest.mark.parametrize("name", ["other_size", "stays_away"])
+def test_set_up_and_sizes(name):
+    check(name, run(2, name))
+
+
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_a_rank_that_is_killed_is_named(over):
+    found = run(3, "dies", **TRANSPORTS[over])
+    check("dies", found, but=1)
+    assert found[1][0] == -signal.SIGKILL
+    assert max(end for *_, end in found) - found[1][3] < 8, "the survivors have a keepalive of a second"
+
+
+@pytest.mark.parametrize("over", TRANSPORTS)
+def test_a_rank_that_stops_meets_the_deadline(over):
+    check("stops", run(3, "stops", **TRANSPORTS[over]), but=1)
+
+
+def test_settings_of_the_environment_come_first(monkeypatch):
+    monkeypatch.delenv("UCX_KEEPALIVE_INTERVAL", raising=False)
+    assert dict(ucx._config(None))["KEEPALIVE_INTERVAL"] == "1s"
+    monkeypatch.setenv("UCX_KEEPALIVE_INTERVAL", "3s")
+    monkeypatch.setenv("QCCL_NET", "eth7")
+    config = dict(ucx._config("127.0.0.1"))
+    assert "KEEPALIVE_INTERVAL" not in config and config["NET_DEVICES"] == "eth7"
+
+
+def test_the_interface_to_this_machine_is_none():
+    """UCX has no route over the loopback interface alone."""
+    assert ucx._interface_to("127.0.0.1") is None
+    assert ucx._interface_to("no-such-host.invalid") is None

@@ -1,0 +1,171 @@
+"""The ranks of tests/test_ucx.py: ``ucx_ranks.py NAME RANK SIZE ADDRESS``; each prints ``done NAME`` at its end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import numpy as np
+
+import qccl
+from qccl import meetings
+from qccl.transports.ucx import UcxTransport
+
+CALLS = [
+    ("minmax8", 0, {}),
+    ("minmax8", 1, {}),
+    ("none", 1000, {"op": "max"}),
+    ("minmax4:rounding=stochastic,seed=3", 5000, {"algorithm": "one_shot"}),
+    ("minmax8", 100_003, {"algorithm": "two_round", "chunk": 4096, "op": "avg"}),
+    ("minmax3:bucket=shard", 3001, {}),
+    ("none", 700_001, {}),
+]
+
+
+def connect(rank: int, size: int, address: str, timeout: float = 30.0) -> qccl.Communicator:
+    comm = qccl.init("host", timeout, rank=rank, size=size, address=address)
+    assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (rank, size, rank, size)
+    assert comm.transport.name == ("ucx" if size > 1 else "loopback")
+    return comm
+
+
+def all_calls(comm: qccl.Communicator) -> list[bytes]:
+    """All under way at once."""
+    arrays = [np.random.default_rng([comm.rank, i]).standard_normal(n, np.float32) for i, (_, n, _) in enumerate(CALLS)]
+    works = [
+        comm.quantized_allreduce(x, codec=codec, async_op=True, **arguments)
+        for x, (codec, _, arguments) in zip(arrays, CALLS, strict=True)
+    ]
+    return [work.wait().tobytes() for work in works]
+
+
+def calls(*where) -> None:
+    """The bits of other transports; groups of a group; texts of unequal lengths."""
+    with connect(*where) as comm:
+        assert all_calls(comm) == qccl.run_ranks(comm.size, all_calls)[comm.rank]
+        assert comm.allgather(bytes([comm.rank]) * comm.rank) == [bytes([r]) * r for r in range(comm.size)]
+        pending = comm.quantized_allreduce(np.ones(300_000, np.float32), async_op=True)
+        sub = comm.split(0 if comm.rank else None, key=-comm.rank)
+        assert (sub is None) == (comm.rank == 0)
+        if sub is not None:
+            assert (sub.rank, sub.size) == (comm.size - 1 - comm.rank, comm.size - 1)
+            y = np.ones(100, np.float32)
+            assert (sub.quantized_allreduce(y) == sub.size).all()
+            sub.close()
+        assert (pending.wait() == comm.size).all()
+
+
+def closes_in_turn(*where) -> None:
+    """A rank that closes early is not lost for those that are still closing, and calls are over."""
+    for _ in range(3):
+        comm = connect(*where)
+        comm.quantized_allreduce(np.ones(10, np.float32))
+        time.sleep(0.1 * comm.rank)
+        comm.close()
+
+
+def leaves(*where) -> None:
+    """The process ends without close(), with a call behind it."""
+    comm = connect(*where)
+    assert (comm.quantized_allreduce(np.ones(1000, np.float32)) == comm.size).all()
+
+
+def mismatch(*where) -> None:
+    """Calls with other counts are refused on all ranks, by name."""
+    with connect(*where) as comm:
+        try:
+            comm.quantized_allreduce(np.ones(1001 - (comm.rank == 0), np.float32))
+        except qccl.MismatchError as error:
+            assert "count=1000" in str(error) and "count=1001" in str(error)
+        else:
+            raise AssertionError("the counts differ")
+
+
+def other_size(*where) -> None:
+    """A message of another size than its receive is a MismatchError of the transport, which names both."""
+    rank, size, address = where
+    host, port = address.split(":")
+    transport = meetings.connect(meetings.of_address("the test", rank, size, (host, int(port))), 30.0)
+    memory = np.zeros(100, np.uint8)
+    data = memory.__array_interface__["data"][0]
+    if rank == 0:
+        transport.receive(1, 5000, data, 7, "received")
+    else:
+        transport.send(0, 5000, data, 10, "sent")
+    deadline = time.monotonic() + 3
+    try:
+        while time.monotonic() < deadline:
+            assert "received" not in transport.poll(idle=1)
+    except qccl.MismatchError as error:
+        assert rank == 0 and "rank 1 sent 10 bytes to rank 0, which expected 7" in str(error), error
+    except qccl.PeerLost as error:
+        assert rank == 1 and "rank 0 was lost" in str(error), error
+    else:
+        assert rank == 1, "the sizes differ"
+
+
+def _call_until_it_fails(comm: qccl.Communicator) -> Exception:
+    x = np.ones(200_000, np.float32)
+    try:
+        while True:
+            comm.quantized_allreduce(x, op="avg")
+    except qccl.QcclError as error:
+        return error
+
+
+def dies(*where) -> None:
+    """Rank 1 is killed in the middle; the others name it."""
+    comm = connect(*where)
+    comm.quantized_allreduce(np.ones(10, np.float32))
+    if comm.rank == 1:
+        print("dying", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    error = _call_until_it_fails(comm)
+    assert isinstance(error, qccl.PeerLost) and "rank 1 was lost" in str(error), error
+
+
+def stops(*where) -> None:
+    """Rank 1 stops; the others meet their deadline, and end."""
+    comm = connect(*where)
+    comm.quantized_allreduce(np.ones(10, np.float32))
+    comm.timeout = 1.0
+    if comm.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    error = _call_until_it_fails(comm)
+    assert isinstance(error, qccl.CollectiveTimeout | qccl.PeerLost) and "rank 1" in str(error), error
+
+
+def raises(*where) -> None:
+    """The reason of a rank that gives up reaches the others."""
+    comm = connect(*where)
+    try:
+        with comm:
+            if comm.rank == 0:
+                raise ZeroDivisionError("a reason of its own")
+            _ = comm.quantized_allreduce(np.ones(10, np.float32))
+    except (ZeroDivisionError, qccl.PeerLost) as error:
+        assert "a reason of its own" in str(error), error
+
+
+def stays_away(*where) -> None:
+    """Set-up has a deadline, too; a transport that timed out is of no further use."""
+    comm = connect(*where)
+    if comm.rank == 0:
+        transport = comm.transport
+        assert isinstance(transport, UcxTransport)
+        for expected in (qccl.CollectiveTimeout, qccl.EngineError):
+            try:
+                transport.allgather(b"x", 0.3)
+            except expected:
+                continue
+            raise AssertionError("it ended well")
+    else:
+        time.sleep(1)
+
+
+if __name__ == "__main__":
+    name = sys.argv[1]
+    globals()[name](int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+    print("done", name, flush=True)
