@@ -1,12 +1,12 @@
-"""Ranks that are GPUs, through the NCCL communicators of CuPy.
+"""GPUs as ranks, connected by NCCL through CuPy's communicators.
 
-NCCL has no deadlines, and connects lazily: a first transfer may block the host until the other rank arrives. So all
-blocking calls (making a communicator, splitting it, the first transfers, aborting) run on a thread of their own with a
-deadline, and all connections are made with the communicator. Later calls only put work on streams, which the engine's
-watchdog watches.
+NCCL has no deadlines, and it connects two ranks at their first transfer, which may block the host until the other rank
+arrives. So the calls that can block (making or splitting a communicator, the first transfers, aborting) run on a thread
+of their own with a deadline, and a new communicator connects all its ranks at once. Later calls only put work on
+streams, which the engine's watchdog watches.
 
-All ranks must put the same work on a communicator in the same order. The transport's own collectives go on ``stream``,
-which is also the engine's communication stream.
+All ranks must put the same work on a communicator in the same order. The transport's own collectives run on
+``stream``, which is also the engine's communication stream.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ _COLOR_AND_KEY = struct.Struct("<?qq")
 
 
 def get_unique_id() -> bytes:
-    """The id of a group of GPUs to be: made on one rank, brought to the others, and given to Communicator on all."""
+    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator()."""
     return bytes(cuda_libraries().nccl.get_unique_id())
 
 
 class NcclTransport:
-    """The ranks of an NCCL communicator (interface: DeviceTransport)."""
+    """One rank of an NCCL communicator (interface: DeviceTransport)."""
 
     name = "nccl"
 
     def __init__(self, comm: Any, device: int, timeout: float) -> None:
-        """Collective: take over a NcclCommunicator of CuPy, and connect all ranks with each other."""
+        """Collective: take ownership of a NcclCommunicator of CuPy's, and connect all ranks with each other."""
         cuda = cuda_libraries().cupy.cuda
         self.device = device
         self.host: Transport | None = None
         self.comm = comm
         self._timeout = timeout
         self._gone = False
-        self._asking = threading.Lock()  # held while NCCL is asked for errors: it must not lose the communicator then
-        self._lost: list[Any] = []  # memory of collectives that did not end: the device may still write there
+        self._asking = threading.Lock()  # held while NCCL is asked for errors, so that nobody frees the communicator
+        self._lost: list[Any] = []  # memory of collectives that did not finish: the device may still write to it
         self.rank, self.size = comm.rank_id(), comm.size()
         with on_device(device):
             self._stream = cuda.Stream(non_blocking=True, priority=-1)  # a transfer that can start goes first
@@ -68,7 +68,7 @@ class NcclTransport:
             raise
         self.local_rank, self.local_size, self.nodes, _ = places
 
-    # -- ways to make one --------------------------------------------------------------------------------------------
+    # -- constructors ------------------------------------------------------------------------------------------------
 
     @classmethod
     def from_unique_id(
@@ -89,9 +89,9 @@ class NcclTransport:
 
     @classmethod
     def from_group(cls, group: Transport, device: int | None, timeout: float) -> NcclTransport:
-        """Collective: the ranks of a host group (such as MPI's), which becomes ``host`` if all goes well.
+        """Collective: the ranks of a host group (such as MPI's). The new transport owns the group, as ``host``.
 
-        Where one rank has no GPU, all raise EngineError with that rank's reason, and none waits for it.
+        If a rank has no GPU, all ranks raise EngineError with that rank's reason, and the caller still owns the group.
         """
         try:
             chosen = pick_device(device, group.local_rank)
@@ -108,9 +108,9 @@ class NcclTransport:
 
     @classmethod
     def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float) -> NcclTransport:
-        """Collective: the ranks of a communicator of CuPy's, or of a bare ncclComm_t as an integer.
+        """Collective: the ranks and GPUs of another communicator: one of CuPy's, or an ncclComm_t as an integer.
 
-        A new one is made of the same ranks and GPUs; the given one is used for one broadcast and left as it was.
+        This makes a new communicator. The given one carries one broadcast and is not changed.
         """
         cuda_libraries()
         given = _BareCommunicator(comm) if isinstance(comm, int) else comm
@@ -140,7 +140,7 @@ class NcclTransport:
     # -- transfers ---------------------------------------------------------------------------------------------------
 
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
-        """One NCCL group: its transfers progress independently of each other."""
+        """The calls of one NCCL group, whose transfers progress independently of each other."""
         comm = self.comm
         calls: list[Call] = [
             (comm.recv, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in receives
@@ -172,9 +172,7 @@ class NcclTransport:
 
     def split(self, color: int | None, key: int, timeout: float) -> NcclTransport | None:
         mine = _COLOR_AND_KEY.pack(color is not None, color or 0, key)
-        entries = [
-            _COLOR_AND_KEY.unpack(each) for each in self.allgather(mine, timeout)
-        ]  # and now nothing is under way
+        entries = [_COLOR_AND_KEY.unpack(each) for each in self.allgather(mine, timeout)]
         colors = sorted({c for chosen, c, _ in entries if chosen})
         group = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
         arguments = (-1, 0) if color is None else (colors.index(color), group.index((key, self.rank)))
@@ -187,9 +185,10 @@ class NcclTransport:
         return made
 
     def abort(self, reason: str) -> None:
-        """End what is under way on the device; the other ranks find out by themselves, at the latest in time.
+        """End the transfers under way on the device. The other ranks notice it, at the latest by their deadlines.
 
-        NCCL ends the transfers at once. It returns only when the graphs that hold some of them are gone, too.
+        NCCL ends the transfers at once, but its call returns only when all CUDA graphs with transfers of this
+        communicator are deleted.
         """
         if not self._leave():
             return
@@ -199,12 +198,12 @@ class NcclTransport:
             bounded(self.device, _ABORT_SECONDS, "abort", self.comm.abort)
 
     def close(self) -> None:
-        """Release the communicator. NCCL waits for the end of all CUDA graphs that its transfers are part of."""
+        """Release the communicator. NCCL waits until all CUDA graphs with its transfers are deleted."""
         if not self._leave():
             return
         try:
             bounded(self.device, self._timeout, "the end of the communicator", self.comm.destroy)
-        except QcclError as error:  # and now it is NCCL's alone: to abort it as well would free it twice
+        except QcclError as error:  # NCCL will free it; to abort it as well would free it twice
             warnings.warn(
                 f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
                 f"them before close()",
@@ -215,13 +214,13 @@ class NcclTransport:
             self.host.close()
 
     def _leave(self) -> bool:
-        """Whether nobody has left before. Afterwards nothing is asked of the communicator any more."""
+        """Mark the transport as closed, so that nothing uses the communicator. Returns whether it was open."""
         with self._asking:
-            was_here, self._gone = not self._gone, True
-        return was_here
+            was_open, self._gone = not self._gone, True
+        return was_open
 
     def _connect(self) -> None:
-        """A byte to and from every rank, and a collective: NCCL makes its connections and loads its kernels."""
+        """Send a byte to every rank and run a collective, so that NCCL makes its connections and loads its kernels."""
         gpu = cuda_libraries()
         with self._stream:
             memory = gpu.cupy.cuda.alloc(_ALIGNMENT * (self.size + 1))
@@ -241,7 +240,7 @@ class NcclTransport:
         self._finish(time.monotonic() + self._timeout)
 
     def _gather(self, item: bytes, deadline: float) -> list[bytes]:
-        """All ranks' items, of equal length, through the device; the host's side is pinned, so that nothing blocks."""
+        """All ranks' items of equal length, by NCCL. The host memory is pinned: copies from other memory block."""
         gpu = cuda_libraries()
         size, slot = len(item), -(-len(item) // _ALIGNMENT) * _ALIGNMENT
         with self._stream:
@@ -257,17 +256,17 @@ class NcclTransport:
         return [ctypes.string_at(host.ptr + slot * (r + 1), size) for r in range(self.size)]
 
     def _finish(self, deadline: float) -> None:
-        """Wait until everything on the stream is done."""
+        """Wait until the stream has done all its work."""
         cuda_libraries().runtime.eventRecord(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
-        self._check_alive()  # what is aborted is done, too
+        self._check_alive()  # aborted work counts as done, too
 
     def _check_alive(self) -> None:
         if self._gone:
             raise EngineError("this NCCL communicator was closed or aborted")
 
     def _raise(self, error: Exception) -> NoReturn:
-        """Raise an error of the libraries as one of qccl's, with what NCCL itself says of the last one."""
+        """Raise a library's error as one of qccl's, with NCCL's own text about its last error."""
         ours = as_qccl_error(error)
         if ours is None:
             raise error
@@ -279,7 +278,7 @@ class NcclTransport:
 
 
 def _grouped(calls: Sequence[Call]) -> None:
-    """Do ``calls`` as one NCCL group. It is closed in any case: left open, it would swallow the thread's next calls."""
+    """Make ``calls`` as one NCCL group, and end the group even after an error: later calls would join an open group."""
     nccl = cuda_libraries().nccl
     nccl.groupStart()
     try:
@@ -290,7 +289,7 @@ def _grouped(calls: Sequence[Call]) -> None:
 
 
 def _library() -> ctypes.CDLL:
-    """The NCCL that is loaded."""
+    """The NCCL library that the process has loaded."""
     try:
         return ctypes.CDLL("libnccl.so.2")
     except OSError as error:
@@ -298,7 +297,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _last_error(comm: int) -> str:
-    """NCCL's own account of what went wrong last, or nothing."""
+    """NCCL's text about its last error, or an empty text."""
     try:
         function = _library().ncclGetLastError
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
@@ -308,7 +307,7 @@ def _last_error(comm: int) -> str:
 
 
 class _BareCommunicator:
-    """Somebody's ncclComm_t: as much of CuPy's NcclCommunicator as is needed to make another like it."""
+    """An ncclComm_t with the methods of CuPy's NcclCommunicator that from_nccl() uses."""
 
     def __init__(self, pointer: int) -> None:
         if pointer <= 0:
@@ -342,7 +341,7 @@ class _BareCommunicator:
 
 
 def _broadcast_id(comm: Any, rank: int, device: int, timeout: float) -> bytes:
-    """Rank 0's new unique id, brought to all ranks by ``comm``."""
+    """A new unique id, which rank 0 makes and broadcasts on ``comm``."""
     gpu = cuda_libraries()
 
     def broadcast() -> bytes:
