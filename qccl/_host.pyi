@@ -101,6 +101,10 @@ class View:
     @property
     def dtype(self) -> str: ...
     @property
+    def form(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        """``dtype``, ``shape`` and ``strides``."""
+
+    @property
     def device_type(self) -> int: ...
     @property
     def device_id(self) -> int: ...
@@ -246,14 +250,14 @@ class Loop:
     def begin(
         self,
         run: Run,
-        headers: Sequence[bytes],
+        headers: bytes | Sequence[bytes],
         sequence: int,
         deadline: float,
         traced: bool,
         on_control: Callable[[int, bytes], None],
         /,
-    ) -> None:
-        """Begin a run; ``headers`` are one for all ranks, or one for each."""
+    ) -> bool:
+        """Begin a run; ``headers`` are one for all ranks, or one for each. Whether take_ended() has any."""
 
     def run(self, limit: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Advance until a run has ended, or ``limit``; signal handlers run meanwhile."""

@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
@@ -25,8 +25,10 @@ Pointer = int | ctypes.c_void_p | ctypes.Array[Any]
 
 _ADDRESSES = 1 << 64
 
+_Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(slots=True, eq=False)  # not frozen: each call makes some, and that would take four times as long
 class Values:
     """``count`` elements of ``dtype`` at ``address``.
 
@@ -36,16 +38,18 @@ class Values:
         array: the caller's object; None for a raw pointer.
         view: the description of ``array``'s memory.
         owner: keeps the memory alive if the array itself may release it: a tensor's storage, an array of ctypes.
+        order: which element follows which in memory: "C" (row-major), or the axes, the slowest first, and the shape.
     """
 
     address: int
     count: int
     dtype: DType
-    layout: tuple[tuple[int, ...], tuple[int, ...]]
+    layout: _Layout
     what: str
     array: Any = None
     view: Any = None
     owner: Any = None
+    order: str = "C"
 
     @property
     def nbytes(self) -> int:
@@ -55,15 +59,6 @@ class Values:
         """``count`` of the elements (of a row-major array), from ``first`` on."""
         address = self.address + first * self.dtype.itemsize
         return Values(address, count, self.dtype, ((count,), (1,)), self.what, self.array, self.view, self.owner)
-
-    @property
-    def order(self) -> str:
-        """Which element follows which in memory: "C" (row-major), or the axes, the slowest first, and the shape."""
-        axes = [(stride, extent) for extent, stride in zip(*self.layout, strict=True) if extent != 1]
-        slowest_first = sorted(range(len(axes)), key=lambda axis: -axes[axis][0])
-        if slowest_first == list(range(len(axes))) or not self.count:
-            return "C"
-        return f"axes {slowest_first} of {[extent for _, extent in axes]}"
 
 
 class Memory(Protocol):
@@ -101,23 +96,27 @@ def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, wh
     tensor = is_tensor(array)
     if tensor:
         check_values(array, what)
-    element = _element_type(view.dtype, wanted, what)
-    shape, strides = tuple(view.shape), tuple(view.strides)
-    if not _is_dense(shape, strides):
-        raise InvalidBufferError(
-            f"{what} is not contiguous: shape {shape}, strides {strides} elements; pass a contiguous copy"
-        )
+    form = view.form
+    key = form, None if wanted is None else wanted.name
+    known = _forms.get(key)
+    if known is None:
+        known = _form_of(form, wanted, what)
+        if len(_forms) < _MOST_FORMS:
+            _forms[key] = known
+    element, count, layout, order = known
     if writable and view.readonly:
-        number = "" if shape else "; it is a single number: where a list of arrays is needed, pass [x] rather than x"
+        number = (
+            "" if layout[0] else "; it is a single number: where a list of arrays is needed, pass [x] rather than x"
+        )
         raise InvalidBufferError(
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
             f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert){number}"
         )
-    count = math.prod(shape)
-    if count and not view.address:
+    address = view.address
+    if count and not address:
         raise InvalidBufferError(f"{what} has {count} elements but no memory (its address is null); allocate it first")
-    owner = storage_of(array, view.address, count * element.itemsize, what) if tensor else None
-    return Values(view.address, count, element, (shape, strides), what, array, view, owner)
+    owner = storage_of(array, address, count * element.itemsize, what) if tensor else None
+    return Values(address, count, element, layout, what, array, view, owner, order)
 
 
 def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBufferError:
@@ -230,6 +229,41 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
             f"{what} has element type {found}, and {wanted} is needed: what dtype= names, or the call's first array has"
         )
     return dtypes.get(found)
+
+
+class _Form(NamedTuple):
+    """What follows from an array's element type, shape and strides, and is the same in every call."""
+
+    dtype: DType
+    elements: int
+    layout: _Layout
+    order: str
+
+
+#: element type, shape and strides, as a view gives them
+_Described = tuple[str, tuple[int, ...], tuple[int, ...]]
+#: the forms of earlier calls, also by the name of the element type that the caller wants
+_forms: dict[tuple[_Described, str | None], _Form] = {}
+_MOST_FORMS = 10_000
+
+
+def _form_of(form: _Described, wanted: DType | None, what: str) -> _Form:
+    """Check the form of an array. Raises InvalidBufferError."""
+    dtype, shape, strides = form
+    element = _element_type(dtype, wanted, what)
+    if not _is_dense(shape, strides):
+        raise InvalidBufferError(
+            f"{what} is not contiguous: shape {shape}, strides {strides} elements; pass a contiguous copy"
+        )
+    return _Form(element, math.prod(shape), (shape, strides), _order(shape, strides))
+
+
+def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:
+    axes = [(stride, extent) for extent, stride in zip(shape, strides, strict=True) if extent != 1]
+    slowest_first = sorted(range(len(axes)), key=lambda axis: -axes[axis][0])
+    if slowest_first == list(range(len(axes))) or 0 in shape:
+        return "C"
+    return f"axes {slowest_first} of {[extent for _, extent in axes]}"
 
 
 def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:

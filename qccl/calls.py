@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Unpack
 
-from qccl.arguments import CodecLike, OpLike
+from qccl.arguments import OpLike
 from qccl.arrays import Memory, Values
 from qccl.collectives import (
     AllGatherSpec,
@@ -20,12 +20,13 @@ from qccl.collectives import (
     PeerExchangeSpec,
     ReduceScatterSpec,
     ReduceSpec,
+    spec_of,
 )
-from qccl.dtypes import FLOAT32, DType
+from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, accepts, complete
 
-__all__ = ["Collectives", "spec_arguments"]
+__all__ = ["Collectives"]
 
 
 class Collectives(ABC):
@@ -87,7 +88,7 @@ class Collectives(ABC):
         source, target, result = self._pair(x, out, how)
         if target.count != source.count:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
-        spec = AllReduceSpec.from_arguments(*spec_arguments(source, how), source.order, op=op, algorithm=algorithm)
+        spec = spec_of(AllReduceSpec.from_arguments, source, how, source.order, op=op, algorithm=algorithm)
         return self._run(spec, {"input": source, "output": target}, result, how)
 
     @accepts(CallOptions)
@@ -145,7 +146,7 @@ class Collectives(ABC):
         """
         how = complete(options)
         source = self._memory.from_array(x, dtype=how["dtype"], writable=out is None, what="x")
-        spec = ReduceScatterSpec.from_arguments(*spec_arguments(source, how), op=op, counts=counts)
+        spec = spec_of(ReduceScatterSpec.from_arguments, source, how, op=op, counts=counts)
         if out is None:
             target = spec.output_in(source, self.rank, self.size)
         else:
@@ -165,7 +166,7 @@ class Collectives(ABC):
         """
         how = complete(options)
         source, target = self._two(x, out, how)
-        spec = AllGatherSpec.from_arguments(*spec_arguments(target, how), counts=counts)
+        spec = spec_of(AllGatherSpec.from_arguments, target, how, counts=counts)
         return self._run(spec, {"input": source, "output": target}, out, how)
 
     @accepts(ArrayOptions)
@@ -186,9 +187,7 @@ class Collectives(ABC):
         """
         how = complete(options)
         source, target = self._two(x, out, how)
-        spec = AllToAllSpec.from_arguments(
-            *spec_arguments(source, how), send_counts=send_counts, recv_counts=recv_counts
-        )
+        spec = spec_of(AllToAllSpec.from_arguments, source, how, send_counts=send_counts, recv_counts=recv_counts)
         return self._run(spec, {"input": source, "output": target}, out, how)
 
     @accepts(ResultArrayOptions)
@@ -207,7 +206,7 @@ class Collectives(ABC):
         else:
             source = target = self._memory.from_array(out, dtype=how["dtype"], writable=True, what="out")
             result = out
-        spec = BroadcastSpec.from_arguments(*spec_arguments(source, how), source.order, root=root, algorithm=algorithm)
+        spec = spec_of(BroadcastSpec.from_arguments, source, how, source.order, root=root, algorithm=algorithm)
         return self._run(spec, {"input": source, "output": target}, result, how)
 
     @accepts(ArrayOptions)
@@ -233,9 +232,7 @@ class Collectives(ABC):
         else:
             source, result = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x"), None
             arrays = {"input": source}
-        spec = ReduceSpec.from_arguments(
-            *spec_arguments(source, how), source.order, op=op, root=root, algorithm=algorithm
-        )
+        spec = spec_of(ReduceSpec.from_arguments, source, how, source.order, op=op, root=root, algorithm=algorithm)
         return self._run(spec, arrays, result, how)
 
     @accepts(ResultArrayOptions)
@@ -266,8 +263,11 @@ class Collectives(ABC):
         """
         how = complete(options)
         source, target, result = self._pair(x, out, how)
-        spec = HierarchicalSpec.from_arguments(
-            *(*spec_arguments(source, how), source.order),
+        spec = spec_of(
+            HierarchicalSpec.from_arguments,
+            source,
+            how,
+            source.order,
             op=op,
             intra=intra,
             layout=layout,
@@ -310,8 +310,11 @@ class Collectives(ABC):
         for peer, array in replicas.items():
             what = f"replicas[{peer}]"
             arrays[f"replica {peer}"] = memory.from_array(array, dtype=own.dtype, writable=True, what=what)
-        spec = PeerExchangeSpec.from_arguments(
-            *(*spec_arguments(own, how), own.order),
+        spec = spec_of(
+            PeerExchangeSpec.from_arguments,
+            own,
+            how,
+            own.order,
             send_to=send_to,
             receive_from=replicas.keys(),
             applied=applied is not None,
@@ -333,8 +336,3 @@ class Collectives(ABC):
     @abstractmethod
     def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
         """Run a collective, and return its result or its Work."""
-
-
-def spec_arguments(values: Values, how: CallOptions) -> tuple[int, DType, CodecLike, int | None]:
-    """The arguments that every CollectiveSpec has."""
-    return values.count, values.dtype, how["codec"], how["chunk"]

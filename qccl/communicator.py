@@ -11,7 +11,7 @@ from qccl.arrays import Values
 from qccl.calls import Collectives
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
-from qccl.engine.base import Backend
+from qccl.engine.base import Backend, Progress
 from qccl.errors import ArgumentError, PeerLost, QcclError
 from qccl.host import HostBackend
 from qccl.meetings import connect, of_jax, of_torch
@@ -312,15 +312,17 @@ class Communicator(Collectives):
             self._memory.hold(arrays.values())
         own = self._own_input(spec, arrays) if how["nonfinite"] == "error" else ""
         plan = self._plans.take(self._session, spec)._bind_values(arrays, result, how["key"])
-        work = plan._start(stream=how["stream"], timeout=timeout, trace=how["trace"], lr=how["lr"])
+        progress = Progress.NOW if how["async_op"] else Progress.CALLER
+        work = plan._start(how["stream"], timeout, how["trace"], how["lr"], progress)
+        if not how["async_op"] and how["nonfinite"] == "propagate":
+            work.wait()
+            self._plans.give_back(plan)
+            return result
         work._when_reusable(lambda: self._plans.give_back(plan))
         if how["nonfinite"] == "error":
             outputs = [values for name, values in arrays.items() if name.startswith("output")]
             work._check_result(lambda: self._refuse_nonfinite(outputs, own))
-        if not how["async_op"]:
-            return work.wait()
-        work._detach(at_once=True)
-        return work
+        return work if how["async_op"] else work.wait()
 
     def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
         """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.

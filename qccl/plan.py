@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
-from qccl.engine.base import Program
+from qccl.engine.base import Program, Progress
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule
 from qccl.session import Session
-from qccl.state import check_key, lr_of
+from qccl.state import lr_of
 from qccl.trace import TraceEvent
 from qccl.work import Work
 
@@ -51,15 +51,20 @@ class Plan:
 
     Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait. ``key`` names
     the state of a stateful codec.
+
+    Attributes:
+        nbytes: bytes of workspace held.
     """
 
     def __init__(self, session: Session, spec: CollectiveSpec, key: str | None = None) -> None:
         self.spec = spec
+        self.nbytes = 0
         self._key = key
         self._session = session
         self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
+        self._pool: _Pool | None = None  # of the cache that it came from
         self._text = spec.text()
         self._names = spec.counts(session.rank, session.size).keys()
         self._pairs = spec.pairs(session.rank, session.size)
@@ -67,11 +72,6 @@ class Plan:
 
     def __repr__(self) -> str:
         return f"<Plan {self._text}>"
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of workspace held."""
-        return sum(compiled.program.workspace_nbytes for compiled in self._programs.values())
 
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Set the arrays of later runs, as in the collective's method; returns the plan."""
@@ -91,7 +91,7 @@ class Plan:
         return self._bind_values(given, result if has_output else None, self._key)
 
     def _bind_values(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> Plan:
-        check_key(self.spec.codec, key)
+        """Set the arrays, whose element types and counts were checked, as was ``key``."""
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
         spec, session, text = self.spec, self._session, self._text
@@ -125,19 +125,17 @@ class Plan:
         check_trace(trace)
         if self._bound is not None:
             self._session.memory.hold(self._bound.arrays.values())
-        work = self._start(stream=stream, timeout=timeout, trace=trace, lr=lr)
-        work._detach(at_once=False)
-        return work
+        return self._start(stream, timeout, trace, lr, Progress.SOON)
 
     def _start(
         self,
-        *,
         stream: Any = None,
         timeout: float | None = None,
         trace: list[TraceEvent] | None = None,
         lr: float | None = None,
+        progress: Progress = Progress.CALLER,
     ) -> Work:
-        """Start a run, which on the host progresses only while a caller waits."""
+        """Start a run."""
         if self._bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
@@ -155,10 +153,8 @@ class Plan:
             text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
             keep = self._bound, state
         schedule = None if trace is None else self.schedule(in_place=compiled.in_place)
-        execution = session.start(
-            compiled.program, addresses, text, self._pairs, timeout=timeout, trace=trace, schedule=schedule,
-            streams=streams, lr=lr,
-        )  # fmt: skip
+        run = timeout, trace, schedule, streams, lr, progress
+        execution = session.start(compiled.program, addresses, text, self._pairs, *run)
         self._work = Work(session, execution, result, keep)
         return self._work
 
@@ -191,42 +187,68 @@ class Plan:
             state_owner = self.spec.state_owner(schedule.name)
             found = _Compiled(self._session.engine.compile(schedule), in_place, schedule.name, state_owner, state)
             self._programs[in_place] = found
+            self.nbytes += found.program.workspace_nbytes
         return found
 
 
+class _Pool:
+    """The idle plans of one spec.
+
+    Attributes:
+        used: when a plan was last given back, as a count of such events.
+        dropped: it is no longer in the cache.
+    """
+
+    __slots__ = ("dropped", "plans", "used")
+
+    def __init__(self) -> None:
+        self.plans: list[Plan] = []
+        self.used = 0
+        self.dropped = False
+
+
 class PlanCache:
-    """Idle plans, the most recently used last.
+    """Idle plans.
 
     Plans of the specs that were used longest ago are dropped if there are too many specs or too much workspace. Plans
     of the last spec are kept, whatever their size.
     """
 
     def __init__(self) -> None:
-        self._idle: dict[CollectiveSpec, list[Plan]] = {}
+        self._pools: dict[CollectiveSpec, _Pool] = {}
         self._nbytes = 0  # of all workspaces
+        self._used = 0
 
     def take(self, session: Session, spec: CollectiveSpec) -> Plan:
         """An idle plan of this spec, or a new one."""
-        idle = self._idle.get(spec)
-        if not idle:
+        pool = self._pools.get(spec)
+        if pool is None or not pool.plans:
             return Plan(session, spec)
-        plan = idle.pop()
+        plan = pool.plans.pop()
         self._nbytes -= plan.nbytes
         return plan
 
     def give_back(self, plan: Plan) -> None:
         """Keep an idle plan for the next call with the same spec."""
         plan._bound = plan._work = None
-        idle = self._idle.pop(plan.spec, [])
-        self._idle[plan.spec] = idle
-        if len(idle) < CACHE_PLANS_PER_SPEC:
-            idle.append(plan)
+        pool = plan._pool
+        if pool is None or pool.dropped:
+            pool = self._pools.setdefault(plan.spec, _Pool())
+            plan._pool = pool
+        self._used += 1
+        pool.used = self._used
+        if len(pool.plans) < CACHE_PLANS_PER_SPEC:
+            pool.plans.append(plan)
             self._nbytes += plan.nbytes
-        while len(self._idle) > CACHE_SPECS or (self._nbytes > CACHE_NBYTES and len(self._idle) > 1):
-            for dropped in self._idle.pop(next(iter(self._idle))):
-                self._nbytes -= dropped.nbytes
+        while len(self._pools) > CACHE_SPECS or (self._nbytes > CACHE_NBYTES and len(self._pools) > 1):
+            self._drop(min(self._pools, key=lambda spec: self._pools[spec].used))
 
     def clear(self) -> None:
         """Drop every plan."""
-        self._idle.clear()
-        self._nbytes = 0
+        for spec in list(self._pools):
+            self._drop(spec)
+
+    def _drop(self, spec: CollectiveSpec) -> None:
+        pool = self._pools.pop(spec)
+        pool.dropped = True
+        self._nbytes -= sum(plan.nbytes for plan in pool.plans)

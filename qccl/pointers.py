@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Unpack
 from qccl import dtypes
 from qccl.arguments import OpLike, count_of
 from qccl.arrays import Memory, Pointer, Values
-from qccl.calls import Collectives, spec_arguments
-from qccl.collectives import AllReduceSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec
+from qccl.calls import Collectives
+from qccl.collectives import AllReduceSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec, spec_of
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.options import CallOptions, Options, ResultOptions, StateOptions, accepts, complete
@@ -42,7 +42,7 @@ def quantized_allreduce(
     """
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
     how = complete(options, stream=stream)
-    spec = AllReduceSpec.from_arguments(*spec_arguments(source, how), op=op, algorithm=algorithm)
+    spec = spec_of(AllReduceSpec.from_arguments, source, how, op=op, algorithm=algorithm)
     return _run(comm, spec, {"input": source, "output": target}, how)
 
 
@@ -66,8 +66,10 @@ def hierarchical_allreduce(
     """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
     how = complete(options, stream=stream)
-    spec = HierarchicalSpec.from_arguments(
-        *spec_arguments(source, how),
+    spec = spec_of(
+        HierarchicalSpec.from_arguments,
+        source,
+        how,
         op=op,
         intra=intra,
         layout=layout,
@@ -98,8 +100,10 @@ def peer_exchange(
     given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
     given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
     arrays = {name: memory.from_pointer(pointer, count, dtype, what=what) for name, pointer, what in given}
-    spec = PeerExchangeSpec.from_arguments(
-        *spec_arguments(arrays["input"], how),
+    spec = spec_of(
+        PeerExchangeSpec.from_arguments,
+        arrays["input"],
+        how,
         send_to=send_to,
         receive_from=replicas.keys(),
         applied=applied is not None,

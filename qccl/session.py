@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from qccl.codecs.base import Codec
-from qccl.engine.base import Backend, Execution, Program, RunArguments
+from qccl.engine.base import Backend, Execution, Program, Progress, RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.errors import ArgumentError, QcclError, gave_up
 from qccl.schedule import Schedule
@@ -56,17 +56,17 @@ class Session:
         bindings: Mapping[str, int],
         text: str,
         pairs: tuple[str, ...],
-        *,
         timeout: float | None,
         trace: list[TraceEvent] | None,
         schedule: Schedule | None,
         streams: tuple[int, ...],
         lr: float | None,
+        progress: Progress,
     ) -> Execution:
         """Start the next call; ``text`` and ``pairs`` are those of Header, the others those of RunArguments."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         header, lr = Header(Kind.CALL, self.sequence, text, pairs), 1.0 if lr is None else lr
-        arguments = RunArguments(bindings, self.calls, header, deadline, trace, schedule, streams, lr)
+        arguments = RunArguments(bindings, self.calls, header, deadline, trace, schedule, streams, lr, progress)
         execution = self.engine.start(program, arguments)
         self.sequence += 1
         self.calls += 1

@@ -21,6 +21,8 @@ class Work:
     call completes by itself.
     """
 
+    __slots__ = ("__weakref__", "_call", "_checks", "_exception", "_execution", "_finish", "_result", "_session")
+
     def __init__(self, session: Session, execution: Execution, result: Any, keep: Any) -> None:
         self._session = session
         self._call = execution.call
@@ -89,11 +91,6 @@ class Work:
     def exception(self) -> Exception | None:
         """The error of the call, or None if the call succeeded or has not ended. Makes no progress."""
         return self._exception
-
-    def _detach(self, *, at_once: bool) -> None:
-        """On the host: let the progress thread drive it, at once or if the caller does not wait for it soon."""
-        if self._holds_plan() and self._execution is not None:
-            self._execution.detach(at_once=at_once)
 
     def _when_reusable(self, finish: Callable[[], None]) -> None:
         """Call ``finish`` when the plan may run again: after this run succeeded, or now if it is stream-ordered."""

@@ -13,6 +13,7 @@ from threads import CODEC, Caller, outcomes, ramp
 
 from qccl.collectives.allreduce import one_shot
 from qccl.dtypes import FLOAT32
+from qccl.engine.base import Progress
 from qccl.engine.control import CONTROL_TAG, Block, Header, Kind, data_nbytes, mismatch_error
 from qccl.errors import EngineError, PeerLost, QcclError
 from qccl.host import engine as host
@@ -132,8 +133,7 @@ def test_a_thread_that_sleeps_is_woken_by_a_run_that_nobody_waits_for():
         caller = Caller(t)
         x = ramp(t.rank, 1000)
         for _ in range(2):
-            execution = caller.start(caller.program(1000), x, np.empty_like(x))
-            caller.engine.detach(execution, at_once=False)
+            execution = caller.start(caller.program(1000), x, np.empty_like(x), progress=Progress.SOON)
             thread = caller.engine._progress_thread
             deadline = time.monotonic() + 10
             while not (execution.done and thread._asleep) and time.monotonic() < deadline:

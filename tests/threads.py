@@ -14,7 +14,7 @@ from qccl.codecs import get
 from qccl.collectives import AllReduceSpec
 from qccl.collectives.allreduce import two_round
 from qccl.dtypes import FLOAT32
-from qccl.engine.base import RunArguments
+from qccl.engine.base import Progress, RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.host.engine import HostEngine
 from qccl.host.execution import Execution
@@ -73,7 +73,9 @@ class Caller:
         }
         return Header(Kind.CALL, sequence, AllReduceSpec(**(fields | changed)).text())
 
-    def start(self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, **changed: Any) -> Execution:
+    def start(
+        self, program: Program, x: np.ndarray, y: np.ndarray, *, trace=None, progress=Progress.CALLER, **changed: Any
+    ) -> Execution:
         execution = self.engine.start(
             program,
             RunArguments(
@@ -83,6 +85,7 @@ class Caller:
                 deadline=time.monotonic() + self.timeout,
                 trace=trace,
                 schedule=None if trace is None else self.schedule,
+                progress=progress,
             ),
         )
         self.sequence += 1

@@ -128,11 +128,15 @@ std::vector<std::string> texts(const nb::sequence& headers) {
   return found;
 }
 
-void begin(Loop& loop, std::shared_ptr<Run> run, const nb::sequence& headers, std::uint64_t sequence, double deadline,
+// `headers`: one for all ranks, as bytes, or a list with one for each.
+bool begin(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std::uint64_t sequence, double deadline,
            bool traced, const nb::callable& on_control) {
-  const std::vector<std::string> packed = texts(headers);
+  nb::bytes common;
+  const bool is_common = nb::try_cast(headers, common);
+  const std::vector<std::string> packed = is_common ? std::vector{text(common)} : texts(nb::cast<nb::sequence>(headers));
   const nb::gil_scoped_release released;
   loop.begin(std::move(run), packed, sequence, deadline, traced, python_function(on_control));
+  return loop.has_ended();
 }
 
 Outcome run_until(Loop& loop, double limit, const nb::callable& on_control) {

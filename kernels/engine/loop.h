@@ -46,6 +46,8 @@ class Loop {
   // The sequence numbers of the runs that have ended since the last call.
   std::vector<std::uint64_t> take_ended() { return std::exchange(ended_, {}); }
 
+  bool has_ended() const { return !ended_.empty(); }
+
   // The sequence number of the run that made advance() return Outcome::overdue.
   std::uint64_t overdue() const { return overdue_; }
 

@@ -43,9 +43,11 @@ struct View {
 
   template <class Get>
   nb::tuple per_axis(Get get) const {
-    nb::list values;
-    for (std::size_t i = 0; i < array.ndim(); ++i) values.append(get(i));
-    return nb::tuple(values);
+    PyObject* values = PyTuple_New(static_cast<Py_ssize_t>(array.ndim()));
+    if (!values) nb::raise_python_error();
+    for (std::size_t i = 0; i < array.ndim(); ++i)
+      PyTuple_SET_ITEM(values, static_cast<Py_ssize_t>(i), nb::cast(get(i)).release().ptr());
+    return nb::steal<nb::tuple>(values);
   }
   nb::tuple shape() const {
     return per_axis([this](std::size_t i) { return array.shape(i); });
@@ -53,6 +55,7 @@ struct View {
   nb::tuple strides() const {
     return per_axis([this](std::size_t i) { return array.stride(i); });
   }
+  nb::tuple form() const { return nb::make_tuple(dtype(), shape(), strides()); }
 };
 
 // Whether an object with the buffer protocol is read-only. JAX's arrays are, but their DLPack capsules are of the old kind,
@@ -100,6 +103,8 @@ void bind_dlpack(nb::module_& m) {
       .def_prop_ro("shape", &View::shape, nb::sig("def shape(self) -> tuple[int, ...]"))
       .def_prop_ro("strides", &View::strides, nb::sig("def strides(self) -> tuple[int, ...]"), "In elements.")
       .def_prop_ro("dtype", &View::dtype, "As NumPy names it, e.g. \"float32\".")
+      .def_prop_ro("form", &View::form, nb::sig("def form(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]"),
+                   "Element type, shape and strides.")
       .def_prop_ro("device_type", &View::device_type, "DLPack's number: 1 is host memory, 2 is CUDA.")
       .def_prop_ro("device_id", &View::device_id)
       .def_ro("readonly", &View::readonly);

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar, cast
 
 from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
@@ -16,7 +17,10 @@ from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 
-__all__ = ["CollectiveSpec", "check_root", "common", "common_order"]
+__all__ = ["CollectiveSpec", "check_root", "common", "common_order", "spec_of"]
+
+_Spec = TypeVar("_Spec", bound="CollectiveSpec")
+_PLAIN = frozenset({str, int, type(None)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +111,7 @@ class CollectiveSpec(ABC):
             ((name, values),) = arrays.items()
             return name == "output", {name: values.address}
         source, target = arrays["input"], arrays["output"]
-        if same_or_disjoint(source, target):
+        if source is target or same_or_disjoint(source, target):
             return True, {"output": target.address}
         return False, {"input": source.address, "output": target.address}
 
@@ -117,6 +121,28 @@ class CollectiveSpec(ABC):
 
     def _chunking(self, default: int | None) -> Chunking:
         return Chunking(default if self.chunk is None else self.chunk)
+
+
+def spec_of(make: Callable[..., _Spec], values: Values, how: Mapping[str, Any], order: str = "C", **own: Any) -> _Spec:
+    """The spec of a call on these values, from a class's from_arguments() and the call's options.
+
+    Equal arguments give the same object, and are checked once.
+    """
+    shared = values.count, values.dtype.name, how["codec"], how["chunk"], order
+    if all(map(_is_plain, (*shared, *own.values()))):
+        return cast(_Spec, _known_spec(make, *shared, **own))
+    return make(*shared, **own)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether a value of this type never changes, and equals only what means the same."""
+    kind = type(value)
+    return kind in _PLAIN or isinstance(value, Codec) or (kind is tuple and all(type(each) is int for each in value))
+
+
+@lru_cache(maxsize=4096, typed=True)  # or True would equal 1
+def _known_spec(make: Callable[..., CollectiveSpec], *shared: Any, **own: Any) -> CollectiveSpec:
+    return make(*shared, **own)
 
 
 def common(count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C") -> dict[str, Any]:

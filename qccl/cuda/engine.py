@@ -109,7 +109,7 @@ class CudaEngine:
 
     def start(self, program: CudaProgram, arguments: RunArguments) -> CudaRun:
         """Put a run on its streams; see engine.base.Engine."""
-        bindings, call, header, deadline, trace, _, streams, lr = arguments
+        bindings, call, header, deadline, trace, _, streams, lr, _ = arguments
         streams = tuple(streams) or (0,)
         captured = self.device.is_capturing(streams[0])
         program.check(bindings, captured=captured, traced=trace is not None)

@@ -42,6 +42,10 @@ class _View:
     dtype: str
     readonly: bool
 
+    @property
+    def form(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        return self.dtype, self.shape, self.strides
+
 
 class CudaMemory:
     """Memory of one GPU (interface: Memory)."""

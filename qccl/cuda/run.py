@@ -65,9 +65,6 @@ class CudaRun:
         self._check()
         return self.done
 
-    def detach(self, *, at_once: bool) -> None:
-        """Nothing: the run needs no thread."""
-
     def make_stream_wait(self) -> None:
         self._check()
         self._pending.make_stream_wait(self)

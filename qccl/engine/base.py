@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from qccl.arrays import Memory
@@ -11,7 +12,18 @@ from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
 
-__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "RunArguments"]
+__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "Progress", "RunArguments"]
+
+
+class Progress(Enum):
+    """Who advances a run whose engine does not advance all runs by itself (on the host)."""
+
+    #: only callers that wait
+    CALLER = 0
+    #: the progress thread, too, if the caller does not wait for the run within about a millisecond
+    SOON = 1
+    #: the progress thread, too, from the start
+    NOW = 2
 
 
 class RunArguments(NamedTuple):
@@ -26,6 +38,7 @@ class RunArguments(NamedTuple):
         schedule: with ``trace``, the one that was compiled: a program on the host does not keep it.
         streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.
         lr: the learning rate that residuals are multiplied by (schedule.Reduce).
+        progress: who advances the run.
     """
 
     bindings: Mapping[str, int]
@@ -36,6 +49,7 @@ class RunArguments(NamedTuple):
     schedule: Schedule | None = None
     streams: Sequence[int] = ()
     lr: float = 1.0
+    progress: Progress = Progress.CALLER
 
 
 class Execution(Protocol):
@@ -59,12 +73,6 @@ class Execution(Protocol):
         """Block until the run has ended, or time.monotonic() has reached ``limit``; whether it has ended.
 
         Raises CollectiveTimeout at the run's deadline.
-        """
-
-    def detach(self, *, at_once: bool) -> None:
-        """If runs are not stream-ordered: progress in the progress thread.
-
-        ``at_once`` False: only if the caller does not wait for the run within about a millisecond.
         """
 
     def make_stream_wait(self) -> None:

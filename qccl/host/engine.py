@@ -21,7 +21,7 @@ import time
 from collections import deque
 
 from qccl import _host
-from qccl.engine.base import RunArguments
+from qccl.engine.base import Progress, RunArguments
 from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
 from qccl.engine.progress import ProgressThread
 from qccl.errors import (
@@ -120,16 +120,19 @@ class HostEngine:
         try:
             if self._failure is not None:
                 raise self._failure
-            self._queue.append(execution)
             try:
-                self._admit()
+                self._submit(execution)
             except QcclError as error:  # not raised here: the run's wait() raises it
                 self._fail_all(error)
             except BaseException as error:
                 self._fail_all(error)
                 raise
+            if arguments.progress is not Progress.CALLER:
+                self._detach(execution)
         finally:
             self._lock.release()
+        if execution.detached and self._progress_thread is not None:
+            self._progress_thread.wake(at_once=arguments.progress is Progress.NOW)
         return execution
 
     def wait_until_idle(self, timeout: float) -> None:
@@ -182,19 +185,6 @@ class HostEngine:
                 self._transport.abort(str(error))
         _live.discard(self)
 
-    def detach(self, execution: Execution, *, at_once: bool) -> None:
-        """Let the progress thread advance a run: from now on, or if the caller does not wait for it soon."""
-        if self._progress_thread is None:
-            return
-        self._take_turn()
-        detaches = not execution.done and not execution.detached and self._failure is None
-        if detaches:
-            execution.detached = True
-            self.detached += 1
-        self._lock.release()
-        if detaches:
-            self._progress_thread.wake(at_once=at_once)
-
     def step(self) -> None:
         """Run at most one compute operation and one poll; nothing if another thread drives."""
         if not self._lock.acquire(blocking=False):
@@ -244,7 +234,7 @@ class HostEngine:
 
     def _take_turn(self, timeout: float = -1) -> bool:
         """Acquire the lock, after asking the thread that drives to release it. False if ``timeout`` passed."""
-        if self._lock.acquire(blocking=False):
+        if self._lock.acquire(False):
             return True
         self._loop.want(1)
         try:
@@ -264,6 +254,20 @@ class HostEngine:
             self._admit()
         elif outcome is _host.Outcome.OVERDUE:
             raise self._overdue()
+
+    def _submit(self, execution: Execution) -> None:
+        """Begin a run, or queue it."""
+        if self._queue or not self._may_begin(execution):
+            self._queue.append(execution)
+        elif not self._begin(execution):
+            return
+        self._admit()
+
+    def _detach(self, execution: Execution) -> None:
+        """Let the progress thread advance a run."""
+        if self._progress_thread is not None and not execution.done and self._failure is None:
+            execution.detached = True
+            self.detached += 1
 
     def _admit(self) -> None:
         """Remove the runs that have ended, and begin queued ones in the order of their calls.
@@ -292,11 +296,13 @@ class HostEngine:
             and not any(execution.conflicts(other) for other in active.values())
         )
 
-    def _begin(self, execution: Execution) -> None:
+    def _begin(self, execution: Execution) -> bool:
+        """Begin a run; whether any run has ended."""
         self._active[execution.sequence] = execution
-        execution.begin(self._loop, self._on_control)
+        ended = execution.begin(self._loop, self._on_control)
         if self._left:
             self._check_present(execution)
+        return ended
 
     def _on_control(self, peer: int, message: bytes) -> None:
         """Handle a control message that is not the expected header of a call.

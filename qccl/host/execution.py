@@ -25,9 +25,6 @@ class Driver(Protocol):
     def run(self, execution: Execution, limit: float) -> None:
         """Advance all runs until ``execution`` has ended, or time.monotonic() has reached ``limit``."""
 
-    def detach(self, execution: Execution, *, at_once: bool) -> None:
-        """Let the progress thread advance ``execution``."""
-
 
 class Execution:
     """One run of a Program (interface: engine.base.Execution).
@@ -58,7 +55,7 @@ class Execution:
     is_stream_ordered = False
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
-        bindings, self.call, self._header, self.deadline, self._trace, schedule, _, lr = arguments
+        bindings, self.call, self._header, self.deadline, self._trace, schedule, _, lr, _ = arguments
         program.bind(bindings, self.call, lr)
         self.kept: object = None
         self._engine, self._program, self._extents = engine, program, program.extents
@@ -88,10 +85,6 @@ class Execution:
         """Raise the failure being handled, unless this run ended before it: then the next call raises it."""
         if not self.done:
             raise
-
-    def detach(self, *, at_once: bool) -> None:
-        """Let the progress thread advance this run: now, or if the caller does not wait for it within a moment."""
-        self._engine.detach(self, at_once=at_once)
 
     def make_stream_wait(self) -> None:
         """Nothing: the host has no streams."""
@@ -123,12 +116,12 @@ class Execution:
 
     # -- used by the engine ------------------------------------------------------------------------------------------
 
-    def begin(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> None:
-        """Send the header, and start all steps that depend on nothing."""
+    def begin(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> bool:
+        """Send the header, and start all steps that depend on nothing; whether any run has ended."""
         self.begun = True
         header = self._header
-        headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else [header.pack()]
-        loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)
+        headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else header.pack()
+        return loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)
 
     def missing_ranks(self) -> list[int]:
         """The ranks whose header has not arrived."""

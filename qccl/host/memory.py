@@ -13,7 +13,7 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-from qccl import dtypes
+from qccl import _host, dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
@@ -30,17 +30,14 @@ class HostMemory:
     """Memory of this process (interface: Memory)."""
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
-        from qccl import _host
-
-        source = array
         wanted = None if dtype is None else dtypes.get(dtype)
-        if getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__"):
-            source, wanted = array.view("uint16"), BFLOAT16  # neither DLPack nor the buffer protocol of NumPy knows it
         try:
-            view = _host.describe(source)
+            view = _host.describe(array)
         except (TypeError, BufferError, RuntimeError, ValueError) as error:
-            allowed = "a NumPy, torch, JAX or CuPy array, or a raw pointer"
-            raise unreadable(array, what, allowed, _refusal(array)) from error
+            if not _is_bfloat16_of_numpy(array):
+                allowed = "a NumPy, torch, JAX or CuPy array, or a raw pointer"
+                raise unreadable(array, what, allowed, _refusal(array)) from error
+            view, wanted = _host.describe(array.view("uint16")), BFLOAT16
         if view.device_type != _DLPACK_CPU:
             device = _DLPACK_DEVICES.get(view.device_type, f"DLPack device type {view.device_type}")
             raise InvalidBufferError(
@@ -63,8 +60,8 @@ class HostMemory:
     def hold(self, values: Iterable[Values]) -> None:
         """As in Memory. Other arrays refuse to be resized while their memory is in use (NumPy unless told not to)."""
         for each in values:
-            check_unmoved(each)
             if is_tensor(each.array):
+                check_unmoved(each)
                 forbid_resizing(each.array)
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
@@ -87,6 +84,11 @@ class HostMemory:
             if found.size:
                 return start + int(found[0])
         return None
+
+
+def _is_bfloat16_of_numpy(array: Any) -> bool:
+    """Whether it is an array of ml_dtypes' bfloat16, which neither DLPack nor the buffer protocol of NumPy knows."""
+    return getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__")
 
 
 def _refusal(array: Any) -> str:

@@ -1,0 +1,174 @@
+"""Calls that repeat earlier ones: what was proved before is not checked again, and what may have changed is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl.collectives import AllReduceSpec, ReduceScatterSpec
+from qccl.errors import ArgumentError, InvalidBufferError
+
+COUNT = 64
+
+
+def ones(count: int = COUNT) -> np.ndarray:
+    return np.ones(count, np.float32)
+
+
+def test_equal_arguments_are_checked_once(monkeypatch):
+    made = []
+
+    def run(comm):
+        comm.quantized_allreduce(ones(4321))
+        monkeypatch.setattr(AllReduceSpec, "__post_init__", lambda spec: made.append(spec))
+        for _ in range(3):
+            assert (comm.quantized_allreduce(ones(4321)) == 1).all()
+        assert not made
+        comm.quantized_allreduce(ones(4322))
+        assert made
+
+    qccl.run_ranks(1, run)
+
+
+@pytest.mark.parametrize(
+    ("good", "bad"),
+    [
+        ({"chunk": 1}, {"chunk": True}),
+        ({"chunk": 1}, {"chunk": 1.0}),
+        ({"op": 0}, {"op": False}),
+        ({"nonfinite": "propagate"}, {"nonfinite": "ignore"}),
+        ({"timeout": 1}, {"timeout": 0}),
+        ({"stream": 0}, {"stream": 7}),
+        ({"trace": None}, {"trace": 3}),
+        ({"key": "x"}, {"key": 5}),
+    ],
+)
+def test_an_argument_that_only_equals_an_accepted_one_is_refused(good, bad):
+    def run(comm):
+        for _ in range(2):
+            comm.quantized_allreduce(ones(), **good)
+        with pytest.raises(ArgumentError):
+            comm.quantized_allreduce(ones(), **bad)
+        comm.quantized_allreduce(ones(), **good)
+
+    qccl.run_ranks(1, run)
+
+
+def test_counts_that_only_equal_accepted_ones_are_refused():
+    def run(comm):
+        comm.quantized_reduce_scatter(ones(1), counts=(1,))
+        with pytest.raises(ArgumentError, match="counts"):
+            comm.quantized_reduce_scatter(ones(1), counts=(True,))
+        with pytest.raises(ArgumentError, match="counts"):
+            comm.quantized_reduce_scatter(ones(1), counts=(1.0,))
+
+    qccl.run_ranks(1, run)
+    assert ReduceScatterSpec.from_arguments(1, "float32", "none", None, counts=[1]).count == 1
+
+
+def test_an_array_that_changed_between_equal_calls():
+    """Its shape, type and order, whether it may be written, and its memory."""
+
+    def run(comm):
+        x = ones()
+        comm.quantized_allreduce(x)
+        x.shape = (8, 8)
+        assert (comm.quantized_allreduce(x) == 4).all()
+        x.flags.writeable = False
+        with pytest.raises(InvalidBufferError, match="read-only"):
+            comm.quantized_allreduce(x)
+        x.flags.writeable = True
+        x.fill(1)
+        assert (comm.quantized_allreduce(x) == 2).all()
+        x.dtype = np.float16
+        with pytest.raises(InvalidBufferError, match="int32"):
+            comm.quantized_allreduce(x.view(np.int32))
+        x.fill(1)
+        assert x.shape == (8, 16) and (comm.quantized_allreduce(x) == 2).all()
+        comm.quantized_allreduce(np.ascontiguousarray(x[:, ::2]))
+        with pytest.raises(InvalidBufferError, match="not contiguous"):
+            comm.quantized_allreduce(x[:, ::2])
+        x.resize(300, refcheck=False)
+        x.fill(1)
+        assert (comm.quantized_allreduce(x) == 2).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_other_orders_of_axes_between_equal_calls():
+    def run(comm):
+        x = np.arange(12, dtype=np.float32).reshape(3, 4)
+        expected = 2 * x
+        for array in (x.copy(), np.asfortranarray(x), x.copy(), np.asfortranarray(x)):
+            assert (comm.quantized_allreduce(array, codec="none") == expected).all()
+        with pytest.raises(ArgumentError, match="lie differently"):
+            comm.quantized_allreduce(x.copy(), np.asfortranarray(x), codec="none")
+        assert (comm.quantized_allreduce(x.copy(), codec="none") == expected).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_tensor_that_changed_between_equal_calls():
+    torch = pytest.importorskip("torch")
+
+    def run(comm):
+        x = torch.ones(COUNT)
+        comm.quantized_allreduce(x)
+        x.data = torch.ones(COUNT)  # other memory
+        assert (comm.quantized_allreduce(x) == 2).all()
+        with pytest.raises(InvalidBufferError, match="negated"):
+            comm.quantized_allreduce(torch._neg_view(x))
+        y = torch.ones(COUNT)
+        y.untyped_storage().resize_(0)
+        with pytest.raises(InvalidBufferError):
+            comm.quantized_allreduce(y)
+        assert (comm.quantized_allreduce(torch.ones(COUNT)) == 2).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_overlaps_between_equal_calls():
+    def run(comm):
+        memory = ones(2 * COUNT)
+        x, y, across = memory[:COUNT], memory[COUNT:], memory[COUNT // 2 : COUNT // 2 + COUNT]
+        for _ in range(2):
+            comm.quantized_allreduce(x, y)
+        with pytest.raises(InvalidBufferError, match="overlap in part"):
+            comm.quantized_allreduce(x, across)
+        comm.quantized_allreduce(x, y)
+        comm.quantized_allreduce(x, x)
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_closed_or_failed_communicator_refuses_a_repeated_call():
+    def run(comm):
+        x = ones()
+        plan = comm.plan("allreduce", COUNT).bind(x)
+        for _ in range(2):
+            comm.quantized_allreduce(x)
+            plan.start().wait()
+        comm.abort("enough")
+        for call in (lambda: comm.quantized_allreduce(x), plan.start):
+            with pytest.raises(qccl.PeerLost, match=r"failed earlier.*enough"):
+                call()
+        comm.close()
+        for call in (lambda: comm.quantized_allreduce(x), plan.start):
+            with pytest.raises(ArgumentError, match="closed"):
+                call()
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_rank_that_repeats_another_call_raises_a_mismatch():
+    def run(comm):
+        x = ones()
+        for _ in range(3):
+            comm.quantized_allreduce(x)
+        before = x.copy()
+        with pytest.raises(qccl.MismatchError, match="call 3 of the group"):
+            comm.quantized_allreduce(x, op="max" if comm.rank else "sum")
+        assert (x == before).all()
+
+    qccl.run_ranks(2, run)
