@@ -311,9 +311,14 @@ class Communicator(Collectives):
         if how["async_op"]:
             self._memory.hold(arrays.values())
         own = self._own_input(spec, arrays) if how["nonfinite"] == "error" else ""
-        plan = self._plans.take(self._session, spec)._bind_values(arrays, result, how["key"])
-        progress = Progress.NOW if how["async_op"] else Progress.CALLER
-        work = plan._start(how["stream"], timeout, how["trace"], how["lr"], progress)
+        plan = self._plans.take(self._session, spec)
+        try:
+            bound = plan._prepare(arrays, result)
+            progress = Progress.NOW if how["async_op"] else Progress.CALLER
+            work = plan._launch(bound, how["key"], how["stream"], timeout, how["trace"], how["lr"], progress)
+        except BaseException:
+            self._plans.give_back(plan)
+            raise
         if not how["async_op"] and how["nonfinite"] == "propagate":
             work.wait()
             self._plans.give_back(plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ __all__ = ["Plan", "PlanCache"]
 
 #: bytes of workspace that idle plans of one communicator may hold together
 CACHE_NBYTES = 256 << 20
-#: specs with idle plans, and idle plans of one spec (as many calls may be under way)
+#: specs with idle plans, and plans of one spec: as many calls are in flight at once
 CACHE_SPECS = 512
 CACHE_PLANS_PER_SPEC = 16
 
@@ -64,7 +65,7 @@ class Plan:
         self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
-        self._pool: _Pool | None = None  # of the cache that it came from
+        self._users = 0  # calls under way, if the plan belongs to a cache
         self._text = spec.text()
         self._names = spec.counts(session.rank, session.size).keys()
         self._pairs = spec.pairs(session.rank, session.size)
@@ -91,9 +92,13 @@ class Plan:
         return self._bind_values(given, result if has_output else None, self._key)
 
     def _bind_values(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> Plan:
-        """Set the arrays, whose element types and counts were checked, as was ``key``."""
         if self.is_active():
             raise ArgumentError("this plan is still running; wait() for it before binding other arrays")
+        self._bound, self._key = self._prepare(arrays, result), key
+        return self
+
+    def _prepare(self, arrays: Mapping[str, Values], result: Any) -> _Bound:
+        """The arguments of runs on these arrays, whose element types and counts were checked."""
         spec, session, text = self.spec, self._session, self._text
         order = spec.order_of(arrays)
         ordered = spec if order == spec.order else replace(spec, order=order)
@@ -104,8 +109,7 @@ class Plan:
         compiled = self._program(in_place)
         if compiled.state and ordered is not spec:  # a residual belongs to an element
             compiled = compiled._replace(state_owner=ordered.state_owner(compiled.algorithm))
-        self._bound, self._key = _Bound(arrays, result, compiled, addresses, text), key
-        return self
+        return _Bound(arrays, result, compiled, addresses, text)
 
     def start(
         self,
@@ -135,28 +139,41 @@ class Plan:
         lr: float | None = None,
         progress: Progress = Progress.CALLER,
     ) -> Work:
-        """Start a run."""
+        """Start a run with the bound arrays."""
         if self._bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if self.is_active():
             raise ArgumentError("this plan is already running; wait() for it before starting it again")
+        self._work = self._launch(self._bound, self._key, stream, timeout, trace, lr, progress)
+        return self._work
+
+    def _launch(
+        self,
+        bound: _Bound,
+        key: str | None,
+        stream: Any,
+        timeout: float | None,
+        trace: list[TraceEvent] | None,
+        lr: float | None,
+        progress: Progress,
+    ) -> Work:
+        """Start a run, also while others are under way: they wait for each other."""
         lr = None if lr is None else lr_of(lr)
-        arrays, result, compiled, addresses, text = self._bound
+        arrays, result, compiled, addresses, text = bound
         session = self._session
-        keep: Any = self._bound
+        keep: Any = bound
         streams = session.memory.streams(stream, *arrays.values())
         if session.call_offset:
             text = session.with_offset(text, self.spec.codec)
-        if self._key is not None and self.spec.codec.state_names:
-            state = session.state.take(self._key, compiled.state_owner, compiled.state, lr)
+        if key is not None and self.spec.codec.state_names:
+            state = session.state.take(key, compiled.state_owner, compiled.state, lr)
             addresses = addresses | {name: memory.address for name, memory in state.items()}
-            text = f"{text}, key={self._key!r}" + ("" if lr is None else f", lr={lr!r}")
-            keep = self._bound, state
+            text = f"{text}, key={key!r}" + ("" if lr is None else f", lr={lr!r}")
+            keep = bound, state
         schedule = None if trace is None else self.schedule(in_place=compiled.in_place)
         run = timeout, trace, schedule, streams, lr, progress
         execution = session.start(compiled.program, addresses, text, self._pairs, *run)
-        self._work = Work(session, execution, result, keep)
-        return self._work
+        return Work(session, execution, result, keep)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Work.wait() of the last run."""
@@ -192,63 +209,72 @@ class Plan:
 
 
 class _Pool:
-    """The idle plans of one spec.
+    """The plans of one spec.
 
     Attributes:
+        idle: without calls.
+        busy: with calls; the one that was taken last is at the end.
         used: when a plan was last given back, as a count of such events.
-        dropped: it is no longer in the cache.
     """
 
-    __slots__ = ("dropped", "plans", "used")
+    __slots__ = ("busy", "idle", "used")
 
     def __init__(self) -> None:
-        self.plans: list[Plan] = []
+        self.idle: list[Plan] = []
+        self.busy: deque[Plan] = deque()
         self.used = 0
-        self.dropped = False
 
 
 class PlanCache:
-    """Idle plans.
+    """The plans of a communicator's calls.
 
-    Plans of the specs that were used longest ago are dropped if there are too many specs or too much workspace. Plans
-    of the last spec are kept, whatever their size.
+    A spec has at most CACHE_PLANS_PER_SPEC plans. Where more calls are under way, several share a plan, and run one
+    after the other. Idle plans of the specs that were used longest ago are dropped if there are too many specs or too
+    much workspace. Plans of the last spec are kept, whatever their size.
     """
 
     def __init__(self) -> None:
         self._pools: dict[CollectiveSpec, _Pool] = {}
-        self._nbytes = 0  # of all workspaces
+        self._nbytes = 0  # of all workspaces of idle plans
         self._used = 0
 
     def take(self, session: Session, spec: CollectiveSpec) -> Plan:
-        """An idle plan of this spec, or a new one."""
+        """A plan of this spec for one call."""
         pool = self._pools.get(spec)
-        if pool is None or not pool.plans:
-            return Plan(session, spec)
-        plan = pool.plans.pop()
-        self._nbytes -= plan.nbytes
+        if pool is None:
+            pool = self._pools[spec] = _Pool()
+        if pool.idle:
+            plan = pool.idle.pop()
+            self._nbytes -= plan.nbytes
+            pool.busy.append(plan)
+        elif len(pool.busy) < CACHE_PLANS_PER_SPEC:
+            plan = Plan(session, spec)
+            pool.busy.append(plan)
+        else:
+            plan = pool.busy[0]
+            pool.busy.rotate(-1)
+        plan._users += 1
         return plan
 
     def give_back(self, plan: Plan) -> None:
-        """Keep an idle plan for the next call with the same spec."""
-        plan._bound = plan._work = None
-        pool = plan._pool
-        if pool is None or pool.dropped:
-            pool = self._pools.setdefault(plan.spec, _Pool())
-            plan._pool = pool
+        """The call of a plan has ended, or was refused."""
+        plan._users -= 1
+        pool = self._pools.get(plan.spec)
+        if pool is None or plan._users:
+            return
         self._used += 1
         pool.used = self._used
-        if len(pool.plans) < CACHE_PLANS_PER_SPEC:
-            pool.plans.append(plan)
-            self._nbytes += plan.nbytes
+        pool.busy.remove(plan)
+        pool.idle.append(plan)
+        self._nbytes += plan.nbytes
         while len(self._pools) > CACHE_SPECS or (self._nbytes > CACHE_NBYTES and len(self._pools) > 1):
             self._drop(min(self._pools, key=lambda spec: self._pools[spec].used))
 
     def clear(self) -> None:
-        """Drop every plan."""
-        for spec in list(self._pools):
-            self._drop(spec)
+        """Drop every plan; no call is under way."""
+        self._pools.clear()
+        self._nbytes = 0
 
     def _drop(self, spec: CollectiveSpec) -> None:
         pool = self._pools.pop(spec)
-        pool.dropped = True
-        self._nbytes -= sum(plan.nbytes for plan in pool.plans)
+        self._nbytes -= sum(plan.nbytes for plan in pool.idle)

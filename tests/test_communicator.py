@@ -309,10 +309,10 @@ def test_idle_plans_are_bounded():
         works = [comm.quantized_allreduce(np.ones(5, np.float32), async_op=True) for _ in range(40)]
         for work in works:
             work.wait(timeout=20.0)
-        assert [len(pool.plans) for pool in comm._plans._pools.values()] == [16]
+        assert [len(pool.idle) for pool in comm._plans._pools.values()] == [16]
         for count in range(1, 600):
             comm.quantized_allreduce(np.ones(count, np.float32))
-        idle = [pool.plans for pool in comm._plans._pools.values()]
+        idle = [pool.idle for pool in comm._plans._pools.values()]
         assert max(map(len, idle)) <= 16 and len(idle) <= 512
         assert comm._plans._nbytes == sum(plan.nbytes for plans in idle for plan in plans)
 

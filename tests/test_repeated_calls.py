@@ -172,3 +172,49 @@ def test_a_rank_that_repeats_another_call_raises_a_mismatch():
         assert (x == before).all()
 
     qccl.run_ranks(2, run)
+
+
+def test_many_calls_in_flight_share_the_plans_of_their_spec():
+    """No call compiles a plan of its own, whatever the order in which the ranks wait."""
+
+    def run(comm):
+        arrays = [np.full(500, i + comm.rank, np.float32) for i in range(100)]
+        works = [comm.quantized_allreduce(x, codec="none", async_op=True) for x in arrays]
+        (pool,) = comm._plans._pools.values()
+        plans = len({*pool.idle, *pool.busy})
+        for work in works if comm.rank else reversed(works):
+            work.wait(timeout=20)
+        assert all((x == 2 * i + 1).all() for i, x in enumerate(arrays))
+        return plans, len(pool.idle), len(pool.busy), comm._plans._nbytes == sum(plan.nbytes for plan in pool.idle)
+
+    assert qccl.run_ranks(2, run) == [(16, 16, 0, True)] * 2
+
+
+def test_refused_calls_give_their_plans_back():
+    def run(comm):
+        x = ones()
+        for _ in range(20):
+            with pytest.raises(InvalidBufferError, match="overlap"):
+                comm.quantized_allreduce(x[:-1], x[1:])
+        (pool,) = comm._plans._pools.values()
+        return len(pool.idle), len(pool.busy)
+
+    assert qccl.run_ranks(1, run) == [(1, 0)]
+
+
+def test_calls_in_flight_keep_state_and_order_under_one_key():
+    """Runs that share a plan and the state of a key give the results of calls one after the other."""
+
+    def run(comm, at_once):
+        x = np.linspace(-1, 1 + comm.rank, 300, dtype=np.float32)
+        outs = [np.empty_like(x) for _ in range(40)]
+        works = []
+        for out in outs:
+            works.append(comm.quantized_allreduce(x, out, codec="minmax2+ef", key="x", async_op=True))
+            if not at_once:
+                works[-1].wait(timeout=20)
+        for work in works:
+            work.wait(timeout=20)
+        return [out.tobytes() for out in outs]
+
+    assert qccl.run_ranks(2, lambda comm: run(comm, True)) == qccl.run_ranks(2, lambda comm: run(comm, False))

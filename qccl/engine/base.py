@@ -132,7 +132,7 @@ class Engine(Protocol):
         """Allocate memory that keeps its contents from run to run."""
 
     def start(self, program: Any, arguments: RunArguments) -> Execution:
-        """Start a run of a Program of this engine, which on the host must not be running.
+        """Start a run of a Program of this engine; on the host it waits for earlier runs of the program.
 
         Raises ArgumentError for a run that cannot be started. Later failures come from the Execution.
         """

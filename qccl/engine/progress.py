@@ -12,12 +12,16 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from typing import Protocol
 
 __all__ = ["Driven", "ProgressThread"]
 
 #: pause between two checks for runs to drive
 _NAP_SECONDS = 1e-3
+#: the first pause after another thread wanted to drive, such as a caller that starts a call. It doubles while the
+#: thread drives for less time than it paused: in a burst of calls each change of threads costs more than it gains
+_LEAST_NAP_SECONDS = 1e-4
 #: the pause if the caller has waited for the last _USUAL runs itself, and so will probably wait for the next one, too
 _LONG_NAP_SECONDS = 4e-3
 _USUAL = 20
@@ -55,13 +59,16 @@ class ProgressThread:
         self._urgent = False
 
     def wake(self, *, at_once: bool) -> None:
-        """A run was detached: drive it, at once or if nobody waits for it."""
+        """A run was detached: drive it, at once or if nobody waits for it.
+
+        A thread that has runs to drive at once is not woken: at most it naps, because another thread wanted to drive.
+        """
         self._begun += 1
         if self._thread is None:
             self._urgent = at_once
             self._thread = threading.Thread(target=self._loop, name="qccl progress", daemon=True)
             self._thread.start()
-        elif at_once:
+        elif at_once and not self._urgent:
             self._urgent = True
             self._notify()
         elif self._asleep:
@@ -83,21 +90,23 @@ class ProgressThread:
             self._wakeup.release()
 
     def _loop(self) -> None:
-        engine, seen, checks, waited_for = self._engine, 0, 0, 0
+        engine, seen, checks, waited_for, pause = self._engine, 0, 0, 0, _NAP_SECONDS
         while not self._ended:
             is_due = self._begun == seen  # all detached runs are at least one nap old
             seen = self._begun
             if engine.detached and (self._urgent or is_due):
-                waited_for = 0
+                waited_for, begin = 0, time.monotonic()
                 with _quick_switches:
                     engine.drive()
+                pause = min(2 * pause, _NAP_SECONDS) if time.monotonic() - begin < pause else _LEAST_NAP_SECONDS
             elif not is_due:
                 waited_for += 1
             if not engine.detached:
                 self._urgent = False
             checks = 0 if engine.detached or not is_due else checks + 1
             if checks < _CHECKS:
-                self._wakeup.acquire(timeout=_NAP_SECONDS if waited_for < _USUAL else _LONG_NAP_SECONDS)
+                usual = _NAP_SECONDS if waited_for < _USUAL else _LONG_NAP_SECONDS
+                self._wakeup.acquire(timeout=pause if self._urgent else usual)
                 continue
             self._asleep = True  # before the last check: after it wake() notifies this thread
             if not engine.detached and not self._ended:

@@ -289,10 +289,13 @@ class HostEngine:
                 self.detached -= 1
 
     def _may_begin(self, execution: Execution) -> bool:
-        """Whether its tags differ from those under way, and it shares no memory with them that either writes."""
+        """Whether its program is free, its tags differ from those under way, and no memory is shared and written."""
         active = self._active
-        return not active or (
+        if not active:
+            return execution.bind()
+        return (
             execution.sequence - next(iter(active)) < _host.RUNS_IN_FLIGHT
+            and execution.bind()
             and not any(execution.conflicts(other) for other in active.values())
         )
 

@@ -37,10 +37,11 @@ class Execution:
     """
 
     __slots__ = (
+        "_bindings",
         "_engine",
-        "_extents",
         "_header",
         "_labels",
+        "_lr",
         "_program",
         "_trace",
         "begun",
@@ -55,14 +56,13 @@ class Execution:
     is_stream_ordered = False
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
-        bindings, self.call, self._header, self.deadline, self._trace, schedule, _, lr, _ = arguments
-        program.bind(bindings, self.call, lr)
+        self._bindings, self.call, self._header, self.deadline, self._trace, schedule, _, self._lr, _ = arguments
+        program.check(self._bindings)
         self.kept: object = None
-        self._engine, self._program, self._extents = engine, program, program.extents
+        self._engine, self._program = engine, program
         self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
         self.sequence = self._header.sequence
         self.begun = self.done = self.detached = False
-        program.running = True
 
     def step(self) -> bool:
         """Advance all runs of the engine a little; whether this run has ended. Never blocks for long."""
@@ -106,10 +106,17 @@ class Execution:
             return f"waiting to {' and to '.join(parts)}"
         return "every rank has made this call, and this rank has not ended its own part"
 
+    def bind(self) -> bool:
+        """Give the program this run's memory; False while another run of the program is under way."""
+        if self._program.running:
+            return False
+        self._program.bind(self._bindings, self.call, self._lr)
+        return True
+
     def conflicts(self, other: Execution) -> bool:
-        """Whether one of the two writes memory of the caller that the other reads or writes."""
-        for start, stop, written in self._extents:
-            for first, end, also_written in other._extents:
+        """Whether one of the two, which are bound, writes memory of the caller that the other reads or writes."""
+        for start, stop, written in self._program.extents:
+            for first, end, also_written in other._program.extents:
                 if start < end and first < stop and (written or also_written):
                     return True
         return False
@@ -118,7 +125,7 @@ class Execution:
 
     def begin(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> bool:
         """Send the header, and start all steps that depend on nothing; whether any run has ended."""
-        self.begun = True
+        self.begun = self._program.running = True
         header = self._header
         headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else header.pack()
         return loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)

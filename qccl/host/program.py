@@ -27,7 +27,7 @@ _OPS = {"sum": 0, "min": 1, "max": 2}
 
 
 class Program:
-    """A compiled schedule with its workspace; one run at a time.
+    """A compiled schedule with its workspace; one run at a time, and others wait for it.
 
     Attributes:
         rank: of the schedule.
@@ -62,15 +62,16 @@ class Program:
         self.steps.link()
         self.run = _host.Run(self.steps)
 
+    def check(self, bindings: Mapping[str, int]) -> None:
+        """Raise ArgumentError unless all of the caller's buffers have an address, and no others."""
+        if bindings.keys() != self._callers.keys():
+            raise ArgumentError(f"addresses are needed for {sorted(self._callers)}, not for {sorted(bindings)}")
+
     def bind(self, bindings: Mapping[str, int], call: int, lr: float) -> None:
-        """Set the caller's addresses and the numbers of the next run. Raises ArgumentError during a run."""
-        if self.running:
-            raise ArgumentError("this program is still running; a program has one workspace, so wait for it first")
+        """Set the caller's addresses and the numbers of the next run; not during a run."""
         self._memory.call, self._memory.lr = call, lr
         if bindings == self._bindings:
             return
-        if bindings.keys() != self._callers.keys():
-            raise ArgumentError(f"addresses are needed for {sorted(self._callers)}, not for {sorted(bindings)}")
         for name in self._callers:
             self._memory[self._numbers[name]] = bindings[name]
         self._bindings = dict(bindings)
