@@ -12,9 +12,9 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test ends within its time: 120 s, 600 s for those marked slow or lab."""
-    patient = request.node.get_closest_marker("slow") or request.node.get_closest_marker("lab")
-    faulthandler.dump_traceback_later(600 if patient else 120, exit=True, file=sys.__stderr__)
+    """Every test ends within its time: 120 s, 1000 s for those marked slow, lab or every_size."""
+    patient = any(request.node.get_closest_marker(name) for name in ("slow", "lab", "every_size"))
+    faulthandler.dump_traceback_later(1000 if patient else 120, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 

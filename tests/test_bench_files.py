@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from mpi_start import start
+from start_ranks import start
 
 import qccl
 from qccl.bench import collective, files, launched, sweep, table

@@ -12,7 +12,7 @@ import fake_cuda
 import numpy as np
 import pytest
 from cuda_ranks import captured, values
-from mpi_start import start
+from start_ranks import start
 from test_cuda_staging import exact, ranks, staged
 
 import qccl
@@ -177,7 +177,7 @@ def test_closing_waits_for_the_last_messages(world, cupy):
 
 @pytest.mark.mpi
 def test_a_process_that_ends_has_sent_what_others_wait_for():
-    ended = start(3, "tests/mpi/staged_exit.py", limit=60)
+    ended = start(3, "tests/ranks/staged_exit.py", limit=60)
     found = re.findall(r"rank (\d) has ([0-9a-f]{64})", ended.output)
     assert ended.status == 0 and sorted(rank for rank, _ in found) == ["1", "2"], ended.output
     assert found[0][1] == found[1][1] and ended.seconds < 30

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from mpi_start import start
+from start_ranks import start
 
 import qccl
 from qccl import codecs

@@ -1,20 +1,18 @@
-"""Everything that needs MPI ranks: each start of mpiexec runs many checks (tests/mpi), and has a deadline."""
+"""Everything that needs MPI ranks: each start of mpiexec runs many checks (tests/ranks), and has a deadline."""
 
 from __future__ import annotations
 
 import re
 
 import pytest
-from mpi_start import start
+from start_ranks import CHECKS, start
 
 pytestmark = pytest.mark.mpi
-
-PYTEST = ("-m", "pytest", "tests/mpi", "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider", "--tb=short")
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_checks_on(n):
-    ended = start(n, *PYTEST, limit=100)
+    ended = start(n, *CHECKS, limit=100)
     assert ended.status == 0, f"on {n} ranks:\n{ended.output}"
     passed = re.findall(r"(\d+) passed", ended.output)
     assert len(passed) == n and len(set(passed)) == 1, ended.output
@@ -34,7 +32,7 @@ def reasons(output):
 @pytest.mark.parametrize(("how", "within"), [("raise", 15), ("exit", 15), ("stop", 15), ("stop in the middle", 15)])
 def test_a_rank_that_fails(how, within):
     """The others raise, and the job ends: also when the failed rank never answers again."""
-    ended = start(3, "tests/mpi/fault.py", how, limit=40)
+    ended = start(3, "tests/ranks/fault.py", how, limit=40)
     found = raised(ended.output)
     assert sorted(found) == [0, 2], ended.output
     assert all(error in ("PeerLost", "CollectiveTimeout") and s < within for error, s in found.values()), ended.output
@@ -46,7 +44,7 @@ def test_a_rank_that_fails(how, within):
 @pytest.mark.parametrize("before", ["a barrier", "an all-gather"])
 def test_a_rank_that_raises_before(before):
     """The others need not wait for the deadline to hear of it."""
-    ended = start(3, "tests/mpi/fault.py", f"raise before {before}", limit=40)
+    ended = start(3, "tests/ranks/fault.py", f"raise before {before}", limit=40)
     found = raised(ended.output)
     assert sorted(found) == [0, 2], ended.output
     assert all(error == "PeerLost" and seconds < 15 for error, seconds in found.values()), ended.output
@@ -56,7 +54,7 @@ def test_a_rank_that_raises_before(before):
 
 def test_a_rank_that_is_late():
     """It hears what the others had to say, and all end by themselves."""
-    ended = start(3, "tests/mpi/fault.py", "late", limit=40)
+    ended = start(3, "tests/ranks/fault.py", "late", limit=40)
     found = raised(ended.output)
     assert sorted(found) == [0, 1, 2] and ended.status == 0, ended.output
     assert found[1][0] == "PeerLost"
@@ -64,26 +62,26 @@ def test_a_rank_that_is_late():
 
 def test_a_rank_that_is_late_for_a_split():
     """MPI's own split would wait for ever for those who gave up."""
-    ended = start(2, "tests/mpi/fault.py", "late for a split", limit=40)
+    ended = start(2, "tests/ranks/fault.py", "late for a split", limit=40)
     assert sorted(raised(ended.output)) == [0, 1], ended.output
 
 
 @pytest.mark.parametrize("how", ["stay", "fork"])
 def test_what_is_no_failure(how):
     """A rank that stays longer than the others wait; children of os.fork() that end as Python does."""
-    ended = start(3, "tests/mpi/fault.py", how, limit=40)
+    ended = start(3, "tests/ranks/fault.py", how, limit=40)
     assert ended.status == 0 and sorted(re.findall(r"rank (\d) left", ended.output)) == ["0", "1", "2"], ended.output
 
 
 def test_a_rank_that_dies_ends_the_job():
     """What MPICH does with it (Open MPI, too, unless asked to survive)."""
-    ended = start(3, "tests/mpi/fault.py", "die", limit=40)
+    ended = start(3, "tests/ranks/fault.py", "die", limit=40)
     assert ended.status != 0 and ended.seconds < 20, ended.output
 
 
 def test_calls_after_the_end_of_mpi():
     """They raise EngineError, or do nothing; MPI would end the process in nearly each of its functions."""
-    ended = start(2, "tests/mpi/finalized.py", limit=60)
+    ended = start(2, "tests/ranks/finalized.py", limit=60)
     assert ended.status == 0, ended.output
     found = re.findall(r"rank (\d): (.+?): (.+)", ended.output)
     assert len(found) == 2 * 22 and {outcome for _, _, outcome in found} == {"EngineError", "harmless"}, ended.output

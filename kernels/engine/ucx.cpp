@@ -115,7 +115,9 @@ class Worker final : public UcxWire {
 
   void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
     const Lock lock(mutex_);
-    if (!worker_ || at(peer).status) return fail({at(peer).status, peer, true});
+    if (!worker_) return fail({});
+    if (at(peer).status) return fail({at(peer).status, peer, true});
+    if (!at(peer).endpoint) throw std::invalid_argument("rank " + std::to_string(peer) + " is not connected to itself");
     Posted* posted = take({token, kSend, peer});
     RequestParams params = params_of(posted);
     params.callback.on_sent = &Worker::on_sent;
@@ -149,7 +151,7 @@ class Worker final : public UcxWire {
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
     Lock lock(mutex_);
     advance(idle, lock);
-    if (completed_.empty()) return raise_fault(lock);  // after everything that had come before it
+    if (completed_.empty()) return raise_any_fault(lock);  // after everything that had come before it
     completed.insert(completed.end(), completed_.begin(), completed_.end());
     completed_.clear();
   }
@@ -171,11 +173,10 @@ class Worker final : public UcxWire {
   }
 
   void close(double seconds) override {
+    if (getpid() != process_) return;  // a child of fork(): its parent's connections, and perhaps a locked mutex
     const Lock lock(mutex_);
-    if (getpid() == process_) {  // a child of fork() must not close its parent's connections
-      if (worker_ && seconds > 0) flush(seconds);
-      destroy();
-    }
+    if (worker_ && seconds > 0) flush(seconds);
+    destroy();
     worker_ = context_ = nullptr;
   }
 
@@ -291,7 +292,7 @@ class Worker final : public UcxWire {
     ucp_.request_free(request);
     if (status == ucx::kOk && (posted->expected < 0 || got == posted->expected)) return complete(posted);
     if (status == ucx::kOk || status == ucx::kTruncated) {
-      fail({0, posted->peer, false, got, posted->expected});
+      if (!mismatch_) mismatch_ = UcxFault{0, posted->peer, false, got, posted->expected};
     } else if (status != ucx::kCanceled) {
       fail({status, posted->peer, true});
     }
@@ -300,6 +301,15 @@ class Worker final : public UcxWire {
 
   void fail(const UcxFault& fault) {
     if (!fault_) fault_ = fault;
+  }
+
+  // Raises a message of the wrong size once, because the other transfers go on; other faults are raised again and again.
+  void raise_any_fault(Lock& lock) {
+    if (!mismatch_) return raise_fault(lock);
+    const UcxFault fault = *mismatch_;
+    mismatch_.reset();
+    lock.unlock();
+    raise_(fault);
   }
 
   const std::optional<UcxFault>& find_fault() {
@@ -364,7 +374,7 @@ class Worker final : public UcxWire {
   std::vector<Posted*> free_;
   std::vector<Token> completed_;
   std::uint64_t set_up_completed_ = 0;
-  std::optional<UcxFault> fault_;
+  std::optional<UcxFault> fault_, mismatch_;
 };
 
 }  // namespace

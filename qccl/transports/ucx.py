@@ -144,11 +144,13 @@ class UcxTransport:
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        self._check_alive()
         self.wire.send(peer, tag, address, nbytes, self._add(token))
 
     def receive(
         self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
     ) -> None:
+        self._check_alive()
         self.wire.receive(peer, tag, address, nbytes, self._add(token), at_most)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:

@@ -11,8 +11,7 @@ sys.path.append(str(Path(__file__).parent.parent / "gpu"))
 import fake_cuda
 import fake_kernels
 import numpy as np
-
-from qccl.transports.mpi import MpiTransport
+import processes
 
 installed = fake_cuda.installed(fake_cuda.World(1), fake_kernels.work)
 installed.__enter__()  # and it stays so to the end
@@ -22,7 +21,7 @@ from device import Apart  # noqa: E402
 from qccl.communicator import Communicator  # noqa: E402
 from qccl.cuda import CudaBackend  # noqa: E402
 
-comm = Communicator._from_transport(Apart(MpiTransport.world(20.0)), 20.0, CudaBackend)
+comm = Communicator._from_transport(Apart(processes.connect()), 20.0, CudaBackend)
 x = fake_cuda.array(np.random.default_rng(comm.rank).standard_normal(50_000).astype(np.float32), 0)
 work = comm.hierarchical_allreduce(
     x, node_ids=range(comm.size), inter="host", algorithm="two_round", chunk=2048, async_op=True

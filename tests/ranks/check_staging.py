@@ -1,4 +1,4 @@
-"""hierarchical_allreduce(inter="host") over MPI, on 1 to 4 ranks: each has a fake GPU and is a node of its own."""
+"""hierarchical_allreduce(inter="host") over processes: each has a fake GPU and is a node of its own."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import fake_cuda
 import fake_kernels
 import numpy as np
+import processes
 import pytest
 
 import qccl
-from qccl.transports.mpi import MpiTransport
 
 CALLS: tuple[tuple[int, dict[str, Any]], ...] = (
     (5000, {"algorithm": "one_shot", "chunk": 512}),
@@ -39,8 +39,8 @@ def comm(world):
 
     from qccl.cuda import CudaBackend
 
-    transport = Apart(MpiTransport.world(20.0))
-    with qccl.Communicator._from_transport(transport, 20.0, CudaBackend) as made:
+    transport = Apart(processes.connect(60.0))
+    with qccl.Communicator._from_transport(transport, 60.0, CudaBackend) as made:
         yield made
 
 
@@ -59,7 +59,7 @@ def results(comm: qccl.Communicator, array: Any, read: Any) -> list[bytes]:
 
 
 def test_the_hosts_bytes(comm):
-    with qccl.init(backend="host", timeout=20.0) as host:
+    with qccl.init(backend="host", timeout=60.0) as host:
         expected = results(host, lambda x: x, lambda x: x.tobytes())
     assert results(comm, lambda x: fake_cuda.array(x, 0), lambda x: x.get().tobytes()) == expected
 

@@ -1,33 +1,35 @@
-"""The MPI transport. Run by tests/test_mpi.py on 1 to 4 ranks, which execute the same tests in step."""
+"""The transport of processes, which execute the same tests in step."""
 
 from __future__ import annotations
 
+import contextlib
 import time
 
 import numpy as np
+import processes
 import pytest
-from mpi4py import MPI
+from processes import IS_OPEN_MPI, OVER_MPI, RANK, SIZE
 from threads import address
 
 from qccl.bench.plain import plain_allreduce
-from qccl.errors import ArgumentError, EngineError, MismatchError
-from qccl.transports.mpi import MpiTransport
+from qccl.errors import EngineError, MismatchError, PeerLost
 
 
 @pytest.fixture
 def transport():
-    made = MpiTransport.world(20)
+    made = processes.connect()
     yield made
     made.close()
 
 
-def wait_for(transport, tokens):
-    left, idle = set(tokens), 0
+def wait_for(transport, tokens, completed=None):
+    """Wait for transfers; ``completed`` has those of earlier waits."""
+    completed, idle = set() if completed is None else completed, 0
     deadline = time.monotonic() + 10
-    while left:
-        left -= set(transport.poll(idle=idle))
+    while not completed.issuperset(tokens):
+        completed.update(transport.poll(idle=idle))
         idle += 1
-        assert time.monotonic() < deadline, left
+        assert time.monotonic() < deadline, set(tokens) - completed
 
 
 def memory_of(x):
@@ -35,9 +37,8 @@ def memory_of(x):
 
 
 def test_ranks(transport):
-    world = MPI.COMM_WORLD
-    assert (transport.name, transport.rank, transport.size) == ("mpi", world.rank, world.size)
-    assert (transport.local_rank, transport.local_size) == (world.rank, world.size)
+    assert (transport.name, transport.rank, transport.size) == ("mpi" if OVER_MPI else "ucx", RANK, SIZE)
+    assert (transport.local_rank, transport.local_size) == (RANK, SIZE)
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 300_000])
@@ -57,6 +58,8 @@ def test_everyone_to_everyone(transport, nbytes):
 
 def test_order_of_equal_tags(transport):
     t = transport
+    if t.size == 1:
+        return
     after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
     out = [np.full(8, i, np.uint8) for i in range(20)]
     got = [np.zeros(8, np.uint8) for _ in range(20)]
@@ -69,18 +72,19 @@ def test_order_of_equal_tags(transport):
 
 @pytest.mark.parametrize(("sent", "posted"), [(4, 8), (8, 4), (0, 4), (200_000, 100_000), (100_000, 200_000)])
 def test_unequal_sizes(sent, posted):
-    if sent > posted and "Open MPI" in MPI.Get_library_version():
+    if sent > posted and IS_OPEN_MPI:
         pytest.skip("Open MPI writes past the end of a receive that is too small (the engine never posts one)")
-    t = MpiTransport.world(20)
+    t = processes.connect()
     try:
         x, y, other = np.ones(sent, np.uint8), np.zeros(posted, np.uint8), np.zeros(3, np.uint8)
         if t.rank == 0 and t.size > 1:
             t.receive(1, 1, *memory_of(y), "bad")
             t.receive(1, 2, *memory_of(other), "good")
             t.allgather(b"", 10)
+            completed = set()
             with pytest.raises(MismatchError, match="sent"):
-                wait_for(t, ["bad"])
-            wait_for(t, ["good"])
+                wait_for(t, ["bad"], completed)
+            wait_for(t, ["good"], completed)
         else:
             t.allgather(b"", 10)
             if t.rank == 1:
@@ -107,12 +111,6 @@ def test_allgather_and_split(transport):
         alone.close()
 
 
-def test_many_groups_leave_nothing_behind():
-    """MPICH has about 2000 communicators for all; more ranks than cores make each slow."""
-    for _ in range(2100 if MPI.COMM_WORLD.size == 1 else 20):
-        MpiTransport.world(20).close()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("op", ["sum", "min", "max"])
 def test_plain_allreduce(transport, op, dtype):
@@ -126,51 +124,27 @@ def test_plain_allreduce(transport, op, dtype):
     np.testing.assert_array_equal(x, y)
 
 
-def test_refusals(transport):
-    with pytest.raises(ArgumentError, match="avg"):
-        plain_allreduce(transport)(0, 0, 1, "float32", "avg")
-    with pytest.raises(ArgumentError, match="intracommunicator"):
-        MpiTransport.from_mpi("world")
-    with pytest.raises(ArgumentError, match="intracommunicator"):
-        MpiTransport.from_mpi(MPI.COMM_NULL)
-
-
-def test_mpi_errors_keep_message_and_code(transport):
-    with pytest.raises(EngineError, match=r"MPI: .*rank") as info:
-        transport.send(transport.size, 1, *memory_of(np.zeros(1, np.uint8)), 0)
-    assert MPI.Get_error_class(info.value.code) == MPI.ERR_RANK
-    assert isinstance(info.value.__cause__, MPI.Exception)
-
-
 def test_nothing_is_written_after_an_abort():
-    """The memory of a receive that was posted is the caller's again."""
-    world = MPI.COMM_WORLD
-    t = MpiTransport.world(20)
+    """The memory of a receive that was posted is the caller's again. The sender may hear of it."""
+    t = processes.connect()
     x = np.zeros(1000, np.uint8)
     if t.rank == 0 and t.size > 1:
         t.receive(1, 5, *memory_of(x), "in")
         t.abort("on purpose")
-    world.Barrier()
+    processes.barrier()
     if t.rank == 1:
-        t.send(0, 5, *memory_of(np.ones(1000, np.uint8)), "out")
-        t.poll(idle=0)
-    for _ in range(20):  # MPI moves what has been sent
-        world.Barrier()
+        with contextlib.suppress(PeerLost):
+            t.send(0, 5, *memory_of(np.ones(1000, np.uint8)), "out")
+            t.poll(idle=0)
+    for _ in range(20):  # the library moves what has been sent
+        processes.barrier()
         time.sleep(0.005)
     assert not x.any()
     t.close()
 
 
 def test_a_closed_transport_refuses():
-    t = MpiTransport.world(20)
+    t = processes.connect()
     t.close()
     with pytest.raises(EngineError, match="closed"):
         t.send(0, 1, *memory_of(np.zeros(1, np.uint8)), 0)
-
-
-def test_groups_of_one_rank_on_purpose():
-    world = MPI.COMM_WORLD
-    for comm in (MPI.COMM_SELF, MPI.COMM_SELF.Dup(), world.Split(world.rank)):
-        made = MpiTransport.from_mpi(comm, 20)
-        assert (made.rank, made.size) == (0, 1)
-        made.close()

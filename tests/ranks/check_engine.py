@@ -1,4 +1,4 @@
-"""All-reduce over MPI, below and through the communicator. Run by tests/test_mpi.py on 1 to 4 ranks in step."""
+"""All-reduce over processes, below and through the communicator."""
 
 from __future__ import annotations
 
@@ -6,21 +6,19 @@ import signal
 import time
 
 import numpy as np
+import processes
 import pytest
 from cases import NUMPY
-from mpi4py import MPI
+from processes import RANK, SIZE
 from threads import Caller, near_sum, outcomes, ramp
 
 import qccl
 from qccl.errors import MismatchError, PeerLost
-from qccl.transports.mpi import MpiTransport
-
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 
 
 @pytest.fixture
 def caller():
-    made = Caller(MpiTransport.world(20))
+    made = Caller(processes.connect())
     yield made
     made.close()
 
@@ -57,16 +55,6 @@ def test_the_same_bytes_through_the_communicator(dtype, codec, algorithm):
     assert mine == qccl.run_ranks(SIZE, reduce)[RANK]
 
 
-def test_reductions_of_mpi4py():
-    with qccl.Communicator.from_mpi(MPI.COMM_WORLD) as comm:
-        for op, wanted in ((MPI.SUM, SIZE * (SIZE - 1) / 2), (MPI.MIN, 0), (MPI.MAX, SIZE - 1)):
-            x = np.full(8, RANK, np.float32)
-            assert (comm.quantized_allreduce(x, op=op, codec="none") == wanted).all()
-        for op in (MPI.PROD, MPI.LOR, MPI.OP_NULL):
-            with pytest.raises(qccl.ArgumentError, match="is not supported"):
-                comm.quantized_allreduce(x, op=op)
-
-
 def test_runs_end_whichever_the_ranks_wait_for(caller):
     xs = [ramp(RANK, 2000 + i) for i in range(20)]
     ys = [np.empty_like(x) for x in xs]
@@ -78,7 +66,7 @@ def test_runs_end_whichever_the_ranks_wait_for(caller):
 
 @pytest.mark.parametrize("counts", [(100, 105), (100, 3_000_000), (1 << 20, (1 << 20) + 70_000), (0, 1)])
 def test_ranks_that_disagree(counts):
-    caller = Caller(MpiTransport.world(20))
+    caller = Caller(processes.connect())
     x = ramp(RANK, counts[RANK == SIZE - 1])
     y = np.full_like(x, 7)
     start = time.monotonic()
@@ -127,7 +115,7 @@ def test_an_interrupt_ends_a_wait():
         return comm.close()
     x = np.ones(1000, np.float32)
     if RANK:
-        MPI.COMM_WORLD.recv(source=0)
+        processes.barrier()
         with pytest.raises(PeerLost, match="rank 0 gave up: KeyboardInterrupt"):
             comm.quantized_allreduce(x)
         return None
@@ -137,7 +125,6 @@ def test_an_interrupt_ends_a_wait():
     with pytest.raises(KeyboardInterrupt):
         comm.quantized_allreduce(x)
     assert time.monotonic() - start < 10
-    for rank in range(1, SIZE):
-        MPI.COMM_WORLD.send(None, dest=rank)
+    processes.barrier()
     signal.signal(signal.SIGALRM, usual)
     return None

@@ -1,0 +1,78 @@
+"""The processes that run these checks in step: MPI's ranks, or with QCCL_TRANSPORT=ucx those of any launcher."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import time
+from typing import Any
+
+from qccl import launchers, meetings
+
+OVER_MPI = meetings.wanted_transport() != "ucx"
+#: how the processes find each other over UCX: by the launcher's variables, or "torch" or "jax" by that library
+FRAMEWORK = os.environ.get("QCCL_TEST_FRAMEWORK", "")
+
+if OVER_MPI:
+    from mpi4py import MPI
+
+    RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    IS_OPEN_MPI = "Open MPI" in MPI.Get_library_version()
+else:
+    IS_OPEN_MPI = False
+    launcher = launchers.detect()
+    assert launcher is not None
+    RANK, SIZE = launcher.rank, launcher.size
+
+_SECONDS = 30.0
+
+
+def connect(timeout: float = 20.0) -> Any:
+    """Collective: a new transport of all processes."""
+    if OVER_MPI:
+        from qccl.transports.mpi import MpiTransport
+
+        return MpiTransport.world(timeout)
+    from qccl.transports.ucx import UcxTransport
+
+    return UcxTransport(RANK, SIZE, lambda address: _gather(address, timeout), timeout)
+
+
+def allgather(item: Any) -> list[Any]:
+    """Collective: every process's item, apart from the transports that are tested."""
+    if OVER_MPI:
+        return MPI.COMM_WORLD.allgather(item)
+    return [pickle.loads(each) for each in _gather(pickle.dumps(item), 5 * _SECONDS)]
+
+
+def barrier() -> None:
+    """Collective, and without a busy loop: a rank that spins would keep a core from those that still compute."""
+    if not OVER_MPI:
+        _gather(b"", 5 * _SECONDS)
+        return
+    others = MPI.COMM_WORLD.Ibarrier()
+    while not others.Test():
+        time.sleep(0.005)
+
+
+def _connect_control() -> Any:
+    from qccl.transports.ucx import UcxTransport
+
+    if FRAMEWORK == "torch":
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo")
+    elif FRAMEWORK == "jax":
+        import jax
+
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        jax.distributed.initialize(place, SIZE, RANK)
+    meeting = meetings.of_launcher(launcher)
+    return UcxTransport(RANK, SIZE, lambda address: meeting.gather(address, _SECONDS), _SECONDS)
+
+
+def _gather(item: bytes, timeout: float) -> list[bytes]:
+    return _control.allgather(item, timeout)
+
+
+_control = None if OVER_MPI else _connect_control()

@@ -1,0 +1,82 @@
+"""Starts ranks in tests, with a deadline after which all are ended: by mpiexec, or as plain processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from plain_ranks import free_ports
+
+from qccl.bench.start import StartError, find_mpiexec
+
+ROOT = Path(__file__).parent.parent
+#: runs all checks that ranks execute in step
+CHECKS = (
+    *("-m", "pytest", "tests/ranks", "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider"),
+    "--tb=short",
+)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a run: the launcher's exit status, the output of launcher and ranks, and the seconds it took."""
+
+    status: int
+    output: str
+    seconds: float
+
+
+def start(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
+    """Run Python with ``arguments`` on ``n`` ranks of mpiexec; pytest.fail after ``limit`` seconds."""
+    try:
+        mpi = find_mpiexec()
+    except StartError as error:
+        pytest.skip(str(error))
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [mpi.path, *mpi.options(None), "-n", str(n), sys.executable]
+    return _run(command, n, arguments, limit, root | environment)
+
+
+def start_plain(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
+    """The same on ``n`` processes that have torchrun's variables, and UCX."""
+    command = [sys.executable, "tests/plain_ranks.py", str(n)]
+    return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx"} | environment)
+
+
+def start_torchrun(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
+    """The same on ``n`` processes of torchrun, with UCX."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port"]
+    command += [*free_ports(1), "--no-python", sys.executable]
+    return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx", "OMP_NUM_THREADS": "1"} | environment)
+
+
+def _run(command: list[str], n: int, arguments: tuple[str, ...], limit: float, environment: dict[str, str]) -> Ended:
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")])
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # mpiexec ends its ranks
+        try:
+            output, _ = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate(timeout=5)
+        pytest.fail(f"{n} ranks of {' '.join(arguments)} did not end within {limit} s:\n{output}", pytrace=False)
+    return Ended(process.returncode, output, time.monotonic() - begin)
