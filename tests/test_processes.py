@@ -42,26 +42,25 @@ def assert_passed(ended, n):
 @pytest.mark.parametrize(
     ("n", "network"),
     [
-        pytest.param(n, network, marks=[] if (n, network) in USUAL else [pytest.mark.every_size])
+        pytest.param(n, network, marks=pytest.mark.slow if (n, network) in USUAL else pytest.mark.every_size)
         for n in (1, 2, 3, 4, 5, 8)
         for network in NETWORKS
     ],
 )
 def test_checks_on(n, network):
-    usual = (n, network) in USUAL
-    assert_passed(start_plain(n, *CHECKS, limit=100 if usual else 900, **NETWORKS[network]), n)
+    assert_passed(start_plain(n, *CHECKS, limit=900, **NETWORKS[network]), n)
 
 
 @needs("torch")
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.every_size)])
 def test_under_torchrun(n):
-    assert_passed(start_torchrun(n, *DIGESTS, limit=100, QCCL_TEST_FRAMEWORK="torch"), n)
+    assert_passed(start_torchrun(n, *DIGESTS, limit=110, QCCL_TEST_FRAMEWORK="torch"), n)
 
 
 @needs("jax")
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.every_size)])
 def test_under_jax(n):
-    assert_passed(start_plain(n, *DIGESTS, limit=100, QCCL_TEST_FRAMEWORK="jax", JAX_PLATFORMS="cpu"), n)
+    assert_passed(start_plain(n, *DIGESTS, limit=110, QCCL_TEST_FRAMEWORK="jax", JAX_PLATFORMS="cpu"), n)
 
 
 @pytest.mark.parametrize(
