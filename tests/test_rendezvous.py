@@ -72,6 +72,23 @@ def test_rank_0_comes_last(port):
         assert other.result(timeout=10) == MESSAGE
 
 
+def test_ranks_that_disagree_are_named_on_rank_0(port):
+    """By the deadline: a caller may also belong to another job."""
+    first, other = ranks(2, port, timeout=0.5, sizes={1: 3})
+    assert isinstance(first, CollectiveTimeout) and "this is rank 1 of 3" in str(first)
+    assert isinstance(other, MismatchError) and "this is rank 1 of 3" in str(other)
+
+
+def test_two_processes_with_the_same_rank(port):
+    with ThreadPoolExecutor(3) as pool:
+        both = [pool.submit(share, None, 1, 3, ("127.0.0.1", port), 1.5) for _ in range(2)]
+        with pytest.raises(CollectiveTimeout, match=r"ranks \[2\] did not come .* another process is rank 1, too"):
+            share(MESSAGE, 0, 3, ("127.0.0.1", port), 1.5)
+        errors = {type(each.exception(10)): str(each.exception(10)) for each in both}
+    assert errors.keys() == {MismatchError, CollectiveTimeout}
+    assert "another process is rank 1, too" in errors[MismatchError]
+
+
 def test_a_rank_that_does_not_come(port):
     begin = time.monotonic()
     with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\]"):
@@ -177,7 +194,7 @@ def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(p
     """Rank 1 of 2 says hello and then nothing: what it is sent, it does not acknowledge."""
     monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 60.0)
     digest = hashlib.sha256(b"").digest()[:16]
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, 1, digest, 0)
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, 1, digest, b"", 0)
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1.0)
         with connected(port) as connection:
@@ -206,7 +223,7 @@ def test_another_job_or_size_is_refused(port):
 
 def test_a_later_meeting_waits_its_turn(port, monkeypatch):
     """A quick rank that is at the next meeting already does not take part in this one."""
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16, 0)
+    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16, b"", 0)
     assert rendezvous._judge(hello, 3, 1, b"\0" * 16)[:2] == (1, rendezvous._LATER)
 
 
@@ -225,7 +242,7 @@ def test_something_else_listens_there(answer):
         with pytest.raises(EngineError, match="QCCL_PORT"):
             share(None, 1, 2, ("127.0.0.1", server.getsockname()[1]), 5.0)
         thread.join(5)
-        with pytest.raises(EngineError, match="another program uses"):
+        with pytest.raises(EngineError, match="another program or a second rank 0 uses"):
             share(MESSAGE, 0, 2, ("127.0.0.1", server.getsockname()[1]), 5.0)
 
 
@@ -297,7 +314,7 @@ def test_a_rank_that_is_cut_off_calls_again(port):
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(share, MESSAGE, 0, 3, ("127.0.0.1", port), 10.0)]
         connection = connected(port)
-        connection.sendall(rendezvous._HELLO.pack(*hello, 0))
+        connection.sendall(rendezvous._HELLO.pack(*hello, b"", 0))
         time.sleep(0.1)
         connection.close()
         found += [pool.submit(share, None, rank, 3, ("127.0.0.1", port), 10.0) for rank in (2, 1)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -86,6 +88,21 @@ def test_ends(name, over):
     check(name, run(3, name, **TRANSPORTS[over]))
 
 
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"QCCL_NET": "eth77"}, "ArgumentError: QCCL_NET='eth77'"),
+        ({"UCX_TLS": "nonsense"}, "EngineError: UCX .* did not start"),
+        ({"UCX_TLS": "self"}, "EngineError: UCX has no network from rank 1 to rank"),
+    ],
+)
+def test_a_rank_that_cannot_start(environment, message):
+    """The others do not wait for it."""
+    found = run(2, "cannot_start", QCCL_TEST_ENVIRONMENT=json.dumps(environment))
+    check("cannot_start", found)
+    assert re.search(message, found[1][1]), found
+
+
 @pytest.mark.parametrize("name", ["other_size", "stays_away"])
 def test_set_up_and_sizes(name):
     check(name, run(2, name))
@@ -108,9 +125,12 @@ def test_settings_of_the_environment_come_first(monkeypatch):
     monkeypatch.delenv("UCX_KEEPALIVE_INTERVAL", raising=False)
     assert dict(ucx._config(None))["KEEPALIVE_INTERVAL"] == "1s"
     monkeypatch.setenv("UCX_KEEPALIVE_INTERVAL", "3s")
-    monkeypatch.setenv("QCCL_NET", "eth7")
+    monkeypatch.setenv("QCCL_NET", "lo")
     config = dict(ucx._config("127.0.0.1"))
-    assert "KEEPALIVE_INTERVAL" not in config and config["NET_DEVICES"] == "eth7"
+    assert "KEEPALIVE_INTERVAL" not in config and config["NET_DEVICES"] == "lo"
+    monkeypatch.setenv("QCCL_NET", "lo,eth77")
+    with pytest.raises(qccl.ArgumentError, match=r"no network interface 'eth77'; it has .*lo"):
+        ucx._config(None)
 
 
 def test_the_interface_to_this_machine_is_none():

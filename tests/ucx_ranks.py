@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -55,6 +56,20 @@ def calls(*where) -> None:
             assert (sub.quantized_allreduce(y) == sub.size).all()
             sub.close()
         assert (pending.wait() == comm.size).all()
+
+
+def cannot_start(*where) -> None:
+    """Settings of rank 1 that UCX cannot use."""
+    if where[0] == 1:
+        os.environ |= json.loads(os.environ["QCCL_TEST_ENVIRONMENT"])
+    begin = time.monotonic()
+    try:
+        connect(*where)
+    except qccl.QcclError as error:
+        print(f"{type(error).__name__}: {error}")
+    else:
+        raise AssertionError("it started")
+    assert time.monotonic() - begin < 20, "the other rank waited for the deadline"
 
 
 def closes_in_turn(*where) -> None:

@@ -30,9 +30,11 @@ NOTE_NBYTES = 64 << 10
 ANSWER_NBYTES = 256 << 20
 
 _MAGIC = b"qccl/rdv"
-_HELLO = struct.Struct("<8sIIII16sI")  # magic, version, rank, size, number of the meeting, job, length of the note
+_HELLO = struct.Struct(
+    "<8sIIII16s8sI"
+)  # magic, version, rank, size, number of the meeting, job, process, note's length
 _REPLY = struct.Struct("<8sIII32s")  # magic, version, verdict, length of the content, SHA-256 of verdict and content
-_VERSION = 3
+_VERSION = 4
 _WELCOME, _LATER, _REFUSED = range(3)
 _ACKNOWLEDGE = b"\x06"
 
@@ -78,7 +80,7 @@ def gather(note: bytes, rank: int, size: int, place: tuple[str, int], timeout: f
     if size == 1:
         return [note]
     if rank:
-        hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, len(note)) + note
+        hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, os.urandom(8), len(note)) + note
         joined = _ask(hello, place, deadline, timeout)
     else:
         with _listen(place) as server, _Meeting(server, note, size, number, digest) as meeting:
@@ -114,8 +116,8 @@ def _listen(place: tuple[str, int]) -> socket.socket:
 
 def _in_use(port: int) -> EngineError:
     return EngineError(
-        f"rank 0 cannot listen on port {port}, which another program uses; set QCCL_PORT to a free port, the same on "
-        f"all ranks"
+        f"rank 0 cannot listen on port {port}, which another program or a second rank 0 uses; set QCCL_PORT to a free "
+        f"port, the same on all ranks"
     )
 
 
@@ -127,6 +129,7 @@ class _Caller:
     until: float
     received: bytes = b""
     rank: int = 0  # 0 while unknown
+    process: bytes = b""
     has_answer: bool = False
 
 
@@ -141,6 +144,7 @@ class _Meeting:
         self._notes = {0: note}
         self._served: set[int] = set()
         self._answer: bytes | None = None
+        self._refusal = ""  # why the last caller was refused
         self._callers: set[_Caller] = set()
         self._selector = selectors.DefaultSelector()
 
@@ -160,7 +164,8 @@ class _Meeting:
             now = time.monotonic()
             if now > deadline:
                 missing = sorted(set(range(self._size)) - set(self._notes) or set(range(1, self._size)) - self._served)
-                raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s")
+                refused = f"; rank 0 refused a caller: {self._refusal}" if self._refusal else ""
+                raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s{refused}")
             for caller in [each for each in self._callers if each.until < now]:
                 self._drop(caller)
             until = min([deadline, *(caller.until for caller in self._callers)])
@@ -210,15 +215,24 @@ class _Meeting:
         if verdict is None:
             return self._drop(caller)
         if verdict == _WELCOME:
-            length = _HELLO.unpack_from(caller.received)[-1]
+            *_, process, length = _HELLO.unpack_from(caller.received)
             if length > NOTE_NBYTES or len(caller.received) > _HELLO.size + length:
                 return self._drop(caller)
             if len(caller.received) == _HELLO.size + length:
-                for other in [each for each in self._callers if each.rank == rank]:
+                others = [each for each in self._callers if each.rank == rank]
+                if any(each.process != process for each in others):
+                    text = f"another process is rank {rank}, too; give every process a rank of its own"
+                    return self._refuse(caller, _REFUSED, text)
+                for other in others:
                     self._drop(other)  # that connection was lost
                 self._notes[rank] = caller.received[_HELLO.size :]
-                caller.rank, caller.until = rank, deadline
+                caller.rank, caller.process, caller.until = rank, process, deadline
             return
+        self._refuse(caller, verdict, text)
+
+    def _refuse(self, caller: _Caller, verdict: int, text: str) -> None:
+        if verdict == _REFUSED:
+            self._refusal = text
         caller.has_answer = True
         self._send(caller, verdict, text.encode())
 
@@ -240,7 +254,7 @@ class _Meeting:
 
 def _judge(hello: bytes, size: int, number: int, job: bytes) -> tuple[int, int | None, str]:
     """The caller's rank, the verdict (None: it does not speak this protocol), and the reason."""
-    magic, version, rank, their_size, meeting, their_job, _ = _HELLO.unpack(hello)
+    magic, version, rank, their_size, meeting, their_job, _, _ = _HELLO.unpack(hello)
     if magic != _MAGIC:
         return 0, None, ""
     if version != _VERSION:

@@ -32,7 +32,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from qccl import _host
-from qccl.errors import CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports.topology import find_topology
 
 __all__ = ["UcxTransport", "load_library"]
@@ -126,15 +126,21 @@ class UcxTransport:
         functions = [_address(library, name) for name in _host.UcxWire.function_names()]
         try:
             self.wire = _host.UcxWire(functions, _config(master), rank, size, partial(_raise, rank))
-        except RuntimeError as error:
+        except (RuntimeError, ArgumentError) as error:
+            gather(b"")  # otherwise the other ranks would wait for this one
+            if isinstance(error, ArgumentError):
+                raise
             raise EngineError(
                 f"UCX {version()} did not start: {error}; see the settings UCX_* of the environment"
             ) from error
         _open.add(self)
         try:
-            for peer, address in enumerate(gather(self.wire.address())):
+            addresses = gather(self.wire.address())
+            if b"" in addresses:
+                raise EngineError(f"UCX did not start on rank {addresses.index(b'')}, whose own error says why")
+            for peer, address in enumerate(addresses):
                 if peer != rank:
-                    self.wire.connect(peer, address)
+                    self._connect(peer, address)
             places = find_topology(rank, lambda place: self.allgather(place, timeout))
         except BaseException as error:
             self.abort(str(error))
@@ -142,6 +148,15 @@ class UcxTransport:
         self.local_rank, self.local_size, self.nodes, self.shares_memory = places
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
+
+    def _connect(self, peer: int, address: bytes) -> None:
+        try:
+            self.wire.connect(peer, address)
+        except RuntimeError as error:
+            raise EngineError(
+                f"UCX has no network from rank {self.rank} to rank {peer}: {error}; see QCCL_NET and the settings "
+                f"UCX_* of the environment"
+            ) from error
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         self._check_alive()
@@ -251,14 +266,31 @@ def _text(status: int) -> str:
 def _config(master: str | None) -> list[tuple[str, str]]:
     """UCX's settings, without those that the environment has."""
     settings = dict(_SETTINGS)
-    interface = os.environ.get("QCCL_NET") or (_interface_to(master) if master and not _has_rdma() else None)
+    interface = _wanted_interface() or (_interface_to(master) if master and not _has_rdma() else None)
     if interface:
         settings["NET_DEVICES"] = interface
     return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
 
 
+def _wanted_interface() -> str:
+    """The network interfaces that QCCL_NET names; nothing if it is not set. Raises ArgumentError for unknown ones."""
+    wanted = os.environ.get("QCCL_NET", "")
+    there = {name for _, name in socket.if_nameindex()} | set(_rdma_devices())
+    unknown = [name for name in wanted.split(",") if wanted and name.partition(":")[0] not in there]
+    if unknown:
+        raise ArgumentError(
+            f"QCCL_NET={wanted!r}: this machine has no network interface {unknown[0]!r}; it has "
+            f"{', '.join(sorted(there))}"
+        )
+    return wanted
+
+
 def _has_rdma() -> bool:
-    return os.path.isdir("/sys/class/infiniband") and bool(os.listdir("/sys/class/infiniband"))
+    return bool(_rdma_devices())
+
+
+def _rdma_devices() -> list[str]:
+    return os.listdir("/sys/class/infiniband") if os.path.isdir("/sys/class/infiniband") else []
 
 
 def _interface_to(host: str) -> str | None:
