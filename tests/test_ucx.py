@@ -121,6 +121,18 @@ def test_a_rank_that_stops_meets_the_deadline(over):
     check("stops", run(3, "stops", **TRANSPORTS[over]), but=1)
 
 
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGSEGV])
+def test_signals_stay_the_programs(number):
+    """UCX would otherwise show a debugger's prompt at SIGHUP, and the process would go on."""
+    program = (
+        "import os, sys; from qccl.transports import ucx; ucx.load_library(); os.kill(os.getpid(), int(sys.argv[1]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(int(number))], capture_output=True, stdin=subprocess.DEVNULL, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (-number, b"", b"")
+
+
 def test_settings_of_the_environment_come_first(monkeypatch):
     monkeypatch.delenv("UCX_KEEPALIVE_INTERVAL", raising=False)
     assert dict(ucx._config(None))["KEEPALIVE_INTERVAL"] == "1s"

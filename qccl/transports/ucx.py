@@ -46,8 +46,8 @@ _SETTINGS = {
     "TCP_RX_SEG_SIZE": "512K",
     "KEEPALIVE_INTERVAL": "1s",
 }
-#: read when the library is loaded: no handlers for the signals of crashes, and no messages about lost ranks
-_LOAD_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal"}
+#: read when the library is loaded: no handlers of signals (of crashes, and SIGHUP), and no messages about lost ranks
+_LOAD_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "fatal"}
 #: tag of the messages that set the group up; the engine's are smaller
 _SET_UP_TAG = 1 << 30
 #: how long close() and abort() take at most to deliver what was sent
