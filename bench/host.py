@@ -3,12 +3,14 @@
 Sections: "lab" behind slow links, compared with MPI's own all-reduce and a plain transfer of the same bytes; "shared"
 in shared memory, compared with MPI's; "overlap" of an asynchronous call with a caller that sleeps or computes. The
 timed calls are those that programs make, out of place (a sum) and in place (the mean, which stays finite), and in
-shared memory also a bound plan. The calls take turns within one run, in blocks of back-to-back calls. A figure is the
-median of the blocks' means; the spread is the slowest block less the fastest, divided by the median.
+shared memory also a bound plan. The calls over all transports, and MPI's, take turns within one run of the same
+processes, in blocks of back-to-back calls. A figure is the median of the blocks' means; the spread is the slowest block
+less the fastest, divided by the median.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -26,16 +28,21 @@ import qccl
 from qccl.bench.bulk import Bulk
 from qccl.bench.calls import Wiring
 from qccl.bench.lab import Lab, shaped_nbytes
-from qccl.bench.plain import plain_allreduce
+from qccl.bench.plain import load_mpi, plain_allreduce
 from qccl.bench.sizes import format_size, parse_link, parse_size
 
 __all__ = ["cpu_seconds", "medians", "plain", "spread", "turns"]
+
+Call = Callable[[], object]
+#: a transport ("": MPI's own all-reduce) and a way to call
+Side = tuple[str, str]
 
 
 @click.command()
 @click.option("--sections", default="lab,shared,overlap", show_default=True)
 @click.option("--links", default="100mbit,1gbit,5gbit,10gbit", show_default=True)
 @click.option("--ranks", default="2,4", show_default=True)
+@click.option("--transports", default="ucx,mpi", show_default=True)
 @click.option("--codecs", default="minmax8,minmax4", show_default=True)
 @click.option("--sizes", default="4K,64K,1M,16M", show_default=True, help="In shared memory.")
 @click.option("--calls", default=20, show_default=True, help="Minimum number of calls of each side.")
@@ -49,6 +56,7 @@ def main(**given: Any) -> None:
     until = time.monotonic() + given["patience"]
     ranks = [int(n) for n in given["ranks"].split(",")]
     shared = {key: given[key] for key in ("algorithm", "chunk", "calls")}
+    shared["transports"] = given["transports"].split(",")
     for section in given["sections"].split(","):
         rows = document[section]
         tasks = {
@@ -58,7 +66,7 @@ def main(**given: Any) -> None:
         }[section]()
         for task in tasks:
             for n in ranks:
-                rows.append(run_undisturbed(partial(_run, n, task | shared), until))
+                rows += run_undisturbed(partial(_run, n, task | shared), until)
         _print(section, rows)
     document["machine"]["load after"] = os.getloadavg()
     if given["save"]:
@@ -81,8 +89,9 @@ def _overlap_tasks() -> Iterator[dict[str, Any]]:
     yield {"measure": "overlap", "link": "1gbit", "codec": "minmax8", "count": 4 << 20}
 
 
-def _run(ranks: int, task: dict[str, Any]) -> dict[str, Any]:
-    return run_ranks(__file__, ranks, task, Lab(ranks, parse_link(task["link"])) if task["link"] else None)
+def _run(ranks: int, task: dict[str, Any]) -> list[dict[str, Any]]:
+    lab = Lab(ranks, parse_link(task["link"])) if task["link"] else None
+    return run_ranks(__file__, ranks, task, task["transports"][0], lab)
 
 
 def _print(section: str, rows: list[dict[str, Any]]) -> None:
@@ -90,13 +99,14 @@ def _print(section: str, rows: list[dict[str, Any]]) -> None:
     match section:
         case "lab":
             print_table(
-                ("link", "ranks", "codec", "ms", "in place", "floor", "of the line", "of a plain transfer",
+                ("link", "ranks", "codec", "over", "ms", "in place", "floor", "of the line", "of a plain transfer",
                  "plain transfer of the line", "MPI ms", "in place", "gain", "in place", "spread", "crossed",
                  "CPU ms per rank", "others"),
                 [
-                    (r["link"], r["ranks"], r["codec"], f"{r['qccl'] * 1e3:.2f}", f"{r['qccl in place'] * 1e3:.2f}",
-                     f"{r['floor'] * 1e3:.2f}", f"{r['floor'] / r['qccl']:.1%}", f"{r['bulk'] / r['qccl']:.1%}",
-                     f"{r['floor'] / r['bulk']:.1%}", f"{r['mpi'] * 1e3:.1f}", f"{r['mpi in place'] * 1e3:.1f}",
+                    (r["link"], r["ranks"], r["codec"], r["transport"], f"{r['qccl'] * 1e3:.2f}",
+                     f"{r['qccl in place'] * 1e3:.2f}", f"{r['floor'] * 1e3:.2f}", f"{r['floor'] / r['qccl']:.1%}",
+                     f"{r['bulk'] / r['qccl']:.1%}", f"{r['floor'] / r['bulk']:.1%}",
+                     f"{r['mpi'] * 1e3:.1f}", f"{r['mpi in place'] * 1e3:.1f}",
                      f"{r['mpi'] / r['qccl']:.2f}", f"{r['mpi in place'] / r['qccl in place']:.2f}",
                      f"{spread(r['blocks']):.0%}", f"{r['crossed']:.3f}", f"{r['cpu'] * 1e3:.1f}",
                      f"{r['others']:.0%}")
@@ -105,10 +115,10 @@ def _print(section: str, rows: list[dict[str, Any]]) -> None:
             )  # fmt: skip
         case "shared":
             print_table(
-                ("ranks", "size", "codec", "us", "in place", "bound plan", "MPI us", "in place", "ratio", "in place",
-                 "spread", "others"),
+                ("ranks", "size", "codec", "over", "us", "in place", "bound plan", "MPI us", "in place", "ratio",
+                 "in place", "spread", "others"),
                 [
-                    (r["ranks"], format_size(4 * r["count"]), r["codec"], f"{r['qccl'] * 1e6:.1f}",
+                    (r["ranks"], format_size(4 * r["count"]), r["codec"], r["transport"], f"{r['qccl'] * 1e6:.1f}",
                      f"{r['qccl in place'] * 1e6:.1f}", f"{r['plan'] * 1e6:.1f}", f"{r['mpi'] * 1e6:.1f}",
                      f"{r['mpi in place'] * 1e6:.1f}", f"{r['qccl'] / r['mpi']:.2f}",
                      f"{r['qccl in place'] / r['mpi in place']:.2f}", f"{spread(r['blocks']):.0%}",
@@ -118,10 +128,10 @@ def _print(section: str, rows: list[dict[str, Any]]) -> None:
             )  # fmt: skip
         case "overlap":
             print_table(
-                ("link", "ranks", "call ms", "call's CPU ms", "beside", "alone ms", "both ms", "of the larger",
+                ("link", "ranks", "over", "call ms", "call's CPU ms", "beside", "alone ms", "both ms", "of the larger",
                  "others"),
                 [
-                    (r["link"], r["ranks"], f"{r['qccl'] * 1e3:.1f}", f"{r['cpu'] * 1e3:.1f}", name,
+                    (r["link"], r["ranks"], r["transport"], f"{r['qccl'] * 1e3:.1f}", f"{r['cpu'] * 1e3:.1f}", name,
                      f"{side['alone'] * 1e3:.1f}", f"{side['both'] * 1e3:.1f}",
                      f"{side['both'] / side['least']:.3f}", f"{r['others']:.0%}")
                     for r in rows
@@ -136,32 +146,44 @@ def _print(section: str, rows: list[dict[str, Any]]) -> None:
 def rank(task: dict[str, Any]) -> None:
     """Measure as one rank; rank 0 prints the results."""
     measure = {"lab": _measure_lab, "shared": _measure_shared, "overlap": _measure_overlap}[task["measure"]]
-    with qccl.init(backend="host", timeout=120) as comm:
-        x = np.random.default_rng(comm.rank).standard_normal(task["count"]).astype(np.float32)
-        y = np.empty_like(x)
-        plan = comm.plan(
-            "allreduce", len(x), codec=task["codec"], algorithm=task["algorithm"], chunk=task["chunk"]
-        ).bind(x, y)
-        found = measure(comm, plan, x, y, task)
-        if comm.rank == 0:
-            print(MARK + json.dumps({"ranks": comm.size} | found), flush=True)
+    load_mpi()  # before UCX, which is then MPI's own: a second one cannot be loaded beside it
+    with contextlib.ExitStack() as stack:
+        comms: dict[str, qccl.Communicator] = {}
+        for name in task["transports"]:
+            os.environ["QCCL_TRANSPORT"] = name
+            comms[name] = stack.enter_context(qccl.init(backend="host", timeout=120))
+        number, size = comms[name].rank, comms[name].size
+        x = np.random.default_rng(number).standard_normal(task["count"]).astype(np.float32)
+        found = measure(comms, x, np.empty_like(x), task)
+        if number == 0:
+            rows = [{"ranks": size, "transport": name} | found[name] for name in comms]
+            print(MARK + json.dumps(rows), flush=True)
 
 
-def _both_ways(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Callable[[], object]]:
-    """The calls that programs make, and MPI's, out of place and in place."""
+def _bound(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> qccl.Plan:
     given = {key: task[key] for key in ("codec", "algorithm", "chunk")}
-    z = x.copy()
-    return {
-        "qccl": lambda: comm.quantized_allreduce(x, y, **given),
-        "mpi": plain(comm, x, y),
-        "qccl in place": lambda: comm.quantized_allreduce(z, op="avg", **given),
-        "mpi in place": plain(comm, z, z),
-    }
+    return comm.plan("allreduce", len(x), **given).bind(x, y)
 
 
-def plain(comm: qccl.Communicator, x: Any, y: Any) -> Callable[[], object]:
-    """A function that calls the library's own all-reduce."""
-    allreduce = plain_allreduce(comm.transport)
+def _both_ways(comms: dict[str, qccl.Communicator], x: Any, y: Any, task: dict[str, Any]) -> dict[Side, Call]:
+    """The calls that programs make, over each transport, and MPI's, out of place and in place."""
+    given = {key: task[key] for key in ("codec", "algorithm", "chunk")}
+    z, first = x.copy(), next(iter(comms.values()))
+    calls: dict[Side, Call] = {}
+    for name, comm in comms.items():
+        calls[name, "qccl"] = partial(comm.quantized_allreduce, x, y, **given)
+        calls[name, "qccl in place"] = partial(comm.quantized_allreduce, z, op="avg", **given)
+    return calls | {("", "mpi"): plain(first, x, y), ("", "mpi in place"): plain(first, z, z)}
+
+
+def _by_transport(comms: dict[str, qccl.Communicator], times: dict[Side, list[float]]) -> dict[str, dict[str, Any]]:
+    """For each transport the medians and blocks of its sides and of MPI's."""
+    return {name: medians({side: blocks for (of, side), blocks in times.items() if of in ("", name)}) for name in comms}
+
+
+def plain(comm: qccl.Communicator, x: Any, y: Any) -> Call:
+    """A function that calls MPI's all-reduce."""
+    allreduce = plain_allreduce(comm.transport, "mpi")
     return lambda: allreduce(x.ctypes.data, y.ctypes.data, len(x), "float32", "sum")
 
 
@@ -176,11 +198,9 @@ def _seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int) ->
     return max(float(item) for item in comm.allgather(repr(mine).encode()))
 
 
-def turns(
-    comm: qccl.Communicator, sides: dict[str, tuple[Callable[[], object], int]], blocks: int
-) -> dict[str, list[float]]:
+def turns(comm: qccl.Communicator, sides: dict[Any, tuple[Call, int]], blocks: int) -> dict[Any, list[float]]:
     """Time the sides (a call, and the number of calls in a block) in turns; returns the means of their blocks."""
-    times: dict[str, list[float]] = {name: [] for name in sides}
+    times: dict[Any, list[float]] = {name: [] for name in sides}
     for _ in range(blocks):
         for name, (call, calls) in sides.items():
             times[name].append(_seconds(comm, call, calls))
@@ -207,37 +227,50 @@ def cpu_seconds(comm: qccl.Communicator, call: Callable[[], object], calls: int)
     return statistics.fmean(float(item) for item in comm.allgather(repr(mine).encode()))
 
 
-def _measure_lab(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
-    sent = plan.schedule(in_place=False).sent_nbytes()
-    most = max(int(item) for item in comm.allgather(str(sent).encode()))
-    calls = _both_ways(comm, x, y, task)
-    run, bulk = calls["qccl"], Bulk(comm, Wiring.one_link_each(comm.size)).bind(most)
-    before, counted = shaped_nbytes(), 5
-    for _ in range(counted):
-        run()
-    comm.barrier()
-    crossed = (shaped_nbytes() - before) / (sent * counted)
-    blocks = 5
-    floor = most / parse_link(task["link"]).rate
+def _measure_lab(
+    comms: dict[str, qccl.Communicator], x: Any, y: Any, task: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    blocks, costs = 5, {}
+    calls = _both_ways(comms, x, y, task)
+    for name, comm in comms.items():
+        sent = _bound(comm, x, y, task).schedule(in_place=False).sent_nbytes()
+        most = max(int(item) for item in comm.allgather(str(sent).encode()))
+        run = calls[name, "qccl"]
+        calls[name, "bulk"] = Bulk(comm, Wiring.one_link_each(comm.size)).bind(most)
+        before, counted = shaped_nbytes(), 5
+        for _ in range(counted):
+            run()
+        comm.barrier()
+        crossed = (shaped_nbytes() - before) / (sent * counted)
+        floor = most / parse_link(task["link"]).rate
+        costs[name] = {"floor": floor, "crossed": crossed, "cpu": cpu_seconds(comm, run, 5)}
     each = max(4, -(-task["calls"] // blocks), min(40, round(0.2 / floor)))  # TCP starts slowly after a pause
-    sides = {name: (call, 4 if name.startswith("mpi") else each) for name, call in calls.items()}
-    return medians(turns(comm, sides | {"bulk": (bulk, each)}, blocks)) | {
-        "floor": floor,
-        "crossed": crossed,
-        "cpu": cpu_seconds(comm, run, 5),
-    }
+    sides = {(of, side): (call, each if of else 4) for (of, side), call in calls.items()}
+    found = _by_transport(comms, turns(comm, sides, blocks))
+    return {name: found[name] | costs[name] for name in comms}
 
 
-def _measure_shared(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
+def _measure_shared(
+    comms: dict[str, qccl.Communicator], x: Any, y: Any, task: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
     each = max(10, min(500, (16 << 20) // x.nbytes))
-    calls = _both_ways(comm, x, y, task) | {"plan": lambda: plan.start().wait()}
-    return medians(turns(comm, {name: (call, each) for name, call in calls.items()}, 15))
+    calls = _both_ways(comms, x, y, task)
+    for name, comm in comms.items():
+        plan = _bound(comm, x, y, task)
+        calls[name, "plan"] = lambda plan=plan: plan.start().wait()
+    return _by_transport(comms, turns(comm, {side: (call, each) for side, call in calls.items()}, 15))
 
 
 # -- overlap ---------------------------------------------------------------------------------------------------------
 
 
-def _measure_overlap(comm: qccl.Communicator, plan: qccl.Plan, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
+def _measure_overlap(
+    comms: dict[str, qccl.Communicator], x: Any, y: Any, task: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    return {name: _overlap(comm, x, y, task) for name, comm in comms.items()}
+
+
+def _overlap(comm: qccl.Communicator, x: Any, y: Any, task: dict[str, Any]) -> dict[str, Any]:
     def call() -> None:
         comm.quantized_allreduce(x, out=y, codec=task["codec"])
 

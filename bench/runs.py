@@ -19,9 +19,10 @@ import numpy as np
 
 import qccl
 from qccl import _host
+from qccl.bench import start
 from qccl.bench.lab import Lab
+from qccl.bench.mpiexec import find_mpiexec
 from qccl.bench.sizes import parse_link
-from qccl.bench.start import find_mpiexec, run_ranks_by_mpiexec
 
 __all__ = [
     *("MARK", "allreduce", "document_table", "machine", "print_table", "rewrite_table", "run_ranks"),
@@ -34,7 +35,7 @@ MARK = "result "
 _QUIET = 0.05
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
 #: the keys that identify a row of results
-_KIND = ("ranks", "nodes", "link", "link_per_rank", "codec", "count", "algorithm", "chunk")
+_KIND = ("transport", "ranks", "nodes", "link", "link_per_rank", "codec", "count", "algorithm", "chunk")
 
 
 def allreduce(*flags: str) -> dict[str, Any]:
@@ -60,7 +61,8 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[st
 
 def document_table(head: Sequence[str], rows: Iterable[Sequence[object]], of: dict[str, Any]) -> str:
     """The table, with the machine that it was measured on: a result of machine()."""
-    what = f"{of['cpu']}, {of['cores']} cores, {of['mpi']}, qccl {of['qccl']} ({of['commit']}), {of['date']}"
+    libraries = ", ".join(of[name] for name in ("mpi", "ucx") if of.get(name))
+    what = f"{of['cpu']}, {of['cores']} cores, {libraries}, qccl {of['qccl']} ({of['commit']}), {of['date']}"
     return "\n".join(_table(head, rows)) + f"\n\n(Measured on {what}.)"
 
 
@@ -76,35 +78,40 @@ def rewrite_table(page: str, command: str, text: str) -> None:
     print(f"wrote the table of {page}")
 
 
-def run_ranks(script: str, ranks: int, task: dict[str, Any], lab: Lab | None) -> dict[str, Any]:
-    """Start ``script TASK`` on ``ranks`` ranks (in ``lab``); returns the task and rank 0's results."""
+def run_ranks(script: str, ranks: int, task: dict[str, Any], transport: str, lab: Lab | None) -> list[dict[str, Any]]:
+    """Start ``script TASK`` on ``ranks`` ranks (in ``lab``); returns the rows that rank 0 prints, each with the task.
+
+    mpiexec starts them, so that they can measure MPI's all-reduce, too, whichever ``transport`` is set in their
+    environment.
+    """
     found: list[dict[str, Any]] = []
 
     def on_line(line: str) -> None:
         if line.startswith(MARK):
-            found.append(json.loads(line.removeprefix(MARK)))
+            found.extend(task | row for row in json.loads(line.removeprefix(MARK)))
         else:
             print(line, file=sys.stderr)
 
-    command = [sys.executable, script, json.dumps(task)]
+    command, way = [sys.executable, script, json.dumps(task)], start.choose_way(transport, plain="mpi")
+    given: dict[str, Any] = {"smallest": 4 * task["count"], "silence": 600, "on_line": on_line}
     with lab or contextlib.nullcontext():
-        status = run_ranks_by_mpiexec(ranks, command, lab=lab, smallest=4 * task["count"], silence=600, on_line=on_line)
+        status = start.run_ranks(ranks, command, way=way, lab=lab, **given)
     if status or not found:
         raise SystemExit(f"the ranks failed with status {status}")
-    return task | found[0]
+    return found
 
 
-def run_undisturbed(run: Callable[[], dict[str, Any]], until: float) -> dict[str, Any]:
-    """Repeat ``run`` until one is undisturbed, or until ``until``; returns the least disturbed one."""
-    tried: list[dict[str, Any]] = []
+def run_undisturbed(run: Callable[[], list[dict[str, Any]]], until: float) -> list[dict[str, Any]]:
+    """Repeat ``run`` until one is undisturbed, or until ``until``; returns the rows of the least disturbed one."""
+    tried: list[tuple[float, list[dict[str, Any]]]] = []
     while True:
         while time.monotonic() < until and _others(lambda: time.sleep(1)) > _QUIET:
             pass
         found: list[dict[str, Any]] = []
-        others = _others(lambda into=found: into.append(run()))
-        tried.append(found[0] | {"others": round(others, 3), "commit": commit()})
+        others = _others(lambda into=found: into.extend(run()))
+        tried.append((others, [row | {"others": round(others, 3), "commit": commit()} for row in found]))
         if others < _QUIET or time.monotonic() > until:
-            return min(tried, key=lambda each: each["others"])
+            return min(tried, key=lambda each: each[0])[1]
 
 
 def _others(run: Callable[[], object]) -> float:
@@ -135,12 +142,12 @@ def machine() -> dict[str, Any]:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
         if line.startswith("model name")
     ]
-    mpi = find_mpiexec()
     return {
         "cpu": model[0] if model else "",
         "cores": len(os.sched_getaffinity(0)),
         "instruction set": _host.isa,
-        "mpi": f"{mpi.name} {mpi.version}",
+        "mpi": _mpi(),
+        "ucx": _ucx(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "qccl": qccl.__version__,
@@ -148,6 +155,21 @@ def machine() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "load before": os.getloadavg(),
     }
+
+
+def _mpi() -> str:
+    """The MPI library, as its mpiexec names itself; nothing where there is none."""
+    if start.obstacle("mpi"):
+        return ""
+    found = find_mpiexec()
+    return f"{found.name} {found.version}"
+
+
+def _ucx() -> str:
+    """UCX as ranks have it that mpiexec started: MPI's own, if there is one."""
+    program = "from qccl.bench.plain import load_mpi; load_mpi(); from qccl.transports import ucx; print(ucx.version())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    return "" if done.returncode else f"UCX {done.stdout.strip()}"
 
 
 def commit() -> str:

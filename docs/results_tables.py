@@ -26,27 +26,40 @@ def _file(path: Path) -> Iterator[str]:
     yield "moves as many bytes by the same library in the same run. Of two figures the second is in place.\n"
     lab = found["lab"]
     yield from _table(
-        ("link", "ranks", "codec", "qccl", "floor", "plain transfer", "MPI", "MPI / qccl"),
+        ("link", "ranks", "codec", "over", "qccl", "floor", "plain transfer", "MPI", "MPI / qccl"),
         (
-            (r["link"], r["ranks"], r["codec"], _both(r, "qccl"), *map(_ms, (r["floor"], r["bulk"])), *_beside(r))
+            (
+                *(r["link"], r["ranks"], r["codec"], r["transport"], _both(r, "qccl")),
+                *(*map(_ms, (r["floor"], r["bulk"])), *_beside(r)),
+            )
             for r in lab
         ),
     )
     yield "### In shared memory\n"
     yield "More ranks than cores share the processors.\n"
     yield from _table(
-        ("size", "ranks", "codec", "qccl", "a bound plan", "MPI", "MPI / qccl"),
+        ("size", "ranks", "codec", "over", "qccl", "a bound plan", "MPI", "MPI / qccl"),
         (
-            (format_size(4 * r["count"]), r["ranks"], r["codec"], _both(r, "qccl"), _plan(r), *_beside(r))
+            (
+                *(format_size(4 * r["count"]), r["ranks"], r["codec"], r["transport"]),
+                *(_both(r, "qccl"), _plan(r), *_beside(r)),
+            )
             for r in found["shared"]
         ),
     )
     yield "### Beside a caller who computes\n"
     yield "A call of 16 MiB with `async_op=True`, and what the caller does meanwhile: each alone, and both together.\n"
     yield from _table(
-        ("link", "ranks", "codec", "beside", "the call alone", "the caller alone", "both"),
+        ("link", "ranks", "codec", "over", "beside", "the call alone", "the caller alone", "both"),
         (
-            (r["link"], r["ranks"], r["codec"], what, *map(_ms, (r["qccl"], side["alone"], side["both"])))
+            (
+                r["link"],
+                r["ranks"],
+                r["codec"],
+                r["transport"],
+                what,
+                *map(_ms, (r["qccl"], side["alone"], side["both"])),
+            )
             for r in found["overlap"]
             for what, side in r["beside"].items()
         ),

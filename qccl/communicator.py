@@ -48,7 +48,8 @@ class Communicator(Collectives):
         local_size: number of ranks on the same machine.
         nodes: for each rank, the number of its machine.
         backend: "host" or "cuda".
-        transport: sends the bytes; its ``name`` is "mpi", "torch", "loopback" or "nccl"; only engines use the rest.
+        transport: sends the bytes; its ``name`` is "mpi", "ucx", "gloo", "loopback" or "nccl"; only engines use
+            the rest.
     """
 
     def __init__(

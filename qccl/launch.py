@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.transports.base import Transport
 
-__all__ = ["init"]
+__all__ = ["has_mpi", "init"]
 
 _log = logging.getLogger("qccl")
 
@@ -100,7 +100,7 @@ def _find_meeting(launcher: Launcher | None) -> Meeting | None:
                 raise ArgumentError(f"{launcher.name} started {launcher.size} ranks, but {name} has {size}")
         if launcher.name == "sbatch":
             check_size(launcher, 1)  # raises: a batch script runs once
-        return None if _has_mpi(launcher) else of_launcher(launcher)
+        return None if has_mpi(launcher) else of_launcher(launcher)
     for name, size, _ in frameworks():
         if size > 1 and name == "torch.distributed":
             return of_torch()
@@ -110,7 +110,7 @@ def _find_meeting(launcher: Launcher | None) -> Meeting | None:
     return alone()
 
 
-def _has_mpi(launcher: Launcher) -> bool:
+def has_mpi(launcher: Launcher) -> bool:
     """Whether MPI carries the bytes: QCCL_TRANSPORT says so, or mpi4py is there and the launcher is one of MPI's."""
     wanted = wanted_transport()
     if wanted:

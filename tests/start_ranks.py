@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from plain_ranks import free_ports
 
-from qccl.bench.start import StartError, find_mpiexec
+from qccl.bench.mpiexec import StartError, find_mpiexec
 
 ROOT = Path(__file__).parent.parent
 #: runs all checks that ranks execute in step

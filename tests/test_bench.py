@@ -16,6 +16,7 @@ from qccl.bench import lab, params, sizes, start
 from qccl.bench.cli import main
 from qccl.bench.codec import measure_codec
 from qccl.bench.kinds import KINDS
+from qccl.transports import ucx
 
 LAUNCHERS = (
     "PMI_RANK",
@@ -179,12 +180,59 @@ def test_link_without_iproute2_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     assert "ip and tc not found; install iproute2" in invoke("allreduce", "--link", "1gbit").output
 
 
-def test_without_mpi_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in LAUNCHERS:
+@pytest.mark.parametrize(
+    ("flags", "parts"),
+    [
+        (
+            [],
+            [
+                "no transport can be used here. ucx: ",
+                "qccl[ucx]",
+                "mpi: ",
+                "qccl[mpi]",
+                "gloo: PyTorch is not installed",
+            ],
+        ),
+        (["--transport=mpi"], ["mpi4py is not installed", "qccl[mpi]"]),
+        (["--transport=ucx"], ["libucp was not found", "qccl[ucx]"]),
+    ],
+)
+def test_without_a_transport_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, flags: list[str], parts: list[str]
+) -> None:
+    for name in (*LAUNCHERS, "QCCL_TRANSPORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(start.importlib.util, "find_spec", lambda name: None)
-    result = invoke("allreduce")
-    assert result.exit_code == 1 and "mpi4py is not installed" in result.output and "qccl[mpi]" in result.output
+    monkeypatch.setattr(ucx, "_candidates", lambda: [])
+    monkeypatch.setattr(ucx.ctypes, "CDLL", lambda *given, **more: _raise_os_error())
+    ucx.load_library.cache_clear()
+    result = invoke("allreduce", *flags)
+    assert result.exit_code == 1 and all(part in result.output for part in parts), result.output
+
+
+def _raise_os_error() -> None:
+    raise OSError("it is not loaded")
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        (["--transport=loopback", "--link=1gbit"], "threads use no network"),
+        (["--transport=ucx", "--backend=cuda"], "is for ranks on the host"),
+        (["--transport=loopback", "--plain=mpi"], "which mpiexec starts"),
+        (["--transport=tcp"], "'tcp' is not one of 'mpi', 'ucx', 'gloo', 'loopback'"),
+    ],
+)
+def test_transports_that_are_impossible_are_refused(flags: list[str], reason: str) -> None:
+    result = invoke("allreduce", *flags)
+    assert result.exit_code == 2 and reason in " ".join(result.output.split()), result.output
+
+
+def test_threads_under_a_launcher_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PMI_RANK", "0")
+    monkeypatch.setenv("PMI_SIZE", "1")
+    result = invoke("allreduce", "--transport=loopback")
+    assert result.exit_code == 2 and "but MPICH has started this rank" in result.output
 
 
 def test_ranks_that_differ_from_the_launchers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

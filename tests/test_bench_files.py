@@ -49,7 +49,7 @@ def test_codecs_that_keep_something_are_measured_and_right(ranks: int, collectiv
     okay, lines = swept(ranks, options)
     assert all(okay)
     rows = [line.split() for line in lines if not line.startswith("#")]
-    assert [row[-1] for row in rows if row[-1] != "loopback"] == list(STATEFUL) * 8
+    assert [row[-1] for row in rows if row[-1] != "none"] == list(STATEFUL) * 8
     assert {row[i] for row in rows for i in (8, 12)} == {"0"}  # elements that are wrong
 
 
@@ -127,7 +127,7 @@ def test_the_report_comes_though_the_run_is_stopped(monkeypatch: pytest.MonkeyPa
         raise KeyboardInterrupt
 
     monkeypatch.setattr(collective, "detect", lambda: None)
-    monkeypatch.setattr(collective, "run_ranks_by_mpiexec", stopped)
+    monkeypatch.setattr(collective, "run_ranks", stopped)
     result = CliRunner().invoke(main, ["allreduce", "--json=-"])
     assert result.exit_code == 130 and json.loads(result.stdout) == {"results": [1]}
     assert result.stderr.startswith("a row\n")
@@ -152,7 +152,7 @@ def test_calls_that_are_impossible_are_refused_before_ranks_start(
     monkeypatch: pytest.MonkeyPatch, arguments: list[str], part: str
 ) -> None:
     monkeypatch.setattr(collective, "detect", lambda: None)
-    monkeypatch.setattr(collective, "run_ranks_by_mpiexec", lambda *args, **kwargs: pytest.fail("ranks were started"))
+    monkeypatch.setattr(collective, "run_ranks", lambda *args, **kwargs: pytest.fail("ranks were started"))
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 2 and part in " ".join(result.output.split())
 
@@ -215,8 +215,11 @@ def test_every_column_is_explained_in_the_help_and_on_the_page() -> None:
 # -- torchrun ----------------------------------------------------------------------------------------------------------
 
 
-def test_under_torchrun_its_ranks_are_used() -> None:
-    """Over gloo, compared with gloo's own all-reduce; rank 0 prints."""
+@pytest.mark.parametrize(
+    ("flags", "over", "plain"), [([], "UCX ", "none"), (["--transport=gloo"], "gloo of PyTorch ", "gloo")]
+)
+def test_under_torchrun_its_ranks_are_used(flags: list[str], over: str, plain: str) -> None:
+    """Over UCX, compared with no compression, or over gloo, compared with its own all-reduce; rank 0 prints."""
     pytest.importorskip("torch")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -224,7 +227,7 @@ def test_under_torchrun_its_ranks_are_used() -> None:
     others = ("PMI_", "OMPI_", "SLURM_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    flags = ["-b4K", "-e4K", "-n2", "--codec=minmax8", "-T30"]
+    flags = ["-b4K", "-e4K", "-n2", "--codec=minmax8", "-T30", *flags]
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "qccl.bench", "allreduce", *flags],
@@ -244,6 +247,7 @@ def test_under_torchrun_its_ranks_are_used() -> None:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], ends
     lines = ends[0][0].splitlines()
-    assert [line.split()[-1] for line in lines if not line.startswith("#")] == ["gloo", "minmax8"]
-    assert "plain: gloo of PyTorch" in lines[0] and "# Out of bounds values : 0 OK" in lines
+    assert [line.split()[-1] for line in lines if not line.startswith("#")] == [plain, "minmax8"]
+    assert f"allreduce over {over}" in lines[0] and f"plain: {plain}" in lines[0]
+    assert "# Out of bounds values : 0 OK" in lines
     assert ends[1][0] == ""

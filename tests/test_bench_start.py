@@ -1,7 +1,8 @@
-"""qccl-bench with ranks that mpiexec starts, and their end."""
+"""qccl-bench with ranks that it starts itself or by mpiexec, over each transport, and their end."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,10 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from test_bench import LAUNCHERS
+from test_bench import LAUNCHERS, USERS
 
-from qccl.bench import start
+from qccl.bench import mpiexec, start
 from qccl.bench.kinds import KINDS
+from qccl.bench.options import TRANSPORTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,38 +38,77 @@ def bench(*arguments: str, limit: float = 60.0, **environment: str) -> subproces
 
 
 @pytest.fixture(scope="module")
-def mpi() -> start.Mpiexec:
+def mpi() -> mpiexec.Mpiexec:
     try:
-        return start.find_mpiexec()
-    except start.StartError as error:
+        return mpiexec.find_mpiexec()
+    except mpiexec.StartError as error:
         pytest.skip(str(error))
 
 
-def test_settings_leave_the_users_own_alone(mpi: start.Mpiexec) -> None:
+def test_settings_leave_the_users_own_alone(mpi: mpiexec.Mpiexec) -> None:
     for name in ("MPICH", "Open MPI"):
-        settings = start.Mpiexec("mpiexec", name, "5.0").environment(1000, None, 1 << 20)
+        settings = mpiexec.Mpiexec("mpiexec", name, "5.0").environment(1000, None, 1 << 20)
         assert any("yield" in key.lower() for key in settings)
         assert not any("ALLREDUCE" in key.upper() for key in settings)
 
 
-@pytest.mark.mpi
-def test_the_command_starts_ranks_and_reports(mpi: start.Mpiexec, tmp_path: Path) -> None:
+def over(transport: str) -> pytest.param:
+    """A parameter of tests of this transport, which is skipped where the machine lacks it."""
+    reason = start.obstacle(transport)
+    return pytest.param(transport, marks=[pytest.mark.mpi, pytest.mark.skipif(bool(reason), reason=reason or "there")])
+
+
+EVERY = [over(name) for name in TRANSPORTS]
+#: the names of the rows of the plain all-reduce
+PLAIN = {"mpi": "mpi", "ucx": "none", "gloo": "gloo", "loopback": "none"}
+
+
+@pytest.mark.parametrize("transport", EVERY)
+def test_the_command_starts_ranks_and_reports(transport: str, tmp_path: Path) -> None:
     files = {name: tmp_path / f"x.{name}" for name in ("json", "trace")}
     flags = [f"--{name}={path}" for name, path in files.items()]
-    done = bench("allreduce", "--ranks=3", "-b4K", "-e64K", "-f16", "-n3", "--codec=minmax8,none", *flags)
+    sizes = ["--ranks=3", "-b4K", "-e64K", "-f16", "-n3", "--codec=minmax8,none"]
+    done = bench("allreduce", f"--transport={transport}", *sizes, *flags)
     assert done.returncode == 0, done.stderr
-    rows = [line for line in done.stdout.splitlines() if line and not line.startswith("#")]
-    assert [line.split()[-1] for line in rows] == ["mpi", "minmax8", "none"] * 2
-    assert "# Out of bounds values : 0 OK" in done.stdout
+    rows = [line.split()[-1] for line in done.stdout.splitlines() if line and not line.startswith("#")]
+    plain = PLAIN[transport]
+    assert rows == ["minmax8", "none"] * 2 if plain == "none" else [plain, "minmax8", "none"] * 2
+    assert "# Out of bounds values : 0 OK" in done.stdout and f"vs {plain}" in done.stdout
     assert done.stdout.count("#  Rank") == 3
     assert "\x1e" not in done.stdout + done.stderr and done.stderr == ""
     found = json.loads(files["json"].read_text())
     assert found["args"][:2] == ["qccl-bench", "allreduce"] and len(found["results"]) == 4
+    assert found["config"]["transport"].lower().startswith({"mpi": "m", "gloo": "gloo of"}.get(transport, transport))
     assert {event["pid"] for event in json.loads(files["trace"].read_text())["traceEvents"]} == {0, 1, 2}
 
 
+@pytest.mark.parametrize("transport", EVERY[:2])
+@pytest.mark.parametrize("plain", ["mpi", "none"])
+def test_the_baseline_is_chosen(mpi: mpiexec.Mpiexec, transport: str, plain: str) -> None:
+    """MPI's all-reduce, also beside UCX, or qccl's without compression."""
+    done = bench("allreduce", "--ranks=2", "-b4K", "-e4K", "-n2", f"--transport={transport}", f"--plain={plain}")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split()[-1] for line in done.stdout.splitlines() if line and not line.startswith("#")]
+    assert rows == [plain, "minmax8"] and "# Out of bounds values : 0 OK" in done.stdout
+    assert {"mpi": "over M", "ucx": "over UCX"}[transport] in done.stdout.splitlines()[0]
+
+
+def test_the_first_transport_that_works_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("QCCL_TRANSPORT", raising=False)
+    for missing, chosen in ((("ucx", "mpi"), "gloo"), (("ucx",), "mpi"), ((), "ucx")):
+        monkeypatch.setattr(start, "obstacle", lambda name, missing=missing: "no" if name in missing else "")
+        monkeypatch.setattr(start, "find_mpiexec", lambda: "mpiexec")
+        assert start.choose_way(None) == start.Way(chosen, "mpiexec" if chosen == "mpi" else None)
+    assert start.choose_way("ucx", plain="mpi").mpi == "mpiexec"
+    monkeypatch.setenv("QCCL_TRANSPORT", "gloo")
+    assert start.choose_way(None) == start.Way("gloo") and start.choose_way("loopback") == start.Way("loopback")
+    monkeypatch.setattr(start, "obstacle", lambda name: f"it has no {name}")
+    with pytest.raises(mpiexec.StartError, match="gloo: it has no gloo"):
+        start.choose_way(None)
+
+
 @pytest.mark.mpi
-def test_under_a_launcher_its_ranks_are_used(mpi: start.Mpiexec) -> None:
+def test_under_a_launcher_its_ranks_are_used(mpi: mpiexec.Mpiexec) -> None:
     done = subprocess.run(
         [
             mpi.path,
@@ -92,32 +133,111 @@ def test_under_a_launcher_its_ranks_are_used(mpi: start.Mpiexec) -> None:
     assert done.stdout.count("# Out of bounds values") == 1 and done.stdout.count("#  Rank") == 2
 
 
-@pytest.mark.mpi
-def test_a_rank_that_fails_is_reported_and_none_is_left(mpi: start.Mpiexec) -> None:
-    die = (
-        "from mpi4py import MPI; import os, time; MPI.COMM_WORLD.rank == 1 and os.kill(os.getpid(), 9); time.sleep(60)"
-    )
+WAYS = [over("mpi"), over("ucx")]
+
+
+def run(transport: str, ranks: int, program: str, *, silence: float = 30, on_line=print) -> int:
+    """Run a Python program as ``ranks`` ranks."""
+    command = [sys.executable, "-c", program]
+    way = start.choose_way(transport)
+    return start.run_ranks(ranks, command, way=way, lab=None, smallest=0, silence=silence, on_line=on_line)
+
+
+def marked(pid: int) -> list[int]:
+    """The processes that are ranks of runs of process ``pid``."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"QCCL_BENCH_RUN={pid}-".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+DIES = """
+import os, time
+rank = int(os.environ.get("PMI_RANK") or os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["RANK"])
+rank == 1 and {}
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("transport", "end", "status"),
+    [("mpi", "os.kill(os.getpid(), 9)", 9), ("ucx", "os.kill(os.getpid(), 9)", 137), ("ucx", "os._exit(3)", 3)],
+)
+def test_a_rank_that_fails_is_reported_and_none_is_left(
+    mpi: mpiexec.Mpiexec, transport: str, end: str, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     begin = time.monotonic()
-    command = [sys.executable, "-c", die]
-    status = start.run_ranks_by_mpiexec(3, command, lab=None, smallest=0, silence=30, on_line=lambda line: None)
-    assert status != 0 and time.monotonic() - begin < 25
+    found = run(transport, 3, DIES.format(end))
+    assert found == status and time.monotonic() - begin < 25 and marked(os.getpid()) == []
+    if transport == "ucx":
+        assert ("qccl-bench: SIGKILL ended rank 1" in capfd.readouterr().err) == (status == 137)
 
 
-@pytest.mark.mpi
-def test_silent_ranks_are_given_up(mpi: start.Mpiexec) -> None:
+@pytest.mark.parametrize("transport", WAYS)
+def test_silent_ranks_are_given_up(transport: str) -> None:
     begin = time.monotonic()
-    with pytest.raises(start.StartError, match="printed nothing for 1 s"):
-        command = [sys.executable, "-c", "print('hello', flush=True); import time; time.sleep(60)"]
-        start.run_ranks_by_mpiexec(2, command, lab=None, smallest=0, silence=1, on_line=lambda line: None)
-    assert time.monotonic() - begin < 15
+    with pytest.raises(mpiexec.StartError, match="printed nothing for 1 s"):
+        run(transport, 2, "print('hello', flush=True); import time; time.sleep(60)", silence=1)
+    assert time.monotonic() - begin < 15 and marked(os.getpid()) == []
 
 
-@pytest.mark.mpi
-def test_broken_output_of_a_command_that_ends_is_complete(mpi: start.Mpiexec) -> None:
+@pytest.mark.parametrize("transport", WAYS)
+def test_broken_output_of_a_command_that_ends_is_complete(transport: str) -> None:
     lines: list[str] = []
-    command = [sys.executable, "-c", "print('a\\nb', end='')"]
-    assert start.run_ranks_by_mpiexec(1, command, lab=None, smallest=0, silence=30, on_line=lines.append) == 0
+    assert run(transport, 1, "print('a\\nb', end='')", on_line=lines.append) == 0
     assert lines == ["a", "b"]
+
+
+BROKEN = """
+import os, threading
+import qccl
+
+@dataclass(frozen=True)
+class Broken(Half):
+    def encode_values(self, x):
+        if os.environ["RANK"] == "1" or threading.current_thread().name == "rank 1":
+            raise qccl.EngineError("it is broken")
+        return super().encode_values(x)
+"""
+
+
+@pytest.mark.parametrize("transport", [over("ucx"), over("loopback")])
+def test_an_error_of_a_rank_is_printed_once(transport: str, tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text(USERS + BROKEN)
+    flags = ["--ranks=3", "-b1M", "-e1M", "--codec=broken:Broken", f"--transport={transport}"]
+    done = bench("allreduce", *flags, limit=100, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    assert done.returncode == 1 and done.stderr.count("it is broken") == 1, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("transport", [over("ucx"), over("loopback")])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_command(transport: str, number: int) -> None:
+    flags = ["--ranks=2", "-b1M", "-e1M", "-n100000", "-c0", f"--transport={transport}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "qccl.bench", "allreduce", *flags],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if k not in LAUNCHERS},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while "codec" not in process.stdout.readline():  # the columns' names: all ranks are there
+            assert process.poll() is None
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=20)
+    finally:
+        process.kill()
+        process.wait(10)
+    assert process.returncode == (-9 if number == signal.SIGKILL else 128 + number) and "Traceback" not in errors
+    deadline = time.monotonic() + 10
+    while (ranks := marked(process.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert ranks == []
 
 
 def test_signals_unwind_once() -> None:

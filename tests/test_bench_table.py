@@ -127,7 +127,9 @@ def in_lab(seconds: float, bulk: float) -> Row:
 @pytest.fixture
 def report() -> Report:
     options = Options(minbytes=1 << 20, maxbytes=16 << 20, stepfactor=16, codecs=("minmax8",), args=("qccl-bench",))
-    made = Report(options, [Device(r, 100 + r, "here", "host x86-64-v4") for r in range(4)], "MPICH 5.0.2", None)
+    made = Report(
+        options, [Device(r, 100 + r, "here", "host x86-64-v4") for r in range(4)], "UCX 1.22.0", "MPICH 5.0.2", None
+    )
     plain = row("mpi", 0.2)
     made.add(row(), plain)
     made.add(row("minmax4", 0.002), plain)

@@ -65,11 +65,11 @@ def workers(pid: int) -> list[int]:
     return found
 
 
-@pytest.fixture
-def running() -> Iterator[subprocess.Popen[str]]:
-    """qccl-bench in the middle of a long run in the lab."""
+@pytest.fixture(params=["mpi", "ucx"])
+def running(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
+    """qccl-bench in the middle of a long run in the lab, with ranks by mpiexec or its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "qccl.bench", *LONG],
+        [sys.executable, "-m", "qccl.bench", *LONG, f"--transport={request.param}"],
         cwd=ROOT,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
@@ -81,7 +81,7 @@ def running() -> Iterator[subprocess.Popen[str]]:
         for line in process.stdout:
             if "codec" in line and "size" in line:
                 break
-        assert within(10, lambda: len(workers(process.pid)) >= 3)
+        assert within(10, lambda: len(workers(process.pid)) >= (3 if request.param == "mpi" else 2))
         assert len(traces(process.pid)) == 5
         yield process
     finally:
@@ -91,20 +91,32 @@ def running() -> Iterator[subprocess.Popen[str]]:
         lab.remove_stale()
 
 
-def test_traffic_is_limited_and_counted_and_nothing_is_left() -> None:
-    script = (
+EXCHANGES = {
+    "mpi": (
         "import time, numpy as np; from mpi4py import MPI; c = MPI.COMM_WORLD; a = np.zeros(1 << 20, np.uint8);"
         "c.Barrier(); t = time.perf_counter();"
         "[c.Sendrecv_replace(a, 1 - c.rank, source=1 - c.rank) for _ in range(8)];"
         "t = c.allreduce(time.perf_counter() - t, MPI.MIN); c.rank == 0 and print('took', t)"
-    )
+    ),
+    "ucx": (
+        "import time, numpy as np, qccl; c = qccl.init('host'); a = np.zeros(1 << 18, np.float32);"
+        "assert c.transport.name == 'ucx'; c.barrier(); t = time.perf_counter();"
+        "[c.quantized_allreduce(a, codec='none') for _ in range(8)];"
+        "t = min(map(float, c.allgather(repr(time.perf_counter() - t).encode()))); c.rank == 0 and print('took', t);"
+        "c.close()"
+    ),
+}
+
+
+@pytest.mark.parametrize("transport", EXCHANGES)
+def test_traffic_is_limited_and_counted_and_nothing_is_left(transport: str) -> None:
+    command = [sys.executable, "-c", EXCHANGES[transport]]
+    way = start.choose_way(transport)
     lines: list[str] = []
     with Lab(2, parse_link("400mbit")) as network:
         assert len(traces(os.getpid())) == 5
         before = network.shaped_nbytes()
-        status = start.run_ranks_by_mpiexec(
-            2, [sys.executable, "-c", script], lab=network, smallest=1 << 20, silence=60, on_line=lines.append
-        )
+        status = start.run_ranks(2, command, way=way, lab=network, smallest=1 << 20, silence=60, on_line=lines.append)
         passed = [after - b for after, b in zip(network.shaped_nbytes(), before, strict=True)]
     assert status == 0 and traces(os.getpid()) == []
     assert all(8 << 20 <= n < 9.5 * (1 << 20) for n in passed)
@@ -270,9 +282,8 @@ def test_ranks_of_a_node_share_memory_and_only_others_the_link(link_per_rank: bo
         "c.Sendrecv(np.zeros(1 << 20, np.uint8), (c.rank + 1) % 4, recvbuf=x, source=(c.rank - 1) % 4)\n"
     )
     with Lab(4, parse_link("1gbit"), 2, link_per_rank=link_per_rank) as network:
-        status = start.run_ranks_by_mpiexec(
-            4, [sys.executable, "-c", program], lab=network, smallest=0, silence=60, on_line=print
-        )
+        command, way = [sys.executable, "-c", program], start.choose_way("mpi")
+        status = start.run_ranks(4, command, way=way, lab=network, smallest=0, silence=60, on_line=print)
         passed = network.shaped_nbytes()
     assert status == 0
     each = 1 if link_per_rank else 2  # of the messages that go to the other node

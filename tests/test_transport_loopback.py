@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from threads import address, outcomes
 
-from qccl.bench.plain import plain_allreduce
 from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.transports.loopback import LoopbackGroup
 
@@ -117,29 +116,11 @@ def test_a_collective_ends_when_a_rank_gives_up():
     assert isinstance(error, PeerLost) and time.monotonic() - start < 5
 
 
-@pytest.mark.parametrize("op", ["sum", "min", "max"])
-def test_plain_allreduce(op):
-    def run(t):
-        x = np.arange(7, dtype=np.float32) * (t.rank + 1) * (-1) ** t.rank
-        y = np.empty_like(x)
-        allreduce = plain_allreduce(t)
-        allreduce(address(x), address(y), 7, "float32", op)
-        allreduce(address(x), address(x), 7, "float32", op)
-        return x, y
-
-    inputs = np.stack([np.arange(7, dtype=np.float32) * (r + 1) * (-1) ** r for r in range(3)])
-    for x, y in outcomes(3, run):
-        np.testing.assert_array_equal(x, getattr(inputs, op)(axis=0))
-        np.testing.assert_array_equal(x, y)
-
-
 def test_refusals():
     with pytest.raises(ArgumentError, match="at least 1 rank, not 0"):
         LoopbackGroup(0)
     with pytest.raises(ArgumentError, match="rank 2 is not one of the 2 ranks"):
         LoopbackGroup(2).transport(2)
-    with pytest.raises(ArgumentError, match="bfloat16"):
-        plain_allreduce(LoopbackGroup(1).transport(0))(0, 0, 1, "bfloat16", "sum")
 
 
 def test_empty_messages():

@@ -51,8 +51,8 @@ class Arrays(Protocol):
     def run(self, call: Callable[[], object], times: int) -> float:
         """Seconds that ``times`` calls take, back to back."""
 
-    def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
-        """The communication library's own all-reduce from ``x`` to ``out``."""
+    def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+        """The all-reduce of a communication library from ``x`` to ``out``; ``library``: see plain_allreduce()."""
 
     def device(self) -> tuple[str, int, str]:
         """The device's name, and a GPU's number and PCI address (-1 and "" on the host)."""
@@ -69,7 +69,7 @@ class HostArrays:
     calls_per_run = 1
 
     def __init__(self, comm: Communicator) -> None:
-        self._allreduce = plain_allreduce(comm.transport)
+        self._transport = comm.transport
 
     def empty(self, count: int, dtype: DType) -> Any:
         return data.empty(count, dtype)
@@ -89,9 +89,10 @@ class HostArrays:
             call()
         return time.perf_counter() - begin
 
-    def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+    def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
         source, target = x.ctypes.data, out.ctypes.data
-        return lambda: self._allreduce(source, target, count, dtype, op)
+        allreduce = plain_allreduce(self._transport, library)
+        return lambda: allreduce(source, target, count, dtype, op)
 
     def device(self) -> tuple[str, int, str]:
         from qccl import _host
@@ -148,7 +149,7 @@ class CudaArrays:
             self._comm.check(self._stream.ptr)
             return float(cuda.get_elapsed_time(begin, end)) / 1e3 / self.calls_per_run
 
-    def plain(self, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+    def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
         source, target = x.data.ptr, out.data.ptr
         allreduce = plain_nccl_allreduce(self._transport, self._stream.ptr)
         return lambda: allreduce(source, target, count, dtype, op)

@@ -1,4 +1,4 @@
-"""The measured calls: the compressed collective, and its baseline, the communication library's own all-reduce."""
+"""The measured calls: the compressed collective, and its baseline, the all-reduce of a communication library."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from qccl.arrays import Values
     from qccl.communicator import Communicator
 
-__all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "plain_name", "spec_of_case"]
+__all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "spec_of_case"]
 
 
 @dataclass(frozen=True)
@@ -282,22 +282,20 @@ def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
     return tuple(len(layout.shard(i)) for i in range(arrays))
 
 
-def plain_name(comm: Communicator) -> str:
-    """The name of the communication library."""
-    return "gloo" if comm.transport.name == "torch" else str(comm.transport.name)
-
-
 class PlainCall:
-    """The baseline: the communication library's uncompressed all-reduce. Its avg is a sum."""
+    """The baseline: the uncompressed all-reduce of a communication library. Its avg is a sum."""
 
     identical = False
     codec: Codec = NoCodec()
     codecs = (codec,)
     growth = 1
 
-    def __init__(self, comm: Communicator, case: Case, wiring: Wiring | None = None) -> None:
+    def __init__(
+        self, comm: Communicator, case: Case, wiring: Wiring | None = None, library: str | None = None
+    ) -> None:
+        """``library``: see plain_allreduce()."""
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
-        self.name, self.algorithm, self.shards = plain_name(comm), "", comm.size
+        self.name, self.algorithm, self.shards = library or comm.transport.name, "", comm.size
         wiring = wiring or Wiring.one_link_each(comm.size)
         nodes = len(set(wiring.nodes))
         each = 2 * (nodes - 1) * case.nbytes // nodes * nodes // len(set(wiring.links))
@@ -319,14 +317,14 @@ class PlainCall:
         x = arrays.empty(1, self.case.dtype)
         arrays.put(x, data.gaussian(0, 0, 1, self.case.dtype, seed=0))
         try:
-            arrays.plain(x, x, 1, self.case.dtype.name, self.case.op)()
+            arrays.plain(self.name, x, x, 1, self.case.dtype.name, self.case.op)()
         except ArgumentError:
             return False
         return True
 
     def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
         """A function that makes one call from ``x`` to ``out``."""
-        return arrays.plain(x, out, self.case.count, self.case.dtype.name, self.case.op)
+        return arrays.plain(self.name, x, out, self.case.count, self.case.dtype.name, self.case.op)
 
     def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
         """The error bound of a stretch of the result."""

@@ -16,7 +16,7 @@ from qccl.bench.columns import columns_help
 from qccl.bench.kinds import KINDS
 from qccl.bench.lab import Lab, obstacle
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
-from qccl.bench.options import DTYPES, OPS, STDOUT, Options
+from qccl.bench.options import DTYPES, OPS, PLAIN, STDOUT, TRANSPORTS, Options
 from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
@@ -30,7 +30,7 @@ from qccl.bench.params import (
 )
 from qccl.bench.progress import Bar, decode_report, encode_progress, is_progress, is_report
 from qccl.bench.sizes import parse_link, parse_size
-from qccl.bench.start import run_ranks_by_mpiexec, stoppable
+from qccl.bench.start import choose_way, run_ranks, stoppable
 from qccl.collectives.hierarchical import INTRA, LAYOUTS
 from qccl.launchers import Launcher, detect
 
@@ -41,6 +41,13 @@ _POSITIVE = click.FloatRange(min=0, min_open=True)
 _AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 minimum, 3 maximum [3]."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
 _LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
+_TRANSPORT_HELP = (
+    "Carries the bytes; loopback: between threads of one process [under a launcher: as qccl.init() chooses; otherwise "
+    "the first that works of ucx, mpi, gloo]."
+)
+_PLAIN_HELP = (
+    "Compare with MPI's all-reduce, or qccl's without compression [of the transport's library, if it has one]."
+)
 _LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [leader]."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
 
@@ -62,6 +69,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     option("--codec codecs", codec_list, "LIST", _CODEC_HELP, "minmax8"),
     option("--chunk", AT_LEAST_1, "N", "Elements in a step of the pipeline."),
     option("--backend", click.Choice(["host", "cuda", "auto"]), None, "Where the arrays are [host].", "host"),
+    option("--transport", click.Choice(TRANSPORTS), None, _TRANSPORT_HELP),
     option("-G --cudagraph", AT_LEAST_0, "N", "Replays of a captured call [0].", 0),
     click.option("--plan", is_flag=True, help="Time a plan that is bound once, not the communicator's method."),
     option("--ranks", AT_LEAST_1, "N", f"Processes to start here [{_DEFAULT_RANKS}]."),
@@ -86,7 +94,7 @@ _OWN = {
 def command(name: str) -> click.Command:
     """The command that times one of the collectives in kinds.KINDS."""
     kind = KINDS[name]
-    beside = " beside the plain one of the library underneath, in the same run" if kind.is_allreduce else ""
+    beside = " beside a plain one, without compression, in the same run" if kind.is_allreduce else ""
 
     def run(ctx: click.Context, /, ranks: int | None, **given: Any) -> None:
         options = Options(args=("qccl-bench", *sys.argv[1:]), collective=name, **given)
@@ -99,6 +107,8 @@ def command(name: str) -> click.Command:
     otherwise it starts --ranks processes itself.
     """
     options = [*_COMMON, *(_OWN[parameter] for parameter in kind.parameters if parameter in _OWN)]
+    if kind.is_allreduce:
+        options.append(option("--plain", click.Choice(PLAIN), None, _PLAIN_HELP))
     if kind.algorithms:
         choice = click.Choice(["auto", *kind.algorithms])
         options.append(option("--algorithm", choice, None, f"Of the {kind.title}.", "auto"))
@@ -142,6 +152,12 @@ def _check(options: Options) -> None:
         raise click.UsageError("-f never gets from -b 0 to -e; start at 1 or more, or give -i")
     if o.cudagraph and o.backend == "host":
         raise click.UsageError(f"-G {o.cudagraph}: there are no CUDA graphs on the host; give --backend cuda")
+    if o.transport is not None and o.backend != "host":
+        raise click.UsageError(f"--transport {o.transport} is for ranks on the host; leave --backend {o.backend} out")
+    if o.plain == "mpi" and (o.transport == "loopback" or o.backend != "host"):
+        raise click.UsageError("--plain mpi compares processes on the host, which mpiexec starts; use --plain none")
+    if o.link is not None and o.transport == "loopback":
+        raise click.UsageError(f"--link {o.link}: threads use no network; leave --transport loopback out")
     if o.link is not None and o.backend != "host":
         raise click.UsageError(f"--link {o.link} is for ranks on the host; leave --backend {o.backend} out")
     if o.link is None and (o.nodes is not None or o.link_per_rank):
@@ -167,17 +183,21 @@ def _start(ranks: int, options: Options, screen: _Screen) -> int:
     if options.link is not None and ranks == 1:
         raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
     _check_calls(options, ranks)
-    command = [sys.executable, "-m", "qccl.bench.worker", options.to_json()]
-    calls = options.iters + options.warmup_iters + options.check + 2
     o = options
+    way = choose_way(o.transport, o.plain, o.backend)
+    command = [sys.executable, "-m", "qccl.bench.worker", o.to_json()]
+    if way.transport == "loopback":
+        command.append(str(ranks))
+    calls = o.iters + o.warmup_iters + o.check + 2
     lab_of = Lab(ranks, parse_link(o.link), o.nodes, link_per_rank=o.link_per_rank) if o.link else None
     with lab_of or contextlib.nullcontext() as lab:
-        return run_ranks_by_mpiexec(
+        return run_ranks(
             ranks,
             command,
+            way=way,
             lab=lab,
-            smallest=options.minbytes,
-            silence=calls * options.timeout + 60,
+            smallest=o.minbytes,
+            silence=calls * o.timeout + 60,
             on_line=screen.show,
         )
 
@@ -189,6 +209,10 @@ def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Scre
     if options.link is not None:
         raise click.UsageError(
             f"--link starts its own ranks, but {launcher.name} has started this one; leave one of them out"
+        )
+    if options.transport == "loopback":
+        raise click.UsageError(
+            f"--transport loopback starts threads, but {launcher.name} has started this rank; leave one of them out"
         )
     if ranks not in (None, launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")

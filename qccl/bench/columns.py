@@ -19,12 +19,12 @@ COLUMNS = {
     "#wrong": "elements that are not the codec's bits, or further from the exact result than its derived bound",
     "wire": "bytes that the busiest rank sends in a call; for the plain all-reduce: what any algorithm must send",
     "L2 err": "norm of the error over the norm of the exact result, of standard normal values",
-    "vs mpi": "time of the library's own all-reduce (or vs nccl, vs gloo) over this time, out of place and in place",
+    "vs mpi": "time of the plain all-reduce (of MPI, NCCL, gloo; vs none: qccl's) over this, out of place and in place",
     "spread": "the slowest round less the fastest one, in percent of the median, out of place and in place",
     "floor": "with --link: microseconds that the wire bytes take at the link's rate",
     "line": "with --link: floor over time; - where the limiter's burst is more than 2% of the bytes",
     "bulk": "with --link: time of a plain transfer of the same bytes over this time",
-    "codec": "what encodes the values; the plain all-reduce has the library's name here",
+    "codec": "what encodes the values; the plain all-reduce has the library's name here, or none",
 }
 
 

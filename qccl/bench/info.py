@@ -15,7 +15,7 @@ import click
 
 import qccl
 from qccl.bench.lab import obstacle
-from qccl.bench.start import find_mpiexec
+from qccl.bench.mpiexec import find_mpiexec
 from qccl.errors import QcclError
 from qccl.launchers import detect
 

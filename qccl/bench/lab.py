@@ -63,6 +63,7 @@ class Lab:
         nodes, links: numbers of nodes and links.
         bridge: the interface in this process's namespace that joins the ranks.
         address: the bridge's address, to which a launcher's ranks connect.
+        first_address: the address of rank 0, at which ranks without a launcher meet.
     """
 
     def __init__(self, ranks: int, link: Link, nodes: int | None = None, *, link_per_rank: bool = False) -> None:
@@ -76,7 +77,7 @@ class Lab:
         self.bridge = f"qcclb{pid}"
         # 198.18.0.0/15 is set apart for benchmarks (RFC 2544); every run takes a /24 of it.
         self._subnet = f"198.{18 + (pid >> 8 & 1)}.{pid & 255}"
-        self.address = f"{self._subnet}.254"
+        self.address, self.first_address = f"{self._subnet}.254", f"{self._subnet}.1"
 
     def __enter__(self) -> Lab:
         reason = obstacle()

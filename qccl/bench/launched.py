@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import click
 
-from qccl.errors import ArgumentError
+from qccl.errors import ArgumentError, QcclError
+from qccl.launch import has_mpi
 from qccl.launchers import Launcher, detect
+from qccl.meetings import of_launcher
 
-__all__ = ["LaunchedCommand", "LaunchedGroup", "check_other_ranks", "join_torch_group"]
+__all__ = ["LaunchedCommand", "LaunchedGroup", "check_other_ranks"]
 
-_TORCH_SECONDS = 60.0
+_SECONDS = 60.0
+_TEXT_NBYTES = 4096
 
 
 class _OtherRanksError(click.ClickException):
@@ -25,7 +27,7 @@ class LaunchedCommand(click.Command):
     """A command that every rank of a launcher runs.
 
     One rank alone may have an error, such as a folder that its machine lacks. If it ended at once, the others would
-    wait for it when they initialize MPI or torch.distributed, which has no deadline. So every rank, with an error or
+    wait for it when they initialize MPI, which has no deadline, or until their own. So every rank, with an error or
     without, takes part in one exchange of the errors (check_other_ranks). Then rank 0 reports an error and exits with
     status 2, and the others exit with status 0, because launchers end all ranks when one fails.
     """
@@ -79,23 +81,11 @@ def check_other_ranks(launcher: Launcher) -> None:
 def _all_errors(launcher: Launcher, text: str) -> list[str]:
     """Collective: the ``text`` of every rank, by rank; only this rank's if it cannot reach the others."""
     try:
-        if launcher.name != "torchrun":
+        if has_mpi(launcher):
             from mpi4py import MPI
 
             return MPI.COMM_WORLD.allgather(text)
-        import torch.distributed as dist
-
-        join_torch_group(_TORCH_SECONDS)
-        texts = [""] * dist.get_world_size()
-        dist.all_gather_object(texts, text)
-        return texts
-    except (ImportError, RuntimeError):
+        found = of_launcher(launcher).gather(text.encode()[:_TEXT_NBYTES], _SECONDS)
+        return [each.decode(errors="replace") for each in found]
+    except (ImportError, RuntimeError, QcclError):
         return [text]  # the run itself reports what is missing
-
-
-def join_torch_group(timeout: float) -> None:
-    """Collective: initialize torch.distributed over gloo, unless this process has done so."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))

@@ -9,7 +9,7 @@ from typing import Any
 
 from qccl.bench.sizes import sweep
 
-__all__ = ["DTYPES", "NCCL_NAMES", "OPS", "STDOUT", "Options"]
+__all__ = ["DTYPES", "NCCL_NAMES", "OPS", "PLAIN", "STDOUT", "TRANSPORTS", "Options"]
 
 #: the value of --json that means standard output
 STDOUT = "-"
@@ -18,6 +18,10 @@ STDOUT = "-"
 DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
 NCCL_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 OPS = ("sum", "avg", "min", "max")
+
+TRANSPORTS = ("mpi", "ucx", "gloo", "loopback")
+#: MPI's all-reduce, and qccl's without compression
+PLAIN = ("mpi", "none")
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Options:
         ops, dtypes, codecs: the operations, element types (in nccl-tests' names) and codecs that are measured.
         algorithm, chunk, timeout: as in Communicator.quantized_allreduce.
         backend: as in qccl.init().
+        transport: in TRANSPORTS, or None: as qccl.init() chooses under a launcher, or the first that can be used.
+        plain: what an all-reduce is compared with: in PLAIN, or None: see plain.baseline().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
         plan: time a bound plan instead of the communicator's method.
         link: rate of the lab's links, or None without a lab.
@@ -60,6 +66,8 @@ class Options:
     chunk: int | None = None
     timeout: float = 60.0
     backend: str = "host"
+    transport: str | None = None
+    plain: str | None = None
     cudagraph: int = 0
     plan: bool = False
     link: str | None = None

@@ -1,31 +1,72 @@
-"""The all-reduce of the library under a transport, without compression: the baseline of ``qccl-bench allreduce``."""
+"""The baseline of ``qccl-bench allreduce``: the all-reduce of a communication library, without compression."""
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from qccl.dtypes import get
 from qccl.errors import ArgumentError, PeerLost
+from qccl.launchers import detect
 
-__all__ = ["plain_allreduce", "plain_nccl_allreduce"]
+if TYPE_CHECKING:
+    from qccl.communicator import Communicator
+
+__all__ = ["baseline", "load_mpi", "plain_allreduce", "plain_nccl_allreduce"]
 
 #: of NCCL
 _NCCL_OPS = {"sum": 0, "max": 2, "min": 3}
-_GATHER_SECONDS = 60.0
 
 AllReduce = Callable[[int, int, int, str, str], object]
 
 
-def plain_allreduce(transport: Any) -> AllReduce:
+def baseline(comm: Communicator, wanted: str | None = None) -> str:
+    """Collective: what all-reduces are compared with: "mpi", "gloo", "nccl", or "none".
+
+    It is the all-reduce of the library under the transport. UCX and loopback have none: then it is MPI's if the ranks
+    are MPI's, too, and otherwise qccl's own with the codec ``none``, which is the fastest there is without MPI.
+    ``wanted``, "mpi" or "none", takes precedence. Raises ArgumentError if that is "mpi" and the ranks are not MPI's.
+    """
+    own = str(comm.transport.name)
+    if wanted == "none" or (own in (*_LIBRARIES, "nccl") and wanted in (None, own)):
+        return wanted or own
+    for rank, reason in enumerate(comm.allgather(_no_mpi(comm).encode())):
+        if reason and wanted:
+            raise ArgumentError(f"--plain mpi: rank {rank}: {reason.decode()}; use --plain none, or leave --plain out")
+        if reason:
+            return "none"
+    return "mpi"
+
+
+def _no_mpi(comm: Communicator) -> str:
+    """Why the ranks of ``comm`` are not MPI's; nothing if they are."""
+    launcher = detect()
+    if comm.size == 1 or launcher is None or launcher.name not in ("MPICH", "Open MPI"):
+        return "mpiexec did not start the ranks"
+    if reason := load_mpi():
+        return reason
+    from mpi4py import MPI
+
+    found = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    return "" if found == (comm.rank, comm.size) else "MPI's ranks are others: {} of {}".format(*found)
+
+
+def load_mpi() -> str:
+    """Load and initialize mpi4py's MPI; why that is impossible, or nothing."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        return f"mpi4py cannot be loaded ({error})"
+    return "" if MPI.Is_initialized() else "MPI is not initialized"
+
+
+def plain_allreduce(transport: Any, library: str | None = None) -> AllReduce:
     """A blocking all-reduce ``(source, target, count, dtype, op)`` among the ranks of a host transport.
 
-    Equal addresses mean in place. A transport without an all-reduce of its own gathers the values and combines them.
+    Equal addresses mean in place. ``library`` is "mpi" or "gloo"; None: the transport's.
     """
-    return {"mpi": _mpi, "torch": _gloo}.get(transport.name, _gathered)(transport)
+    return _LIBRARIES[library or transport.name](transport)
 
 
 def plain_nccl_allreduce(transport: Any, stream: int) -> AllReduce:
@@ -44,9 +85,10 @@ def _chosen(table: dict[str, Any], name: str, library: str) -> Any:
 
 
 def _mpi(transport: Any) -> AllReduce:
-    """MPI_Allreduce, which has no deadline."""
+    """MPI_Allreduce, which has no deadline; of MPI's world if the transport is another."""
     from mpi4py import MPI
 
+    comm = transport.comm if transport.name == "mpi" else MPI.COMM_WORLD
     ops = {"sum": MPI.SUM, "min": MPI.MIN, "max": MPI.MAX}
     known = {"float32": MPI.FLOAT, "float16": MPI.FLOAT16_T, "bfloat16": MPI.BFLOAT16_T}
     datatypes = {name: datatype for name, datatype in known.items() if datatype != MPI.DATATYPE_NULL}
@@ -55,7 +97,7 @@ def _mpi(transport: Any) -> AllReduce:
         datatype = _chosen(datatypes, dtype, "this MPI library")
         mpi_op, nbytes = _chosen(ops, op, "MPI"), count * datatype.Get_size()
         given = MPI.IN_PLACE if source == target else [MPI.memory.fromaddress(source, nbytes), count, datatype]
-        transport.comm.Allreduce(given, [MPI.memory.fromaddress(target, nbytes), count, datatype], mpi_op)
+        comm.Allreduce(given, [MPI.memory.fromaddress(target, nbytes), count, datatype], mpi_op)
 
     return allreduce
 
@@ -83,17 +125,5 @@ def _gloo(transport: Any) -> AllReduce:
     return allreduce
 
 
-def _gathered(transport: Any) -> AllReduce:
-    combine = {"sum": np.add, "min": np.minimum, "max": np.maximum}
-
-    def allreduce(source: int, target: int, count: int, dtype: str, op: str) -> None:
-        element = _chosen({"float32": np.float32, "float16": np.float16}, dtype, transport.name)
-        function = _chosen(combine, op, transport.name)
-        data = ctypes.string_at(source, count * np.dtype(element).itemsize)
-        items = transport.allgather(data, _GATHER_SECONDS)
-        values = np.frombuffer(items[0], element)
-        for item in items[1:]:
-            values = function(values, np.frombuffer(item, element))
-        ctypes.memmove(target, values.ctypes.data, len(data))
-
-    return allreduce
+#: libraries with an all-reduce, by the names of their transports
+_LIBRARIES: dict[str, Callable[[Any], AllReduce]] = {"mpi": _mpi, "gloo": _gloo}

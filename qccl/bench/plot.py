@@ -62,7 +62,7 @@ def write_plot(path: str, report: Report, link: Link | None) -> None:
 def _series(report: Report) -> list[tuple[str, list[Row]]]:
     """The rows of the plain all-reduce and of each codec, separated by type and operation if there are several."""
     found: dict[tuple[str, str, str], list[Row]] = {}
-    for r in (*report.rows, *report.plain_rows):
+    for r in dict.fromkeys((*report.rows, *report.plain_rows)):
         found.setdefault((r.codec, r.case.dtype.name, r.case.op), []).append(r)
     several = len({key[1:] for key in found}) > 1
     return [(" ".join(key) if several else key[0], rows) for key, rows in found.items()]

@@ -1,72 +1,59 @@
-"""One rank of ``qccl-bench``: makes the communicator of all ranks, under any launcher, and runs the sweep."""
+"""The ranks of ``qccl-bench``: each makes the communicator of all ranks, under any launcher, and runs the sweep."""
 
 from __future__ import annotations
 
-import contextlib
+import os
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import qccl
-from qccl.bench.launched import join_torch_group
 from qccl.bench.options import Options
+from qccl.bench.plain import load_mpi
 from qccl.bench.progress import Progress
 from qccl.bench.sweep import Sweep
-from qccl.cuda.libraries import device_count
-from qccl.errors import EngineError
-from qccl.launchers import Launcher, detect
+from qccl.launchers import detect
 
-if TYPE_CHECKING:
-    from qccl.communicator import Communicator
-
-__all__ = ["run_rank"]
+__all__ = ["run_rank", "run_threads"]
 
 
 def run_rank(options: Options, emit: Callable[[str], None], progress: Progress) -> int:
     """Collective: measure as one rank; returns the exit status. ``emit`` and ``progress``: see Sweep.
 
     All ranks have the same wrong arguments. Only rank 0 reports them and fails, because launchers end all ranks
-    when one fails, before another could print the reason.
+    when one fails, before another could print the reason. Rank 0 alone reports the loss of another rank, unless that
+    rank has reported its own error.
     """
     launcher = detect()
     rank = launcher.rank if launcher else 0
+    if options.transport is not None:
+        os.environ["QCCL_TRANSPORT"] = options.transport
+    if options.plain == "mpi":
+        load_mpi()  # before UCX, which is then MPI's own: a second one cannot be loaded beside it
     try:
-        with _communicator(launcher, options.backend, options.timeout) as comm:
+        with qccl.init(backend=options.backend, timeout=options.timeout) as comm:
             return 0 if Sweep(comm, options, emit, progress).run() else 1
     except (qccl.ArgumentError, qccl.CodecError) as error:
         if rank == 0:
-            print(f"qccl-bench: {type(error).__name__}: {error}", file=sys.stderr)
+            _report(rank, error)
         return int(rank == 0)
     except qccl.QcclError as error:
-        print(f"qccl-bench: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)
+        if not isinstance(error, qccl.PeerLost) or (rank == 0 and " gave up: " not in str(error)):
+            _report(rank, error)
     return 1
 
 
-@contextlib.contextmanager
-def _communicator(launcher: Launcher | None, backend: str, timeout: float) -> Iterator[Communicator]:
-    """The communicator of all ranks: over MPI or NCCL, or over gloo under torchrun without GPUs."""
-    if launcher is None or launcher.name != "torchrun" or backend == "cuda":
-        with qccl.init(backend=backend, timeout=timeout) as comm:
-            yield comm
-        return
+def run_threads(ranks: int, options: Options, emit: Callable[[str], None], progress: Progress) -> int:
+    """Measure as ``ranks`` threads of this process; returns the exit status."""
+
+    def run(comm: qccl.Communicator) -> bool:
+        return Sweep(comm, options, emit, progress).run()
+
     try:
-        import torch.distributed as dist
-    except ImportError as error:
-        raise EngineError(
-            f"torchrun's environment is set, but PyTorch cannot be imported ({error}); install torch, or start the "
-            f"ranks with mpiexec, or with --ranks"
-        ) from error
-    join_torch_group(timeout)
-    on_gpus = backend == "auto" and _everywhere(device_count() >= launcher.local_size)
-    with qccl.init("cuda", timeout) if on_gpus else qccl.Communicator.from_torch(timeout=timeout) as comm:
-        yield comm
-    dist.destroy_process_group()
+        return 0 if qccl.run_ranks(ranks, run, timeout=options.timeout)[0] else 1
+    except qccl.QcclError as error:
+        _report(0, error)
+        return 1
 
 
-def _everywhere(fact: bool) -> bool:
-    """Collective: whether ``fact`` is true on all ranks of torch's group."""
-    import torch.distributed as dist
-
-    facts = [False] * dist.get_world_size()
-    dist.all_gather_object(facts, fact)
-    return all(facts)
+def _report(rank: int, error: Exception) -> None:
+    print(f"qccl-bench: rank {rank}: {type(error).__name__}: {error}", file=sys.stderr)

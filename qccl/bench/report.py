@@ -43,14 +43,17 @@ class Report:
 
     Attributes:
         devices: the device of each rank.
-        plain: name and version of the library whose all-reduce is the baseline.
+        transport: name and version of the library that carries the bytes.
+        plain: the same of the library whose all-reduce is the baseline; "none": qccl's without compression.
         complete: whether the run has finished.
         errors: the errors that ended the run early.
     """
 
-    def __init__(self, options: Options, devices: Sequence[Device], plain: str, link: Link | None) -> None:
+    def __init__(
+        self, options: Options, devices: Sequence[Device], transport: str, plain: str, link: Link | None
+    ) -> None:
         self._options, self._link = options, link
-        self.devices, self.plain = devices, plain
+        self.devices, self.transport, self.plain = devices, transport, plain
         self.complete = False
         self.errors: list[str] = []
         self._start, self._load = _now(), os.getloadavg()
@@ -115,6 +118,7 @@ class Report:
             "blocking_collectives": str(not self._on_gpus).lower(),
             "parallel_init": "false",
             "backend": "cuda" if self._on_gpus else "host",
+            "transport": self.transport,
             "plain": self.plain,
             "timed": self._options.timed,
             "link": None if self._link is None else {"name": self._link.name, "bytes_per_second": self._link.rate},

@@ -1,4 +1,4 @@
-"""Starting ranks by mpiexec, reading their output, and ending them all."""
+"""Starting ranks, by mpiexec or as plain processes, reading their output, and ending them all."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import contextlib
 import ctypes
 import importlib.util
 import os
-import re
 import select
-import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,62 +18,122 @@ from pathlib import Path
 from types import FrameType
 
 from qccl.bench.lab import INTERFACE, Lab
-from qccl.errors import QcclError
+from qccl.bench.mpiexec import Mpiexec, StartError, find_mpiexec
+from qccl.errors import EngineError
+from qccl.meetings import wanted_transport
 
-__all__ = ["Mpiexec", "StartError", "find_mpiexec", "run_ranks_by_mpiexec", "stoppable"]
+__all__ = ["Way", "choose_way", "obstacle", "run_ranks", "stoppable"]
 
 _MARK = "QCCL_BENCH_RUN"
 _GRACE_SECONDS = 5.0
-_INSTALL = "install qccl[mpi], or mpi4py alone where the machine has its own MPI"
-
-
-class StartError(QcclError):
-    """The ranks could not be started, or printed nothing for too long."""
+#: the transports of processes, the first choice first
+_TRANSPORTS = ("ucx", "mpi", "gloo")
 
 
 @dataclass(frozen=True, slots=True)
-class Mpiexec:
-    """The command that starts ranks.
+class Way:
+    """How the ranks of a run are started.
 
     Attributes:
-        path: of mpiexec.
-        name: "MPICH" (also for its derivatives) or "Open MPI".
-        version: for example "5.0.2".
+        transport: carries the bytes: a value of QCCL_TRANSPORT, or "loopback"; None on GPUs.
+        mpi: the mpiexec that starts the ranks. Without one they are processes that meet over TCP, or, for "loopback",
+            threads of one process.
     """
 
-    path: str
-    name: str
-    version: str
+    transport: str | None
+    mpi: Mpiexec | None = None
 
-    @property
-    def rank_variable(self) -> str:
-        """The environment variable with a rank's number."""
-        return "OMPI_COMM_WORLD_RANK" if self.name == "Open MPI" else "PMI_RANK"
 
-    def options(self, lab: Lab | None) -> list[str]:
-        """Options for all runs: allow more ranks than cores, and keep traffic on the lab's links."""
-        if self.name != "Open MPI":
-            return []
-        if lab and lab.nodes < lab.ranks:
-            raise StartError(
-                "Open MPI treats all ranks of this machine as one node; use MPICH (qccl[mpi]) with --nodes"
-            )
-        tcp = ["--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", INTERFACE]
-        return ["--oversubscribe", "--bind-to", "none", *(tcp if lab else [])]
+def choose_way(transport: str | None, plain: str | None = None, backend: str = "host") -> Way:
+    """How to start ranks that use ``transport`` (None: QCCL_TRANSPORT, or the first that this machine has).
 
-    def environment(self, ranks: int, lab: Lab | None, smallest: int) -> dict[str, str]:
-        """Default variables for the ranks' environment, for calls of ``smallest`` bytes and more.
+    mpiexec starts them if MPI carries the bytes or is the baseline ``plain``. Raises StartError with the reason if a
+    transport cannot be used.
+    """
+    if backend != "host":
+        return Way(None, None if obstacle("mpi") else find_mpiexec())
+    reasons: dict[str, str] = {}
+    wanted = transport or wanted_transport()
+    for name in (wanted,) if wanted else _TRANSPORTS:
+        reasons[name] = obstacle(name)
+        if not reasons[name]:
+            return Way(name, find_mpiexec() if "mpi" in (name, plain) else None)
+    raise StartError("no transport can be used here. " + "; ".join(f"{name}: {why}" for name, why in reasons.items()))
 
-        The library's own all-reduce is the baseline, so it gets its best known settings, measured with MPICH 5.0 and
-        Open MPI 5.0 on 2 cores. Waiting ranks must yield if ranks share cores (MPICH, 4 ranks behind 1 Gbit/s, 1 KiB:
-        0.2 ms instead of 4.7). MPICH's automatic choice of algorithm is then within 3% of the best at every size, and
-        less easily disturbed than its ring. The same holds for Open MPI in shared memory, but behind a slow link its
-        ring is faster from 64 KiB on (16 MiB: 221 ms instead of 386).
-        """
-        yields = ranks > len(os.sched_getaffinity(0))
-        ring = lab is not None and smallest >= 64 << 10
-        settings = _open_mpi(lab, yields, ring) if self.name == "Open MPI" else _mpich(lab, yields)
-        return {key: value for key, value in settings.items() if value}
+
+def obstacle(transport: str) -> str:
+    """Why this machine cannot start ranks that use ``transport``; nothing if it can."""
+    try:
+        if transport == "mpi":
+            find_mpiexec()
+        elif transport == "ucx":
+            from qccl.transports.ucx import load_library
+
+            load_library()
+        elif transport == "gloo" and importlib.util.find_spec("torch") is None:
+            return "PyTorch is not installed"
+    except (StartError, EngineError) as error:
+        return str(error)
+    return ""
+
+
+def run_ranks(
+    ranks: int,
+    command: Sequence[str],
+    *,
+    way: Way,
+    lab: Lab | None,
+    smallest: int,
+    silence: float,
+    on_line: Callable[[str], None],
+) -> int:
+    """Run ``command`` as ``ranks`` ranks (inside ``lab``, if given); the exit status of the first that failed.
+
+    ``on_line`` gets the lines that the ranks print; their stderr is not redirected. ``smallest`` is the smallest call
+    in bytes, for MPI's settings. Raises StartError after ``silence`` seconds without a line. When one rank fails, the
+    others have a few seconds to end. However this function ends, no rank keeps running.
+    """
+    mark = f"{os.getpid()}-{time.monotonic_ns()}"
+    environment = _environment(way, ranks, lab, smallest) | {_MARK: mark, "PYTHONUNBUFFERED": "1"}
+    processes: list[subprocess.Popen[bytes]] = []
+    output, theirs = os.pipe()
+    try:
+        try:
+            for arguments, own in _commands(way, ranks, command, lab):
+                processes.append(_started(arguments, environment | own, theirs))
+        finally:
+            os.close(theirs)
+        return _followed(processes, output, silence, on_line)
+    finally:
+        _end(processes, mark)
+        os.close(output)
+
+
+def _commands(
+    way: Way, ranks: int, command: Sequence[str], lab: Lab | None
+) -> Iterator[tuple[Sequence[str], dict[str, str]]]:
+    """The processes to start: each one's command, and its own variables."""
+    if way.mpi is not None:
+        inside = lab.enter(way.mpi.rank_variable) if lab else []
+        yield [way.mpi.path, *way.mpi.options(lab), "-n", str(ranks), *inside, *command], {}
+        return
+    inside = lab.enter("RANK") if lab else []
+    for rank in range(1 if way.transport == "loopback" else ranks):
+        yield [*inside, *command], {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+
+
+def _environment(way: Way, ranks: int, lab: Lab | None, smallest: int) -> dict[str, str]:
+    """The variables of all ranks. What the user has set is left alone, except the ranks' numbers and address."""
+    settings = _threads(ranks) | _network(way.transport, lab)
+    if way.mpi is not None:
+        settings |= way.mpi.environment(ranks, lab, smallest)
+    place = {"MASTER_ADDR": lab.first_address if lab else "127.0.0.1", "QCCL_PORT": str(_free_port())}
+    if way.transport is not None:
+        place["QCCL_TRANSPORT"] = way.transport
+    if way.mpi is None:
+        size = "1" if way.transport == "loopback" else str(ranks)
+        place |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
+    return settings | os.environ | place
 
 
 def _threads(ranks: int) -> dict[str, str]:
@@ -87,93 +146,32 @@ def _threads(ranks: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(mine), "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
-def _mpich(lab: Lab | None, yields: bool) -> dict[str, str]:
-    """MPICH's settings; empty ones are left out. Without NOLOCAL and a netmod over TCP, traffic bypasses the links.
-
-    NUM_CLIQUES puts rank r on node r modulo the number of nodes, as the lab does.
-    """
-    shared = lab is not None and lab.nodes < lab.ranks
-    return {
-        "MPIR_CVAR_POLLS_BEFORE_YIELD": "10" if yields else "",
-        "MPIR_CVAR_NOLOCAL": "1" if lab and not shared else "",
-        "MPIR_CVAR_NUM_CLIQUES": str(lab.nodes) if lab and shared else "",
-        "MPIR_CVAR_CH4_NETMOD": "ofi" if lab else "",
-        "FI_PROVIDER": "tcp" if lab else "",
-        "FI_TCP_IFACE": INTERFACE if lab else "",
-    }
+def _network(transport: str | None, lab: Lab | None) -> dict[str, str]:
+    """Settings that keep the traffic on the lab's links, or without a lab on this machine."""
+    match transport:
+        case "ucx" if lab:
+            return {"UCX_TLS": "tcp,self", "UCX_NET_DEVICES": INTERFACE}
+        case "gloo":
+            return {"GLOO_SOCKET_IFNAME": INTERFACE if lab else "lo"}
+    return {}
 
 
-def _open_mpi(lab: Lab | None, yields: bool, ring: bool) -> dict[str, str]:
-    """Open MPI's settings; empty ones are left out. The ranks reach mpiexec through the bridge's address."""
-    root = "1" if os.geteuid() == 0 else ""
-    return {
-        "OMPI_ALLOW_RUN_AS_ROOT": root,
-        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": root,
-        "OMPI_MCA_mpi_yield_when_idle": "1" if yields else "",
-        "PMIX_MCA_ptl_base_if_include": lab.bridge if lab else "",
-        "PMIX_MCA_ptl_base_remote_connections": "1" if lab else "",
-        "OMPI_MCA_coll_tuned_use_dynamic_rules": "1" if ring else "",
-        "OMPI_MCA_coll_tuned_allreduce_algorithm": "4" if ring else "",  # 4 is the ring
-    }
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
-def find_mpiexec() -> Mpiexec:
-    """The mpiexec in this Python's folder (where the wheels of MPICH and Open MPI have it), or the first in PATH.
-
-    Raises StartError if there is none, or mpi4py is missing.
-    """
-    if importlib.util.find_spec("mpi4py") is None:
-        raise StartError(f"MPI starts the ranks, but mpi4py is not installed; {_INSTALL}")
-    beside = Path(sys.executable).parent / "mpiexec"
-    path = str(beside) if beside.is_file() else shutil.which("mpiexec")
-    if path is None:
-        raise StartError(f"mpiexec starts the ranks, but there is none beside {sys.executable} or in PATH; {_INSTALL}")
-    try:
-        done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise StartError(f"{path} --version failed: {error}") from error
-    text = done.stdout + done.stderr
-    name = "Open MPI" if "Open MPI" in text or "PRRTE" in text or "OpenRTE" in text else "MPICH"
-    number = re.search(r"\d+\.\d+(?:\.\w+)*", text)
-    return Mpiexec(path, name, number[0] if number else "of unknown version")
-
-
-def run_ranks_by_mpiexec(
-    ranks: int,
-    command: Sequence[str],
-    *,
-    lab: Lab | None,
-    smallest: int,
-    silence: float,
-    on_line: Callable[[str], None],
-) -> int:
-    """Run ``command`` as ``ranks`` ranks (inside ``lab``, if given) and return mpiexec's exit status.
-
-    ``on_line`` gets the lines that the ranks print; their stderr is not redirected. Raises StartError after ``silence``
-    seconds without a line. However this function ends, no rank keeps running.
-    """
-    mpi = find_mpiexec()
-    mark = f"{os.getpid()}-{time.monotonic_ns()}"
-    inner = [*(lab.enter(mpi.rank_variable) if lab else []), *command]
-    process = subprocess.Popen(
-        [mpi.path, *mpi.options(lab), "-n", str(ranks), *inner],
-        env=_threads(ranks)
-        | mpi.environment(ranks, lab, smallest)
-        | os.environ
-        | {_MARK: mark, "PYTHONUNBUFFERED": "1"},
+def _started(command: Sequence[str], environment: dict[str, str], output: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        command,
+        env=environment,
         stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdout=output,
         start_new_session=True,  # only this process gets Ctrl-C, and then ends the ranks
         preexec_fn=_die_with_parent,
     )
-    try:
-        for line in _lines(process, silence):
-            on_line(line)
-        return process.wait(timeout=30)
-    except subprocess.TimeoutExpired as error:
-        raise StartError("the ranks closed their output but did not end within 30 s") from error
-    finally:
-        _end(process, mark)
 
 
 def _die_with_parent() -> None:
@@ -183,40 +181,69 @@ def _die_with_parent() -> None:
         prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
-def _lines(process: subprocess.Popen[bytes], silence: float) -> Iterator[str]:
-    assert process.stdout is not None
-    pipe = process.stdout.fileno()
-    rest = b""
-    while True:
-        ready, _, _ = select.select([pipe], [], [], silence)
-        if not ready:
-            raise StartError(f"the ranks printed nothing for {silence:.0f} s; the run was ended")
-        data = os.read(pipe, 1 << 16)
-        *lines, rest = (rest + data).split(b"\n")
-        yield from (line.decode(errors="replace") for line in lines)
-        if not data:
-            if rest:
-                yield rest.decode(errors="replace")
-            return
+def _followed(
+    processes: Sequence[subprocess.Popen[bytes]], output: int, silence: float, on_line: Callable[[str], None]
+) -> int:
+    """Pass on the lines until all processes have ended, or a while after one has failed; returns the exit status."""
+    ranks = {os.pidfd_open(process.pid): rank for rank, process in enumerate(processes)}
+    sources, rest, status = [output, *ranks], b"", 0
+    deadline = time.monotonic() + silence
+    try:
+        while sources:
+            ready, _, _ = select.select(sources, [], [], max(0.0, deadline - time.monotonic()))
+            if not ready and status:
+                break
+            if not ready:
+                raise StartError(f"the ranks printed nothing for {silence:.0f} s; the run was ended")
+            if output in ready:
+                data = os.read(output, 1 << 16)
+                *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    on_line(line.decode(errors="replace"))
+                if not data:
+                    sources.remove(output)
+                if not status:
+                    deadline = time.monotonic() + silence
+            for ended in ranks.keys() & ready:
+                sources.remove(ended)
+                failed = _exit_status(ranks[ended], processes[ranks[ended]])
+                if failed and not status:
+                    status, deadline = failed, time.monotonic() + _GRACE_SECONDS
+    finally:
+        for descriptor in ranks:
+            os.close(descriptor)
+    if rest:
+        on_line(rest.decode(errors="replace"))
+    return status
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> None:
-    """Terminate mpiexec, which ends its ranks; then kill all processes that have the run's mark."""
-    if process.poll() is None:
-        process.terminate()
+def _exit_status(rank: int, process: subprocess.Popen[bytes]) -> int:
+    """The exit status of a process that has ended, as a shell shows it. Reports a signal, because nothing else does."""
+    status = process.wait()
+    if status < 0:
+        print(f"qccl-bench: {signal.Signals(-status).name} ended rank {rank}", file=sys.stderr)
+    return status if status >= 0 else 128 - status
+
+
+def _end(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
+    """Terminate the processes (mpiexec ends its ranks); then kill all that have the run's mark."""
+    for process in processes:
+        if process.poll() is None:
+            process.terminate()
+    deadline = time.monotonic() + _GRACE_SECONDS
+    for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_GRACE_SECONDS)
+            process.wait(max(0.0, deadline - time.monotonic()))
     deadline = time.monotonic() + _GRACE_SECONDS
     while (left := _marked(mark)) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    if process.poll() is None:
-        process.kill()
-        process.wait(_GRACE_SECONDS)
-    if process.stdout is not None:
-        process.stdout.close()
+    for process in processes:
+        if process.poll() is None:
+            process.kill()
+            process.wait(_GRACE_SECONDS)
 
 
 def _marked(mark: str) -> list[int]:

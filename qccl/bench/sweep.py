@@ -15,7 +15,7 @@ import qccl
 from qccl.bench import table
 from qccl.bench.arrays import Arrays, arrays_of
 from qccl.bench.bulk import Bulk
-from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring, plain_name
+from qccl.bench.calls import Case, PlainCall, QuantizedCall, Wiring
 from qccl.bench.cases import cases, parameters
 from qccl.bench.data import gaussian
 from qccl.bench.files import write_json
@@ -24,12 +24,15 @@ from qccl.bench.lab import shaped_nbytes
 from qccl.bench.measure import Counts, measure
 from qccl.bench.options import STDOUT, Options
 from qccl.bench.params import codec_of
+from qccl.bench.plain import baseline
 from qccl.bench.progress import Progress, encode_report
 from qccl.bench.report import Device, Report
 from qccl.bench.sizes import format_size, parse_link
 from qccl.codecs.base import Codec
+from qccl.codecs.none import NoCodec
 from qccl.cuda.libraries import nccl_version
 from qccl.trace import TraceEvent, write_trace
+from qccl.transports import ucx
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -65,11 +68,13 @@ class Sweep:
         self._cases = list(cases(options, comm.size))
         self._codecs = [codec_of(spec) for spec in options.codecs]
         self._counts = Counts(options.iters, options.warmup_iters, options.check, options.average)
-        self._plain = plain_name(comm)
+        self._plain = baseline(comm, options.plain) if self._kind.is_allreduce else str(comm.transport.name)
         self._arrays = arrays_of(comm, options.cudagraph)
         self._bulk = None if self._link is None else Bulk(comm, self._wiring)
         self._done = 0
-        self._report = Report(options, _devices(comm, self._arrays), _library(comm), self._link)
+        self._has_plain_call = self._kind.is_allreduce and self._plain not in options.codecs
+        over, plain = _library(str(comm.transport.name)), _library(self._plain)
+        self._report = Report(options, _devices(comm, self._arrays), over, plain, self._link)
 
     def run(self) -> bool:
         """Collective: measure all rows, write all files; True if all was right and no traffic bypassed the link."""
@@ -109,9 +114,9 @@ class Sweep:
             arrays=self._arrays,
             bulk=self._bulk,
         )
-        plain = None if plain_call is None else rows.pop(0)
-        if plain is not None:
-            self._emit(table.row(plain, plain, self._comm.size, self._link))
+        plain = next((row for row in rows if row.codec == self._plain), None)
+        if plain_call is not None:
+            self._emit(table.row(rows.pop(0), plain, self._comm.size, self._link))
         for row in rows:
             self._report.add(row, plain)
             self._emit(table.row(row, plain, self._comm.size, self._link))
@@ -122,11 +127,13 @@ class Sweep:
         given = (self._comm, case, codec, o.algorithm, o.chunk, parameters(o, self._comm.nodes), self._wiring)
         return QuantizedCall(*given, as_plan=o.timed != "method")
 
-    def _plain_call(self, case: Case) -> PlainCall | None:
-        """The baseline; None if the collective is no all-reduce, or the library cannot reduce this type."""
-        if not self._kind.is_allreduce:
+    def _plain_call(self, case: Case) -> QuantizedCall | PlainCall | None:
+        """The baseline, unless a codec is it; None, too, if the library cannot reduce this type."""
+        if not self._has_plain_call:
             return None
-        call = PlainCall(self._comm, case, self._wiring)
+        if self._plain == "none":
+            return self._call(case, NoCodec())
+        call = PlainCall(self._comm, case, self._wiring, self._plain)
         if call.is_supported(self._arrays):
             return call
         self._done += self._turns()  # the turns that are left out
@@ -143,7 +150,7 @@ class Sweep:
 
     def _step(self, label: str) -> None:
         if self._progress is not None and self._options.run_cycles:
-            calls = len(self._codecs) + (1 if self._kind.is_allreduce else 0)
+            calls = len(self._codecs) + self._has_plain_call
             total = self._turns() * calls * len(self._cases) * self._options.run_cycles
             self._progress(self._done, total, label)
         self._done += 1
@@ -154,7 +161,7 @@ class Sweep:
         each = "rank" if o.nodes is None or o.link_per_rank else "node"
         where = f" link: {self._link.name} per {each}" if self._link else ""
         where += f" nodes: {o.nodes}" if o.nodes else ""
-        yield f"# qccl-bench {qccl.__version__} {o.collective}, plain: {report.plain}"
+        yield f"# qccl-bench {qccl.__version__} {o.collective} over {report.transport}, plain: {report.plain}"
         yield (
             f"# ranks {self._comm.size} minBytes {o.minbytes} maxBytes {o.maxbytes} step: {step} "
             f"warmup iters: {o.warmup_iters} iters: {o.iters} validation: {o.check} algorithm: {o.algorithm}{where}"
@@ -218,14 +225,21 @@ def _devices(comm: Communicator, arrays: Arrays) -> list[Device]:
     return [Device(**json.loads(item)) for item in comm.allgather(json.dumps(asdict(mine)).encode())]
 
 
-def _library(comm: Communicator) -> str:
-    """The name and version of the library whose all-reduce is the baseline, and its algorithm if one is set."""
-    if comm.transport.name == "nccl":
-        return f"nccl {nccl_version()}"
-    if comm.transport.name == "torch":
-        return f"gloo of PyTorch {importlib.metadata.version('torch')}"
-    if comm.transport.name != "mpi":
-        return plain_name(comm)
+def _library(name: str) -> str:
+    """A transport's or a baseline's library with its version, and its algorithm of the all-reduce if one is set."""
+    match name:
+        case "nccl":
+            return f"nccl {nccl_version()}"
+        case "gloo":
+            return f"gloo of PyTorch {importlib.metadata.version('torch')}"
+        case "mpi":
+            return _mpi_library()
+        case "ucx":
+            return f"UCX {ucx.version()}"
+    return name
+
+
+def _mpi_library() -> str:
     from mpi4py import MPI
 
     name, version = MPI.get_vendor()

@@ -1,4 +1,4 @@
-"""One rank of ``qccl-bench``, started by mpiexec: ``python -m qccl.bench.worker OPTIONS-AS-JSON``."""
+"""A rank of ``qccl-bench``: ``python -m qccl.bench.worker OPTIONS-AS-JSON [N]``; with N, all N ranks, as threads."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ import sys
 
 from qccl.bench.options import Options
 from qccl.bench.progress import encode_progress
-from qccl.bench.rank import run_rank
+from qccl.bench.rank import run_rank, run_threads
 
 __all__ = ["main"]
 
 
-def main(argument: str) -> int:
-    """Measure as one rank; returns the exit status. Rank 0 prints lines and marked lines of progress."""
-    return run_rank(Options.from_json(argument), _print, lambda *step: _print(encode_progress(*step)))
+def main(argument: str, threads: str | None = None) -> int:
+    """Measure as one rank, or as all; returns the exit status. Rank 0 prints lines and marked lines of progress."""
+    given = Options.from_json(argument), _print, lambda *step: _print(encode_progress(*step))
+    return run_rank(*given) if threads is None else run_threads(int(threads), *given)
 
 
 def _print(line: str) -> None:
@@ -21,4 +22,4 @@ def _print(line: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

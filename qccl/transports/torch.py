@@ -67,7 +67,7 @@ class TorchTransport:
         group: of gloo, for this transport alone; None after close().
     """
 
-    name = "torch"
+    name = "gloo"
     eager_nbytes = 0
     is_threaded = True
     wire = None
