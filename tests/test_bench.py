@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import qccl
-from qccl.bench import lab, params, sizes, start
+from qccl.bench import info, lab, params, sizes, start
 from qccl.bench.cli import main
 from qccl.bench.codec import measure_codec
 from qccl.bench.kinds import KINDS
@@ -311,6 +311,40 @@ def test_info_names_every_part_and_why_it_cannot_be_used(monkeypatch: pytest.Mon
     for part in ("host engine    yes: kernels for", "cuda engine    no: ", "mpiexec ", "launcher ", "plot "):
         assert part in result.output
     assert "lab (--link)   no: network namespaces need root" in result.output
+
+
+@pytest.mark.parametrize(
+    ("environment", "missing", "expected"),
+    [
+        ({}, [], "ucx: it is the fastest; mpi for ranks that mpiexec started"),
+        ({}, ["mpi"], "ucx: it is the fastest"),
+        ({}, ["mpi", "ucx"], "gloo: there is no UCX"),
+        ({}, ["mpi", "ucx", "gloo"], "no: there is neither UCX nor gloo"),
+        ({"QCCL_TRANSPORT": "gloo"}, [], "gloo: QCCL_TRANSPORT is gloo"),
+        ({"QCCL_TRANSPORT": "tcp"}, [], "no: QCCL_TRANSPORT='tcp' does not exist"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, [], "mpi: MPICH started the ranks"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2", "QCCL_TRANSPORT": "ucx"}, [], "ucx: QCCL_TRANSPORT is ucx"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, [], "ucx: it is the fastest"),
+    ],
+)
+def test_info_says_which_transport_is_used_and_why(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], missing: list[str], expected: str
+) -> None:
+    pytest.importorskip("mpi4py")
+    for name in (*LAUNCHERS, "QCCL_TRANSPORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(info, "obstacle", lambda name: "it is missing" if name in missing else "")
+    assert info._transport().startswith(expected) and ("; mpi" in info._transport()) == ("; mpi" in expected)
+
+
+def test_info_says_which_ucx_is_used() -> None:
+    if reason := start.obstacle("ucx"):
+        pytest.skip(reason)
+    (line,) = (line for line in invoke("info").output.splitlines() if line.startswith("ucx "))
+    assert f"yes: UCX {ucx.version()}, /" in line and "/libucp.so" in line
+    assert ("the wheel libucx-cu12" in line) == ("/libucx/lib/" in line)
 
 
 def test_versions_and_names_are_read() -> None:

@@ -10,14 +10,19 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 
 import qccl
-from qccl.bench.lab import obstacle
+from qccl.bench import lab
 from qccl.bench.mpiexec import find_mpiexec
+from qccl.bench.start import obstacle
 from qccl.errors import QcclError
+from qccl.launch import has_mpi
 from qccl.launchers import detect
+from qccl.meetings import wanted_transport
+from qccl.transports import ucx
 
 __all__ = ["info"]
 
@@ -47,8 +52,12 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "cuda engine", _cuda()
     yield "mpi", _mpi()
     yield "mpiexec", _mpiexec()
+    yield "ucx", _ucx()
+    torch = _version("torch")
+    yield "gloo", f"yes: PyTorch {torch}" if torch else "no: PyTorch is not installed"
     yield "launcher", _launcher()
-    yield "lab (--link)", "yes" if (reason := obstacle()) is None else f"no: {reason}"
+    yield "qccl.init()", _transport()
+    yield "lab (--link)", "yes" if (reason := lab.obstacle()) is None else f"no: {reason}"
     matplotlib = _version("matplotlib")
     yield "plot", f"yes: matplotlib {matplotlib}" if matplotlib else "no: install qccl[plot]"
 
@@ -100,6 +109,32 @@ def _mpiexec() -> str:
     except QcclError as error:
         return f"no: {error}"
     return f"yes: {found.path} ({found.name} {found.version})"
+
+
+def _ucx() -> str:
+    if reason := obstacle("ucx"):
+        return f"no: {reason}"
+    paths = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libucp" in line}
+    kind = "the wheel libucx-cu12" if any("/libucx/" in path for path in paths) else "the system's"
+    return f"yes: UCX {ucx.version()}, {' '.join(sorted(paths))} ({kind}; beside MPI its own is used, if it has one)"
+
+
+def _transport() -> str:
+    """The transport that qccl.init() would use in this environment, for several ranks, and why."""
+    try:
+        launcher, wanted = detect(), wanted_transport()
+    except QcclError as error:
+        return f"no: {error}"
+    if launcher is not None and launcher.size > 1 and has_mpi(launcher):
+        return f"mpi: {f'QCCL_TRANSPORT is {wanted}' if wanted else f'{launcher.name} started the ranks'}"
+    beside = "" if launcher or wanted or obstacle("mpi") else "; mpi for ranks that mpiexec started"
+    if wanted:
+        return f"{wanted}: QCCL_TRANSPORT is {wanted}"
+    reasons = {name: obstacle(name) for name in ("ucx", "gloo")}
+    for name, reason in reasons.items():
+        if not reason:
+            return f"{name}: {'it is the fastest' if name == 'ucx' else 'there is no UCX'}{beside}"
+    return f"no: there is neither UCX nor gloo{beside}"
 
 
 def _launcher() -> str:
