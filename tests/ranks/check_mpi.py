@@ -27,6 +27,19 @@ def transport():
     made.close()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("op", ["sum", "min", "max"])
+def test_plain_allreduce(transport, op, dtype):
+    t = transport
+    inputs = np.stack([np.arange(9).astype(dtype) * (r + 1) * (-1) ** r for r in range(t.size)])
+    x, y = inputs[t.rank].copy(), np.zeros(9, dtype)
+    allreduce = plain_allreduce(t)
+    allreduce(address(x), address(y), 9, dtype, op)
+    allreduce(address(x), address(x), 9, dtype, op)
+    np.testing.assert_array_equal(y, getattr(inputs, op)(axis=0))
+    np.testing.assert_array_equal(x, y)
+
+
 def test_refusals(transport):
     with pytest.raises(ArgumentError, match="avg"):
         plain_allreduce(transport)(0, 0, 1, "float32", "avg")

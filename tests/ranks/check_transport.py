@@ -11,7 +11,6 @@ import pytest
 from processes import IS_OPEN_MPI, OVER_MPI, RANK, SIZE
 from threads import address
 
-from qccl.bench.plain import plain_allreduce
 from qccl.errors import EngineError, MismatchError, PeerLost
 
 
@@ -109,19 +108,6 @@ def test_allgather_and_split(transport):
     assert (alone is None) == (t.rank != 0)
     if alone:
         alone.close()
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("op", ["sum", "min", "max"])
-def test_plain_allreduce(transport, op, dtype):
-    t = transport
-    inputs = np.stack([np.arange(9).astype(dtype) * (r + 1) * (-1) ** r for r in range(t.size)])
-    x, y = inputs[t.rank].copy(), np.zeros(9, dtype)
-    allreduce = plain_allreduce(t)
-    allreduce(address(x), address(y), 9, dtype, op)
-    allreduce(address(x), address(x), 9, dtype, op)
-    np.testing.assert_array_equal(y, getattr(inputs, op)(axis=0))
-    np.testing.assert_array_equal(x, y)
 
 
 def test_nothing_is_written_after_an_abort():
