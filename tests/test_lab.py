@@ -290,6 +290,12 @@ def test_ranks_of_a_node_share_memory_and_only_others_the_link(link_per_rank: bo
     assert [round(nbytes / (1 << 20)) for nbytes in passed] == [each] * (4 // each)
 
 
+def test_a_link_per_rank_needs_memory_that_the_node_shares(tmp_path: Path) -> None:
+    flags = ["--ranks=4", "--nodes=2", "--link-per-rank", "-b1M", "-e1M", "-n1", "--transport=ucx"]
+    done = run("hierarchical_allreduce", *flags, tmp_path / "x.json")
+    assert done.returncode == 2 and "give --transport mpi" in " ".join(done.stderr.split()), done.stderr
+
+
 def test_nodes_that_cannot_be() -> None:
     with pytest.raises(LabError, match="4 ranks make 1 to 4 nodes, not 5"):
         Lab(4, parse_link("1gbit"), 5)

@@ -185,6 +185,10 @@ def _start(ranks: int, options: Options, screen: _Screen) -> int:
     _check_calls(options, ranks)
     o = options
     way = choose_way(o.transport, o.plain, o.backend)
+    if o.link_per_rank and way.transport != "mpi":
+        raise click.UsageError(
+            f"--link-per-rank: traffic inside a node would cross the links over {way.transport}; give --transport mpi"
+        )
     command = [sys.executable, "-m", "qccl.bench.worker", o.to_json()]
     if way.transport == "loopback":
         command.append(str(ranks))
