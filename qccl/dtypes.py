@@ -32,6 +32,9 @@ class DType:
     mantissa_bits: int
     min_exponent: int
 
+    def __hash__(self) -> int:
+        return self.code
+
     def __str__(self) -> str:
         return self.name
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import lru_cache
 from typing import Any, ClassVar, TypeVar, cast
 
 from qccl import codecs, dtypes
@@ -21,6 +20,9 @@ __all__ = ["CollectiveSpec", "check_root", "common", "common_order", "spec_of"]
 
 _Spec = TypeVar("_Spec", bound="CollectiveSpec")
 _PLAIN = frozenset({str, int, type(None)})
+#: specs of earlier calls, by all arguments and their types
+_known: dict[tuple[Any, ...], CollectiveSpec] = {}
+_MOST_KNOWN = 10_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,21 +130,28 @@ def spec_of(make: Callable[..., _Spec], values: Values, how: Mapping[str, Any], 
 
     Equal arguments give the same object, and are checked once.
     """
-    shared = values.count, values.dtype.name, how["codec"], how["chunk"], order
-    if all(map(_is_plain, (*shared, *own.values()))):
-        return cast(_Spec, _known_spec(make, *shared, **own))
-    return make(*shared, **own)
+    codec, chunk = how["codec"], how["chunk"]
+    shared = values.count, values.dtype.name, codec, chunk, order
+    kinds = (type(codec), type(chunk), *map(type, own.values()))  # True equals 1, but does not mean the same
+    key = make, shared, tuple(own.values()), kinds
+    try:
+        found = _known.get(key) if tuple not in kinds or _are_integers(own) else None
+    except TypeError:  # a dict, for example
+        return make(*shared, **own)
+    if found is None:
+        found = make(*shared, **own)
+        if all(map(_is_plain, (codec, chunk, *own.values()))) and len(_known) < _MOST_KNOWN:
+            _known[key] = found
+    return cast(_Spec, found)
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a value of this type never changes, and equals only what means the same."""
-    kind = type(value)
-    return kind in _PLAIN or isinstance(value, Codec) or (kind is tuple and all(type(each) is int for each in value))
+    """Whether a value never changes, and equals only values of its type that mean the same."""
+    return type(value) in _PLAIN or isinstance(value, Codec) or (type(value) is tuple and _are_integers({"": value}))
 
 
-@lru_cache(maxsize=4096, typed=True)  # or True would equal 1
-def _known_spec(make: Callable[..., CollectiveSpec], *shared: Any, **own: Any) -> CollectiveSpec:
-    return make(*shared, **own)
+def _are_integers(own: Mapping[str, Any]) -> bool:
+    return all(type(each) is int for value in own.values() if type(value) is tuple for each in value)
 
 
 def common(count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C") -> dict[str, Any]:
