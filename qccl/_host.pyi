@@ -7,6 +7,7 @@ a buffer has no address yet.
 
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
+from typing import Any
 
 #: instruction set of the loops in use, and all that this processor can run, best first (QCCL_ISA chooses another)
 isa: str
@@ -113,6 +114,22 @@ class View:
 
 def describe(array: object) -> View:
     """The memory of an object with ``__dlpack__`` or the buffer protocol; TypeError if it gives no access."""
+
+class CallTable:
+    """What earlier calls with equal arguments have proved: a payload, by the forms of arrays and by options.
+
+    Options are texts, numbers, booleans or None. Calls with other options, or with arrays that describe() refuses, are
+    neither added nor found. Addresses are not compared.
+    """
+
+    def __init__(self) -> None: ...
+    def add(
+        self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object], payload: object
+    ) -> None: ...
+    def find(
+        self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object]
+    ) -> tuple[Any, list[View]] | None:
+        """The payload, and a view of each array that is not None."""
 
 def memcpy(dst: int, src: int, nbytes: int) -> None:
     """Copy between addresses, without the GIL; the two may not overlap."""

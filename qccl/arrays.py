@@ -6,7 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
@@ -14,8 +14,11 @@ from qccl.errors import InvalidBufferError
 from qccl.scalars import as_integer
 from qccl.tensors import check_values, is_tensor, storage_of
 
-__all__ = ["EXPONENT_BITS", "Memory", "Pointer", "Values", "check_disjoint", "check_pointer", "check_unmoved"]
-__all__ += ["from_view", "is_part_of", "same_or_disjoint", "unreadable"]
+if TYPE_CHECKING:
+    from qccl._host import CallTable
+
+__all__ = ["EXPONENT_BITS", "Form", "Memory", "Pointer", "Values", "check_disjoint", "check_pointer", "check_unmoved"]
+__all__ += ["from_known_form", "from_view", "is_part_of", "same_or_disjoint", "unreadable"]
 
 #: by element type, the bits that are all set in a value that is NaN or infinite
 EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
@@ -52,6 +55,10 @@ class Values:
     order: str = "C"
 
     @property
+    def form(self) -> Form:
+        return Form(self.dtype, self.count, self.layout, self.order)
+
+    @property
     def nbytes(self) -> int:
         return self.count * self.dtype.itemsize
 
@@ -63,6 +70,13 @@ class Values:
 
 class Memory(Protocol):
     """The memory that a communicator works on; finds and checks the caller's arrays in it."""
+
+    @property
+    def calls(self) -> CallTable | None:
+        """Finds calls that were made before, on arrays of the same forms.
+
+        None where a view does not show all that a call depends on, such as streams.
+        """
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
@@ -93,30 +107,36 @@ class Memory(Protocol):
 
 def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, what: str) -> Values:
     """The values of a description (of _host.describe) that is known to be in the right memory; the checks of Memory."""
-    tensor = is_tensor(array)
-    if tensor:
+    if is_tensor(array):
         check_values(array, what)
-    form = view.form
-    key = form, None if wanted is None else wanted.name
-    known = _forms.get(key)
-    if known is None:
-        known = _form_of(form, wanted, what)
+    described = view.form
+    key = described, None if wanted is None else wanted.name
+    form = _forms.get(key)
+    if form is None:
+        form = _form_of(described, wanted, what)
         if len(_forms) < _MOST_FORMS:
-            _forms[key] = known
-    element, count, layout, order = known
+            _forms[key] = form
     if writable and view.readonly:
         number = (
-            "" if layout[0] else "; it is a single number: where a list of arrays is needed, pass [x] rather than x"
+            "" if described[1] else "; it is a single number: where a list of arrays is needed, pass [x] rather than x"
         )
         raise InvalidBufferError(
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
             f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert){number}"
         )
-    address = view.address
+    return from_known_form(view, array, form, what)
+
+
+def from_known_form(view: Any, array: Any, form: Form, what: str) -> Values:
+    """As from_view(), of a view whose form, device and read-only flag passed the checks before."""
+    dtype, count, layout, order = form
+    address, owner = view.address, None
     if count and not address:
         raise InvalidBufferError(f"{what} has {count} elements but no memory (its address is null); allocate it first")
-    owner = storage_of(array, address, count * element.itemsize, what) if tensor else None
-    return Values(address, count, element, layout, what, array, view, owner, order)
+    if is_tensor(array):
+        check_values(array, what)
+        owner = storage_of(array, address, count * dtype.itemsize, what)
+    return Values(address, count, dtype, layout, what, array, view, owner, order)
 
 
 def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBufferError:
@@ -231,7 +251,7 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
     return dtypes.get(found)
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What follows from an array's element type, shape and strides, and is the same in every call."""
 
     dtype: DType
@@ -243,11 +263,11 @@ class _Form(NamedTuple):
 #: element type, shape and strides, as a view gives them
 _Described = tuple[str, tuple[int, ...], tuple[int, ...]]
 #: the forms of earlier calls, also by the name of the element type that the caller wants
-_forms: dict[tuple[_Described, str | None], _Form] = {}
+_forms: dict[tuple[_Described, str | None], Form] = {}
 _MOST_FORMS = 10_000
 
 
-def _form_of(form: _Described, wanted: DType | None, what: str) -> _Form:
+def _form_of(form: _Described, wanted: DType | None, what: str) -> Form:
     """Check the form of an array. Raises InvalidBufferError."""
     dtype, shape, strides = form
     element = _element_type(dtype, wanted, what)
@@ -255,7 +275,7 @@ def _form_of(form: _Described, wanted: DType | None, what: str) -> _Form:
         raise InvalidBufferError(
             f"{what} is not contiguous: shape {shape}, strides {strides} elements; pass a contiguous copy"
         )
-    return _Form(element, math.prod(shape), (shape, strides), _order(shape, strides))
+    return Form(element, math.prod(shape), (shape, strides), _order(shape, strides))
 
 
 def _order(shape: tuple[int, ...], strides: tuple[int, ...]) -> str:

@@ -312,14 +312,9 @@ class Communicator(Collectives):
         if how["async_op"]:
             self._memory.hold(arrays.values())
         own = self._own_input(spec, arrays) if how["nonfinite"] == "error" else ""
-        plan = self._plans.take(self._session, spec)
-        try:
-            bound = plan._prepare(arrays, result)
-            progress = Progress.NOW if how["async_op"] else Progress.CALLER
-            work = plan._launch(bound, how["key"], how["stream"], timeout, how["trace"], how["lr"], progress)
-        except BaseException:
-            self._plans.give_back(plan)
-            raise
+        progress = Progress.NOW if how["async_op"] else Progress.CALLER
+        options = how["key"], how["stream"], timeout, how["trace"], how["lr"], progress
+        plan, work = self._launch(spec, arrays, result, options)
         if not how["async_op"] and how["nonfinite"] == "propagate":
             work.wait()
             self._plans.give_back(plan)
@@ -329,6 +324,27 @@ class Communicator(Collectives):
             outputs = [values for name, values in arrays.items() if name.startswith("output")]
             work._check_result(lambda: self._refuse_nonfinite(outputs, own))
         return work if how["async_op"] else work.wait()
+
+    def _run_checked(
+        self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, timeout: float | None
+    ) -> Any:
+        """Run a collective whose arguments were checked, with default options, and return its result."""
+        self._session.check_usable()
+        plan, work = self._launch(spec, arrays, result, (None, None, timeout, None, None, Progress.CALLER))
+        work.wait()
+        self._plans.give_back(plan)
+        return result
+
+    def _launch(
+        self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, options: tuple[Any, ...]
+    ) -> tuple[Plan, Any]:
+        """A plan of this spec and the Work of a run; ``options`` are those of Plan._launch()."""
+        plan = self._plans.take(self._session, spec)
+        try:
+            return plan, plan._launch(plan._prepare(arrays, result), *options)
+        except BaseException:
+            self._plans.give_back(plan)
+            raise
 
     def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
         """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.

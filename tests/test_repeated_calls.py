@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import qccl
+from qccl import _host
 from qccl.collectives import AllReduceSpec, ReduceScatterSpec
 from qccl.errors import ArgumentError, InvalidBufferError
 
@@ -218,3 +219,73 @@ def test_calls_in_flight_keep_state_and_order_under_one_key():
         return [out.tobytes() for out in outs]
 
     assert qccl.run_ranks(2, lambda comm: run(comm, True)) == qccl.run_ranks(2, lambda comm: run(comm, False))
+
+
+def test_an_equal_call_is_found_by_native_code(monkeypatch):
+    """On other arrays of the same form, in place or not, also on tensors."""
+    torch = pytest.importorskip("torch")
+
+    def refuse(*arguments):
+        raise AssertionError("the call was not found")
+
+    def run(comm):
+        calls = [
+            lambda: comm.quantized_allreduce(ones(), op="max", timeout=10.0),
+            lambda: comm.quantized_allreduce(ones(), np.empty(COUNT, np.float32), codec="none"),
+            lambda: comm.quantized_allreduce(torch.ones(COUNT, dtype=torch.bfloat16)),
+            lambda: comm.quantized_allreduce(np.full(COUNT, 0x3F80, np.uint16), dtype="bfloat16"),
+        ]
+        first = [call() for call in calls]
+        monkeypatch.setattr(qccl.Communicator, "_run", refuse)
+        for call, expected in zip(calls, first, strict=True):
+            assert (call() == expected).all()
+        assert comm.calls == 2 * len(calls)
+        for options in (
+            {"op": "max"},
+            {"op": "max", "timeout": 10},
+            {"op": "max", "timeout": 10.0, "async_op": True},
+            {"op": "max", "timeout": 10.0, "nonfinite": "error"},
+            {"op": "max", "timeout": 10.0, "key": "x"},
+        ):
+            with pytest.raises(AssertionError, match="not found"):
+                comm.quantized_allreduce(ones(), **options)
+
+    qccl.run_ranks(1, run)
+
+
+def test_the_table_of_calls_compares_types_and_forms():
+    table = _host.CallTable()
+    x = np.zeros((2, 3), np.float32)
+    table.add((x, None), (1, "sum"), {"chunk": None}, "found")
+    payload, (view,) = table.find((x.copy(), None), (1, "sum"), {"chunk": None})
+    assert payload == "found" and view.shape == (2, 3)
+    frozen = x.copy()
+    frozen.flags.writeable = False
+    for arrays, options, keywords in (
+        ((None, x), (1, "sum"), {"chunk": None}),
+        ((x, x), (1, "sum"), {"chunk": None}),
+        ((x.T, None), (1, "sum"), {"chunk": None}),
+        ((np.asfortranarray(x), None), (1, "sum"), {"chunk": None}),
+        ((x.astype(np.float16), None), (1, "sum"), {"chunk": None}),
+        ((x.view(type("Other", (np.ndarray,), {})), None), (1, "sum"), {"chunk": None}),
+        ((frozen, None), (1, "sum"), {"chunk": None}),
+        ((x.tolist(), None), (1, "sum"), {"chunk": None}),
+        ((x, None), (True, "sum"), {"chunk": None}),
+        ((x, None), (1.0, "sum"), {"chunk": None}),
+        ((x, None), (1, "avg"), {"chunk": None}),
+        ((x, None), (1, "sum"), {}),
+        ((x, None), (1, "sum"), {"codec": None}),
+        ((x, None), (1, "sum"), {"chunk": []}),
+    ):
+        assert table.find(arrays, options, keywords) is None
+    for options in ((np.int64(1),), ([],), (object(),)):
+        table.add((x,), options, {}, "never")
+        assert table.find((x,), options, {}) is None
+
+
+def test_the_table_of_calls_is_bounded():
+    table, x = _host.CallTable(), ones(1)
+    for i in range(5000):
+        table.add((x,), (i,), {}, i)
+    found = [i for i in range(5000) if table.find((x,), (i,), {})]
+    assert found and found[-1] == 4999 and len(found) <= 4096

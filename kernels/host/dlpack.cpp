@@ -1,6 +1,5 @@
 #include "dlpack.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 
 #include <string>
@@ -31,33 +30,6 @@ std::string dtype_name(nb::dlpack::dtype dtype) {
   return dtype.lanes == 1 ? name : name + "x" + std::to_string(dtype.lanes);
 }
 
-// The memory of an array. The ndarray owns the producer's DLPack capsule or buffer view and keeps the memory alive.
-struct View {
-  ReadOnly array;
-  bool readonly;
-
-  std::uintptr_t address() const { return reinterpret_cast<std::uintptr_t>(array.data()); }
-  std::string dtype() const { return dtype_name(array.dtype()); }
-  int device_type() const { return array.device_type(); }
-  int device_id() const { return array.device_id(); }
-
-  template <class Get>
-  nb::tuple per_axis(Get get) const {
-    PyObject* values = PyTuple_New(static_cast<Py_ssize_t>(array.ndim()));
-    if (!values) nb::raise_python_error();
-    for (std::size_t i = 0; i < array.ndim(); ++i)
-      PyTuple_SET_ITEM(values, static_cast<Py_ssize_t>(i), nb::cast(get(i)).release().ptr());
-    return nb::steal<nb::tuple>(values);
-  }
-  nb::tuple shape() const {
-    return per_axis([this](std::size_t i) { return array.shape(i); });
-  }
-  nb::tuple strides() const {
-    return per_axis([this](std::size_t i) { return array.stride(i); });
-  }
-  nb::tuple form() const { return nb::make_tuple(dtype(), shape(), strides()); }
-};
-
 // Whether an object with the buffer protocol is read-only. JAX's arrays are, but their DLPack capsules are of the old kind,
 // which has no flag for it.
 bool refuses_writing(nb::handle object) {
@@ -82,6 +54,29 @@ nb::object with_strides(nb::handle object) {
   return nb::borrow(object);
 }
 
+template <class Get>
+nb::tuple per_axis(const View& view, Get get) {
+  PyObject* values = PyTuple_New(static_cast<Py_ssize_t>(view.array.ndim()));
+  if (!values) nb::raise_python_error();
+  for (std::size_t i = 0; i < view.array.ndim(); ++i)
+    PyTuple_SET_ITEM(values, static_cast<Py_ssize_t>(i), nb::cast(get(i)).release().ptr());
+  return nb::steal<nb::tuple>(values);
+}
+
+std::string dtype(const View& view) { return dtype_name(view.array.dtype()); }
+
+nb::tuple shape(const View& view) {
+  return per_axis(view, [&](std::size_t i) { return view.array.shape(i); });
+}
+
+nb::tuple strides(const View& view) {
+  return per_axis(view, [&](std::size_t i) { return view.array.stride(i); });
+}
+
+nb::tuple form(const View& view) { return nb::make_tuple(dtype(view), shape(view), strides(view)); }
+
+}  // namespace
+
 View describe(nb::handle object) {
   const nb::object source = with_strides(object);
   ReadOnly array;
@@ -95,15 +90,13 @@ View describe(nb::handle object) {
                            .c_str());
 }
 
-}  // namespace
-
 void bind_dlpack(nb::module_& m) {
   nb::class_<View>(m, "View", "The memory of an array; keeps it alive.")
       .def_prop_ro("address", &View::address, "Address of element (0, 0, ...).")
-      .def_prop_ro("shape", &View::shape, nb::sig("def shape(self) -> tuple[int, ...]"))
-      .def_prop_ro("strides", &View::strides, nb::sig("def strides(self) -> tuple[int, ...]"), "In elements.")
-      .def_prop_ro("dtype", &View::dtype, "As NumPy names it, e.g. \"float32\".")
-      .def_prop_ro("form", &View::form, nb::sig("def form(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]"),
+      .def_prop_ro("shape", &shape, nb::sig("def shape(self) -> tuple[int, ...]"))
+      .def_prop_ro("strides", &strides, nb::sig("def strides(self) -> tuple[int, ...]"), "In elements.")
+      .def_prop_ro("dtype", &dtype, "As NumPy names it, e.g. \"float32\".")
+      .def_prop_ro("form", &form, nb::sig("def form(self) -> tuple[str, tuple[int, ...], tuple[int, ...]]"),
                    "Element type, shape and strides.")
       .def_prop_ro("device_type", &View::device_type, "DLPack's number: 1 is host memory, 2 is CUDA.")
       .def_prop_ro("device_id", &View::device_id)

@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "../engine/bind.h"
+#include "call_table.h"
 #include "choose_isa.h"
 #include "dlpack.h"
 #include "operations.h"
@@ -123,6 +124,7 @@ NB_MODULE(_host, m) {
   bind_codecs(m);
   bind_operations(m);
   qccl::bind_dlpack(m);
+  qccl::bind_call_table(m);
   qccl::bind_engine(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
   m.def("most_threads", &qccl::most_threads, "Threads that an operation may have, by OMP_NUM_THREADS and processors.");

@@ -50,6 +50,8 @@ class _View:
 class CudaMemory:
     """Memory of one GPU (interface: Memory)."""
 
+    calls = None
+
     def __init__(self, device: int) -> None:
         self.device = device
 

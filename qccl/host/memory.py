@@ -29,6 +29,9 @@ _DLPACK_DEVICES = {2: "CUDA", 3: "CUDA pinned host", 7: "Vulkan", 8: "Metal", 10
 class HostMemory:
     """Memory of this process (interface: Memory)."""
 
+    def __init__(self) -> None:
+        self.calls = _host.CallTable()
+
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         wanted = None if dtype is None else dtypes.get(dtype)
         try:

@@ -1,0 +1,126 @@
+#include "call_table.h"
+
+#include <cstdint>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "dlpack.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace qccl {
+
+namespace {
+
+// Entries after which the table is emptied: a program whose arguments never repeat must not fill the memory.
+constexpr std::size_t kMostEntries = 4096;
+
+// The arguments of a call: the forms of its arrays (not their addresses), and its options.
+struct Key {
+  std::vector<std::uint64_t> words;
+  std::vector<nb::object> values;
+
+  void add_pointer(const void* pointer) { words.push_back(reinterpret_cast<std::uintptr_t>(pointer)); }
+
+  // False for a value that may change, or that may equal another one that does not mean the same.
+  bool add_option(PyObject* value) {
+    PyTypeObject* type = Py_TYPE(value);
+    if (value != Py_None && type != &PyUnicode_Type && type != &PyLong_Type && type != &PyBool_Type &&
+        type != &PyFloat_Type)
+      return false;
+    add_pointer(type);
+    words.push_back(static_cast<std::uint64_t>(PyObject_Hash(value)));
+    values.push_back(nb::borrow(value));
+    return true;
+  }
+
+  void add_array(PyTypeObject* type, const View& view) {
+    const nb::dlpack::dtype dtype = view.array.dtype();
+    add_pointer(type);
+    words.push_back(dtype.code | dtype.bits << 8 | static_cast<std::uint64_t>(dtype.lanes) << 16 |
+                    static_cast<std::uint64_t>(view.readonly) << 32 |
+                    static_cast<std::uint64_t>(view.device_type()) << 40);
+    words.push_back(view.array.ndim());
+    for (std::size_t i = 0; i < view.array.ndim(); ++i) {
+      words.push_back(view.array.shape(i));
+      words.push_back(static_cast<std::uint64_t>(view.array.stride(i)));
+    }
+    values.push_back(nb::borrow(reinterpret_cast<PyObject*>(type)));  // so that no other type gets its address
+  }
+
+  std::size_t hash() const {
+    std::uint64_t found = 0;
+    for (const std::uint64_t word : words) found = (found ^ word) * 0x9E3779B97F4A7C15u + (found >> 29);
+    return found;
+  }
+
+  bool operator==(const Key& other) const {
+    if (words != other.words || values.size() != other.values.size()) return false;
+    for (std::size_t i = 0; i < values.size(); ++i)
+      if (PyObject_RichCompareBool(values[i].ptr(), other.values[i].ptr(), Py_EQ) != 1) return false;
+    return true;
+  }
+};
+
+struct HashOfKey {
+  std::size_t operator()(const Key& key) const { return key.hash(); }
+};
+
+class CallTable {
+ public:
+  void add(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, nb::object payload) {
+    Key key;
+    nb::list views;
+    if (!describe_call(arrays, options, keywords, key, views)) return;
+    if (entries_.size() >= kMostEntries) entries_.clear();
+    entries_.insert_or_assign(std::move(key), std::move(payload));
+  }
+
+  nb::object find(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords) const {
+    Key key;
+    nb::list found;
+    if (entries_.empty() || !describe_call(arrays, options, keywords, key, found)) return nb::none();
+    const auto entry = entries_.find(key);
+    if (entry == entries_.end()) return nb::none();
+    return nb::make_tuple(entry->second, std::move(found));
+  }
+
+ private:
+  // Makes the key of a call, and the views of its arrays; false if the call cannot be in the table.
+  static bool describe_call(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, Key& key,
+                            nb::list& views) {
+    for (const nb::handle option : options)
+      if (!key.add_option(option.ptr())) return false;
+    for (const auto& [name, value] : keywords)
+      if (!key.add_option(name.ptr()) || !key.add_option(value.ptr())) return false;
+    for (const nb::handle array : arrays) {
+      key.words.push_back(!array.is_none());
+      if (array.is_none()) continue;
+      try {
+        View view = describe(array);
+        key.add_array(Py_TYPE(array.ptr()), view);
+        views.append(nb::cast(std::move(view)));
+      } catch (const nb::builtin_exception&) {  // the usual path says what is wrong
+        return false;
+      } catch (nb::python_error&) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  std::unordered_map<Key, nb::object, HashOfKey> entries_;
+};
+
+}  // namespace
+
+void bind_call_table(nb::module_& m) {
+  nb::class_<CallTable>(m, "CallTable", "What earlier calls with equal arguments have proved.")
+      .def(nb::init<>())
+      .def("add", &CallTable::add, "arrays"_a, "options"_a, "keywords"_a, "payload"_a)
+      .def("find", &CallTable::find, "arrays"_a, "options"_a, "keywords"_a);
+}
+
+}  // namespace qccl
