@@ -94,6 +94,7 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
   double checked = turn.check_signals ? seconds() : 0;
   while (!halted_) {
     const bool computed = compute();
+    if (!ended_.empty()) return Outcome::ended;
     poll(computed ? 0 : idle_, turn.yields ? kYieldingPolls : 0, on_control);
     // Poll until nothing completes, then compute: MPICH progresses the network only when shared memory is idle.
     while (!completed_.empty() && ended_.empty() && !halted_) poll(0, 0, on_control);
