@@ -176,10 +176,10 @@ class MpiWire(Wire):
 class UcxWire(Wire):
     """Transfers by UCX, by the addresses of its functions (in the order of function_names()).
 
-    ``config``: UCX's settings by name. ``fault(status, peer, lost, got, expected)`` raises an error of UCX
-    (``status``), of the connection to ``peer`` if it is ``lost``, a message of the wrong size, or, without status and
-    peer, that the wire is closed. ``spins``: number of empty polls during which the thread keeps the processor; 0: it
-    yields. Then it sleeps until a message arrives. Several threads may use it.
+    ``config``: UCX's settings by name. ``fault(rank, status, peer, lost, got, expected)`` raises an error of
+    UCX (``status``), of the connection to ``peer`` if it is ``lost``, a message of the wrong size, or, without status
+    and peer, that the wire is closed. ``spins``: number of empty polls during which the thread keeps the processor; 0:
+    it yields. Then it sleeps until a message arrives. Several threads may use it.
     """
 
     SET_UP: int
@@ -188,9 +188,7 @@ class UcxWire(Wire):
         self,
         functions: Sequence[int],
         config: Sequence[tuple[str, str]],
-        rank: int,
-        size: int,
-        fault: Callable[[int, int, bool, int, int], None],
+        fault: Callable[[int, int, int, bool, int, int], None],
     ) -> None: ...
     @staticmethod
     def function_names() -> list[str]: ...
@@ -199,7 +197,7 @@ class UcxWire(Wire):
     @property
     def set_up_completed(self) -> int: ...
     def address(self) -> bytes: ...
-    def connect(self, peer: int, address: bytes, /) -> None: ...
+    def connect(self, rank: int, addresses: Sequence[bytes], /) -> None: ...
     def progress(self, idle: int) -> None: ...
     def close(self, seconds: float) -> None: ...
 

@@ -210,9 +210,7 @@ def connect(meeting: Meeting, timeout: float) -> Transport:
 def _over_ucx(meeting: Meeting, timeout: float) -> Transport:
     from qccl.transports.ucx import UcxTransport
 
-    return UcxTransport(
-        meeting.rank, meeting.size, lambda address: meeting.gather(address, timeout), timeout, master=meeting.host
-    )
+    return UcxTransport(lambda address: meeting.gather(address, timeout), timeout, master=meeting.host)
 
 
 def _over_gloo(meeting: Meeting, timeout: float) -> Transport:

@@ -46,11 +46,11 @@ std::shared_ptr<MpiWire> make_mpi(const nb::dict& functions, const nb::dict& han
 }
 
 std::shared_ptr<UcxWire> make_ucx(const UcxFunctions& functions,
-                                  const std::vector<std::pair<std::string, std::string>>& config, int rank, int size,
+                                  const std::vector<std::pair<std::string, std::string>>& config,
                                   nb::callable fault) {
-  return make_ucx_wire(functions, config, rank, size, [fault = std::move(fault)](const UcxFault& found) {
+  return make_ucx_wire(functions, config, [fault = std::move(fault)](const UcxFault& found) {
     const nb::gil_scoped_acquire held;
-    fault(found.status, found.peer, found.lost, found.got, found.expected);
+    fault(found.rank, found.status, found.peer, found.lost, found.got, found.expected);
     throw std::logic_error("a fault was not raised");
   });
 }
@@ -200,7 +200,7 @@ void bind_wires(nb::module_& m) {
       .def_prop_ro("under_way", &MpiWire::under_way)
       .def("cancel", &MpiWire::cancel, Release());
   nb::class_<UcxWire, Wire>(m, "UcxWire", "Transfers by UCX.")
-      .def(nb::new_(&make_ucx), "functions"_a, "config"_a, "rank"_a, "size"_a, "fault"_a)
+      .def(nb::new_(&make_ucx), "functions"_a, "config"_a, "fault"_a)
       .def_static("function_names", &UcxWire::function_names)
       .def_ro_static("SET_UP", &kSetUp)
       .def_rw("spins", &UcxWire::spins)
@@ -211,7 +211,12 @@ void bind_wires(nb::module_& m) {
              const std::string found = wire.address();
              return nb::bytes(found.data(), found.size());
            })
-      .def("connect", [](UcxWire& wire, int peer, const nb::bytes& address) { wire.connect(peer, text(address)); })
+      .def("connect",
+           [](UcxWire& wire, int rank, const std::vector<nb::bytes>& addresses) {
+             std::vector<std::string> found;
+             for (const nb::bytes& address : addresses) found.push_back(text(address));
+             wire.connect(rank, found);
+           })
       .def("progress", &UcxWire::progress, "idle"_a, Release())
       .def("close", &UcxWire::close, "seconds"_a, Release());
 }

@@ -73,14 +73,9 @@ void check_started(int status, const char* function) {
 
 class Worker final : public UcxWire {
  public:
-  Worker(const UcxFunctions& functions, const std::vector<std::pair<std::string, std::string>>& config, int rank,
-         int size, std::function<void(const UcxFault&)> fault)
-      : ucp_(functions_at(functions)),
-        raise_(std::move(fault)),
-        rank_(rank),
-        process_(getpid()),
-        peers_(static_cast<std::size_t>(size)) {
-    for (int peer = 0; peer < size; ++peer) peers_[static_cast<std::size_t>(peer)].rank = peer;
+  Worker(const UcxFunctions& functions, const std::vector<std::pair<std::string, std::string>>& config,
+         std::function<void(const UcxFault&)> fault)
+      : ucp_(functions_at(functions)), raise_(std::move(fault)), process_(getpid()) {
     try {
       start(config);
     } catch (...) {
@@ -101,16 +96,18 @@ class Worker final : public UcxWire {
     return bytes;
   }
 
-  void connect(int peer, const std::string& address) override {
+  void connect(int rank, const std::vector<std::string>& addresses) override {
     const Lock lock(mutex_);
-    ucx::EndpointParams params;
-    params.field_mask =
-        ucx::EndpointParams::kAddress | ucx::EndpointParams::kErrorMode | ucx::EndpointParams::kErrorHandler;
-    params.address = address.data();
-    params.error_mode = ucx::EndpointParams::kPeerErrors;
-    params.on_error = &Worker::on_lost;
-    params.argument = &at(peer);
-    check_started(ucp_.ep_create(worker_, &params, &at(peer).endpoint), "ucp_ep_create");
+    if (!worker_ || !peers_.empty()) throw std::logic_error("this wire was connected before, or is closed");
+    rank_ = rank;
+    peers_.resize(addresses.size());
+    for (std::size_t i = 0; i < addresses.size(); ++i) {
+      Peer& peer = peers_[i];
+      peer.rank = static_cast<int>(i);
+      if (peer.rank == rank) continue;
+      if (const int status = connect(peer, addresses[i]))
+        throw std::runtime_error("rank " + std::to_string(i) + " (UCX status " + std::to_string(status) + ")");
+    }
   }
 
   void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
@@ -221,6 +218,17 @@ class Worker final : public UcxWire {
     posted->worker->finish(posted, request, status, static_cast<std::int64_t>(info->length));
   }
 
+  Status connect(Peer& peer, const std::string& address) {
+    ucx::EndpointParams params;
+    params.field_mask =
+        ucx::EndpointParams::kAddress | ucx::EndpointParams::kErrorMode | ucx::EndpointParams::kErrorHandler;
+    params.address = address.data();
+    params.error_mode = ucx::EndpointParams::kPeerErrors;
+    params.on_error = &Worker::on_lost;
+    params.argument = &peer;
+    return ucp_.ep_create(worker_, &params, &peer.endpoint);
+  }
+
   Peer& at(int peer) { return peers_.at(static_cast<std::size_t>(peer)); }
 
   void start(const std::vector<std::pair<std::string, std::string>>& config) {
@@ -306,7 +314,8 @@ class Worker final : public UcxWire {
   // Raises a message of the wrong size once, because the other transfers go on; other faults are raised again and again.
   void raise_any_fault(Lock& lock) {
     if (!mismatch_) return raise_fault(lock);
-    const UcxFault fault = *mismatch_;
+    UcxFault fault = *mismatch_;
+    fault.rank = rank_;
     mismatch_.reset();
     lock.unlock();
     raise_(fault);
@@ -320,7 +329,8 @@ class Worker final : public UcxWire {
 
   void raise_fault(Lock& lock) {
     if (!find_fault()) return;
-    const UcxFault fault = *fault_;
+    UcxFault fault = *fault_;
+    fault.rank = rank_;
     lock.unlock();  // Python's error handling may use the wire
     raise_(fault);
   }
@@ -363,8 +373,8 @@ class Worker final : public UcxWire {
 
   const Functions ucp_;
   const std::function<void(const UcxFault&)> raise_;
-  const int rank_;
   const pid_t process_;
+  int rank_ = -1;
   std::mutex mutex_;
   std::vector<Peer> peers_;
   void* context_ = nullptr;
@@ -382,9 +392,9 @@ class Worker final : public UcxWire {
 const std::vector<const char*>& UcxWire::function_names() { return kNames; }
 
 std::unique_ptr<UcxWire> make_ucx_wire(const UcxFunctions& functions,
-                                       const std::vector<std::pair<std::string, std::string>>& config, int rank,
-                                       int size, std::function<void(const UcxFault&)> fault) {
-  return std::make_unique<Worker>(functions, config, rank, size, std::move(fault));
+                                       const std::vector<std::pair<std::string, std::string>>& config,
+                                       std::function<void(const UcxFault&)> fault) {
+  return std::make_unique<Worker>(functions, config, std::move(fault));
 }
 
 }  // namespace qccl

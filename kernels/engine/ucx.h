@@ -21,6 +21,7 @@ struct UcxFault {
   int peer = -1;      // the rank whose connection failed, or that sent the message; -1: none
   bool lost = false;  // the connection to `peer` failed
   std::int64_t got = 0, expected = 0;
+  int rank = -1;  // this rank
 };
 
 // One worker, and an endpoint to each peer. Several threads may call it at once.
@@ -34,7 +35,8 @@ struct UcxWire : Wire {
 
   // What another rank needs to connect to this worker.
   virtual std::string address() = 0;
-  virtual void connect(int peer, const std::string& address) = 0;
+  // Connect rank `rank` to all others, once; `addresses` by rank. Throws std::runtime_error that names a rank.
+  virtual void connect(int rank, const std::vector<std::string>& addresses) = 0;
   // Advance transfers without reporting the completed ones, as poll() does.
   virtual void progress(std::uint64_t idle) = 0;
   virtual std::uint64_t set_up_completed() = 0;
@@ -49,7 +51,7 @@ struct UcxWire : Wire {
 
 // `config` has UCX's settings by name. `fault` throws. Throws std::runtime_error where UCX cannot be started.
 std::unique_ptr<UcxWire> make_ucx_wire(const UcxFunctions& functions,
-                                       const std::vector<std::pair<std::string, std::string>>& config, int rank,
-                                       int size, std::function<void(const UcxFault&)> fault);
+                                       const std::vector<std::pair<std::string, std::string>>& config,
+                                       std::function<void(const UcxFault&)> fault);
 
 }  // namespace qccl

@@ -372,7 +372,7 @@ class HostEngine:
 
     def _leave(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
-        self._broadcast_control(Kind.CLOSE, f"rank {self.rank} left the group")
+        self._broadcast_control(Kind.CLOSE, f"rank {self.rank} has closed its communicator")
         idle = 0
         while self._loop.control_sends or len(self._left) < self._transport.size - 1:
             idle += 1

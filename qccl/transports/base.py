@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 if TYPE_CHECKING:
     from qccl._host import Wire
 
-__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "numbered"]
+__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "ElasticTransport", "Group", "Transport", "numbered"]
 
 
 def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
@@ -96,6 +96,27 @@ class Transport(Group, Protocol):
         """
 
     def split(self, color: int | None, key: int, timeout: float) -> Transport | None: ...
+
+
+class ElasticTransport(Transport, Protocol):
+    """A transport whose ranks can make another group, without lost ranks and with new ones.
+
+    A library that only finds the ranks that are left (MPI's ULFM) has regroup() alone, and refuses ``grows``.
+    """
+
+    @property
+    def address(self) -> str:
+        """Where new processes find this rank."""
+
+    def waiting(self) -> int:
+        """Number of the processes that wait to join at this rank."""
+
+    def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Transport, int]:
+        """Collective among the ranks that are left: their new transport, and the largest of their numbers ``calls``.
+
+        With ``grows`` the processes that wait are in it, too, after the others. This transport is of no use afterwards.
+        Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
+        """
 
 
 #: a function and its arguments, prepared once; each run calls it to put work on a stream

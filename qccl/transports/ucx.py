@@ -9,7 +9,9 @@ When a rank fails:
 - A rank whose process ended is found by UCX: at once over TCP, after a keepalive (about a second) over shared memory.
   Every rank that waits for it raises PeerLost with its number.
 - A rank that only stops answering is found by the others' deadlines.
-- An orderly close ends connections, too. It counts as a loss only for ranks that still wait for a message.
+- An orderly close ends connections, too. The engine's control message says that before (engine/control.py), so the
+  end of a connection counts as a loss only for ranks that still wait for a message.
+- The ranks that are left agree on a new group (membership.py), and each connects a new worker: regroup().
 
 Settings in the environment (UCX_TLS, UCX_NET_DEVICES and all others) take precedence over those set here.
 """
@@ -22,17 +24,19 @@ import ctypes
 import ctypes.util
 import fcntl
 import importlib.util
+import json
 import os
 import socket
 import struct
 import time
 import weakref
 from collections.abc import Callable, Hashable, Sequence
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from qccl import _host
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.transports.membership import Decision, Member, Membership
 from qccl.transports.topology import find_topology
 
 __all__ = ["UcxTransport", "load_library"]
@@ -95,7 +99,7 @@ def version() -> str:
 
 
 class UcxTransport:
-    """One rank of a group over UCX (interface: Transport)."""
+    """One rank of a group over UCX (interface: ElasticTransport)."""
 
     name = "ucx"
     eager_nbytes = 8 << 10
@@ -103,8 +107,6 @@ class UcxTransport:
 
     def __init__(
         self,
-        rank: int,
-        size: int,
         gather: Callable[[bytes], Sequence[bytes]],
         timeout: float,
         *,
@@ -113,50 +115,59 @@ class UcxTransport:
     ) -> None:
         """Collective: connect the ranks.
 
-        ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' workers.
-        ``master`` is a host that all ranks reach: TCP connections use the network interface that leads there.
+        ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' workers
+        and sockets. ``master`` is a host that all ranks reach: TCP connections use the network interface that leads
+        there.
         """
-        self.rank, self.size = rank, size
+        with contextlib.ExitStack() as on_failure:
+            try:
+                membership = Membership(_own_host(master))
+                on_failure.callback(membership.close)
+                wire = _start(master, membership)
+            except (EngineError, ArgumentError):
+                gather(b"")  # otherwise the other ranks would wait for this one
+                raise
+            on_failure.callback(wire.close, 0)
+            notes = gather(json.dumps(membership.member(wire.address())).encode())
+            if b"" in notes:
+                raise EngineError(f"UCX did not start on rank {notes.index(b'')}, whose own error says why")
+            membership.begin(Member(*json.loads(note)) for note in notes)
+            self._connect(wire, membership, master, timeout, progress_hook)
+            on_failure.pop_all()
+
+    def _connect(
+        self,
+        wire: _host.UcxWire,
+        membership: Membership,
+        master: str | None,
+        timeout: float,
+        progress_hook: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Collective: connect the members of a group, and own the wire, or close it."""
+        self.wire, self._master = wire, master
+        self.membership: Membership | None = membership
+        self.rank, self.size = membership.rank, len(membership.members)
         self.progress_hook = progress_hook
         self._tokens: dict[int, Hashable] = {}
         self._number = 0
         self._set_up = 0  # transfers of allgather() so far
         self._gone = False
-        library = load_library()
-        functions = [_address(library, name) for name in _host.UcxWire.function_names()]
-        try:
-            self.wire = _host.UcxWire(functions, _config(master), rank, size, partial(_raise, rank))
-        except (RuntimeError, ArgumentError) as error:
-            gather(b"")  # otherwise the other ranks would wait for this one
-            if isinstance(error, ArgumentError):
-                raise
-            raise EngineError(
-                f"UCX {version()} did not start: {error}; see the settings UCX_* of the environment"
-            ) from error
         _open.add(self)
         try:
-            addresses = gather(self.wire.address())
-            if b"" in addresses:
-                raise EngineError(f"UCX did not start on rank {addresses.index(b'')}, whose own error says why")
-            for peer, address in enumerate(addresses):
-                if peer != rank:
-                    self._connect(peer, address)
-            places = find_topology(rank, lambda place: self.allgather(place, timeout))
+            self.wire.connect(self.rank, [bytes.fromhex(member.worker) for member in membership.members])
+            places = find_topology(self.rank, lambda place: self.allgather(place, timeout))
+        except RuntimeError as error:
+            self.abort(str(error))
+            raise EngineError(
+                f"UCX has no network from rank {self.rank} to {error}; see QCCL_NET and the settings UCX_* of the "
+                f"environment"
+            ) from error
         except BaseException as error:
             self.abort(str(error))
             raise
         self.local_rank, self.local_size, self.nodes, self.shares_memory = places
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
-
-    def _connect(self, peer: int, address: bytes) -> None:
-        try:
-            self.wire.connect(peer, address)
-        except RuntimeError as error:
-            raise EngineError(
-                f"UCX has no network from rank {self.rank} to rank {peer}: {error}; see QCCL_NET and the settings "
-                f"UCX_* of the environment"
-            ) from error
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         self._check_alive()
@@ -188,8 +199,49 @@ class UcxTransport:
             addresses = self.allgather(address, timeout)
             return [addresses[r] for _, r in members]
 
-        rank = members.index((key, self.rank))
-        return UcxTransport(rank, len(members), gather, timeout, progress_hook=self.progress_hook)
+        return UcxTransport(gather, timeout, master=self._master, progress_hook=self.progress_hook)
+
+    @property
+    def address(self) -> str:
+        """As in ElasticTransport, for join()."""
+        return self._member().address
+
+    def waiting(self) -> int:
+        """As in ElasticTransport."""
+        return self._member().waiting()
+
+    def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[UcxTransport, int]:
+        """As in ElasticTransport; after an error it may be called again."""
+        membership = self._member()
+        self.abort("the ranks make another group")
+
+        def agree(worker: bytes) -> Decision:
+            return membership.agree(worker, calls, timeout, grows=grows)
+
+        formed = _form(membership, self._master, agree, timeout)
+        self.membership = None  # it belongs to the new transport
+        return formed
+
+    def _member(self) -> Membership:
+        if self.membership is None:
+            raise EngineError("this communicator was closed, or replaced by another one; use that one")
+        return self.membership
+
+    @classmethod
+    def join(cls, address: tuple[str, int], timeout: float) -> tuple[UcxTransport, int]:
+        """The transport of the group that has a rank at ``address``, when it grows; with regroup()'s result."""
+        membership = Membership(_own_host(address[0]))
+
+        def agree(worker: bytes) -> Decision:
+            if membership.epoch < 0:
+                return membership.knock(address, worker, timeout)
+            return membership.agree(worker, 0, timeout)
+
+        try:
+            return _form(membership, address[0], agree, timeout)
+        except BaseException:
+            membership.close()
+            raise
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         deadline = time.monotonic() + timeout
@@ -228,13 +280,55 @@ class UcxTransport:
             self.wire.close(_ABORT_SECONDS)
 
     def close(self) -> None:
+        """As in Transport. After abort(), regroup() is not possible any more."""
         if not self._gone:
             self._gone = True
             self.wire.close(_CLOSE_SECONDS)
+        if self.membership is not None:
+            self.membership.close()
+            self.membership = None
 
     def _check_alive(self) -> None:
         if self._gone:
             raise EngineError("this transport was closed or given up; make another communicator")
+
+
+def _start(master: str | None, membership: Membership) -> _host.UcxWire:
+    """A worker that is not connected yet."""
+    library = load_library()
+    functions = [_address(library, name) for name in _host.UcxWire.function_names()]
+    try:
+        return _host.UcxWire(functions, _config(master), _Faults(membership))
+    except RuntimeError as error:
+        raise EngineError(
+            f"UCX {version()} did not start: {error}; see the settings UCX_* of the environment"
+        ) from error
+
+
+def _form(
+    membership: Membership, master: str | None, agree: Callable[[bytes], Decision], timeout: float
+) -> tuple[UcxTransport, int]:
+    """Agree on a group and connect it; again without the ranks that are lost meanwhile."""
+    deadline = time.monotonic() + 2 * timeout
+    while True:
+        wire = _start(master, membership)
+        worker = wire.address()
+        try:
+            decision = agree(worker)
+        except BaseException:
+            wire.close(0)
+            raise
+        if membership.member(worker) not in decision.members:  # agreed on earlier, with a worker that was given up
+            wire.close(0)
+            continue
+        transport = UcxTransport.__new__(UcxTransport)
+        try:
+            transport._connect(wire, membership, master, timeout)
+        except (PeerLost, CollectiveTimeout, EngineError):
+            if time.monotonic() > deadline:
+                raise
+        else:
+            return transport, decision.calls
 
 
 def _address(library: ctypes.CDLL, name: str) -> int:
@@ -244,17 +338,29 @@ def _address(library: ctypes.CDLL, name: str) -> int:
         raise EngineError(f"UCX {version()} has no function {name}; qccl needs version 1.10 or later") from None
 
 
-def _raise(rank: int, status: int, peer: int, lost: bool, got: int, expected: int) -> None:
-    """Raise a fault of native code on ``rank``."""
-    if not status and peer >= 0 and not lost:
-        raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
-    if lost:
-        raise PeerLost(f"rank {peer} was lost: rank {rank} has no connection to it any more ({_text(status)})")
-    raise (
-        EngineError(f"UCX: {_text(status)}", code=status)
-        if status
-        else EngineError("this transport was closed or given up; make another communicator")
-    )
+class _Faults:
+    """Raises the faults of native code on one rank."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._lost: str | None = None
+
+    def __call__(self, rank: int, status: int, peer: int, lost: bool, got: int, expected: int) -> None:
+        if not status and peer >= 0 and not lost:
+            raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
+        if lost:
+            self._lost = self._lost or self._who_was_lost(rank, status, peer)  # every later use raises it, too
+            raise PeerLost(self._lost)
+        raise (
+            EngineError(f"UCX: {_text(status)}", code=status)
+            if status
+            else EngineError("this transport was closed or given up; make another communicator")
+        )
+
+    def _who_was_lost(self, rank: int, status: int, peer: int) -> str:
+        ended = self._membership.find_ended(peer)
+        who = f"rank {peer} gave up or cannot be reached" if ended is None else f"rank {ended} was lost"
+        return f"{who}: rank {rank} has no connection to rank {peer} any more ({_text(status)})"
 
 
 def _text(status: int) -> str:
@@ -295,15 +401,41 @@ def _rdma_devices() -> list[str]:
 
 def _interface_to(host: str) -> str | None:
     """The network interface that leads to ``host``; None where that is this machine itself, or unknown."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        own = probe.getsockname()[0]
+    own = _address_towards(host)
+    if own and not own.startswith("127."):
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(request[20:24]) == own and not own.startswith("127."):
-                    return name
+            if _address_of(name) == own:
+                return name
     return None
+
+
+def _address_of(interface: str) -> str | None:
+    """The IPv4 address of a network interface."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
+        return socket.inet_ntoa(request[20:24])
+    return None
+
+
+def _address_towards(host: str) -> str | None:
+    """The address of this machine that ``host`` sees; None: unknown."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(place)  # sends nothing
+            return str(probe.getsockname()[0])
+    return None
+
+
+def _own_host(master: str | None) -> str:
+    """This machine's address for the other ranks, or a name of it."""
+    chosen = _address_of(_wanted_interface().partition(",")[0])
+    if chosen:
+        return chosen
+    host = master or socket.gethostname()
+    own = _address_towards(host)
+    # the loopback interface leads to this machine, whose name is known
+    return own if own and not own.startswith("127.") and own != "::1" else host
 
 
 def _pack(color: int | None, key: int) -> bytes:
@@ -316,9 +448,11 @@ def _unpack(item: bytes) -> tuple[int | None, int]:
 
 
 def _forked() -> None:
-    """In the child of os.fork(): the connections belong to the parent."""
+    """In the child of os.fork(): the connections belong to the parent, whose socket must close when it ends."""
     for transport in _open:
         transport._gone = True
+        if transport.membership is not None:
+            transport.membership.close()
 
 
 @atexit.register

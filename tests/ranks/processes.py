@@ -35,7 +35,7 @@ def connect(timeout: float = 20.0) -> Any:
         return MpiTransport.world(timeout)
     from qccl.transports.ucx import UcxTransport
 
-    return UcxTransport(RANK, SIZE, lambda address: _gather(address, timeout), timeout)
+    return UcxTransport(lambda address: _gather(address, timeout), timeout)
 
 
 def allgather(item: Any) -> list[Any]:
@@ -68,7 +68,7 @@ def _connect_control() -> Any:
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         jax.distributed.initialize(place, SIZE, RANK)
     meeting = meetings.of_launcher(launcher)
-    return UcxTransport(RANK, SIZE, lambda address: meeting.gather(address, _SECONDS), _SECONDS)
+    return UcxTransport(lambda address: meeting.gather(address, _SECONDS), _SECONDS)
 
 
 def _gather(item: bytes, timeout: float) -> list[bytes]:

@@ -1,0 +1,301 @@
+"""Agreement on the next group: every loss that ranks can meet, on threads over TCP, without UCX."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports import membership
+from qccl.transports.membership import Decision, Membership
+
+
+class Group:
+    """Ranks of one process, each with its socket."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = [Membership("127.0.0.1") for _ in range(size)]
+        for rank in self.ranks:
+            rank.begin([each.member(b"first") for each in self.ranks])
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def run(self, *works: Callable[[], Decision]) -> list[Decision | Exception]:
+        """The results of all, which run at once."""
+
+        def caught(work: Callable[[], Decision]) -> Decision | Exception:
+            try:
+                return work()
+            except (PeerLost, CollectiveTimeout) as error:
+                return error
+
+        with ThreadPoolExecutor(len(works)) as pool:
+            return [each.result(60) for each in [pool.submit(caught, work) for work in works]]
+
+    def agree(self, *ranks: int, timeout: float = 10.0) -> list[Decision | Exception]:
+        return self.run(*(self.work(rank, timeout) for rank in ranks))
+
+    def work(self, rank: int, timeout: float = 10.0, *, after: float = 0.0) -> Callable[[], Decision]:
+        def work() -> Decision:
+            time.sleep(after)
+            return self.ranks[rank].agree(b"worker %d" % rank, 100 + rank, timeout)
+
+        return work
+
+    def end(self, rank: int, after: float) -> Callable[[], None]:
+        def work() -> None:
+            time.sleep(after)
+            self.ranks[rank].close()
+
+        return work
+
+    def numbers(self, decision: Decision | Exception) -> list[int]:
+        """The old ranks in a group."""
+        assert isinstance(decision, Decision), decision
+        ids = [rank.member(b"").id for rank in self.ranks]
+        return [ids.index(member.id) for member in decision.members]
+
+
+def one_group(found: list[Decision | Exception]) -> Decision:
+    """The only group that ranks have ended in."""
+    groups = {each for each in found if isinstance(each, Decision)}
+    assert len(groups) == 1, found
+    return groups.pop()
+
+
+@pytest.mark.parametrize("lost", [{0}, {1}, {3}, {0, 1}, {1, 2, 3}, {0, 1, 2}, set()])
+def test_any_rank_may_end(lost):
+    with Group(4) as group:
+        left = sorted(set(range(4)) - lost)
+        for rank in lost:
+            group.ranks[rank].close()
+        found = group.agree(*left)
+        decision = one_group(found)
+        assert len([each for each in found if each == decision]) == len(left)
+        assert group.numbers(decision) == left
+        assert (decision.epoch, decision.calls) == (1, 100 + left[-1])
+        assert [bytes.fromhex(each.worker) for each in decision.members] == [b"worker %d" % rank for rank in left]
+        assert [group.ranks[rank].rank for rank in left] == list(range(len(left)))
+
+
+def test_groups_follow_each_other():
+    with Group(4) as group:
+        for epoch, left in enumerate(([0, 1, 2, 3], [1, 2, 3], [1, 3], [3]), start=1):
+            for rank in set(range(4)) - set(left):
+                group.ranks[rank].close()
+            decision = one_group(group.agree(*left))
+            assert decision.epoch == epoch and group.numbers(decision) == left
+
+
+def test_a_rank_that_comes_late_is_waited_for():
+    with Group(3) as group:
+        group.ranks[1].close()
+        found = group.run(group.work(0, after=0.5), group.work(2))
+        assert group.numbers(one_group(found)) == [0, 2] and found[0] == found[1]
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_silent_rank_is_out_for_good(silent):
+    with Group(3) as group:
+        left = sorted({0, 1, 2} - {silent})
+        decision = one_group(group.agree(*left, timeout=0.5))
+        assert group.numbers(decision) == left
+        (late,) = group.agree(silent, timeout=0.5)
+        assert isinstance(late, CollectiveTimeout) and "ranks" in str(late)
+        assert group.ranks[silent].epoch == 0
+        # as soon as the others agree again, it learns that it is out
+        found = group.run(group.work(silent, 5.0), *(group.work(rank, 5.0, after=0.2) for rank in left))
+        assert isinstance(found[0], PeerLost) and "without this one" in str(found[0]), found
+        assert group.numbers(one_group(found[1:])) == left
+
+
+@pytest.mark.parametrize(("size", "left"), [(2, [1]), (4, [1, 2]), (4, [2, 3]), (5, [0, 4])])
+def test_too_few_ranks_make_no_group(size, left):
+    """The others are silent, and might make a group, too."""
+    with Group(size) as group:
+        for found in group.agree(*left, timeout=0.3):
+            assert isinstance(found, CollectiveTimeout), found
+
+
+@pytest.mark.parametrize(("size", "left"), [(2, [0]), (4, [0, 3])])
+def test_half_with_rank_0_is_enough(size, left):
+    with Group(size) as group:
+        found = group.agree(*left, timeout=0.3)
+        assert group.numbers(one_group(found)) == left and found[0] == found[-1]
+
+
+def test_two_halves_do_not_make_two_groups(monkeypatch):
+    """The network is cut between ranks 0, 1 and 2, 3."""
+    with Group(4) as group:
+        sides = {rank._port: number // 2 for number, rank in enumerate(group.ranks)}
+        here = threading.local()
+        call = membership._call
+
+        def cut(place, until):
+            if sides[place[1]] != here.side:
+                time.sleep(0.05)
+                raise TimeoutError
+            return call(place, until)
+
+        monkeypatch.setattr(membership, "_call", cut)
+
+        def on_side(rank: int) -> Callable[[], Decision]:
+            def work() -> Decision:
+                here.side = rank // 2
+                return group.work(rank, 0.5)()
+
+            return work
+
+        found = group.run(*(on_side(rank) for rank in range(4)))
+        assert group.numbers(one_group(found)) == [0, 1]
+        assert all(isinstance(each, CollectiveTimeout) for each in found[2:])
+
+
+def _ends_at(monkeypatch, victim: Membership, kind: str, number: int) -> None:
+    """``victim`` ends when it is about to send its message ``number`` of this kind; the message is lost."""
+    sent = 0
+    send = membership._Channel.send
+
+    def lossy(channel, message):
+        nonlocal sent
+        owner = victims.get(threading.get_ident())
+        if owner is victim and message["kind"] == kind:
+            sent += 1
+            if sent >= number:
+                victim.close()
+                raise SystemExit
+        send(channel, message)
+
+    victims: dict[int, Membership] = {}
+    agree = Membership.agree
+
+    def noted(self, *arguments, **more):
+        victims[threading.get_ident()] = self
+        return agree(self, *arguments, **more)
+
+    monkeypatch.setattr(membership._Channel, "send", lossy)
+    monkeypatch.setattr(Membership, "agree", noted)
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind", "number"),
+    [
+        *((0, kind, number) for kind in ("wait", "prepare", "accept", "decided") for number in (1, 2, 3)),
+        *((2, kind, 1) for kind in ("join", "promised", "accepted")),
+    ],
+)
+def test_a_further_rank_ends_meanwhile(victim, kind, number, monkeypatch):
+    """Wherever it ends, the others end in one group, which the next agreement makes smaller if it is in it."""
+    with Group(4) as group:
+        _ends_at(monkeypatch, group.ranks[victim], kind, number)
+        left = sorted({0, 1, 2, 3} - {victim})
+
+        def dies() -> Decision:
+            try:
+                return group.work(victim)()
+            except SystemExit:
+                raise PeerLost("ended") from None
+
+        def to_the_end(rank: int) -> Callable[[], Decision]:
+            def work() -> Decision:
+                decision = group.work(rank)()
+                while victim in group.numbers(decision):  # its connection fails
+                    decision = group.work(rank)()
+                return decision
+
+            return work
+
+        found = group.run(dies, *(to_the_end(rank) for rank in left))
+        assert group.numbers(one_group(found[1:])) == left
+        assert all(isinstance(each, Decision) for each in found[1:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_end_and_come_at_random(seed):
+    """One group for all, or errors: never two groups."""
+    chosen = random.Random(seed)
+    with Group(5) as group:
+        works = []
+        for rank in range(5):
+            fate = chosen.choice(["comes", "comes", "comes", "ends", "is silent"])
+            after = chosen.uniform(0, 0.5)
+            if fate == "ends":
+                works.append(group.end(rank, after))
+            elif fate == "comes":
+                works.append(group.work(rank, 1.0, after=after))
+        found = group.run(*works)
+        assert len({each for each in found if isinstance(each, Decision)}) <= 1, found
+
+
+def test_newcomers_get_the_numbers_behind_the_others():
+    with Group(2) as group, closing(Membership("127.0.0.1")) as first, closing(Membership("127.0.0.1")) as second:
+        places = [("127.0.0.1", rank._port) for rank in group.ranks]
+
+        def grow(rank: int) -> Callable[[], Decision]:
+            def work() -> Decision:
+                deadline = time.monotonic() + 10
+                while not group.ranks[rank].waiting() and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                return group.ranks[rank].agree(b"worker", rank, 10.0, grows=True)
+
+            return work
+
+        found = group.run(
+            grow(0),
+            grow(1),
+            lambda: first.knock(places[1], b"new", 10.0),
+            lambda: second.knock(places[0], b"new", 10.0),
+        )
+        decision = one_group(found)
+        assert len(decision.members) == 4 and found.count(decision) == 4
+        assert (second.rank, first.rank) == (2, 3), "in the order of the ranks that they called"
+        # from now on they are members like the others
+        group.ranks[0].close()
+        found = group.run(group.work(1), lambda: first.agree(b"w", 0, 10.0), lambda: second.agree(b"w", 0, 10.0))
+        assert len(one_group(found).members) == 3 and found.count(found[0]) == 3
+
+
+def test_a_newcomer_that_has_ended_is_not_waited_for():
+    with Group(2) as group:
+        gone = Membership("127.0.0.1")
+        with pytest.raises(CollectiveTimeout, match=r"all ranks must call comm\.grow\(\)"):
+            gone.knock(("127.0.0.1", group.ranks[0]._port), b"new", 0.2)
+        gone.close()
+        assert group.ranks[0].waiting() == 0
+
+
+def test_strangers_change_nothing():
+    with Group(3) as group:
+        group.ranks[0].close()
+        with closing(socket.create_connection(("127.0.0.1", group.ranks[1]._port))) as silent:
+            with closing(socket.create_connection(("127.0.0.1", group.ranks[1]._port))) as loud:
+                loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                assert group.numbers(one_group(group.agree(1, 2))) == [1, 2]
+            silent.close()
+
+
+def test_what_one_rank_may_know_is_decided_again(monkeypatch):
+    """Rank 0 ends when it has told rank 1 alone, and rank 1 goes its way. The others must not make another group."""
+    with Group(5) as group:
+        _ends_at(monkeypatch, group.ranks[0], "decided", 2)
+
+        def dies() -> Decision:
+            try:
+                return group.work(0)()
+            except SystemExit:
+                raise PeerLost("ended") from None
+
+        found = group.run(dies, *(group.work(rank, 1.0) for rank in range(1, 5)))
+        assert found[1:] == [one_group(found)] * 4 and group.numbers(found[1]) == [0, 1, 2, 3, 4]
