@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.cuda.nccl import get_unique_id
     from qccl.decentralized import LowPrecisionDecentralized
-    from qccl.launch import init
+    from qccl.launch import init, join
     from qccl.plan import Plan
     from qccl.pointers import hierarchical_allreduce, peer_exchange, quantized_allreduce
     from qccl.ranks import run_ranks
@@ -53,6 +53,7 @@ __all__ = [
     "get_unique_id",
     "hierarchical_allreduce",
     "init",
+    "join",
     "peer_exchange",
     "quantized_allreduce",
     "run_ranks",
@@ -67,6 +68,7 @@ _HOME = {
     "hierarchical_allreduce": "qccl.pointers",
     "peer_exchange": "qccl.pointers",
     "init": "qccl.launch",
+    "join": "qccl.launch",
     "quantized_allreduce": "qccl.pointers",
     "run_ranks": "qccl.ranks",
 }

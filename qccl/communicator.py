@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+import time
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeout_of
 from qccl.arrays import Values
@@ -12,7 +15,7 @@ from qccl.calls import Collectives
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend, Progress
-from qccl.errors import ArgumentError, PeerLost, QcclError
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 from qccl.host import HostBackend
 from qccl.meetings import connect, of_jax, of_torch
 from qccl.options import CallOptions
@@ -22,12 +25,14 @@ from qccl.state import check_key
 
 if TYPE_CHECKING:
     from qccl.cuda.nccl import NcclTransport
-    from qccl.transports.base import Group, Transport
+    from qccl.transports.base import ElasticTransport, Group, Transport
 
 __all__ = ["Communicator"]
 
 #: limit of call numbers, which have 64 bits
 _CALLS = 1 << 63
+#: how often grow() looks for processes that wait
+_NAP_SECONDS = 0.02
 
 
 class Communicator(Collectives):
@@ -284,6 +289,89 @@ class Communicator(Collectives):
             return None
         return Communicator._from_transport(transport, self.timeout, self._make_backend)
 
+    @property
+    def address(self) -> str:
+        """Where qccl.join() finds this rank: "host:port". Over UCX only."""
+        return self._elastic("address").address
+
+    def shrink(self, timeout: float | None = None) -> Communicator:
+        """Collective among the ranks that are left, usually after PeerLost or CollectiveTimeout: a group of them.
+
+        They keep their order. Over UCX any rank may be lost, and several; on MPI the library must support it (ULFM).
+        The ranks first agree on who is left. They wait ``timeout`` seconds (None: the communicator's) for a rank that
+        has not ended and does not call shrink(); then it is lost, too, and cannot come back but by qccl.join().
+        Senders keep their residuals and momenta, owners begin with new ones. ``calls`` is the largest of all ranks'.
+        This communicator is unusable afterwards; those that split() made of it are not changed.
+
+        Raises PeerLost on a rank without which the others go on; CollectiveTimeout if the ranks that answer are
+        neither all that have not ended, nor more than half of this communicator's, nor half with rank 0, so that there
+        are never two groups; EngineError for other transports. shrink() may then be called again.
+        """
+        timeout = self.timeout if timeout is None else timeout_of(timeout)
+        transport = self._elastic("shrink()")
+        self.abort("shrink() was called")
+        return self._continue_on(*transport.regroup(self.calls, timeout, grows=False))
+
+    def grow(self, size: int | None = None, timeout: float | None = None) -> Communicator:
+        """Collective, over UCX: a group with the processes that wait in qccl.join(), whose ranks follow the others'.
+
+        Without ``size`` it takes those that wait now; if there are none, it returns this communicator. Otherwise it
+        first waits until there are at least ``size`` ranks, and raises CollectiveTimeout after ``timeout`` seconds
+        (None: the communicator's). State and call numbers continue as with shrink(). A rank that is lost meanwhile is
+        not in the new group. If it raises an error, call shrink().
+        """
+        timeout = self.timeout if timeout is None else timeout_of(timeout)
+        size = None if size is None else count_of(size, "size")
+        transport = self._elastic("grow()")
+        newcomers = self._await_newcomers(transport, size, timeout)
+        if not newcomers:
+            return self
+        self._plans.clear()
+        self._session.close()
+        return self._continue_on(*transport.regroup(self.calls, timeout, grows=True))
+
+    def _await_newcomers(self, transport: ElasticTransport, size: int | None, timeout: float) -> int:
+        """The number of processes that wait to join, when they are enough."""
+        deadline = time.monotonic() + timeout
+        while True:
+            note = struct.pack("<q?", transport.waiting(), time.monotonic() > deadline)
+            notes = self._session.run_collective(f"grow(size={size})", partial(transport.allgather, note, timeout))
+            found = [struct.unpack("<q?", each) for each in notes]
+            newcomers: int = sum(count for count, _ in found)
+            if size is None or self.size + newcomers >= size:
+                return newcomers
+            if any(late for _, late in found):
+                raise CollectiveTimeout(
+                    f"{newcomers} processes called qccl.join() within {timeout} s, and {self.size} ranks wait for "
+                    f"{size - self.size}"
+                )
+            time.sleep(_NAP_SECONDS)
+
+    def _elastic(self, what: str) -> ElasticTransport:
+        """The transport, which must be able to make groups of other ranks."""
+        name = "regroup" if what == "shrink()" else "waiting"
+        if not hasattr(self.transport, name):
+            raise EngineError(
+                f"{what} is not possible over {self.transport.name}; use UCX: pip install qccl[ucx], and start the "
+                f"program without MPI or set QCCL_TRANSPORT=ucx"
+            )
+        return cast("ElasticTransport", self.transport)
+
+    def _continue_on(self, transport: Transport, calls: int) -> Communicator:
+        """The communicator that follows this one, with the state of this rank."""
+        comm = Communicator._joined(transport, calls, self.timeout, self._make_backend)
+        comm._session.state.carry_over(self._session.state)
+        return comm
+
+    @classmethod
+    def _joined(
+        cls, transport: Transport, calls: int, timeout: float, backend: Callable[[Any], Backend] = HostBackend
+    ) -> Communicator:
+        """A communicator whose next call has the number ``calls``."""
+        comm = cls._from_transport(transport, timeout, backend)
+        comm._session.calls = comm._session.call_offset = calls
+        return comm
+
     def abort(self, reason: str = "abort() was called") -> None:
         """Give up, without waiting for the others.
 
@@ -295,8 +383,8 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Release the group, after the last call on every rank. A second call does nothing."""
         self._plans.clear()
-        if self._session.close():
-            self.transport.close()
+        self._session.close()
+        self.transport.close()
 
     # -- running a call ----------------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.transports.base import Transport
 
-__all__ = ["has_mpi", "init"]
+__all__ = ["has_mpi", "init", "join"]
 
 _log = logging.getLogger("qccl")
 
@@ -74,14 +74,38 @@ def init(
     return comm or Communicator._from_transport(connect(meeting, timeout), timeout=timeout)
 
 
+def join(address: str, timeout: float = 60.0) -> Communicator:
+    """The communicator of a group that this process joins as a new rank, when the group calls Communicator.grow().
+
+    Args:
+        address: "host:port", the ``address`` of a rank's communicator.
+        timeout: seconds until CollectiveTimeout is raised if the group does not grow, and the communicator's timeout.
+    """
+    from qccl.arguments import timeout_of
+    from qccl.communicator import Communicator
+    from qccl.transports.ucx import UcxTransport
+
+    timeout = timeout_of(timeout)
+    host, port = _host_and_port(address) or ("", 0)
+    if not host:
+        raise ArgumentError(f'address={address!r} is not the "host:port" that comm.address of a rank has')
+    transport, calls = UcxTransport.join((host, port), timeout)
+    return Communicator._joined(transport, calls, timeout)
+
+
+def _host_and_port(address: object) -> tuple[str, int] | None:
+    host, _, port = str(address).rpartition(":")
+    return (host.strip("[]"), int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
+
+
 def _given(rank: int | None, size: int | None, address: str | None) -> Meeting | None:
     """The ranks that the program names; None if it names none."""
     if rank is None and size is None and address is None:
         return None
     from qccl.arguments import integer
 
-    host, _, port = str(address).rpartition(":")
-    if rank is None or size is None or not host or not port.isdecimal() or not 0 < int(port) < 65536:
+    place = _host_and_port(address)
+    if rank is None or size is None or place is None:
         raise ArgumentError(
             f'rank={rank!r}, size={size!r}, address={address!r}: give all three, the address as "host:port" of a free '
             f"port on the machine of rank 0"
@@ -89,7 +113,7 @@ def _given(rank: int | None, size: int | None, address: str | None) -> Meeting |
     rank, size = integer(rank, "rank"), integer(size, "size")
     if not 0 <= rank < size:
         raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
-    return of_address("qccl.init()", rank, size, (host.strip("[]"), int(port)))
+    return of_address("qccl.init()", rank, size, place)
 
 
 def _find_meeting(launcher: Launcher | None) -> Meeting | None:

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
+from qccl.collectives.feedback import sums_of
 from qccl.engine.base import Program, Progress
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule
 from qccl.session import Session
-from qccl.state import lr_of
+from qccl.state import Parts, lr_of
 from qccl.trace import TraceEvent
 from qccl.work import Work
 
@@ -28,13 +29,14 @@ CACHE_PLANS_PER_SPEC = 16
 
 
 class _Compiled(NamedTuple):
-    """A program, the call that its state belongs to, and the number of floats in each state buffer."""
+    """A program, the call that its state belongs to, and its state: see StateStore.take()."""
 
     program: Program
     in_place: bool
     algorithm: str
     state_owner: str
     state: Mapping[str, int]
+    sums: Parts
 
 
 class _Bound(NamedTuple):
@@ -166,7 +168,7 @@ class Plan:
         if session.call_offset:
             text = session.with_offset(text, self.spec.codec)
         if key is not None and self.spec.codec.state_names:
-            state = session.state.take(key, compiled.state_owner, compiled.state, lr)
+            state = session.state.take(key, compiled.state_owner, compiled.state, lr, compiled.sums)
             addresses = addresses | {name: memory.address for name, memory in state.items()}
             text = f"{text}, key={key!r}" + ("" if lr is None else f", lr={lr!r}")
             keep = bound, state
@@ -202,7 +204,9 @@ class Plan:
             schedule = self.schedule(in_place=in_place)
             state = {name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE}
             state_owner = self.spec.state_owner(schedule.name)
-            found = _Compiled(self._session.engine.compile(schedule), in_place, schedule.name, state_owner, state)
+            sums = sums_of(schedule) if state else ()
+            program = self._session.engine.compile(schedule)
+            found = _Compiled(program, in_place, schedule.name, state_owner, state, sums)
             self._programs[in_place] = found
             self.nbytes += found.program.workspace_nbytes
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
     from qccl.engine.base import Persistent
 
-__all__ = ["StateStore", "check_key", "lr_of"]
+__all__ = ["Parts", "StateStore", "check_key", "lr_of"]
+
+#: parts of state buffers: the buffer's name, and its floats from start to stop
+Parts = Iterable[tuple[str, int, int]]
 
 
 @dataclass(slots=True)
@@ -26,11 +29,27 @@ class _Entry:
         call: the call that it belongs to.
         lr: whether the calls give a learning rate; None before the first call.
         memory: by the name of the schedule's buffer, with its number of floats.
+        sums: the parts (buffer, start, stop) that have residuals of sums, which this rank owns; None before a call.
+        is_carried: it comes from another group, and no call has used it yet.
     """
 
     call: str
     lr: bool | None = None
     memory: dict[str, tuple[Persistent, int]] = field(default_factory=dict)
+    sums: Parts | None = None
+    is_carried: bool = False
+
+    def counts(self) -> dict[str, int]:
+        return {name: count for name, (_, count) in self.memory.items()}
+
+    def clear(self, parts: Parts) -> None:
+        """Set parts to zeros."""
+        for name in {name for name, _, _ in parts}:
+            memory, count = self.memory[name]
+            values = bytearray(memory.read(0, 4 * count))
+            for _, start, stop in (part for part in parts if part[0] == name):
+                values[4 * start : 4 * stop] = bytes(4 * (stop - start))
+            memory.write(bytes(values))
 
 
 class StateStore:
@@ -45,13 +64,18 @@ class StateStore:
         """Bytes of all state."""
         return sum(4 * count for entry in self._entries.values() for _, count in entry.memory.values())
 
-    def take(self, key: str, call: str, counts: Mapping[str, int], lr: float | None) -> dict[str, Persistent]:
+    def take(
+        self, key: str, call: str, counts: Mapping[str, int], lr: float | None, sums: Parts = ()
+    ) -> dict[str, Persistent]:
         """The memory of a call's state buffers (with ``counts`` floats each); zeros for a new key.
 
+        ``sums`` are the parts for residuals of sums, which this rank owns.
         Raises ArgumentError if the state under this key belongs to another call, or if only some calls give a learning
         rate.
         """
         entry = self._entries.get(key)
+        if entry is not None and entry.is_carried:
+            entry = self._settle(entry, call, counts, sums)
         if entry is None:
             entry = _Entry(call)
             for name, count in counts.items():
@@ -62,7 +86,7 @@ class StateStore:
                 f"the state under key={key!r} belongs to {entry.call}, and this is {call}; use another key for "
                 f"each array, or forget the state with reset({key!r})"
             )
-        held = {name: count for name, (_, count) in entry.memory.items()}
+        held = entry.counts()
         if held != counts:  # only a loaded state can differ
             raise ArgumentError(
                 f"the loaded state under key={key!r} has the numbers of floats {held}, but this call needs "
@@ -75,7 +99,30 @@ class StateStore:
                 f"earlier calls with key={key!r} were made {'with' if entry.lr else 'without'} lr, and this one is "
                 f"not; give lr in all calls or in none, or forget the state with reset({key!r})"
             )
+        entry.sums = sums
         return {name: memory for name, (memory, _) in entry.memory.items()}
+
+    def _settle(self, entry: _Entry, call: str, counts: Mapping[str, int], sums: Parts) -> _Entry | None:
+        """The state of another group, as the first call with its key needs it; None if it does not fit the call."""
+        if entry.counts() != counts:
+            return None
+        entry.clear(sums)
+        entry.call, entry.is_carried = call, False
+        return entry
+
+    def carry_over(self, other: StateStore) -> None:
+        """Begin with the state of this rank in an earlier group.
+
+        The residuals of its own values stay, and its momenta. Those of sums are zero: another rank may own them now.
+        """
+        for key, old in other._entries.items():
+            if old.sums is None:
+                continue
+            entry = self._entries[key] = _Entry(old.call, old.lr, is_carried=True)
+            for name, (memory, count) in old.memory.items():
+                entry.memory[name] = self._allocate(4 * count), count
+                entry.memory[name][0].write(memory.read(0, 4 * count))
+            entry.clear(old.sums)
 
     def reset(self, key: str | None) -> None:
         """Forget the state under a key (None: all). Raises ArgumentError for a key that has none."""

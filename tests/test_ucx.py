@@ -82,7 +82,7 @@ def test_the_bits_of_other_transports(size, over):
     check("calls", run(size, "calls", **TRANSPORTS[over]))
 
 
-@pytest.mark.parametrize("name", ["closes_in_turn", "leaves", "mismatch", "raises"])
+@pytest.mark.parametrize("name", ["closed", "closes_in_turn", "leaves", "mismatch", "raises"])
 @pytest.mark.parametrize("over", TRANSPORTS)
 def test_ends(name, over):
     check(name, run(3, name, **TRANSPORTS[over]))
@@ -131,6 +131,22 @@ def test_signals_stay_the_programs(number):
         [sys.executable, "-c", program, str(int(number))], capture_output=True, stdin=subprocess.DEVNULL, timeout=30
     )
     assert (done.returncode, done.stdout, done.stderr) == (-number, b"", b"")
+
+
+@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("name", ["stops_for_good", "shrinks_often", "keeps_residuals"])
+def test_next_groups(name, over):
+    check(name, run(3, name, **TRANSPORTS[over]))
+
+
+def test_survivors_go_on_and_take_in_a_new_rank():
+    """A few of the runs of lost_ranks_ucx.py, with patience: this machine may be busy."""
+    arguments = ["--runs", "6", "--jobs", "2", "--notice", "30"]
+    command = [sys.executable, str(ROOT / "tests" / "lost_ranks_ucx.py"), *arguments]
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_settings_of_the_environment_come_first(monkeypatch):

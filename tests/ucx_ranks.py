@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import os
 import signal
@@ -87,6 +89,21 @@ def leaves(*where) -> None:
     assert (comm.quantized_allreduce(np.ones(1000, np.float32)) == comm.size).all()
 
 
+def closed(*where) -> None:
+    """A call after another rank's close() names that rank, and does not say that it was lost."""
+    comm = connect(*where)
+    comm.quantized_allreduce(np.ones(10, np.float32))
+    if comm.rank == 1:
+        comm.timeout = 0.5  # close() waits so long for the others
+        comm.close()
+        time.sleep(3)
+        return
+    time.sleep(1)
+    error = _call_until_it_fails(comm)
+    assert isinstance(error, qccl.PeerLost) and "rank 1 has closed its communicator" in str(error), error
+    assert "lost" not in str(error), error
+
+
 def mismatch(*where) -> None:
     """Calls with other counts are refused on all ranks, by name."""
     with connect(*where) as comm:
@@ -150,6 +167,99 @@ def stops(*where) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     error = _call_until_it_fails(comm)
     assert isinstance(error, qccl.CollectiveTimeout | qccl.PeerLost) and "rank 1" in str(error), error
+
+
+def _check_sum(comm: qccl.Communicator) -> None:
+    x = np.full(50_000, comm.rank + 1, np.float32)
+    assert (comm.quantized_allreduce(x) == comm.size * (comm.size + 1) / 2).all()
+
+
+def _next_group(comm: qccl.Communicator) -> qccl.Communicator:
+    """Every rank has made its calls before one of them ends the group."""
+    with contextlib.suppress(qccl.PeerLost):
+        comm.barrier()
+    return comm.shrink()
+
+
+def stops_for_good(*where) -> None:
+    """The others go on without a rank that stops. When it continues, it gets no group, and cannot disturb theirs."""
+    comm = connect(*where)
+    rank, processes = comm.rank, [int(note) for note in comm.allgather(str(os.getpid()).encode())]
+    comm.timeout = 1.0
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        error = _call_until_it_fails(comm)
+        try:
+            comm.shrink(timeout=2)
+        except (qccl.PeerLost, qccl.CollectiveTimeout) as refused:
+            assert "rank" in str(refused), (error, refused)
+        else:
+            raise AssertionError("it made a group of its own")
+        return
+    error = _call_until_it_fails(comm)
+    assert isinstance(error, qccl.CollectiveTimeout | qccl.PeerLost), error
+    first = comm.shrink(timeout=1)
+    first.timeout = 20.0
+    assert (first.rank, first.size) == (rank // 2, 2)
+    _check_sum(first)
+    if rank == 0:
+        os.kill(processes[1], signal.SIGCONT)
+    for _ in range(30):
+        _check_sum(first)
+        time.sleep(0.1)
+    second = _next_group(first)
+    assert (second.rank, second.size) == (rank // 2, 2)
+    _check_sum(second)
+    second.close()
+
+
+def shrinks_often(*where) -> None:
+    """Groups follow each other in one process, without losses: nothing stays of the old ones."""
+    comm = connect(*where)
+    used: list[tuple[int, int]] = []
+    for number in range(40):
+        comm.quantized_allreduce(np.ones(50_000, np.float32), codec="minmax8+ef", key="x")
+        calls, old = comm.calls, comm
+        comm = _next_group(comm)
+        assert (comm.rank, comm.size, comm.calls) == (old.rank, old.size, calls)
+        _check_sum(comm)
+        try:
+            old.quantized_allreduce(np.ones(10, np.float32))
+        except qccl.PeerLost:
+            old.close()
+        if number in (9, 39):
+            comm.barrier()
+            gc.collect()
+            with open("/proc/self/statm") as statm:
+                resident = int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            used.append((len(os.listdir("/proc/self/fd")), resident))
+            comm.barrier()
+    comm.close()
+    (descriptors, first), (descriptors_now, now) = used
+    assert descriptors == descriptors_now, used
+    assert now < first + (8 << 20), used
+
+
+def keeps_residuals(*where) -> None:
+    """What a rank has not delivered yet reaches the next group."""
+    comm = connect(*where)
+    x = np.linspace(0, 1, 3000, dtype=np.float32)  # one bit per element delivers 0 or 1
+    comm.quantized_allreduce(x.copy(), codec="minmax1+ef", key="x", algorithm="one_shot")
+    (before,) = comm.state_dict()["keys"]["x"]["values"].values()
+    assert before.any()
+    comm = _next_group(comm)
+    (after,) = comm.state_dict()["keys"]["x"]["values"].values()
+    assert (after == before).all(), "one_shot has no owners"
+    total = comm.quantized_allreduce(np.zeros(3000, np.float32), codec="minmax1+ef", key="x", algorithm="one_shot")
+    assert total.any()
+    half = comm.split(comm.rank % 2)
+    assert half is not None
+    comm = _next_group(comm)  # the parts of a group are groups of their own
+    _check_sum(half)
+    half = _next_group(half)
+    _check_sum(half)
+    half.close()
+    comm.close()
 
 
 def raises(*where) -> None:

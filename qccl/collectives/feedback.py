@@ -15,7 +15,7 @@ from qccl.codecs.feedback import momentum_of
 from qccl.dtypes import FLOAT32
 from qccl.schedule import Buffer, Commit, Encode, Op, Reduce, Role, Schedule, Span, State, StateBuffer
 
-__all__ = ["NEXT", "with_feedback"]
+__all__ = ["NEXT", "sums_of", "with_feedback"]
 
 #: suffix of the buffer with the new values of a state buffer
 NEXT = ".next"
@@ -42,6 +42,12 @@ def with_feedback(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
     guard = tuple(Span(name, 0, output.size) for name, output in outputs.items())
     commit = Commit(guard, tuple(_state_buffer(name, 0, size) for name, size in names))
     return replace(schedule, buffers={**schedule.buffers, **buffers}, ops=(*ops, commit))
+
+
+def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
+    """The parts (buffer, start, stop) of the state with residuals of sums, not of this rank's own values."""
+    residuals = [op.state.residual for op in schedule.ops if isinstance(op, Reduce) and op.srcs and op.state]
+    return [(each.old.buffer, each.old.start, each.old.stop) for each in residuals if each]
 
 
 def _with_feedback(op: Op, kinds: list[str], mu: float) -> Op:

@@ -87,6 +87,7 @@ class Membership:
 
     def __init__(self, host: str) -> None:
         """``host``: the address of this machine, as the others reach it."""
+        self._callers: list[_Channel] = []
         self._server = _listen()
         self._server.setblocking(False)
         self._host, self._port = host, int(self._server.getsockname()[1])
@@ -94,7 +95,6 @@ class Membership:
         self._latest = Decision(-1, (), 0)
         self._promised: list[int] = [0, 0]  # ballot: number and coordinator
         self._accepted: list[Any] | None = None  # ballot and list
-        self._callers: list[_Channel] = []
 
     @property
     def epoch(self) -> int:
@@ -154,6 +154,10 @@ class Membership:
                     pass
             time.sleep(_RETRY_SECONDS)
         return None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_server"):  # otherwise there is no socket
+            self.close()
 
     # -- the next group ----------------------------------------------------------------------------------------------
 
