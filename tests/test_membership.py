@@ -299,3 +299,18 @@ def test_what_one_rank_may_know_is_decided_again(monkeypatch):
 
         found = group.run(dies, *(group.work(rank, 1.0) for rank in range(1, 5)))
         assert found[1:] == [one_group(found)] * 4 and group.numbers(found[1]) == [0, 1, 2, 3, 4]
+
+
+def test_a_coordinator_learns_what_it_has_missed():
+    """Rank 2 knows the next group already, and rank 1 does not: it hears of it when rank 2 calls."""
+    with Group(3) as group:
+        members = tuple(group.ranks[rank].member(b"worker %d" % rank) for rank in (1, 2))
+        known = group.ranks[2]._adopt(Decision(1, members, 7))
+        group.ranks[0].close()
+
+        def twice() -> Decision:
+            assert group.work(1)() == known
+            return group.work(1)()
+
+        found = group.run(twice, group.work(2))
+        assert found[0] == found[1] and one_group(found).epoch == 2 and group.numbers(found[0]) == [1, 2]
