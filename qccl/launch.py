@@ -34,6 +34,7 @@ def init(
     rank: int | None = None,
     size: int | None = None,
     address: str | None = None,
+    transport: str = "auto",
 ) -> Communicator:
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
@@ -48,6 +49,7 @@ def init(
         rank: number of this process. ``rank``, ``size`` and ``address`` are for processes that no launcher started.
         size: number of processes.
         address: "host:port", a free port on the machine of rank 0.
+        transport: "mpi", "ucx" or "gloo", for host memory; "auto" means QCCL_TRANSPORT, or the choice described above.
 
     Raises:
         ArgumentError: a value is not allowed; MPI has another number of ranks than the launcher; or this is a single
@@ -67,11 +69,12 @@ def init(
         raise ArgumentError(f"device={device!r} was given, but the host backend has no devices; leave it out")
     device = None if device is None else integer(device, "device")
     must = backend == "cuda" or device is not None
-    meeting = _given(rank, size, address) or _find_meeting(detect())
+    wanted = wanted_transport(transport)
+    meeting = _given(rank, size, address) or _find_meeting(detect(), wanted)
     if meeting is None:
         return _by_mpi(backend, device, timeout, must=must)
     comm = None if backend == "host" else _on_gpus(meeting, device, timeout, must=must)
-    return comm or Communicator._from_transport(connect(meeting, timeout), timeout=timeout)
+    return comm or Communicator._from_transport(connect(meeting, timeout, wanted), timeout=timeout)
 
 
 def join(address: str, timeout: float = 60.0) -> Communicator:
@@ -116,7 +119,7 @@ def _given(rank: int | None, size: int | None, address: str | None) -> Meeting |
     return of_address("qccl.init()", rank, size, place)
 
 
-def _find_meeting(launcher: Launcher | None) -> Meeting | None:
+def _find_meeting(launcher: Launcher | None, wanted: str | None) -> Meeting | None:
     """How the ranks find each other; None: by MPI. Raises ArgumentError where two sources say different sizes."""
     if launcher is not None and launcher.size > 1:
         for name, size, _ in frameworks():
@@ -124,7 +127,7 @@ def _find_meeting(launcher: Launcher | None) -> Meeting | None:
                 raise ArgumentError(f"{launcher.name} started {launcher.size} ranks, but {name} has {size}")
         if launcher.name == "sbatch":
             check_size(launcher, 1)  # raises: a batch script runs once
-        return None if has_mpi(launcher) else of_launcher(launcher)
+        return None if has_mpi(launcher, wanted) else of_launcher(launcher)
     for name, size, _ in frameworks():
         if size > 1 and name == "torch.distributed":
             return of_torch()
@@ -134,9 +137,8 @@ def _find_meeting(launcher: Launcher | None) -> Meeting | None:
     return alone()
 
 
-def has_mpi(launcher: Launcher) -> bool:
-    """Whether MPI carries the bytes: QCCL_TRANSPORT says so, or mpi4py is there and the launcher is one of MPI's."""
-    wanted = wanted_transport()
+def has_mpi(launcher: Launcher, wanted: str | None) -> bool:
+    """Whether MPI carries the bytes: it is ``wanted``, or mpi4py is there and the launcher is one of MPI's."""
     if wanted:
         return wanted == "mpi"
     if launcher.name in ("torchrun", "Kubernetes") or (launcher.name == "srun" and "MASTER_ADDR" in os.environ):

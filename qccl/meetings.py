@@ -178,20 +178,25 @@ def _collect(get: Callable[[int, float], bytes], size: int, timeout: float) -> l
     return notes
 
 
+_TRANSPORTS = ("mpi", "ucx", "gloo")
+
+
 # -- transports ------------------------------------------------------------------------------------------------------
 
 
-def connect(meeting: Meeting, timeout: float) -> Transport:
+def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Transport:
     """Collective: the fastest transport that all ranks have: UCX, otherwise PyTorch's gloo.
 
-    QCCL_TRANSPORT=ucx or gloo allows that one only. Raises EngineError with a rank's reason where they have none in
-    common.
+    ``wanted`` is the only one allowed (see wanted_transport()). Raises EngineError with a rank's reason where they have
+    none in common.
     """
     if meeting.size == 1:
         from qccl.transports.loopback import LoopbackGroup
 
         return LoopbackGroup(1).transport(0)
+    wanted = wanted or wanted_transport()
     reasons = {"ucx": _no_ucx(), "gloo": _no_gloo(meeting)}
+    reasons |= {name: f"the rank allows only {wanted}" for name in reasons if wanted not in (None, name)}
     own = "\n".join(reason.replace("\n", " ") for reason in reasons.values())
     answers = [note.decode(errors="replace").split("\n") for note in meeting.gather(own.encode()[:4096], timeout)]
     against: list[str] = []
@@ -224,8 +229,6 @@ def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
 
 def _no_ucx() -> str:
     """Why this rank cannot use UCX; nothing if it can."""
-    if wanted_transport() == "gloo":
-        return "QCCL_TRANSPORT is gloo"
     from qccl.transports.ucx import load_library
 
     try:
@@ -236,16 +239,14 @@ def _no_ucx() -> str:
 
 
 def _no_gloo(meeting: Meeting) -> str:
-    if wanted_transport() == "ucx":
-        return "QCCL_TRANSPORT is ucx"
     if meeting.port is None and meeting.group is None:
         return f"{meeting.name} has no port for it"
     return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
 
 
-def wanted_transport() -> str:
-    """The transport that QCCL_TRANSPORT names; nothing if it is not set."""
-    wanted = os.environ.get("QCCL_TRANSPORT", "")
-    if wanted not in ("", "ucx", "gloo", "mpi"):
-        raise ArgumentError(f"QCCL_TRANSPORT={wanted!r} does not exist; there are ucx, gloo and mpi")
-    return wanted
+def wanted_transport(given: str = "auto") -> str | None:
+    """The transport that the program or, if it has given "auto", QCCL_TRANSPORT names; None: the fastest."""
+    name, wanted = ("transport", given) if given != "auto" else ("QCCL_TRANSPORT", os.environ.get("QCCL_TRANSPORT"))
+    if wanted not in (None, "", "auto", *_TRANSPORTS):
+        raise ArgumentError(f"{name}={wanted!r} does not exist; there are auto, {', '.join(_TRANSPORTS)}")
+    return None if wanted in ("", "auto") else wanted

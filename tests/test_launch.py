@@ -199,16 +199,19 @@ def test_a_launcher_of_one_rank_without_mpi():
 
 def test_ranks_that_allow_different_transports(port):
     """Both ranks say why there is none for them."""
-    start = "import os; os.environ.update(RANK='{}', QCCL_TRANSPORT='{}')\n"
+    start = "import os; os.environ['RANK'] = '{}'\n"
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
-    outs = outputs(start.format(0, "ucx") + INIT, start.format(1, "gloo") + INIT, **place)
+    other = INIT.replace('"host"', '"host", transport="gloo"')
+    outs = outputs(start.format(0) + INIT, start.format(1) + other, QCCL_TRANSPORT="ucx", **place)
     for out in outs:
         assert out.startswith(
-            "EngineError: the 2 ranks of torchrun have no transport in common. ucx: rank 1: QCCL_TRANSPORT is gloo; "
-            "gloo: rank 0: QCCL_TRANSPORT is ucx"
+            "EngineError: the 2 ranks of torchrun have no transport in common. ucx: rank 1: the rank allows only gloo; "
+            "gloo: rank 0: the rank allows only ucx"
         )
     (out,) = outputs("import os; os.environ['QCCL_TRANSPORT'] = 'tcp'\n" + INIT, **TORCHRUN_4, MASTER_PORT="1")
-    assert out.startswith("ArgumentError: QCCL_TRANSPORT='tcp' does not exist; there are ucx, gloo and mpi")
+    assert out.startswith("ArgumentError: QCCL_TRANSPORT='tcp' does not exist; there are auto, mpi, ucx, gloo")
+    with pytest.raises(qccl.ArgumentError, match="transport='MPI' does not exist; there are auto, mpi, ucx, gloo"):
+        qccl.init(transport="MPI")
 
 
 def test_a_batch_script_is_not_a_rank():

@@ -125,7 +125,7 @@ def _transport() -> str:
         launcher, wanted = detect(), wanted_transport()
     except QcclError as error:
         return f"no: {error}"
-    if launcher is not None and launcher.size > 1 and has_mpi(launcher):
+    if launcher is not None and launcher.size > 1 and has_mpi(launcher, wanted):
         return f"mpi: {f'QCCL_TRANSPORT is {wanted}' if wanted else f'{launcher.name} started the ranks'}"
     beside = "" if launcher or wanted or obstacle("mpi") else "; mpi for ranks that mpiexec started"
     if wanted:

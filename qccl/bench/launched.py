@@ -11,7 +11,7 @@ import click
 from qccl.errors import ArgumentError, QcclError
 from qccl.launch import has_mpi
 from qccl.launchers import Launcher, detect
-from qccl.meetings import of_launcher
+from qccl.meetings import of_launcher, wanted_transport
 
 __all__ = ["LaunchedCommand", "LaunchedGroup", "check_other_ranks"]
 
@@ -81,7 +81,7 @@ def check_other_ranks(launcher: Launcher) -> None:
 def _all_errors(launcher: Launcher, text: str) -> list[str]:
     """Collective: the ``text`` of every rank, by rank; only this rank's if it cannot reach the others."""
     try:
-        if has_mpi(launcher):
+        if has_mpi(launcher, wanted_transport()):
             from mpi4py import MPI
 
             return MPI.COMM_WORLD.allgather(text)
