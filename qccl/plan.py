@@ -234,7 +234,7 @@ class PlanCache:
 
     A spec has at most CACHE_PLANS_PER_SPEC plans. Where more calls are under way, several share a plan, and run one
     after the other. Idle plans of the specs that were used longest ago are dropped if there are too many specs or too
-    much workspace. Plans of the last spec are kept, whatever their size.
+    much workspace. Plans of the last spec, and those of calls under way, are kept, whatever their size.
     """
 
     def __init__(self) -> None:
@@ -264,21 +264,28 @@ class PlanCache:
         """The call of a plan has ended, or was refused."""
         plan._users -= 1
         pool = self._pools.get(plan.spec)
-        if pool is None or plan._users:
+        if plan._users or pool is None or plan not in pool.busy:  # clear() has removed the plan
             return
         self._used += 1
         pool.used = self._used
         pool.busy.remove(plan)
         pool.idle.append(plan)
         self._nbytes += plan.nbytes
-        while len(self._pools) > CACHE_SPECS or (self._nbytes > CACHE_NBYTES and len(self._pools) > 1):
-            self._drop(min(self._pools, key=lambda spec: self._pools[spec].used))
+        while len(self._pools) > CACHE_SPECS or self._nbytes > CACHE_NBYTES:
+            others = [spec for spec, other in self._pools.items() if other.idle and other is not pool]
+            if not others:
+                return
+            self._drop(min(others, key=lambda spec: self._pools[spec].used))
 
     def clear(self) -> None:
-        """Drop every plan; no call is under way."""
+        """Drop every plan, also those whose calls have ended but were not waited for."""
         self._pools.clear()
         self._nbytes = 0
 
     def _drop(self, spec: CollectiveSpec) -> None:
-        pool = self._pools.pop(spec)
+        """Drop the idle plans of a spec."""
+        pool = self._pools[spec]
         self._nbytes -= sum(plan.nbytes for plan in pool.idle)
+        pool.idle.clear()
+        if not pool.busy:
+            del self._pools[spec]

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import qccl
+import qccl.plan
 from qccl import _host
 from qccl.collectives import AllReduceSpec, ReduceScatterSpec
 from qccl.errors import ArgumentError, InvalidBufferError
@@ -201,6 +202,54 @@ def test_refused_calls_give_their_plans_back():
         return len(pool.idle), len(pool.busy)
 
     assert qccl.run_ranks(1, run) == [(1, 0)]
+
+
+def test_plans_of_calls_under_way_stay_in_the_cache(monkeypatch):
+    """Whatever else is dropped, so that the end of the call finds its plan, and idle plans are dropped first."""
+    monkeypatch.setattr(qccl.plan, "CACHE_SPECS", 3)
+
+    def run(comm):
+        x, y = ones(1), ones(1)
+        first = comm.quantized_allreduce(x, async_op=True)
+        for count in range(2, 12):
+            comm.quantized_allreduce(ones(count))
+        second = comm.quantized_allreduce(y, async_op=True)
+        for work in (first, second):
+            work.wait(timeout=20)
+        assert x[0] == y[0] == comm.size
+        counts = [spec.count for spec in comm._plans._pools]
+        plans = [plan for pool in comm._plans._pools.values() for plan in pool.idle]
+        return counts, len(plans), comm._plans._nbytes == sum(plan.nbytes for plan in plans)
+
+    assert qccl.run_ranks(2, run) == [([1, 10, 11], 4, True)] * 2
+
+
+def test_too_much_workspace_is_given_back(monkeypatch):
+    monkeypatch.setattr(qccl.plan, "CACHE_NBYTES", 1)
+
+    def run(comm):
+        pending = comm.quantized_allreduce(ones(1), async_op=True)
+        for count in range(2, 5):
+            comm.quantized_allreduce(ones(count))
+        assert [spec.count for spec in comm._plans._pools] == [1, 4]
+        pending.wait(timeout=20)
+        return [spec.count for spec in comm._plans._pools]
+
+    assert qccl.run_ranks(2, run) == [[1]] * 2
+
+
+def test_a_call_may_be_waited_for_after_its_plans_were_dropped():
+    def run(comm):
+        x, y = ones(), ones()
+        first = comm.quantized_allreduce(x, async_op=True)
+        comm.load_state_dict(comm.state_dict())  # drops all plans
+        second = comm.quantized_allreduce(y, async_op=True)
+        for work in (first, second):
+            work.wait(timeout=20)
+        (pool,) = comm._plans._pools.values()
+        return x[0], y[0], len(pool.idle), len(pool.busy)
+
+    assert qccl.run_ranks(2, run) == [(2, 2, 1, 0)] * 2
 
 
 def test_calls_in_flight_keep_state_and_order_under_one_key():
