@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 
@@ -338,3 +341,17 @@ def test_the_table_of_calls_is_bounded():
         table.add((x,), (i,), {}, i)
     found = [i for i in range(5000) if table.find((x,), (i,), {})]
     assert found and found[-1] == 4999 and len(found) <= 4096
+
+
+def test_types_that_refer_to_their_communicator_are_freed():
+    """The table keeps the types of arrays alive, but no cycle through it."""
+
+    def run(comm):
+        kind = type("Array", (np.ndarray,), {"comm": comm})
+        comm.quantized_allreduce(ones().view(kind))
+        comm.close()
+        return weakref.ref(kind)
+
+    (kind,) = qccl.run_ranks(1, run)
+    gc.collect()
+    assert kind() is None

@@ -74,7 +74,7 @@ class CallTable {
     Key key;
     nb::list views;
     if (!describe_call(arrays, options, keywords, key, views)) return;
-    if (entries_.size() >= kMostEntries) entries_.clear();
+    if (entries_.size() >= kMostEntries) clear();
     entries_.insert_or_assign(std::move(key), std::move(payload));
   }
 
@@ -85,6 +85,17 @@ class CallTable {
     const auto entry = entries_.find(key);
     if (entry == entries_.end()) return nb::none();
     return nb::make_tuple(entry->second, std::move(found));
+  }
+
+  // The objects are released after the table has become empty: that may run any code, which may use the table.
+  void clear() { const auto dropped = std::exchange(entries_, {}); }
+
+  int visit(visitproc visit, void* arg) const {
+    for (const auto& [key, payload] : entries_) {
+      for (const nb::object& value : key.values) Py_VISIT(value.ptr());
+      Py_VISIT(payload.ptr());
+    }
+    return 0;
   }
 
  private:
@@ -114,10 +125,25 @@ class CallTable {
   std::unordered_map<Key, nb::object, HashOfKey> entries_;
 };
 
+// The type of an array may refer to the communicator, and so to this table: the garbage collector must see the cycle.
+int visit_table(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nb::inst_ready(self) ? nb::inst_ptr<CallTable>(self)->visit(visit, arg) : 0;
+}
+
+int clear_table(PyObject* self) {
+  nb::inst_ptr<CallTable>(self)->clear();
+  return 0;
+}
+
+PyType_Slot kSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_table)},
+                        {Py_tp_clear, reinterpret_cast<void*>(&clear_table)},
+                        {0, nullptr}};
+
 }  // namespace
 
 void bind_call_table(nb::module_& m) {
-  nb::class_<CallTable>(m, "CallTable", "What earlier calls with equal arguments have proved.")
+  nb::class_<CallTable>(m, "CallTable", nb::type_slots(kSlots), "What earlier calls with equal arguments have proved.")
       .def(nb::init<>())
       .def("add", &CallTable::add, "arrays"_a, "options"_a, "keywords"_a, "payload"_a)
       .def("find", &CallTable::find, "arrays"_a, "options"_a, "keywords"_a);
