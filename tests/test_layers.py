@@ -76,8 +76,8 @@ MAY_IMPORT["bench"] = {*MAY_IMPORT, "_host"}
 PACKAGES: dict[str, set[str]] = {
     "bench": {"click", "numpy"},
     "bench/info.py": {"click", "mpi4py"},
-    "bench/launched.py": {"click", "mpi4py", "torch"},
-    "bench/plain.py": {"mpi4py", "numpy", "torch"},
+    "bench/launched.py": {"click", "mpi4py"},
+    "bench/plain.py": {"mpi4py", "torch"},
     "bench/plot.py": {"matplotlib"},
     "bench/rank.py": {"torch"},
     "bench/sweep.py": {"mpi4py", "numpy"},

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import struct
 import threading
 import time
 import warnings
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 
 from qccl.cuda.libraries import as_qccl_error, bounded, cuda_libraries, on_device, pick_device, wait_for
 from qccl.errors import ArgumentError, EngineError, QcclError
-from qccl.transports.base import Call, DeviceTransfer, Transport
+from qccl.transports.base import Call, DeviceTransfer, Transport, split_groups
 from qccl.transports.topology import find_topology
 
 __all__ = ["NcclTransport", "get_unique_id"]
@@ -32,7 +31,6 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
-_COLOR_AND_KEY = struct.Struct("<?qq")
 
 
 def get_unique_id() -> bytes:
@@ -171,11 +169,8 @@ class NcclTransport:
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
     def split(self, color: int | None, key: int, timeout: float) -> NcclTransport | None:
-        mine = _COLOR_AND_KEY.pack(color is not None, color or 0, key)
-        entries = [_COLOR_AND_KEY.unpack(each) for each in self.allgather(mine, timeout)]
-        colors = sorted({c for chosen, c, _ in entries if chosen})
-        group = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
-        arguments = (-1, 0) if color is None else (colors.index(color), group.index((key, self.rank)))
+        groups = split_groups(self, color, key, timeout)
+        arguments = (-1, 0) if color is None else (sorted(groups).index(color), groups[color].index(self.rank))
         comm = bounded(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
         host = None if self.host is None else self.host.split(color, key, timeout)
         if comm is None:

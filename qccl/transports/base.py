@@ -7,6 +7,7 @@ group of transfers on a stream. A transport knows nothing of codecs, schedules, 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from qccl._host import Wire
 
 __all__ = ["Call", "DeviceTransfer", "DeviceTransport", "ElasticTransport", "Group", "Transport", "numbered"]
+__all__ += ["split_groups"]
 
 
 def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
@@ -53,6 +55,19 @@ class Group(Protocol):
 
         Keeps the memory of transfers that are still under way because other ranks have not closed.
         """
+
+
+_COLOR_AND_KEY = struct.Struct("<?qq")
+
+
+def split_groups(group: Group, color: int | None, key: int, timeout: float) -> dict[int, list[int]]:
+    """Collective: by color, the ranks that gave it to split(), in the order of their new ranks."""
+    mine = _COLOR_AND_KEY.pack(color is not None, color or 0, key)
+    entries = map(_COLOR_AND_KEY.unpack, group.allgather(mine, timeout))
+    found: dict[int, list[int]] = {}
+    for _, rank, other in sorted((k, r, c) for r, (has_color, c, k) in enumerate(entries) if has_color):
+        found.setdefault(other, []).append(rank)
+    return found
 
 
 class Transport(Group, Protocol):

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -49,7 +49,7 @@ from qccl.errors import (  # noqa: E402
     QcclError,
 )
 from qccl.launchers import check_alone  # noqa: E402
-from qccl.transports.topology import find_topology  # noqa: E402
+from qccl.transports.native import NativeTransport  # noqa: E402
 
 __all__ = ["MpiTransport"]
 
@@ -57,10 +57,6 @@ __all__ = ["MpiTransport"]
 _YIELDS = 200
 _NAP_SECONDS = 150e-6
 _FINALIZE_SECONDS = 10
-#: empty polls during which a rank with a processor of its own keeps spinning. Ranks that share memory spin for longer
-#: than a nap, or the nap of one rank would make the others nap, and so on for many calls
-_SPINS = 600
-_SHARED_SPINS = 2000
 
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
 _FINALIZED = "MPI was finalized; make communicators while MPI runs, and close them before it ends"
@@ -150,7 +146,7 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-class MpiTransport:
+class MpiTransport(NativeTransport):
     """The ranks of an MPI communicator (interface: Transport).
 
     Every wait is a test in a loop with a deadline, except while MPI makes or frees a communicator, which all ranks have
@@ -161,6 +157,7 @@ class MpiTransport:
     """
 
     name = "mpi"
+    wire: _host.MpiWire
     eager_nbytes = 8 << 10
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, progress_hook: Callable[[], object] = lambda: None) -> None:
@@ -169,16 +166,10 @@ class MpiTransport:
         self.comm = comm
         self.progress_hook = progress_hook
         self.rank, self.size = comm.Get_rank(), comm.Get_size()
-        self.wire = _wire(comm)
-        self._tokens: dict[int, Hashable] = {}
-        self._number = 0
-        self._gone = False
+        self._own(_wire(comm))
         _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        topology = find_topology(self.rank, lambda item: self.allgather(item, timeout))
-        self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
-        if self.local_size <= len(os.sched_getaffinity(0)):
-            self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
+        self._find_topology(timeout)
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:
@@ -208,27 +199,6 @@ class MpiTransport:
         if not MPI.Is_initialized():
             MPI.Init_thread()
         return cls.from_mpi(MPI.COMM_WORLD, timeout)
-
-    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
-        if self._gone:
-            self._check_alive()
-        self.wire.send(peer, tag, address, nbytes, self._add(token))
-
-    def receive(
-        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
-    ) -> None:
-        if self._gone:
-            self._check_alive()
-        self.wire.receive(peer, tag, address, nbytes, self._add(token), at_most)
-
-    def poll(self, *, idle: int) -> Sequence[Hashable]:
-        done = self.wire.poll(idle)
-        return [self._tokens.pop(number) for number in done] if done else ()
-
-    def _add(self, token: Hashable) -> int:
-        self._number += 1
-        self._tokens[self._number] = token
-        return self._number
 
     def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:
         # Split has no deadline, so wait for all ranks first. One byte each: an all-gather of nothing may end although

@@ -20,7 +20,6 @@ import ctypes
 import math
 import os
 import queue
-import struct
 import threading
 import time
 import uuid
@@ -34,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
+from qccl.transports.base import split_groups
 from qccl.transports.topology import find_topology
 
 __all__ = ["TorchTransport", "backend_of", "bytes_at", "keep_alive"]
@@ -50,7 +50,6 @@ _LAST_WORDS_SECONDS = 0.1
 #: gloo's tags have 31 bits: the engine's tag above 16 bits for the size; one tag is reserved for _is_closed()
 _TAGS = (1 << 15) - 1
 _UNUSED_TAG = (1 << 31) - 1
-_COLOR_AND_KEY = struct.Struct("<?qq")
 
 _process = os.getpid()
 #: transports that were not closed, or were closed before those of other ranks
@@ -149,14 +148,13 @@ class TorchTransport:
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> TorchTransport | None:
-        mine = _COLOR_AND_KEY.pack(color is not None, color or 0, key)
-        entries = [_COLOR_AND_KEY.unpack(each) for each in self.allgather(mine, timeout)]
+        groups = split_groups(self, color, key, timeout)
         self._splits += 1
         if color is None:
             return None
-        members = sorted((k, r) for r, (chosen, c, k) in enumerate(entries) if chosen and c == color)
+        members = groups[color]
         store = dist.PrefixStore(f"{self._splits}.{color}", self._store)
-        return TorchTransport(store, members.index((key, self.rank)), len(members), timeout, self.progress_hook)
+        return TorchTransport(store, members.index(self.rank), len(members), timeout, self.progress_hook)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         self._check_alive()

@@ -30,14 +30,15 @@ import socket
 import struct
 import time
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 from qccl import _host
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
-from qccl.transports.topology import find_topology
+from qccl.transports.native import NativeTransport
 
 __all__ = ["UcxTransport", "load_library"]
 
@@ -57,9 +58,6 @@ _SET_UP_TAG = 1 << 30
 #: how long close() and abort() take at most to deliver what was sent
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 0.1
-#: polls in a row without a message in which a rank with a processor of its own keeps it
-_SPINS = 600
-_SHARED_SPINS = 2000
 _SIOCGIFADDR = 0x8915
 
 _open: weakref.WeakSet[UcxTransport] = weakref.WeakSet()
@@ -98,10 +96,11 @@ def version() -> str:
     return str(get().decode())
 
 
-class UcxTransport:
+class UcxTransport(NativeTransport):
     """One rank of a group over UCX (interface: ElasticTransport)."""
 
     name = "ucx"
+    wire: _host.UcxWire
     eager_nbytes = 8 << 10
     is_threaded = True
 
@@ -144,18 +143,16 @@ class UcxTransport:
         progress_hook: Callable[[], object] = lambda: None,
     ) -> None:
         """Collective: connect the members of a group, and own the wire, or close it."""
-        self.wire, self._master = wire, master
+        self._own(wire)
+        self._master = master
         self.membership: Membership | None = membership
         self.rank, self.size = membership.rank, len(membership.members)
         self.progress_hook = progress_hook
-        self._tokens: dict[int, Hashable] = {}
-        self._number = 0
         self._set_up = 0  # transfers of allgather() so far
-        self._gone = False
         _open.add(self)
         try:
             self.wire.connect(self.rank, [bytes.fromhex(member.worker) for member in membership.members])
-            places = find_topology(self.rank, lambda place: self.allgather(place, timeout))
+            self._find_topology(timeout)
         except RuntimeError as error:
             self.abort(str(error))
             raise EngineError(
@@ -165,39 +162,16 @@ class UcxTransport:
         except BaseException as error:
             self.abort(str(error))
             raise
-        self.local_rank, self.local_size, self.nodes, self.shares_memory = places
-        if self.local_size <= len(os.sched_getaffinity(0)):
-            self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
-
-    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
-        self._check_alive()
-        self.wire.send(peer, tag, address, nbytes, self._add(token))
-
-    def receive(
-        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
-    ) -> None:
-        self._check_alive()
-        self.wire.receive(peer, tag, address, nbytes, self._add(token), at_most)
-
-    def poll(self, *, idle: int) -> Sequence[Hashable]:
-        done = self.wire.poll(idle)
-        return [self._tokens.pop(number) for number in done] if done else ()
-
-    def _add(self, token: Hashable) -> int:
-        self._number += 1
-        self._tokens[self._number] = token
-        return self._number
 
     def split(self, color: int | None, key: int, timeout: float) -> UcxTransport | None:
-        answers = [_unpack(item) for item in self.allgather(_pack(color, key), timeout)]
+        groups = split_groups(self, color, key, timeout)
         if color is None:
             self.allgather(b"", timeout)
             return None
-        members = sorted((k, r) for r, (c, k) in enumerate(answers) if c == color)
 
         def gather(address: bytes) -> list[bytes]:
             addresses = self.allgather(address, timeout)
-            return [addresses[r] for _, r in members]
+            return [addresses[rank] for rank in groups[color]]
 
         return UcxTransport(gather, timeout, master=self._master, progress_hook=self.progress_hook)
 
@@ -436,15 +410,6 @@ def _own_host(master: str | None) -> str:
     own = _address_towards(host)
     # the loopback interface leads to this machine, whose name is known
     return own if own and not own.startswith("127.") and own != "::1" else host
-
-
-def _pack(color: int | None, key: int) -> bytes:
-    return struct.pack("<?qq", color is not None, color or 0, key)
-
-
-def _unpack(item: bytes) -> tuple[int | None, int]:
-    chosen, color, key = struct.unpack("<?qq", item)
-    return (color if chosen else None), key
 
 
 def _forked() -> None:

@@ -1,0 +1,66 @@
+"""What the transports over MPI and UCX share: Python's side of a wire in native code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Sequence
+
+from qccl import _host
+from qccl.transports.topology import find_topology
+
+__all__ = ["NativeTransport"]
+
+#: empty polls during which a rank with a processor of its own keeps spinning. Ranks that share memory spin for longer
+#: than a nap, or the nap of one rank would make the others nap, and so on for many calls
+_SPINS = 600
+_SHARED_SPINS = 2000
+
+
+class NativeTransport:
+    """A Transport whose ``wire`` numbers transfers, and whose callers name them by tokens of any type."""
+
+    rank: int
+    wire: _host.MpiWire | _host.UcxWire
+
+    def _own(self, wire: _host.MpiWire | _host.UcxWire) -> None:
+        """Begin with a wire, which close() or abort() ends."""
+        self.wire = wire
+        self._tokens: dict[int, Hashable] = {}
+        self._number = 0
+        self._gone = False
+
+    def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        if self._gone:
+            self._check_alive()
+        self.wire.send(peer, tag, address, nbytes, self._add(token))
+
+    def receive(
+        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
+    ) -> None:
+        if self._gone:
+            self._check_alive()
+        self.wire.receive(peer, tag, address, nbytes, self._add(token), at_most)
+
+    def poll(self, *, idle: int) -> Sequence[Hashable]:
+        done = self.wire.poll(idle)
+        return [self._tokens.pop(number) for number in done] if done else ()
+
+    def _add(self, token: Hashable) -> int:
+        self._number += 1
+        self._tokens[self._number] = token
+        return self._number
+
+    def _find_topology(self, timeout: float) -> None:
+        """Collective: set the attributes of the topology, and how long the wire spins."""
+        topology = find_topology(self.rank, lambda item: self.allgather(item, timeout))
+        self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
+        if self.local_size <= len(os.sched_getaffinity(0)):
+            self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        """As in Group."""
+        raise NotImplementedError
+
+    def _check_alive(self) -> None:
+        """Raise EngineError if the transport was closed or aborted."""
+        raise NotImplementedError
