@@ -31,6 +31,15 @@ _ADDRESSES = 1 << 64
 _Layout = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+class Form(NamedTuple):
+    """What follows from an array's element type, shape and strides, and is the same in every call."""
+
+    dtype: DType
+    elements: int
+    layout: _Layout
+    order: str
+
+
 @dataclass(slots=True, eq=False)  # not frozen: each call makes some, and that would take four times as long
 class Values:
     """``count`` elements of ``dtype`` at ``address``.
@@ -103,6 +112,13 @@ class Memory(Protocol):
 
     def first_nonfinite(self, values: Values) -> int | None:
         """Index of the first element that is NaN or infinite, or None. Waits for the values."""
+
+
+#: element type, shape and strides, as a view gives them
+_Described = tuple[str, tuple[int, ...], tuple[int, ...]]
+#: the forms of earlier calls, also by the name of the element type that the caller wants
+_forms: dict[tuple[_Described, str | None], Form] = {}
+_MOST_FORMS = 10_000
 
 
 def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, what: str) -> Values:
@@ -249,22 +265,6 @@ def _element_type(found: str, wanted: DType | None, what: str) -> DType:
             f"{what} has element type {found}, and {wanted} is needed: what dtype= names, or the call's first array has"
         )
     return dtypes.get(found)
-
-
-class Form(NamedTuple):
-    """What follows from an array's element type, shape and strides, and is the same in every call."""
-
-    dtype: DType
-    elements: int
-    layout: _Layout
-    order: str
-
-
-#: element type, shape and strides, as a view gives them
-_Described = tuple[str, tuple[int, ...], tuple[int, ...]]
-#: the forms of earlier calls, also by the name of the element type that the caller wants
-_forms: dict[tuple[_Described, str | None], Form] = {}
-_MOST_FORMS = 10_000
 
 
 def _form_of(form: _Described, wanted: DType | None, what: str) -> Form:

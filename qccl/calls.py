@@ -94,7 +94,7 @@ class Collectives(ABC):
             MismatchError: the ranks' calls differ; no array is changed.
             CollectiveTimeout: the call reached its deadline.
             PeerLost: another rank failed, left or gave up.
-            EngineError: MPI, NCCL or CUDA failed.
+            EngineError: the library of the transport (MPI, UCX, gloo, NCCL) or CUDA failed.
         """
         arguments = (x, out), (op, algorithm), options
         known = self._find(arguments)

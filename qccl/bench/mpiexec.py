@@ -14,9 +14,10 @@ from pathlib import Path
 from qccl.bench.lab import INTERFACE, Lab
 from qccl.errors import QcclError
 
-__all__ = ["Mpiexec", "StartError", "find_mpiexec"]
+__all__ = ["INSTALL", "Mpiexec", "StartError", "find_mpiexec"]
 
-_INSTALL = "install qccl[mpi], or mpi4py alone where the machine has its own MPI"
+#: advice where there is no MPI
+INSTALL = "install qccl[mpi], or mpi4py alone where the machine has its own MPI"
 
 
 class StartError(QcclError):
@@ -104,11 +105,11 @@ def find_mpiexec() -> Mpiexec:
     Raises StartError if there is none, or mpi4py is missing.
     """
     if importlib.util.find_spec("mpi4py") is None:
-        raise StartError(f"MPI starts the ranks, but mpi4py is not installed; {_INSTALL}")
+        raise StartError(f"MPI starts the ranks, but mpi4py is not installed; {INSTALL}")
     beside = Path(sys.executable).parent / "mpiexec"
     path = str(beside) if beside.is_file() else shutil.which("mpiexec")
     if path is None:
-        raise StartError(f"mpiexec starts the ranks, but there is none beside {sys.executable} or in PATH; {_INSTALL}")
+        raise StartError(f"mpiexec starts the ranks, but there is none beside {sys.executable} or in PATH; {INSTALL}")
     try:
         done = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -135,7 +135,7 @@ def spec_of(make: Callable[..., _Spec], values: Values, how: Mapping[str, Any], 
     kinds = (type(codec), type(chunk), *map(type, own.values()))  # True equals 1, but does not mean the same
     key = make, shared, tuple(own.values()), kinds
     try:
-        found = _known.get(key) if tuple not in kinds or _are_integers(own) else None
+        found = _known.get(key) if tuple not in kinds or _have_integers(own.values()) else None
     except TypeError:  # a dict, for example
         return make(*shared, **own)
     if found is None:
@@ -147,11 +147,12 @@ def spec_of(make: Callable[..., _Spec], values: Values, how: Mapping[str, Any], 
 
 def _is_plain(value: Any) -> bool:
     """Whether a value never changes, and equals only values of its type that mean the same."""
-    return type(value) in _PLAIN or isinstance(value, Codec) or (type(value) is tuple and _are_integers({"": value}))
+    return type(value) in _PLAIN or isinstance(value, Codec) or (type(value) is tuple and _have_integers([value]))
 
 
-def _are_integers(own: Mapping[str, Any]) -> bool:
-    return all(type(each) is int for value in own.values() if type(value) is tuple for each in value)
+def _have_integers(values: Iterable[Any]) -> bool:
+    """Whether the tuples among the values have Python's integers alone, no True."""
+    return all(type(each) is int for value in values if type(value) is tuple for each in value)
 
 
 def common(count: int, dtype: DTypeLike, codec: CodecLike, chunk: int | None, order: str = "C") -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """The meeting of ranks over TCP: each sends some bytes to rank 0 and gets those of all. For programs without MPI.
 
-torchrun and scripts for Slurm set MASTER_ADDR and MASTER_PORT. torchrun's own store listens at MASTER_PORT, so rank 0
+torchrun sets MASTER_ADDR and MASTER_PORT, and so may scripts. torchrun's own store listens at MASTER_PORT, so rank 0
 listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set. Rank 0 answers when all ranks have called. It
 serves all connections at once, so that a slow or silent one delays nobody. Lengths, job and checksum of every message
 are checked, and nothing received is executed or unpickled. The deadline is that of the whole meeting.
@@ -52,9 +52,9 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     text = environ.get("QCCL_PORT") or environ.get("MASTER_PORT")
     if not host or not text:
         raise ArgumentError(
-            "the ranks cannot find each other: MASTER_ADDR and MASTER_PORT are not set. torchrun sets them; under srun "
-            "put into the batch script: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) "
-            "MASTER_PORT=29500"
+            "the ranks cannot find each other: MASTER_ADDR and MASTER_PORT are not set. Set them on all ranks to the "
+            "host of rank 0 and a free port there; in a batch script of Slurm: export MASTER_ADDR=$(scontrol show "
+            "hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500"
         )
     name = "QCCL_PORT" if environ.get("QCCL_PORT") else "MASTER_PORT"
     port = int(text) if text.isdecimal() else 0
