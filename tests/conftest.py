@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from plain_ranks import free_ports
 
 
 @pytest.fixture(autouse=True)
@@ -17,6 +18,12 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(1000 if patient else 120, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def port() -> int:
+    """A free TCP port."""
+    return free_ports(1)[0]
 
 
 @pytest.fixture

@@ -15,21 +15,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import itertools
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from plain_ranks import free_ports
 
 #: how long the calls wait; how long the ranks may take to start, and when they are given up after the loss
 TIMEOUT = 3.0
@@ -140,9 +143,7 @@ class Run:
 
     def start(self) -> None:
         self.begin = time.time()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_ports(1)[0]
         for rank in range(self.size):
             output, errors = self.folder / f"{rank}.out", self.folder / f"{rank}.err"
             pid = os.fork()
@@ -233,6 +234,25 @@ def summary(loss: str, verdicts: list[dict[str, object]]) -> str:
     )
 
 
+def follow(runs: Iterator[Any], jobs: int, limit: float) -> list[dict[str, object]]:
+    """Make the runs, ``jobs`` at a time; print and return their verdicts, for which ``limit`` is the time allowed."""
+    under_way: list[Any] = []
+    found: list[dict[str, object]] = []
+    while True:
+        for run in itertools.islice(runs, jobs - len(under_way)):
+            run.start()
+            under_way.append(run)
+        if not under_way:
+            return found
+        for run in list(under_way):
+            if run.advance():
+                under_way.remove(run)
+                for verdict in run.verdicts(limit):
+                    found.append(verdict)
+                    print(json.dumps(verdict), flush=True)
+        time.sleep(0.005)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=300)
@@ -245,21 +265,9 @@ def main() -> None:
 
     gc.freeze()  # the end of a process need not look through all of it
     losses = given.losses.split(",")
-    waiting = [Run(n, losses[n % len(losses)], given.seed + n) for n in range(given.runs)]
-    under_way: list[Run] = []
-    found: list[dict[str, object]] = []
-    while waiting or under_way:
-        while waiting and len(under_way) < given.jobs:
-            under_way.append(waiting.pop(0))
-            under_way[-1].start()
-        for run in list(under_way):
-            if run.advance():
-                under_way.remove(run)
-                verdicts = run.verdicts(given.grace)
-                found += verdicts
-                for verdict in verdicts:
-                    print(json.dumps(verdict), flush=True)
-        time.sleep(0.01)
+    found = follow(
+        (Run(n, losses[n % len(losses)], given.seed + n) for n in range(given.runs)), given.jobs, given.grace
+    )
     for loss in losses:
         if survivors := [v for v in found if v["loss"] == loss and v["rank"] != v["lost"]]:
             print(summary(loss, survivors))

@@ -14,20 +14,19 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
 import random
 import re
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
-from lost_ranks import Rank, calls_for_ever, say
+from lost_ranks import Rank, calls_for_ever, follow, say
+from plain_ranks import free_ports
 
 import qccl
 from qccl.transports.ucx import UcxTransport
@@ -112,9 +111,7 @@ class Run:
 
     def start(self) -> None:
         self.begin = time.time()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_ports(1)[0]}"
         for rank in range(self.size):
             self._fork(survive, rank, self.size, self.victim, address, self.seed)
 
@@ -224,21 +221,7 @@ def main() -> None:
     given = parser.parse_args()
     assert qccl.init and qccl.Communicator  # imported before the forks
     gc.freeze()  # the end of a process need not look through all of it
-    waiting = [Run(n, given.seed + n) for n in range(given.runs)]
-    under_way: list[Run] = []
-    found: list[dict[str, object]] = []
-    while waiting or under_way:
-        while waiting and len(under_way) < given.jobs:
-            under_way.append(waiting.pop(0))
-            under_way[-1].start()
-        for run in list(under_way):
-            if run.advance():
-                under_way.remove(run)
-                verdicts = run.verdicts(given.notice)
-                found += verdicts
-                for verdict in verdicts:
-                    print(json.dumps(verdict), flush=True)
-        time.sleep(0.005)
+    found = follow((Run(n, given.seed + n) for n in range(given.runs)), given.jobs, given.notice)
     print(summary(found), flush=True)
     sys.exit(any(verdict["wrong"] for verdict in found))
 

@@ -13,20 +13,20 @@ import sys
 from contextlib import suppress
 
 
-def free_ports(count: int) -> list[str]:
+def free_ports(count: int) -> list[int]:
     """Ports that are free and stay so: the system gives none below 32768 to the connections of other programs."""
     found: set[int] = set()
     while len(found) < count:
         port = random.randrange(20_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             found.add(port)
-    return [str(port) for port in found]
+    return list(found)
 
 
 def main() -> int:
     size = sys.argv[1]
     master_port, port = free_ports(2)
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": master_port, "QCCL_PORT": port}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port), "QCCL_PORT": str(port)}
     left, stopped, worst = set(), set(), 0
     for rank in range(int(size)):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}

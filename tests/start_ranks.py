@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 from plain_ranks import free_ports
 
 from qccl.bench.mpiexec import StartError, find_mpiexec
+from qccl.bench.start import obstacle
 
 ROOT = Path(__file__).parent.parent
 #: runs all checks that ranks execute in step
@@ -21,6 +23,9 @@ CHECKS = (
     *("-m", "pytest", "tests/ranks", "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider"),
     "--tb=short",
 )
+#: UCX's networks: all (shared memory on one machine), or TCP alone
+NETWORKS = {"shared memory": {}, "tcp": {"UCX_TLS": "tcp,self"}}
+needs_ucx = pytest.mark.skipif(bool(obstacle("ucx")), reason=obstacle("ucx") or "UCX is there")
 
 
 @dataclass(frozen=True)
@@ -30,6 +35,13 @@ class Ended:
     status: int
     output: str
     seconds: float
+
+
+def assert_passed(ended: Ended, n: int) -> None:
+    """The checks passed on every rank, and each rank made the same number of them."""
+    assert ended.status == 0, f"on {n} ranks:\n{ended.output}"
+    passed = re.findall(r"(\d+) passed", ended.output)
+    assert len(passed) == n and len(set(passed)) == 1, ended.output
 
 
 def start(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
@@ -52,7 +64,7 @@ def start_plain(n: int, *arguments: str, limit: float, **environment: str) -> En
 def start_torchrun(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
     """The same on ``n`` processes of torchrun, with UCX."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port"]
-    command += [*free_ports(1), "--no-python", sys.executable]
+    command += [str(*free_ports(1)), "--no-python", sys.executable]
     return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx", "OMP_NUM_THREADS": "1"} | environment)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -218,12 +217,9 @@ def test_every_column_is_explained_in_the_help_and_on_the_page() -> None:
 @pytest.mark.parametrize(
     ("flags", "over", "plain"), [([], "UCX ", "none"), (["--transport=gloo"], "gloo of PyTorch ", "gloo")]
 )
-def test_under_torchrun_its_ranks_are_used(flags: list[str], over: str, plain: str) -> None:
+def test_under_torchrun_its_ranks_are_used(flags: list[str], over: str, plain: str, port: int) -> None:
     """Over UCX, compared with no compression, or over gloo, compared with its own all-reduce; rank 0 prints."""
     pytest.importorskip("torch")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     others = ("PMI_", "OMPI_", "SLURM_")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(others)}
     environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}

@@ -9,10 +9,8 @@ import importlib.util
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
-from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -114,13 +112,6 @@ def outputs(*programs: str, **environment: str) -> list[str]:
             process.wait(10)
     assert all(process.returncode == 0 for process in processes), ended
     return [out for out, _ in ended]
-
-
-@pytest.fixture
-def port():
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def needs(*modules):

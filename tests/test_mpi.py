@@ -5,17 +5,14 @@ from __future__ import annotations
 import re
 
 import pytest
-from start_ranks import CHECKS, start
+from start_ranks import CHECKS, assert_passed, start
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_checks_on(n):
-    ended = start(n, *CHECKS, limit=100)
-    assert ended.status == 0, f"on {n} ranks:\n{ended.output}"
-    passed = re.findall(r"(\d+) passed", ended.output)
-    assert len(passed) == n and len(set(passed)) == 1, ended.output
+    assert_passed(start(n, *CHECKS, limit=100), n)
 
 
 def raised(output):

@@ -6,24 +6,10 @@ import importlib.util
 import re
 
 import pytest
-from start_ranks import CHECKS, start_plain, start_torchrun
+from start_ranks import CHECKS, NETWORKS, assert_passed, needs_ucx, start_plain, start_torchrun
 
-import qccl
-from qccl.transports import ucx
+pytestmark = needs_ucx
 
-
-def _missing() -> str:
-    try:
-        ucx.load_library()
-    except qccl.EngineError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "UCX is there")
-
-#: UCX's networks: all (shared memory here), or TCP alone
-NETWORKS = {"shared memory": {}, "tcp": {"UCX_TLS": "tcp,self"}}
 DIGESTS = tuple(part.replace("tests/ranks", "tests/ranks/check_digests.py") for part in CHECKS)
 #: the pairs of size and network that every run has; the others take minutes
 USUAL = [(2, "shared memory"), (3, "tcp")]
@@ -31,12 +17,6 @@ USUAL = [(2, "shared memory"), (3, "tcp")]
 
 def needs(module: str):
     return pytest.mark.skipif(importlib.util.find_spec(module) is None, reason=f"{module} is not installed")
-
-
-def assert_passed(ended, n):
-    assert ended.status == 0, f"on {n} ranks:\n{ended.output}"
-    passed = re.findall(r"(\d+) passed", ended.output)
-    assert len(passed) == n and len(set(passed)) == 1, ended.output
 
 
 @pytest.mark.parametrize(

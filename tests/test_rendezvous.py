@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -22,13 +22,6 @@ MESSAGE = bytes(range(128))
 def share(message, rank, *arguments):
     """The note of rank 0."""
     return gather(message if rank == 0 else b"here", rank, *arguments)[0]
-
-
-@pytest.fixture
-def port():
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(autouse=True)

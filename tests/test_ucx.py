@@ -6,14 +6,14 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
-from contextlib import closing
 from pathlib import Path
 
 import pytest
+from plain_ranks import free_ports
+from start_ranks import NETWORKS, needs_ucx
 
 import qccl
 from qccl.transports import ucx
@@ -21,18 +21,7 @@ from qccl.transports import ucx
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def _missing() -> str:
-    try:
-        ucx.load_library()
-    except qccl.EngineError as error:
-        return str(error)
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(_missing()), reason=_missing() or "UCX is there")
-
-#: UCX's networks: all (shared memory here), or TCP alone
-TRANSPORTS = {"shared memory": {}, "tcp": {"UCX_TLS": "tcp,self"}}
+pytestmark = needs_ucx
 
 
 def run(size: int, name: str, **environment: str) -> list[tuple[int, str, str, float]]:
@@ -40,9 +29,7 @@ def run(size: int, name: str, **environment: str) -> list[tuple[int, str, str, f
 
     Ranks that are stopped are killed when the others have ended.
     """
-    with closing(socket.socket()) as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_ports(1)[0]}"
     processes = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "ucx_ranks.py"), name, str(rank), str(size), address],
@@ -76,16 +63,16 @@ def check(name: str, found: list[tuple[int, str, str, float]], *, but: int | Non
             assert status == 0 and out.endswith(f"done {name}\n"), f"rank {rank}: {status}\n{out}\n{errors}"
 
 
-@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("over", NETWORKS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_the_bits_of_other_transports(size, over):
-    check("calls", run(size, "calls", **TRANSPORTS[over]))
+    check("calls", run(size, "calls", **NETWORKS[over]))
 
 
 @pytest.mark.parametrize("name", ["closed", "closes_in_turn", "leaves", "mismatch", "raises"])
-@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("over", NETWORKS)
 def test_ends(name, over):
-    check(name, run(3, name, **TRANSPORTS[over]))
+    check(name, run(3, name, **NETWORKS[over]))
 
 
 @pytest.mark.parametrize(
@@ -108,17 +95,17 @@ def test_set_up_and_sizes(name):
     check(name, run(2, name))
 
 
-@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("over", NETWORKS)
 def test_a_rank_that_is_killed_is_named(over):
-    found = run(3, "dies", **TRANSPORTS[over])
+    found = run(3, "dies", **NETWORKS[over])
     check("dies", found, but=1)
     assert found[1][0] == -signal.SIGKILL
     assert max(end for *_, end in found) - found[1][3] < 8, "the survivors have a keepalive of a second"
 
 
-@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("over", NETWORKS)
 def test_a_rank_that_stops_meets_the_deadline(over):
-    check("stops", run(3, "stops", **TRANSPORTS[over]), but=1)
+    check("stops", run(3, "stops", **NETWORKS[over]), but=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGSEGV])
@@ -133,10 +120,10 @@ def test_signals_stay_the_programs(number):
     assert (done.returncode, done.stdout, done.stderr) == (-number, b"", b"")
 
 
-@pytest.mark.parametrize("over", TRANSPORTS)
+@pytest.mark.parametrize("over", NETWORKS)
 @pytest.mark.parametrize("name", ["stops_for_good", "shrinks_often", "keeps_residuals"])
 def test_next_groups(name, over):
-    check(name, run(3, name, **TRANSPORTS[over]))
+    check(name, run(3, name, **NETWORKS[over]))
 
 
 def test_survivors_go_on_and_take_in_a_new_rank():

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import gc
 import os
-import socket
 import sys
 import time
 from pathlib import Path
 
 import torch.distributed as dist
+from plain_ranks import free_ports
 
 
 def be_a_rank(rank: int, size: int, port: int, folder: Path) -> None:
@@ -34,9 +34,7 @@ def be_a_rank(rank: int, size: int, port: int, folder: Path) -> None:
 
 def main() -> None:
     folder, size = Path(sys.argv[1]), int(sys.argv[2])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports(1)[0]
     gc.freeze()  # so that the ranks' last collection of garbage need not visit these objects
     ranks = {}
     for rank in range(size):
