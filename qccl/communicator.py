@@ -317,8 +317,8 @@ class Communicator(Collectives):
 
         Without ``size`` it takes those that wait now; if there are none, it returns this communicator. Otherwise it
         first waits until there are at least ``size`` ranks, and raises CollectiveTimeout after ``timeout`` seconds
-        (None: the communicator's). State and call numbers continue as with shrink(). A rank that is lost meanwhile is
-        not in the new group. If it raises an error, call shrink().
+        (None: the communicator's). Calls under way end first. State and call numbers continue as with shrink(). A rank
+        that is lost meanwhile is not in the new group. If it raises an error, call shrink().
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         size = None if size is None else count_of(size, "size")
@@ -326,6 +326,7 @@ class Communicator(Collectives):
         newcomers = self._await_newcomers(transport, size, timeout)
         if not newcomers:
             return self
+        self._session.engine.wait_until_idle(timeout)
         self._plans.clear()
         self._session.close()
         return self._continue_on(*transport.regroup(self.calls, timeout, grows=True))

@@ -121,7 +121,7 @@ def test_signals_stay_the_programs(number):
 
 
 @pytest.mark.parametrize("over", NETWORKS)
-@pytest.mark.parametrize("name", ["stops_for_good", "shrinks_often", "keeps_residuals"])
+@pytest.mark.parametrize("name", ["stops_for_good", "shrinks_often", "keeps_residuals", "grows_with_calls_under_way"])
 def test_next_groups(name, over):
     check(name, run(3, name, **NETWORKS[over]))
 

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -238,6 +239,29 @@ def shrinks_often(*where) -> None:
     (descriptors, first), (descriptors_now, now) = used
     assert descriptors_now < descriptors + 10, used  # 30 groups followed; a connection may be about to close
     assert now < first + (8 << 20), used
+
+
+def grows_with_calls_under_way(*where) -> None:
+    """They end well before the group changes; their plans are of no use afterwards."""
+    comm = connect(*where)
+    with ThreadPoolExecutor(1) as pool:
+        joined = pool.submit(qccl.join, comm.address, 30.0) if comm.rank == 0 else None
+        while comm.rank == 0 and not comm.transport.waiting():
+            time.sleep(0.01)
+        comm.barrier()
+        arrays = [np.ones(500_000, np.float32) for _ in range(20)]
+        works = [comm.quantized_allreduce(x, codec="none", async_op=True) for x in arrays]
+        grown = comm.grow()
+        assert (grown.rank, grown.size, grown.calls) == (comm.rank, comm.size + 1, 20)
+        assert all((work.wait() == comm.size).all() for work in works)
+        new = None if joined is None else pool.submit(_check_sum, joined.result(30))
+        _check_sum(grown)
+        if joined is not None and new is not None:
+            new.result(30)
+            closing = pool.submit(joined.result().close)
+        grown.close()
+        if joined is not None:
+            closing.result(30)
 
 
 def keeps_residuals(*where) -> None:
