@@ -286,6 +286,36 @@ def test_strangers_change_nothing():
             silent.close()
 
 
+def test_a_late_coordinator_that_begins_again_keeps_its_followers(monkeypatch):
+    """The others have waited for it as long as their timeout says when it asks them to come a second time."""
+    with Group(4) as group:
+        _ends_at(monkeypatch, group.ranks[3], "accepted", 1)
+
+        def dies() -> Decision:
+            try:
+                return group.work(3, after=1.3)()
+            except SystemExit:
+                raise PeerLost("ended") from None
+
+        found = group.run(dies, group.work(0, 1.0, after=0.7), group.work(1, 1.0), group.work(2, 1.0))
+        assert group.numbers(one_group(found)) in ([0, 1, 2], [0, 1, 2, 3])
+        assert all(isinstance(each, Decision) for each in found[1:]), found
+
+
+@pytest.mark.parametrize("ended", [0, 2])
+def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
+    """Its answers are not those of the rank, which has ended."""
+    with Group(3) as group, closing(Membership("127.0.0.1")) as away:
+        port = group.ranks[ended]._port
+        group.ranks[ended].close()
+        monkeypatch.setattr(membership, "_listen", lambda: socket.create_server(("", port)))
+        with closing(Membership("127.0.0.1")) as other:
+            other._latest = Decision(5, (other.member(b"here"), away.member(b"away")), 3)
+            left = sorted({0, 1, 2} - {ended})
+            found = group.run(*map(group.work, left), lambda: other.agree(b"here", 0, 3.0))
+        assert group.numbers(one_group(found[:2])) == left and found[0] == found[1]
+
+
 def test_what_one_rank_may_know_is_decided_again(monkeypatch):
     """Rank 0 ends when it has told rank 1 alone, and rank 1 goes its way. The others must not make another group."""
     with Group(5) as group:

@@ -95,6 +95,7 @@ class Membership:
         self._latest = Decision(-1, (), 0)
         self._promised: list[int] = [0, 0]  # ballot: number and coordinator
         self._accepted: list[Any] | None = None  # ballot and list
+        self._patience = 0.0  # until when this rank follows the present coordinator
 
     @property
     def epoch(self) -> int:
@@ -172,8 +173,9 @@ class Membership:
         ended: set[int] = set()
         silent: set[int] = set()
         for rank in range(self.rank):
+            self._patience = time.monotonic() + timeout
             try:
-                return self._adopt(self._follow(rank, own, time.monotonic() + timeout))
+                return self._adopt(self._follow(rank, own))
             except ConnectionRefusedError:
                 ended.add(rank)
             except TimeoutError:
@@ -236,26 +238,28 @@ class Membership:
 
     # -- followers ---------------------------------------------------------------------------------------------------
 
-    def _follow(self, rank: int, own: _Own, until: float) -> Decision:
+    def _follow(self, rank: int, own: _Own) -> Decision:
         """What rank ``rank`` decides. Raises ConnectionRefusedError if it has ended, TimeoutError if it is silent."""
-        _, host, port, _ = self.members[rank]
-        while time.monotonic() < until:
+        to, host, port, _ = self.members[rank]
+        while time.monotonic() < self._patience:
             try:
-                with _call((host, port), until) as channel:
-                    return self._obey(channel, own, until)
+                with _call((host, port), self._patience) as channel:
+                    channel.send(self._hello("join", own, to))
+                    return self._obey(channel)
             except ConnectionRefusedError:
                 raise
             except OSError:  # it begins again, has ended, or is out of reach
                 time.sleep(_RETRY_SECONDS)
         raise TimeoutError
 
-    def _obey(self, channel: _Channel, own: _Own, until: float) -> Decision:
-        channel.send(self._hello("join", own))
+    def _obey(self, channel: _Channel) -> Decision:
         while True:
-            message = channel.receive(until)
+            message = channel.receive(self._patience)
             match message["kind"]:
                 case "wait":
-                    until = max(until, time.monotonic() + message["seconds"] + _MARGIN_SECONDS)
+                    self._patience = max(self._patience, time.monotonic() + message["seconds"] + _MARGIN_SECONDS)
+                case "stranger":
+                    raise ConnectionRefusedError
                 case "tell":
                     channel.send({"kind": "decided", "decided": self._latest})
                 case "prepare":
@@ -268,10 +272,10 @@ class Membership:
                 case _:
                     return Decision.of(message["decided"])
 
-    def _hello(self, kind: str, own: _Own) -> dict[str, Any]:
-        """The first message to another rank: "join" makes this rank follow it, "probe" does not."""
+    def _hello(self, kind: str, own: _Own, to: str) -> dict[str, Any]:
+        """The first message to the process with the id ``to``: "join" makes this rank follow it, "probe" does not."""
         state = {"promised": self._promised, "accepted": self._accepted}
-        return {"kind": kind, "id": self._id, "epoch": self.epoch, **own._asdict(), **state}
+        return {"kind": kind, "id": self._id, "to": to, "epoch": self.epoch, **own._asdict(), **state}
 
 
 class _Coordinator:
@@ -342,6 +346,9 @@ class _Coordinator:
                 message = probe.inbox.pop(0)
                 if message["kind"] == "decided":
                     return Decision.of(message["decided"])
+                if message["kind"] == "stranger":
+                    self._ended.add(rank)
+                    break
                 with contextlib.suppress(OSError):
                     probe.send({"kind": "decided", "decided": self._me._latest})
         return None
@@ -360,7 +367,9 @@ class _Coordinator:
             me._dismiss(channel)
             return Decision.of(message["decided"])
         rank = next((r for r, member in enumerate(me.members) if member.id == message["id"]), None)
-        if message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
+        if message["to"] != me._id:  # the process that had this port has ended
+            me._dismiss(channel, kind="stranger")
+        elif message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
             me._dismiss(channel, kind="decided", decided=me._latest)
         elif message["epoch"] > me.epoch:
             with contextlib.suppress(OSError):
@@ -383,10 +392,10 @@ class _Coordinator:
         for rank in missing:
             if rank in self._probes:
                 continue
-            _, host, port, _ = self._me.members[rank]
+            to, host, port, _ = self._me.members[rank]
             try:
                 self._probes[rank] = _call((host, port), now + _CONNECT_SECONDS)
-                self._probes[rank].send(self._me._hello("probe", self._own))
+                self._probes[rank].send(self._me._hello("probe", self._own, to))
             except ConnectionRefusedError:
                 self._ended.add(rank)
             except OSError:
@@ -398,7 +407,7 @@ class _Coordinator:
         """Decide with the ranks that have joined. Raises OSError if one of them is lost in the middle."""
         me = self._me
         joins = [message for _, message in self._joined.values()]
-        ballot = [1 + max(each["promised"][0] for each in (me._hello("join", self._own), *joins)), self._rank]
+        ballot = [1 + max(each[0] for each in (me._promised, *(join["promised"] for join in joins))), self._rank]
         me._promised = ballot
         self._ask({"kind": "prepare", "ballot": ballot}, "promised")
         accepted = [each for each in (me._accepted, *(join["accepted"] for join in joins)) if each]
