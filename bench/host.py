@@ -150,8 +150,7 @@ def rank(task: dict[str, Any]) -> None:
     with contextlib.ExitStack() as stack:
         comms: dict[str, qccl.Communicator] = {}
         for name in task["transports"]:
-            os.environ["QCCL_TRANSPORT"] = name
-            comms[name] = stack.enter_context(qccl.init(backend="host", timeout=120))
+            comms[name] = stack.enter_context(qccl.init("host", 120, transport=name))
         number, size = comms[name].rank, comms[name].size
         x = np.random.default_rng(number).standard_normal(task["count"]).astype(np.float32)
         found = measure(comms, x, np.empty_like(x), task)

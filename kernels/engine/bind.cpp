@@ -204,7 +204,6 @@ void bind_wires(nb::module_& m) {
       .def_static("function_names", &UcxWire::function_names)
       .def_ro_static("SET_UP", &kSetUp)
       .def_rw("spins", &UcxWire::spins)
-      .def_prop_ro("under_way", &UcxWire::under_way)
       .def_prop_ro("set_up_completed", &UcxWire::set_up_completed)
       .def("address",
            [](UcxWire& wire) {

@@ -164,11 +164,6 @@ class Worker final : public UcxWire {
     return set_up_completed_;
   }
 
-  std::size_t under_way() override {
-    const Lock lock(mutex_);
-    return posted_.size() - free_.size();
-  }
-
   void close(double seconds) override {
     if (getpid() != process_) return;  // a child of fork(): its parent's connections, and perhaps a locked mutex
     const Lock lock(mutex_);
@@ -256,7 +251,7 @@ class Worker final : public UcxWire {
     if (exhaust() || !idle || !completed_.empty() || find_fault()) return;
     if (idle < (spins ? spins : kYields)) {
       if (!spins) sched_yield();
-    } else if (ucp_.worker_arm(worker_) == ucx::kOk) {  // otherwise there is news
+    } else if (ucp_.worker_arm(worker_) == ucx::kOk) {  // otherwise something has come meanwhile
       pollfd waited = {descriptor_, POLLIN, 0};
       lock.unlock();
       ::poll(&waited, 1, kSleepMilliseconds);

@@ -40,8 +40,6 @@ struct UcxWire : Wire {
   // Advance transfers without reporting the completed ones, as poll() does.
   virtual void progress(std::uint64_t idle) = 0;
   virtual std::uint64_t set_up_completed() = 0;
-  // Transfers under way.
-  virtual std::size_t under_way() = 0;
   // Deliver what was sent, for at most `seconds`; then close the connections and free the worker. From then on no
   // transfer touches the caller's memory.
   virtual void close(double seconds) = 0;

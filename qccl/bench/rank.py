@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 
@@ -25,12 +24,10 @@ def run_rank(options: Options, emit: Callable[[str], None], progress: Progress) 
     """
     launcher = detect()
     rank = launcher.rank if launcher else 0
-    if options.transport is not None:
-        os.environ["QCCL_TRANSPORT"] = options.transport
     if options.plain == "mpi":
         load_mpi()  # before UCX, which is then MPI's own: a second one cannot be loaded beside it
     try:
-        with qccl.init(backend=options.backend, timeout=options.timeout) as comm:
+        with qccl.init(options.backend, options.timeout, transport=options.transport or "auto") as comm:
             return 0 if Sweep(comm, options, emit, progress).run() else 1
     except (qccl.ArgumentError, qccl.CodecError) as error:
         if rank == 0:

@@ -40,7 +40,7 @@ from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
 from qccl.transports.native import NativeTransport
 
-__all__ = ["UcxTransport", "load_library"]
+__all__ = ["UcxTransport", "load_library", "version"]
 
 #: For each setting the reason: peer errors turn shared memory off unless these two allow it; TCP's segments of 8 KiB
 #: cost a quarter of a fast link; a keepalive of 20 s, the default, finds a killed rank too late.
@@ -346,7 +346,7 @@ def _text(status: int) -> str:
 def _config(master: str | None) -> list[tuple[str, str]]:
     """UCX's settings, without those that the environment has."""
     settings = dict(_SETTINGS)
-    interface = _wanted_interface() or (_interface_to(master) if master and not _has_rdma() else None)
+    interface = _wanted_interface() or (_interface_to(master) if master and not _rdma_devices() else None)
     if interface:
         settings["NET_DEVICES"] = interface
     return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
@@ -363,10 +363,6 @@ def _wanted_interface() -> str:
             f"{', '.join(sorted(there))}"
         )
     return wanted
-
-
-def _has_rdma() -> bool:
-    return bool(_rdma_devices())
 
 
 def _rdma_devices() -> list[str]:
