@@ -45,6 +45,22 @@ def test_several_ranks_that_do_not_come():
     assert isinstance(error, CollectiveTimeout) and "ranks 1, 2 did not make this call" in str(error), error
 
 
+def test_the_deadline_of_a_call_that_is_queued():
+    """It is nearer than that of the call before, whose memory it uses."""
+
+    def run(t):
+        caller = Caller(t, timeout=30.0)
+        if t.rank:
+            return
+        x = ramp(t.rank, 100)
+        caller.start(caller.program(100), x, x)
+        caller.timeout = 0.3
+        caller.start(caller.program(100), x, x).run()
+
+    error = outcomes(2, run)[0]
+    assert isinstance(error, CollectiveTimeout) and "it is queued behind calls that have not ended" in str(error), error
+
+
 def test_only_one_of_two_calls_in_flight_ends():
     """The deadline of the other one, which was later, is then the nearest."""
 

@@ -207,7 +207,10 @@ class HostEngine:
                 if self._failure is not None:
                     raise self._failure
                 if not execution.done:
-                    self._act(self._loop.run(limit, self._on_control))
+                    until = limit if execution.begun else min(limit, execution.deadline)
+                    self._act(self._loop.run(until, self._on_control))
+                    if not execution.begun and time.monotonic() >= execution.deadline:
+                        raise self._overdue(execution)
             except BaseException as error:
                 self._fail_all(error)
                 raise
@@ -253,7 +256,7 @@ class HostEngine:
         if outcome is _host.Outcome.ENDED:
             self._admit()
         elif outcome is _host.Outcome.OVERDUE:
-            raise self._overdue()
+            raise self._overdue(self._active[self._loop.overdue])
 
     def _submit(self, execution: Execution) -> None:
         """Begin a run, or queue it."""
@@ -328,8 +331,7 @@ class HostEngine:
         if absent and not execution.done:
             raise PeerLost(f"{self._left[absent[0]]}, and rank {self.rank} called {execution.call_text}")
 
-    def _overdue(self) -> CollectiveTimeout:
-        late = self._active[self._loop.overdue]
+    def _overdue(self, late: Execution) -> CollectiveTimeout:
         return CollectiveTimeout(f"rank {self.rank} reached the deadline of {late.call_text}: {late.waits_for()}")
 
     # -- failure and end ---------------------------------------------------------------------------------------------
