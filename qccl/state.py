@@ -103,9 +103,15 @@ class StateStore:
         return {name: memory for name, (memory, _) in entry.memory.items()}
 
     def _settle(self, entry: _Entry, call: str, counts: Mapping[str, int], sums: Parts) -> _Entry | None:
-        """The state of another group, as the first call with its key needs it; None if it does not fit the call."""
-        if entry.counts() != counts:
+        """The state of another group, as the first call with its key needs it; None if it does not fit the call.
+
+        A rank alone keeps no residuals, so the call may need fewer buffers than there are, or more.
+        """
+        if any(counts.get(name, count) != count for name, (_, count) in entry.memory.items()):
             return None
+        entry.memory = {
+            name: entry.memory.get(name) or (self._allocate(4 * count), count) for name, count in counts.items()
+        }
         entry.clear(sums)
         entry.call, entry.is_carried = call, False
         return entry

@@ -77,6 +77,18 @@ def test_state_that_does_not_fit_the_call_is_dropped():
     assert (values(new)["residual"] == np.zeros(50)).all()
 
 
+def test_momenta_stay_while_a_rank_is_alone_and_has_no_residuals():
+    both, alone = {"residual": 100, "momentum": 100}, {"momentum": 100}
+    one = StateStore(0, 1, Block)
+    one.carry_over(used(0, 2, both, [("residual", 0, 50)]))
+    one.take("k", "alone", alone, None)
+    assert [*values(one)] == ["momentum"] and (values(one)["momentum"] == 1).all()
+    two = StateStore(0, 2, Block)
+    two.carry_over(one)
+    two.take("k", CALL, both, None, [("residual", 0, 50)])
+    assert (values(two)["momentum"] == 1).all() and (values(two)["residual"] == 0).all()
+
+
 def test_state_that_no_call_has_used_is_not_carried_over():
     """Nobody knows which of its residuals are those of sums."""
     loaded = StateStore(0, 2, Block)
