@@ -304,8 +304,8 @@ class Communicator(Collectives):
         This communicator is unusable afterwards; those that split() made of it are not changed.
 
         Raises PeerLost on a rank without which the others go on; CollectiveTimeout if the ranks that answer are
-        neither all that have not ended, nor more than half of this communicator's, nor half with rank 0, so that there
-        are never two groups; EngineError for other transports. shrink() may then be called again.
+        neither all that have not ended, nor more than half of this communicator's, nor half with rank 0, because the
+        others might make a group, too; EngineError for other transports. shrink() may then be called again.
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         transport = self._elastic("shrink()")

@@ -6,14 +6,18 @@ that answers coordinates: the others call it, it waits for all, asks each to pro
 accepted before) and then to accept a list of members, and announces the list when all that promised have accepted. If
 the coordinator is lost, the others call the next rank, which must propose what any of them has accepted.
 
-There is never a second group. A list needs the promise and the acceptance of the same ranks, and these are either
+There is never a second group, with one exception below. A list needs the promise and the acceptance of the same ranks,
+and these are either
 
 - all ranks except those that have ended. The machine of a process that has ended refuses connections to its socket; a
   process that is stopped, busy or out of reach does not refuse them. Or
 - more than half of the old group, or half of it with rank 0.
 
 Take two lists for one epoch. If a living rank accepted both, the ballot that came later has proposed the same list.
-Otherwise all ranks that know the first list have ended.
+Otherwise all ranks that accepted the first list have ended.
+
+The exception: processes that joined with the first list did not accept it, and may live. If a rank is stopped, is left
+out, and continues after all ranks that it knows have ended, it makes a group of its own beside theirs.
 """
 
 from __future__ import annotations
