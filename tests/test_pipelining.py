@@ -31,13 +31,27 @@ def bench(folder: Path, *flags: str) -> tuple[dict, list[dict]]:
 
 
 def spans(events: list[dict], rank: int, kind: str) -> list[tuple[int, float, float]]:
-    """(operation number, start, stop) of the events of one kind on one rank, by operation."""
+    """(operation number, start, stop) of the events of one kind on one rank, by operation.
+
+    A send stops when its message has arrived: a transport may report it as completed when it has copied the message.
+    """
+    arrivals = {}
+    for event in of_kind(events, "receive"):
+        args = event["args"]
+        arrivals[args["peer"], event["pid"], args["call"], args["message"]] = event["ts"] + event["dur"]
     found = []
-    for event in events:
-        if event["ph"] == "X" and event["pid"] == rank and event["name"].startswith(kind):
-            posted = event["ts"] - event["args"].get("queued_us", 0)
-            found.append((event["args"]["operation"], posted, event["ts"] + event["dur"]))
+    for event in of_kind(events, kind):
+        args = event["args"]
+        if event["pid"] == rank:
+            posted, stop = event["ts"] - args.get("queued_us", 0), event["ts"] + event["dur"]
+            if kind == "send":
+                stop = arrivals[rank, args["peer"], args["call"], args["message"]]
+            found.append((args["operation"], posted, stop))
     return sorted(found)
+
+
+def of_kind(events: list[dict], kind: str) -> list[dict]:
+    return [event for event in events if event["ph"] == "X" and event["name"].startswith(kind)]
 
 
 def test_the_next_chunk_is_encoded_while_one_is_sent(tmp_path):
