@@ -14,8 +14,9 @@ OVER_MPI = meetings.wanted_transport() != "ucx"
 FRAMEWORK = os.environ.get("QCCL_TEST_FRAMEWORK", "")
 
 if OVER_MPI:
-    from mpi4py import MPI
+    import qccl.transports.mpi  # first: then qccl ends MPI, not mpi4py, which would do so in children of os.fork(), too
 
+    MPI = qccl.transports.mpi.MPI
     RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     IS_OPEN_MPI = "Open MPI" in MPI.Get_library_version()
 else:
