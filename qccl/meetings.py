@@ -31,6 +31,7 @@ __all__ = [
     "alone",
     "connect",
     "first_host",
+    "obstacle",
     "of_address",
     "of_jax",
     "of_launcher",
@@ -178,10 +179,9 @@ def _collect(get: Callable[[int, float], bytes], size: int, timeout: float) -> l
     return notes
 
 
-_TRANSPORTS = ("mpi", "ucx", "gloo")
-
-
 # -- transports ------------------------------------------------------------------------------------------------------
+
+_TRANSPORTS = ("mpi", "ucx", "gloo")
 
 
 def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Transport:
@@ -195,8 +195,10 @@ def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Tran
 
         return LoopbackGroup(1).transport(0)
     wanted = wanted or wanted_transport()
-    reasons = {"ucx": _no_ucx(), "gloo": _no_gloo(meeting)}
-    reasons |= {name: f"the rank allows only {wanted}" for name in reasons if wanted not in (None, name)}
+    reasons = {
+        name: obstacle(name, meeting) if wanted in (None, name) else f"the rank allows only {wanted}"
+        for name in ("ucx", "gloo")
+    }
     own = "\n".join(reason.replace("\n", " ") for reason in reasons.values())
     answers = [note.decode(errors="replace").split("\n") for note in meeting.gather(own.encode()[:4096], timeout)]
     against: list[str] = []
@@ -223,12 +225,16 @@ def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
 
     if meeting.group is not None:
         return TorchTransport.from_group(meeting.group, timeout)
-    assert meeting.host is not None and meeting.port is not None  # _no_gloo()
+    assert meeting.host is not None and meeting.port is not None  # obstacle()
     return TorchTransport.at((meeting.host, meeting.port), meeting.rank, meeting.size, timeout)
 
 
-def _no_ucx() -> str:
-    """Why this rank cannot use UCX; nothing if it can."""
+def obstacle(transport: str, meeting: Meeting | None = None) -> str:
+    """Why this process cannot use "ucx" or "gloo" (for the ranks of ``meeting``); nothing if it can."""
+    if transport == "gloo":
+        if meeting is not None and meeting.port is None and meeting.group is None:
+            return f"{meeting.name} has no port for it"
+        return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
     from qccl.transports.ucx import load_library
 
     try:
@@ -236,12 +242,6 @@ def _no_ucx() -> str:
     except EngineError as error:
         return str(error)
     return ""
-
-
-def _no_gloo(meeting: Meeting) -> str:
-    if meeting.port is None and meeting.group is None:
-        return f"{meeting.name} has no port for it"
-    return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
 
 
 def wanted_transport(given: str = "auto") -> str | None:

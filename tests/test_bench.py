@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -202,7 +203,7 @@ def test_without_a_transport_it_says_what_to_install(
 ) -> None:
     for name in (*LAUNCHERS, "QCCL_TRANSPORT"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(start.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(ucx, "_candidates", lambda: [])
     monkeypatch.setattr(ucx.ctypes, "CDLL", lambda *given, **more: _raise_os_error())
     ucx.load_library.cache_clear()

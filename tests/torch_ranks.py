@@ -10,33 +10,11 @@ import weakref
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_calls import all_calls
 
 import qccl
 from qccl.bench.plain import plain_allreduce
 from qccl.transports.torch import TorchTransport
-
-CALLS = [
-    ("minmax8", 0, {}),
-    ("minmax8", 1, {}),
-    ("none", 1000, {"op": "max"}),
-    ("minmax4:rounding=stochastic,seed=3", 5000, {"algorithm": "one_shot"}),
-    ("minmax8", 100_003, {"algorithm": "two_round", "chunk": 4096, "op": "avg"}),
-    ("minmax3:bucket=shard", 3001, {}),
-]
-
-
-def inputs(rank: int) -> list[np.ndarray]:
-    return [np.random.default_rng([rank, i]).standard_normal(n, np.float32) for i, (_, n, _) in enumerate(CALLS)]
-
-
-def all_calls(comm: qccl.Communicator) -> list[bytes]:
-    """All under way at once."""
-    arrays = inputs(comm.rank)
-    works = [
-        comm.quantized_allreduce(x, codec=codec, async_op=True, **arguments)
-        for x, (codec, _, arguments) in zip(arrays, CALLS, strict=True)
-    ]
-    return [work.wait().tobytes() for work in works]
 
 
 def calls() -> None:

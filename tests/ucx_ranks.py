@@ -12,20 +12,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+from rank_calls import all_calls
 
 import qccl
 from qccl import meetings
 from qccl.transports.ucx import UcxTransport
-
-CALLS = [
-    ("minmax8", 0, {}),
-    ("minmax8", 1, {}),
-    ("none", 1000, {"op": "max"}),
-    ("minmax4:rounding=stochastic,seed=3", 5000, {"algorithm": "one_shot"}),
-    ("minmax8", 100_003, {"algorithm": "two_round", "chunk": 4096, "op": "avg"}),
-    ("minmax3:bucket=shard", 3001, {}),
-    ("none", 700_001, {}),
-]
 
 
 def connect(rank: int, size: int, address: str, timeout: float = 30.0) -> qccl.Communicator:
@@ -33,16 +24,6 @@ def connect(rank: int, size: int, address: str, timeout: float = 30.0) -> qccl.C
     assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (rank, size, rank, size)
     assert comm.transport.name == ("ucx" if size > 1 else "loopback")
     return comm
-
-
-def all_calls(comm: qccl.Communicator) -> list[bytes]:
-    """All under way at once."""
-    arrays = [np.random.default_rng([comm.rank, i]).standard_normal(n, np.float32) for i, (_, n, _) in enumerate(CALLS)]
-    works = [
-        comm.quantized_allreduce(x, codec=codec, async_op=True, **arguments)
-        for x, (codec, _, arguments) in zip(arrays, CALLS, strict=True)
-    ]
-    return [work.wait().tobytes() for work in works]
 
 
 def calls(*where) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import importlib.util
 import os
 import select
 import signal
@@ -17,10 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from qccl import meetings
 from qccl.bench.lab import INTERFACE, Lab
 from qccl.bench.mpiexec import Mpiexec, StartError, find_mpiexec
-from qccl.errors import EngineError
-from qccl.meetings import wanted_transport
 
 __all__ = ["Way", "choose_way", "obstacle", "run_ranks", "stoppable"]
 
@@ -53,7 +51,7 @@ def choose_way(transport: str | None, plain: str | None = None, backend: str = "
     if backend != "host":
         return Way(None, None if obstacle("mpi") else find_mpiexec())
     reasons: dict[str, str] = {}
-    wanted = transport or wanted_transport()
+    wanted = transport or meetings.wanted_transport()
     for name in (wanted,) if wanted else _TRANSPORTS:
         reasons[name] = obstacle(name)
         if not reasons[name]:
@@ -63,16 +61,12 @@ def choose_way(transport: str | None, plain: str | None = None, backend: str = "
 
 def obstacle(transport: str) -> str:
     """Why this machine cannot start ranks that use ``transport``; nothing if it can."""
+    if transport in ("ucx", "gloo"):
+        return meetings.obstacle(transport)
     try:
         if transport == "mpi":
             find_mpiexec()
-        elif transport == "ucx":
-            from qccl.transports.ucx import load_library
-
-            load_library()
-        elif transport == "gloo" and importlib.util.find_spec("torch") is None:
-            return "PyTorch is not installed"
-    except (StartError, EngineError) as error:
+    except StartError as error:
         return str(error)
     return ""
 

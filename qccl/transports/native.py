@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Hashable, Sequence
 
 from qccl import _host
@@ -16,7 +17,7 @@ _SPINS = 600
 _SHARED_SPINS = 2000
 
 
-class NativeTransport:
+class NativeTransport(ABC):
     """A Transport whose ``wire`` numbers transfers, and whose callers name them by tokens of any type."""
 
     rank: int
@@ -57,10 +58,10 @@ class NativeTransport:
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
 
+    @abstractmethod
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         """As in Group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _check_alive(self) -> None:
         """Raise EngineError if the transport was closed or aborted."""
-        raise NotImplementedError

@@ -1,0 +1,27 @@
+"""Calls that ranks over UCX and over gloo make alike, to compare their bytes with those of loopback."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import qccl
+
+CALLS = [
+    ("minmax8", 0, {}),
+    ("minmax8", 1, {}),
+    ("none", 1000, {"op": "max"}),
+    ("minmax4:rounding=stochastic,seed=3", 5000, {"algorithm": "one_shot"}),
+    ("minmax8", 100_003, {"algorithm": "two_round", "chunk": 4096, "op": "avg"}),
+    ("minmax3:bucket=shard", 3001, {}),
+    ("none", 700_001, {}),
+]
+
+
+def all_calls(comm: qccl.Communicator) -> list[bytes]:
+    """All under way at once."""
+    arrays = [np.random.default_rng([comm.rank, i]).standard_normal(n, np.float32) for i, (_, n, _) in enumerate(CALLS)]
+    works = [
+        comm.quantized_allreduce(x, codec=codec, async_op=True, **arguments)
+        for x, (codec, _, arguments) in zip(arrays, CALLS, strict=True)
+    ]
+    return [work.wait().tobytes() for work in works]
