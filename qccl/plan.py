@@ -123,7 +123,7 @@ class Plan:
     ) -> Work:
         """Collective: start a run with the bound arrays, and return its Work. Arguments: see the method.
 
-        On the host the progress thread drives it unless the caller waits for it within about a millisecond. Raises
+        On the host the progress thread drives it if the caller does not wait for it within some milliseconds. Raises
         InvalidBufferError if a tensor's memory was replaced after bind().
         """
         self._session.check_usable()

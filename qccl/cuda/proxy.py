@@ -124,7 +124,7 @@ class HostProxy:
                 self._waiting[message.is_send].append((batch, message))
         self._progress_thread.wake(at_once=True)
 
-    def drive(self) -> None:
+    def drive(self) -> bool:
         """Move messages in the progress thread; see progress.Driven."""
         error: BaseException | None = None
         with self._turn:
@@ -138,6 +138,7 @@ class HostProxy:
             ours = gave_up(self.transport.rank, error)
             self._on_failure(ours)  # before abort() releases the streams: their later work is discarded
             self.abort(str(ours))
+        return True
 
     def close(self, timeout: float) -> None:
         """Wait until all messages have ended, at most ``timeout`` seconds, and end the thread. Idempotent."""

@@ -20,7 +20,7 @@ class Progress(Enum):
 
     #: only callers that wait
     CALLER = 0
-    #: the progress thread, too, if the caller does not wait for the run within about a millisecond
+    #: the progress thread, too, if the caller does not wait for the run within some milliseconds
     SOON = 1
     #: the progress thread, too, from the start
     NOW = 2

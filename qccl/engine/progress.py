@@ -22,9 +22,12 @@ _NAP_SECONDS = 1e-3
 #: the first pause after another thread wanted to drive, such as a caller that starts a call. It doubles while the
 #: thread drives for less time than it paused: in a burst of calls each change of threads costs more than it gains
 _LEAST_NAP_SECONDS = 1e-4
-#: the pause if the caller has waited for the last _USUAL runs itself, and so will probably wait for the next one, too
+#: the pause grows by _GROWTH at each check that finds a new run, up to _LONG_NAP_SECONDS, and doubles at each check
+#: that finds the caller driving, up to _LONGEST_NAP_SECONDS: the caller will probably wait for its next run, too. Where
+#: ranks share processors, a check beside a caller that drives costs up to a millisecond: other ranks then run first
+_GROWTH = 1.1
 _LONG_NAP_SECONDS = 4e-3
-_USUAL = 20
+_LONGEST_NAP_SECONDS = 32e-3
 #: checks without a new run after which the thread sleeps until wake()
 _CHECKS = 20
 #: while the thread drives, other Python threads give up the interpreter after this time: the end of a run needs it, and
@@ -41,8 +44,11 @@ class Driven(Protocol):
 
     detached: int
 
-    def drive(self) -> None:
-        """Advance the detached runs until none is left, or another thread wants to drive. Never raises."""
+    def drive(self) -> bool:
+        """Advance the detached runs until none is left, or another thread wants to drive. Never raises.
+
+        Returns False if another thread drives.
+        """
 
 
 class ProgressThread:
@@ -90,23 +96,24 @@ class ProgressThread:
             self._wakeup.release()
 
     def _loop(self) -> None:
-        engine, seen, checks, waited_for, pause = self._engine, 0, 0, 0, _NAP_SECONDS
+        engine, seen, checks, nap, urgent_nap = self._engine, 0, 0, _NAP_SECONDS, _NAP_SECONDS
         while not self._ended:
             is_due = self._begun == seen  # all detached runs are at least one nap old
             seen = self._begun
             if engine.detached and (self._urgent or is_due):
-                waited_for, begin = 0, time.monotonic()
+                begin = time.monotonic()
                 with _quick_switches:
-                    engine.drive()
-                pause = min(2 * pause, _NAP_SECONDS) if time.monotonic() - begin < pause else _LEAST_NAP_SECONDS
+                    drove = engine.drive()
+                nap = _NAP_SECONDS if drove else min(2 * nap, _LONGEST_NAP_SECONDS)
+                was_short = time.monotonic() - begin < urgent_nap
+                urgent_nap = min(2 * urgent_nap, _NAP_SECONDS) if was_short else _LEAST_NAP_SECONDS
             elif not is_due:
-                waited_for += 1
+                nap = max(nap, min(_GROWTH * nap, _LONG_NAP_SECONDS))
             if not engine.detached:
                 self._urgent = False
             checks = 0 if engine.detached or not is_due else checks + 1
             if checks < _CHECKS:
-                usual = _NAP_SECONDS if waited_for < _USUAL else _LONG_NAP_SECONDS
-                self._wakeup.acquire(timeout=pause if self._urgent else usual)
+                self._wakeup.acquire(timeout=urgent_nap if self._urgent else nap)
                 continue
             self._asleep = True  # before the last check: after it wake() notifies this thread
             if not engine.detached and not self._ended:

@@ -219,10 +219,10 @@ class HostEngine:
             if self._loop.halted:
                 time.sleep(_YIELD_SECONDS)
 
-    def drive(self) -> None:
+    def drive(self) -> bool:
         """Advance detached runs in the progress thread; see progress.Driven."""
         if not self._lock.acquire(blocking=False):
-            return
+            return False
         try:
             while self.detached and not self._loop.wanted and not self._loop.halted:
                 self._act(self._loop.drive(self._on_control))
@@ -232,6 +232,7 @@ class HostEngine:
             self._fail_all(error)
         finally:
             self._lock.release()
+        return True
 
     # -- driving the loop --------------------------------------------------------------------------------------------
 
