@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.cuda.nccl import get_unique_id
     from qccl.decentralized import LowPrecisionDecentralized
+    from qccl.diloco import DiLoCo
     from qccl.launch import init, join
     from qccl.plan import Plan
     from qccl.pointers import hierarchical_allreduce, peer_exchange, quantized_allreduce
@@ -41,6 +42,7 @@ __all__ = [
     "CodecError",
     "CollectiveTimeout",
     "Communicator",
+    "DiLoCo",
     "EngineError",
     "InvalidBufferError",
     "LowPrecisionDecentralized",
@@ -61,6 +63,7 @@ __all__ = [
 
 _HOME = {
     "Communicator": "qccl.communicator",
+    "DiLoCo": "qccl.diloco",
     "LowPrecisionDecentralized": "qccl.decentralized",
     "Plan": "qccl.plan",
     "Work": "qccl.work",

@@ -53,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pointers": {"arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "options", "work"},
     "weights": {"errors"},
     "decentralized": {"arguments", "codecs", "communicator", "errors", "scalars", "weights"},
+    "diloco": {"arguments", "arrays", "codecs", "communicator", "errors", "scalars", "state"},
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "": {
@@ -60,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "communicator",
         "cuda",
         "decentralized",
+        "diloco",
         "errors",
         "launch",
         "plan",
@@ -85,6 +87,7 @@ PACKAGES: dict[str, set[str]] = {
     "cuda/program.py": {"numpy"},
     "cuda/source.py": {"numpy"},
     "cuda/libraries.py": {"cuda", "cupy"},
+    "diloco.py": {"numpy"},
     "host/memory.py": {"numpy"},
     "meetings.py": {"torch"},
     "state.py": {"numpy"},

@@ -1,0 +1,270 @@
+"""qccl.DiLoCo: the outer step against its formulas, equal bits on all ranks, error feedback, checkpoints, bad input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qccl
+
+RANKS = 3
+SHAPES = {"w": (40, 7), "b": (7,), "scale": ()}
+
+
+def local_change(rank: int, step: int, name: str) -> np.ndarray:
+    rng = np.random.default_rng([rank, step, *name.encode()])
+    return np.asarray(rng.standard_normal(SHAPES[name]) * 1e-2, np.float32)
+
+
+def begin(rank: int) -> dict[str, np.ndarray]:
+    return {name: np.full(shape, rank + 1, np.float32) for name, shape in SHAPES.items()}
+
+
+def train(params: dict[str, Any], rank: int, step: int) -> None:
+    """Local steps: a change that differs from rank to rank."""
+    for name, array in params.items():
+        array += local_change(rank, step, name)
+
+
+def reference(steps: int, outer_lr: float, momentum: float, nesterov: bool) -> dict[str, np.ndarray]:
+    """The outer steps in double precision."""
+    common = {name: np.ones(shape) for name, shape in SHAPES.items()}
+    velocity = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+    for step in range(steps):
+        for name in SHAPES:
+            d = -np.mean([local_change(rank, step, name) for rank in range(RANKS)], axis=0, dtype=np.float64)
+            velocity[name] = momentum * velocity[name] + d
+            common[name] = common[name] - outer_lr * (d + momentum * velocity[name] if nesterov else velocity[name])
+    return common
+
+
+@pytest.mark.parametrize(("outer_lr", "momentum", "nesterov"), [(0.7, 0.9, True), (0.5, 0.6, False), (1.0, 0.0, True)])
+def test_outer_steps_are_what_the_formulas_say(outer_lr: float, momentum: float, nesterov: bool) -> None:
+    def run(comm: qccl.Communicator) -> dict[str, np.ndarray]:
+        params = begin(comm.rank)
+        rule = {"outer_lr": outer_lr, "momentum": momentum, "nesterov": nesterov}
+        outer = qccl.DiLoCo(comm, params, codec="none", **rule)
+        assert all((array == 1).all() for array in params.values())  # rank 0's
+        for step in range(4):
+            train(params, comm.rank, step)
+            found = outer.step()
+            assert all(found[name] is params[name] for name in params) and outer.steps == step + 1
+        return params
+
+    wanted = reference(4, outer_lr, momentum, nesterov)
+    for params in qccl.run_ranks(RANKS, run):
+        for name, array in params.items():
+            np.testing.assert_allclose(array, wanted[name], atol=2e-6)
+
+
+@pytest.mark.parametrize("codec", ["minmax4+ef", "onebit:reconstruct=mean+ef", "minmax2:rounding=stochastic+ef"])
+def test_all_ranks_hold_the_same_bits(codec: str) -> None:
+    def run(comm: qccl.Communicator) -> list[bytes]:
+        params = begin(comm.rank)
+        outer = qccl.DiLoCo(comm, params, codec=codec)
+        for step in range(10):
+            train(params, comm.rank, step)
+            outer.step()
+            for array, common in zip(params.values(), outer.common, strict=True):
+                assert array.tobytes() == common.tobytes()
+        return [array.tobytes() for array in params.values()]
+
+    found = qccl.run_ranks(RANKS, run)
+    assert found[0] == found[1] == found[2]
+
+
+def distance(codec: str, steps: int) -> float:
+    """How far the mean of the delivered changes is from the exact mean, after ``steps`` equal rounds; relative."""
+    changes = [np.random.default_rng(rank).standard_normal(500).astype(np.float32) for rank in range(RANKS)]
+    exact = np.mean(changes, axis=0, dtype=np.float64)
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        params = np.zeros(500, np.float32)
+        outer = qccl.DiLoCo(comm, params, codec=codec, outer_lr=1, momentum=0)
+        for _ in range(steps):
+            params += changes[comm.rank]
+            outer.step(params)
+        return params / steps
+
+    found = qccl.run_ranks(RANKS, run)[0]
+    return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+
+def test_error_feedback_keeps_the_mean_of_the_delivered_changes() -> None:
+    """The part that is missing shrinks as 1/steps; without error feedback it stays."""
+    codec = "minmax2:bucket=64"
+    assert distance(f"{codec}+ef", 60) < 1.5 * distance(f"{codec}+ef", 10) / 6
+    assert distance(codec, 60) > 0.5 * distance(codec, 10) > 5 * distance(f"{codec}+ef", 60)
+
+
+def test_goes_on_from_a_state_to_the_bit() -> None:
+    """With residuals, random numbers and momentum; the state holds copies."""
+
+    def run(comm: qccl.Communicator) -> None:
+        codec = "minmax2:rounding=stochastic+ef"
+        params = begin(comm.rank)
+        outer = qccl.DiLoCo(comm, params, codec=codec)
+        for step in range(3):
+            train(params, comm.rank, step)
+            outer.step()
+        state, residuals = outer.state_dict(), comm.state_dict()
+        train(params, comm.rank, 3)
+        outer.step()
+        again = begin(7)
+        other = qccl.DiLoCo(comm, again, codec=codec)
+        other.load_state_dict(state)
+        comm.load_state_dict(residuals)
+        assert other.steps == 3 and again["b"].tobytes() == state["common"][1].tobytes()
+        train(again, comm.rank, 3)
+        other.step()
+        for name in params:
+            assert again[name].tobytes() == params[name].tobytes()
+
+    qccl.run_ranks(RANKS, run)
+
+
+def test_a_state_that_does_not_fit_changes_nothing() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        outer = qccl.DiLoCo(comm, [np.ones(4, np.float32), np.ones(2, np.float32)])
+        state = outer.state_dict()
+        for wrong, message in (
+            ({}, "a state is the dict that"),
+            (state | {"steps": -1}, 'the state\'s "steps" must be'),
+            (state | {"common": state["common"][:1]}, "the state's common has 1 arrays, and DiLoCo was made for 2"),
+            (state | {"momentum": state["common"][::-1]}, r"the state's momentum\[0\] are \('float32', \(2,\)\), and"),
+        ):
+            with pytest.raises(qccl.ArgumentError, match=message):
+                outer.load_state_dict(wrong)
+        assert (outer.params[0] == 1).all() and outer.steps == 0
+
+    qccl.run_ranks(1, run)
+
+
+def test_another_communicator_continues_from_the_rank_with_the_most_steps() -> None:
+    """As after shrink(), where a rank may have missed a step that the others took; and a new rank joins them."""
+
+    def run(comm: qccl.Communicator) -> bytes:
+        both = comm.split(None if comm.rank == 2 else 0)
+        params = np.full(6, comm.rank, np.float32)
+        if both is not None:
+            outer = qccl.DiLoCo(both, params)
+            for _ in range(2):
+                params += comm.rank + 1
+                outer.step()
+            if comm.rank == 0:  # rank 1 has taken a step more
+                outer.steps, outer.common[0][...] = 1, 9
+            else:
+                params += 1  # local steps, which it keeps
+            kept = outer.common[0].copy() + comm.rank
+            outer.continue_on(comm)
+            assert outer.steps == 2 and (comm.rank == 0 or params.tobytes() == kept.tobytes())
+        else:
+            outer = qccl.DiLoCo(comm, params)
+            assert outer.steps == 2
+        outer.step()
+        return params.tobytes() + outer._velocity[0].tobytes()
+
+    found = qccl.run_ranks(3, run)
+    assert found[0] == found[1] == found[2]
+
+
+def test_an_average_that_is_not_finite_changes_nothing() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        params = np.ones(8, np.float32)
+        outer = qccl.DiLoCo(comm, params)
+        if comm.rank == 1:
+            params[3] = np.nan
+        with pytest.raises(qccl.ArgumentError, match="not finite"):
+            outer.step()
+        assert (outer.common[0] == 1).all() and outer.steps == 0
+        params[...] = outer.common[0]
+        outer.step()
+        assert (params == 1).all()
+
+    qccl.run_ranks(2, run)
+
+
+def changed_by(comm: qccl.Communicator, params: Any, change: Callable[[Any], Any]) -> Any:
+    return qccl.DiLoCo(comm, params, codec="none", outer_lr=1, momentum=0).step(change(params))
+
+
+def test_arrays_of_torch_keep_their_identity_and_types() -> None:
+    """Parameters that require gradients, of two element types, as a list."""
+    torch = pytest.importorskip("torch")
+
+    def run(comm: qccl.Communicator) -> None:
+        params = [torch.nn.Parameter(torch.ones(3)), torch.ones(2, 2, dtype=torch.bfloat16)]
+        outer = qccl.DiLoCo(comm, params)
+        with torch.no_grad():
+            for p in params:
+                p -= comm.rank + 1
+        found = outer.step(params)
+        assert all(a is b for a, b in zip(found, params, strict=True))
+        assert params[0].requires_grad and not any(array.requires_grad for array in outer.common)
+        # d = 1.5; v = 1.5; 1 - 0.7 (1.5 + 0.9 * 1.5)
+        assert torch.allclose(params[0], torch.full((3,), -0.995)) and torch.allclose(
+            params[1].float(), torch.full((2, 2), -0.995), atol=2e-2
+        )
+
+    qccl.run_ranks(2, run)
+
+
+def test_arrays_of_jax_come_back_as_numpys() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        found = changed_by(comm, {"w": jnp.ones(5)}, lambda params: {"w": params["w"] + comm.rank})
+        found["w"] += 0  # it can be written
+        return found["w"]
+
+    for found in qccl.run_ranks(2, run):
+        np.testing.assert_allclose(found, 1.5)
+
+
+def test_bfloat16_of_numpy() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        params = np.zeros(4, ml_dtypes.bfloat16)
+        outer = qccl.DiLoCo(comm, params)
+        params += ml_dtypes.bfloat16(1)
+        return outer.step().astype(np.float32)
+
+    np.testing.assert_allclose(qccl.run_ranks(2, run)[0], 0.7 * 1.9, rtol=2**-6)
+
+
+def test_refused() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        params = [np.ones(5, np.float32)]
+        for arguments, message in (
+            ({"outer_lr": 0}, "outer_lr must be a positive number"),
+            ({"outer_lr": float("inf")}, "outer_lr must be a positive number"),
+            ({"momentum": 1}, "momentum must be a number from 0 to below 1"),
+            ({"nesterov": "yes"}, "nesterov must be True or False"),
+            ({"key": None}, "needs a name for the array"),
+            ({"codec": "minmax4+ef+nesterov"}, "has momentum, and so has the outer step"),
+        ):
+            with pytest.raises(qccl.ArgumentError, match=message):
+                qccl.DiLoCo(comm, params, **arguments)
+        for wrong, message in (
+            (iter(params), r"params must be an array, .* not list_iterator; make a list"),
+            ({"w": [1.0]}, r"params\['w'\] is of type list"),
+            ([np.ones(5)], r"params\[0\] has element type float64"),
+        ):
+            with pytest.raises(qccl.ArgumentError, match=message):
+                qccl.DiLoCo(comm, wrong)
+        with pytest.raises(qccl.MismatchError, match=r"ranks \[1\] have other parameters .* or arguments of DiLoCo"):
+            qccl.DiLoCo(comm, params, outer_lr=0.1 if comm.rank else 0.2)
+        outer = qccl.DiLoCo(comm, params)
+        for local, message in (
+            ([np.ones(4, np.float32)], r"type and shape of params\[0\] are \('float32', \(4,\)\), and DiLoCo was made"),
+            ([*params, *params], "params has 2 arrays, and DiLoCo was made for 1"),
+        ):
+            with pytest.raises(qccl.ArgumentError, match=message):
+                outer.step(local)
+        assert outer.steps == 0
+
+    qccl.run_ranks(2, run)
