@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -234,34 +235,41 @@ class PlanCache:
 
     A spec has at most CACHE_PLANS_PER_SPEC plans. Where more calls are under way, several share a plan, and run one
     after the other. Idle plans of the specs that were used longest ago are dropped if there are too many specs or too
-    much workspace. Plans of the last spec, and those of calls under way, are kept, whatever their size.
+    much workspace. Plans of the last spec, and those of calls under way, are kept, whatever their size. Any thread may
+    give a plan back.
     """
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._pools: dict[CollectiveSpec, _Pool] = {}
         self._nbytes = 0  # of all workspaces of idle plans
         self._used = 0
 
     def take(self, session: Session, spec: CollectiveSpec) -> Plan:
         """A plan of this spec for one call."""
-        pool = self._pools.get(spec)
-        if pool is None:
-            pool = self._pools[spec] = _Pool()
-        if pool.idle:
-            plan = pool.idle.pop()
-            self._nbytes -= plan.nbytes
-            pool.busy.append(plan)
-        elif len(pool.busy) < CACHE_PLANS_PER_SPEC:
-            plan = Plan(session, spec)
-            pool.busy.append(plan)
-        else:
-            plan = pool.busy[0]
-            pool.busy.rotate(-1)
-        plan._users += 1
-        return plan
+        with self._lock:
+            pool = self._pools.get(spec)
+            if pool is None:
+                pool = self._pools[spec] = _Pool()
+            if pool.idle:
+                plan = pool.idle.pop()
+                self._nbytes -= plan.nbytes
+                pool.busy.append(plan)
+            elif len(pool.busy) < CACHE_PLANS_PER_SPEC:
+                plan = Plan(session, spec)
+                pool.busy.append(plan)
+            else:
+                plan = pool.busy[0]
+                pool.busy.rotate(-1)
+            plan._users += 1
+            return plan
 
     def give_back(self, plan: Plan) -> None:
         """The call of a plan has ended, or was refused."""
+        with self._lock:
+            self._give_back(plan)
+
+    def _give_back(self, plan: Plan) -> None:
         plan._users -= 1
         pool = self._pools.get(plan.spec)
         if plan._users or pool is None or plan not in pool.busy:  # clear() has removed the plan
@@ -279,8 +287,9 @@ class PlanCache:
 
     def clear(self) -> None:
         """Drop every plan, also those whose calls have ended but were not waited for."""
-        self._pools.clear()
-        self._nbytes = 0
+        with self._lock:
+            self._pools.clear()
+            self._nbytes = 0
 
     def _drop(self, spec: CollectiveSpec) -> None:
         """Drop the idle plans of a spec."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TypeVar
 
 from qccl.codecs.base import Codec
@@ -39,11 +41,17 @@ class Session:
         self.sequence = self.calls = self.call_offset = 0
         self.failure: QcclError | None = None
         self.closed = False
+        self._calling_back: list[int] = []  # the threads that call a function of Work.add_done_callback()
 
     def check_usable(self) -> None:
-        """Raise the error of an earlier failure, or ArgumentError after close()."""
+        """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
         if self.closed:
             raise ArgumentError("this communicator is closed; make another with qccl.init()")
+        if self._calling_back and threading.get_ident() in self._calling_back:
+            raise ArgumentError(
+                "a function that was passed to Work.add_done_callback() cannot make calls on the communicator, because "
+                "another thread may be making one; let it wake the thread that makes the program's calls"
+            )
         if self.failure is None:
             self.failure = self.engine.failure
         if self.failure is not None:
@@ -103,6 +111,15 @@ class Session:
         if self.failure is None:
             self.failure = error
             self.engine.abort(str(error))
+
+    @contextmanager
+    def no_calls(self) -> Iterator[None]:
+        """Refuse calls of this thread inside."""
+        self._calling_back.append(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._calling_back.remove(threading.get_ident())
 
     def close(self) -> bool:
         """Leave the group. False if that was done before, or if a failure has ended the group."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from qccl.arguments import timeout_of
@@ -21,7 +22,10 @@ class Work:
     call completes by itself.
     """
 
-    __slots__ = ("__weakref__", "_call", "_checks", "_exception", "_execution", "_finish", "_result", "_session")
+    __slots__ = (
+        *("__weakref__", "_call", "_checks", "_concluding", "_exception", "_execution", "_finish", "_result"),
+        "_session",
+    )
 
     def __init__(self, session: Session, execution: Execution, result: Any, keep: Any) -> None:
         self._session = session
@@ -32,6 +36,7 @@ class Work:
         self._finish: tuple[Callable[[], None], ...] = ()
         self._checks: tuple[Callable[[], None], ...] = ()
         self._exception: Exception | None = None
+        self._concluding: threading.Lock | None = None  # where two threads may end the call
 
     def is_completed(self) -> bool:
         """Whether the call has ended or failed. May make progress; never blocks for long."""
@@ -92,6 +97,70 @@ class Work:
         """The error of the call, or None if the call succeeded or has not ended. Makes no progress."""
         return self._exception
 
+    def add_done_callback(self, fn: Callable[[Work], object]) -> None:
+        """Call ``fn(work)`` once, when the call has ended or failed; now if it has. Nobody needs to wait for the call.
+
+        The thread that ends the call runs ``fn``: on the host usually the progress thread, on CUDA the thread that
+        notices the end, at most some milliseconds later. ``fn`` holds up other calls, so it should return soon. It may
+        look at the Work, whose wait() returns at once, set events and futures, and start other threads' work. It must
+        not make calls: methods of the communicator raise ArgumentError there. An exception that ``fn`` raises goes to
+        sys.unraisablehook.
+
+        Functions of one call run in the order in which they were added. On the host, a transport without a progress
+        thread (MPI without MPI_THREAD_MULTIPLE) ends calls only while somebody waits for one.
+        """
+        if not callable(fn):
+            raise ArgumentError(f"add_done_callback() takes a function of the Work, not {fn!r}")
+        execution = self._execution
+        if execution is None:
+            self._call_back(fn)
+            return
+        self._concluding = self._concluding or threading.Lock()
+
+        def ended() -> None:
+            self._conclude(execution.failure)
+            self._call_back(fn)
+
+        execution.add_done_callback(ended)
+
+    def get_future(self) -> Any:
+        """A torch.futures.Future of the output array, or of the list of them; it raises the error of the call.
+
+        On the host it is completed when the call has ended, as by add_done_callback(). On CUDA it is completed now, and
+        ordered by streams as other futures of PyTorch are: whoever waits for it makes the current stream wait for the
+        call. A failure of the call then shows in check() and synchronize() only.
+        """
+        import torch
+
+        execution = self._execution
+        if execution is not None and execution.is_stream_ordered:
+            first = self._result[0] if isinstance(self._result, Sequence) else self._result
+            if not isinstance(first, torch.Tensor):
+                raise ArgumentError(
+                    f"get_future() on CUDA needs a result in PyTorch's tensors, not {type(first).__name__}"
+                )
+            future = torch.futures.Future(devices=[first.device])
+            with torch.cuda.stream(torch.cuda.ExternalStream(execution.stream, first.device)):
+                future.set_result(self.wait())
+            return future
+        future = torch.futures.Future()
+
+        def complete(work: Work) -> None:
+            if work._exception is None:
+                future.set_result(work._result)
+            else:
+                future.set_exception(work._exception)
+
+        self.add_done_callback(complete)
+        return future
+
+    def _call_back(self, fn: Callable[[Work], object]) -> None:
+        with self._session.no_calls():
+            try:
+                fn(self)
+            except BaseException as error:
+                _Unraisable(error)
+
     def _when_reusable(self, finish: Callable[[], None]) -> None:
         """Call ``finish`` when the plan may run again: after this run succeeded, or now if it is stream-ordered."""
         if self._holds_plan():
@@ -107,17 +176,37 @@ class Work:
         return self._execution is not None and not self._execution.is_stream_ordered
 
     def _conclude(self, error: QcclError | None = None) -> None:
-        """End the call."""
-        self._execution = None
-        self._exception = error
+        """End the call, unless another thread has done it; return when it is done."""
+        if self._concluding is None:
+            self._end(error)
+        else:
+            with self._concluding:
+                if self._execution is None:
+                    return
+                self._end(error)
         if error is not None:
             self._session.fail(error, self._call)
-        else:
-            for finish in self._finish:
-                finish()
-            try:
+
+    def _end(self, error: QcclError | None) -> None:
+        self._exception = error
+        try:
+            if error is None:
+                for finish in self._finish:
+                    finish()
                 for check in self._checks:
                     check()
-            except QcclError as refused:
-                self._exception = refused
-        self._finish = self._checks = ()
+        except QcclError as refused:
+            self._exception = refused
+        finally:
+            self._execution = None
+            self._finish = self._checks = ()
+
+
+class _Unraisable:
+    """Passes an exception to sys.unraisablehook, as Python does with all that __del__() raises."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __del__(self) -> None:
+        raise self._error

@@ -95,6 +95,7 @@ PACKAGES: dict[str, set[str]] = {
     "cuda/nccl.py": {"torch"},
     "weights.py": {"numpy"},
     "transports/torch.py": {"torch"},
+    "work.py": {"torch"},
 }
 
 SOURCES = sorted(p.relative_to(PACKAGE) for p in PACKAGE.rglob("*.py"))

@@ -10,6 +10,7 @@ from typing import Any
 
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, translated
+from qccl.engine.callbacks import WithCallbacks
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
 __all__ = ["CudaRun", "PendingRuns"]
@@ -18,7 +19,7 @@ __all__ = ["CudaRun", "PendingRuns"]
 _IN_CAPTURE = range(900, 909)
 
 
-class CudaRun:
+class CudaRun(WithCallbacks):
     """One run of a program (interface: Execution).
 
     Attributes:
@@ -32,7 +33,6 @@ class CudaRun:
         program: kept because the device reads its tables until the run has ended.
         on_stream: all of the run is on its streams.
         finish: called when the run has ended.
-        done, failure: the outcome.
     """
 
     is_stream_ordered = True
@@ -40,6 +40,7 @@ class CudaRun:
     def __init__(
         self, pending: PendingRuns, call_text: str, call: int, deadline: float, stream: int, *, captured: bool
     ) -> None:  # fmt: skip
+        super().__init__()
         self._pending = pending
         self.call_text, self.call, self.deadline = call_text, call, deadline
         self.stream, self.captured = stream, captured
@@ -47,8 +48,6 @@ class CudaRun:
         self.kept: object = None
         self.program: object = None
         self.on_stream = False
-        self.done = False
-        self.failure: QcclError | None = None
         self.finish: Callable[[], None] | None = None
 
     def step(self) -> bool:
@@ -107,8 +106,11 @@ class PendingRuns:
             if self.failure is not None or self.closed:
                 return False
             self.failure = error
-            for run in self._runs:
+            failed = list(self._runs)
+            for run in failed:
                 run.failure = error
+        for run in failed:
+            run.call_back()
         return True
 
     def overdue(self) -> CudaRun | None:
@@ -157,6 +159,7 @@ class PendingRuns:
             event, run.event = run.event, None
         self._device.give_back(event)
         run.kept = run.program = None
+        run.call_back()
 
     def wait_until(self, condition: Callable[[], bool], deadline: float, text: str, limit: float | None = None) -> None:
         """Block until ``condition`` is true or ``limit`` is reached. All pending runs fail at ``deadline``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
@@ -59,12 +59,16 @@ class Execution(Protocol):
         call: number of the call, which keys its random numbers.
         is_stream_ordered: the engine orders runs after the streams that it was given. The program may then be started
             again, and the result may be used on the caller's stream, before the run has ended.
+        stream: the caller's, if the run is stream-ordered.
         kept: objects that must live until the run has ended, such as the caller's arrays.
+        failure: the error that has ended the run, or None.
     """
 
     call: int
     is_stream_ordered: bool
+    stream: int
     kept: object
+    failure: QcclError | None
 
     def step(self) -> bool:
         """Make progress if runs progress in the caller's thread; whether the run has ended. Never blocks for long."""
@@ -80,6 +84,12 @@ class Execution(Protocol):
 
     def waits_for(self) -> str:
         """Why the run has not ended, for messages."""
+
+    def add_done_callback(self, function: Callable[[], None]) -> None:
+        """Call ``function`` once, when the run has ended or failed; now if it has.
+
+        The thread that ends the run calls it, without a lock of the engine.
+        """
 
 
 class Persistent(Protocol):

@@ -83,6 +83,7 @@ class HostEngine:
         self._progress_thread = ProgressThread(self) if transport.is_threaded else None
         self._active: dict[int, Execution] = {}  # by sequence number, in the order of their calls
         self._queue: deque[Execution] = deque()
+        self._over: list[Execution] = []  # ended or failed, with functions to call once the lock is released
         self._left: dict[int, str] = {}  # ranks that make no more calls, with the text of their last control message
         self._failure: QcclError | None = None
         self._failure_sent = False  # and the transport was released
@@ -124,13 +125,14 @@ class HostEngine:
                 self._submit(execution)
             except QcclError as error:  # not raised here: the run's wait() raises it
                 self._fail_all(error)
+                execution.failure = self._failure
             except BaseException as error:
                 self._fail_all(error)
                 raise
             if arguments.progress is not Progress.CALLER:
                 self._detach(execution)
         finally:
-            self._lock.release()
+            self._release()
         if execution.detached and self._progress_thread is not None:
             self._progress_thread.wake(at_once=arguments.progress is Progress.NOW)
         return execution
@@ -166,7 +168,7 @@ class HostEngine:
         finally:
             if taken:
                 self._fail(PeerLost(reason), Kind.ABORT, reason)
-                self._lock.release()
+                self._release()
             elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
 
@@ -197,7 +199,7 @@ class HostEngine:
             self._fail_all(error)
             raise
         finally:
-            self._lock.release()
+            self._release()
 
     def run(self, execution: Execution, limit: float = math.inf) -> None:
         """Advance everything until ``execution`` is done, or time.monotonic() has reached ``limit``."""
@@ -215,24 +217,27 @@ class HostEngine:
                 self._fail_all(error)
                 raise
             finally:
-                self._lock.release()
+                self._release()
             if self._loop.halted:
                 time.sleep(_YIELD_SECONDS)
 
     def drive(self) -> bool:
         """Advance detached runs in the progress thread; see progress.Driven."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            while self.detached and not self._loop.wanted and not self._loop.halted:
-                self._act(self._loop.drive(self._on_control))
-            if self._failure is not None:
-                raise self._failure
-        except BaseException as error:  # the threads that wait raise it again
-            self._fail_all(error)
-        finally:
-            self._lock.release()
-        return True
+        drove = False
+        while self._lock.acquire(blocking=False):
+            drove = True
+            try:
+                while self.detached and not self._over and not self._loop.wanted and not self._loop.halted:
+                    self._act(self._loop.drive(self._on_control))
+                if self._failure is not None:
+                    raise self._failure
+            except BaseException as error:  # the threads that wait raise it again
+                self._fail_all(error)
+            finally:
+                called = self._release()
+            if not called:
+                break
+        return drove
 
     # -- driving the loop --------------------------------------------------------------------------------------------
 
@@ -245,6 +250,14 @@ class HostEngine:
             return self._lock.acquire(timeout=timeout)
         finally:
             self._loop.want(-1)
+
+    def _release(self) -> bool:
+        """Release the lock, then call what waits for runs that are over; whether there was any."""
+        over, self._over = self._over, []
+        self._lock.release()
+        for execution in over:
+            execution.call_back()
+        return bool(over)
 
     def _end_progress_thread(self) -> None:
         if self._progress_thread is not None:
@@ -289,6 +302,8 @@ class HostEngine:
             execution = self._active.pop(sequence)
             execution.done = True
             execution.end()
+            if execution.callbacks:
+                self._over.append(execution)
             if execution.detached:
                 self.detached -= 1
 
@@ -356,6 +371,9 @@ class HostEngine:
             self._progress_thread.stop()
         for execution in self._active.values():
             execution.end()
+        for execution in (*self._active.values(), *self._queue):
+            execution.failure = self._failure
+            self._over.append(execution)
         self._loop.halt()
         with contextlib.suppress(QcclError):
             self._broadcast_control(kind, text)

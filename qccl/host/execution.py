@@ -8,6 +8,7 @@ from typing import Protocol
 
 from qccl import _host
 from qccl.engine.base import RunArguments
+from qccl.engine.callbacks import WithCallbacks
 from qccl.engine.control import data_nbytes_of, mismatch_error
 from qccl.errors import MismatchError, QcclError
 from qccl.host.program import Program
@@ -26,13 +27,12 @@ class Driver(Protocol):
         """Advance all runs until ``execution`` has ended, or time.monotonic() has reached ``limit``."""
 
 
-class Execution:
+class Execution(WithCallbacks):
     """One run of a Program (interface: engine.base.Execution).
 
     Attributes:
         sequence, deadline, call: as given to Engine.start().
         begun: False while the run is queued behind others.
-        done: the run has ended well; step() and run() raise failures.
         detached: the progress thread advances the run.
     """
 
@@ -48,21 +48,22 @@ class Execution:
         "call",
         "deadline",
         "detached",
-        "done",
         "kept",
         "sequence",
     )
 
     is_stream_ordered = False
+    stream = 0
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
         self._bindings, self.call, self._header, self.deadline, self._trace, schedule, _, self._lr, _ = arguments
         program.check(self._bindings)
+        super().__init__()
         self.kept: object = None
         self._engine, self._program = engine, program
         self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
         self.sequence = self._header.sequence
-        self.begun = self.done = self.detached = False
+        self.begun = self.detached = False
 
     def step(self) -> bool:
         """Advance all runs of the engine a little; whether this run has ended. Never blocks for long."""

@@ -1,0 +1,282 @@
+"""What is called when a call has ended: Work.add_done_callback() and get_future()."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost
+
+COUNT = 100_000
+SECONDS = 10.0
+
+
+class Called:
+    """A callback that remembers its calls."""
+
+    def __init__(self):
+        self.works, self.threads, self.event = [], [], threading.Event()
+
+    def __call__(self, work):
+        self.works.append(work)
+        self.threads.append(threading.current_thread().name)
+        self.event.set()
+
+    def wait(self):
+        assert self.event.wait(SECONDS), "no call within the limit"
+        return self.works
+
+
+def test_nobody_needs_to_wait():
+    def run(comm):
+        x, first, late = np.ones(COUNT, np.float32), Called(), Called()
+        work = comm.quantized_allreduce(x, async_op=True)
+        work.add_done_callback(first)
+        assert first.wait() == [work] and (x == 3).all()
+        assert work.wait() is x and work.is_completed() and work.exception() is None
+        work.add_done_callback(late)
+        assert late.works == [work] and late.threads == [threading.current_thread().name]
+        return first.threads
+
+    for threads in qccl.run_ranks(3, run):
+        assert len(threads) == 1
+
+
+def test_it_is_called_at_the_end_of_its_own_call():
+    """And not when all calls under way have ended: the last one here ends only after the first one's callback."""
+
+    def run(comm):
+        first = Called()
+        x, y = np.ones(COUNT, np.float32), np.ones(COUNT, np.float32)
+        works = []
+        if comm.rank:
+            works.append(comm.quantized_allreduce(x, async_op=True))
+            works[0].wait()
+            go.wait(SECONDS)
+            works.append(comm.quantized_allreduce(y, async_op=True))
+        else:
+            works.append(comm.quantized_allreduce(x, async_op=True))
+            works.append(comm.quantized_allreduce(y, async_op=True))
+            works[0].add_done_callback(first)
+            first.wait()
+            assert not works[1].is_completed()
+            go.set()
+        works[1].wait()
+        return True
+
+    go = threading.Event()
+    assert qccl.run_ranks(2, run) == [True, True]
+
+
+def test_in_the_order_in_which_they_were_added():
+    def run(comm):
+        order, last = [], Called()
+        work = comm.quantized_allreduce(np.ones(COUNT, np.float32), async_op=True)
+        for i in range(10):
+            work.add_done_callback(lambda _, i=i: order.append(i))
+        work.add_done_callback(last)
+        last.wait()
+        return order
+
+    assert qccl.run_ranks(2, run) == [[*range(10)]] * 2
+
+
+def test_an_exception_goes_to_the_hook(monkeypatch):
+    reported = []
+    monkeypatch.setattr(sys, "unraisablehook", reported.append)
+
+    def fail(work):
+        raise ZeroDivisionError("in a callback")
+
+    def run(comm):
+        called = Called()
+        for _ in range(2):  # the engine goes on
+            work = comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True)
+            work.add_done_callback(fail)
+            work.add_done_callback(called)
+            called.wait()
+            assert work.exception() is None
+        return True
+
+    assert qccl.run_ranks(2, run) == [True, True]
+    assert [str(each.exc_value) for each in reported] == ["in a callback"] * 4
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_it_cannot_make_calls(asynchronous):
+    def run(comm):
+        errors, called = [], Called()
+
+        def call(work):
+            try:
+                comm.quantized_allreduce(np.ones(10, np.float32), async_op=asynchronous)
+            except ArgumentError as error:
+                errors.append(str(error))
+
+        work = comm.quantized_allreduce(np.ones(COUNT, np.float32), async_op=True)
+        work.add_done_callback(call)
+        work.add_done_callback(called)
+        called.wait()
+        comm.quantized_allreduce(np.ones(10, np.float32))  # the program itself can
+        return errors
+
+    for errors in qccl.run_ranks(2, run):
+        assert len(errors) == 1 and "add_done_callback" in errors[0]
+
+
+def test_something_else_than_a_function():
+    def run(comm):
+        work = comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
+        with pytest.raises(ArgumentError, match="takes a function"):
+            work.add_done_callback(3)
+        work.wait()
+
+    qccl.run_ranks(2, run)
+
+
+def pending(comm, kind=Called):
+    """Calls under way that no other rank makes, the last of them queued behind the others, and their callbacks."""
+    x = np.ones(1000, np.float32)
+    works = [comm.quantized_allreduce(x, async_op=True) for _ in range(3)]
+    called = [kind() for _ in works]
+    for work, each in zip(works, called, strict=True):
+        work.add_done_callback(each)
+    return works, called
+
+
+def failures(called):
+    return [type(work.exception()) for each in called for work in each.wait()]
+
+
+def test_a_lost_rank():
+    def run(comm):
+        if comm.rank:
+            begun.wait(SECONDS)
+            comm.abort("a reason")
+            return None
+        works, called = pending(comm)
+        begun.set()
+        found = failures(called)
+        with pytest.raises(PeerLost, match="a reason"):
+            works[1].wait()
+        return found
+
+    begun = threading.Event()
+    assert qccl.run_ranks(2, run)[0] == [PeerLost] * 3
+
+
+def test_a_deadline():
+    def run(comm):
+        if comm.rank:
+            done.wait(SECONDS)
+            return None
+        comm.timeout = 0.1
+        found = failures(pending(comm)[1])
+        done.set()
+        return found
+
+    done = threading.Event()
+    assert qccl.run_ranks(2, run)[0] == [CollectiveTimeout] * 3
+
+
+def test_a_wait_that_ends_before_the_call():
+    def run(comm):
+        if comm.rank:
+            done.wait(SECONDS)
+            return None
+        works, called = pending(comm)
+        with pytest.raises(CollectiveTimeout, match="wait"):
+            works[0].wait(0.05)
+        found = failures(called)
+        done.set()
+        return found
+
+    done = threading.Event()
+    assert qccl.run_ranks(2, run)[0] == [CollectiveTimeout, PeerLost, PeerLost]
+
+
+@pytest.mark.parametrize("end", ["abort", "close"])
+def test_the_end_of_the_communicator(end):
+    def run(comm):
+        if comm.rank:
+            done.wait(SECONDS)
+            return None
+        called = pending(comm)[1]
+        getattr(comm, end)()
+        found = failures(called)
+        done.set()
+        return found
+
+    done = threading.Event()
+    assert qccl.run_ranks(2, run)[0] == [PeerLost] * 3
+
+
+def test_a_result_that_is_refused():
+    def run(comm):
+        called = Called()
+        x = np.full(10, np.nan, np.float32)
+        comm.quantized_allreduce(x, async_op=True, nonfinite="error").add_done_callback(called)
+        return failures([called])
+
+    assert qccl.run_ranks(2, run) == [[ArgumentError]] * 2
+
+
+def test_plans_are_used_again_though_nobody_waits():
+    def run(comm):
+        x = np.ones(1000, np.float32)
+        for _ in range(20):
+            called = Called()
+            comm.quantized_allreduce(x, async_op=True).add_done_callback(called)
+            called.wait()
+        (pool,) = comm._plans._pools.values()
+        return len(pool.idle), len(pool.busy)
+
+    assert qccl.run_ranks(2, run) == [(1, 0)] * 2
+
+
+def test_a_thread_that_waits_and_callbacks_end_each_call_once():
+    def run(comm):
+        x, called = np.ones(1000, np.float32), []
+        for i in range(300):
+            work = comm.quantized_allreduce(x, async_op=True)
+            work.add_done_callback(called.append)
+            if i % 3:
+                work.wait()
+        deadline = time.monotonic() + SECONDS
+        while len(called) < 300 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        (pool,) = comm._plans._pools.values()
+        return len(called), len(set(map(id, called))), len(pool.busy), {plan._users for plan in pool.idle}
+
+    for calls, works, busy, users in qccl.run_ranks(2, run):
+        assert (calls, works, busy, users) == (300, 300, 0, {0})
+
+
+def test_futures():
+    torch = pytest.importorskip("torch")
+
+    def run(comm):
+        x, y = torch.ones(COUNT), torch.full((10,), 2.0)
+        future = comm.quantized_allreduce(x, async_op=True).get_future()
+        both = comm.quantized_allreduce_coalesced([x, y], async_op=True).get_future()
+        assert future.wait() is x and [each[0].item() for each in both.wait()] == [4, 4]
+        assert future.then(lambda f: f.value()[0].item()).wait() == 4
+        done = comm.quantized_allreduce(y, async_op=True)
+        done.wait()
+        assert done.get_future().done()
+        if comm.rank:
+            begun.wait(SECONDS)
+            comm.abort("a reason")
+            return
+        future = comm.quantized_allreduce(x, async_op=True).get_future()
+        begun.set()
+        with pytest.raises(PeerLost, match="a reason"):
+            future.wait()
+
+    begun = threading.Event()
+    qccl.run_ranks(2, run)
