@@ -24,7 +24,7 @@ from qccl.collectives import (
 )
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
-from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, accepts, complete
+from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, StateArrayOptions, accepts, complete
 
 __all__ = ["Collectives"]
 
@@ -146,7 +146,7 @@ class Collectives(ABC):
         spec = spec if order == "C" else replace(spec, order=order)
         return self._run(spec, arrays, targets, how)
 
-    @accepts(ArrayOptions)
+    @accepts(StateArrayOptions)
     def quantized_reduce_scatter(
         self,
         x: Any,
@@ -154,13 +154,14 @@ class Collectives(ABC):
         *,
         counts: Sequence[int] | None = None,
         op: OpLike = "sum",
-        **options: Unpack[ArrayOptions],
+        **options: Unpack[StateArrayOptions],
     ) -> Any:
         """Combine ``x`` over all ranks and give each rank one part of the result: the first half of an all-reduce.
 
         ``counts`` are the elements of each rank's part; None means equal parts. ``out`` receives this rank's part; None
-        means this rank's part of ``x``, whose other parts do not change. Other arguments: see quantized_allreduce.
-        Returns ``out`` (or ``x``), or its Work.
+        means this rank's part of ``x``, whose other parts do not change. With "+ef" each rank keeps the residuals of
+        what it sends; a rank changes its state if its ``x`` and its part of the result are finite. Other arguments: see
+        quantized_allreduce. Returns ``out`` (or ``x``), or its Work.
         """
         how = complete(options)
         source = self._memory.from_array(x, dtype=how["dtype"], writable=out is None, what="x")
@@ -253,7 +254,7 @@ class Collectives(ABC):
         spec = spec_of(ReduceSpec.from_arguments, source, how, source.order, op=op, root=root, algorithm=algorithm)
         return self._run(spec, arrays, result, how)
 
-    @accepts(ResultArrayOptions)
+    @accepts(CallOptions)
     def hierarchical_allreduce(
         self,
         x: Any,
@@ -265,7 +266,7 @@ class Collectives(ABC):
         node_ids: Sequence[int] | None = None,
         inter: str | None = None,
         algorithm: str = "auto",
-        **options: Unpack[ResultArrayOptions],
+        **options: Unpack[CallOptions],
     ) -> Any:
         """All-reduce in two levels: nearly exact inside nodes, and with ``codec`` between them.
 
@@ -276,6 +277,7 @@ class Collectives(ABC):
         - ``algorithm``, "one_shot" or "two_round", runs between nodes; "auto" is one_shot for two nodes.
         - ``inter="host"``: on CUDA, codes between nodes go through pinned host memory and MPI instead of NCCL. It needs
           a communicator over MPI and cannot be captured in a graph. On the host it changes nothing.
+        - With "+ef" residuals are those of the codes between nodes; on one node nothing is encoded.
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
@@ -295,7 +297,7 @@ class Collectives(ABC):
         )
         return self._run(spec, {"input": source, "output": target}, result, how)
 
-    @accepts(ArrayOptions)
+    @accepts(StateArrayOptions)
     def peer_exchange(
         self,
         z: Any,
@@ -303,7 +305,7 @@ class Collectives(ABC):
         send_to: Collection[int],
         replicas: Mapping[int, Any],
         applied: Any = None,
-        **options: Unpack[ArrayOptions],
+        **options: Unpack[StateArrayOptions],
     ) -> Any:
         """Send the code of ``z`` to some ranks and add it to ``applied``; add the codes of others to replicas.
 
@@ -314,6 +316,8 @@ class Collectives(ABC):
         - ``replicas`` has, for each rank that sends to this one, the array to which its decoded code is added.
         - ``applied`` (None: no array) is the array to which this rank's own decoded code is added. If it was
           bit-identical to its replicas on other ranks, it stays so.
+        - With "+ef" a sender keeps the residual of ``z``; it changes if ``z`` is finite. The state under a ``key``
+          belongs to one ``send_to``, and to calls with ``applied`` or without.
 
         Other arguments: see quantized_allreduce. Returns ``applied``, or the Work. If a rank names another that does
         not name it, both raise MismatchError and change nothing; the others raise it now or in their next call.

@@ -60,8 +60,8 @@ class LowPrecisionDecentralized:
         self._codec = codecs.get(codec)
         if self._codec.state_names:
             raise ArgumentError(
-                f"{self._codec.spec()} keeps its {' and '.join(self._codec.state_names)} from call to call, which peer "
-                f"exchange does not; use {self._codec.plain.spec()}"
+                f"LowPrecisionDecentralized takes codecs without +ef and +nesterov, not {self._codec.spec()}: what a "
+                f"code loses of a model's change is part of the next change anyway; use {self._codec.plain.spec()}"
             )
         self._row = [float(w) for w in self.weights[comm.rank]]
         linked = self.weights[comm.rank] + self.weights[:, comm.rank]  # both: symmetry has a tolerance

@@ -13,8 +13,8 @@ from qccl.dtypes import DType
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
 
-__all__ = ["ArrayOptions", "CallOptions", "Options", "ResultArrayOptions", "ResultOptions", "StateOptions"]
-__all__ += ["accepts", "complete"]
+__all__ = ["ArrayOptions", "CallOptions", "Options", "PointerOptions", "ResultArrayOptions", "ResultOptions"]
+__all__ += ["StateArrayOptions", "StateOptions", "accepts", "complete"]
 
 
 class Options(TypedDict, total=False):
@@ -32,11 +32,17 @@ class ResultOptions(Options, total=False):
     nonfinite: str
 
 
-class StateOptions(ResultOptions, total=False):
-    """Keywords of the collectives that keep the state of codecs."""
-
+class _OfState(TypedDict, total=False):
     key: str | None
     lr: float | None
+
+
+class StateOptions(Options, _OfState, total=False):
+    """Keywords of the collectives that keep the state of codecs."""
+
+
+class PointerOptions(ResultOptions, _OfState, total=False):
+    """All options of a function on pointers."""
 
 
 class _OfArrays(TypedDict, total=False):
@@ -53,7 +59,11 @@ class ResultArrayOptions(ResultOptions, _OfArrays, total=False):
     """ResultOptions of a method on arrays."""
 
 
-class CallOptions(StateOptions, _OfArrays, total=False):
+class StateArrayOptions(StateOptions, _OfArrays, total=False):
+    """StateOptions of a method on arrays."""
+
+
+class CallOptions(PointerOptions, _OfArrays, total=False):
     """All options."""
 
 

@@ -12,7 +12,7 @@ from qccl.calls import Collectives
 from qccl.collectives import AllReduceSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec, spec_of
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.options import CallOptions, Options, ResultOptions, StateOptions, accepts, complete
+from qccl.options import CallOptions, PointerOptions, StateOptions, accepts, complete
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["hierarchical_allreduce", "peer_exchange", "quantized_allreduce"]
 
 
-@accepts(StateOptions)
+@accepts(PointerOptions)
 def quantized_allreduce(
     sendbuf: Pointer,
     recvbuf: Pointer,
@@ -32,7 +32,7 @@ def quantized_allreduce(
     stream: int = 0,
     *,
     algorithm: str = "auto",
-    **options: Unpack[StateOptions],
+    **options: Unpack[PointerOptions],
 ) -> Work | None:
     """All-reduce on raw pointers, in the argument order of ncclAllReduce; equal pointers mean in place.
 
@@ -46,7 +46,7 @@ def quantized_allreduce(
     return _run(comm, spec, {"input": source, "output": target}, how)
 
 
-@accepts(ResultOptions)
+@accepts(PointerOptions)
 def hierarchical_allreduce(
     sendbuf: Pointer,
     recvbuf: Pointer,
@@ -61,7 +61,7 @@ def hierarchical_allreduce(
     node_ids: Sequence[int] | None = None,
     inter: str | None = None,
     algorithm: str = "auto",
-    **options: Unpack[ResultOptions],
+    **options: Unpack[PointerOptions],
 ) -> Work | None:
     """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
     source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
@@ -80,7 +80,7 @@ def hierarchical_allreduce(
     return _run(comm, spec, {"input": source, "output": target}, how)
 
 
-@accepts(Options)
+@accepts(StateOptions)
 def peer_exchange(
     sendbuf: Pointer,
     count: int,
@@ -91,7 +91,7 @@ def peer_exchange(
     send_to: Collection[int],
     replicas: Mapping[int, Pointer],
     applied: Pointer | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[StateOptions],
 ) -> Work | None:
     """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
     if not isinstance(replicas, Mapping):

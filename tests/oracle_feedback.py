@@ -28,6 +28,19 @@ class Rank:
     residual: np.ndarray | None
     momentum: np.ndarray | None
 
+    def copy(self) -> Rank:
+        return Rank(*(None if a is None else a.copy() for a in (self.residual, self.momentum)))
+
+
+def ranks_without_state(spec: str, ranks: int, count: int) -> list[Rank]:
+    """The state of ``ranks`` ranks before the first call."""
+    state_names = get(spec).state_names
+
+    def zeros(kind: str) -> np.ndarray | None:
+        return np.zeros(count, f32) if kind in state_names else None
+
+    return [Rank(zeros("residual"), zeros("momentum")) for _ in range(ranks)]
+
 
 @dataclass
 class Group:
@@ -43,12 +56,7 @@ class Group:
     kept: list[Rank] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        state_names = get(self.spec).state_names
-
-        def zeros(kind: str) -> np.ndarray | None:
-            return np.zeros(self.count, f32) if kind in state_names else None
-
-        self.kept = [Rank(zeros("residual"), zeros("momentum")) for _ in range(self.ranks)]
+        self.kept = ranks_without_state(self.spec, self.ranks, self.count)
 
     def step(self, inputs: list[np.ndarray], lr: float = 1.0) -> np.ndarray:
         """The result of one call. State changes if the result is finite. bfloat16 is uint16."""
@@ -56,8 +64,8 @@ class Group:
             return self._step(inputs, f32(lr))
 
     def _step(self, inputs: list[np.ndarray], lr: np.float32) -> np.ndarray:
-        kept = [Rank(*(None if a is None else a.copy() for a in (k.residual, k.momentum))) for k in self.kept]
-        values = [self._with_momentum(k, to_float(x, self.dtype)) for k, x in zip(kept, inputs, strict=True)]
+        kept = [k.copy() for k in self.kept]
+        values = [with_momentum(k, to_float(x, self.dtype), self.spec) for k, x in zip(kept, inputs, strict=True)]
         scale = f32(1 / self.ranks) if self.op == "avg" else f32(1)
         if self.ranks == 1:
             result = from_float(values[0] * scale, self.dtype) if kept[0].momentum is not None else inputs[0].copy()
@@ -85,28 +93,37 @@ class Group:
             self.kept = kept
         return result
 
-    def _with_momentum(self, kept: Rank, x: np.ndarray) -> np.ndarray:
-        """``m = mu m + x``, then ``x + mu m``."""
-        if kept.momentum is None:
-            return x
-        mu = f32(momentum_of(get(self.spec)))
-        kept.momentum = mu * kept.momentum + x
-        return x + mu * kept.momentum
-
     def _coded(self, kept: Rank, x: np.ndarray, part: slice, rank: int, round_: int, lr: np.float32) -> np.ndarray:
         """The decoded values of a part of ``x`` with its residual; round 1 is also rounded to the element type."""
-        codec, counter = oracle_codec(self.spec), RngCounter(self.call, round_, rank, part.start)
-        v = x[part] if kept.residual is None else x[part] + kept.residual[part] * (f32(1) / lr)
-        if codec is None:
-            decoded = to_float(from_float(v, self.dtype), self.dtype)
-        else:
-            wire = oracle.encode_any(codec, v, self.dtype, counter)
-            decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, self.dtype, counter), v.size)
-        if kept.residual is not None:
-            received = to_float(from_float(decoded, self.dtype), self.dtype) if round_ else decoded
-            left = (v - received) * lr
-            kept.residual[part] = np.where(np.isfinite(left), left, f32(0))
-        return decoded
+        counter = RngCounter(self.call, round_, rank, part.start)
+        return coded(kept, x, part, self.spec, self.dtype, counter, lr, rounded=bool(round_))
+
+
+def with_momentum(kept: Rank, x: np.ndarray, spec: str) -> np.ndarray:
+    """``m = mu m + x``, then ``x + mu m``."""
+    if kept.momentum is None:
+        return x
+    mu = f32(momentum_of(get(spec)))
+    kept.momentum = mu * kept.momentum + x
+    return x + mu * kept.momentum
+
+
+def coded(
+    kept: Rank, x: np.ndarray, part: slice, spec: str, dtype: str, counter: RngCounter, lr: np.float32, *, rounded: bool
+) -> np.ndarray:
+    """The decoded values of a part of ``x`` with its residual; ``rounded``: it is of those in the element type."""
+    codec = oracle_codec(spec)
+    v = x[part] if kept.residual is None else x[part] + kept.residual[part] * (f32(1) / lr)
+    if codec is None:
+        decoded = to_float(from_float(v, dtype), dtype)
+    else:
+        wire = oracle.encode_any(codec, v, dtype, counter)
+        decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, dtype, counter), v.size)
+    if kept.residual is not None:
+        received = to_float(from_float(decoded, dtype), dtype) if rounded else decoded
+        left = (v - received) * lr
+        kept.residual[part] = np.where(np.isfinite(left), left, f32(0))
+    return decoded
 
 
 def total(terms: list[np.ndarray]) -> np.ndarray:

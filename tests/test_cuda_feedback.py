@@ -34,6 +34,7 @@ VARIANTS = {
     "a sender without momentum": (0, 0, True, False, True, False, 1.0),
     "an owner": (2, 1, True, True, True, True, 1 / 3),
     "an owner without momentum": (3, 3, True, True, True, False, 1.0),
+    "an owner whose sum is not encoded": (2, 1, False, True, False, True, 1 / 3),
     "momentum alone": (0, 0, True, False, False, True, 1.0),
     "a rank alone": (0, 0, False, True, False, True, 0.5),
 }

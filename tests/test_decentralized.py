@@ -197,7 +197,7 @@ def test_refused() -> None:
         ):
             with pytest.raises(qccl.ArgumentError, match=message):
                 qccl.LowPrecisionDecentralized(comm, wrong)
-        with pytest.raises(qccl.ArgumentError, match=r"onebit\+ef keeps its residual from call to call"):
+        with pytest.raises(qccl.ArgumentError, match=r"without \+ef and \+nesterov, not onebit\+ef.*use onebit"):
             qccl.LowPrecisionDecentralized(comm, model, codec="onebit+ef")
         with pytest.raises(qccl.ArgumentError, match="a state is the dict that"):
             sgd.load_state_dict({})

@@ -14,10 +14,7 @@ from qccl.analysis.postconditions import allreduce
 from qccl.analysis.verify import verify
 from qccl.codecs import ErrorFeedback, MinMax, Momentum
 from qccl.collectives.allreduce import ALLREDUCE
-from qccl.collectives.operands import CallerBuffers, Group
-from qccl.collectives.reduce_scatter import reduce_scatter
-from qccl.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from qccl.errors import ArgumentError
+from qccl.dtypes import BFLOAT16, FLOAT16
 from qccl.schedule import Commit, Encode, Exchange, Op, Reduce, Role, Schedule, Span, StateBuffer, dependencies, nodes
 
 PLAIN = MinMax(bits=4, bucket=8)
@@ -133,8 +130,3 @@ def half(ops: list[Op]) -> None:
 )
 def test_wrong_state_is_found(mutate, reason):
     rejected(changed(all_ranks("two_round", 3, 96), mutate), reason)
-
-
-def test_other_collectives_have_no_state():
-    with pytest.raises(ArgumentError, match=r"keeps its residual and momentum.*only all-reduce.*use minmax4:bucket=8"):
-        reduce_scatter(Group.of_all(0, 2), CallerBuffers.scattered([50, 50], 0, FLOAT32), BOTH)

@@ -16,7 +16,19 @@ from qccl.analysis.events import Computation, Event, Rendezvous
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 from qccl.intervals import IntervalMap
-from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Role, Schedule, Span, StateBuffer, VerificationError
+from qccl.schedule import (
+    Commit,
+    Decode,
+    Encode,
+    Op,
+    Reduce,
+    Role,
+    Schedule,
+    Span,
+    StateBuffer,
+    VerificationError,
+    reads,
+)
 
 __all__ = ["Contents", "Postcondition", "Precondition"]
 
@@ -65,7 +77,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Wire:
-    """A code of ``count`` elements from ``first`` on, made by ``rank``; ``value`` is its decoded value."""
+    """A code of ``count`` elements from ``first`` on, made by ``rank``; ``value`` is its decoded value.
+
+    ``index`` is the number of the first element in random keys: another than ``first`` where parts have own buckets.
+    """
 
     codec: Codec
     dtype: DType | None
@@ -75,6 +90,7 @@ class Wire:
     nbytes: int
     rank: int
     round: int
+    index: int
 
     def __str__(self) -> str:
         return f"a code of elements {self.first}..{self.first + self.count} of {_named(self.value.ranks)}"
@@ -161,14 +177,14 @@ class Contents:
                     reader.fail(f"elements {offset}..{offset + count} are not the same bits as on rank {model_rank}")
 
     def check_state(self) -> None:
-        """Raise VerificationError if state is not replaced, or belongs to other elements."""
+        """Raise VerificationError if state that an operation uses is not replaced, or belongs to other elements."""
         for rank, schedule in enumerate(self.schedules):
-            for name, size, first in _states(schedule):
-                reader = _Operation(self, rank, None)
-                initial = self._values["state", rank, name]
-                runs = reader.read(Span(name, 0, size))
-                for run in runs:
-                    if run.content is initial or run.offset != first + run.start:
+            reader = _Operation(self, rank, None)
+            first_of = {name: first for name, _, first in _states(schedule)}
+            for span in (span for op in schedule.ops for span in reads(op) if span.buffer in first_of):
+                name = span.buffer
+                for run in reader.read(span):
+                    if run.content is self._values["state", rank, name] or run.offset != first_of[name] + run.start:
                         reader.fail(
                             f"{name}[{run.start}:{run.stop}] ends as {run.content}, from element {run.offset} on"
                         )
@@ -189,16 +205,20 @@ class Contents:
             found = self._values[key] = Value(ranks, op, scale)
         return found
 
-    def wire(self, codec: Codec, dtype: DType | None, term: _Term, nbytes: int, rank: int, round_number: int) -> Wire:
-        """The unique code that this quantisation gives; ``rank`` and ``round_number`` choose its random numbers."""
+    def wire(
+        self, codec: Codec, dtype: DType | None, term: _Term, nbytes: int, rank: int, round_number: int, index: int
+    ) -> Wire:
+        """The unique code that this quantisation gives; the last three arguments choose its random numbers."""
         number = self._number(codec)
-        counter = (rank, round_number) if self._draws[number] else None
+        counter = (rank, round_number, index) if self._draws[number] else None
         key = (term.value, term.first, term.count, number, str(dtype), counter)
         found = self._wires.get(key)
         if found is None:
             exact = codec.name == "none"
             decoded = term.value if exact else Value(term.value.ranks, term.value.op, term.value.scale)
-            found = self._wires[key] = Wire(codec, dtype, decoded, term.first, term.count, nbytes, rank, round_number)
+            found = self._wires[key] = Wire(
+                codec, dtype, decoded, term.first, term.count, nbytes, rank, round_number, index
+            )
         return found
 
     def _number(self, codec: Codec) -> int:
@@ -309,10 +329,10 @@ class _Operation:
             self.fail(f"decodes {span} with {codec!r}, but {wire.codec!r} made it")
         if dtype is not None and wire.dtype != dtype:
             self.fail(f"decodes {span} to {dtype}, but it was made from {wire.dtype}")
-        if codec.decoder_draws and maker != (wire.rank, wire.round, wire.first):
+        if codec.decoder_draws and maker != (wire.rank, wire.round, wire.index):
             self.fail(
                 f"decodes {span} as made by rank {maker[0]} in round {maker[1]} from element {maker[2]} on, but it was "
-                f"made by rank {wire.rank} in round {wire.round} from element {wire.first} on"
+                f"made by rank {wire.rank} in round {wire.round} from element {wire.index} on"
             )
         return _Term(wire.value, wire.first, wire.count)
 
@@ -339,7 +359,7 @@ class _Operation:
 
     def encode(self, codec: Codec, dtype: DType | None, term: _Term, span: Span, index: int, round_number: int) -> Wire:
         """Write the code of a term; fails if random numbers would be used a second time."""
-        wire = self.world.wire(codec, dtype, term, len(span), self.rank, round_number)
+        wire = self.world.wire(codec, dtype, term, len(span), self.rank, round_number, index)
         used = _Cell(index, index + term.count, wire, 0)
         for old in self.world.drawn[self.rank, round_number].put(used):
             if old.content is not wire:

@@ -235,12 +235,16 @@ class _Checker:
                 )
 
     def _commit(self, op: Commit) -> None:
-        """Check that it comes last and is guarded by the whole output."""
+        """Check that it comes last and is guarded by the whole output or input, or by both."""
         if self._op_index != len(self._schedule.ops) - 1:
             self._fail("commits before the end, when the run may still fail")
-        outputs = {n: b.size for n, b in self._schedule.buffers.items() if b.role is Role.OUTPUT and b.size}
-        if {span.buffer: len(span) for span in op.guard} != outputs:
-            self._fail(f"is guarded by {', '.join(map(str, op.guard))}, which is not all of the output")
+        outputs, inputs = (
+            {n: b.size for n, b in self._schedule.buffers.items() if b.role is role and b.size}
+            for role in (Role.OUTPUT, Role.INPUT)
+        )
+        if {span.buffer: len(span) for span in op.guard} not in (outputs, inputs, outputs | inputs):
+            found = ", ".join(map(str, op.guard))
+            self._fail(f"is guarded by {found}, which is not all of the output, nor all of the input")
         for state_buffers in op.state_buffers:
             self._state_buffer(state_buffers, len(state_buffers.old))
 

@@ -1,7 +1,7 @@
 """Decorators that give a codec state from call to call: error feedback and momentum.
 
-A decorated codec has the sizes and bytes of the codec inside. Only collectives that store the state by a key take it
-(all-reduce); ``docs/algorithms.md`` describes their use of it.
+A decorated codec has the sizes and bytes of the codec inside. All-reduce in one or two levels, reduce-scatter and peer
+exchange take it, and store its state by a key; ``docs/algorithms.md`` describes their use of it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class Decorator(Codec):
 class ErrorFeedback(Decorator):
     """Error feedback: the quantisation error of a call is added to the values of the next call with the same key.
 
-    Every rank keeps the errors of the wires that it encodes: of its own values, and of its shard of the sum.
+    Every rank keeps the errors of the wires that it encodes: of its own values, and in an all-reduce those of its shard
+    of the sum.
     """
 
     name: ClassVar[str] = "ef"

@@ -9,7 +9,6 @@ from typing import Any, Self
 
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.codecs.base import Codec
-from qccl.collectives.feedback import with_feedback
 from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, partition_together
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
@@ -80,7 +79,7 @@ def two_round(
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
     """
     if group.size == 1 or not any(buffers.counts):
-        return _alone("two_round", group, buffers, codec, combine)
+        return assemble("two_round", group, buffers, alone(buffers, codec, combine))
     encoding = _encoding(buffers, group.size, codec, chunking)
     scatter = ScatterReduce(group, encoding, buffers.source)
     gather = AllGather(group, encoding, round_number=1)
@@ -94,7 +93,7 @@ def two_round(
     lag = encoding.lag
     stages = ((0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))
     ops = pipeline(encoding.layout.chunks, *stages)
-    return with_feedback(assemble("two_round", group, buffers, ops, scatter, gather), codec, combine.scale)
+    return assemble("two_round", group, buffers, ops, scatter, gather)
 
 
 def one_shot(
@@ -106,7 +105,7 @@ def one_shot(
     The workspace is size x depth wire slots of one chunk each.
     """
     if group.size == 1 or not any(buffers.counts):
-        return _alone("one_shot", group, buffers, codec, combine)
+        return assemble("one_shot", group, buffers, alone(buffers, codec, combine))
     encoding = _encoding(buffers, 1, codec, chunking)
     gather = AllGather(group, encoding, common=True)
 
@@ -117,12 +116,7 @@ def one_shot(
         return gather.reduce(k, combine, buffers.target)
 
     ops = pipeline(encoding.layout.chunks, (0, encode), (0, gather.exchange), (encoding.lag, reduce))
-    return with_feedback(assemble("one_shot", group, buffers, ops, gather), codec, combine.scale)
-
-
-def _alone(name: str, group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine) -> Schedule:
-    """The schedule where there is nothing to exchange."""
-    return with_feedback(assemble(name, group, buffers, alone(buffers, codec.plain, combine)), codec, combine.scale)
+    return assemble("one_shot", group, buffers, ops, gather)
 
 
 def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunking: Chunking) -> Encoding:
@@ -131,7 +125,7 @@ def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunking: Chunki
     Several arrays share messages but not buckets: each array begins a new bucket.
     """
     layout = partition_together(buffers.counts, parts, codec, chunking.elements)
-    return Encoding(layout, codec.plain, buffers.dtype, chunking.depth)
+    return Encoding(layout, codec, buffers.dtype, chunking.depth)
 
 
 #: the algorithms of all-reduce by name

@@ -1,19 +1,19 @@
-"""Error feedback and momentum: turns a stateless schedule into the schedule of a codec with state.
+"""Error feedback and momentum: gives state to the operations of a schedule that name stateful codecs.
 
-Each operation that encodes the caller's values becomes a Reduce with a State, whose buffers hold one fp32 per element
-of the caller's arrays. A rank encodes its own values outside its shard and the sums inside it, so one vector holds the
-residuals of both.
+A round that encodes with a codec such as "onebit+ef" names it in its operations. Here each of these becomes an
+operation of the plain codec with a State, whose buffers hold one fp32 per element of the caller's array. A rank encodes
+its own values outside its shard and the sums inside it, so one vector holds the residuals of both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import momentum_of
 from qccl.dtypes import FLOAT32
-from qccl.schedule import Buffer, Commit, Encode, Op, Reduce, Role, Schedule, Span, State, StateBuffer
+from qccl.schedule import Buffer, Commit, Decode, Encode, Exchange, Op, Reduce, Role, Schedule, Span, State, StateBuffer
 
 __all__ = ["NEXT", "sums_of", "with_feedback"]
 
@@ -21,64 +21,89 @@ __all__ = ["NEXT", "sums_of", "with_feedback"]
 NEXT = ".next"
 
 
-def with_feedback(schedule: Schedule, codec: Codec, scale: float) -> Schedule:
-    """The schedule of a sum, scaled by ``scale``, with the state of ``codec``; the same schedule if it has none.
+def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
+    """The schedule with state where operations name stateful codecs; the same schedule if none does.
 
-    Its state buffers (Role.STATE) are "residual" and "momentum", or for several arrays "residual 0" and so on.
+    Its state buffers (Role.STATE) are "residual" and "momentum", or for several arrays "residual 0" and so on. A call
+    changes them if the buffers named by ``guard`` are finite at its end. They are as long as the caller's array; a part
+    that no operation uses stays zero.
     """
-    outputs = {n: b for n, b in schedule.buffers.items() if b.role is Role.OUTPUT and b.size}
-    alone = schedule.size == 1
-    kinds = [kind for kind in codec.state_names if not (alone and kind == "residual")]  # alone, nothing is encoded
-    if not kinds or not outputs:
+    if not any(op.codec.state_names for op in schedule.ops if not isinstance(op, Exchange | Commit)):
         return schedule
-    ops: list[Op]
-    if alone:
-        ops = [_alone(name, output, schedule.buffers, codec, scale) for name, output in outputs.items()]
-    else:
-        ops = [_with_feedback(op, kinds, momentum_of(codec)) for op in schedule.ops]
-    names = [(f"{kind}{_suffix(name)}", output.size) for kind in kinds for name, output in outputs.items()]
-    buffers = {name: Buffer(size, FLOAT32, Role.STATE) for name, size in names}
-    buffers |= {name + NEXT: Buffer(size, FLOAT32, Role.WORK) for name, size in names}
-    guard = tuple(Span(name, 0, output.size) for name, output in outputs.items())
-    commit = Commit(guard, tuple(_state_buffer(name, 0, size) for name, size in names))
+    ops = tuple(_with_state(op) for op in schedule.ops)
+    used = [each for kind in ("residual", "momentum") for each in _used(ops, kind)]
+    if not used:
+        return replace(schedule, ops=ops)
+    arrays = {span.buffer: own.buffer for span, own in used}
+    names = [*schedule.buffers]
+    sizes = {
+        name: schedule.buffers[array].size for name, array in sorted(arrays.items(), key=lambda e: names.index(e[1]))
+    }
+    buffers = {name: Buffer(size, FLOAT32, Role.STATE) for name, size in sizes.items()}
+    buffers |= {name + NEXT: Buffer(size, FLOAT32, Role.WORK) for name, size in sizes.items()}
+    spans = _joined(span for span, _ in used)
+    guarded = tuple(Span(name, 0, size) for name in guard if (size := schedule.buffers[name].size))
+    commit = Commit(guarded, tuple(map(_state_buffer, spans)))
     return replace(schedule, buffers={**schedule.buffers, **buffers}, ops=(*ops, commit))
 
 
 def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
-    """The parts (buffer, start, stop) of the state with residuals of sums, not of this rank's own values."""
-    residuals = [op.state.residual for op in schedule.ops if isinstance(op, Reduce) and op.srcs and op.state]
-    return [(each.old.buffer, each.old.start, each.old.stop) for each in residuals if each]
+    """The parts (buffer, start, stop) of residuals that are not of this rank's own values.
+
+    They are those of the sums that it owns, or stay zero because it does not encode these elements.
+    """
+    own = [span for span, _ in _used((op for op in schedule.ops if isinstance(op, Reduce) and not op.srcs), "residual")]
+    parts = []
+    for name, buffer in schedule.buffers.items():
+        if buffer.role is Role.STATE and name.startswith("residual"):
+            here = 0
+            for span in (*_joined(span for span in own if span.buffer == name), Span(name, buffer.size, buffer.size)):
+                if here < span.start:
+                    parts.append((name, here, span.start))
+                here = span.stop
+    return parts
 
 
-def _with_feedback(op: Op, kinds: list[str], mu: float) -> Op:
-    """The operation with its part of the state, if it encodes."""
+def _with_state(op: Op) -> Op:
+    """The operation with the plain codec, and with its part of the state if it reads own values."""
     match op:
-        case Encode(codec, src, wire, index, round_):
-            state = _state(src, kinds, mu)
-            return Reduce(codec, (), src, 0, wire, None, index=index, round=round_, state=state)
-        case Reduce(own=own, wire=wire) if own is not None and wire is not None:
-            return replace(op, state=_state(own, kinds, mu))
+        case Encode(codec, src, wire, index, round_) if codec.state_names:
+            state = _state(src, codec, encodes=True)
+            return Reduce(codec.plain, (), src, 0, wire, None, index=index, round=round_, state=state)
+        case Reduce(codec=codec, own=own, wire=wire) if codec.state_names:
+            state = None if own is None else _state(own, codec, encodes=wire is not None)
+            return replace(op, codec=codec.plain, state=state)
+        case Decode(codec=codec) if codec.state_names:
+            return replace(op, codec=codec.plain)
     return op
 
 
-def _alone(name: str, output: Buffer, buffers: Mapping[str, Buffer], codec: Codec, scale: float) -> Op:
-    """The operation of a rank without peers: momentum only."""
-    source = f"input{_suffix(name)}"
-    own = Span(source if source in buffers else name, 0, output.size)
-    state = _state(own, ["momentum"], momentum_of(codec))
-    return Reduce(codec.plain, (), own, 0, None, Span(name, 0, output.size), scale=scale, state=state)
+def _state(values: Span, codec: Codec, *, encodes: bool) -> State | None:
+    """The state of an operation on own values; only one that encodes has a residual."""
+    suffix = values.buffer.removeprefix("input").removeprefix("output")
+    kinds = [kind for kind in codec.state_names if encodes or kind != "residual"]
+    found = {kind: _state_buffer(Span(kind + suffix, values.start, values.stop)) for kind in kinds}
+    return State(**found, mu=momentum_of(codec)) if found else None
 
 
-def _state(values: Span, kinds: list[str], mu: float) -> State:
-    suffix = _suffix(values.buffer)
-    found = {kind: _state_buffer(kind + suffix, values.start, values.stop) for kind in kinds}
-    return State(**found, mu=mu)
+def _state_buffer(old: Span) -> StateBuffer:
+    return StateBuffer(old, Span(old.buffer + NEXT, old.start, old.stop))
 
 
-def _state_buffer(name: str, start: int, stop: int) -> StateBuffer:
-    return StateBuffer(Span(name, start, stop), Span(name + NEXT, start, stop))
+def _used(ops: Iterable[Op], kind: str) -> Iterator[tuple[Span, Span]]:
+    """The spans of one kind of state that operations use, each with the own values that it belongs to."""
+    for op in ops:
+        if isinstance(op, Reduce) and op.own is not None and op.state is not None:
+            each: StateBuffer | None = getattr(op.state, kind)
+            if each is not None:
+                yield each.old, op.own
 
 
-def _suffix(name: str) -> str:
-    """The rest of a buffer's name after "input" or "output"."""
-    return name.removeprefix("input").removeprefix("output")
+def _joined(spans: Iterable[Span]) -> list[Span]:
+    """Disjoint spans in order, with those that touch each other as one."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda span: (span.buffer, span.start)):
+        if found and (found[-1].buffer, found[-1].stop) == (span.buffer, span.start):
+            span = Span(span.buffer, found.pop().start, span.stop)
+        found.append(span)
+    return found

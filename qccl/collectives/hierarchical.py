@@ -9,6 +9,7 @@ from typing import Any, Self
 from qccl import codecs
 from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
 from qccl.codecs.base import Codec
+from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, Coarsened, Layout, Subset, partition_for_all
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
@@ -62,6 +63,7 @@ class HierarchicalSpec(CollectiveSpec):
     """
 
     name = "hierarchical_allreduce"
+    keeps_state = True
 
     op: str
     intra: Codec
@@ -107,6 +109,10 @@ class HierarchicalSpec(CollectiveSpec):
         if self.inter is None:
             del shown["inter"]
         return shown
+
+    def state_owner(self, algorithm: str) -> str:
+        """See CollectiveSpec: ``algorithm`` is the schedule's name, not the algorithm between nodes."""
+        return CollectiveSpec.state_owner(self, self.levels().algorithm)
 
     def counts(self, rank: int, size: int) -> dict[str, int]:
         """See CollectiveSpec."""
@@ -168,8 +174,9 @@ def hierarchical(
 ) -> Schedule:
     """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.
 
-    ``codec`` encodes the values between nodes, in one or two rounds as in all-reduce. "output" holds the sums of the
-    node until the sums of all ranks replace them.
+    ``codec`` encodes the values between nodes, in one or two rounds as in all-reduce; there it has its residuals. Its
+    momentum is that of each rank's own values. "output" holds the sums of the node until the sums of all ranks replace
+    them.
     """
     levels.check(group.size)
     (count,) = buffers.counts
@@ -202,12 +209,16 @@ class _Stages:
         self._node, self._several = Group(group.rank, ranks), len(ranks) > 1
         index = self._node.index
         self._owners = [node[index] for node in levels.nodes] if index < levels.parts else []
-        self._codec, self._combine, self._levels, self._fine = codec, combine, levels, fine
+        self._combine, self._levels, self._fine = combine, levels, fine
+        self._codec, own = codec, levels.intra
+        if isinstance(codec, Momentum) and self._several:  # own values are first encoded inside the node
+            self._codec, own = codec.codec, replace(codec, codec=levels.intra)
         self._first = index * (fine.parts // levels.parts)
         self._target = buffers.target
         self._between = buffers.target if self._several else buffers.source  # the values that go between nodes
         self._coarse = Encoding(Coarsened(fine, levels.parts), levels.intra, buffers.dtype, depth)
-        self._up = ScatterReduce(self._node, self._coarse, buffers.source, name="up")
+        up = Encoding(self._coarse.layout, own, buffers.dtype, depth)
+        self._up = ScatterReduce(self._node, up, buffers.source, name="up")
         self._down = AllGather(self._node, self._coarse, name="down", round_number=3)
         self._slot = self._coarse.slots("down.own", 1)
         self._exact = levels.intra.name == "none"

@@ -89,6 +89,7 @@ class CallerBuffers:
         source: the values that the collective reads.
         target: where it writes the result; the same as ``source`` in place.
         declared: the buffers by name.
+        guard: the buffers that must be finite for a call to change state; none means those of ``target``.
     """
 
     dtype: DType
@@ -96,6 +97,7 @@ class CallerBuffers:
     source: Arrays
     target: Arrays
     declared: Mapping[str, Buffer]
+    guard: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for count in self.counts:
@@ -122,13 +124,17 @@ class CallerBuffers:
 
     @staticmethod
     def scattered(counts: Sequence[int], rank: int, dtype: DType, *, in_place: bool = False) -> CallerBuffers:
-        """The whole vector as input and part ``rank`` of it as output; in place, the part stays where it is."""
+        """The whole vector as input and part ``rank`` of it as output; in place, the part stays where it is.
+
+        Only this rank has its part of the result, so both its own values and the part must be finite.
+        """
         whole, first = sum(counts), sum(counts[:rank])
         if in_place:
             output = Arrays(("output",))
             return CallerBuffers(dtype, tuple(counts), output, output, {"output": Buffer(whole, dtype, Role.OUTPUT)})
         declared = {"input": Buffer(whole, dtype, Role.INPUT), "output": Buffer(counts[rank], dtype, Role.OUTPUT)}
-        return CallerBuffers(dtype, tuple(counts), Arrays(("input",)), Arrays(("output",), first), declared)
+        target = Arrays(("output",), first)
+        return CallerBuffers(dtype, tuple(counts), Arrays(("input",)), target, declared, tuple(declared))
 
     @staticmethod
     def gathered(counts: Sequence[int], rank: int, dtype: DType, *, in_place: bool = False) -> CallerBuffers:

@@ -26,6 +26,7 @@ class PeerExchangeSpec(CollectiveSpec):
     """Arguments of peer_exchange, with this rank's peers; the arrays are "input", "applied" and "replica j"."""
 
     name = "peer_exchange"
+    keeps_state = True
 
     send_to: tuple[int, ...]
     receive_from: tuple[int, ...]
@@ -44,6 +45,10 @@ class PeerExchangeSpec(CollectiveSpec):
         shown = CollectiveSpec._shown(self)
         del shown["send_to"], shown["receive_from"], shown["applied"]
         return shown
+
+    def state_owner(self, algorithm: str) -> str:
+        """See CollectiveSpec: the residual is what these receivers lack."""
+        return f"{CollectiveSpec.state_owner(self, algorithm)} to {list(self.send_to)}, applied={self.applied}"
 
     def pairs(self, rank: int, size: int) -> tuple[str, ...]:
         """See CollectiveSpec: which of the two sends to the other."""
@@ -98,7 +103,7 @@ def peer_buffers(count: int, dtype: DType, receive_from: Sequence[int], *, appli
     names = _updated(receive_from, applied)
     declared = {"input": Buffer(count, dtype, Role.INPUT)}
     declared |= {name: Buffer(count, dtype, Role.OUTPUT) for name in names}
-    return CallerBuffers(dtype, (count,), Arrays(("input",)), Arrays(names), declared)
+    return CallerBuffers(dtype, (count,), Arrays(("input",)), Arrays(names), declared, guard=("input",))
 
 
 def _updated(receive_from: Sequence[int], applied: bool) -> tuple[str, ...]:

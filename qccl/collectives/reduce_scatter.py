@@ -25,6 +25,7 @@ class ReduceScatterSpec(PartsSpec):
     """Arguments of quantized_reduce_scatter."""
 
     name = "reduce_scatter"
+    keeps_state = True
 
     op: str
 

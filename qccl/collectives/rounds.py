@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from qccl.codecs.base import Codec
+from qccl.collectives.feedback import with_feedback
 from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
 from qccl.collectives.wire import Encoding, exchange
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
@@ -194,15 +195,15 @@ def decode_chunk(
 
 
 def alone(buffers: CallerBuffers, codec: Codec, combine: Combine = SUM) -> Iterator[Op]:
-    """The operations of a rank without peers: exact copies, if there is anything to change."""
-    if buffers.source != buffers.target or combine.scale != 1.0:
+    """The operations of a rank without peers: exact copies, with momentum, if there is anything to change."""
+    if buffers.source != buffers.target or combine.scale != 1.0 or "momentum" in codec.state_names:
         for source, target, count in zip(buffers.source.names, buffers.target.names, buffers.counts, strict=True):
             if count:
                 yield copy_values(codec, Span(source, 0, count), Span(target, 0, count), combine)
 
 
 def copy_values(codec: Codec, source: Span, target: Span, combine: Combine = SUM) -> Op:
-    """Copy values, times the scale; they are not encoded (``codec`` only fills the field)."""
+    """Copy values, times the scale; they are not encoded (of ``codec`` only the momentum counts)."""
     return Reduce(codec, (), source, 0, None, target, combine.op, combine.scale)
 
 
@@ -227,8 +228,9 @@ class _HasBuffers(Protocol):
 
 
 def assemble(name: str, group: Group, caller: CallerBuffers, ops: Iterable[Op], *wires: _HasBuffers) -> Schedule:
-    """The schedule of ``ops``, with the caller's buffers and those of the rounds or slots ``wires``."""
+    """The schedule of ``ops``, with the caller's buffers, those of ``wires``, and the state of stateful codecs."""
     buffers = dict(caller.declared)
     for each in wires:
         buffers |= each.buffers()
-    return Schedule(name, group.rank, group.size, buffers, tuple(ops))
+    schedule = Schedule(name, group.rank, group.size, buffers, tuple(ops))
+    return with_feedback(schedule, caller.guard or caller.target.names)

@@ -58,7 +58,8 @@ class CollectiveSpec(ABC):
             call = f"{self.name} with op {op}" if self.keeps_state else self.name
             raise ArgumentError(
                 f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, which {call} does not; "
-                f"use {codec.plain.spec()}, or an all-reduce with op sum or avg"
+                f"use {codec.plain.spec()}, or a collective with state: allreduce, hierarchical_allreduce and "
+                f"reduce_scatter, with op sum or avg, or peer_exchange"
             )
 
     def text(self) -> str:

@@ -48,11 +48,6 @@ class Encoding:
     """
 
     def __init__(self, layout: Partition, codec: Codec, dtype: DType, depth: int = DEFAULT_DEPTH) -> None:
-        if codec.state_names:
-            raise ArgumentError(
-                f"{codec.spec()} keeps its {' and '.join(codec.state_names)} from call to call, which only all-reduce "
-                f"does; use {codec.plain.spec()}"
-            )
         if depth < 1:
             raise ArgumentError(f"depth is {depth}; there must be 1 wire slot per peer or more (2 or more to overlap)")
         self.layout, self.codec, self.dtype, self.depth = layout, codec, dtype, depth

@@ -5,6 +5,7 @@ from __future__ import annotations
 import processes
 import pytest
 import test_collectives
+import test_feedback_collectives
 import test_hierarchical
 import test_peer_exchange
 from processes import SIZE
@@ -56,3 +57,10 @@ def test_two_levels():
 @pytest.mark.parametrize("codec", ["minmax8:bucket=64", "minmax2:rounding=stochastic"])
 def test_peer_exchange_keeps_replicas_equal(codec):
     test_peer_exchange.test_the_oracles_bits(SIZE, codec, "float32")
+
+
+@pytest.mark.parametrize("name", ["reduce_scatter", "hierarchical_allreduce", "peer_exchange"])
+def test_error_feedback(name):
+    found = [case for case in test_feedback_collectives.cases() if (case.name, case.ranks) == (name, SIZE)]
+    for case in found[:6]:
+        test_feedback_collectives.test_results_and_state_are_the_oracles(case)
