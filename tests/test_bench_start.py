@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_bench import LAUNCHERS, USERS
 
-from qccl.bench import mpiexec, start
+from qccl.bench import mpiexec, processes, start
 from qccl.bench.kinds import KINDS
 from qccl.bench.options import TRANSPORTS
 
@@ -243,7 +243,7 @@ def test_no_rank_outlives_the_command(transport: str, number: int) -> None:
 def test_signals_unwind_once() -> None:
     for number, expected in ((signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)):
         before = signal.getsignal(number)
-        with pytest.raises(expected) as caught, start.stoppable():
+        with pytest.raises(expected) as caught, processes.stoppable():
             try:
                 signal.raise_signal(number)
             finally:

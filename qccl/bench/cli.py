@@ -11,6 +11,7 @@ from qccl.bench.columns import columns_help
 from qccl.bench.info import info
 from qccl.bench.kinds import KINDS
 from qccl.bench.launched import LaunchedGroup
+from qccl.bench.run import run
 
 __all__ = ["main"]
 
@@ -21,5 +22,5 @@ def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""
 
 
-for _command in (*map(command, KINDS), codec, info):
+for _command in (*map(command, KINDS), codec, run, info):
     main.add_command(_command)

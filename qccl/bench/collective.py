@@ -28,9 +28,10 @@ from qccl.bench.params import (
     output_file_or_stdout,
     picture_file,
 )
+from qccl.bench.processes import stoppable
 from qccl.bench.progress import Bar, decode_report, encode_progress, is_progress, is_report
 from qccl.bench.sizes import parse_link, parse_size
-from qccl.bench.start import choose_way, run_ranks, stoppable
+from qccl.bench.start import choose_way, run_ranks
 from qccl.collectives.hierarchical import INTRA, LAYOUTS
 from qccl.launchers import Launcher, detect
 

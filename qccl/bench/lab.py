@@ -29,6 +29,8 @@ __all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "shaped_n
 #: the rate-limited interface in every namespace
 INTERFACE = "eth0"
 _MTU = "9000"
+#: packets that may be under way; more would be lost
+_DELAYED = "100000"
 _NAMESPACES = Path("/run/netns")
 _CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 _OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
@@ -59,6 +61,8 @@ class Lab:
     With ``nodes``, rank r is on node r modulo ``nodes``, and the ranks of a node share a namespace and its link. With
     ``link_per_rank`` each rank still has its own, as if every GPU had a network card.
 
+    ``delay`` is the time in seconds that each packet waits before it is sent; the kernel needs netem for it.
+
     Attributes:
         nodes, links: numbers of nodes and links.
         bridge: the interface in this process's namespace that joins the ranks.
@@ -66,12 +70,15 @@ class Lab:
         first_address: the address of rank 0, at which ranks without a launcher meet.
     """
 
-    def __init__(self, ranks: int, link: Link, nodes: int | None = None, *, link_per_rank: bool = False) -> None:
+    def __init__(
+        self, ranks: int, link: Link, nodes: int | None = None, *, link_per_rank: bool = False, delay: float = 0.0
+    ) -> None:
         if not 1 <= ranks <= 200:
             raise LabError(f"a lab has room for 1 to 200 ranks, not {ranks}")
         if nodes is not None and not 1 <= nodes <= ranks:
             raise LabError(f"{ranks} ranks make 1 to {ranks} nodes, not {nodes}")
         pid = os.getpid()
+        self.delay = delay
         self.ranks, self.link, self.nodes = ranks, link, ranks if nodes is None else nodes
         self.links = ranks if link_per_rank else self.nodes
         self.bridge = f"qcclb{pid}"
@@ -123,8 +130,23 @@ class Lab:
             _run(*inside, "address", "add", f"{self._subnet}.{node + 1}/24", "dev", INTERFACE)
             _run(*inside, "link", "set", INTERFACE, "mtu", _MTU, "up")
             _run(*inside, "link", "set", "lo", "up")
-            limiter = ("tbf", "rate", self.link.name, "burst", str(self.link.burst), "latency", "100ms")
-            _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *limiter)
+            self._limit(name)
+
+    def _limit(self, name: str) -> None:
+        """Give a namespace's interface its rate limiter, inside a delay if there is one."""
+        add = ("tc", "-n", name, "qdisc", "add", "dev", INTERFACE)
+        limiter = ("tbf", "rate", self.link.name, "burst", str(self.link.burst), "latency", "100ms")
+        if not self.delay:
+            _run(*add, "root", *limiter)
+            return
+        try:
+            _run(*add, "root", "handle", "1:", "netem", "delay", f"{round(self.delay * 1e6)}us", "limit", _DELAYED)
+        except LabError as error:
+            raise LabError(
+                f"links cannot have a delay, because this kernel has no netem ({error}); use a kernel with the module "
+                f"sch_netem, or no delay"
+            ) from error
+        _run(*add, "parent", "1:1", "handle", "10:", *limiter)
 
 
 def shaped_nbytes(namespace: str | None = None) -> int:

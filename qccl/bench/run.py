@@ -1,0 +1,156 @@
+"""``qccl-bench run``: the user's own program as several ranks, behind a slow network, with its traffic counted."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import click
+
+from qccl.bench.files import write_json
+from qccl.bench.lab import Lab, obstacle
+from qccl.bench.mpiexec import find_mpiexec
+from qccl.bench.params import AT_LEAST_1, option, output_file
+from qccl.bench.processes import LinePipe, Start, run_processes, stoppable
+from qccl.bench.sizes import parse_link, parse_seconds
+from qccl.bench.start import Way, commands, environment, share_of_processors
+from qccl.errors import QcclError
+from qccl.launchers import detect
+
+__all__ = ["run"]
+
+_LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
+_DELAY_HELP = "With --link: each packet waits this long, e.g. 20ms; the kernel needs netem."
+_LAUNCHER_HELP = "mpiexec starts the ranks; or they get torchrun's variables (torchrun itself is not used) [torchrun]."
+_JSON_HELP = "Write the time, the exit status and the bytes that each rank sent."
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a run sent.
+
+    Attributes:
+        ranks: their number.
+        link, delay: as on the command line; None where there was none.
+        seconds: from the start of the first rank to the end of the last.
+        sent: bytes that passed each rank's rate limiter, with the headers of TCP and IP; empty without a link.
+    """
+
+    ranks: int
+    link: str | None
+    delay: float | None
+    seconds: float
+    sent: list[int]
+
+    def report(self) -> Iterator[str]:
+        """The lines that the command prints at the end."""
+        yield f"# qccl-bench run: {self.ranks} ranks, {self.seconds:.2f} s"
+        if self.link is None:
+            return
+        delay = "" if self.delay is None else f", and a delay of {self.delay * 1e3:g} ms"
+        yield f"# each rank behind a link of {self.link}{delay}; share of what it could carry in this time"
+        yield f"# {'rank':>4} {'sent MB':>10} {'share':>7}"
+        for rank, sent in enumerate(self.sent):
+            share = sent / (parse_link(self.link).rate * self.seconds)
+            yield f"# {rank:>4} {sent / 1e6:>10.3f} {share:>7.1%}"
+
+
+@click.command(
+    short_help="Run your own program behind a slow network.",
+    context_settings={"allow_interspersed_args": False},
+)
+@option("--ranks", AT_LEAST_1, "N", "Processes to start [2].", 2)
+@option("--link", lambda text: parse_link(text).name, "RATE", _LINK_HELP)
+@option("--delay", parse_seconds, "TIME", _DELAY_HELP)
+@option("--launcher", click.Choice(["torchrun", "mpiexec"]), None, _LAUNCHER_HELP, "torchrun")
+@option("-J --json path", output_file, "FILE", _JSON_HELP)
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.pass_context
+def run(
+    ctx: click.Context,
+    ranks: int,
+    link: str | None,
+    delay: float | None,
+    launcher: str,
+    path: str | None,
+    command: tuple[str, ...],
+) -> None:
+    """Run COMMAND as several ranks on this machine, for example:
+
+    qccl-bench run --ranks 4 --link 100mbit -- python train.py --lr 0.1
+
+    With --link each rank is in a network namespace of its own, behind a link of that rate, and the bytes that the ranks
+    sent over their links are printed at the end. The ranks' lines begin with the rank's number. The exit status is that
+    of the first rank that failed; the others are then ended.
+    """
+    _check(ranks, link, delay, command)
+    with stoppable():
+        try:
+            ctx.exit(_run(ranks, link, delay, launcher, path, command))
+        except KeyboardInterrupt:
+            click.echo("qccl-bench: stopped; its ranks and networks are gone", err=True)
+            ctx.exit(130)
+        except QcclError as error:
+            raise click.ClickException(f"{type(error).__name__}: {error}") from error
+
+
+def _check(ranks: int, link: str | None, delay: float | None, command: Sequence[str]) -> None:
+    """Raise UsageError for what cannot run."""
+    found = detect()
+    if found is not None:
+        raise click.UsageError(f"run starts its own ranks, but {found.name} has started this one; run it without one")
+    if delay is not None and link is None:
+        raise click.UsageError("--delay is for the links of --link; give --link")
+    if link is not None and ranks == 1:
+        raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
+    if link is not None and (reason := obstacle()):
+        raise click.UsageError(f"--link {link}: {reason}")
+    if shutil.which(command[0]) is None:
+        raise click.UsageError(f"{command[0]!r} is no program in PATH, and no file that can be executed")
+
+
+def _run(
+    ranks: int, link: str | None, delay: float | None, launcher: str, path: str | None, command: Sequence[str]
+) -> int:
+    """Run the program; returns the exit status. Reports the traffic, also of a run that is stopped."""
+    way = Way(None, find_mpiexec() if launcher == "mpiexec" else None)
+    with Lab(ranks, parse_link(link), delay=delay or 0.0) if link else contextlib.nullcontext() as lab:
+        begin, status = time.monotonic(), 1
+        try:
+            status = _run_ranks(way, ranks, lab, command)
+        finally:
+            sent = lab.shaped_nbytes() if lab else []
+            traffic = Traffic(ranks, link, delay, time.monotonic() - begin, sent)
+            for line in traffic.report():
+                click.echo(line, err=True)
+            if path is not None:
+                write_json(path, {**vars(traffic), "status": status, "command": list(command)})
+    return status
+
+
+def _run_ranks(way: Way, ranks: int, lab: Lab | None, command: Sequence[str]) -> int:
+    """Run the program's ranks, and print their lines; returns the exit status."""
+    variables = environment(way, ranks, lab, 0, {"OMP_NUM_THREADS": str(share_of_processors(ranks))})
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qccl-bench-")))
+        pipes = [
+            stack.enter_context(LinePipe(partial(_show, rank, is_error=name == "err"), folder / f"{rank}.{name}"))
+            for rank in range(ranks)
+            for name in ("out", "err")
+        ]
+        variable = "RANK" if way.mpi is None else way.mpi.rank_variable
+        # mpiexec would pass on a rank's output in pieces, so every rank opens pipes of its own
+        script = f'exec "$@" >"$0/${variable}.out" 2>"$0/${variable}.err"'
+        inside = ["/bin/sh", "-c", script, str(folder), *command]
+        starts = [Start(words, variables | own) for words, own in commands(way, ranks, inside, lab)]
+        return run_processes(starts, pipes, silence=None)
+
+
+def _show(rank: int, line: str, *, is_error: bool) -> None:
+    click.echo(f"[{rank}] {line}", err=is_error)
