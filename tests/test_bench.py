@@ -349,7 +349,7 @@ def test_info_says_which_ucx_is_used() -> None:
 
 
 def test_versions_and_names_are_read() -> None:
-    assert isinstance(main, click.Group) and set(main.commands) == {*KINDS, "codec", "run", "info"}
+    assert isinstance(main, click.Group) and set(main.commands) == {*KINDS, "codec", "run", "doctor", "info"}
     assert "qccl-bench, version" in invoke("--version").output
 
 

@@ -8,6 +8,7 @@ import qccl
 from qccl.bench.codec import codec
 from qccl.bench.collective import command
 from qccl.bench.columns import columns_help
+from qccl.bench.doctor import doctor
 from qccl.bench.info import info
 from qccl.bench.kinds import KINDS
 from qccl.bench.launched import LaunchedGroup
@@ -22,5 +23,5 @@ def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""
 
 
-for _command in (*map(command, KINDS), codec, run, info):
+for _command in (*map(command, KINDS), codec, run, doctor, info):
     main.add_command(_command)

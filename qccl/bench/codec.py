@@ -31,7 +31,7 @@ from qccl.bench.sizes import parse_size
 from qccl.codecs.base import Codec
 from qccl.dtypes import DType
 
-__all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec"]
+__all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec", "time_operations"]
 
 #: measured by default
 DEFAULT_CODECS = ",".join(codecs.examples())
@@ -223,7 +223,7 @@ def measure_codec(
         ),
         "copy": lambda: _host.memcpy(copied.ctypes.data, values.ctypes.data, count * dtype.itemsize),
     }
-    seconds = {name: statistics.median(each) for name, each in _times(operations, iters, warmups).items()}
+    seconds = {name: statistics.median(each) for name, each in time_operations(operations, iters, warmups).items()}
     operations["encode"]()
     operations["decode"]()
     exact = to_float32(values, dtype).astype(np.float64)
@@ -232,7 +232,7 @@ def measure_codec(
     return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.plain.slow, sources, **seconds)
 
 
-def _times(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:
+def time_operations(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:
     """The seconds of each operation's passes.
 
     The operations take turns, so that a disturbance affects all of them, and in random order, so that none always finds
