@@ -294,7 +294,7 @@ def _head(step: Step, source: str) -> Iterator[str]:
     yield f"# link: {step.rate * 8 / 1e6:.0f} Mbit/s in each direction of a rank ({source})"
     yield f"# computation of a step: {_ms(step.computation)} ms (--step)"
     yield "# measured: codec: encoding and decoding, on one core of this machine; error: relative L2 error of one"
-    yield "#           encoding of Gaussian values (+ef adds it to the next step; compare the accuracy of your training)"
+    yield "#           encoding of Gaussian values (+ef adds it to the next step; check the accuracy of your training)"
     yield "# computed: sent, link: the bytes of an all-reduce, and their time at the link's rate; step: the computation"
     yield "#           plus the longer of link and codec; with overlap these two run beside the backward pass, which is"
     yield "#           taken as two thirds of the computation"
