@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +35,7 @@ __all__ = [
     "of_address",
     "of_jax",
     "of_launcher",
+    "of_store",
     "of_torch",
     "wanted_transport",
 ]
@@ -59,6 +60,7 @@ class Meeting:
         host: of rank 0, as all ranks reach it; None: unknown.
         port: a port of ``host`` that is free once the ranks have met; None: unknown.
         group: the process group of torch.distributed that brings the ranks together, if one does.
+        store: of torch.distributed, which only these ranks use, if they have one.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Meeting:
     host: str | None = None
     port: int | None = None
     group: Any = None
+    store: Any = None
 
 
 def alone() -> Meeting:
@@ -125,9 +128,14 @@ def of_torch(group: Any = None) -> Meeting:
     import torch.distributed as dist
 
     c10d = dist.distributed_c10d
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
     name = c10d._get_process_group_name(group or c10d._get_default_group())
     store = dist.PrefixStore(f"qccl/meeting/{name}", c10d._get_default_store())
+    meeting = of_store(store, dist.get_rank(group), dist.get_world_size(group))
+    return replace(meeting, group=group or c10d._get_default_group(), store=None)
+
+
+def of_store(store: Any, rank: int, size: int) -> Meeting:
+    """Ranks that have a store of torch.distributed, which nothing else uses."""
 
     def gather(note: bytes, timeout: float) -> list[bytes]:
         # every rank of the group comes to the same meetings in the same order
@@ -141,8 +149,7 @@ def of_torch(group: Any = None) -> Meeting:
 
         return _collect(get, size, timeout)
 
-    host = os.environ.get("MASTER_ADDR")
-    return Meeting("torch.distributed", rank, size, gather, host, group=group or c10d._get_default_group())
+    return Meeting("torch.distributed", rank, size, gather, os.environ.get("MASTER_ADDR"), store=store)
 
 
 def of_jax() -> Meeting:
@@ -225,6 +232,10 @@ def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
 
     if meeting.group is not None:
         return TorchTransport.from_group(meeting.group, timeout)
+    if meeting.store is not None:
+        import torch.distributed as dist
+
+        return TorchTransport(dist.PrefixStore("gloo", meeting.store), meeting.rank, meeting.size, timeout)
     assert meeting.host is not None and meeting.port is not None  # obstacle()
     return TorchTransport.at((meeting.host, meeting.port), meeting.rank, meeting.size, timeout)
 
@@ -232,7 +243,7 @@ def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
 def obstacle(transport: str, meeting: Meeting | None = None) -> str:
     """Why this process cannot use "ucx" or "gloo" (for the ranks of ``meeting``); nothing if it can."""
     if transport == "gloo":
-        if meeting is not None and meeting.port is None and meeting.group is None:
+        if meeting is not None and meeting.port is meeting.group is meeting.store is None:
             return f"{meeting.name} has no port for it"
         return "" if importlib.util.find_spec("torch") else "PyTorch is not installed"
     from qccl.transports.ucx import load_library

@@ -311,10 +311,11 @@ class _Job(NamedTuple):
 
 
 def backend_of(group: Any) -> str:
-    """The backend of a process group, e.g. "gloo" or "cpu:gloo,cuda:nccl" (None: the default group)."""
+    """What carries a process group's bytes, e.g. "cpu:gloo,cuda:nccl" (None: the default group)."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ArgumentError("torch.distributed is not initialized; call torch.distributed.init_process_group() first")
-    return str(dist.get_backend_config(group))
+    group = group or dist.group.WORLD
+    return ",".join(f"{device.type}:{group._get_backend(device).name()}" for device in group._device_types)
 
 
 def bytes_at(address: int, nbytes: int) -> torch.Tensor:
