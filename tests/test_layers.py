@@ -56,6 +56,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diloco": {"arguments", "arrays", "codecs", "communicator", "errors", "scalars", "state"},
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
+    "torch": {
+        *("arguments", "codecs", "communicator", "cuda", "errors", "meetings", "transports", "work"),
+    },
     "": {
         "codecs",
         "communicator",
@@ -94,6 +97,7 @@ PACKAGES: dict[str, set[str]] = {
     "transports/mpi.py": {"mpi4py"},
     "cuda/nccl.py": {"torch"},
     "weights.py": {"numpy"},
+    "torch": {"torch"},
     "transports/torch.py": {"torch"},
     "work.py": {"torch"},
 }

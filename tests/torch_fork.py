@@ -1,4 +1,5 @@
-"""Starts the ranks of tests/test_torch.py: ``torch_fork.py FOLDER SIZE NAME...`` runs functions of torch_ranks.py.
+"""Starts the ranks of tests/test_torch.py: ``torch_fork.py FOLDER SIZE NAME...`` runs functions of torch_ranks.py, or
+of another module: ``module.function``.
 
 The ranks are forks of one process, which has imported PyTorch, because the import takes longer than a run; qccl is
 imported by the ranks. Each rank ends as Python ends any program. Rank r writes to FOLDER/r.out and FOLDER/r.err; this
@@ -8,6 +9,7 @@ process prints a line when a rank has ended or stopped: rank, exit status, time.
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 import time
@@ -25,10 +27,9 @@ def be_a_rank(rank: int, size: int, port: int, folder: Path) -> None:
     settings = {"OMP_NUM_THREADS": 1, "QCCL_TRANSPORT": "gloo"}
     os.environ |= {key: str(value) for key, value in (ranks | address | settings).items()}
     dist.init_process_group("gloo")
-    import torch_ranks
-
     for name in sys.argv[3:]:
-        getattr(torch_ranks, name)()
+        module, _, function = name.rpartition(".")
+        getattr(importlib.import_module(module or "torch_ranks"), function)()
         print("done", name, flush=True)
 
 

@@ -1,0 +1,8 @@
+"""qccl inside PyTorch's own tools. Imported only when asked for: ``import qccl.torch``.
+
+The import registers the backend "qccl" of torch.distributed: ``dist.init_process_group("qccl")``.
+"""
+
+from qccl.torch.process_group import Options, ProcessGroupQccl
+
+__all__ = ["Options", "ProcessGroupQccl"]

@@ -1,0 +1,418 @@
+"""The backend "qccl" of torch.distributed: a process group that compresses what usually carries gradients.
+
+It contains the backends that PyTorch would use without it (gloo for host memory, NCCL for GPUs), and every call goes to
+them unless ProcessGroupQccl._codec_of() names a codec. The rule depends only on a call's options, sizes and element
+types, so all ranks decide alike. The first compressed call connects qccl's communicator, because many groups (those of
+a DeviceMesh, for example) never make one.
+
+PyTorch calls a group from Python, and from C++ (DDP, functional collectives). Calls from C++ reach the methods here
+that torch's PyProcessGroup.hpp overrides; the others of them are called by torch's Python code only.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qccl import codecs
+from qccl.arguments import CodecLike, count_of
+from qccl.codecs.base import Codec
+from qccl.communicator import Communicator
+from qccl.cuda.nccl import get_unique_id
+from qccl.errors import ArgumentError, MismatchError
+from qccl.meetings import connect, of_store
+from qccl.transports.torch import keep_alive
+from qccl.work import Work
+
+__all__ = ["Options", "ProcessGroupQccl"]
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: the longest description of options that ranks compare, in bytes
+_MOST_TEXT = 1024
+#: how long a group that is destroyed waits for ranks that have not destroyed theirs
+_LEAVE_SECONDS = 60.0
+
+
+def _bytes_of(text: str) -> int:
+    if not text.isdecimal():
+        raise ArgumentError(f"QCCL_MIN_BYTES={text!r} is not a number of bytes")
+    return int(text)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a process group of the backend "qccl" compresses; pass it as ``pg_options``, the same on all ranks.
+
+    Attributes:
+        codec: of sums and means (all-reduce and reduce-scatter), e.g. "minmax8"; by default QCCL_CODEC, or else
+            "minmax8". "none" compresses nothing.
+        min_bytes: calls with fewer bytes are exact; by default QCCL_MIN_BYTES, or else 64 KiB. It counts the larger
+            side of a call: the input of a reduce-scatter, the output of an all-gather, all tensors of a coalesced call.
+        all_gather_codec: of all-gather, which often carries parameters; by default QCCL_ALL_GATHER_CODEC, or else
+            "none", which is exact.
+
+    Raises CodecError, ArgumentError: a codec does not exist, or keeps state; or min_bytes is not a number of bytes.
+    """
+
+    codec: CodecLike = field(default_factory=lambda: os.environ.get("QCCL_CODEC") or "minmax8")
+    min_bytes: int = field(default_factory=lambda: _bytes_of(os.environ.get("QCCL_MIN_BYTES") or "65536"))
+    all_gather_codec: CodecLike = field(default_factory=lambda: os.environ.get("QCCL_ALL_GATHER_CODEC") or "none")
+
+    def __str__(self) -> str:
+        sums, gathers = codecs.get(self.codec).spec(), codecs.get(self.all_gather_codec).spec()
+        return f"codec={sums}, min_bytes={self.min_bytes}, all_gather_codec={gathers}"
+
+    def __post_init__(self) -> None:
+        for name in ("codec", "all_gather_codec"):
+            codec = codecs.get(getattr(self, name))
+            if codec.state_names:
+                raise ArgumentError(
+                    f"{name}={codec.spec()!r} keeps its {' and '.join(codec.state_names)} for each tensor from call to "
+                    f"call, but a process group does not know which tensor a call has; use a codec without +ef and "
+                    f"+nesterov, or qccl.torch.compress(), which knows the parameters of a DDP model"
+                )
+        count_of(self.min_bytes, "min_bytes")
+
+
+class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of torch, which mypy does not read
+    """A process group whose gradients are compressed; init_process_group("qccl") makes it.
+
+    Attributes:
+        compression: its Options.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta, options: Options, name: str = "") -> None:
+        """Collective. Raises MismatchError if the ranks have different options."""
+        super().__init__(rank, size)  # a subclass in Python cannot pass the store
+        self.compression = options
+        self._sum_codec = codecs.get(options.codec)
+        self._gather_codec = codecs.get(options.all_gather_codec)
+        self._store = store
+        self._comms: dict[str, Communicator] = {}
+        self._own_devices: frozenset[str] | None = None
+        gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
+        gloo._set_sequence_number_for_group()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        if torch.cuda.is_available() and dist.is_nccl_available():
+            how = dist.ProcessGroupNCCL.Options()
+            how._timeout, how.group_name = timeout, name
+            nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, how)
+            nccl._set_sequence_number_for_group()
+            self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
+            self._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+        self._check_options(gloo)
+
+    def getBackendName(self) -> str:
+        return "qccl"
+
+    def get_group_store(self) -> Any:
+        return self._store
+
+    # -- collectives that may be compressed --------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
+        tensors, opts = _as_list(tensors), _options_of(dist.AllreduceOptions, opts, op, timeout)
+        codec = self._codec_of_sum(opts, tensors) if len(tensors) == 1 else None
+        if codec is None:
+            return super().allreduce(tensors, opts)
+        xs, copies = _contiguous(tensors)
+        work = self._comm(xs[0]).quantized_allreduce(xs[0], op=opts.reduceOp, **self._how(xs[0], codec, opts))
+        return _Work([work], opts, tensors, copies)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        opts = _options_of(dist.AllreduceCoalescedOptions, opts)
+        codec = self._codec_of_sum(opts, tensors)
+        if codec is None:
+            return super().allreduce_coalesced(tensors, opts)
+        xs, copies = _contiguous(tensors)
+        how = self._how(xs[0], codec, opts)
+        work = self._comm(xs[0]).quantized_allreduce_coalesced(xs, op=opts.reduceOp, **how)
+        return _Work([work], opts, tensors, copies)
+
+    def reduce_scatter(
+        self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
+    ) -> Any:
+        opts = _options_of(dist.ReduceScatterOptions, opts, op, timeout)
+        if isinstance(outputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        codec = self._codec_of_sum(opts, inputs[0], outputs) if len(outputs) == len(inputs) == 1 else None
+        if codec is None:
+            return super().reduce_scatter(outputs, inputs, opts)
+        x = torch.cat([part.detach().reshape(-1) for part in inputs[0]])
+        return self._reduce_scatter(outputs, [x], codec, opts, counts=[part.numel() for part in inputs[0]])
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        opts = _options_of(dist.ReduceScatterOptions, opts)
+        codec = self._codec_of_sum(opts, [input], [output])
+        if codec is None:
+            return super().reduce_scatter_single(output, input, opts)
+        return self._reduce_scatter([output], [input], codec, opts)
+
+    _reduce_scatter_base = reduce_scatter_single  # its name before PyTorch 2.13
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        opts = _options_of(dist.ReduceScatterOptions, opts)
+        codec = self._codec_of_sum(opts, inputs, outputs)
+        if codec is None:
+            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+        return self._reduce_scatter(outputs, inputs, codec, opts)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts, None, timeout)
+        if isinstance(inputs, torch.Tensor):
+            outputs, inputs = [outputs], [inputs]
+        codec = self._codec_of(self._gather_codec, outputs[0], inputs) if len(outputs) == len(inputs) == 1 else None
+        if codec is None:
+            return super().allgather(outputs, inputs, opts)
+        counts = [part.numel() for part in outputs[0]]
+        gathered = inputs[0].new_empty(sum(counts))
+        parts = [part.view_as(to) for part, to in zip(gathered.split(counts), outputs[0], strict=True)]
+        how = self._how(gathered, codec, opts)
+        x = inputs[0].detach().contiguous()
+        work = self._comm(x).quantized_all_gather(x, gathered, counts=counts, **how)
+        return _Work([work], opts, outputs[0], list(zip(outputs[0], parts, strict=True)))
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts)
+        codec = self._codec_of(self._gather_codec, [output], [input])
+        if codec is None:
+            return super().all_gather_single(output, input, opts)
+        return self._all_gather([output], [input], codec, opts)
+
+    _allgather_base = all_gather_single  # its name before PyTorch 2.13
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+    ) -> Any:
+        opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts)
+        codec = self._codec_of(self._gather_codec, outputs, inputs)
+        if codec is None:
+            return super().all_gather_single_coalesced(outputs, inputs, opts)
+        return self._all_gather(outputs, inputs, codec, opts)
+
+    # -- the end -----------------------------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        for comm in self._comms.values():
+            comm.timeout = min(comm.timeout, _LEAVE_SECONDS)
+            comm.close()
+        super().shutdown()
+
+    def abort(self) -> None:
+        for comm in self._comms.values():
+            comm.abort("the process group was aborted")
+        super().abort()
+
+    # -- what is compressed, and how ---------------------------------------------------------------------------------
+
+    def _codec_of_sum(
+        self, opts: Any, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor] = ()
+    ) -> Codec | None:
+        """The codec of a call that adds tensors over the ranks; None: the plain backend runs it."""
+        is_sum = opts.reduceOp.op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG)
+        return self._codec_of(self._sum_codec, large, small) if is_sum else None
+
+    def _codec_of(
+        self, codec: Codec, large: Sequence[torch.Tensor], small: Sequence[torch.Tensor] = ()
+    ) -> Codec | None:
+        """``codec``, or None: the plain backend runs the call. ``large`` are the tensors whose bytes count."""
+        tensors = [*large, *small]
+        if isinstance(codec, codecs.NoCodec) or self.size() == 1 or not tensors:
+            return None
+        first = tensors[0]
+        if first.dtype not in _DTYPES or first.device.type not in self._devices():
+            return None
+        nbytes = sum(tensor.numel() for tensor in large) * first.element_size()
+        if nbytes < max(1, self.compression.min_bytes) or not all(_is_like(tensor, first) for tensor in tensors):
+            return None
+        return codec
+
+    def _devices(self) -> frozenset[str]:
+        """The device types whose backend is this one, as the program has named them: "cpu:qccl,cuda:nccl"."""
+        if self._own_devices is None:
+            pairs = (pair.split(":") for pair in str(dist.get_backend_config(self)).split(","))
+            self._own_devices = frozenset(device for device, backend in pairs if backend == "qccl")
+        return self._own_devices
+
+    def _how(self, x: torch.Tensor, codec: Codec, opts: Any) -> dict[str, Any]:
+        """The keywords of a call of the communicator."""
+        return {"codec": codec, "async_op": opts.asyncOp, "timeout": self._timeout(x.device, opts)}
+
+    def _timeout(self, device: torch.device, opts: Any) -> float:
+        """Seconds: of the call, or else of the group."""
+        given = opts.timeout if opts.timeout > timedelta(0) else self._get_backend(device).options._timeout
+        return float(given.total_seconds())
+
+    def _comm(self, x: torch.Tensor) -> Communicator:
+        """Collective in the first call for a type of device, which connects the ranks."""
+        kind = x.device.type
+        if kind not in self._comms:
+            self._comms[kind] = self._connect(kind, self._get_backend(x.device).options._timeout.total_seconds())
+        return self._comms[kind]
+
+    def _connect(self, kind: str, timeout: float) -> Communicator:
+        meeting = of_store(dist.PrefixStore(f"qccl/{kind}", self._store), self.rank(), self.size())
+        if kind == "cpu":
+            return Communicator._from_transport(connect(meeting, timeout), timeout)
+        unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", timeout)[0]
+        return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout)
+
+    def _reduce_scatter(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any, **counts: Any
+    ) -> _Work:
+        targets, copies = _contiguous(outputs)
+        comm, how = self._comm(targets[0]), self._how(targets[0], codec, opts)
+        works = [
+            comm.quantized_reduce_scatter(x.detach().contiguous(), out, op=opts.reduceOp, **counts, **how)
+            for x, out in zip(inputs, targets, strict=True)
+        ]
+        return _Work(works, opts, outputs, copies)
+
+    def _all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any) -> _Work:
+        targets, copies = _contiguous(outputs)
+        comm, how = self._comm(targets[0]), self._how(targets[0], codec, opts)
+        works = [
+            comm.quantized_all_gather(x.detach().contiguous(), out, **how)
+            for x, out in zip(inputs, targets, strict=True)
+        ]
+        return _Work(works, opts, outputs, copies)
+
+    def _check_options(self, gloo: Any) -> None:
+        """Compare all ranks' options."""
+        text = str(self.compression)
+        own = torch.frombuffer(bytearray(text.encode()[:_MOST_TEXT].ljust(_MOST_TEXT)), dtype=torch.uint8)
+        found = [torch.empty_like(own) for _ in range(self.size())]
+        keep_alive(gloo.allgather([found], [own])).wait()
+        for rank, other in enumerate(found):
+            if not torch.equal(own, other):
+                theirs = bytes(other.tolist()).decode(errors="replace").strip()
+                raise MismatchError(
+                    f'the ranks of a "qccl" process group must have the same options (pg_options, QCCL_CODEC, '
+                    f"QCCL_MIN_BYTES, QCCL_ALL_GATHER_CODEC), but rank {self.rank()} has {text} and rank {rank} has "
+                    f"{theirs}"
+                )
+
+
+class _Work(dist.Work):  # type: ignore[misc]
+    """A compressed call of a process group.
+
+    ``copies`` are pairs of tensors: the second is copied to the first when the call has ended.
+    """
+
+    def __init__(
+        self,
+        works: Sequence[Any],
+        opts: Any,
+        outputs: Sequence[torch.Tensor],
+        copies: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        super().__init__()
+        self._works: Sequence[Work] = works if opts.asyncOp else ()
+        self._outputs = list(outputs)
+        self._copies = list(copies)
+        self._lock = threading.Lock()
+        if not self._works:
+            self._finish()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Return when the outputs may be used; on CUDA make the current stream wait. Raises the call's error."""
+        seconds = timeout.total_seconds() if timeout > timedelta(0) else None
+        for work in self._works:
+            work.wait(seconds)
+        self._finish()
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self.exception() is None
+
+    def exception(self) -> Exception | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        return self._outputs
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """The list of output tensors, or the call's error."""
+        if not self._works:
+            done: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+            done.set_result(self._outputs)
+            return done
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(self._conclude)
+
+    def _conclude(self, ended: torch.futures.Future[list[torch.futures.Future[Any]]]) -> list[torch.Tensor]:
+        for future in ended.value():
+            future.value()  # raises the call's error
+        self._finish()
+        return self._outputs
+
+    def _finish(self) -> None:
+        """Copy once what the call could not write in place."""
+        with self._lock, torch.no_grad():
+            for target, source in self._copies:
+                target.copy_(source)
+            self._copies.clear()
+
+
+def _contiguous(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The tensors as contiguous ones without gradients, and what must be copied back: pairs of target and source."""
+    made = [tensor.detach().contiguous() for tensor in tensors]
+    copies = [(tensor, x) for tensor, x in zip(tensors, made, strict=True) if not tensor.is_contiguous()]
+    return made, copies
+
+
+def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
+    """Whether it is an ordinary dense tensor, of the element type and on the device of another one."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
+    return is_plain and tensor.dtype == first.dtype and tensor.device == first.device
+
+
+def _as_list(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else tensors
+
+
+def _options_of(kind: Any, given: Any, op: Any = None, timeout: timedelta | None = None) -> Any:
+    """The options of a call: ``given``, or those of a call that gives its reduction, its timeout or neither instead."""
+    if isinstance(given, kind):
+        return given
+    options = kind()
+    if isinstance(given, timedelta):
+        given, timeout = None, given
+    op = given if op is None else op
+    if op is not None:
+        options.reduceOp = op
+    if timeout is not None:
+        options.timeout = timeout
+    return options
+
+
+def _create(made_for: Any, options: Options | None) -> ProcessGroupQccl:
+    """What torch.distributed calls to make a group of the backend "qccl"."""
+    if options is not None and not isinstance(options, Options):
+        raise ArgumentError(f'pg_options of the backend "qccl" must be qccl.torch.Options(...), not {options!r}')
+    return ProcessGroupQccl(
+        *(made_for.store, made_for.group_rank, made_for.group_size, made_for.timeout),
+        options or Options(),
+        made_for.group_id,
+    )
+
+
+dist.Backend.register_backend("qccl", _create, extended_api=True, devices=["cpu", "cuda"])
