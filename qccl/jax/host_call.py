@@ -1,0 +1,190 @@
+"""Calls of Python functions from compiled JAX programs, in the order of the program.
+
+XLA's foreign function interface (FFI) passes the addresses of a program's buffers to a handler, which nothing copies.
+jax.experimental.io_callback is not used for the arrays: it copies them, on a thread of XLA's pool, and waits for that
+thread in another one, so a process that may use only one processor hangs.
+
+XLA runs FFI calls as soon as their operands are there, in any order. Two ordered io_callbacks, which get one number
+each, therefore surround each call: *enter* returns a ticket that the FFI call needs, and *leave* needs a result of the
+FFI call. So no call begins before the one before it has ended.
+
+The structures are those of XLA's ``xla/ffi/api/c_api.h``; fields after the last one used are left out.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import io_callback
+
+from qccl.errors import ArgumentError
+
+__all__ = ["call_on_host"]
+
+#: function(inputs, outputs) on arrays of NumPy, which are valid until it returns
+HostFunction = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], None]
+
+_TARGET = "qccl_call_on_host"
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+
+
+class _Version(ctypes.Structure):
+    _fields_ = (
+        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)),
+        *(("major", ctypes.c_int), ("minor", ctypes.c_int)),
+    )
+
+
+class _Metadata(ctypes.Structure):
+    _fields_ = (("struct_size", ctypes.c_size_t), ("version", _Version))
+
+
+class _Extension(ctypes.Structure):
+    _fields_ = (
+        *(("struct_size", ctypes.c_size_t), ("type", ctypes.c_int), ("next", ctypes.c_void_p)),
+        ("metadata", ctypes.POINTER(_Metadata)),
+    )
+
+
+class _ErrorArguments(ctypes.Structure):
+    _fields_ = (
+        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)),
+        *(("message", ctypes.c_char_p), ("code", ctypes.c_int)),
+    )
+
+
+class _Api(ctypes.Structure):
+    _fields_ = (
+        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("version", _Version)),
+        *(("internal", ctypes.c_void_p), ("create_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))),
+    )
+
+
+class _Buffer(ctypes.Structure):
+    _fields_ = (
+        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)),
+        *(("dtype", ctypes.c_int), ("data", ctypes.c_void_p)),
+    )
+
+
+class _Buffers(ctypes.Structure):
+    _fields_ = (
+        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64)),
+        *(("types", ctypes.c_void_p), ("buffers", ctypes.POINTER(ctypes.POINTER(_Buffer)))),
+    )
+
+
+class _CallFrame(ctypes.Structure):
+    _fields_ = (
+        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.POINTER(_Extension)), ("api", ctypes.POINTER(_Api))),
+        *(("context", ctypes.c_void_p), ("stage", ctypes.c_int), ("arguments", _Buffers), ("results", _Buffers)),
+    )
+
+
+class _Pending:
+    """A call between *enter* and its FFI call: its function, and the element types and shapes of its arrays."""
+
+    def __init__(self, function: HostFunction, avals: Sequence[Any]) -> None:
+        self._function = function
+        self._forms = [(np.dtype(aval.dtype), tuple(aval.shape)) for aval in avals]
+
+    def run(self, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        """Call the function on the arrays at these addresses."""
+        self._function(
+            *([_array(at, *form) for at, form in zip(each, self._forms, strict=True)] for each in (inputs, outputs))
+        )
+
+
+#: the calls that have entered, by ticket
+_pending: dict[int, _Pending] = {}
+_tickets = itertools.count()
+_TICKET = jax.ShapeDtypeStruct((), np.uint32)
+
+
+def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
+    """The outputs of ``function(inputs, outputs)``, called when the traced program runs; they are like ``xs``.
+
+    None of ``xs`` may be empty. An error of the function becomes an error of the program, with its text.
+    """
+    _check_place()
+    # all arrays together: a transformation of JAX that moves a part of a program then moves enter, FFI call and leave
+    xs = jax.lax.optimization_barrier(list(xs))
+    call = _Pending(function, xs)
+
+    def enter(_: Any) -> np.ndarray:
+        ticket = next(_tickets) % 2**32
+        _pending[ticket] = call
+        return np.array(ticket, np.uint32)
+
+    ticket = io_callback(enter, _TICKET, xs[0].ravel()[0], ordered=True)
+    results = [_TICKET, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in xs)]
+    done, *outs = jax.ffi.ffi_call(_TARGET, results)(ticket, *xs)
+    io_callback(lambda _: None, None, done, ordered=True)
+    return list(outs)
+
+
+def _check_place() -> None:
+    """Raise ArgumentError where a compiled program cannot call the host once, in order."""
+    mesh = jax.sharding.get_abstract_mesh()
+    devices = math.prod(mesh.shape[axis] for axis in mesh.manual_axes)
+    if devices > 1:
+        raise ArgumentError(
+            f"this is inside shard_map() or pmap() over {devices} devices, each of which would make its own call, in "
+            f"no order; combine the devices' values with jax.lax.psum(), and call qccl outside"
+        )
+    if jax.default_backend() != "cpu":
+        raise ArgumentError(
+            f"compiled programs for {jax.default_backend()} cannot call qccl; call it between compiled functions, or "
+            f"set JAX_PLATFORMS=cpu"
+        )
+
+
+def _array(address: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """The array in XLA's memory at ``address``."""
+    memory = (ctypes.c_char * (math.prod(shape) * dtype.itemsize)).from_address(address)
+    return np.frombuffer(memoryview(memory), dtype).reshape(shape)
+
+
+def _addresses(buffers: _Buffers) -> list[int]:
+    return [buffers.buffers[i].contents.data for i in range(buffers.size)]
+
+
+def _run(frame: _CallFrame) -> None:
+    (at, *inputs), (done, *outputs) = _addresses(frame.arguments), _addresses(frame.results)
+    ticket = ctypes.c_uint32.from_address(at).value
+    call = _pending.pop(ticket, None)
+    if call is None:
+        raise ArgumentError(
+            "this compiled program runs on several devices, each of which calls qccl; give it arrays on one device"
+        )
+    call.run(inputs, outputs)
+    ctypes.c_uint32.from_address(done).value = ticket
+
+
+def _handle(at: Any) -> int | None:
+    """XLA_FFI_Handler: returns null, or an error that XLA owns."""
+    frame = at.contents
+    if frame.extension and frame.extension.contents.type == _METADATA:
+        # by XLA's rules, minor versions add fields only, and those used here are in all versions 0.x
+        version = frame.extension.contents.metadata.contents.version
+        version.major, version.minor = 0, frame.api.contents.version.minor
+        return None
+    try:
+        _run(frame)
+    except BaseException as error:  # Ctrl-C, too: nothing can be raised through XLA
+        text = f"{type(error).__name__}: {error}".encode()
+        arguments = _ErrorArguments(ctypes.sizeof(_ErrorArguments), None, text, _INTERNAL)
+        created: int = frame.api.contents.create_error(ctypes.addressof(arguments))
+        return created
+    return None
+
+
+_handler = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_CallFrame))(_handle)  # XLA keeps its address
+jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(_handler), platform="cpu")

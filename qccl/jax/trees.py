@@ -1,0 +1,188 @@
+"""All-reduce of trees of JAX arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from qccl import codecs
+from qccl.arguments import CodecLike, one_of
+from qccl.communicator import Communicator
+from qccl.errors import ArgumentError
+from qccl.jax.host_call import call_on_host
+from qccl.jax.reduction import Reduction, check_type
+from qccl.launch import init
+from qccl.state import check_key
+
+__all__ = ["allreduce", "default_communicator", "reduce_gradients"]
+
+#: JAX uses memory of this alignment without copying it
+_ALIGNMENT = 64
+
+
+@cache
+def default_communicator() -> Communicator:
+    """The communicator of all processes, which allreduce() uses if it is given none.
+
+    Collective in its first call, which makes it with ``qccl.init(backend="host")``; later calls return the same. The
+    processes are those of mpiexec, torchrun or another launcher, or of jax.distributed.
+    """
+    return init(backend="host")
+
+
+def allreduce(
+    tree: Any,
+    codec: CodecLike = "minmax8",
+    *,
+    op: str = "avg",
+    key: str | None = None,
+    comm: Communicator | None = None,
+    algorithm: str = "auto",
+    nonfinite: str = "propagate",
+    lr: float | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Combine the arrays of a tree over all ranks, with encoded traffic; every rank gets the same bits.
+
+    It works outside compiled functions, and inside jax.jit(), scan(), while_loop() and cond() on the CPU. All ranks
+    must make the same calls in the same order: calls in compiled functions run in the order of the program.
+
+    Its derivative is that of the exact operation: cotangents are combined over the ranks with the same ``op``, and
+    encoded with the same codec, without its state. Forward-mode derivatives, vmap() and checkpoint() are refused by
+    JAX.
+
+    Args:
+        tree: a tree of arrays on one device of the host: a dict of gradients, for example. Leaves of float32, float16
+            and bfloat16 are encoded, those of one type in one call. float64 and integers (``op="sum"`` only) are
+            sent exactly: every rank gets every rank's values, so they should be few.
+        codec: as in Communicator.quantized_allreduce().
+        op: "avg" or "sum".
+        key: a name for the tree; codecs with "+ef" or "+nesterov" need it. Each leaf has a call of its own then, and
+            its state the name of the tree followed by the path to the leaf, such as "gradients['w']", in
+            ``comm.state_dict()``.
+        comm: a communicator on host memory; None means default_communicator(). Compiled functions keep the one that
+            they were compiled with.
+        algorithm: as in Communicator.quantized_allreduce(), as are ``nonfinite`` and ``timeout``.
+        nonfinite: see there.
+        lr: see there; it must not be a traced value.
+        timeout: see there.
+
+    Returns:
+        A tree of the same structure, of new arrays.
+
+    Raises:
+        ArgumentError: an argument or a leaf is not allowed; nothing was sent. The errors of the call itself are those
+            of Communicator.quantized_allreduce(). In a compiled function they are a jax.errors.JaxRuntimeError with
+            the error's name and text, which JAX raises when the program waits for a result; JAX may then raise it again
+            for every later call of this thread.
+    """
+    one_of(op, ("avg", "sum"), "op")
+    chosen = codecs.get(codec)
+    if chosen.state_names:
+        check_key(chosen, key)
+    if isinstance(lr, jax.core.Tracer):
+        raise ArgumentError("lr is a traced value; pass a number, or call allreduce() outside the compiled function")
+    found, structure = jax.tree_util.tree_flatten_with_path(tree)
+    names = [jax.tree_util.keystr(path) for path, _ in found]
+    leaves = [
+        _as_array(leaf, f"leaf {name}" if name else "the array", op)
+        for name, (_, leaf) in zip(names, found, strict=True)
+    ]
+    sent = [i for i, leaf in enumerate(leaves) if leaf.size]
+    if sent:
+        options = {"algorithm": algorithm, "nonfinite": nonfinite, "lr": lr, "timeout": timeout}
+        keys = tuple(f"{key}{names[i]}" for i in sent) if chosen.state_names else None
+        reduction = Reduction(_on_host(comm), chosen, op, keys, options)
+        for i, reduced in zip(sent, _differentiable(reduction)([leaves[i] for i in sent]), strict=True):
+            leaves[i] = reduced
+    return jax.tree_util.tree_unflatten(structure, leaves)
+
+
+class _Transformation(NamedTuple):
+    """What optax calls a GradientTransformation, which is such a pair."""
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+
+
+def reduce_gradients(codec: CodecLike = "minmax8", *, key: str = "gradients", **options: Any) -> _Transformation:
+    """allreduce() as a gradient transformation of optax, the first of a chain; it does not need optax.
+
+        optimizer = optax.chain(qccl.jax.reduce_gradients("minmax8"), optax.adam(1e-3))
+
+    ``options`` are the other keywords of allreduce(). ``init(parameters)`` returns the state (), and
+    ``update(gradients, state, parameters)`` the reduced gradients and the state.
+    """
+
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return allreduce(updates, codec, key=key, **options), state
+
+    return _Transformation(lambda params: (), update)
+
+
+def _on_host(comm: Communicator | None) -> Communicator:
+    if comm is None:
+        return default_communicator()
+    if not isinstance(comm, Communicator) or comm.backend != "host":
+        raise ArgumentError(
+            f'comm must be a communicator on host memory, such as qccl.init(backend="host"), not {comm!r}; arrays on a '
+            f"GPU are reduced by the methods of a communicator on CUDA, with a CuPy array as out="
+        )
+    return comm
+
+
+def _as_array(leaf: Any, what: str, op: str) -> Any:
+    """The leaf, named ``what`` in errors, as a JAX array of one device, or as a tracer."""
+    try:
+        array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+    except TypeError as error:
+        raise ArgumentError(f"{what} is of type {type(leaf).__name__}, not an array for JAX ({error})") from error
+    check_type(what, array.dtype, op)
+    if not isinstance(array, jax.core.Tracer) and len(array.sharding.device_set) > 1:
+        raise ArgumentError(
+            f"{what} is on {len(array.sharding.device_set)} devices, and must be on one; pass the part on one, such as "
+            f"x.addressable_shards[0].data"
+        )
+    return array
+
+
+def _differentiable(reduction: Reduction) -> Callable[[list[Any]], list[Any]]:
+    """The reduction as a function of arrays, with its derivative."""
+    backward = replace(reduction, codec=reduction.codec.plain, keys=None, options=reduction.options | {"lr": None})
+
+    def transposed(_: None, cotangents: list[Any]) -> tuple[list[Any]]:
+        real = [i for i, each in enumerate(cotangents) if each.dtype != jax.dtypes.float0]  # integers have none
+        found: list[Any] = [None] * len(cotangents)
+        for i, each in zip(real, _differentiable(backward)([cotangents[i] for i in real]), strict=True):
+            found[i] = each
+        return (found,)
+
+    function: Any = jax.custom_vjp(lambda xs: _reduced(reduction, xs))
+    function.defvjp(lambda xs: (function(xs), None), transposed)  # itself: it may be differentiated again
+    return function  # type: ignore[no-any-return]
+
+
+def _reduced(reduction: Reduction, xs: Sequence[Any]) -> list[Any]:
+    """The reduced arrays, now or, of traced ones, when the program runs."""
+    if any(isinstance(x, jax.core.Tracer) for x in xs):
+        return call_on_host(reduction.run, xs)
+    jax.effects_barrier()  # compiled programs under way may be using the communicator
+    outs = [_aligned(x.shape, x.dtype) for x in xs]
+    reduction.run(xs, outs)
+    places = [x.sharding if x.committed else None for x in xs]
+    return jax.device_put(outs, places if any(places) else None)  # type: ignore[no-any-return]
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array without values, which JAX can use without copying it."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    memory = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return memory[first : first + nbytes].view(dtype).reshape(shape)
