@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "weights": {"errors"},
     "decentralized": {"arguments", "codecs", "communicator", "errors", "scalars", "weights"},
     "diloco": {"arguments", "arrays", "codecs", "communicator", "errors", "scalars", "state"},
+    "jax": {"arguments", "codecs", "communicator", "dtypes", "errors", "launch", "state"},
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "torch": {
@@ -92,6 +93,7 @@ PACKAGES: dict[str, set[str]] = {
     "cuda/libraries.py": {"cuda", "cupy"},
     "diloco.py": {"numpy"},
     "host/memory.py": {"numpy"},
+    "jax": {"jax", "numpy"},
     "meetings.py": {"torch"},
     "state.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
