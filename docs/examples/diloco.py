@@ -1,0 +1,144 @@
+"""DiLoCo: 4 ranks train a small language model, and average their changes every 50 steps in 32 bits, 4 bits or 1 bit.
+
+    python docs/examples/diloco.py
+
+The model predicts the next byte of the text of Python's own documentation from the 8 bytes before it. Each rank has a
+quarter of the text, and Adam. The ranks are threads; on several machines start it with a launcher and qccl.init().
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the ranks share the processors
+
+import argparse
+from pydoc_data.topics import topics
+
+import numpy as np
+
+import qccl
+
+RANKS, CONTEXT, WIDTH, HIDDEN, BATCH = 4, 8, 16, 96, 64
+CODECS = ("none", "minmax4+ef", "onebit:reconstruct=mean+ef")
+Params = dict[str, np.ndarray]
+
+
+def text() -> tuple[list[np.ndarray], np.ndarray, int]:
+    """Each rank's part of the text, the text for validation, and the number of different bytes."""
+    data = "\n".join(topics.values()).encode()
+    letters, codes = np.unique(np.frombuffer(data, np.uint8), return_inverse=True)
+    blocks = codes[: len(codes) // 1000 * 1000].reshape(-1, 1000)
+    held_out = np.arange(len(blocks)) % 20 == 0
+    return np.array_split(blocks[~held_out].reshape(-1), RANKS), blocks[held_out].reshape(-1), len(letters)
+
+
+def model(letters: int) -> Params:
+    """The same random parameters on every rank."""
+    rng = np.random.default_rng(0)
+    shapes = {"embedding": (letters, WIDTH), "w1": (CONTEXT * WIDTH, HIDDEN), "b1": (HIDDEN,)}
+    shapes |= {"w2": (HIDDEN, letters), "b2": (letters,)}
+    return {name: (rng.standard_normal(s) / np.sqrt(s[0])).astype(np.float32) for name, s in shapes.items()}
+
+
+def samples(codes: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The contexts that begin at ``starts``, and the byte that follows each."""
+    return codes[starts[:, None] + np.arange(CONTEXT)], codes[starts + CONTEXT]
+
+
+def loss_and_gradient(p: Params, x: np.ndarray, y: np.ndarray) -> tuple[float, Params]:
+    """Nats per byte, and its gradient."""
+    inputs = p["embedding"][x].reshape(len(x), -1)
+    hidden = np.tanh(inputs @ p["w1"] + p["b1"])
+    scores = hidden @ p["w2"] + p["b2"]
+    scores -= scores.max(axis=1, keepdims=True)
+    off = np.exp(scores) / np.exp(scores).sum(axis=1, keepdims=True)
+    rows = np.arange(len(y))
+    loss = -np.log(off[rows, y]).mean()
+    off[rows, y] -= 1
+    off /= len(y)
+    back = (off @ p["w2"].T) * (1 - hidden**2)
+    embedding = np.zeros_like(p["embedding"])
+    np.add.at(embedding, x, (back @ p["w1"].T).reshape(*x.shape, WIDTH))
+    gradient = {"embedding": embedding, "w1": inputs.T @ back, "b1": back.sum(axis=0)}
+    return float(loss), gradient | {"w2": hidden.T @ off, "b2": off.sum(axis=0)}
+
+
+class Adam:
+    """The local optimizer; its moments stay on the rank."""
+
+    def __init__(self, p: Params) -> None:
+        self.first, self.second = ({name: np.zeros_like(array) for name, array in p.items()} for _ in range(2))
+        self.steps = 0
+
+    def step(self, p: Params, gradient: Params, lr: float = 2e-3) -> None:
+        self.steps += 1
+        for name, g in gradient.items():
+            m, v = self.first[name], self.second[name]
+            m += 0.1 * (g - m)
+            v += 0.01 * (g * g - v)
+            bias = np.sqrt(1 - 0.99**self.steps) / (1 - 0.9**self.steps)
+            p[name] -= np.float32(lr * bias) * m / (np.sqrt(v) + 1e-8)
+
+
+def train(comm: qccl.Communicator, codec: str, rounds: int, local_steps: int) -> list[float]:
+    """The validation losses after each outer step."""
+    parts, validation, letters = text()
+    params, part, rng = model(letters), parts[comm.rank], np.random.default_rng(comm.rank)
+    check = samples(validation, np.arange(0, len(validation) - CONTEXT, 7))
+    outer, inner = qccl.DiLoCo(comm, params, codec=codec), Adam(params)
+    losses = []
+    for number in range(1, rounds + 1):
+        for _ in range(local_steps):
+            batch = samples(part, rng.integers(0, len(part) - CONTEXT, BATCH))
+            inner.step(params, loss_and_gradient(params, *batch)[1])
+        outer.step()
+        if comm.rank == 0:
+            losses.append(loss_and_gradient(params, *check)[0])
+            print(f"{codec:28} outer step {number:3} of {rounds}: {losses[-1]:.3f} nats per byte", flush=True)
+    return losses
+
+
+def sent_mb(codec: str) -> float:
+    """What a rank sends in an outer step."""
+    arrays = model(text()[2]).values()
+    return 2 * (RANKS - 1) / RANKS * sum(qccl.codecs.get(codec).encoded_nbytes(a.size, a.dtype) for a in arrays) / 1e6
+
+
+def draw(path: str, losses: dict[str, list[float]]) -> None:
+    """The losses over outer steps, and over bytes."""
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for codec, each in losses.items():
+        steps = np.arange(1, len(each) + 1)
+        left.plot(steps, each, label=codec)
+        right.semilogx(steps * sent_mb(codec), each)
+    left.set(xlabel="outer step", ylabel="validation loss, nats per byte")
+    right.set(xlabel="MB sent by each rank")
+    left.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Train with each codec, and compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
+    parser.add_argument("--figure", default="diloco.png", help="the picture to write")
+    options = parser.parse_args()
+    rounds, local_steps = (3, 10) if options.quick else (30, 50)
+    losses = {
+        codec: qccl.run_ranks(RANKS, lambda comm, codec=codec: train(comm, codec, rounds, local_steps))[0]
+        for codec in CODECS
+    }
+    print(f"\n{'codec':28} {'loss':>6} {'MB sent':>8}")
+    for codec, each in losses.items():
+        print(f"{codec:28} {each[-1]:6.3f} {sent_mb(codec) * rounds:8.2f}")
+    print(f"(an all-reduce of float32 in every local step would send {sent_mb('none') * rounds * local_steps:.0f} MB)")
+    draw(options.figure, losses)
+    print(f"wrote {options.figure}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,41 @@
+"""The programs of docs/examples: their short forms run and draw, and their page lists them with their commands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+#: the programs whose ranks are threads of one process
+ON_THREADS = ("decentralized", "diloco", "onebit_sgd")
+
+
+@pytest.mark.parametrize("name", ON_THREADS)
+def test_the_short_form_trains_and_draws(name: str, tmp_path: Path) -> None:
+    for module in ("matplotlib", "sklearn"):
+        pytest.importorskip(module)
+    picture = tmp_path / "x.png"
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / f"{name}.py"), "--quick", "--figure", str(picture)],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    progress, _, table = done.stdout.partition("\n\n")
+    assert "step" in progress and "MB sent" in table and f"wrote {picture}" in table
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_lists_every_example_with_its_command() -> None:
+    page = (EXAMPLES / "index.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert f"]({path.name})" in page and f"docs/examples/{path.name}" in page, path.name
