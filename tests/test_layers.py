@@ -58,7 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "torch": {
-        *("arguments", "codecs", "communicator", "cuda", "errors", "meetings", "transports", "work"),
+        *("arguments", "codecs", "collectives", "communicator", "cuda", "dtypes", "errors", "meetings", "schedule"),
+        *("trace", "transports", "work"),
     },
     "": {
         "codecs",
@@ -99,7 +100,7 @@ PACKAGES: dict[str, set[str]] = {
     "transports/mpi.py": {"mpi4py"},
     "cuda/nccl.py": {"torch"},
     "weights.py": {"numpy"},
-    "torch": {"torch"},
+    "torch": {"numpy", "torch"},
     "transports/torch.py": {"torch"},
     "work.py": {"torch"},
 }

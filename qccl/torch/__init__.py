@@ -3,6 +3,7 @@
 The import registers the backend "qccl" of torch.distributed: ``dist.init_process_group("qccl")``.
 """
 
+from qccl.torch.ddp import Compression, compress
 from qccl.torch.process_group import Options, ProcessGroupQccl
 
-__all__ = ["Options", "ProcessGroupQccl"]
+__all__ = ["Compression", "Options", "ProcessGroupQccl", "compress"]

@@ -1,0 +1,425 @@
+"""compress(): a communication hook of DistributedDataParallel that reduces gradients with qccl.
+
+DDP collects gradients in buckets, and calls the hook with each as soon as its gradients are complete. Which parameters
+share a bucket changes after the first step, and again after a resume. Results must not depend on that, so the handle
+has groups of parameters of its own (qccl.torch.groups), which never change, and reduces each by one call as soon as the
+buckets have brought all its gradients. The calls work in place in DDP's buckets.
+
+The groups start in their own order, whatever order they become complete in: so every rank makes the same calls in the
+same order, and a call's number, which random codecs depend on, follows from the step and the group.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from qccl.arguments import CodecLike, count_of, timeout_of
+from qccl.codecs import NoCodec
+from qccl.communicator import Communicator
+from qccl.errors import ArgumentError, EngineError
+from qccl.torch.groups import Group, Policy, form_groups, table
+from qccl.torch.state import from_saved, to_saved
+
+if TYPE_CHECKING:
+    from qccl.trace import TraceEvent
+
+__all__ = ["Compression", "compress"]
+
+#: the default of torch.distributed: a rank may evaluate or save for a while before its next step
+_TIMEOUT_SECONDS = 1800.0
+
+
+def compress(
+    ddp_model: Any,
+    codec: CodecLike = "minmax8",
+    *,
+    codecs: Mapping[str, CodecLike] | None = None,
+    exclude: Sequence[str] = (),
+    min_elements: int = 4096,
+    warmup_steps: int = 0,
+    group_bytes: int = 4 << 20,
+    comm: Communicator | None = None,
+    timeout: float | None = None,
+    trace: list[TraceEvent] | None = None,
+) -> Compression:
+    """Collective: reduce the gradients of a DistributedDataParallel model with encoded traffic, during backward().
+
+    Call it once, on all ranks alike, after the model was wrapped and before its first backward(). The gradients that
+    backward() leaves are the mean over the ranks, the same bits on all of them. They depend neither on DDP's buckets
+    nor on timing.
+
+    Args:
+        ddp_model: a ``torch.nn.parallel.DistributedDataParallel``. A larger model should have its ``bucket_cap_mb`` at
+            ``group_bytes`` or less: DDP gives gradients away one bucket at a time.
+        codec: for parameters with two or more dimensions, such as "minmax8" or "minmax4+ef". The others (biases,
+            norms) are sent as they are. Parameters of other element types than float32, float16 and bfloat16 are
+            reduced exactly by the process group itself.
+        codecs: codecs by patterns of parameter names (fnmatch), such as ``{"embedding.*": "topk:k=0.01+ef"}``, whatever
+            a parameter's size; the first pattern that matches counts. "none" sends values as they are.
+        exclude: patterns of the names of parameters that are sent as they are.
+        min_elements: parameters with fewer elements are sent as they are, unless ``codecs`` names them.
+        warmup_steps: so many first steps send all values as they are.
+        group_bytes: the most bytes of gradients that one call reduces. Smaller groups start earlier; each costs a call.
+        comm: a communicator of the same ranks, for this handle alone; the caller closes it. None: a new one, by
+            Communicator.from_torch() of the model's process group.
+        timeout: seconds until a reduction fails that does not end, for example because a rank does not come to its
+            backward pass. None: that of ``comm``, or half an hour.
+        trace: a list that gets the events of all calls, as in Communicator.quantized_allreduce.
+
+    Returns:
+        The handle. Keep it to save and restore the state; without ``comm`` it closes its communicator.
+
+    Raises:
+        ArgumentError: the model or another argument is not possible.
+
+    A failure in a hook, or of a call, is raised by backward(). Other reductions than DDP's need another hook, so the
+    model can have only this one.
+    """
+    parameters = _parameters_of(ddp_model)
+    policy = Policy(codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
+    policy.check(parameters)
+    warmup_steps = count_of(warmup_steps, "warmup_steps")
+    if warmup_steps and "momentum" in policy.state_names:
+        raise ArgumentError(
+            "warmup_steps and +nesterov exclude each other, because the first steps would have no momentum; leave "
+            "one of them out"
+        )
+    groups = form_groups(parameters.items(), policy, count_of(group_bytes, "group_bytes"))
+    timeout = None if timeout is None else timeout_of(timeout)
+    is_own = comm is None
+    if comm is None:
+        comm = Communicator.from_torch(ddp_model.process_group, timeout or _TIMEOUT_SECONDS)
+    handle = Compression(ddp_model.process_group, groups, comm, is_own, warmup_steps, timeout, trace)
+    try:
+        handle._check_ranks()
+        ddp_model.register_comm_hook(None, lambda state, bucket: handle._reduce(bucket))
+    except BaseException as error:
+        handle.close()
+        if isinstance(error, RuntimeError):
+            raise ArgumentError(f"DDP refuses a communication hook: {error}") from error
+        raise
+    return handle
+
+
+class Compression:
+    """What compress() returns: the reduction of one model's gradients. A context manager that closes it.
+
+    Attributes:
+        lr: the learning rate of the step, for codecs with state if it changes from step to step (see
+            :doc:`/guide/state`); set it before each backward(), or never (None).
+        step: backward passes so far that reduced gradients.
+        trace: the list of events, or None.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        groups: Sequence[Group],
+        comm: Communicator,
+        is_own: bool,
+        warmup_steps: int,
+        timeout: float | None,
+        trace: list[TraceEvent] | None,
+    ) -> None:
+        self.lr: float | None = None
+        self.step = 0
+        self.trace = trace
+        self._process_group, self._comm, self._is_own = process_group, comm, is_own
+        self._groups, self._warmup_steps, self._timeout = groups, warmup_steps, timeout
+        self._places = {
+            parameter: (number, i)
+            for number, group in enumerate(groups)
+            for i, parameter in enumerate(group.parameters)
+        }
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._lock = threading.Lock()  # of the buckets: the threads that end calls complete them
+        self._closed = False
+        self._failure: Exception | None = None  # of a call; others of its step may have ended well
+        self._pass = _Pass(groups)
+
+    def __enter__(self) -> Compression:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None and self._is_own:
+            self._comm.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Compression of {len(self._places)} parameters in {len(self._groups)} groups, {self._comm!r}>"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self) -> str:
+        """A line for each group: codec, element type, elements, bytes before and after encoding, and parameters.
+
+        Among n ranks each sends 2 (n-1)/n times the encoded bytes, or a little more for small groups.
+        """
+        return table(self._groups)
+
+    def close(self) -> None:
+        """Collective: end. A later backward() raises ArgumentError, because DDP keeps its hook. Idempotent."""
+        self._closed = True
+        if self._is_own:
+            self._comm.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
+
+        "residuals" and "momenta" have float32 tensors by parameter name, in the parameters' shapes. "step" and "calls"
+        are counters, on which warm-up and random codecs depend.
+        """
+        if self._failure is not None:
+            raise self._failure
+        if self._pass.is_under_way:
+            raise ArgumentError("state_dict() is for the time between steps, and the last backward pass did not end")
+        return to_saved(self._comm, self._groups, self.step)
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Restore a state; every rank must call it.
+
+        - ``state_dict()`` of the rank of this number in a group of this size: training goes on with the same bits.
+        - A list of the states of all ranks of a group of any size: what their residuals have not delivered yet is
+          delivered by this group, in the mean over the ranks; momenta become their mean. On one rank nothing is
+          encoded, and residuals are dropped.
+
+        Raises ArgumentError for a state of other parameters or codecs, and then changes nothing.
+        """
+        self.step = from_saved(self._comm, self._groups, state)
+        self._pass = _Pass(self._groups)
+
+    # -- the hook ----------------------------------------------------------------------------------------------------
+
+    def _check_ranks(self) -> None:
+        """Raise ArgumentError unless the communicator fits the model."""
+        comm, group = self._comm, self._process_group
+        mine, theirs = (comm.rank, comm.size), (dist.get_rank(group), dist.get_world_size(group))
+        if mine != theirs:
+            raise ArgumentError(
+                f"comm is rank {mine[0]} of {mine[1]}, but in the model's process group this is rank {theirs[0]} of "
+                f"{theirs[1]}"
+            )
+        if (comm.backend == "cuda") != (self._device.type == "cuda"):
+            raise ArgumentError(
+                f"the model is on {self._device}, and the communicator has the backend {comm.backend}; pass a comm of "
+                f"the model's device"
+            )
+        if comm.backend == "host" and not getattr(comm.transport, "is_threaded", True):
+            raise ArgumentError(
+                "the hook never waits, so it needs a progress thread, which MPI allows with MPI_THREAD_MULTIPLE only; "
+                "leave mpi4py.rc.thread_level as it is, or comm out"
+            )
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._groups[0].parameters[0].device
+        return device
+
+    def _reduce(self, bucket: Any) -> Any:
+        """The hook: start the groups that are complete with this bucket; returns the future of its buffer."""
+        if self._closed:
+            raise ArgumentError("the handle that compress() returned is closed; wrap the model in DDP again")
+        arrived = _Bucket(bucket.buffer())
+        parameters = bucket.parameters()
+        complete = self._pass.add(arrived, parameters, _gradients(bucket.buffer(), parameters), self._places)
+        for number in complete:
+            self._start(number)
+        if bucket.is_last():
+            self._pass.check_complete()
+            self._pass = _Pass(self._groups)
+            self.step += 1
+        return arrived.future()
+
+    def _start(self, number: int) -> None:
+        """Start the reduction of a group. The buckets that wait for it get their futures when it ends."""
+        group, gradients, buckets = self._groups[number], self._pass.gradients[number], self._pass.buckets[number]
+        if self._stream is None:
+            future = self._launch(group, gradients).get_future()
+            future.add_done_callback(lambda ended: self._ended(buckets, ended))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):  # the backward pass continues on the current one
+            self._launch(group, gradients).wait()
+            self._ended(buckets, None)
+
+    def _launch(self, group: Group, gradients: list[Any]) -> Any:
+        """Start a call; returns its Work."""
+        if group.codec is None:
+            return _ExactWork(gradients, self._process_group)
+        codec = NoCodec() if self.step < self._warmup_steps else group.codec
+        keeps = bool(codec.state_names)
+        return self._comm.quantized_allreduce_coalesced(
+            gradients,
+            codec=codec,
+            op="avg",
+            key=group.key if keeps else None,
+            lr=self.lr if keeps else None,
+            timeout=self._timeout,
+            trace=self.trace,
+            async_op=True,
+        )
+
+    def _ended(self, buckets: Sequence[_Bucket], future: Any) -> None:
+        """A group's call has ended on the host, or is ordered before the current stream."""
+        error: Exception | None = None
+        try:
+            if future is not None:
+                future.value()
+        except Exception as found:
+            error = found
+        with self._lock:
+            self._failure = self._failure or error
+            complete = [bucket for bucket in buckets if bucket.group_ended(error)]
+        for bucket in complete:
+            bucket.complete()
+
+
+def _gradients(buffer: Any, parameters: Sequence[Any]) -> Any:
+    """The part of a bucket's buffer of each parameter, flat.
+
+    DDP's bucket.gradients() takes complex parameters, which are stored as pairs of real numbers, for real ones.
+    """
+    is_real = not buffer.is_complex()
+    return buffer.split([p.numel() * (2 if is_real and p.is_complex() else 1) for p in parameters])
+
+
+class _Bucket:
+    """One of DDP's buckets in one backward pass, and the groups that it has parameters of."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+        self._promise = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._error: Exception | None = None
+        self._is_over = False
+        self.groups: set[int] = set()
+        self._left = 0
+
+    def expect(self, groups: set[int]) -> None:
+        """The groups whose calls must end."""
+        self.groups, self._left = groups, len(groups)
+
+    def group_ended(self, error: Exception | None) -> bool:
+        """One of the groups has ended; whether the bucket is complete now. The first error completes it."""
+        self._left -= 1
+        if self._is_over or (self._left and error is None):
+            return False
+        self._error, self._is_over = error, True
+        return True
+
+    def complete(self) -> None:
+        self._promise.set_result(self._buffer)
+
+    def future(self) -> Any:
+        """The future for DDP. Only an exception in a function of then() reaches DDP's C++ as an error."""
+        return self._promise.then(self._value)
+
+    def _value(self, promise: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return promise.value()
+
+
+class _Pass:
+    """The gradients that have arrived in one backward pass.
+
+    Attributes:
+        gradients: of each group, flat parts of DDP's buckets.
+        buckets: that each group has gradients in.
+    """
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.gradients: list[list[Any]] = [[None] * len(group.parameters) for group in groups]
+        self.buckets: list[list[_Bucket]] = [[] for _ in groups]
+        self._missing = [len(group.parameters) for group in groups]
+        self._next = 0  # the first group that was not started
+        self._groups = groups
+        self.is_under_way = False
+
+    def add(
+        self,
+        bucket: _Bucket,
+        parameters: Sequence[Any],
+        gradients: Sequence[Any],
+        places: Mapping[Any, tuple[int, int]],
+    ) -> list[int]:
+        """A bucket has arrived: the groups to start now, in order."""
+        self.is_under_way = True
+        found: set[int] = set()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter not in places:
+                raise EngineError(
+                    f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there when compress() was "
+                    f"called; wrap the model in DDP again"
+                )
+            number, i = places[parameter]
+            self.gradients[number][i] = gradient
+            self._missing[number] -= 1
+            found.add(number)
+        bucket.expect(found)
+        for number in found:
+            self.buckets[number].append(bucket)
+        first = self._next
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._next += 1
+        return list(range(first, self._next))
+
+    def check_complete(self) -> None:
+        """Raise EngineError if gradients are missing after the last bucket."""
+        if self._next < len(self._groups):
+            missing = self._groups[self._next]
+            absent = [name for name, g in zip(missing.names, self.gradients[self._next], strict=True) if g is None]
+            raise EngineError(f"DDP's buckets have no gradients of {', '.join(absent)}")
+
+
+class _ExactWork:
+    """The sums of some gradients by the process group itself, divided before as DDP does.
+
+    Each gradient is a call of its own: how a backend orders a sum depends on its place in a message.
+    """
+
+    def __init__(self, gradients: Sequence[Any], process_group: Any) -> None:
+        for gradient in gradients:
+            gradient.div_(process_group.size())
+        self._works = [dist.all_reduce(gradient, group=process_group, async_op=True) for gradient in gradients]
+
+    def get_future(self) -> Any:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()
+
+
+def _parameters_of(model: Any) -> dict[str, Any]:
+    """The parameters that DDP reduces, by name. Raises ArgumentError for a model that cannot be compressed."""
+    if not isinstance(model, DistributedDataParallel):
+        raise ArgumentError(
+            f"compress() takes a model wrapped in torch.nn.parallel.DistributedDataParallel, not {type(model).__name__}"
+        )
+    if model.mixed_precision is not None:
+        raise ArgumentError(
+            "DDP's mixed_precision= has a communication hook of its own; use torch.autocast, or a model in bfloat16"
+        )
+    sparse = [
+        f"{name}.weight".removeprefix(".")
+        for name, module in model.module.named_modules()
+        if isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+    ]
+    # DDP compares the names of ignored parameters with a dot in front of those of the outermost module
+    ignored = {name for name in model.parameters_to_ignore if "." in name}
+    named = {name: p for name, p in model.module.named_parameters() if p.requires_grad and name not in ignored}
+    if any(name in named for name in sparse):
+        raise ArgumentError(
+            f"{', '.join(sparse)} has sparse gradients, which have no fixed size; make the module with sparse=False"
+        )
+    if len({p.device for p in named.values()}) > 1:
+        raise ArgumentError("the model's parameters are on several devices; compress() needs them on one")
+    return named
