@@ -25,12 +25,15 @@ from qccl.bench.sizes import parse_link, parse_seconds
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "qccl.bench", "run"]
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in LAUNCHERS}
-#: marks of tests that need namespaces
-IN_LAB = [
-    pytest.mark.lab,
-    pytest.mark.skipif(lab.obstacle() is not None, reason=f"no lab here: {lab.obstacle()}"),
-]
-WITH_MPI = [pytest.mark.mpi, pytest.mark.skipif(bool(start.obstacle("mpi")), reason=start.obstacle("mpi") or "there")]
+
+
+def needs(what: str, reason: str | None) -> list[pytest.MarkDecorator]:
+    """The marks of a test that needs the lab, or a transport."""
+    return [getattr(pytest.mark, what), pytest.mark.skipif(bool(reason), reason=reason or "it is there")]
+
+
+LAB = needs("lab", lab.obstacle())
+MPI, UCX = (needs("mpi", start.obstacle(transport)) for transport in ("mpi", "ucx"))
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -71,9 +74,9 @@ def test_what_the_user_has_set_is_left_alone() -> None:
     assert sorted(done.stdout.splitlines()) == ["[0] 77", "[1] 77"]
 
 
-@pytest.mark.parametrize("_", [pytest.param(0, marks=WITH_MPI)], ids=["mpi"])
-def test_mpiexec_starts_the_ranks(_: int) -> None:
-    done = run("--ranks=2", "--launcher=mpiexec", *shell("echo ${PMI_RANK:-$OMPI_COMM_WORLD_RANK} $MASTER_ADDR"))
+@pytest.mark.parametrize("launcher", [pytest.param("mpiexec", marks=MPI)])
+def test_mpiexec_starts_the_ranks(launcher: str) -> None:
+    done = run("--ranks=2", f"--launcher={launcher}", *shell("echo ${PMI_RANK:-$OMPI_COMM_WORLD_RANK} $MASTER_ADDR"))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] 0 127.0.0.1", "[1] 1 127.0.0.1"]
 
@@ -122,7 +125,7 @@ def test_under_a_launcher_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     result = CliRunner().invoke(main, ["run", "true"])
-    assert "torchrun has started this one" in " ".join(result.output.split())
+    assert "torchrun has started 2; start it without a launcher" in " ".join(result.output.split())
 
 
 def test_seconds() -> None:
@@ -146,14 +149,7 @@ with qccl.init("host") as comm:
 
 @pytest.mark.parametrize(
     ("launcher", "transport"),
-    [
-        pytest.param("mpiexec", "mpi", marks=[*IN_LAB, *WITH_MPI[1:]]),
-        pytest.param(
-            "torchrun",
-            "ucx",
-            marks=[*IN_LAB, pytest.mark.skipif(bool(start.obstacle("ucx")), reason=start.obstacle("ucx") or "there")],
-        ),
-    ],
+    [pytest.param("mpiexec", "mpi", marks=[*LAB, *MPI]), pytest.param("torchrun", "ucx", marks=[*LAB, *UCX])],
 )
 def test_traffic_crosses_the_links_and_is_counted(launcher: str, transport: str, tmp_path: Path) -> None:
     path = tmp_path / "x.json"
@@ -168,10 +164,10 @@ def test_traffic_crosses_the_links_and_is_counted(launcher: str, transport: str,
         assert f"# {rank:>4} {sent / 1e6:>10.3f} {share:>7.1%}" in done.stderr.splitlines()
 
 
-@pytest.mark.parametrize("_", [pytest.param(0, marks=IN_LAB)], ids=["lab"])
-def test_control_c_ends_everything_and_the_traffic_is_printed(_: int) -> None:
+@pytest.mark.parametrize("link", [pytest.param("1gbit", marks=LAB)])
+def test_control_c_ends_everything_and_the_traffic_is_printed(link: str) -> None:
     process = subprocess.Popen(
-        [*COMMAND, "--ranks=2", "--link=1gbit", *shell("echo up; sleep 90")],
+        [*COMMAND, "--ranks=2", f"--link={link}", *shell("echo up; sleep 90")],
         cwd=ROOT,
         env=ENVIRONMENT,
         stdin=subprocess.DEVNULL,

@@ -103,8 +103,10 @@ def run(
 def _check(ranks: int, link: str | None, delay: float | None, command: Sequence[str]) -> None:
     """Raise UsageError for what cannot run."""
     found = detect()
-    if found is not None:
-        raise click.UsageError(f"run starts its own ranks, but {found.name} has started this one; run it without one")
+    if found is not None and found.size > 1:
+        raise click.UsageError(
+            f"run starts its own ranks, but {found.name} has started {found.size}; start it without a launcher"
+        )
     if delay is not None and link is None:
         raise click.UsageError("--delay is for the links of --link; give --link")
     if link is not None and ranks == 1:
