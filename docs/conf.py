@@ -74,7 +74,7 @@ def helps() -> list[tuple[str, str]]:
 
 def hide_constructor(app: Any, what: str, name: str, obj: object, options: Any, signature: str, returns: str) -> Any:
     """The arguments of classes whose objects only qccl makes."""
-    return ("", "") if obj in (qccl.Plan, qccl.Work) else None
+    return ("", "") if name in ("qccl.Plan", "qccl.Work", "qccl.torch.Compression") else None
 
 
 def set_dashes(app: Any, doctree: nodes.document, docname: str) -> None:
