@@ -45,36 +45,46 @@ def test_the_bits_of_calls_that_are_not_compiled():
         assert equal(compiled(tree), wanted) and equal(compiled(tree), wanted)
 
 
-def test_memory_is_used_as_it_is(monkeypatch):
-    used = []
-    run = qccl.Communicator._run
+@pytest.fixture
+def calls(monkeypatch) -> list[dict]:
+    """The arrays of each call of the communicator: their Values by name."""
+    made, run = [], qccl.Communicator._run
 
     def spy(comm, spec, arrays, *rest):
-        used.append((arrays["input 0"].address, arrays["output 0"].address))
+        made.append(arrays)
         return run(comm, spec, arrays, *rest)
 
     monkeypatch.setattr(qccl.Communicator, "_run", spy)
+    return made
+
+
+def test_memory_is_used_as_it_is(calls):
     x = jnp.ones((300, 1000)).block_until_ready()
     found = jax.jit(allreduce)(x).block_until_ready()
-    assert used == [(x.unsafe_buffer_pointer(), found.unsafe_buffer_pointer())]
+    addresses = {name: values.address for name, values in calls.pop().items()}
+    assert addresses == {"input 0": x.unsafe_buffer_pointer(), "output 0": found.unsafe_buffer_pointer()}
 
 
-def test_calls_run_in_the_order_of_the_program():
-    """Calls that do not depend on each other, in two programs and between them; ranks would not agree otherwise."""
+def test_calls_run_in_the_order_of_the_program(calls):
+    """Also those that do not depend on each other, which XLA orders as it likes, and those of other programs."""
+    w = jnp.eye(300) * 0.5
 
     @jax.jit
-    def many(x):
-        parts = [jnp.sin(x[: 100 * i]).sum() + x[: 10 * i] for i in range(1, 8)]
-        return [allreduce(part, "minmax4") for part in parts]
+    def independent(x):
+        late = x
+        for _ in range(3):
+            late = jnp.sin(late @ w)
+        return allreduce(late[:50]), allreduce(x[:7]), allreduce(jnp.cos(x)[:20]), allreduce(x[:2] + 1)
 
-    x = jnp.arange(1000.0)
-    for _ in range(5):
-        found = many(x), jax.jit(lambda x: allreduce(x[:77] + 1))(x), allreduce(x[:33]), many(x + 1)
-    assert np.abs(found[2] - x[:33]).max() < 1 and jax.block_until_ready(found)
+    x = jnp.ones((300, 300))
+    for _ in range(3):
+        found = independent(x), jax.jit(lambda x: allreduce(x[:9] + 1))(x), allreduce(x[:3]), independent(x + 1)
+    jax.block_until_ready(found)
+    assert [call["input 0"].count // 300 for call in calls] == 3 * [50, 7, 20, 2, 9, 3, 50, 7, 20, 2]
 
 
 def test_large_arrays_in_a_loop():
-    """Callbacks of JAX that read such arrays hang on one processor."""
+    """While another program computes. JAX's callbacks that read such arrays hang here, on one processor."""
     w = jnp.eye(400) * 0.5
 
     @jax.jit
@@ -85,10 +95,14 @@ def test_large_arrays_in_a_loop():
 
         return jax.lax.scan(body, x, None, length=6)[0]
 
-    x = jnp.ones((300, 400))
+    @jax.jit
+    def other(x):
+        return jnp.tanh(x @ w @ w)
+
+    x = y = jnp.ones((300, 400))
     for _ in range(5):
-        x = loop(x)
-    assert np.isfinite(x).all() and equal(x, allreduce(x, "none"))
+        x, y = loop(x), other(other(y))
+    assert np.isfinite(x).all() and equal(x, allreduce(x, "none")) and np.isfinite(y).all()
 
 
 def test_control_flow():
