@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from start_ranks import start
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
@@ -33,6 +35,20 @@ def test_the_short_form_trains_and_draws(name: str, tmp_path: Path) -> None:
     progress, _, table = done.stdout.partition("\n\n")
     assert "step" in progress and "MB sent" in table and f"wrote {picture}" in table
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_the_short_form_of_jax_on_two_ranks(tmp_path: Path) -> None:
+    for module in ("jax", "matplotlib", "sklearn"):
+        pytest.importorskip(module)
+    picture = tmp_path / "x.png"
+    command = (str(EXAMPLES / "jax_mlp.py"), "--quick", "--figure", str(picture))
+    ended = start(2, *command, limit=300, MPLBACKEND="agg", JAX_PLATFORMS="cpu")
+    assert ended.status == 0, ended.output
+    for codec in ("none", "minmax8", "minmax4+ef", "onebit"):
+        assert re.search(rf"^{re.escape(codec)}\S* +step +50 of 50", ended.output, re.M), ended.output
+    assert ended.output.endswith(f"wrote {picture}\n") and picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_the_page_lists_every_example_with_its_command() -> None:
