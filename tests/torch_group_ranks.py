@@ -241,6 +241,12 @@ def tensors() -> None:
             )
             assert torch.equal(y, expected_16[rank])
         done = calls(pg)
+        for asynchronous in (False, True):
+            y = torch.tensor([3 + rank, -9, 7])  # gloo has no mean of integers, and NCCL rounds it towards zero
+            work = dist.all_reduce(y, AVG, async_op=asynchronous)
+            assert work is None or work.wait()
+            total = 3 * size + sum(range(size))
+            assert y.tolist() == [total // size, -9, 7], y
         mixed = [torch.ones(COUNT), torch.ones(COUNT, dtype=torch.float64)]
         raises(RuntimeError, "same type", lambda: pg.allreduce_coalesced(mixed))
         assert calls(pg) == done
@@ -264,6 +270,16 @@ def asynchronous() -> None:
         assert future.wait() == "next" and ended[0][0] is xs[-1] is works[-1].result()[0]
         for work, x, y in zip(works, xs, expected[rank], strict=True):
             assert work.wait(LIMIT) and work.is_completed() and work.exception() is None and torch.equal(x, y)
+
+
+def callbacks() -> None:
+    """Exact calls run while a thread of gloo drops functions of Python."""
+    with group() as pg:
+        for i in range(200):
+            future = dist.all_reduce(torch.tensor([i]), async_op=True).get_future()
+            future = future.then(lambda done: done.value()[0] + 1)
+            dist.barrier()
+            assert future.wait() == i * pg.size() + 1
 
 
 def options() -> None:

@@ -6,14 +6,16 @@ types, so all ranks decide alike. The first compressed call connects qccl's comm
 a DeviceMesh, for example) never make one.
 
 PyTorch calls a group from Python, and from C++ (DDP, functional collectives). Calls from C++ reach the methods here
-that torch's PyProcessGroup.hpp overrides; the others of them are called by torch's Python code only.
+that torch's PyProcessGroup.hpp overrides; the others of them are called by torch's Python code only. A method that it
+overrides must not call the same method of the base class: that call would hold Python's lock inside gloo, and could
+wait forever for a thread of gloo that needs the lock. So a second group, which has no subclass, runs the exact calls.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -81,6 +83,15 @@ class Options:
         count_of(self.min_bytes, "min_bytes")
 
 
+def _exact(name: str) -> Callable[..., Any]:
+    """A method of the plain group."""
+
+    def method(self: ProcessGroupQccl, *args: Any, **options: Any) -> Any:
+        return getattr(self._plain, name)(*args, **options)
+
+    return method
+
+
 class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of torch, which mypy does not read
     """A process group whose gradients are compressed; init_process_group("qccl") makes it.
 
@@ -97,18 +108,21 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         self._store = store
         self._comms: dict[str, Communicator] = {}
         self._own_devices: frozenset[str] | None = None
+        self._plain = dist.ProcessGroup(store, rank, size)
         gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout=timeout)
-        gloo._set_sequence_number_for_group()
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        self._contain("cpu", dist.ProcessGroup.BackendType.GLOO, gloo)
         if torch.cuda.is_available() and dist.is_nccl_available():
             how = dist.ProcessGroupNCCL.Options()
             how._timeout, how.group_name = timeout, name
             nccl = dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, how)
-            nccl._set_sequence_number_for_group()
-            self._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.NCCL, nccl)
-            self._set_default_backend(dist.ProcessGroup.BackendType.NCCL)
+            self._contain("cuda", dist.ProcessGroup.BackendType.NCCL, nccl)
         self._check_options(gloo)
+
+    def _contain(self, device: str, kind: Any, backend: Any) -> None:
+        backend._set_sequence_number_for_group()
+        for group in (self, self._plain):
+            group._register_backend(torch.device(device), kind, backend)
+            group._set_default_backend(kind)
 
     def getBackendName(self) -> str:
         return "qccl"
@@ -121,8 +135,11 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
         tensors, opts = _as_list(tensors), _options_of(dist.AllreduceOptions, opts, op, timeout)
         codec = self._codec_of_sum(opts, tensors) if len(tensors) == 1 else None
+        if codec is None and _is_mean_of_integers(tensors, opts):
+            opts.reduceOp = dist.ReduceOp.SUM
+            return self._then_divide(self._plain.allreduce(tensors, opts))
         if codec is None:
-            return super().allreduce(tensors, opts)
+            return self._plain.allreduce(tensors, opts)
         xs, copies = _contiguous(tensors)
         work = self._comm(xs[0]).quantized_allreduce(xs[0], op=opts.reduceOp, **self._how(xs[0], codec, opts))
         return _Work([work], opts, tensors, copies)
@@ -131,7 +148,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         opts = _options_of(dist.AllreduceCoalescedOptions, opts)
         codec = self._codec_of_sum(opts, tensors)
         if codec is None:
-            return super().allreduce_coalesced(tensors, opts)
+            return self._plain.allreduce_coalesced(tensors, opts)
         xs, copies = _contiguous(tensors)
         how = self._how(xs[0], codec, opts)
         work = self._comm(xs[0]).quantized_allreduce_coalesced(xs, op=opts.reduceOp, **how)
@@ -145,7 +162,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
             outputs, inputs = [outputs], [inputs]
         codec = self._codec_of_sum(opts, inputs[0], outputs) if len(outputs) == len(inputs) == 1 else None
         if codec is None:
-            return super().reduce_scatter(outputs, inputs, opts)
+            return self._plain.reduce_scatter(outputs, inputs, opts)
         x = torch.cat([part.detach().reshape(-1) for part in inputs[0]])
         return self._reduce_scatter(outputs, [x], codec, opts, counts=[part.numel() for part in inputs[0]])
 
@@ -153,7 +170,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         opts = _options_of(dist.ReduceScatterOptions, opts)
         codec = self._codec_of_sum(opts, [input], [output])
         if codec is None:
-            return super().reduce_scatter_single(output, input, opts)
+            return self._plain.reduce_scatter_single(output, input, opts)
         return self._reduce_scatter([output], [input], codec, opts)
 
     _reduce_scatter_base = reduce_scatter_single  # its name before PyTorch 2.13
@@ -164,7 +181,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         opts = _options_of(dist.ReduceScatterOptions, opts)
         codec = self._codec_of_sum(opts, inputs, outputs)
         if codec is None:
-            return super().reduce_scatter_single_coalesced(outputs, inputs, opts)
+            return self._plain.reduce_scatter_single_coalesced(outputs, inputs, opts)
         return self._reduce_scatter(outputs, inputs, codec, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
@@ -173,7 +190,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
             outputs, inputs = [outputs], [inputs]
         codec = self._codec_of(self._gather_codec, outputs[0], inputs) if len(outputs) == len(inputs) == 1 else None
         if codec is None:
-            return super().allgather(outputs, inputs, opts)
+            return self._plain.allgather(outputs, inputs, opts)
         counts = [part.numel() for part in outputs[0]]
         gathered = inputs[0].new_empty(sum(counts))
         parts = [part.view_as(to) for part, to in zip(gathered.split(counts), outputs[0], strict=True)]
@@ -186,7 +203,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts)
         codec = self._codec_of(self._gather_codec, [output], [input])
         if codec is None:
-            return super().all_gather_single(output, input, opts)
+            return self._plain.all_gather_single(output, input, opts)
         return self._all_gather([output], [input], codec, opts)
 
     _allgather_base = all_gather_single  # its name before PyTorch 2.13
@@ -197,8 +214,16 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts)
         codec = self._codec_of(self._gather_codec, outputs, inputs)
         if codec is None:
-            return super().all_gather_single_coalesced(outputs, inputs, opts)
+            return self._plain.all_gather_single_coalesced(outputs, inputs, opts)
         return self._all_gather(outputs, inputs, codec, opts)
+
+    # -- collectives that are exact ----------------------------------------------------------------------------------
+
+    all_to_all_single = _exact("all_to_all_single")
+    barrier = _exact("barrier")
+    broadcast = _exact("broadcast")
+    recv = _exact("recv")
+    send = _exact("send")
 
     # -- the end -----------------------------------------------------------------------------------------------------
 
@@ -286,6 +311,15 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
             for x, out in zip(inputs, targets, strict=True)
         ]
         return _Work(works, opts, outputs, copies)
+
+    def _then_divide(self, work: Any) -> Any:
+        """A Work that makes a sum of integers their mean, rounded towards zero as by NCCL."""
+        size = self.size()
+
+        def divide(ended: torch.futures.Future[list[torch.Tensor]]) -> list[torch.Tensor]:
+            return [tensor.div_(size, rounding_mode="trunc") for tensor in ended.value()]
+
+        return torch._C._distributed_c10d._create_work_from_future(work.get_future().then(divide))
 
     def _check_options(self, gloo: Any) -> None:
         """Compare all ranks' options."""
@@ -383,6 +417,12 @@ def _is_like(tensor: torch.Tensor, first: torch.Tensor) -> bool:
     """Whether it is an ordinary dense tensor, of the element type and on the device of another one."""
     is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided
     return is_plain and tensor.dtype == first.dtype and tensor.device == first.device
+
+
+def _is_mean_of_integers(tensors: Sequence[torch.Tensor], opts: Any) -> bool:
+    """What programs call because the backend is not called "gloo", but gloo cannot do."""
+    is_integer = all(not (x.is_floating_point() or x.is_complex()) and x.device.type == "cpu" for x in tensors)
+    return is_integer and opts.reduceOp.op == dist.ReduceOp.AVG
 
 
 def _as_list(tensors: Any) -> list[torch.Tensor]:
