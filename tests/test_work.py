@@ -94,8 +94,8 @@ def test_an_exception_goes_to_the_hook(monkeypatch):
         raise ZeroDivisionError("in a callback")
 
     def run(comm):
-        called = Called()
         for _ in range(2):  # the engine goes on
+            called = Called()
             work = comm.quantized_allreduce(np.ones(1000, np.float32), async_op=True)
             work.add_done_callback(fail)
             work.add_done_callback(called)

@@ -40,7 +40,7 @@ class Mixed(torch.nn.Module):
 
     def forward(self, x):
         x = self.norm(self.first(x).relu())
-        for layer in self.inner:
+        for layer in reversed(self.inner):
             x = x + layer(x).relu()
         return self.last(x)
 
@@ -379,18 +379,28 @@ def traces() -> None:
     model = DistributedDataParallel(Sequential(*[Linear(512, 512) for _ in range(12)]), bucket_cap_mb=1)
     events: list[qccl.trace.TraceEvent] = []
     with qccl.torch.compress(model, group_bytes=1 << 20, trace=events) as handle:
-        last, original = [], handle._reduce
-        handle._reduce = lambda bucket: (last.append(time.perf_counter()), original(bucket))[1]
+        inside, original = [], handle._reduce
+
+        def reduce(bucket):
+            entered = time.perf_counter()
+            future = original(bucket)
+            inside.append((entered, time.perf_counter()))
+            return future
+
+        handle._reduce = reduce
         x = torch.randn(64, 512)
         for _ in range(3):
             events.clear()
-            last.clear()
+            inside.clear()
             begin = time.perf_counter()
             model(x).square().mean().backward()
             end = time.perf_counter()
-        assert len(last) > 4 and len({event.args["call"] for event in events}) > 4
+        assert len(inside) > 4 and len({event.args["call"] for event in events}) > 4
         assert all(begin <= event.start <= event.stop <= end for event in events)
-        assert min(event.stop for event in events) < last[-1]
+        assert min(event.stop for event in events) < inside[-1][0]
+        assert any(
+            all(not enter <= event.stop <= leave for enter, leave in inside) for event in events
+        )  # no hook waits
 
 
 def changes_the_rate() -> None:
