@@ -37,8 +37,10 @@ def measured(
     algorithm: str = "auto",
     counts: Counts = ONCE,
     parameters: Mapping[str, object] = MappingProxyType({}),
+    *,
+    as_plan: bool = False,
 ) -> Row:
-    call = QuantizedCall(comm, case, codecs.get(codec), algorithm, None, parameters)
+    call = QuantizedCall(comm, case, codecs.get(codec), algorithm, None, parameters, as_plan=as_plan)
     return measure_one(comm, call, counts)
 
 
@@ -241,6 +243,32 @@ def test_right_results_of_every_codec_are_not_wrong(kind: str) -> None:
     root = 1 if "root" in KINDS[kind].parameters else -1
     for row in qccl.run_ranks(4, run)[0]:
         assert [side.wrong for side in row.sides] == [0] * len(row.sides), (row.codec, row.case, row.algorithm)
+
+
+@pytest.mark.parametrize("dtype", dtypes.DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("kind", "parameters"),
+    [
+        ("hierarchical_allreduce", SHARED | {"intra": "none"}),
+        ("hierarchical_allreduce", LED | {"intra": "none"}),
+        ("reduce_scatter", {}),
+        ("peer_exchange", {}),
+    ],
+)
+def test_right_results_of_codecs_with_state_are_not_wrong(
+    kind: str, parameters: dict[str, object], dtype: dtypes.DType
+) -> None:
+    def run(comm: qccl.Communicator) -> list[Row]:
+        case = Case(3000, dtype, "sum", kind)
+        return [
+            measured(comm, f"{codec}+ef+nesterov:mu=0.5", case, algorithm, Counts(1, 0, 1), parameters, as_plan=as_plan)
+            for codec in ("minmax4:bucket=64", "topk:k=0.2,block=64", "none")
+            for algorithm in KINDS[kind].algorithms or ("auto",)
+            for as_plan in (False, True)
+        ]
+
+    for row in qccl.run_ranks(4, run)[0]:
+        assert [side.wrong for side in row.sides] == [0] * len(row.sides), (row.codec, row.algorithm)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from qccl.bench.data import from_float32, to_float32
-from qccl.codecs import Dithering, MinMax, OneBit, RandomK, TopK, Trellis
+from qccl.codecs import Dithering, MinMax, NoCodec, OneBit, RandomK, TopK, Trellis
 from qccl.collectives.layout import partition_for_all
 from qccl.dtypes import DType
 
@@ -83,7 +83,7 @@ def hierarchical_bound(
         mine = [values[rank] for rank in ranks]
         exact, error = allreduce_exact(mine, total), np.zeros(values[0].shape)
         if len(ranks) > 1:
-            error = _combined([intra.error_bound(v) for v in mine], _magnitude(mine), total)
+            error = _combined([_coding(intra, v, dtype) for v in mine], _magnitude(mine), total)
             error += _storing(exact, error, dtype)
         sums.append(exact)
         errors.append(error)
@@ -131,8 +131,8 @@ def _combined(errors: Sequence[NDArray[np.float64]], magnitude: NDArray[np.float
 
 
 def _coding(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float64]:
-    """The error of encoding ``x``; sparse codecs also round it to ``dtype``, in which they send values."""
-    if not codec.sparse:
+    """The error of encoding ``x``; NoCodec and sparse codecs round it to ``dtype``, in which they send values."""
+    if not codec.sparse and not isinstance(codec, NoCodec):
         return codec.error_bound(x)
     sent = to_float32(from_float32(x, dtype), dtype)
     bound: NDArray[np.float64] = codec.error_bound(sent if isinstance(codec, RandomK) else x) + np.abs(sent - x)
@@ -157,11 +157,11 @@ def _bound_near(
     If a codec's bound grows with the range of a bucket, the range is made as wide as possible; if it grows with the
     values' magnitudes, all are made as large as possible. ``onebit`` may assign a value to the other side, and ``topk``
     may omit it, so their error is the whole value, plus for ``onebit`` the value that a side decodes to. The natural
-    levels of ``dithering`` differ by between half of a value and the value, hence the factor of two. Sparse codecs
-    send values as ``dtype``.
+    levels of ``dithering`` differ by between half of a value and the value, hence the factor of two. NoCodec and
+    sparse codecs send values as ``dtype``.
     """
     largest = np.abs(exact) + error
-    if codec.sparse:
+    if codec.sparse or isinstance(codec, NoCodec):
         rounding = _storing(exact, error, dtype)
         return rounding + (largest if isinstance(codec, TopK) else codec.error_bound(largest + rounding))
     match codec:

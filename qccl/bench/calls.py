@@ -203,7 +203,7 @@ class QuantizedCall:
             names = ["applied", *(f"replica {peer}" for peer in neighbours(self._comm.rank, self._comm.size))]
             parts = (out[i * case.count : (i + 1) * case.count] for i in range(len(names)))
             arrays = {name: self._values(part) for name, part in zip(names, parts, strict=True)}
-            return self.plan._bind_values({"input": self._values(x)} | arrays, out, None)
+            return self.plan._bind_values({"input": self._values(x)} | arrays, out, self._key)
         return self.plan.bind(x, None if out is x else out)
 
     def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:

@@ -48,7 +48,7 @@ def _compare(
     """Wrong elements, and the squares of error and exact result."""
     case, last = call.case, part.first + part.stop - part.start
     inputs = [data.gaussian(rank, part.first, last, case.dtype, seed) for rank in part.ranks]
-    values = [data.to_float32(each, case.dtype) for each in inputs]
+    values = call.contributions([data.to_float32(each, case.dtype) for each in inputs])
     if KINDS[case.kind].combines:
         exact = accuracy.allreduce_exact(values, case.op)
         bound = accuracy.allreduce_bound(values, call.codec, case.dtype, case.op, call.algorithm, -1)

@@ -14,7 +14,7 @@ import numpy as np
 
 from qccl import _host
 from qccl.bench.data import from_float32, to_float32
-from qccl.codecs import RandomK, TopK
+from qccl.codecs import NoCodec, RandomK, TopK
 from qccl.dtypes import FLOAT32, DType
 
 if TYPE_CHECKING:
@@ -73,13 +73,13 @@ def hierarchical(
     scale = np.float32(1 / size) if op == "avg" else None
     sums = []
     for ranks, owner in zip(nodes, owners, strict=True):
-        terms = [values[r] if r == owner else _coded(intra, values[r], start, call, 0, r) for r in ranks]
-        sums.append(_total(terms, op, scale if len(nodes) == 1 else None))
-    sums = [to_float32(from_float32(each, dtype), dtype) for each in sums]
+        terms = [values[r] if r == owner else _sent(intra, values[r], dtype, start, call, r) for r in ranks]
+        whole = _total(terms, op, scale if len(nodes) == 1 else None)
+        sums.append(whole if len(ranks) == 1 else to_float32(from_float32(whole, dtype), dtype))
     total = sums[0]
     if len(nodes) > 1:
         place = shard % len(nodes) if algorithm == "two_round" else -1
-        coded = [_coded(codec, each, start, call, 1, owners[i]) for i, each in enumerate(sums)]
+        coded = [_sent(codec, each, dtype, start, call, owners[i], 1) for i, each in enumerate(sums)]
         total = _total([sums[i] if i == place else each for i, each in enumerate(coded)], op, scale)
         if place >= 0:
             total = _coded(codec, _as_kept(codec, total, dtype), start, call, 2, owners[place])
@@ -102,7 +102,7 @@ def moved(
     added_to: NDArray[np.float32] | None = None,
 ) -> NDArray[Any]:
     """The ``values`` of ``rank`` as another rank receives them, as ``dtype``; unchanged if not ``moved``."""
-    found = _coded(codec, values, index, call, round_, rank) if moved else values
+    found = _sent(codec, values, dtype, index, call, rank, round_) if moved else values
     return from_float32(found if added_to is None else added_to + found, dtype)
 
 
@@ -117,15 +117,17 @@ def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: 
     return decoded
 
 
-def _sent(codec: Codec, x: NDArray[np.float32], dtype: DType, index: int, call: int, rank: int) -> NDArray[np.float32]:
-    """``_coded`` in round 0, for values that may not be exact in ``dtype``, to which TopK rounds them."""
-    decoded = _coded(codec, _as_kept(codec, x, dtype), index, call, 0, rank)
+def _sent(
+    codec: Codec, x: NDArray[np.float32], dtype: DType, index: int, call: int, rank: int, round_: int = 0
+) -> NDArray[np.float32]:
+    """``_coded``, for values that may not be exact in ``dtype``, to which TopK rounds them."""
+    decoded = _coded(codec, _as_kept(codec, x, dtype), index, call, round_, rank)
     return to_float32(from_float32(decoded, dtype), dtype) if isinstance(codec, TopK) else decoded
 
 
 def _as_kept(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
-    """The values as ``codec`` sends them: RandomK rounds them to ``dtype``, before its decoder scales them."""
-    return to_float32(from_float32(x, dtype), dtype) if isinstance(codec, RandomK) else x
+    """The values as ``codec`` sends them: NoCodec rounds to ``dtype``, and RandomK before its decoder scales them."""
+    return to_float32(from_float32(x, dtype), dtype) if isinstance(codec, NoCodec | RandomK) else x
 
 
 def _total(terms: Values, op: str, scale: np.float32 | None) -> NDArray[np.float32]:
