@@ -7,7 +7,7 @@ from start_ranks import start_plain
 
 pytest.importorskip("torch")
 
-ALWAYS = ("exact", "bounds", "identical", "resumes", "accumulates", "refuses", "corrects")
+ALWAYS = ("exact", "bounds", "identical", "resumes", "accumulates", "refuses", "corrects", "unused")
 
 
 @pytest.mark.parametrize(("size", "names"), [(2, ALWAYS), (4, (*ALWAYS, "replicas", "smaller_groups"))])

@@ -194,6 +194,7 @@ def resumes() -> None:
         comm.quantized_allreduce(np.ones(100, np.float32), codec="onebit+ef", key="mine")
         saved = torch.load(path)  # with weights_only=True
         assert set(saved["gradients"]["keys"]) == {"fsdp/0", "fsdp/2", "fsdp/4"}
+        assert all(entry["lr"] for entry in saved["gradients"]["keys"].values())
         with torch.no_grad():
             for p, each in zip(model.parameters(), saved["weights"], strict=True):
                 p.to_local().copy_(each)
@@ -274,6 +275,34 @@ def refuses() -> None:
             state["keys"]["a"]["values"]["residual"]
         )
         sub.close()
+
+
+class Branch(torch.nn.Module):
+    """A second layer that is used in some steps only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Linear(4, 4), Linear(4, 4)
+
+    def forward(self, x, whole: bool):
+        return self.second(self.first(x)) if whole else self.first(x)
+
+
+def unused() -> None:
+    """If parameters have a gradient in some steps only, FSDP2 must be told; otherwise the call is refused."""
+    mesh = line()
+    with connect(mesh) as comm:
+        for told in (True, False):
+            model = fully_shard(Branch(), mesh=mesh)
+            ReduceScatter("minmax4+ef", comm, key=str(told)).install(model)
+            model.set_reduce_scatter_unused_params(told)
+            model(torch.ones(2, 4), True).sum().backward()
+            model.zero_grad()
+            second = model(torch.ones(2, 4), False).sum()
+            if told:
+                second.backward()
+            else:
+                raises("and this is reduce_scatter(count=", second.backward)
 
 
 def replicas() -> None:
