@@ -12,7 +12,7 @@ same order, and a call's number, which random codecs depend on, follows from the
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -242,8 +242,8 @@ class Compression:
         """Start the reduction of a group. The buckets that wait for it get their futures when it ends."""
         group, gradients, buckets = self._groups[number], self._pass.gradients[number], self._pass.buckets[number]
         if self._stream is None:
-            future = self._launch(group, gradients).get_future()
-            future.add_done_callback(lambda ended: self._ended(buckets, ended))
+            work = self._launch(group, gradients)
+            work.add_done_callback(lambda ended: self._ended(buckets, ended.exception()))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):  # the backward pass continues on the current one
@@ -267,14 +267,8 @@ class Compression:
             async_op=True,
         )
 
-    def _ended(self, buckets: Sequence[_Bucket], future: Any) -> None:
+    def _ended(self, buckets: Sequence[_Bucket], error: Exception | None) -> None:
         """A group's call has ended on the host, or is ordered before the current stream."""
-        error: Exception | None = None
-        try:
-            if future is not None:
-                future.value()
-        except Exception as found:
-            error = found
         with self._lock:
             self._failure = self._failure or error
             complete = [bucket for bucket in buckets if bucket.group_ended(error)]
@@ -380,7 +374,7 @@ class _Pass:
 
 
 class _ExactWork:
-    """The sums of some gradients by the process group itself, divided before as DDP does.
+    """The sums of some gradients by the process group itself, divided before as DDP does (interface: Work).
 
     Each gradient is a call of its own: how a backend orders a sum depends on its place in a message.
     """
@@ -390,8 +384,16 @@ class _ExactWork:
             gradient.div_(process_group.size())
         self._works = [dist.all_reduce(gradient, group=process_group, async_op=True) for gradient in gradients]
 
-    def get_future(self) -> Any:
-        return torch.futures.collect_all([work.get_future() for work in self._works])
+    def add_done_callback(self, fn: Callable[[_ExactWork], object]) -> None:
+        self._future = torch.futures.collect_all([work.get_future() for work in self._works])
+        self._future.add_done_callback(lambda future: fn(self))
+
+    def exception(self) -> Exception | None:
+        try:
+            self._future.value()
+        except RuntimeError as error:
+            return error
+        return None
 
     def wait(self) -> None:
         for work in self._works:
