@@ -211,6 +211,8 @@ def compressed() -> None:
         manager.wait()
         assert all(map(torch.equal, y, expected[rank]))
         assert torch.equal(x, values(rank))
+        comm = pg._comms["cpu"]
+    raises(qccl.ArgumentError, "closed", comm.barrier)
 
 
 def tensors() -> None:

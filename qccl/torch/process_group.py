@@ -282,15 +282,15 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         """Collective in the first call for a type of device, which connects the ranks."""
         kind = x.device.type
         if kind not in self._comms:
-            self._comms[kind] = self._connect(kind, self._get_backend(x.device).options._timeout.total_seconds())
+            self._comms[kind] = self._connect(x.device, self._get_backend(x.device).options._timeout.total_seconds())
         return self._comms[kind]
 
-    def _connect(self, kind: str, timeout: float) -> Communicator:
-        meeting = of_store(dist.PrefixStore(f"qccl/{kind}", self._store), self.rank(), self.size())
-        if kind == "cpu":
+    def _connect(self, device: torch.device, timeout: float) -> Communicator:
+        meeting = of_store(dist.PrefixStore(f"qccl/{device.type}", self._store), self.rank(), self.size())
+        if device.type == "cpu":
             return Communicator._from_transport(connect(meeting, timeout), timeout)
         unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", timeout)[0]
-        return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout)
+        return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=device.index)
 
     def _reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any, **counts: Any
