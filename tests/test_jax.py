@@ -214,6 +214,9 @@ def run(comm):
     reduce = lambda tree: qccl.jax.allreduce(tree, comm=comm)
     own = jax.device_put(np.ones(8, np.float32), jax.devices()[1])
     assert reduce(own).devices() == jax.jit(reduce)(own).devices() == {jax.devices()[1]}
+    one = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    alone = jax.shard_map(reduce, mesh=one, in_specs=spec, out_specs=spec)
+    assert jax.jit(jax.grad(lambda x: alone(x).sum()))(np.ones(4, np.float32)).tolist() == [1] * 4
     with pytest.raises(qccl.ArgumentError, match=r"leaf \\[0\\] is on 2 devices, and must be on one"):
         reduce([x])
     for mapped in (jax.pmap(reduce), jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec)):
