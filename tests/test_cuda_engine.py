@@ -171,6 +171,26 @@ def test_async_op_orders_the_stream_only_when_waited_for(world, cupy):
     one(run)
 
 
+def test_functions_are_called_when_the_run_has_ended_though_nobody_waits(world, cupy):
+    def run(comm):
+        world.frozen = True
+        works, called = [], threading.Event()
+        work = comm.quantized_allreduce(*pair(), async_op=True)
+        work.add_done_callback(lambda ended: (works.append(ended), called.set()))
+        before = list(works)
+        world.frozen = False
+        assert called.wait(10) and before == [] and works == [work] and work.exception() is None
+        world.frozen = True
+        called.clear()
+        late = comm.quantized_allreduce(*pair(), async_op=True, timeout=0.1)
+        late.add_done_callback(lambda ended: called.set())
+        assert called.wait(10)
+        world.frozen = False
+        return str(late.exception())
+
+    assert "deadline" in one(run)
+
+
 def test_arrays_live_until_the_run_is_done(world, cupy):
     def run(comm):
         world.frozen = True
