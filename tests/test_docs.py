@@ -129,7 +129,10 @@ def run_torch_programs(programs: list[Path], size: int) -> None:
         settings = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
         environment = os.environ | {key: str(value) for key, value in (variables | settings).items()}
         command, pipe = [sys.executable, "-c", IN_TURN, *places], subprocess.PIPE
-        processes.append(subprocess.Popen(command, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True))
+        process = subprocess.Popen(
+            command, cwd=programs[0].parent, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
+        )
+        processes.append(process)
     try:
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=150)
