@@ -238,6 +238,29 @@ def test_arrays_on_several_devices():
     assert ended.stdout == "refused\n", ended.stdout + ended.stderr
 
 
+UNDER_WAY = """
+import jax, jax.numpy as jnp, qccl.jax
+
+@jax.jit
+def late(x):
+    for _ in range(12):
+        x = jnp.sin(x @ x)
+    return x
+
+step, x = jax.jit(qccl.jax.allreduce), jnp.ones((1500, 1500))
+step(x).block_until_ready()
+print("under way" if not step(late(x)).is_ready() else "too early")
+"""
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_a_process_that_ends_before_its_last_call():
+    """It makes the call first."""
+    ended = start_plain(2, "-c", UNDER_WAY, limit=200, JAX_PLATFORMS="cpu")
+    assert ended.status == 0 and ended.output == 2 * "under way\n", ended.output
+
+
 @needs_ucx
 @pytest.mark.slow
 def test_compiled_functions_on_processes():

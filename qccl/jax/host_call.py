@@ -13,6 +13,7 @@ The structures are those of XLA's ``xla/ffi/api/c_api.h``; fields after the last
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import itertools
 import math
@@ -114,6 +115,8 @@ def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
     None of ``xs`` may be empty. An error of the function becomes an error of the program, with its text.
     """
     _check_place()
+    atexit.unregister(_finish_calls)
+    atexit.register(_finish_calls)  # last, to run first: at exit the communicator's engine leaves its group
     # all arrays together: a transformation of JAX that moves a part of a program then moves enter, FFI call and leave
     xs = jax.lax.optimization_barrier(list(xs))
     call = _Pending(function, xs)
@@ -128,6 +131,11 @@ def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
     done, *outs = jax.ffi.ffi_call(_TARGET, results)(ticket, *xs)
     io_callback(lambda _: None, None, done, ordered=True)
     return list(outs)
+
+
+def _finish_calls() -> None:
+    """Wait for the programs that this thread has started."""
+    jax.effects_barrier()
 
 
 def _check_place() -> None:
