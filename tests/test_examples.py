@@ -15,13 +15,13 @@ ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "docs" / "examples"
 #: the programs whose ranks are threads of one process
 ON_THREADS = ("decentralized", "diloco", "onebit_sgd")
-#: the programs that torchrun starts
-UNDER_TORCHRUN = ("ddp", "fsdp")
+#: the programs that torchrun starts, with what they import
+UNDER_TORCHRUN = {"ddp": "torch", "fsdp": "torch", "lightning_module": "lightning"}
 
 
 @pytest.mark.parametrize("name", [*ON_THREADS, *UNDER_TORCHRUN])
 def test_the_short_form_trains_and_draws(name: str, tmp_path: Path) -> None:
-    for module in ("matplotlib", *(("torch",) if name in UNDER_TORCHRUN else ("sklearn",))):
+    for module in ("matplotlib", UNDER_TORCHRUN.get(name, "sklearn")):
         pytest.importorskip(module)
     picture = tmp_path / "x.png"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

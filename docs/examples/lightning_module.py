@@ -1,0 +1,101 @@
+"""PyTorch Lightning with compressed gradients by one word, the backend's name: 4 ranks train a language model of bytes.
+
+    torchrun --standalone --nproc-per-node 4 docs/examples/lightning_module.py
+
+The backend compresses gradients by QCCL_CODEC, and everything else goes exactly: see the page on PyTorch. The model has
+2 million parameters (byte_model.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from typing import Any
+
+import lightning
+import torch
+from byte_model import ByteModel, bits_per_byte, corpus, learning_rate, random_batch
+from lightning.pytorch.strategies import DDPStrategy
+from torch.utils.data import DataLoader
+
+import qccl.torch  # registers the backend
+
+#: examples in the batch of each rank, and the learning rate after the warm-up
+BATCH, RATE = 64, 0.1
+
+
+class ByteModule(lightning.LightningModule):  # type: ignore[misc]  # a class of Lightning, which mypy does not read
+    """An ordinary module of Lightning, which knows nothing of qccl."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)  # the same model on every rank
+        self.model, self.steps = ByteModel(), steps
+        self.text, self.validation = corpus()
+        self.curve: list[tuple[int, float]] = []
+
+    def train_dataloader(self) -> Any:
+        """Batches of random positions, other ones on every rank."""
+        generator = torch.Generator().manual_seed(self.global_rank)
+        batches = (random_batch(self.text, BATCH, generator) for _ in range(self.steps))
+        return DataLoader(list(batches), batch_size=None)
+
+    def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
+        """The loss of a batch."""
+        context, following = batch
+        return torch.nn.functional.cross_entropy(self.model(context), following)
+
+    def on_train_batch_end(self, *_: object) -> None:
+        """Print the validation quality about ten times during the training."""
+        step = self.global_step
+        if step % max(5, self.steps // 10) == 0 and self.global_rank == 0:
+            self.curve.append((step, bits_per_byte(self.model, self.validation)))
+            print(f"step {step:4} of {self.steps}: {self.curve[-1][1]:.3f} bits per byte", flush=True)
+
+    def configure_optimizers(self) -> Any:
+        """SGD with momentum."""
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, nesterov=True)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step + 1, RATE))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def draw(path: str, curve: list[tuple[int, float]]) -> None:
+    """The validation quality by step."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    axes.plot(*zip(*curve, strict=True), marker="o", label=qccl.torch.Options().codec)
+    axes.set(xlabel="step", ylabel="bits per byte, validation", title="A byte model with Lightning")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
+
+
+def main() -> None:
+    """Train as one rank of a launcher."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--backend", default="qccl", help='"gloo" is PyTorch\'s own')
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
+    parser.add_argument("--figure", default="lightning.png", help="the picture to write")
+    options = parser.parse_args()
+    torch.set_num_threads(1)  # the ranks share the processors
+    trainer = lightning.Trainer(
+        strategy=DDPStrategy(process_group_backend=options.backend),  # the one word
+        accelerator="cpu",
+        devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    module = ByteModule(10 if options.quick else options.steps)
+    trainer.fit(module)
+    if module.global_rank == 0:
+        draw(options.figure, module.curve)
+        print(f"wrote {options.figure}")
+
+
+if __name__ == "__main__":
+    main()
