@@ -38,7 +38,7 @@ class DiLoCo:
 
     Attributes:
         params: the parameters as last given or returned.
-        common: the common parameters, which no local step changes; a list of arrays.
+        common: the common parameters, which no local step changes; a list of arrays, those of a dict by sorted name.
         steps: the number of outer steps so far.
     """
 
@@ -56,8 +56,9 @@ class DiLoCo:
         """Collective: all ranks continue from rank 0's parameters, which are written to ``params``.
 
         ``params`` is an array, a list of arrays or a dict of them, of float32, float16 or bfloat16 (NumPy, torch, CuPy;
-        JAX on the host). A codec with error feedback keeps its residuals in the communicator under ``key``, so two
-        objects on one communicator need different keys. ``outer_lr=1`` and ``momentum=0`` average the parameters.
+        JAX on the host). Arrays of dicts belong together by name, whatever the dicts' orders. A codec with error
+        feedback keeps its residuals in the communicator under ``key``, so two objects on one communicator need
+        different keys. ``outer_lr=1`` and ``momentum=0`` average the parameters.
         """
         self._codec = codecs.get(codec)
         if "momentum" in self._codec.state_names:
@@ -73,6 +74,7 @@ class DiLoCo:
         self._outer_lr, self._momentum, self._nesterov, self._key = float(rate), float(decay), looks_ahead, key
         self.comm, self.params, self.steps = comm, params, 0
         given = self._values(params)
+        self._names = _names(params)
         self._forms = [_form(values) for values in given]
         self.common = [_mutable_copy(values) for values in given]
         self._velocity = [_zeros(array) for array in self.common]
@@ -87,6 +89,8 @@ class DiLoCo:
         Raises ArgumentError on all ranks, and changes no parameters, if the average is not finite.
         """
         params = self.params if params is None else params
+        if _names(params) != self._names:
+            raise ArgumentError(f"params has the names {_names(params)}, and DiLoCo was made for {self._names}")
         local = self._values(params, self._forms)
         changes = [_change(common, values.array) for common, values in zip(self.common, local, strict=True)]
         for dtype in dict.fromkeys(str(values.dtype) for values in local):  # a call has one element type
@@ -110,7 +114,8 @@ class DiLoCo:
         others = [rank for rank, each in enumerate(found) if each[8:] != found[0][8:]]
         if others:
             raise MismatchError(
-                f"ranks {others} have other parameters (number, shapes, types) or arguments of DiLoCo than rank 0"
+                f"ranks {others} have other parameters (number, names, shapes, types) or arguments of DiLoCo than rank "
+                f"0"
             )
         steps = [struct.unpack("<q", each[:8])[0] for each in found]
         root = steps.index(max(steps))
@@ -179,12 +184,16 @@ class DiLoCo:
             delivered.append(_copy(common) if values.view.readonly else array)
         if hasattr(params, "shape"):
             return delivered[0]
-        return dict(zip(params, delivered, strict=True)) if isinstance(params, Mapping) else delivered
+        if not isinstance(params, Mapping):
+            return delivered
+        by_name = dict(zip(_names(params), delivered, strict=True))
+        return {name: by_name[name] for name in params}
 
     def _identity(self) -> bytes:
         """What must be the same on all ranks."""
         rule = self._outer_lr, self._momentum, self._nesterov, self._key
-        return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {self._forms}".encode()).digest()
+        arrays = self._names, self._forms
+        return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {arrays}".encode()).digest()
 
 
 def _named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
@@ -192,13 +201,18 @@ def _named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
     if hasattr(params, "shape"):
         return [(what, params)]
     if isinstance(params, Mapping):
-        return [(f"{what}[{name!r}]", array) for name, array in params.items()]
+        return [(f"{what}[{name!r}]", params[name]) for name in _names(params)]
     if isinstance(params, Collection) and not isinstance(params, str | bytes):
         return [(f"{what}[{i}]", array) for i, array in enumerate(params)]
     raise ArgumentError(
         f"{what} must be an array, a list of arrays or a dict of arrays, not {type(params).__name__}; make a list of "
         f"an iterator: list(model.parameters())"
     )
+
+
+def _names(params: Any) -> list[Any]:
+    """The names of a dict's arrays in an order that its own does not change: jax.jit() sorts the dicts it returns."""
+    return sorted(params, key=repr) if isinstance(params, Mapping) else []
 
 
 def _plain(array: Any) -> Any:
