@@ -272,6 +272,13 @@ def asynchronous() -> None:
         assert future.wait() == "next" and ended[0][0] is xs[-1] is works[-1].result()[0]
         for work, x, y in zip(works, xs, expected[rank], strict=True):
             assert work.wait(LIMIT) and work.is_completed() and work.exception() is None and torch.equal(x, y)
+        strided, deadline = torch.zeros(COUNT, 2), time.monotonic() + LIMIT.total_seconds()
+        strided[:, 0] = values(rank)
+        polled = dist.all_reduce(strided[:, 0], async_op=True)
+        while not polled.is_completed():
+            assert time.monotonic() < deadline
+            time.sleep(1e-3)
+        assert torch.equal(strided[:, 0], expected[rank][0])  # without wait()
 
 
 def callbacks() -> None:

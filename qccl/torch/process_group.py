@@ -373,7 +373,12 @@ class _Work(dist.Work):  # type: ignore[misc]
         self.wait()
 
     def is_completed(self) -> bool:
-        return all(work.is_completed() for work in self._works)
+        """Whether the call has ended or failed; if it succeeded, its outputs may be used, as after wait()."""
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self.exception() is None:
+            self._finish()
+        return True
 
     def is_success(self) -> bool:
         return self.is_completed() and self.exception() is None
