@@ -14,6 +14,8 @@ import pytest
 import qccl
 from qccl.engine import progress as background
 from qccl.errors import CollectiveTimeout, MismatchError, PeerLost
+from qccl.host.engine import HostEngine
+from qccl.host.execution import Execution
 
 COUNT = 300_000
 
@@ -307,3 +309,50 @@ def test_a_transport_that_is_not_threaded_has_no_thread():
         return (x == 2).all()
 
     assert qccl.run_ranks(2, run) == [True, True]
+
+
+def test_waiting_until_idle_sees_a_run_that_the_thread_takes_from_the_queue(monkeypatch):
+    taken, started, begin = threading.Event(), threading.Event(), HostEngine._begin
+
+    def slow(engine, execution):
+        if threading.current_thread().name == "qccl progress":
+            taken.set()
+            time.sleep(0.2)
+        return begin(engine, execution)
+
+    monkeypatch.setattr(HostEngine, "_begin", slow)
+
+    def run(comm):
+        x = np.ones(COUNT, np.float32)
+        if comm.rank:
+            assert started.wait(10)
+            return [comm.quantized_allreduce(x) for _ in range(2)]
+        works = [comm.quantized_allreduce(x, async_op=True) for _ in range(2)]  # the second writes what the first reads
+        started.set()
+        assert taken.wait(10)
+        comm.state_dict()
+        assert (x == 4).all()
+        return works
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_wait_returns_when_the_trace_is_complete(monkeypatch):
+    ending, end = threading.Event(), Execution.end
+
+    def slow(execution):
+        if threading.current_thread().name == "qccl progress":
+            ending.set()
+            time.sleep(0.2)
+        end(execution)
+
+    monkeypatch.setattr(Execution, "end", slow)
+
+    def run(comm):
+        trace = []
+        work = comm.quantized_allreduce(np.ones(COUNT, np.float32), async_op=True, trace=trace)
+        assert ending.wait(10)
+        work.wait()
+        assert trace
+
+    qccl.run_ranks(2, run)

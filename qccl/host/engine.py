@@ -110,7 +110,7 @@ class HostEngine:
     @property
     def is_idle(self) -> bool:
         """Whether no run is under way."""
-        return not self._active and not self._queue
+        return not self._under_way()
 
     def start(self, program: Program, arguments: RunArguments) -> Execution:
         """Begin a run, or queue it behind others; see engine.base.Engine."""
@@ -140,7 +140,7 @@ class HostEngine:
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no run is under way; see engine.base.Engine."""
         limit = time.monotonic() + timeout
-        while self._failure is None and (under_way := [*self._active.values(), *self._queue]):
+        while self._failure is None and (under_way := self._under_way()):
             self.run(under_way[-1], limit)
             if time.monotonic() >= limit:
                 raise CollectiveTimeout(f"{under_way[-1].call_text} did not end within {timeout} s")
@@ -241,6 +241,14 @@ class HostEngine:
 
     # -- driving the loop --------------------------------------------------------------------------------------------
 
+    def _under_way(self) -> list[Execution]:
+        """The runs under way. Without the lock, one that is being taken from the queue would be missing."""
+        self._take_turn()
+        try:
+            return [*self._active.values(), *self._queue]
+        finally:
+            self._release()
+
     def _take_turn(self, timeout: float = -1) -> bool:
         """Acquire the lock, after asking the thread that drives to release it. False if ``timeout`` passed."""
         if self._lock.acquire(False):
@@ -300,8 +308,8 @@ class HostEngine:
     def _remove_ended(self) -> None:
         for sequence in self._loop.take_ended():
             execution = self._active.pop(sequence)
-            execution.done = True
             execution.end()
+            execution.done = True  # at last: a thread that waits for the run looks at it without the lock
             if execution.callbacks:
                 self._over.append(execution)
             if execution.detached:
