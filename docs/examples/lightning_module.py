@@ -85,6 +85,7 @@ def main() -> None:
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         max_epochs=1,
+        use_distributed_sampler=False,  # each rank makes its own batches; a sampler would leave most of them out
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
