@@ -41,10 +41,10 @@ def integers(values: Iterable[Any], what: str) -> tuple[int, ...]:
 
 
 def count_of(count: int, what: str = "count") -> int:
-    """A number of elements."""
+    """An integer of at least 0."""
     number = integer(count, what)
     if number < 0:
-        raise ArgumentError(f"{what} must be a number of elements, 0 or more, not {count!r}")
+        raise ArgumentError(f"{what} must be 0 or more, not {count!r}")
     return number
 
 

@@ -439,7 +439,8 @@ def refuses() -> None:
     """Clear errors, and nothing is changed."""
     compress, model = qccl.torch.compress, wrapped()
     refused = partial(error_of, kind=qccl.ArgumentError)
-    assert "DistributedDataParallel, not Mixed" in refused(lambda: compress(net()))
+    assert "DistributedDataParallel, not Mixed; wrap it first" in refused(lambda: compress(net()))
+    assert "exclude must be a list" in refused(lambda: compress(model, exclude="*"))
     assert "'nothing.*' matches no parameter" in refused(lambda: compress(model, exclude=["nothing.*"]))
     assert "first.weight" in refused(lambda: compress(model, codecs={"firs": "none"}))
     assert "there is no codec" in refused(lambda: compress(model, "minimax8"))
@@ -452,7 +453,7 @@ def refuses() -> None:
     assert "rank 0 of 1" in alone[0]
 
     handle = compress(model, "minmax4+ef", **GROUPS)
-    assert "only be called once" in refused(lambda: compress(model))
+    assert "wrap it in DDP again" in refused(lambda: compress(model))
     x = batches(1)[0]
     loss_of(model, x).backward()
     state = handle.state_dict()

@@ -83,6 +83,8 @@ def compress(
     model can have only this one.
     """
     parameters = _parameters_of(ddp_model)
+    if isinstance(exclude, str):
+        raise ArgumentError(f"exclude must be a list of patterns, such as [{exclude!r}], not a string")
     policy = Policy(codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
     policy.check(parameters)
     warmup_steps = count_of(warmup_steps, "warmup_steps")
@@ -103,7 +105,10 @@ def compress(
     except BaseException as error:
         handle.close()
         if isinstance(error, RuntimeError):
-            raise ArgumentError(f"DDP refuses a communication hook: {error}") from error
+            raise ArgumentError(
+                f"DDP refuses the hook of compress(): {error} If the model has a hook already, for example of an "
+                f"earlier compress(), wrap it in DDP again"
+            ) from error
         raise
     return handle
 
@@ -404,7 +409,8 @@ def _parameters_of(model: Any) -> dict[str, Any]:
     """The parameters that DDP reduces, by name. Raises ArgumentError for a model that cannot be compressed."""
     if not isinstance(model, DistributedDataParallel):
         raise ArgumentError(
-            f"compress() takes a model wrapped in torch.nn.parallel.DistributedDataParallel, not {type(model).__name__}"
+            f"compress() takes a model wrapped in torch.nn.parallel.DistributedDataParallel, not "
+            f"{type(model).__name__}; wrap it first: compress(DistributedDataParallel(module))"
         )
     if model.mixed_precision is not None:
         raise ArgumentError(

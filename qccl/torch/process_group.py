@@ -44,7 +44,9 @@ _LEAVE_SECONDS = 60.0
 
 def _bytes_of(text: str) -> int:
     if not text.isdecimal():
-        raise ArgumentError(f"QCCL_MIN_BYTES={text!r} is not a number of bytes")
+        raise ArgumentError(
+            f"QCCL_MIN_BYTES={text!r} is not a number of bytes; give an integer without a unit, such as 65536"
+        )
     return int(text)
 
 
