@@ -451,6 +451,16 @@ def refuses() -> None:
     assert "sparse=False" in refused(lambda: compress(sparse))
     alone = qccl.run_ranks(1, lambda comm: refused(lambda: compress(model, comm=comm)))
     assert "rank 0 of 1" in alone[0]
+    mine = "minmax8" if dist.get_rank() else "minmax4"
+    found = error_of(lambda: compress(model, mine, **GROUPS), kind=qccl.MismatchError)
+    assert "rank 0 has minmax4 for" in found and "and rank 1 has minmax8 for" in found
+    found = error_of(lambda: compress(model, warmup_steps=dist.get_rank()), kind=qccl.MismatchError)
+    assert "rank 0 has warmup_steps=0, and rank 1 has warmup_steps=1" in found
+    with qccl.Communicator.from_torch() as comm:
+        first = compress(wrapped(), comm=comm)
+        assert "belongs to another handle" in refused(lambda: compress(model, comm=comm))
+        first.close()
+        compress(wrapped(), comm=comm).close()
 
     handle = compress(model, "minmax4+ef", **GROUPS)
     assert "wrap it in DDP again" in refused(lambda: compress(model))

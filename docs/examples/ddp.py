@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from byte_model import ByteModel, bits_per_byte, corpus, learning_rate, random_batch
@@ -49,8 +50,6 @@ def train(codec: str, steps: int, seed: int) -> list[tuple[int, float]]:
 
 def draw(path: str, curve: list[tuple[int, float]], codec: str) -> None:
     """The validation quality by step."""
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(6, 4))
     axes.plot(*zip(*curve, strict=True), marker="o", label=codec)
     axes.set(xlabel="step", ylabel="bits per byte, validation", title=f"A byte model on {dist.get_world_size()} ranks")

@@ -15,6 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the ranks share the proces
 
 import argparse
 
+import matplotlib.pyplot as plt
 import numpy as np
 from sklearn.datasets import load_digits
 
@@ -71,8 +72,6 @@ def sent_mb(codec: str) -> float:
 
 def draw(path: str, runs: dict[str, list[tuple[list[float], list[np.ndarray]]]]) -> None:
     """The losses over steps and over bytes, and how far the ranks' models are apart."""
-    import matplotlib.pyplot as plt
-
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4))
     for codec, ranks in runs.items():
         loss = np.mean([losses for losses, _ in ranks], axis=0)

@@ -15,6 +15,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the ranks share the proces
 import argparse
 from pydoc_data.topics import topics
 
+import matplotlib.pyplot as plt
 import numpy as np
 
 import qccl
@@ -107,8 +108,6 @@ def sent_mb(codec: str) -> float:
 
 def draw(path: str, losses: dict[str, list[float]]) -> None:
     """The losses over outer steps, and over bytes."""
-    import matplotlib.pyplot as plt
-
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for codec, each in losses.items():
         steps = np.arange(1, len(each) + 1)

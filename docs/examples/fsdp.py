@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 
+import matplotlib.pyplot as plt
 import torch
 import torch.distributed as dist
 from byte_model import ByteModel, bits_per_byte, corpus, learning_rate, random_batch
@@ -46,8 +47,6 @@ def train(comm: qccl.Communicator, model: ByteModel, steps: int) -> list[tuple[i
 
 def draw(path: str, curve: list[tuple[int, float]], label: str) -> None:
     """The validation quality by step."""
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(6, 4))
     axes.plot(*zip(*curve, strict=True), marker="o", label=label)
     axes.set(xlabel="step", ylabel="bits per byte, validation", title="A byte model with FSDP2")

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import matplotlib.pyplot as plt
 import numpy as np
 from sklearn.datasets import load_digits
 
@@ -98,8 +99,6 @@ def sent_mb(comm: qccl.Communicator, codec: str) -> float:
 
 def draw(path: str, runs: dict[str, tuple[list[float], list[float]]], mb: dict[str, float]) -> None:
     """The losses over steps, and over bytes."""
-    import matplotlib.pyplot as plt
-
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for codec, (losses, _) in runs.items():
         steps = EVERY * np.arange(1, len(losses) + 1)

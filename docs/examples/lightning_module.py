@@ -13,6 +13,7 @@ import os
 from typing import Any
 
 import lightning
+import matplotlib.pyplot as plt
 import torch
 from byte_model import ByteModel, bits_per_byte, corpus, learning_rate, random_batch
 from lightning.pytorch.strategies import DDPStrategy
@@ -61,8 +62,6 @@ class ByteModule(lightning.LightningModule):  # type: ignore[misc]  # a class of
 
 def draw(path: str, curve: list[tuple[int, float]]) -> None:
     """The validation quality by step."""
-    import matplotlib.pyplot as plt
-
     figure, axes = plt.subplots(figsize=(6, 4))
     axes.plot(*zip(*curve, strict=True), marker="o", label=qccl.torch.Options().codec)
     axes.set(xlabel="step", ylabel="bits per byte, validation", title="A byte model with Lightning")

@@ -16,6 +16,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the ranks share the proces
 
 import argparse
 
+import matplotlib.pyplot as plt
 import numpy as np
 from sklearn.datasets import load_digits
 
@@ -95,8 +96,6 @@ def sent_mb(name: str) -> float:
 
 def draw(path: str, wrong: dict[str, list[float]]) -> None:
     """The errors over steps, and over bytes."""
-    import matplotlib.pyplot as plt
-
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for name, each in wrong.items():
         steps = 10 * np.arange(1, len(each) + 1)

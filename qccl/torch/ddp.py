@@ -12,7 +12,10 @@ same order, and a call's number, which random codecs depend on, follows from the
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import zip_longest
+from textwrap import shorten
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qccl.arguments import CodecLike, count_of, timeout_of
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
-from qccl.errors import ArgumentError, EngineError
+from qccl.errors import ArgumentError, EngineError, MismatchError
 from qccl.torch.groups import Group, Policy, form_groups, table
 from qccl.torch.state import from_saved, to_saved
 
@@ -34,6 +37,8 @@ __all__ = ["Compression", "compress"]
 
 #: the default of torch.distributed: a rank may evaluate or save for a while before its next step
 _TIMEOUT_SECONDS = 1800.0
+#: the communicators of open handles: the state of two would have the same keys
+_in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def compress(
@@ -78,6 +83,7 @@ def compress(
 
     Raises:
         ArgumentError: the model or another argument is not possible.
+        MismatchError: the ranks have other arguments, or other parameters that need gradients.
 
     A failure in a hook, or of a call, is raised by backward(). Other reductions than DDP's need another hook, so the
     model can have only this one.
@@ -96,11 +102,18 @@ def compress(
     groups = form_groups(parameters.items(), policy, count_of(group_bytes, "group_bytes"))
     timeout = None if timeout is None else timeout_of(timeout)
     is_own = comm is None
+    if comm in _in_use:
+        raise ArgumentError(
+            "comm belongs to another handle of compress(), whose state has the same keys; close() that one, pass "
+            "another communicator, or leave comm out"
+        )
     if comm is None:
         comm = Communicator.from_torch(ddp_model.process_group, timeout or _TIMEOUT_SECONDS)
     handle = Compression(ddp_model.process_group, groups, comm, is_own, warmup_steps, timeout, trace)
+    _in_use.add(comm)
     try:
         handle._check_ranks()
+        handle._check_alike()
         ddp_model.register_comm_hook(None, lambda state, bucket: handle._reduce(bucket))
     except BaseException as error:
         handle.close()
@@ -173,6 +186,7 @@ class Compression:
     def close(self) -> None:
         """Collective: end. A later backward() raises ArgumentError, because DDP keeps its hook. Idempotent."""
         self._closed = True
+        _in_use.discard(self._comm)
         if self._is_own:
             self._comm.close()
 
@@ -222,6 +236,20 @@ class Compression:
                 "the hook never waits, so it needs a progress thread, which MPI allows with MPI_THREAD_MULTIPLE only; "
                 "leave mpi4py.rc.thread_level as it is, or comm out"
             )
+
+    def _check_alike(self) -> None:
+        """Collective: raise MismatchError on all ranks unless they reduce the same parameters in the same way."""
+        lines = [f"warmup_steps={self._warmup_steps}"]
+        lines += [f"{group.codec_spec} for {', '.join(group.names)} ({group.dtype})" for group in self._groups]
+        ranks = [item.decode().split("\n") for item in self._comm.allgather("\n".join(lines).encode())]
+        for rank, other in enumerate(ranks):
+            if other != ranks[0]:
+                pairs = zip_longest(ranks[0], other, fillvalue="nothing more")
+                ours, theirs = next((a, b) for a, b in pairs if a != b)
+                raise MismatchError(
+                    f"all ranks must call compress() with the same arguments, for models with the same parameters that "
+                    f"need gradients; rank 0 has {shorten(ours, 300)}, and rank {rank} has {shorten(theirs, 300)}"
+                )
 
     @property
     def _device(self) -> torch.device:
