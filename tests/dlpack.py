@@ -38,9 +38,10 @@ class _Versioned(ctypes.Structure):
     )
 
 
-_new_capsule = ctypes.pythonapi.PyCapsule_New
-_new_capsule.argtypes = (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_new_capsule.restype = ctypes.py_object
+# a function of its own: JAX changes the types of the one in ctypes.pythonapi
+_new_capsule = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
+    ("PyCapsule_New", ctypes.pythonapi)
+)
 
 FLOAT, BFLOAT = 2, 4
 
