@@ -134,6 +134,7 @@ def dies(*where) -> None:
     comm = connect(*where)
     comm.quantized_allreduce(np.ones(10, np.float32))
     if comm.rank == 1:
+        comm.quantized_allreduce(np.ones(200_000, np.float32), op="avg")  # the others have ended the first call then
         print("dying", flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
     error = _call_until_it_fails(comm)
@@ -146,6 +147,7 @@ def stops(*where) -> None:
     comm.quantized_allreduce(np.ones(10, np.float32))
     comm.timeout = 1.0
     if comm.rank == 1:
+        comm.quantized_allreduce(np.ones(200_000, np.float32), op="avg")
         os.kill(os.getpid(), signal.SIGSTOP)
     error = _call_until_it_fails(comm)
     assert isinstance(error, qccl.CollectiveTimeout | qccl.PeerLost) and "rank 1" in str(error), error
