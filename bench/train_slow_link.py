@@ -1,0 +1,425 @@
+"""Time to the same quality behind slow links: ``python bench/train_slow_link.py`` (takes an hour or two; needs root).
+
+It trains the model of docs/examples/byte_model.py on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks
+(fp16, PowerSGD) and qccl's codecs. The model, the batch, the schedule and the number of steps are fixed. Sections:
+
+- "curves": validation quality by step, for several seeds, without a link: the results do not depend on it;
+- "steps": the time of a step behind each link. Four ranks do not fit on two cores, so that a rank does not compute but
+  sleeps, as long as the forward pass, each gradient and the optimiser take one rank alone on this machine; gradients
+  of the same sizes go through DistributedDataParallel, the hook, the codec and the link;
+- "whole": one run with everything behind one link, whose parameters must equal those of the run without, bit for bit;
+- "scaling": the time of a step on 1 to 8 ranks.
+
+The target is the mean quality of fp32 after ``--budget`` steps, plus one standard deviation of its seeds. A method's
+time is that of its first step whose quality reaches the target; the learning rate is constant, so that all methods can.
+Beside each step's time stands its limit: no link can end before it has carried all the bytes of a gradient that becomes
+ready when it does, and nothing can end before the computation.
+``--save`` writes docs/results/training-<date>.json and docs/training.png.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+from runs import MARK, machine, print_table
+
+from qccl.bench import start
+from qccl.bench.lab import INTERFACE, Lab, shaped_nbytes
+from qccl.bench.sizes import parse_link
+
+__all__ = ["limit"]
+
+_DOCS = Path(__file__).parent.parent / "docs"
+#: docs/examples/ddp.py has the same
+BATCH, PEAK, MOMENTUM, BUCKET_MB = 64, 0.1, 0.9, 2
+#: steps between two measurements of the quality
+EVERY = 25
+METHODS = (
+    *("fp32", "fp16", "powersgd:4", "powersgd:1"),
+    *("minmax8", "minmax4+ef", "trellis2+ef", "onebit:reconstruct=mean+ef", "topk:k=0.01+ef"),
+)
+
+
+@click.command()
+@click.option("--sections", default="curves,steps,whole,scaling", show_default=True)
+@click.option("--links", default="100mbit,1gbit", show_default=True)
+@click.option("--methods", default=",".join(METHODS), show_default=True)
+@click.option("--seeds", default=5, show_default=True)
+@click.option("--steps", default=1000, show_default=True, help="Of a training.")
+@click.option("--budget", default=700, show_default=True, help="Steps of fp32 whose quality is the target.")
+@click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
+def main(**given: Any) -> None:
+    """Measure, and print tables."""
+    path = _DOCS / "results" / f"training-{date.today().isoformat()}.json"
+    document = json.loads(path.read_text(encoding="utf-8")) if given["save"] and path.exists() else {}
+    document |= {"machine": machine(), "budget": given["budget"]}
+    methods, links = given["methods"].split(","), given["links"].split(",")
+    for section in given["sections"].split(","):
+        match section:
+            case "curves":
+                found = [
+                    _run(4, {"measure": "curve", "method": method, "seed": seed, "steps": given["steps"]})
+                    for method, seed in itertools.product(methods, range(given["seeds"]))
+                ]
+            case "steps":
+                found = [
+                    _step(4, method, link, _compute(document)) for link, method in itertools.product(links, methods)
+                ]
+            case "whole":
+                task = {"measure": "curve", "method": methods[-1], "seed": 0, "steps": given["steps"]}
+                found = [_run(4, task, links[0])]
+            case "scaling":
+                found = [
+                    _step(ranks, method, links[0], _compute(document))
+                    for ranks, method in itertools.product((1, 2, 4, 8), ("fp32", methods[-1]))
+                ]
+            case _:
+                raise click.BadParameter(f"section {section!r} is none of curves, steps, whole, scaling")
+        document[section] = found
+        if given["save"]:
+            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    _report(document)
+    if given["save"]:
+        _figure(document, _DOCS / "training.png")
+
+
+def _compute(document: dict[str, Any]) -> dict[str, Any]:
+    """The measured times of the computation of one rank, alone on the machine."""
+    if "compute" not in document:
+        document["compute"] = _run(1, {"measure": "compute"})
+    return document["compute"]
+
+
+def _step(ranks: int, method: str, link: str, compute: dict[str, Any]) -> dict[str, Any]:
+    found = _run(ranks, {"measure": "step", "method": method, "compute": compute}, link if ranks > 1 else None)
+    del found["compute"]
+    found["limit"] = limit(compute, found["nbytes"], parse_link(link).rate)
+    return found | {"link": link}
+
+
+def limit(compute: dict[str, Any], nbytes: float, rate: float) -> float:
+    """The least seconds of a step that sends ``nbytes`` bytes at ``rate`` bytes per second.
+
+    ``compute`` has the seconds of "forward" and "optimiser", and in "ready" for each gradient, in the order in which
+    they become ready, its elements and the seconds since the beginning of the backward pass. A gradient's share of the
+    bytes is its share of the elements.
+    """
+    total = sum(count for count, _ in compute["ready"])
+    left, end = nbytes, compute["ready"][-1][1]
+    for count, ready in compute["ready"]:
+        end = max(end, ready + left / rate)
+        left -= nbytes * count / total
+    return float(compute["forward"] + end + compute["optimiser"])
+
+
+def _run(ranks: int, task: dict[str, Any], link: str | None = None) -> dict[str, Any]:
+    """Start this script on ``ranks`` ranks; returns the task with what rank 0 found."""
+    found: list[dict[str, Any]] = []
+
+    def on_line(line: str) -> None:
+        if line.startswith(MARK):
+            found.append(json.loads(line.removeprefix(MARK)))
+        else:
+            print(line, file=sys.stderr)
+
+    lab = Lab(ranks, parse_link(link)) if link else None
+    os.environ |= {"MASTER_PORT": "29531", "GLOO_SOCKET_IFNAME": INTERFACE if lab else "lo"}
+    command, way = [sys.executable, __file__, json.dumps(task)], start.choose_way("ucx")
+    with lab or contextlib.nullcontext():
+        status = start.run_ranks(ranks, command, way=way, lab=lab, smallest=1 << 20, silence=900, on_line=on_line)
+    if status or not found:
+        raise SystemExit(f"the ranks failed with status {status}: {task}")
+    row = task | {"ranks": ranks} | found[0]
+    print(f"{row['measure']} {row.get('method', '')} {link or ''}: {row['summary']}", file=sys.stderr, flush=True)
+    return row
+
+
+# -- the report ------------------------------------------------------------------------------------------------------
+
+
+def _target(document: dict[str, Any]) -> tuple[float, float]:
+    """Mean and standard deviation of fp32's quality after the budget's steps."""
+    found = [dict(row["curve"])[document["budget"]] for row in document["curves"] if row["method"] == "fp32"]
+    return statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+
+
+def _reached(row: dict[str, Any], target: float) -> int | None:
+    """The first step of a curve whose quality reaches the target."""
+    return next((step for step, bits in row["curve"] if bits <= target), None)
+
+
+def _report(document: dict[str, Any]) -> None:
+    if "compute" in document:
+        print(f"\ncomputation of one rank alone: {document['compute']['summary']}")
+    if "curves" in document:
+        mean, deviation = _target(document)
+        print(f"\nthe target is {mean + deviation:.4f} bits per byte: fp32's {mean:.4f} +- {deviation:.4f}")
+        print_table(
+            ("method", "link", "final bits per byte", "steps to target", "ms a step", "limit ms", "of the limit",
+             "MB a step", "s to target", "sooner than fp32"),
+            _rows(document, mean + deviation),
+        )  # fmt: skip
+    for row in document.get("whole", []):
+        same = [each["digest"] == row["digest"] for each in document.get("curves", []) if _same(each, row)]
+        print(f"\nwhole run: {row['summary']}; parameters equal those of the run without a link: {same}")
+    if "scaling" in document:
+        alone = {row["method"]: row["seconds"] for row in document["scaling"] if row["ranks"] == 1}
+        print_table(
+            ("ranks", "method", "ms a step", "efficiency"),
+            [
+                (row["ranks"], row["method"], f"{row['seconds'] * 1e3:.1f}", f"{alone['fp32'] / row['seconds']:.1%}")
+                for row in document["scaling"]
+            ],
+        )
+
+
+def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return all(a[key] == b[key] for key in ("method", "seed", "steps", "ranks"))
+
+
+def _rows(document: dict[str, Any], target: float) -> Iterator[tuple[str, ...]]:
+    times = {(row["link"], row["method"]): row for row in document.get("steps", [])}
+    for link in dict.fromkeys(link for link, _ in times):
+        first: float | None = None
+        for method in dict.fromkeys(row["method"] for row in document["curves"]):
+            curves = [row for row in document["curves"] if row["method"] == method]
+            ends = [row["curve"][-1][1] for row in curves]
+            steps = [_reached(row, target) for row in curves]
+            row, known = times[link, method], [step for step in steps if step is not None]
+            seconds = statistics.median(known) * row["seconds"] if len(known) * 2 > len(steps) else None
+            first = seconds if method == "fp32" else first
+            yield (
+                method, link, f"{statistics.fmean(ends):.4f}",
+                f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
+                f"{row['seconds'] * 1e3:.1f}", f"{row['limit'] * 1e3:.1f}", f"{row['limit'] / row['seconds']:.0%}",
+                f"{row['nbytes'] / 1e6:.2f}", "" if seconds is None else f"{seconds:.0f}",
+                "" if seconds is None or not first else f"{first / seconds:.1f}",
+            )  # fmt: skip
+
+
+def _figure(document: dict[str, Any], path: Path) -> None:
+    """Draw quality by time behind the first link: the mean over the seeds, and the band of their extremes."""
+    import matplotlib.pyplot as plt
+
+    if not {"curves", "steps"} <= document.keys():
+        return
+    link = document["steps"][0]["link"]
+    seconds = {row["method"]: row["seconds"] for row in document["steps"] if row["link"] == link}
+    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
+    for method in dict.fromkeys(row["method"] for row in document["curves"]):
+        curves = [row["curve"] for row in document["curves"] if row["method"] == method]
+        at = [step * seconds[method] for step, _ in curves[0]]
+        bits = list(zip(*[[b for _, b in curve] for curve in curves], strict=True))
+        (line,) = axes.plot(at, [statistics.fmean(each) for each in bits], label=method)
+        axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=line.get_color(), alpha=0.2)
+    mean, deviation = _target(document)
+    axes.axhline(mean + deviation, color="grey", linestyle=":", label="target")
+    axes.set(xscale="log", xlabel=f"seconds, 4 ranks at {link} per rank", ylabel="bits per byte (validation)")
+    axes.set_title("A model of 2 million parameters behind a slow link")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+# -- one rank --------------------------------------------------------------------------------------------------------
+
+
+def rank(task: dict[str, Any]) -> None:
+    """Measure as one rank; rank 0 prints what it found."""
+    import torch
+    import torch.distributed as dist
+
+    sys.path.insert(0, str(_DOCS / "examples"))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {"curve": _measure_curve, "compute": _measure_compute, "step": _measure_step}[task["measure"]](task)
+    if dist.get_rank() == 0:
+        print(MARK + json.dumps(found), flush=True)
+    dist.destroy_process_group()
+
+
+def _wrapped(module: Any, method: str) -> Any:
+    """The module in DistributedDataParallel, whose gradients go by ``method``."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    import qccl.torch
+
+    name, _, parameter = method.partition(":")
+    if name == "powersgd":  # in one bucket: several block each other in gloo's threads
+        model = DistributedDataParallel(module, bucket_cap_mb=100)
+        state = powerSGD_hook.PowerSGDState(None, int(parameter), start_powerSGD_iter=10)
+        model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        return model
+    model = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB)
+    if name == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    elif name != "fp32":
+        qccl.torch.compress(model, method)
+    return model
+
+
+def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
+    """Train, and return the quality every EVERY steps, and a digest of the parameters."""
+    import torch
+    import torch.distributed as dist
+    from byte_model import ByteModel, bits_per_byte, corpus, learning_rate, random_batch
+
+    torch.manual_seed(task["seed"])
+    model = _wrapped(ByteModel(), task["method"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=PEAK, momentum=MOMENTUM, nesterov=True)
+    train, validation = corpus()
+    generator = torch.Generator().manual_seed(1000 * task["seed"] + dist.get_rank())
+    curve, begin = [], time.monotonic()
+    for step in range(task["steps"]):
+        optimizer.param_groups[0]["lr"] = learning_rate(step + 1, PEAK)
+        context, following = random_batch(train, BATCH, generator)
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(context), following).backward()
+        optimizer.step()
+        if dist.get_rank() == 0 and (step + 1) % EVERY == 0:
+            curve.append((step + 1, bits_per_byte(model.module, validation, 6000)))
+    took = time.monotonic() - begin
+    digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
+    summary = f"{curve[-1][1]:.4f} bits per byte, {took:.0f} s" if curve else ""
+    return {"curve": curve, "digest": digest, "seconds": took, "summary": summary}
+
+
+def _measure_compute(task: dict[str, Any]) -> dict[str, Any]:
+    """The medians of the computation's times: see limit()."""
+    import torch
+    from byte_model import ByteModel, corpus, random_batch
+
+    model = ByteModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=PEAK, momentum=MOMENTUM, nesterov=True)
+    train, _ = corpus()
+    generator = torch.Generator().manual_seed(0)
+    times: dict[str, list[float]] = {}
+
+    def note(what: str) -> Callable[[object], None]:
+        return lambda _: times.setdefault(what, []).append(time.perf_counter() - begin)
+
+    for name, p in model.named_parameters():
+        p.register_post_accumulate_grad_hook(note(name))
+    for _ in range(60):
+        begin = time.perf_counter()
+        context, following = random_batch(train, BATCH, generator)
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(context), following)
+        note("forward")(None)
+        begin = time.perf_counter()
+        loss.backward()
+        begin = time.perf_counter()
+        optimizer.step()
+        note("optimiser")(None)
+    medians = {name: statistics.median(each[10:]) for name, each in times.items()}
+    forward, optimiser = medians.pop("forward"), medians.pop("optimiser")
+    counts = {name: p.numel() for name, p in model.named_parameters()}
+    ready = sorted(((counts[name], at) for name, at in medians.items()), key=lambda each: each[1])
+    summary = (
+        f"forward {forward * 1e3:.1f} ms, backward {ready[-1][1] * 1e3:.1f} ms, optimiser {optimiser * 1e3:.1f} ms"
+    )
+    return {"forward": forward, "ready": ready, "optimiser": optimiser, "summary": summary}
+
+
+def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
+    """The median time of a step whose computation is replaced by sleeping, and the bytes that a rank sends."""
+    import torch
+    import torch.distributed as dist
+
+    compute = task["compute"]
+    model = _wrapped(_replay(compute["ready"]), task["method"])
+
+    def step() -> None:
+        model.zero_grad()
+        time.sleep(compute["forward"])
+        model(torch.zeros(1, requires_grad=True)).backward()
+        time.sleep(compute["optimiser"])
+
+    for _ in range(12):  # PowerSGD begins after 10 steps
+        step()
+    blocks, sent = [], []
+    for _ in range(7):
+        dist.barrier()
+        before = shaped_nbytes() if dist.get_world_size() > 1 else 0
+        begin = time.perf_counter()
+        for _ in range(4):
+            step()
+        mine = torch.tensor((time.perf_counter() - begin) / 4)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        blocks.append(mine.item())
+        nbytes = torch.tensor((shaped_nbytes() - before) / 4 if dist.get_world_size() > 1 else 0.0)
+        dist.all_reduce(nbytes, dist.ReduceOp.MAX)
+        sent.append(nbytes.item())
+    seconds = statistics.median(blocks)
+    summary = f"{seconds * 1e3:.1f} ms a step, {statistics.median(sent) / 1e6:.2f} MB"
+    return {"seconds": seconds, "blocks": blocks, "nbytes": statistics.median(sent), "summary": summary}
+
+
+def _replay(ready: list[tuple[int, float]]) -> Any:
+    """A module with parameters of given sizes, whose gradients become ready at given times of the backward pass.
+
+    The gradients are normally distributed, as a codec's time may depend on its values.
+    """
+    import torch
+    from torch import nn
+
+    class Replay(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            shapes = [(count // 64, 64) if count >= 1 << 14 else (count,) for count, _ in ready]
+            self.begin = 0.0
+            self.gradients = [torch.randn(shape) for shape in shapes]
+            self.weights = nn.ParameterList([nn.Parameter(torch.zeros(shape)) for shape in reversed(shapes)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for i, weight in enumerate(self.weights):
+                x = Ready.apply(x, weight, len(ready) - 1 - i)
+            return Begin.apply(x)
+
+    class Begin(torch.autograd.Function):
+        """Notes when the backward pass begins."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            module.begin = time.perf_counter()
+            return gradient
+
+    class Ready(torch.autograd.Function):
+        """Gives gradient ``number`` at its time."""
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, number: int) -> torch.Tensor:
+            ctx.number = number
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+            own = module.gradients[ctx.number].clone()  # PyTorch would copy it if anyone else had it
+            time.sleep(max(0.0, module.begin + ready[ctx.number][1] - time.perf_counter()))
+            return gradient, own, None
+
+    module = Replay()
+    return module
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        rank(json.loads(sys.argv[1]))
+    else:
+        main()
