@@ -142,7 +142,10 @@ def test_the_report_comes_though_the_run_is_stopped(monkeypatch: pytest.MonkeyPa
             ["reduce", "--codec=minmax8,onebit+ef"],
             "onebit+ef keeps its residual from call to call, which reduce does not",
         ),
-        (["allreduce", "--codec=minmax8+ef", "-omax"], "use minmax8, or a collective with state: allreduce, hierarchical_allreduce and reduce_scatter, with op sum"),
+        (
+            ["allreduce", "--codec=minmax8+ef", "-omax"],
+            "use minmax8, or a collective with state: allreduce, hierarchical_allreduce and reduce_scatter, with op sum",
+        ),
         (["allreduce", "--codec=topk:k=0.1", "-osum,min"], "op 'min' is not possible with topk"),
         (["broadcast", "--root=2"], "root=2 is not a rank"),
     ],
