@@ -144,7 +144,7 @@ def test_the_report_comes_though_the_run_is_stopped(monkeypatch: pytest.MonkeyPa
         ),
         (
             ["allreduce", "--codec=minmax8+ef", "-omax"],
-            "use minmax8, or a collective with state: allreduce, hierarchical_allreduce and reduce_scatter, with op sum",
+            "use minmax8, or a collective with state: allreduce, hierarchical_allreduce and reduce_scatter, with op",
         ),
         (["allreduce", "--codec=topk:k=0.1", "-osum,min"], "op 'min' is not possible with topk"),
         (["broadcast", "--root=2"], "root=2 is not a rank"),
