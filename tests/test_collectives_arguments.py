@@ -21,7 +21,7 @@ def vector(count: int = 12, dtype: type = np.float32) -> np.ndarray:
         (lambda c: c.quantized_reduce_scatter(vector(), vector(5)), "out has 5 elements.* needs 6"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[5, 6]), r"counts=\[5, 6\] .* sum 11; .* sum 12"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=[12]), "1 numbers .* must be 2"),
-        (lambda c: c.quantized_reduce_scatter(vector(), counts=[-1, 13]), "each of counts must be a number"),
+        (lambda c: c.quantized_reduce_scatter(vector(), counts=[-1, 13]), "each of counts must be 0 or more, not -1"),
         (lambda c: c.quantized_reduce_scatter(vector(), counts=6), "counts must be a list of integers, not 6"),
         (lambda c: c.quantized_reduce_scatter(vector(), op="product"), "op 'product' is not supported"),
         (lambda c: c.quantized_reduce_scatter(np.ones((3, 4), np.float32).T), "row-major"),
