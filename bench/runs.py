@@ -78,11 +78,13 @@ def rewrite_table(page: str, command: str, text: str) -> None:
     print(f"wrote the table of {page}")
 
 
-def run_ranks(script: str, ranks: int, task: dict[str, Any], transport: str, lab: Lab | None) -> list[dict[str, Any]]:
+def run_ranks(
+    script: str, ranks: int, task: dict[str, Any], transport: str, lab: Lab | None, plain: str | None = "mpi"
+) -> list[dict[str, Any]]:
     """Start ``script TASK`` on ``ranks`` ranks (in ``lab``); returns the rows that rank 0 prints, each with the task.
 
     mpiexec starts them, so that they can measure MPI's all-reduce, too, whichever ``transport`` is set in their
-    environment.
+    environment; with ``plain`` None only those over MPI.
     """
     found: list[dict[str, Any]] = []
 
@@ -92,8 +94,8 @@ def run_ranks(script: str, ranks: int, task: dict[str, Any], transport: str, lab
         else:
             print(line, file=sys.stderr)
 
-    command, way = [sys.executable, script, json.dumps(task)], start.choose_way(transport, plain="mpi")
-    given: dict[str, Any] = {"smallest": 4 * task["count"], "silence": 600, "on_line": on_line}
+    command, way = [sys.executable, script, json.dumps(task)], start.choose_way(transport, plain=plain)
+    given: dict[str, Any] = {"smallest": 4 * task.get("count", 0), "silence": 600, "on_line": on_line}
     with lab or contextlib.nullcontext():
         status = start.run_ranks(ranks, command, way=way, lab=lab, **given)
     if status or not found:

@@ -19,11 +19,9 @@ ready when it does, and nothing can end before the computation.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
@@ -33,17 +31,16 @@ from pathlib import Path
 from typing import Any
 
 import click
-from runs import MARK, machine, print_table
+from runs import MARK, machine, print_table, run_ranks
 
-from qccl.bench import start
-from qccl.bench.lab import INTERFACE, Lab, shaped_nbytes
+from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link
 
 __all__ = ["limit"]
 
 _DOCS = Path(__file__).parent.parent / "docs"
 #: docs/examples/ddp.py has the same
-BATCH, PEAK, MOMENTUM, BUCKET_MB = 64, 0.1, 0.9, 2
+BUCKET_MB = 2
 #: steps between two measurements of the quality
 EVERY = 25
 METHODS = (
@@ -126,24 +123,10 @@ def limit(compute: dict[str, Any], nbytes: float, rate: float) -> float:
 
 def _run(ranks: int, task: dict[str, Any], link: str | None = None) -> dict[str, Any]:
     """Start this script on ``ranks`` ranks; returns the task with what rank 0 found."""
-    found: list[dict[str, Any]] = []
-
-    def on_line(line: str) -> None:
-        if line.startswith(MARK):
-            found.append(json.loads(line.removeprefix(MARK)))
-        else:
-            print(line, file=sys.stderr)
-
     lab = Lab(ranks, parse_link(link)) if link else None
-    os.environ |= {"MASTER_PORT": "29531", "GLOO_SOCKET_IFNAME": INTERFACE if lab else "lo"}
-    command, way = [sys.executable, __file__, json.dumps(task)], start.choose_way("ucx")
-    with lab or contextlib.nullcontext():
-        status = start.run_ranks(ranks, command, way=way, lab=lab, smallest=1 << 20, silence=900, on_line=on_line)
-    if status or not found:
-        raise SystemExit(f"the ranks failed with status {status}: {task}")
-    row = task | {"ranks": ranks} | found[0]
+    (row,) = run_ranks(__file__, ranks, task, "ucx", lab, plain=None)
     print(f"{row['measure']} {row.get('method', '')} {link or ''}: {row['summary']}", file=sys.stderr, flush=True)
-    return row
+    return row | {"ranks": ranks}
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
@@ -245,7 +228,7 @@ def rank(task: dict[str, Any]) -> None:
     dist.init_process_group("gloo")
     found = {"curve": _measure_curve, "compute": _measure_compute, "step": _measure_step}[task["measure"]](task)
     if dist.get_rank() == 0:
-        print(MARK + json.dumps(found), flush=True)
+        print(MARK + json.dumps([found]), flush=True)
     dist.destroy_process_group()
 
 
@@ -274,22 +257,13 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
     """Train, and return the quality every EVERY steps, and a digest of the parameters."""
     import torch
     import torch.distributed as dist
-    from byte_model import ByteModel, bits_per_byte, corpus, learning_rate, random_batch
+    from byte_model import ByteModel, train
 
     torch.manual_seed(task["seed"])
-    model = _wrapped(ByteModel(), task["method"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=PEAK, momentum=MOMENTUM, nesterov=True)
-    train, validation = corpus()
-    generator = torch.Generator().manual_seed(1000 * task["seed"] + dist.get_rank())
-    curve, begin = [], time.monotonic()
-    for step in range(task["steps"]):
-        optimizer.param_groups[0]["lr"] = learning_rate(step + 1, PEAK)
-        context, following = random_batch(train, BATCH, generator)
-        optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(model(context), following).backward()
-        optimizer.step()
-        if dist.get_rank() == 0 and (step + 1) % EVERY == 0:
-            curve.append((step + 1, bits_per_byte(model.module, validation, 6000)))
+    model, number = _wrapped(ByteModel(), task["method"]), dist.get_rank()
+    begin = time.monotonic()
+    how = {"seed": task["seed"], "measures": number == 0, "every": EVERY, "positions": 6000}
+    curve = train(model, task["steps"], number, **how)
     took = time.monotonic() - begin
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     summary = f"{curve[-1][1]:.4f} bits per byte, {took:.0f} s" if curve else ""
@@ -299,10 +273,10 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
 def _measure_compute(task: dict[str, Any]) -> dict[str, Any]:
     """The medians of the computation's times: see limit()."""
     import torch
-    from byte_model import ByteModel, corpus, random_batch
+    from byte_model import BATCH, RATE, ByteModel, corpus, random_batch
 
     model = ByteModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=PEAK, momentum=MOMENTUM, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE, momentum=0.9, nesterov=True)
     train, _ = corpus()
     generator = torch.Generator().manual_seed(0)
     times: dict[str, list[float]] = {}

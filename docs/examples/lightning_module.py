@@ -13,16 +13,12 @@ import os
 from typing import Any
 
 import lightning
-import matplotlib.pyplot as plt
 import torch
-from byte_model import ByteModel, bits_per_byte, corpus, learning_rate, random_batch
+from byte_model import BATCH, ByteModel, bits_per_byte, corpus, draw, learning_rate, random_batch
 from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.data import DataLoader
 
 import qccl.torch  # registers the backend
-
-#: examples in the batch of each rank, and the learning rate after the warm-up
-BATCH, RATE = 64, 0.1
 
 
 class ByteModule(lightning.LightningModule):  # type: ignore[misc]  # a class of Lightning, which mypy does not read
@@ -56,18 +52,8 @@ class ByteModule(lightning.LightningModule):  # type: ignore[misc]  # a class of
     def configure_optimizers(self) -> Any:
         """SGD with momentum."""
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, nesterov=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step + 1, RATE))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step + 1))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-def draw(path: str, curve: list[tuple[int, float]]) -> None:
-    """The validation quality by step."""
-    figure, axes = plt.subplots(figsize=(6, 4))
-    axes.plot(*zip(*curve, strict=True), marker="o", label=qccl.torch.Options().codec)
-    axes.set(xlabel="step", ylabel="bits per byte, validation", title="A byte model with Lightning")
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(path)
 
 
 def main() -> None:
@@ -93,8 +79,7 @@ def main() -> None:
     module = ByteModule(10 if options.quick else options.steps)
     trainer.fit(module)
     if module.global_rank == 0:
-        draw(options.figure, module.curve)
-        print(f"wrote {options.figure}")
+        draw(options.figure, module.curve, "A byte model with Lightning", str(qccl.torch.Options().codec))
 
 
 if __name__ == "__main__":
