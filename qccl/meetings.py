@@ -7,6 +7,7 @@ ranks can use.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import logging
@@ -14,7 +15,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -44,8 +46,8 @@ _log = logging.getLogger("qccl")
 
 #: ports for jobs whose launcher gives an address but no port
 _FIRST_PORT, _PORTS = 20_000, 12_000
-
-_meetings = itertools.count()
+#: how long rank 0 looks for a rank after another one did not come
+_LOOK_SECONDS = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +139,11 @@ def of_torch(group: Any = None) -> Meeting:
 def of_store(store: Any, rank: int, size: int) -> Meeting:
     """Ranks that have a store of torch.distributed, which nothing else uses."""
 
-    def gather(note: bytes, timeout: float) -> list[bytes]:
-        # every rank of the group comes to the same meetings in the same order
-        number = store.add(f"{rank}/met", 1)
-        store.set(f"{number}/{rank}", note)
+    def get(key: str, seconds: float) -> bytes:
+        store.wait([key], timedelta(seconds=seconds))
+        return bytes(store.get(key))
 
-        def get(other: int, left: float) -> bytes:
-            key = f"{number}/{other}"
-            store.wait([key], timedelta(seconds=left))
-            return bytes(store.get(key))
-
-        return _collect(get, size, timeout)
-
+    gather = _gather_on(_Board(store.set, get, store.delete_key), rank, size)
     return Meeting("torch.distributed", rank, size, gather, os.environ.get("MASTER_ADDR"), store=store)
 
 
@@ -160,27 +155,93 @@ def of_jax() -> Meeting:
     assert state is not None
     client, rank, size = state.client, state.process_id, state.num_processes
 
-    def gather(note: bytes, timeout: float) -> list[bytes]:
-        number = next(_meetings)
-        client.key_value_set_bytes(f"qccl/meeting/{number}/{rank}", note)
+    def place(key: str) -> str:
+        return f"qccl/meeting/{key}"
 
-        def get(other: int, left: float) -> bytes:
-            key = f"qccl/meeting/{number}/{other}"
-            return bytes(client.blocking_key_value_get_bytes(key, max(1, int(1000 * left))))
-
-        return _collect(get, size, timeout)
-
+    board = _Board(
+        lambda key, value: client.key_value_set_bytes(place(key), value),
+        lambda key, seconds: bytes(client.blocking_key_value_get_bytes(place(key), max(1, int(1000 * seconds)))),
+        lambda key: client.key_value_delete(place(key)),
+    )
     host = (state.coordinator_address or "").rpartition(":")[0]
-    return Meeting("jax.distributed", rank, size, gather, host or None)
+    return Meeting("jax.distributed", rank, size, _gather_on(board, rank, size), host or None)
 
 
-def _collect(get: Callable[[int, float], bytes], size: int, timeout: float) -> list[bytes]:
-    """The notes of all ranks; ``get(rank, seconds)`` raises RuntimeError where a rank has not come."""
-    deadline = time.monotonic() + timeout
+@dataclass(frozen=True, slots=True)
+class _Board:
+    """Values by key that all ranks can read.
+
+    Attributes:
+        set: (key, value).
+        get: (key, seconds) -> the value, as soon as it is there; raises RuntimeError if it is not there in time.
+        delete: (key).
+    """
+
+    set: Callable[[str, bytes], object]
+    get: Callable[[str, float], bytes]
+    delete: Callable[[str], object]
+
+
+def _gather_on(board: _Board, rank: int, size: int) -> Callable[[bytes, float], list[bytes]]:
+    """Meeting.gather() on a board. Its first call brings the ranks together.
+
+    A rank may give up alone and try again, so the ranks' attempts cannot be matched by counting them. Each attempt has
+    a random name, and rank 0 tells those of the others that are waiting which one of its own they belong to.
+    """
+    numbers = itertools.count()
+    room = ""
+
+    def gather(note: bytes, timeout: float) -> list[bytes]:
+        nonlocal room
+        deadline = time.monotonic() + timeout
+        room = room or (_find_room(board, rank, size, timeout) if rank else _open_room(board, size, timeout))
+        key = f"{room}/{next(numbers)}"
+        board.set(f"{key}/{rank}", note)
+        return _collect(lambda other, left: board.get(f"{key}/{other}", left), range(size), deadline, timeout)
+
+    return gather
+
+
+def _open_room(board: _Board, size: int, timeout: float) -> str:
+    """On rank 0: wait for the others, and tell each the name under which they exchange notes."""
+    room, others = uuid.uuid4().hex, range(1, size)
+
+    def waiting(other: int, seconds: float) -> bytes:
+        return board.get(f"waiting/{other}", seconds)
+
+    try:
+        names = _collect(waiting, others, time.monotonic() + timeout, timeout)
+    except CollectiveTimeout as error:
+        for other in others:
+            with contextlib.suppress(RuntimeError):
+                board.set(f"answer/{waiting(other, _LOOK_SECONDS).decode()}", f"!{error}".encode())
+        raise
+    for name in names:
+        board.set(f"answer/{name.decode()}", room.encode())
+    return room
+
+
+def _find_room(board: _Board, rank: int, size: int, timeout: float) -> str:
+    """On the other ranks: the name that rank 0 tells; CollectiveTimeout if a rank does not come."""
+    name = uuid.uuid4().hex
+    board.set(f"waiting/{rank}", name.encode())
+    try:
+        answer = board.get(f"answer/{name}", timeout).decode()
+    except RuntimeError as error:
+        raise CollectiveTimeout(f"rank 0 did not meet all {size} ranks within {timeout} s ({error})") from error
+    finally:
+        board.delete(f"waiting/{rank}")  # before this rank's first note: rank 0 never sees an old name later
+    if answer.startswith("!"):
+        raise CollectiveTimeout(answer[1:])
+    return answer
+
+
+def _collect(get: Callable[[int, float], bytes], ranks: Iterable[int], deadline: float, timeout: float) -> list[bytes]:
+    """The notes of ``ranks``; ``get(rank, seconds)`` raises RuntimeError where a rank has not come."""
     notes: list[bytes] = []
-    for rank in range(size):
+    for rank in ranks:
         try:
-            notes.append(get(rank, max(0.01, deadline - time.monotonic())))
+            notes.append(get(rank, max(_LOOK_SECONDS, deadline - time.monotonic())))
         except RuntimeError as error:
             raise CollectiveTimeout(f"rank {rank} did not come within {timeout} s ({error})") from error
     return notes

@@ -146,6 +146,37 @@ def test_ranks_of_torch_find_each_other(port, transport):
     assert outs == [f"rank {rank} of 2\n" for rank in range(2)]
 
 
+#: a program per framework: connect, meet without qccl, and make the communicator
+FRAMEWORKS = {
+    "torch": (
+        "import torch.distributed as dist; "
+        "dist.init_process_group('gloo', 'tcp://127.0.0.1:{port}', world_size=2, rank={rank})\n"
+        "meet, make = dist.barrier, qccl.Communicator.from_torch\n"
+    ),
+    "jax": (
+        "import jax; jax.distributed.initialize('127.0.0.1:{port}', 2, {rank})\n"
+        "from jax._src.distributed import global_state\n"
+        "meet, make = lambda: global_state.client.wait_at_barrier('met', 60_000), qccl.Communicator.from_jax\n"
+    ),
+}
+
+
+@needs("torch", "jax")
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+@pytest.mark.parametrize("alone", [0, 1])
+def test_a_rank_that_gave_up_alone_meets_the_others_in_its_next_attempt(port, framework, alone):
+    attempt = "try:\n    make(timeout=0.5)\nexcept qccl.CollectiveTimeout as error:\n    print(error)\n"
+    together = "meet()\nwith make(timeout=60) as comm:\n    print(comm.allgather(bytes([comm.rank])))\n"
+    programs = (
+        FRAMEWORKS[framework].format(port=port, rank=rank) + (attempt if rank == alone else "") + together
+        for rank in range(2)
+    )
+    outs = outputs(*programs, JAX_PLATFORMS="cpu", GLOO_SOCKET_IFNAME="lo", QCCL_TRANSPORT="ucx")
+    message, *rest = outs[alone].splitlines(keepends=True)
+    assert f"rank {1 - alone} did not" in message
+    assert ["".join(rest), outs[1 - alone]] == ["[b'\\x00', b'\\x01']\n"] * 2
+
+
 @needs("torch", "jax")
 def test_frameworks_that_are_loaded_but_have_one_rank():
     (out,) = outputs(f"import jax, jax.distributed, torch.distributed\n{INIT}", JAX_PLATFORMS="cpu")
