@@ -278,6 +278,33 @@ class Precise(torch.nn.Module):
         return self.last(x.real)
 
 
+def freezes() -> None:
+    """Parameters that are frozen or replaced after the wrap are refused; those frozen later are reduced as zeros."""
+    for change in (
+        lambda model: model.first.requires_grad_(False),
+        lambda model: setattr(model, "last", Linear(64, 5)),
+        lambda model: model.inner.append(Linear(4, 4)),
+    ):
+        model = wrapped(find_unused_parameters=True)
+        change(model.module)
+        text = error_of(lambda: qccl.torch.compress(model, **GROUPS), qccl.ArgumentError)  # noqa: B023
+        assert "have changed since it was wrapped in DDP: DDP reduces 14 of" in text, text
+    frozen = net()
+    frozen.first.requires_grad_(False)
+    assert_same_everywhere(train(wrapped(frozen), 3, codec="minmax4+ef"))
+    plain, ours = (wrapped(find_unused_parameters=True) for _ in range(2))
+    with qccl.torch.compress(ours, "none", **GROUPS):
+        for i, x in enumerate(batches(4)):
+            for model in (plain, ours):
+                model.module.inner[1].requires_grad_(i != 2)
+                model.zero_grad()
+                loss_of(model, x).backward()
+            found = gradients(ours)
+            for name, expected in gradients(plain).items():
+                assert (expected is None) == (found[name] is None) == (i == 2 and name.startswith("inner.1"))
+                assert expected is None or torch.allclose(expected, found[name], rtol=1e-5, atol=1e-6), name
+
+
 def other_element_types() -> None:
     assert_same_everywhere(train(wrapped(net().bfloat16().float()), 3, codec="minmax4+ef"))
     plain, ours = (wrapped(net().bfloat16()) for _ in range(2))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import zip_longest
 from textwrap import shorten
 from types import TracebackType
@@ -384,7 +384,7 @@ class _Pass:
             if parameter not in places:
                 raise EngineError(
                     f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there when compress() was "
-                    f"called; wrap the model in DDP again"
+                    f"called, or had requires_grad=False; wrap the model in DDP again"
                 )
             number, i = places[parameter]
             self.gradients[number][i] = gradient
@@ -458,4 +458,18 @@ def _parameters_of(model: Any) -> dict[str, Any]:
         )
     if len({p.device for p in named.values()}) > 1:
         raise ArgumentError("the model's parameters are on several devices; compress() needs them on one")
+    _check_unchanged(model, named.values())
     return named
+
+
+def _check_unchanged(model: Any, parameters: Collection[Any]) -> None:
+    """Raise ArgumentError unless DDP reduces these parameters: it keeps the list that it made in its constructor."""
+    made = model._get_ddp_logging_data()
+    theirs = made["num_parameter_tensors"], made["total_parameter_size_bytes"]
+    ours = len(parameters), sum(p.numel() * p.element_size() for p in parameters)
+    if ours != theirs:
+        raise ArgumentError(
+            f"the model's parameters have changed since it was wrapped in DDP: DDP reduces {theirs[0]} of "
+            f"{theirs[1]} bytes, and {ours[0]} of {ours[1]} bytes need gradients now; freeze, unfreeze or replace "
+            f"parameters first, then wrap the model, then call compress()"
+        )
