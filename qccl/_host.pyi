@@ -118,11 +118,12 @@ def describe(array: object) -> View:
 class CallTable:
     """What earlier calls with equal arguments have proved: a payload, by the forms of arrays and by options.
 
-    Options are texts, numbers, booleans or None. Calls with other options, or with arrays that describe() refuses, are
-    neither added nor found. Addresses are not compared.
+    Options are texts, numbers, booleans, None, or instances of the type ``constant``, which never change and equal only
+    themselves. Calls with other options, or with arrays that describe() refuses, are neither added nor found. Addresses
+    are not compared.
     """
 
-    def __init__(self) -> None: ...
+    def __init__(self, constant: type) -> None: ...
     def add(
         self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object], payload: object
     ) -> None: ...

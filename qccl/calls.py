@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, Unpack
+from dataclasses import dataclass, replace
+from typing import Any, Unpack
 
 from qccl.arguments import OpLike
 from qccl.arrays import Form, Memory, Values, from_known_form
@@ -26,19 +26,32 @@ from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, StateArrayOptions, accepts, complete
 
-__all__ = ["Collectives"]
+__all__ = ["Collectives", "KnownCall"]
 
 #: arrays, the method's own options, and the shared ones
 _Arguments = tuple[tuple[Any, ...], tuple[Any, ...], Mapping[str, Any]]
 
 
-class _Known(NamedTuple):
-    """What follows from the options of a call and from the forms of its arrays."""
+@dataclass(slots=True)
+class KnownCall:
+    """What follows from the options of a call and from the forms of its arrays, and the binding of the last such call.
+
+    Attributes:
+        given: form and name of each array that the caller gave.
+        buffers: the schedule's buffers, each with the number of its array.
+        key, timeout, async_op: options.
+        addresses: of the last call's arrays.
+        binding: of the last call: see CollectiveSpec.bind().
+    """
 
     spec: CollectiveSpec
-    source: Form
-    target: Form
+    given: tuple[tuple[Form, str], ...]
+    buffers: tuple[tuple[str, int], ...]
+    key: str | None
     timeout: float | None
+    async_op: bool
+    addresses: list[int]
+    binding: tuple[bool, dict[str, int]]
 
 
 class Collectives(ABC):
@@ -96,18 +109,20 @@ class Collectives(ABC):
             PeerLost: another rank failed, left or gave up.
             EngineError: the library of the transport (MPI, UCX, gloo, NCCL) or CUDA failed.
         """
-        arguments = (x, out), (op, algorithm), options
-        known = self._find(arguments)
-        if known is not None:
-            return self._repeat(*known, x, out)
-        how = complete(options)
+        lr = options.pop("lr", None)  # may be another one in each call
+        arguments = (x, out), ("allreduce", op, algorithm), options
+        found = self._find(arguments)
+        if found is not None:
+            return self._repeat(*found, (x, out), x if out is None else out, lr)
+        how = complete(options, lr=lr)
         source, target, result = self._pair(x, out, how)
         if target.count != source.count:
             raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
         spec = spec_of(AllReduceSpec.from_arguments, source, how, source.order, op=op, algorithm=algorithm)
-        found = self._run(spec, {"input": source, "output": target}, result, how)
-        self._remember(arguments, _Known(spec, source.form, target.form, how["timeout"]), how)
-        return found
+        arrays = {"input": source, "output": target}
+        ended = self._run(spec, arrays, result, how)
+        self._remember(arguments, spec, arrays, how)
+        return ended
 
     @accepts(CallOptions)
     def quantized_allreduce_coalesced(
@@ -125,11 +140,18 @@ class Collectives(ABC):
         each has buckets of its own. Other arguments: see quantized_allreduce. Returns the list of the outputs, or its
         Work.
         """
-        how, memory, targets = complete(options), self._memory, xs if outs is None else outs
+        targets = xs if outs is None else outs
         if not isinstance(xs, Collection) or not isinstance(targets, Collection):
             raise ArgumentError(f"xs and outs must be lists of arrays, not {type(xs).__name__}, {type(outs).__name__}")
         if len(targets) != len(xs):
             raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
+        lr = options.pop("lr", None)  # may be another one in each call
+        given = tuple(xs) if outs is None else tuple(array for pair in zip(xs, outs, strict=True) for array in pair)
+        arguments = given, ("allreduce_coalesced", outs is None, op, algorithm), options
+        found = self._find(arguments)
+        if found is not None:
+            return self._repeat(*found, given, targets, lr)
+        how, memory = complete(options, lr=lr), self._memory
         arrays: dict[str, Values] = {}
         dtype = how["dtype"]
         for i, (x, out) in enumerate(zip(xs, targets, strict=True)):
@@ -144,7 +166,9 @@ class Collectives(ABC):
         )
         order = spec.order_of(arrays)
         spec = spec if order == "C" else replace(spec, order=order)
-        return self._run(spec, arrays, targets, how)
+        ended = self._run(spec, arrays, targets, how)
+        self._remember(arguments, spec, arrays, how)
+        return ended
 
     @accepts(StateArrayOptions)
     def quantized_reduce_scatter(
@@ -355,31 +379,49 @@ class Collectives(ABC):
         source = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
         return source, self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
 
-    def _find(self, arguments: _Arguments) -> tuple[_Known, list[Any]] | None:
+    def _find(self, arguments: _Arguments) -> tuple[KnownCall, list[Any]] | None:
         """An earlier call with these options on arrays of these forms, and views of the arrays."""
         calls = self._memory.calls
         return None if calls is None else calls.find(*arguments)
 
-    def _remember(self, arguments: _Arguments, known: _Known, how: CallOptions) -> None:
-        """Let _find() find this call, which has ended, unless some option must be looked at in each call."""
-        calls = self._memory.calls
-        usual = how["nonfinite"] == "propagate" and how["key"] is None and how["lr"] is None and how["trace"] is None
-        if calls is not None and usual and not how["async_op"] and known.source.elements:
-            calls.add(*arguments, known)
+    def _remember(
+        self, arguments: _Arguments, spec: CollectiveSpec, arrays: Mapping[str, Values], how: CallOptions
+    ) -> None:
+        """Let _find() find this call, which was accepted, unless some option must be looked at in each call."""
+        calls, given = self._memory.calls, list(dict.fromkeys(arrays.values()))
+        if calls is None or how["nonfinite"] != "propagate" or how["trace"] is not None:
+            return
+        if not all(values.count for values in given):
+            return
+        numbers = {values: number for number, values in enumerate(given)}
+        known = KnownCall(
+            spec,
+            tuple((values.form, values.what) for values in given),
+            tuple((name, numbers[values]) for name, values in arrays.items()),
+            how["key"],
+            how["timeout"],
+            how["async_op"],
+            [values.address for values in given],
+            spec.bind(arrays, self.rank, self.size),
+        )
+        calls.add(*arguments, known)
 
-    def _repeat(self, known: _Known, views: list[Any], x: Any, out: Any) -> Any:
+    def _repeat(self, known: KnownCall, views: list[Any], given: Sequence[Any], result: Any, lr: float | None) -> Any:
         """Run a call again, on other arrays or the same; checks what may have changed."""
-        spec, form, out_form, timeout = known
-        source = target = from_known_form(views[0], x, form, "x")
-        if out is not None:
-            target = from_known_form(views[1], out, out_form, "out")
-        return self._run_checked(spec, {"input": source, "output": target}, x if out is None else out, timeout)
+        values = [
+            from_known_form(view, array, form, what)
+            for view, array, (form, what) in zip(views, given, known.given, strict=False)  # out may be None
+        ]
+        arrays = {name: values[number] for name, number in known.buffers}
+        addresses = [each.address for each in values]
+        if addresses != known.addresses:
+            known.binding = known.spec.bind(arrays, self.rank, self.size)
+            known.addresses = addresses
+        return self._run_known(known, arrays, result, lr)
 
     @abstractmethod
-    def _run_checked(
-        self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, timeout: float | None
-    ) -> Any:
-        """Run a collective whose arguments were checked, with default options, and return its result."""
+    def _run_known(self, known: KnownCall, arrays: Mapping[str, Values], result: Any, lr: float | None) -> Any:
+        """Run a collective whose arguments were checked and bound, and return its result or its Work."""
 
     @abstractmethod
     def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeout_of
 from qccl.arrays import Values
-from qccl.calls import Collectives
+from qccl.calls import Collectives, KnownCall
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend, Progress
@@ -22,6 +22,7 @@ from qccl.options import CallOptions
 from qccl.plan import Plan, PlanCache
 from qccl.session import Session
 from qccl.state import check_key
+from qccl.work import Work
 
 if TYPE_CHECKING:
     from qccl.cuda.nccl import NcclTransport
@@ -404,33 +405,44 @@ class Communicator(Collectives):
         progress = Progress.NOW if how["async_op"] else Progress.CALLER
         options = how["key"], how["stream"], timeout, how["trace"], how["lr"], progress
         plan, work = self._launch(spec, arrays, result, options)
-        if not how["async_op"] and how["nonfinite"] == "propagate":
-            work.wait()
-            self._plans.give_back(plan)
-            return result
-        work._when_reusable(lambda: self._plans.give_back(plan))
-        if how["nonfinite"] == "error":
-            outputs = [values for name, values in arrays.items() if name.startswith("output")]
-            work._check_result(lambda: self._refuse_nonfinite(outputs, own))
+        if how["nonfinite"] == "propagate":
+            return self._deliver(plan, work, how["async_op"])
+        outputs = [values for name, values in arrays.items() if name.startswith("output")]
+        work._when_reusable(lambda: self._plans.give_back(plan))  # also if the check fails
+        work._check_result(lambda: self._refuse_nonfinite(outputs, own))
         return work if how["async_op"] else work.wait()
 
-    def _run_checked(
-        self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, timeout: float | None
-    ) -> Any:
-        """Run a collective whose arguments were checked, with default options, and return its result."""
+    def _run_known(self, known: KnownCall, arrays: Mapping[str, Values], result: Any, lr: float | None) -> Any:
         self._session.check_usable()
-        plan, work = self._launch(spec, arrays, result, (None, None, timeout, None, None, Progress.CALLER))
-        work.wait()
+        progress = Progress.CALLER
+        if known.async_op:
+            self._memory.hold(arrays.values())
+            progress = Progress.NOW
+        options = known.key, None, known.timeout, None, lr, progress
+        plan, work = self._launch(known.spec, arrays, result, options, known.binding)
+        return self._deliver(plan, work, known.async_op)
+
+    def _deliver(self, plan: Plan, work: Work, async_op: bool) -> Any:
+        """The result of a call, or its Work; the plan is given back when the call has ended."""
+        if async_op:
+            work._when_reusable(lambda: self._plans.give_back(plan))
+            return work
+        result = work.wait()
         self._plans.give_back(plan)
         return result
 
     def _launch(
-        self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, options: tuple[Any, ...]
-    ) -> tuple[Plan, Any]:
-        """A plan of this spec and the Work of a run; ``options`` are those of Plan._launch()."""
+        self,
+        spec: CollectiveSpec,
+        arrays: Mapping[str, Values],
+        result: Any,
+        options: tuple[Any, ...],
+        binding: tuple[bool, dict[str, int]] | None = None,
+    ) -> tuple[Plan, Work]:
+        """A plan of this spec and the Work of a run; ``options``, ``binding``: see Plan._launch(), _prepare()."""
         plan = self._plans.take(self._session, spec)
         try:
-            return plan, plan._launch(plan._prepare(arrays, result), *options)
+            return plan, plan._launch(plan._prepare(arrays, result, binding), *options)
         except BaseException:
             self._plans.give_back(plan)
             raise

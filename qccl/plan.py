@@ -100,15 +100,22 @@ class Plan:
         self._bound, self._key = self._prepare(arrays, result), key
         return self
 
-    def _prepare(self, arrays: Mapping[str, Values], result: Any) -> _Bound:
-        """The arguments of runs on these arrays, whose element types and counts were checked."""
-        spec, session, text = self.spec, self._session, self._text
-        order = spec.order_of(arrays)
-        ordered = spec if order == spec.order else replace(spec, order=order)
-        if ordered is not spec:
-            text = ordered.text()
-            session.check_consistent(session.with_offset(text, spec.codec), self._pairs)
-        in_place, addresses = spec.bind(arrays, session.rank, session.size)
+    def _prepare(
+        self, arrays: Mapping[str, Values], result: Any, binding: tuple[bool, dict[str, int]] | None = None
+    ) -> _Bound:
+        """The arguments of runs on these arrays, whose element types and counts were checked.
+
+        ``binding`` is what the spec's bind() returned for arrays of these addresses and of the spec's order.
+        """
+        spec, session, text, ordered = self.spec, self._session, self._text, self.spec
+        if binding is None:
+            order = spec.order_of(arrays)
+            if order != spec.order:
+                ordered = replace(spec, order=order)
+                text = ordered.text()
+                session.check_consistent(session.with_offset(text, spec.codec), self._pairs)
+            binding = spec.bind(arrays, session.rank, session.size)
+        in_place, addresses = binding
         compiled = self._program(in_place)
         if compiled.state and ordered is not spec:  # a residual belongs to an element
             compiled = compiled._replace(state_owner=ordered.state_owner(compiled.algorithm))

@@ -25,14 +25,11 @@ def is_tensor(array: Any) -> bool:
 
 def check_values(tensor: Any, what: str) -> None:
     """Raise InvalidBufferError for a negated or conjugate view, whose memory does not hold its values."""
-    for is_view, kind, method in (
-        (tensor.is_neg(), "negated", "resolve_neg"),
-        (tensor.is_conj(), "conjugate", "resolve_conj"),
-    ):
-        if is_view:
-            raise InvalidBufferError(
-                f"{what} is a {kind} view: its memory does not hold its values; pass {what}.{method}(), which is a copy"
-            )
+    if tensor.is_neg() or tensor.is_conj():
+        kind, method = ("negated", "resolve_neg") if tensor.is_neg() else ("conjugate", "resolve_conj")
+        raise InvalidBufferError(
+            f"{what} is a {kind} view: its memory does not hold its values; pass {what}.{method}(), which is a copy"
+        )
 
 
 def storage_of(tensor: Any, address: int, nbytes: int, what: str) -> Any:

@@ -119,3 +119,29 @@ def test_jax(dtype: str) -> None:
     view = _host.describe(x)
     assert view.address == x.unsafe_buffer_pointer()
     assert (view.shape, view.dtype, view.device_type, view.readonly) == ((4,), dtype, 1, True)
+
+
+def test_torch_by_the_c_functions_of_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tensor is described without a call of __dlpack__."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.Tensor, "__dlpack_c_exchange_api__"):
+        pytest.skip("this PyTorch has no C functions for DLPack")
+
+    exports = []
+    monkeypatch.setattr(torch.Tensor, "__dlpack__", lambda *arguments, **options: exports.append(arguments))
+    x = torch.zeros(3, 4)
+    part = x[1:, ::2].T
+    view = _host.describe(part)
+    assert (view.address, view.shape, view.strides) == (part.data_ptr(), (2, 2), (2, 4))
+    assert (view.dtype, view.device_type, view.device_id, view.readonly) == ("float32", 1, 0, False)
+    assert _host.describe(torch.zeros(())).shape == ()
+    assert not exports
+    with pytest.raises(TypeError, match="no access to its memory"):
+        _host.describe(x.to_sparse())
+    alive = weakref.ref(part)
+    del part
+    gc.collect()
+    assert alive() is not None
+    del view
+    gc.collect()
+    assert alive() is None

@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "calls": {"arguments", "arrays", "collectives", "dtypes", "errors", "options"},
     "communicator": {
         *("arguments", "host", "cuda", "calls", "codecs", "dtypes", "engine", "errors", "arrays", "plan"),
-        *("collectives", "meetings", "options", "session", "state", "transports"),
+        *("collectives", "meetings", "options", "session", "state", "transports", "work"),
     },
     "pointers": {"arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "options", "work"},
     "weights": {"errors"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import weakref
 
@@ -10,7 +11,8 @@ import pytest
 
 import qccl
 import qccl.plan
-from qccl import _host
+from qccl import _host, codecs
+from qccl.codecs import Codec
 from qccl.collectives import AllReduceSpec, ReduceScatterSpec
 from qccl.errors import ArgumentError, InvalidBufferError
 
@@ -280,12 +282,19 @@ def test_an_equal_call_is_found_by_native_code(monkeypatch):
     def refuse(*arguments):
         raise AssertionError("the call was not found")
 
+    codec = codecs.get("minmax8+ef")
+
     def run(comm):
         calls = [
             lambda: comm.quantized_allreduce(ones(), op="max", timeout=10.0),
             lambda: comm.quantized_allreduce(ones(), np.empty(COUNT, np.float32), codec="none"),
             lambda: comm.quantized_allreduce(torch.ones(COUNT, dtype=torch.bfloat16)),
             lambda: comm.quantized_allreduce(np.full(COUNT, 0x3F80, np.uint16), dtype="bfloat16"),
+            lambda: comm.quantized_allreduce(ones(), codec=codec, key="x", lr=1 / (1 + comm.calls)),
+            lambda: comm.quantized_allreduce(ones(), async_op=True).wait(),
+            lambda: np.stack(comm.quantized_allreduce_coalesced([ones(), ones(3)], [ones(), ones(3)])[:1]),
+            lambda: np.stack(comm.quantized_allreduce_coalesced((ones(), ones()), codec=codec, key="y")),
+            lambda: torch.stack(comm.quantized_allreduce_coalesced(torch.ones(9).split(3), async_op=True).wait()),
         ]
         first = [call() for call in calls]
         monkeypatch.setattr(qccl.Communicator, "_run", refuse)
@@ -301,12 +310,75 @@ def test_an_equal_call_is_found_by_native_code(monkeypatch):
         ):
             with pytest.raises(AssertionError, match="not found"):
                 comm.quantized_allreduce(ones(), **options)
+        for arrays in (
+            ([ones(), ones(3)],),
+            ([ones(), ones(3)], [ones(), ones(3)[:2]]),
+            ([ones(), ones(), ones(3)], [ones(3)]),
+            ({0: ones(), 1: ones()}.values(),),
+        ):
+            with pytest.raises((AssertionError, ArgumentError), match=r"not found|3 arrays in xs and 1 in outs"):
+                comm.quantized_allreduce_coalesced(*arrays)
 
     qccl.run_ranks(1, run)
 
 
+def test_lists_that_changed_between_equal_calls():
+    """Other arrays of the same forms, arrays that share memory, and read-only ones."""
+
+    def run(comm):
+        x, y, z = (np.full(COUNT, value, np.float32) for value in (1, 2, 3))
+        for arrays in ([x, y], [x, y], [y, z], [z, x], [x, y]):
+            before = [array.copy() for array in arrays]
+            comm.quantized_allreduce_coalesced(arrays, codec="none")
+            assert all((array == 2 * old).all() for array, old in zip(arrays, before, strict=True))
+        with pytest.raises(InvalidBufferError, match=r"xs\[0\] and xs\[1\] overlap"):
+            comm.quantized_allreduce_coalesced([x, x], codec="none")
+        z.flags.writeable = False
+        with pytest.raises(InvalidBufferError, match=r"xs\[1\] is read-only"):
+            comm.quantized_allreduce_coalesced([x, z], codec="none")
+        before = x.copy()
+        comm.quantized_allreduce_coalesced([x, y], codec="none")
+        assert (x == 2 * before).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_repeated_call_of_which_the_arrays_are_dropped():
+    """A call in flight keeps the memory of its arrays, and the table keeps nothing of them afterwards."""
+
+    def run(comm):
+        for _ in range(3):
+            arrays = [ones(), ones()]
+            dropped = [weakref.ref(array) for array in arrays]
+            work = comm.quantized_allreduce_coalesced(arrays, async_op=True)
+            del arrays
+            (found, _) = work.wait(timeout=20)
+            assert (found == 2).all()
+            del found, _, work
+            gc.collect()
+            assert [array() for array in dropped] == [None, None]
+
+    qccl.run_ranks(2, run)
+
+
+def test_the_rate_of_a_repeated_call_is_its_own():
+    def run(comm, forget):
+        x = np.linspace(-1, 1 + comm.rank, 300, dtype=np.float32)
+        found = []
+        for step in range(6):
+            out = comm.quantized_allreduce(x, np.empty_like(x), codec="minmax2+ef", key="x", lr=2.0**-step)
+            found.append(out.tobytes())
+            if forget:
+                comm._memory.calls = _host.CallTable(Codec)
+        with pytest.raises(ArgumentError, match="lr must be"):
+            comm.quantized_allreduce(x, np.empty_like(x), codec="minmax2+ef", key="x", lr=-1.0)
+        return found
+
+    assert qccl.run_ranks(2, lambda comm: run(comm, False)) == qccl.run_ranks(2, lambda comm: run(comm, True))
+
+
 def test_the_table_of_calls_compares_types_and_forms():
-    table = _host.CallTable()
+    table = _host.CallTable(Codec)
     x = np.zeros((2, 3), np.float32)
     table.add((x, None), (1, "sum"), {"chunk": None}, "found")
     payload, (view,) = table.find((x.copy(), None), (1, "sum"), {"chunk": None})
@@ -335,8 +407,18 @@ def test_the_table_of_calls_compares_types_and_forms():
         assert table.find((x,), options, {}) is None
 
 
+def test_a_codec_in_the_table_of_calls_equals_only_itself():
+    table, x = _host.CallTable(Codec), ones()
+    codec, equal = codecs.get("minmax4"), dataclasses.replace(codecs.get("minmax4"))
+    assert codec == equal and codec is not equal
+    table.add((x,), (), {"codec": codec}, "found")
+    assert table.find((x,), (), {"codec": codec})[0] == "found"
+    for other in (equal, codecs.get("minmax8"), codec.spec()):
+        assert table.find((x,), (), {"codec": other}) is None
+
+
 def test_the_table_of_calls_is_bounded():
-    table, x = _host.CallTable(), ones(1)
+    table, x = _host.CallTable(Codec), ones(1)
     for i in range(5000):
         table.add((x,), (i,), {}, i)
     found = [i for i in range(5000) if table.find((x,), (i,), {})]

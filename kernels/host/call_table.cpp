@@ -24,15 +24,20 @@ struct Key {
 
   void add_pointer(const void* pointer) { words.push_back(reinterpret_cast<std::uintptr_t>(pointer)); }
 
-  // False for a value that may change, or that may equal another one that does not mean the same.
-  bool add_option(PyObject* value) {
+  // False for a value that may change, or that may equal another one that does not mean the same. An instance of
+  // `constant` equals only itself: its own comparison would be Python code.
+  bool add_option(PyObject* value, PyTypeObject* constant) {
     PyTypeObject* type = Py_TYPE(value);
+    add_pointer(type);
+    values.push_back(nb::borrow(value));
+    if (PyType_IsSubtype(type, constant)) {
+      add_pointer(value);
+      return true;
+    }
     if (value != Py_None && type != &PyUnicode_Type && type != &PyLong_Type && type != &PyBool_Type &&
         type != &PyFloat_Type)
       return false;
-    add_pointer(type);
     words.push_back(static_cast<std::uint64_t>(PyObject_Hash(value)));
-    values.push_back(nb::borrow(value));
     return true;
   }
 
@@ -70,6 +75,8 @@ struct HashOfKey {
 
 class CallTable {
  public:
+  explicit CallTable(nb::type_object constant) : constant_(std::move(constant)) {}
+
   void add(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, nb::object payload) {
     Key key;
     nb::list views;
@@ -91,6 +98,7 @@ class CallTable {
   void clear() { const auto dropped = std::exchange(entries_, {}); }
 
   int visit(visitproc visit, void* arg) const {
+    Py_VISIT(constant_.ptr());
     for (const auto& [key, payload] : entries_) {
       for (const nb::object& value : key.values) Py_VISIT(value.ptr());
       Py_VISIT(payload.ptr());
@@ -100,12 +108,13 @@ class CallTable {
 
  private:
   // Makes the key of a call, and the views of its arrays; false if the call cannot be in the table.
-  static bool describe_call(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, Key& key,
-                            nb::list& views) {
+  bool describe_call(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, Key& key,
+                     nb::list& views) const {
+    auto* const constant = reinterpret_cast<PyTypeObject*>(constant_.ptr());
     for (const nb::handle option : options)
-      if (!key.add_option(option.ptr())) return false;
+      if (!key.add_option(option.ptr(), constant)) return false;
     for (const auto& [name, value] : keywords)
-      if (!key.add_option(name.ptr()) || !key.add_option(value.ptr())) return false;
+      if (!key.add_option(name.ptr(), constant) || !key.add_option(value.ptr(), constant)) return false;
     for (const nb::handle array : arrays) {
       key.words.push_back(!array.is_none());
       if (array.is_none()) continue;
@@ -122,6 +131,7 @@ class CallTable {
     return true;
   }
 
+  const nb::type_object constant_;  // of options that never change
   std::unordered_map<Key, nb::object, HashOfKey> entries_;
 };
 
@@ -144,7 +154,7 @@ PyType_Slot kSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_table)},
 
 void bind_call_table(nb::module_& m) {
   nb::class_<CallTable>(m, "CallTable", nb::type_slots(kSlots), "What earlier calls with equal arguments have proved.")
-      .def(nb::init<>())
+      .def(nb::init<nb::type_object>(), "constant"_a)
       .def("add", &CallTable::add, "arrays"_a, "options"_a, "keywords"_a, "payload"_a)
       .def("find", &CallTable::find, "arrays"_a, "options"_a, "keywords"_a);
 }

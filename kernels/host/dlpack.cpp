@@ -2,7 +2,12 @@
 
 #include <nanobind/stl/string.h>
 
+#include <cstddef>
+#include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -43,6 +48,41 @@ bool refuses_writing(nb::handle object) {
   return true;
 }
 
+// The C functions that DLPack 1.3 defines for an array type (DLPackExchangeAPI), as far as they are used here.
+struct ExchangeFunctions {
+  std::uint32_t major, minor;
+  void* previous;
+  void *allocate, *export_owned, *import_owned;
+  int (*describe)(void* object, nb::dlpack::dltensor* found);  // borrows from the object; may be null
+};
+
+constexpr std::uint32_t kDlpackMajor = 1;
+
+const ExchangeFunctions* exchange_functions(PyTypeObject* type) {
+  static PyObject* const name = PyUnicode_InternFromString("__dlpack_c_exchange_api__");
+  PyObject* const capsule = _PyType_Lookup(type, name);  // unlike getattr(), it raises nothing for types without it
+  if (!capsule || !PyCapsule_IsValid(capsule, "dlpack_exchange_api")) return nullptr;
+  const auto* found = static_cast<const ExchangeFunctions*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  return found->major == kDlpackMajor && found->describe ? found : nullptr;
+}
+
+// The memory of an array on the host by its type's C functions, which take a tenth of the time of __dlpack__. Nothing
+// where the type has none, or they refuse.
+std::optional<View> describe_by_exchange(nb::handle object) {
+  const ExchangeFunctions* functions = exchange_functions(Py_TYPE(object.ptr()));
+  if (!functions) return std::nullopt;
+  nb::dlpack::dltensor found;
+  if (functions->describe(object.ptr(), &found)) {
+    PyErr_Clear();
+    return std::nullopt;
+  }
+  if (found.device.device_type != nb::device::cpu::value) return std::nullopt;
+  std::vector<std::size_t> shape(found.shape, found.shape + found.ndim);
+  return View{ReadOnly(static_cast<const char*>(found.data) + found.byte_offset, shape.size(), shape.data(), object,
+                       found.strides, found.dtype, found.device.device_type, found.device.device_id),
+              false};
+}
+
 // A memoryview of an object that has only the buffer protocol, because nanobind reads strides and arrays of ctypes have
 // none; otherwise the object.
 nb::object with_strides(nb::handle object) {
@@ -78,6 +118,7 @@ nb::tuple form(const View& view) { return nb::make_tuple(dtype(view), shape(view
 }  // namespace
 
 View describe(nb::handle object) {
+  if (std::optional<View> view = describe_by_exchange(object)) return *std::move(view);
   const nb::object source = with_strides(object);
   ReadOnly array;
   Writable writable;

@@ -15,6 +15,7 @@ from typing import Any
 
 from qccl import _host, dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
+from qccl.codecs.base import Codec
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.scalars import as_integer
@@ -30,7 +31,7 @@ class HostMemory:
     """Memory of this process (interface: Memory)."""
 
     def __init__(self) -> None:
-        self.calls = _host.CallTable()
+        self.calls = _host.CallTable(Codec)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         wanted = None if dtype is None else dtypes.get(dtype)
@@ -62,7 +63,7 @@ class HostMemory:
 
     def hold(self, values: Iterable[Values]) -> None:
         """As in Memory. Other arrays refuse to be resized while their memory is in use (NumPy unless told not to)."""
-        for each in values:
+        for each in dict.fromkeys(values):  # in place, each is the input and the output
             if is_tensor(each.array):
                 check_unmoved(each)
                 forbid_resizing(each.array)
