@@ -15,6 +15,8 @@ from qccl.cuda.source import Launch
 
 _SHIM = Path(__file__).with_name("shim.h")
 _OPTIONS = ("-O0", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
+#: the compiler's time: functions are compiled once, not in each of their callers, and without tables of unwinding
+_OPTIONS += ("-Dalways_inline=", "-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables")
 
 _RUN = """
 template <class Job>

@@ -3,12 +3,10 @@
 // missing barrier gives wrong results. If threads wait for others that never arrive, the launch fails.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdint>
-#include <cstdlib>
-#include <random>
-#include <vector>
 
 #define __global__
 #define __grid_constant__
@@ -32,22 +30,29 @@ constexpr unsigned kThreads = 256, kStack = 1 << 16;
 enum class State { ready, in_warp, in_block, done };
 
 struct Fiber {
-  ucontext_t context;
+  jmp_buf context;  // where it goes on; _setjmp and _longjmp switch without a system call, unlike swapcontext()
+  bool started;
   State state;
   unsigned exchanges;  // warp-wide exchanges that this lane has taken part in
-  std::vector<char> stack = std::vector<char>(kStack);
+  alignas(16) char stack[kStack];
 };
 
 static Fiber fibers[kThreads];
-static ucontext_t scheduler;
+static jmp_buf scheduler;
 static std::uint32_t shown[2][kThreads];  // two buffers, because a lane may be one exchange ahead of another
-static std::mt19937 random_number;
+static std::uint64_t random_state;
 static void (*body)();
+
+// Knuth's MMIX generator: <random> takes most of the compiler's time for a few kernels.
+static unsigned random_number() {
+  random_state = random_state * 6364136223846793005u + 1442695040888963407u;
+  return (unsigned)(random_state >> 33);
+}
 
 static void wait(State state) {
   Fiber& fiber = fibers[threadIdx.x];
   fiber.state = state;
-  swapcontext(&fiber.context, &scheduler);
+  if (!_setjmp(fiber.context)) _longjmp(scheduler, 1);
 }
 
 static std::uint32_t exchange(std::uint32_t value, unsigned lane) {
@@ -57,10 +62,25 @@ static std::uint32_t exchange(std::uint32_t value, unsigned lane) {
   return shown[turn][threadIdx.x / 32 * 32 + lane];
 }
 
+// A fiber runs its thread of one block after the other.
 static void run_fiber() {
-  body();
-  fibers[threadIdx.x].state = State::done;
-  swapcontext(&fibers[threadIdx.x].context, &scheduler);
+  for (;;) {
+    body();
+    wait(State::done);
+  }
+}
+
+// Returns at the fiber's next wait().
+static void resume(Fiber& fiber) {
+  if (_setjmp(scheduler)) return;
+  if (fiber.started) _longjmp(fiber.context, 1);
+  fiber.started = true;
+  ucontext_t start;
+  getcontext(&start);
+  start.uc_stack.ss_sp = fiber.stack;
+  start.uc_stack.ss_size = kStack;
+  makecontext(&start, run_fiber, 0);
+  setcontext(&start);
 }
 
 // Resumes fibers whose barrier or exchange is complete; false if there are none.
@@ -74,10 +94,6 @@ static bool release(unsigned begin, unsigned end, State waiting) {
 
 static bool run_block() {
   for (Fiber& fiber : fibers) {
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = kStack;
-    makecontext(&fiber.context, run_fiber, 0);
     fiber.state = State::ready;
     fiber.exchanges = 0;
   }
@@ -87,7 +103,7 @@ static bool run_block() {
       const unsigned thread = (start + i * step) % kThreads;
       if (fibers[thread].state != State::ready) continue;
       threadIdx = {thread, 0, 0};
-      swapcontext(&scheduler, &fibers[thread].context);
+      resume(fibers[thread]);
     }
     bool progress = release(0, kThreads, State::in_block), over = true;
     for (unsigned warp = 0; warp < kThreads / 32; ++warp) {
@@ -95,7 +111,10 @@ static bool run_block() {
     }
     for (const Fiber& fiber : fibers) over &= fiber.state == State::done;
     if (over) return true;
-    if (!progress) return false;
+    if (!progress) {
+      for (Fiber& fiber : fibers) fiber.started = false;  // they are left where they wait
+      return false;
+    }
   }
 }
 
@@ -107,7 +126,7 @@ bool run_grid(unsigned width, unsigned height, unsigned seed, Kernel kernel) {
   static Kernel* current;
   current = &kernel;
   body = [] { (*current)(); };
-  random_number.seed(seed);
+  random_state = seed;
   for (unsigned y = 0; y < height; ++y) {
     for (unsigned x = 0; x < width; ++x) {
       for (char* at = &__start_shared_memory; at < &__stop_shared_memory; ++at) *at = (char)random_number();
