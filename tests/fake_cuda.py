@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import itertools
 import os
 import random
@@ -63,7 +64,7 @@ class Node:
 
     def __init__(self, what: str, after: set[Node], run: Any = None) -> None:
         self.what, self.after, self.run, self.done = what, after, run, False
-        self.device = -1
+        self.device, self.stream = -1, 0
 
 
 class World:
@@ -89,6 +90,9 @@ class World:
         self.reused = 0  # allocations that got memory which had been given back
         self.error = 0  # what eventQuery returns
         self.frozen = False  # nothing runs
+        self.ends = True  # the last kernels of runs do their work; if not, runs begin and hang
+        self.queue_entries = 1 << 30  # how many nodes a stream's queue holds; a thread that puts one more waits
+        self.driver = threading.RLock()  # held by a thread that waits for room in a queue, and while events are asked
         self.patience = 20.0  # seconds until the host that waits takes a device to hang
         self.holds: Callable[[Node], bool] = lambda node: False  # what is not done, although it could be
         self.is_serial = False  # a device does everything in the order in which it was put there, as with one queue
@@ -103,12 +107,14 @@ class World:
 
     def put(self, stream: int, what: str, run: Any = None) -> Node:
         stream = self.stream(stream)
+        self._wait_for_room(stream)
         with self.lock:
             if stream not in self.tail:
                 raise CUDARuntimeError(400)
             capture = self.captures.get(stream)
             before = self.tail[stream] if capture is None else capture.tail[stream]
             node = Node(what, {before} if before else set(), run)
+            node.stream = stream
             node.device = self.local.__dict__.get("device", 0)
             if self.is_serial:
                 node.after |= {self.last[node.device]} if node.device in self.last else set()
@@ -120,6 +126,16 @@ class World:
                 capture.tail[stream] = node
                 capture.nodes.append(node)
             return node
+
+    def _wait_for_room(self, stream: int) -> None:
+        """As a launch into a full queue: no other thread is answered by the driver meanwhile."""
+        if self._queued(stream) >= self.queue_entries:
+            with self.driver:
+                self.finish(lambda: self._queued(stream) < self.queue_entries)
+
+    def _queued(self, stream: int) -> int:
+        with self.lock:
+            return sum(node.stream == stream for node in self.pending)
 
     def record(self, event: int, stream: int) -> None:
         with self.lock:
@@ -153,7 +169,7 @@ class World:
         """Do some of what can be done."""
         with self.lock:
             for _ in range(0 if self.frozen else budget):
-                able = [n for n in self.pending if all(p.done for p in n.after) and not self.holds(n)]
+                able = [n for n in self.pending if all(p.done for p in n.after) and not self._is_held(n)]
                 self.random.shuffle(able)
                 for node in able:
                     if node.run is None or node.run() is not False:
@@ -162,6 +178,9 @@ class World:
                         break
                 else:
                     return
+
+    def _is_held(self, node: Node) -> bool:
+        return self.holds(node) or (node.what == "qccl_end" and not self.ends)
 
     def finish(self, condition: Any) -> None:
         """Run until ``condition``; other threads may have to bring what is missing."""
@@ -562,9 +581,21 @@ def _pointer_attributes(world: World, count: int, wanted: list[int], address: in
     return _Result.CUDA_SUCCESS, [0, -2, 0, 0, 0]
 
 
+_RELAXED = 2
+
+
 class _Result(IntEnum):
     CUDA_SUCCESS = 0
     CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+def _status(call: Callable[[], object]) -> int:
+    """What a function of the driver returns, for a call that raises."""
+    try:
+        call()
+    except CUDARuntimeError as error:
+        return error.status
+    return 0
 
 
 def _copy(world: World, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
@@ -655,10 +686,16 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         world.forbid_in_capture()
         ctypes.memmove(target, source, nbytes)
 
-    def event_query(event: int) -> int:
-        if world.is_done(event):
-            return 0
-        return world.error or NOT_READY
+    def query(is_done: Callable[[], bool]) -> tuple[int]:
+        with world.driver:
+            if world.captures and not world.local.__dict__.get("is_relaxed"):
+                return (900,)  # cudaErrorStreamCaptureUnsupported
+            return (0 if is_done() else world.error or NOT_READY,)
+
+    def exchange_mode(mode: int) -> tuple[_Result, int]:
+        before = world.local.__dict__.get("is_relaxed", False)
+        world.local.is_relaxed = mode == _RELAXED
+        return _Result.CUDA_SUCCESS, _RELAXED if before else 0
 
     def set_device(device: int) -> None:
         if not 0 <= device < DEVICES:
@@ -671,14 +708,11 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         getDevice=lambda: world.local.__dict__.get("device", 0),
         setDevice=set_device,
         getDeviceCount=lambda: DEVICES,
-        eventRecord=world.record,
-        eventQuery=event_query,
         eventElapsedTime=lambda a, b: 1.0,
         streamWaitEvent=world.wait,
         streamIsCapturing=lambda stream: stream in world.captures,
         memcpy=copy_now,
         memset=ctypes.memset,
-        streamQuery=lambda stream: 0 if world.is_empty(stream) else NOT_READY,
         streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),
         deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.local.__dict__.get("device", 0))),
         getDeviceProperties=lambda device: {"name": b"Fake 100"},
@@ -743,13 +777,16 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         ),
         CUmemorytype=_MemoryType,
         CUresult=_Result,
-        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=2),
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=_RELAXED),
         CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
         CUstreamWriteValue_flags=SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0),
+        cuEventRecord=lambda event, stream: (_status(lambda: world.record(event, stream)),),
+        cuEventQuery=lambda event: query(lambda: world.is_done(event)),
+        cuStreamQuery=lambda stream: query(lambda: world.is_empty(stream)),
         cuStreamWaitValue32=lambda *arguments: _wait_value(world, *arguments),
         cuStreamWriteValue32=lambda *arguments: _write_value(world, *arguments),
         cuPointerGetAttributes=lambda n, wanted, address: _pointer_attributes(world, n, wanted, address),
-        cuThreadExchangeStreamCaptureMode=lambda mode: (_Result.CUDA_SUCCESS, mode),
+        cuThreadExchangeStreamCaptureMode=exchange_mode,
     )
     package = module("cuda", bindings=module("cuda.bindings", driver=bindings))
     return {
@@ -764,18 +801,31 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
     }
 
 
+def _run_while_flags_are_read(world: World) -> None:
+    """Do some of what can be done whenever the host looks at the flags of runs."""
+    flags = importlib.import_module("qccl.cuda.flags").RunFlags
+    read = flags._read
+
+    def run_and_read(self: Any, word: int) -> int:
+        world.run()
+        return read(self, word)
+
+    flags._read = run_and_read
+
+
 @contextlib.contextmanager
 def installed(world: World, kernels: Any) -> Any:
     """Put the modules in place, and forget what was made of them afterwards."""
     from qccl.cuda import libraries
 
     made = modules(world, kernels)
-    parts = ("device", "engine", "kernels", "memory", "nccl", "program", "run", "staging", "state", "watchdog")
+    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "program", "run", "staging", "state", "watchdog")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     libraries.cuda_libraries.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
+    _run_while_flags_are_read(world)
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
         yield made["cupy"]

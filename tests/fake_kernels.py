@@ -18,16 +18,15 @@ _OPS = {"sum": 0, "min": 1, "max": 2}
 
 
 def kind_of(name: str) -> str:
-    """A kernel's operation: encode, decode, reduce, reduce_with_state, commit, copy or CALL_KERNEL."""
+    """A kernel's operation: encode, decode, reduce, reduce_with_state, commit, copy, or BEGIN_KERNEL or END_KERNEL."""
     return name.removeprefix("qccl::").removeprefix("bucket_").partition("<")[0]
 
 
 def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], None]:
     """A function that runs kernel ``name``. Arguments by value are read now, as by cuLaunchKernel."""
+    if name in (cs.BEGIN_KERNEL, cs.END_KERNEL):
+        return _end_of_run(name, (ctypes.c_void_p * 5).from_address(arguments))
     pointers = (ctypes.c_void_p * 4).from_address(arguments)
-    if name == cs.CALL_KERNEL:
-        words, value = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
-        return _count(words, value, bool(ctypes.c_uint32.from_address(pointers[2]).value))
     jobs, sources = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
     parameters = np.frombuffer(ctypes.string_at(pointers[2], cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
     memory = list((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
@@ -36,13 +35,36 @@ def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], 
     return lambda: _run(name, grid[1], jobs, sources, parameters, memory)
 
 
-def _count(words: int, value: int, replay: bool) -> Callable[[], None]:
-    def run() -> None:
-        found = (ctypes.c_uint64 * 2).from_address(words)
-        found[0] = value + found[1] if replay else value
-        found[1] += replay
+def _end_of_run(name: str, pointers: Any) -> Callable[[], None]:
+    """As kernels/cuda/run.h."""
+    replay, number = (ctypes.c_uint32.from_address(pointers[i]).value for i in (2, 4))
+    flags = (ctypes.c_uint32 * 3).from_address(ctypes.c_uint64.from_address(pointers[3]).value)
+    if name == cs.BEGIN_KERNEL:
+        words, value = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
+        return _begin(words, value, bool(replay), flags, number)
+    memory = list((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[0]))
+    sizes = list((ctypes.c_uint64 * cs.MAX_BUFFERS).from_address(pointers[1]))
 
-    return run
+    def end() -> None:
+        if flags[0]:
+            for address, nbytes in zip(memory, sizes, strict=False):
+                ctypes.memset(address, 0xFF, nbytes)
+        if not replay:
+            flags[2] = number
+
+    return end
+
+
+def _begin(words: int, value: int, replay: bool, flags: Any, number: int) -> Callable[[], None]:
+    def begin() -> None:
+        if words:
+            found = (ctypes.c_uint64 * 2).from_address(words)
+            found[0] = value + found[1] if replay else value
+            found[1] += replay
+        if not replay:
+            flags[1] = number
+
+    return begin
 
 
 def _touch_scratch(address: int) -> Callable[[], None]:

@@ -9,8 +9,9 @@ import time
 import weakref
 
 import fake_cuda
+import numpy as np
 import pytest
-from cuda_ranks import one, pair, ranks, values
+from cuda_ranks import captured, one, pair, ranks, values
 
 import qccl
 from qccl.cuda import libraries
@@ -74,11 +75,11 @@ def test_the_watchdog_needs_nobody_who_waits(world, cupy):
         x, out = pair()
         comm.quantized_allreduce(x, out)
         comm.check()
-        world.frozen = True
+        world.ends = False
         comm.quantized_allreduce(x, out, timeout=0.2)  # a program that never asks
         time.sleep(0.6)
         assert ("abort", 0) in world.calls
-        world.frozen = False
+        world.ends = True
         with pytest.raises(qccl.CollectiveTimeout):
             comm.check()
 
@@ -193,38 +194,145 @@ def test_what_a_failed_call_uses_stays_until_the_device_is_done(world, cupy):
     x, out = pair()
     comm.quantized_allreduce(x, out)
     comm.check()
-    world.frozen = True
+    world.ends = False
     with pytest.raises(qccl.CollectiveTimeout):
         comm.quantized_allreduce(x, out, async_op=True, timeout=0.1).synchronize()
     array = weakref.ref(x)
     del comm, x
     gc.collect()
     assert array() is not None
-    world.frozen = False
+    world.ends = True
     world.run()
     one(lambda comm: None)  # the next communicator looks
     gc.collect()
     assert array() is None
 
 
-def test_a_question_that_a_capture_forbids_ends_nothing(world, cupy):
+def test_a_call_can_be_asked_for_while_the_thread_captures(world, cupy):
     def run(comm):
         x, out = pair()
         comm.quantized_allreduce(x, out)
         comm.check()
         world.frozen = True
         work = comm.quantized_allreduce(x, out, async_op=True)
-        comm._session.engine.watch = lambda: True  # the watching thread is exempt
-        time.sleep(0.05)
-        world.error = 900
-        for ask in (work.is_completed, work.synchronize):
-            with pytest.raises(qccl.ArgumentError, match="captures"):
-                ask()
-        world.error, world.frozen = 0, False
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.begin_capture()
+        assert not work.is_completed()
+        world.frozen = False
         assert work.synchronize() is out and work.exception() is None
-        del comm._session.engine.watch
+        stream.end_capture()
 
     one(run)
+
+
+def test_the_deadline_counts_from_the_first_step_on_the_device(world, cupy):
+    """The caller's own work before a call may take longer than the call's timeout."""
+
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.2)
+        time.sleep(0.6)
+        world.frozen = False
+        assert work.synchronize() is out
+
+    one(run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_results_after_a_failure_are_nan(dtype, world, cupy):
+    """What the caller's stream does next cannot take garbage for a result, although the host has not waited."""
+    storage, code = {"float32": (np.float32, 2), "float16": (np.float16, 2), "bfloat16": (np.uint16, 4)}[dtype]
+
+    def run(comm):
+        x, out, seen = (fake_cuda.array(np.ones(3000, storage), comm.rank, code) for _ in range(3))
+        comm.quantized_allreduce(x, out, dtype=dtype)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(1.0)
+            return None
+        comm.quantized_allreduce(x, out, dtype=dtype, timeout=0.3)
+        runtime = libraries.cuda_libraries().runtime
+        runtime.memcpyAsync(seen.data.ptr, out.data.ptr, seen.values.nbytes, 3, 0)
+        runtime.streamSynchronize(0)
+        with pytest.raises(qccl.CollectiveTimeout):
+            comm.check()
+        return seen.values, x.values
+
+    seen, x = ranks(2, run)[0]
+    assert (x == 1).all()
+    assert (seen == 0xFFFF).all() if dtype == "bfloat16" else np.isnan(seen).all()
+
+
+def test_replays_after_a_failure_give_nan(world, cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        stream, graph = captured(cupy, comm, lambda s: comm.quantized_allreduce(x, out, stream=s))
+        graph.launch(stream)
+        stream.synchronize()
+        assert (out.get() == x.get()).all()
+        comm.abort("on purpose")
+        graph.launch(stream)
+        stream.synchronize()
+        return np.isnan(out.get()).all()
+
+    assert one(run)
+
+
+def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(world, cupy):
+    """The driver answers no question meanwhile, so the watchdog must ask none."""
+
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.ends, world.queue_entries = False, 40
+        comm.quantized_allreduce(x, out, timeout=0.3)  # the caller's stream waits for this
+        caller = threading.Thread(target=lambda: [world.put(0, "a kernel of the caller") for _ in range(60)])
+        caller.start()
+        deadline = time.monotonic() + 5
+        while ("abort", 0) not in world.calls:
+            assert caller.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        world.ends = True
+        caller.join(10)
+        with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
+            comm.check()
+
+    one(run)
+
+
+def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
+    """A caller who never waits is stopped before a launch blocks: the queue of a stream holds about 1,024 entries."""
+    calls, fullest = 600, 0
+
+    def run(comm):
+        nonlocal fullest
+        x, out = pair()
+        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+        plan.start().synchronize()
+        world.frozen = True
+        done = []
+        caller = threading.Thread(target=lambda: [done.append(plan.start()) for _ in range(calls)])
+        caller.start()
+        before = -1
+        while before < len(done) < calls:
+            before = len(done)
+            time.sleep(0.3)
+        assert len(done) < calls
+        fullest = max(world._queued(stream) for stream in world.tail)
+        world.frozen = False
+        caller.join(60)
+        comm.check()
+        return len(done)
+
+    assert one(run, timeout=60.0) == calls
+    assert 100 < fullest < 1024
 
 
 def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):

@@ -128,7 +128,16 @@ def test_every_name_and_number_of_arguments(roots):
             assert not lacking, f"{line}: {parts[-1]} needs {lacking}, too"
             calls.add(parts[-1])
     assert {"launchKernel", "compile_using_nvrtc", "commSplit", "cuPointerGetAttributes", "from_external"} <= names
-    assert {"eventRecord", "streamWaitEvent", "memcpyAsync", "send", "recv", "allGather", "allReduce"} <= calls
+    assert {
+        "cuEventRecord",
+        "cuEventQuery",
+        "streamWaitEvent",
+        "memcpyAsync",
+        "send",
+        "recv",
+        "allGather",
+        "allReduce",
+    } <= calls
 
 
 def test_the_fake_has_nothing_that_the_libraries_lack(roots):

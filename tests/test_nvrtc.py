@@ -61,7 +61,7 @@ def reduce(codec: Codec, dtype: DType, op: str, encoded: bool = True) -> tuple[s
 
 def plain() -> Iterator[str]:
     """Kernels of the codec none, and the one without a codec."""
-    yield cuda_source.CALL_KERNEL
+    yield from (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL)
     for dtype in DTYPES:
         yield from encode(NoCodec(), dtype)
         yield from decode(NoCodec(), dtype, True)

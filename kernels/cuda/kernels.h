@@ -9,6 +9,7 @@
 #include "../codecs.h"
 #include "bucket.h"
 #include "combine.h"
+#include "run.h"
 #include "state.h"
 #include "tile.h"
 
@@ -129,9 +130,3 @@ reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ 
 }
 
 }  // namespace QCCL_NAMESPACE
-
-// Stores the number of a call where Memory::call points: `value`, or in the replays of a graph `value` plus the number of
-// replays before, which words[1] counts.
-extern "C" __global__ void qccl_call(unsigned long long* words, unsigned long long value, unsigned replay) {
-  words[0] = replay ? value + words[1]++ : value;
-}

@@ -8,7 +8,16 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from qccl.cuda.libraries import NOT_READY, cuda_libraries, on_device, translated
+from qccl.cuda.flags import RunFlags
+from qccl.cuda.libraries import (
+    COMPUTE_PRIORITY,
+    NOT_READY,
+    TRANSFER_PRIORITY,
+    cuda_libraries,
+    on_device,
+    stream_status,
+    translated,
+)
 from qccl.schedule import Queue
 
 __all__ = ["Device"]
@@ -24,6 +33,7 @@ class Device:
         number: of the GPU.
         queues: the stream of each queue; home, the compute stream, is the one on which every run begins and ends.
         capture_queues: the streams of calls that become part of a CUDA graph.
+        flags: how far the runs are.
     """
 
     def __init__(self, number: int, comm_stream: int) -> None:
@@ -31,7 +41,10 @@ class Device:
         self.number = number
         cuda = cuda_libraries().cupy.cuda
         with on_device(number):
-            self._home, *self._capture = (cuda.Stream(non_blocking=True) for _ in range(3))
+            self._home, *self._capture = (
+                _stream(priority) for priority in (COMPUTE_PRIORITY, COMPUTE_PRIORITY, TRANSFER_PRIORITY)
+            )
+            self.flags = RunFlags()
             self._events = [cuda.Event(disable_timing=True) for _ in range(_EVENTS)]
         self._staged: list[Any] = []
         self.queues: dict[Queue, int] = {Queue.COMPUTE: self._home.ptr, Queue.COMM: comm_stream}
@@ -49,13 +62,12 @@ class Device:
 
     def add_staged_queues(self) -> None:
         """Make the two streams of transfers through host memory."""
-        self._staged = [cuda_libraries().cupy.cuda.Stream(non_blocking=True, priority=-1) for _ in range(2)]
+        self._staged = [_stream(TRANSFER_PRIORITY) for _ in range(2)]
         self.queues |= zip((Queue.OUT, Queue.IN), (stream.ptr for stream in self._staged), strict=True)
 
     def is_busy(self) -> bool:
         """Whether work is left on any stream."""
-        query = cuda_libraries().runtime.streamQuery
-        return any(query(queue) == NOT_READY for queue in self.queues.values())
+        return any(stream_status(queue) == NOT_READY for queue in self.queues.values())
 
     def is_capturing(self, stream: int) -> bool:
         """Whether calls on ``stream`` become part of a graph."""
@@ -104,3 +116,7 @@ class Device:
         """Reuse an event that nobody waits for any more."""
         with self._lock:
             self._events.append(event)
+
+
+def _stream(priority: int) -> Any:
+    return cuda_libraries().cupy.cuda.Stream(non_blocking=True, priority=priority)

@@ -1,12 +1,14 @@
 """The CUDA engine: puts the steps of schedules on streams, and makes failures and deadlines end all runs.
 
-The host never waits in a call. A run's work is ordered behind the caller's stream, on one stream for computation and
-one for communication (streams.py derives the events between them), and the caller's stream then waits for the run. All
-runs of a communicator share these streams, so each is ordered behind the one before, and a program may be started again
-at once.
+The host waits in a call only if the runs under way fill half a stream's queue. A run's work is ordered behind the
+caller's stream, on one stream for computation and one for communication (streams.py derives the events between them),
+and the caller's stream then waits for the run. All runs of a communicator share these streams, so each is ordered
+behind the one before, and a program may be started again at once.
 
 NCCL has no deadlines. So a watchdog thread (watchdog.py) checks for ended runs, errors of NCCL and deadlines, and
-aborts the communicator. Then all pending runs fail, and every later call raises the error.
+aborts the communicator. Then all pending runs fail, their results become NaN on the device, and every later call raises
+the error. The watchdog makes no call into CUDA that could block: flags in pinned memory (flags.py) tell it how far the
+runs are.
 
 Transfers through host memory use two more streams, which wait for messages without the host; a host proxy
 (proxy.py) moves the messages. On failure the proxy releases these streams first, or they would wait for ever.
@@ -27,8 +29,9 @@ import weakref
 
 from qccl.cuda import source as cuda_source
 from qccl.cuda.consistency import Consistency
+from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, translated, wait_for
+from qccl.cuda.libraries import as_qccl_error, cuda_libraries, on_device, record, translated, wait_for
 from qccl.cuda.program import CudaProgram
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun, PendingRuns
@@ -113,8 +116,12 @@ class CudaEngine:
         streams = tuple(streams) or (0,)
         captured = self.device.is_capturing(streams[0])
         program.check(bindings, captured=captured, traced=trace is not None)
-        run = CudaRun(self._pending, header.call_text, call, deadline, streams[0], captured=captured)
+        limit = Deadline(deadline - time.monotonic())  # counts from the run's first step
+        run = CudaRun(self._pending, header.call_text, call, limit, streams[0], captured=captured)
         queues = self.device.capture_queues if captured else self.device.queues
+        if not captured:
+            run.entries = program.entries
+            self._pending.wait_for_room(run.entries)
         with self._enqueuing:
             self._check_usable()
             with translated(), self.device.current():  # an error here has no consequences for the group
@@ -159,14 +166,14 @@ class CudaEngine:
         self._check_usable()
         if stream is not None:
             self._wait_for_stream(stream, deadline)
-        self._wait_for_runs(deadline, timeout)
+        self._wait_for_runs(Deadline(timeout).start(), timeout)
         self._check_usable()
         self.transport.check()
 
     def _wait_for_stream(self, stream: int, deadline: float) -> None:
         event = self.device.take_event()
         with translated(), on_device(self.device.number):
-            cuda_libraries().runtime.eventRecord(event.ptr, stream)
+            record(event.ptr, stream)
             try:
                 wait_for(event.ptr, deadline, "the stream", self._check_usable)
             except CollectiveTimeout as error:
@@ -174,7 +181,7 @@ class CudaEngine:
                 raise
         self.device.give_back(event)
 
-    def _wait_for_runs(self, deadline: float, timeout: float) -> None:
+    def _wait_for_runs(self, deadline: Deadline, timeout: float) -> None:
         text = f"has pending calls that did not end within {timeout} s"
         self._pending.wait_until(lambda: not self._pending, deadline, text)
 
@@ -227,7 +234,7 @@ class CudaEngine:
         deadline = time.monotonic() + timeout
         if self.failure is None:
             with contextlib.suppress(QcclError):  # the runs that failed have it
-                self._wait_for_runs(deadline, timeout)
+                self._wait_for_runs(Deadline(timeout).start(), timeout)
         self._pending.closed = True
         if self._proxy is not None:
             self._proxy.close(max(deadline - time.monotonic(), 0.0))

@@ -16,14 +16,19 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
-__all__ = ["NOT_READY", "Gpu", "as_qccl_error", "bounded", "device_count", "device_names", "missing", "nccl_version"]
-__all__ += ["cuda_libraries", "on_device", "pick_device", "raise_translated", "translated", "wait_for"]
+__all__ = ["COMPUTE_PRIORITY", "NOT_READY", "TRANSFER_PRIORITY", "Gpu", "as_qccl_error", "bounded", "check_status"]
+__all__ += ["cuda_libraries", "device_count", "device_names", "event_status", "missing", "nccl_version", "on_device"]
+__all__ += ["pick_device", "raise_translated", "record", "stream_status", "translated", "wait_for"]
 
 #: oldest versions that work
 CUPY_VERSION = 14
 NCCL_VERSION = 21800
 
-#: of cudaEventQuery
+#: priorities of streams, which CUDA clamps to the GPU's range: above the caller's default of 0, or encoding would queue
+#: behind the kernels of a backward pass; and a transfer that can start goes first
+COMPUTE_PRIORITY, TRANSFER_PRIORITY = -1, -2
+
+#: status of an event or a stream that has work left
 NOT_READY = 600
 _NCCL_REMOTE_ERROR = 6
 #: what CuPy raises as KeyError: NCCL's ncclInProgress and ncclTimeout
@@ -179,8 +184,46 @@ def translated() -> Iterator[None]:
         raise_translated(error)
 
 
-def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
-    """``fn()``, which may block for ever, on a thread of its own; raises CollectiveTimeout when it takes too long.
+def check_status(answer: tuple[Any]) -> None:
+    """Raise an error of cuda-python's driver module as CuPy does."""
+    (status,) = answer
+    if status:
+        raise cuda_libraries().driver.CUDADriverError(int(status))
+
+
+def record(event: int, stream: int) -> None:
+    """Record an event. Other threads can run while the stream's queue is full; CuPy's eventRecord stops them all."""
+    check_status(cuda_libraries().bindings.cuEventRecord(event, stream))
+
+
+def event_status(event: int) -> int:
+    """0, NOT_READY or the error of the work before an event. Other threads can run, and captures stay intact."""
+    with _relaxed() as driver:
+        return int(driver.cuEventQuery(event)[0])
+
+
+def stream_status(stream: int) -> int:
+    """0, NOT_READY or the error of a stream's work, as event_status()."""
+    with _relaxed() as driver:
+        return int(driver.cuStreamQuery(stream)[0])
+
+
+@contextmanager
+def _relaxed() -> Iterator[Any]:
+    """The driver module, with this thread in the capture mode in which a question cannot end a capture."""
+    driver = cuda_libraries().bindings
+    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    try:
+        yield driver
+    finally:
+        driver.cuThreadExchangeStreamCaptureMode(before)
+
+
+def bounded(device: int | None, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
+    """``fn()``, which may block for ever, on a thread of its own, with ``device`` as the current one unless it is None.
+
+    Raises CollectiveTimeout when it takes too long.
 
     The thread is then left behind: nothing else can be done about a library that has no timeout. Where the interpreter
     is ending and starts no threads any more, the caller itself has to wait.
@@ -189,7 +232,8 @@ def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
 
     def run() -> None:
         try:
-            cuda_libraries().runtime.setDevice(device)
+            if device is not None:
+                cuda_libraries().runtime.setDevice(device)
             outcome.append((fn(), None))
         except BaseException as error:
             outcome.append((None, error))
@@ -210,13 +254,12 @@ def bounded(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
 
 def wait_for(event: int, deadline: float, what: str, check: Callable[[], None]) -> None:
     """Wait for an event until ``deadline`` (time.monotonic()), and let ``check`` raise what went wrong meanwhile."""
-    runtime = cuda_libraries().runtime
     nap = 20e-6
-    while (status := runtime.eventQuery(event)) == NOT_READY:
+    while (status := event_status(event)) == NOT_READY:
         check()
         if time.monotonic() > deadline:
             raise CollectiveTimeout(f"{what} did not end in time")
         time.sleep(nap)
         nap = min(2 * nap, 1e-3)
     if status:
-        raise_translated(runtime.CUDARuntimeError(status))
+        raise_translated(cuda_libraries().runtime.CUDARuntimeError(status))

@@ -19,7 +19,16 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from qccl.cuda.libraries import as_qccl_error, bounded, cuda_libraries, on_device, pick_device, wait_for
+from qccl.cuda.libraries import (
+    TRANSFER_PRIORITY,
+    as_qccl_error,
+    bounded,
+    cuda_libraries,
+    on_device,
+    pick_device,
+    record,
+    wait_for,
+)
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, Transport, split_groups
 from qccl.transports.topology import find_topology
@@ -55,7 +64,7 @@ class NcclTransport:
         self._lost: list[Any] = []  # memory of collectives that did not finish: the device may still write to it
         self.rank, self.size = comm.rank_id(), comm.size()
         with on_device(device):
-            self._stream = cuda.Stream(non_blocking=True, priority=-1)  # a transfer that can start goes first
+            self._stream = cuda.Stream(non_blocking=True, priority=TRANSFER_PRIORITY)
             self._event = cuda.Event(disable_timing=True)
         self.stream: int = self._stream.ptr
         try:
@@ -190,7 +199,7 @@ class NcclTransport:
         if self.host is not None:
             self.host.abort(reason)
         with contextlib.suppress(Exception):
-            bounded(self.device, _ABORT_SECONDS, "abort", self.comm.abort)
+            bounded(None, _ABORT_SECONDS, "abort", self.comm.abort)  # NCCL sets its flags before it calls CUDA
 
     def close(self) -> None:
         """Release the communicator. NCCL waits until all CUDA graphs with its transfers are deleted."""
@@ -252,7 +261,7 @@ class NcclTransport:
 
     def _finish(self, deadline: float) -> None:
         """Wait until the stream has done all its work."""
-        cuda_libraries().runtime.eventRecord(self._event.ptr, self.stream)
+        record(self._event.ptr, self.stream)
         wait_for(self._event.ptr, deadline, "a collective of the set-up", self.check)
         self._check_alive()  # aborted work counts as done, too
 

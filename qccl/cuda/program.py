@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import struct
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qccl.cuda import source as cuda_source
 from qccl.cuda.device import Device
 from qccl.cuda.kernels import kernels
-from qccl.cuda.libraries import cuda_libraries
+from qccl.cuda.libraries import cuda_libraries, record
 from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun
 from qccl.cuda.source import Launch
@@ -32,6 +33,9 @@ from qccl.transports.base import Call, DeviceTransfer, DeviceTransport
 __all__ = ["CudaProgram"]
 
 _ALIGNMENT = 256
+#: what an NCCL group may add to the queue of its stream: its kernel, and NCCL's own events
+_GROUP_ENTRIES = 8
+_END_KERNELS = (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL)
 
 
 class CudaProgram:
@@ -52,18 +56,19 @@ class CudaProgram:
         self._bound = {n: i for n, i in self._numbers.items() if schedule.buffers[n].role is not Role.WORK}
         self._launches = {s: self._launch(step.ops) for s, step in enumerate(self._steps) if _is_launch(step)}
         self._memory = (ctypes.c_uint64 * cuda_source.MEMORY_WORDS)()
-        self._call = ctypes.c_uint64()  # arguments of the kernel that sets the call's number
+        self._call, self._run = ctypes.c_uint64(), ctypes.c_uint32()  # arguments of the first and the last kernel
         self._is_replay = ctypes.c_uint32()
         self._kept: list[Any] = []  # objects that launches' arguments point to
         names = [name for launch in self._launches.values() for name in launch.kernels]
         draws = any(launch.draws for launch in self._launches.values())
-        kernels(device.number, [*names, cuda_source.CALL_KERNEL] if draws else names)  # compiled together
+        kernels(device.number, [*names, *_END_KERNELS])  # compiled together
         self._prepared = self._upload()
-        self._count_arguments = self._pack(self._counter, self._call, self._is_replay) if draws else 0
+        self._begin_arguments, self._end_arguments = self._pack_ends(draws=draws)
         cuda = cuda_libraries().cupy.cuda
         self._arrival = cuda.Event(disable_timing=True)
         self._events = {s: cuda.Event(disable_timing=True) for s, step in enumerate(self._steps) if step.records}
         self._calls: dict[bool, list[Call]] = {}
+        self._entries = 0
         self._staging: Staging | None = None
         if proxy is not None and any(step.queue in (Queue.OUT, Queue.IN) for step in self._steps):
             self._staging = Staging(schedule, self._steps, self._transfer_address, proxy)
@@ -81,11 +86,22 @@ class CudaProgram:
                 "leave inter out"
             )
 
+    @property
+    def entries(self) -> int:
+        """The number of entries that a run makes in the fullest queue of a stream."""
+        if not self._entries:
+            count = Counter[Queue]()
+            for number, step in enumerate(self._steps):
+                group = _GROUP_ENTRIES * (step.exchange is not None)
+                count[step.queue] += group + sum(len(part) for part in self._step(number, self._device.queues))
+            self._entries = max(count.values())
+        return self._entries
+
     def wait_for_streams(self, streams: Sequence[int], queues: Mapping[Queue, int]) -> None:
         """Order the next run after the present work of ``streams``."""
         runtime, arrival = cuda_libraries().runtime, self._arrival.ptr
         for stream in streams:
-            runtime.eventRecord(arrival, stream)
+            record(arrival, stream)
             runtime.streamWaitEvent(queues[HOME], arrival)
 
     def enqueue(
@@ -103,14 +119,14 @@ class CudaProgram:
             self._memory[number] = bindings[name]
         # replays of a graph count on from here, with numbers that no call outside a graph has
         self._call.value = (run.call + 1) << 32 if run.captured else run.call
-        self._is_replay.value = run.captured
+        self._is_replay.value, self._run.value = run.captured, run.number
         self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
         if self._staging is not None:
             self._staging.begin(sequence, run.call_text, run.deadline)
         calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, run.captured)
         for function, arguments in calls:
             function(*arguments)
-        cuda_libraries().runtime.eventRecord(run.event.ptr, queues[HOME])
+        record(run.event.ptr, queues[HOME])
 
     # -- the calls of a run ------------------------------------------------------------------------------------------
 
@@ -127,13 +143,13 @@ class CudaProgram:
         waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in step.waits]
         done: list[Call] = []
         if step.records and number < len(self._steps) - 1:
-            done.append((runtime.eventRecord, (self._events[number].ptr, stream)))
+            done.append((record, (self._events[number].ptr, stream)))
         return waits, self._work(number, stream), done
 
     def _work(self, number: int, stream: int) -> list[Call]:
         step = self._steps[number]
-        if number == 0:
-            return [self._count_call(stream)] if self._count_arguments else []
+        if not step.ops:
+            return [self._end_call(number == 0, stream)]
         if number in self._prepared:
             gpu, prepared = cuda_libraries(), self._prepared[number]
             calls: list[Call] = []
@@ -159,10 +175,12 @@ class CudaProgram:
             raise EngineError(f"a transfer is in {span.buffer!r}; transfers must be in work buffers")
         return self._address(span)
 
-    def _count_call(self, stream: int) -> Call:
-        """Set the number on the device that keys random numbers; replays of a graph count it up themselves."""
-        kernel = kernels(self._device.number, [cuda_source.CALL_KERNEL])[cuda_source.CALL_KERNEL]
-        return cuda_libraries().driver.launchKernel, (kernel, 1, 1, 1, 1, 1, 1, 0, stream, self._count_arguments, 0)
+    def _end_call(self, is_first: bool, stream: int) -> Call:
+        """The launch of the first or of the last kernel of a run."""
+        name = _END_KERNELS[not is_first]
+        threads, arguments = (1, self._begin_arguments) if is_first else (cuda_source.THREADS, self._end_arguments)
+        kernel = kernels(self._device.number, [name])[name]
+        return cuda_libraries().driver.launchKernel, (kernel, 1, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
 
     # -- a traced run ------------------------------------------------------------------------------------------------
 
@@ -170,7 +188,7 @@ class CudaProgram:
         """The same calls, with an event before and after each step; ``trace`` is filled when the run is done."""
         gpu = cuda_libraries()
         begin, now = gpu.cupy.cuda.Event(), time.perf_counter()
-        calls: list[Call] = [(gpu.runtime.eventRecord, (begin.ptr, queues[HOME]))]
+        calls: list[Call] = [(record, (begin.ptr, queues[HOME]))]
         events = []
         for s, step in enumerate(self._steps):
             waits, work, done = self._step(s, queues)
@@ -178,7 +196,7 @@ class CudaProgram:
                 calls += [*waits, *work, *done]
                 continue
             start, stop = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
-            record, stream = gpu.runtime.eventRecord, queues[step.queue]
+            stream = queues[step.queue]
             calls += [*waits, (record, (start.ptr, stream)), *work, (record, (stop.ptr, stream)), *done]
             group = [Node(i, step.exchange or self._schedule.ops[i]) for i in step.ops]
             label = group_label(group, self._schedule.buffers)
@@ -261,6 +279,16 @@ class CudaProgram:
             scratch,
             launch.scratch_nbytes * launch.clears_scratch,
         )
+
+    def _pack_ends(self, *, draws: bool) -> tuple[int, int]:
+        """The arguments of the first and the last kernel; the first stores the call's number if kernels draw."""
+        sizes = (ctypes.c_uint64 * cuda_source.MAX_BUFFERS)()
+        for name, number in self._bound.items():
+            buffer = self._schedule.buffers[name]
+            sizes[number] = buffer.nbytes if buffer.role in (Role.OUTPUT, Role.STATE) else 0
+        common = self._is_replay, ctypes.c_uint64(self._device.flags.address), self._run
+        counter = self._counter if draws else ctypes.c_uint64()
+        return self._pack(counter, self._call, *common), self._pack(self._memory, sizes, *common)
 
     def _pack(self, *arguments: Any) -> int:
         """The address of a launch's arguments: pointers to each of them."""

@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from qccl.cuda.deadline import Deadline
 from qccl.engine.progress import ProgressThread
 from qccl.errors import CollectiveTimeout, EngineError, QcclError, gave_up
 from qccl.transports.base import Transport
@@ -62,7 +63,7 @@ class TransferBatch:
         flags: by the numbers in the messages.
         number: of the run among those of its program, from 1 on.
         tag: differs between calls that may be under way at once.
-        deadline: in time.monotonic() seconds.
+        deadline: the run's.
         kept: the messages' memory, until all have ended.
         left: number of messages that have not ended.
     """
@@ -75,7 +76,7 @@ class TransferBatch:
         *,
         call: int,
         call_text: str,
-        deadline: float,
+        deadline: Deadline,
         kept: object,
     ) -> None:
         self.messages, self.flags, self.number = messages, flags, number
@@ -180,7 +181,7 @@ class HostProxy:
         if started or ended:
             return True
         with self._state:
-            overdue = [batch for batch in self._batches if batch.deadline < time.monotonic()]
+            overdue = [batch for batch in self._batches if batch.deadline.is_over()]
         if overdue:
             raise CollectiveTimeout(
                 f"rank {self.transport.rank} reached the deadline of {overdue[0].call_text}: "

@@ -8,15 +8,16 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
-from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, translated
+from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
 from qccl.engine.callbacks import WithCallbacks
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
 __all__ = ["CudaRun", "PendingRuns"]
 
-#: status of cudaEventQuery while a capture forbids the query
-_IN_CAPTURE = range(900, 909)
+#: what pending runs may have in the queue of a stream, which holds about 1,024 entries: a launch into a full one blocks
+_QUEUE_ENTRIES = 512
 
 
 class CudaRun(WithCallbacks):
@@ -25,9 +26,11 @@ class CudaRun(WithCallbacks):
     Attributes:
         call_text: the call with its number, for messages.
         call: the number that keys its random numbers.
-        deadline: in time.monotonic() seconds.
+        deadline: counts from the run's first step on the device.
         stream: the caller's.
         captured: the run became part of a graph, which has not been launched.
+        number: of the run among those of its engine, which the flags show; 0 if it is captured.
+        entries: that it has in the fullest queue of a stream.
         event: complete when the run is.
         kept: objects that must live until the run has ended.
         program: kept because the device reads its tables until the run has ended.
@@ -38,12 +41,13 @@ class CudaRun(WithCallbacks):
     is_stream_ordered = True
 
     def __init__(
-        self, pending: PendingRuns, call_text: str, call: int, deadline: float, stream: int, *, captured: bool
+        self, pending: PendingRuns, call_text: str, call: int, deadline: Deadline, stream: int, *, captured: bool
     ) -> None:  # fmt: skip
         super().__init__()
         self._pending = pending
         self.call_text, self.call, self.deadline = call_text, call, deadline
         self.stream, self.captured = stream, captured
+        self.number = self.entries = 0
         self.event: Any = None
         self.kept: object = None
         self.program: object = None
@@ -53,6 +57,8 @@ class CudaRun(WithCallbacks):
     def step(self) -> bool:
         self._check()
         self._pending.sweep()
+        if not self.done:
+            self._pending.check_device()
         self._check()
         return self.done
 
@@ -87,6 +93,7 @@ class PendingRuns:
     def __init__(self, device: Device, rank: int, fail: Callable[[QcclError], None]) -> None:
         """``fail`` is called with failures that are found here; it calls fail_all()."""
         self._device, self._rank, self._fail = device, rank, fail
+        self._flags, self._started = device.flags, 0
         self._lock = threading.Lock()  # never held while anything blocks
         self._runs: deque[CudaRun] = deque()
         self.failure: QcclError | None = None
@@ -96,9 +103,21 @@ class PendingRuns:
         return len(self._runs)
 
     def add(self, run: CudaRun) -> None:
-        """Add a run that is about to be put on its streams."""
+        """Add a run that is about to be put on its streams, and number it."""
         with self._lock:
+            self._started += 1
+            run.number = self._started % (1 << 32)
             self._runs.append(run)
+
+    def wait_for_room(self, entries: int) -> None:
+        """Block until a run with ``entries`` fits into the queues of the streams, or no run is pending."""
+
+        def fits() -> bool:
+            with self._lock:
+                return not self._runs or entries + sum(run.entries for run in self._runs) <= _QUEUE_ENTRIES
+
+        if not fits():
+            self.wait_until(fits, Deadline(0), "")
 
     def fail_all(self, error: QcclError) -> bool:
         """Fail all pending runs. False if there was a failure before, or after close."""
@@ -106,6 +125,7 @@ class PendingRuns:
             if self.failure is not None or self.closed:
                 return False
             self.failure = error
+            self._flags.set_failed()  # before anything ends the transfers, or streams would continue with garbage
             failed = list(self._runs)
             for run in failed:
                 run.failure = error
@@ -117,8 +137,7 @@ class PendingRuns:
         """A run that is past its deadline, or None."""
         with self._lock:
             pending = list(self._runs)
-        now = time.monotonic()
-        return next((run for run in pending if run.deadline < now), None)
+        return next((run for run in pending if run.deadline.is_over()), None)
 
     def make_stream_wait(self, run: CudaRun) -> None:
         """Make the caller's stream wait for the run."""
@@ -127,23 +146,25 @@ class PendingRuns:
                 cuda_libraries().runtime.streamWaitEvent(run.stream, run.event.ptr)
 
     def sweep(self) -> None:
-        """Find the runs that have ended. Runs end in the order in which they were started."""
-        query = cuda_libraries().runtime.eventQuery
+        """Find the runs that have begun and ended, by their flags, in the order in which they were started.
+
+        Makes no call into CUDA that could block.
+        """
         ended: list[CudaRun] = []
-        status = 0
         with self._lock:
-            while self._runs and self._runs[0].on_stream:
-                status = query(self._runs[0].event.ptr)
-                if status:
-                    break
+            while self._runs and self._runs[0].on_stream and self._flags.has_ended(self._runs[0].number):
                 ended.append(self._runs.popleft())
+            if self._runs and self._flags.has_begun(self._runs[0].number):
+                self._runs[0].deadline.start()
         for run in ended:
             self._end(run)
-        if status in _IN_CAPTURE:
-            raise ArgumentError(
-                f"CUDA cannot say whether calls are done while this thread captures a stream (error {status}); ask "
-                f"before or after the capture"
-            )
+
+    def check_device(self) -> None:
+        """Ask CUDA for errors of the pending runs, which the flags do not show, and fail all runs if there is one."""
+        with self._lock:
+            event = self._runs[0].event if self._runs and self._runs[0].on_stream else None
+        with self._device.current():
+            status = event_status(event.ptr) if event is not None else 0
         if status not in (0, NOT_READY):
             error = cuda_libraries().runtime.CUDARuntimeError(status)
             self._fail(as_qccl_error(error) or EngineError(str(error)))
@@ -154,6 +175,7 @@ class PendingRuns:
                 run.finish()
         except Exception as error:  # while it computes the times of a trace
             run.failure = as_qccl_error(error) or gave_up(self._rank, error)
+        run.deadline.start()  # for messages that are still under way
         run.done = True
         with self._lock:
             event, run.event = run.event, None
@@ -161,17 +183,19 @@ class PendingRuns:
         run.kept = run.program = None
         run.call_back()
 
-    def wait_until(self, condition: Callable[[], bool], deadline: float, text: str, limit: float | None = None) -> None:
+    def wait_until(
+        self, condition: Callable[[], bool], deadline: Deadline, text: str, limit: float | None = None
+    ) -> None:  # fmt: skip
         """Block until ``condition`` is true or ``limit`` is reached. All pending runs fail at ``deadline``."""
         nap = 10e-6
         while True:
             self.sweep()
             if condition() or self.failure is not None:
                 return
-            now = time.monotonic()
-            if limit is not None and now > limit:
+            self.check_device()
+            if limit is not None and time.monotonic() > limit:
                 return
-            if now > deadline:
+            if deadline.is_over():
                 self._fail(CollectiveTimeout(f"rank {self._rank} {text}"))
                 return
             time.sleep(nap)

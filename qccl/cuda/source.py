@@ -1,9 +1,10 @@
 """The CUDA engine's launches as data: kernel names, geometry, jobs, and the source that NVRTC compiles.
 
 A launch does several operations of one kind at once; a job is one operation. The kernels are templates in
-``kernels/cuda/``: bucket.h for every codec, kernels.h for codecs with a tile, state.h for state. A kernel's name is the
-C++ expression of one instance. The structured types below repeat ``kernels/cuda/jobs.h``. This module needs no GPU and
-no CUDA library, so tests compile and emulate kernels anywhere.
+``kernels/cuda/``: bucket.h for every codec, kernels.h for codecs with a tile, state.h for state; run.h has those of the
+ends of a run. A kernel's name is the C++ expression of one instance. The structured types below repeat
+``kernels/cuda/jobs.h``.
+This module needs no GPU and no CUDA library, so tests compile and emulate kernels anywhere.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from qccl.dtypes import DType
 from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
-__all__ = ["BUFFER_REF", "CALL_KERNEL", "CALL_NBYTES", "CALL_WORD", "DECODE_JOB", "ENCODE_JOB", "LR_WORD"]
-__all__ += ["MAX_BUFFERS", "MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "THREADS", "Launch", "Shape", "launch"]
-__all__ += ["source"]
+__all__ = ["BEGIN_KERNEL", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD", "DECODE_JOB", "ENCODE_JOB", "END_KERNEL"]
+__all__ += ["LR_WORD", "MAX_BUFFERS", "MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "THREADS", "Launch", "Shape"]
+__all__ += ["launch", "source"]
 
 #: threads of a block, and the most elements that they hold in registers
 THREADS = 256
@@ -38,9 +39,13 @@ LR_WORD = 30
 CALL_WORD = 31
 MEMORY_WORDS = 32
 
-#: the kernel that stores the call's number; arguments: address of CALL_NBYTES (number, count), u64 value, u32 replay
-CALL_KERNEL = "qccl_call"
+#: the first kernel of every run, which stores the call's number; arguments: address of CALL_NBYTES (number, count) or
+#: null, u64 number, u32 replay, address of the flags (flags.py), u32 number of the run
+BEGIN_KERNEL = "qccl_begin"
 CALL_NBYTES = 16
+#: the last kernel of every run, one block, which poisons the results after a failure; arguments: Memory, MAX_BUFFERS
+#: sizes of results in bytes, u32 replay, address of the flags, u32 number of the run
+END_KERNEL = "qccl_end"
 
 BUFFER_REF = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("rank", "<u4")])
 ENCODE_JOB = np.dtype(

@@ -15,7 +15,8 @@ import ctypes
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qccl.cuda.libraries import cuda_libraries
+from qccl.cuda.deadline import Deadline
+from qccl.cuda.libraries import check_status, cuda_libraries
 from qccl.cuda.proxy import HostProxy, Message, TransferBatch
 from qccl.cuda.streams import Step
 from qccl.errors import EngineError
@@ -74,7 +75,7 @@ class Staging:
         self._before = self._uses(Queue.OUT) | self._uses(Queue.IN)
         self._messages = [message for s in self._copies for message in self._messages_of(s)]
 
-    def begin(self, call: int, call_text: str, deadline: float) -> None:
+    def begin(self, call: int, call_text: str, deadline: Deadline) -> None:
         """Give the proxy the messages of the next run, which is number ``call`` on all ranks."""
         self._number += 1
         batch = TransferBatch(
@@ -162,21 +163,14 @@ def check_stream_flags(stream: int) -> None:
 def _wait_value(stream: int, address: int, number: int) -> None:
     bindings = cuda_libraries().bindings
     least = bindings.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ  # compares as proxy.reached()
-    _check(bindings.cuStreamWaitValue32(stream, address, number % (1 << 32), int(least)))
+    check_status(bindings.cuStreamWaitValue32(stream, address, number % (1 << 32), int(least)))
 
 
 def _write_value(stream: int, address: int, number: int) -> None:
     bindings = cuda_libraries().bindings
     behind = bindings.CUstreamWriteValue_flags.CU_STREAM_WRITE_VALUE_DEFAULT  # after earlier writes are visible
-    _check(bindings.cuStreamWriteValue32(stream, address, number % (1 << 32), int(behind)))
+    check_status(bindings.cuStreamWriteValue32(stream, address, number % (1 << 32), int(behind)))
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _check(answer: tuple[Any]) -> None:
-    """Raise an error of the driver as CuPy does."""
-    (status,) = answer
-    if status:
-        raise cuda_libraries().driver.CUDADriverError(int(status))

@@ -33,7 +33,7 @@ class RunArguments(NamedTuple):
         bindings: address of each of the caller's buffers, by its name in the schedule.
         call: the number that keys the random numbers.
         header: all ranks must send an equal one; its sequence number is the next one of the group.
-        deadline: in time.monotonic() seconds.
+        deadline: in time.monotonic() seconds. On CUDA the time that is left counts from the run's first step.
         trace: a list that gets an event for each operation and transfer.
         schedule: with ``trace``, the one that was compiled: a program on the host does not keep it.
         streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.

@@ -1,0 +1,26 @@
+"""Time limits that count from the moment when a run's first step is on the device."""
+
+from __future__ import annotations
+
+import math
+import time
+
+__all__ = ["Deadline"]
+
+
+class Deadline:
+    """A time limit in seconds that counts from start(); until then it is never over."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._end = math.inf
+
+    def start(self) -> Deadline:
+        """Count from now on, unless the limit counts already."""
+        if self._end == math.inf:
+            self._end = time.monotonic() + self.seconds
+        return self
+
+    def is_over(self) -> bool:
+        """Whether the limit has passed."""
+        return time.monotonic() > self._end
