@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from qccl import codecs
@@ -86,17 +86,17 @@ class DiLoCo:
         ``params`` are the local parameters, in the same structure as before; None means ``self.params``. Arrays that
         can be written get the new values in place. JAX's cannot: the result has NumPy copies in their place.
 
-        Raises ArgumentError on all ranks, and changes no parameters, if the average is not finite.
+        Raises ArgumentError on all ranks, and changes neither parameters nor residuals, if the average is not finite.
         """
         params = self.params if params is None else params
         if _names(params) != self._names:
             raise ArgumentError(f"params has the names {_names(params)}, and DiLoCo was made for {self._names}")
         local = self._values(params, self._forms)
         changes = [_change(common, values.array) for common, values in zip(self.common, local, strict=True)]
-        for dtype in dict.fromkeys(str(values.dtype) for values in local):  # a call has one element type
-            arrays = [change for change, v in zip(changes, local, strict=True) if str(v.dtype) == dtype]
-            key = f"{self._key} {dtype}"
-            self.comm.quantized_allreduce_coalesced(arrays, op="avg", codec=self._codec, key=key, nonfinite="error")
+        by_type: dict[str, list[Any]] = {}
+        for change, values in zip(changes, local, strict=True):
+            by_type.setdefault(str(values.dtype), []).append(change)
+        self._average(by_type)
         for common, velocity, change in zip(self.common, self._velocity, changes, strict=True):
             self._advance(common, velocity, change)
         self.steps += 1
@@ -150,6 +150,20 @@ class DiLoCo:
                 array[...] = saved
         self.steps = steps
         self.params = self._deliver(self.params)
+
+    def _average(self, by_type: Mapping[str, list[Any]]) -> None:
+        """Replace arrays by their averages, in one call for each element type; an error changes no residuals."""
+        put_back: list[Callable[[], object]] = []
+        try:
+            for number, (dtype, arrays) in enumerate(by_type.items(), 1):
+                key = f"{self._key} {dtype}"
+                if number < len(by_type):  # the last call changes nothing if it fails
+                    put_back.append(self.comm._session.state.keep(key))
+                self.comm.quantized_allreduce_coalesced(arrays, op="avg", codec=self._codec, key=key, nonfinite="error")
+        except BaseException:  # Ctrl-C, too
+            for each in put_back:
+                each()
+            raise
 
     def _advance(self, common: Any, velocity: Any, change: Any) -> None:
         """One step of SGD. Each operation rounds once, so that all ranks get the same bits on any processor."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qccl.codecs.base import Codec
@@ -136,6 +136,21 @@ class StateStore:
             self._entries.clear()
         elif not isinstance(key, str) or self._entries.pop(key, None) is None:
             raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self._entries)}")
+
+    def keep(self, key: str) -> Callable[[], object]:
+        """A function that puts back the present state under ``key``, when no run uses it."""
+        entry = self._entries.get(key)
+        if entry is None:
+            return lambda: self._entries.pop(key, None)
+        before = replace(entry, memory=dict(entry.memory))
+        contents = [(memory, memory.read(0, 4 * count)) for memory, count in entry.memory.values()]
+
+        def put_back() -> None:
+            for memory, content in contents:
+                memory.write(content)
+            self._entries[key] = before
+
+        return put_back
 
     def save(self) -> dict[str, dict[str, Any]]:
         """A copy of all state, in NumPy arrays."""

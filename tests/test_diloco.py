@@ -244,6 +244,32 @@ def test_an_average_that_is_not_finite_changes_nothing() -> None:
     qccl.run_ranks(2, run)
 
 
+def test_a_refused_step_of_several_element_types_changes_no_residuals() -> None:
+    """The last type's average is not finite, after the others' calls have succeeded."""
+
+    def residuals(comm: qccl.Communicator) -> dict[tuple[str, str], bytes]:
+        keys = comm.state_dict()["keys"].items()
+        return {(key, n): v.tobytes() for key, entry in keys for n, v in entry["values"].items() if v.any()}
+
+    def run(comm: qccl.Communicator) -> None:
+        params = [np.zeros(64, np.float32), np.zeros(64, np.float16)]
+        outer = qccl.DiLoCo(comm, params, codec="onebit+ef")
+        rng = np.random.default_rng(comm.rank)
+        for _ in range(2):  # before there are residuals, and with them
+            before = residuals(comm)
+            params[0] += rng.standard_normal(64).astype(np.float32)
+            params[1][5] = np.nan
+            with pytest.raises(qccl.ArgumentError, match="not finite"):
+                outer.step()
+            assert residuals(comm) == before
+            for array, common in zip(params, outer.common, strict=True):
+                array[...] = common + rng.standard_normal(64).astype(array.dtype)
+            outer.step()
+            assert len(residuals(comm)) == 2
+
+    qccl.run_ranks(2, run)
+
+
 def changed_by(comm: qccl.Communicator, params: Any, change: Callable[[Any], Any]) -> Any:
     return qccl.DiLoCo(comm, params, codec="none", outer_lr=1, momentum=0).step(change(params))
 
