@@ -152,6 +152,7 @@ def test_a_model_of_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--parameters=1M", "--link=1gbit"], "--step is missing"),
         (["--parameters=1M", "--step=1s"], "give the network once: --link RATE, or --measure"),
         (["--parameters=1M", "--measure", *FLAGS], "give the network once"),
+        ([], "--parameters or --model; give the network once: --link RATE, or --measure under a launcher; --step is"),
         (["--parameters=1M", "--measure", "--step=1s"], "--measure needs several ranks: mpiexec -n 4"),
         (["--sizes=4M,2", *FLAGS], "has an array of less than 4 bytes"),
         (["--parameters=1M", "--ranks=1", "--link=1gbit", "--step=1s"], "1 is not in the range x>=2"),

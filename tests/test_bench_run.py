@@ -138,7 +138,8 @@ def test_seconds() -> None:
 # -- in the lab --------------------------------------------------------------------------------------------------------
 
 CALLS = """
-import numpy as np, os, qccl
+import numpy as np, os, time, qccl
+time.sleep(1)
 with qccl.init("host") as comm:
     x = np.ones(1 << 18, np.float32)
     for _ in range(8):
@@ -159,8 +160,9 @@ def test_traffic_crosses_the_links_and_is_counted(launcher: str, transport: str,
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {transport} eth0" for rank in range(2)]
     found = json.loads(path.read_text())
     assert all(8 << 20 <= sent < 9.5 * (1 << 20) for sent in found["sent"])
+    assert 1 < found["began"] < found["seconds"]
     for rank, sent in enumerate(found["sent"]):
-        share = sent / (50e6 * found["seconds"])
+        share = sent / (50e6 * (found["seconds"] - found["began"]))
         assert f"# {rank:>4} {sent / 1e6:>10.3f} {share:>7.1%}" in done.stderr.splitlines()
 
 

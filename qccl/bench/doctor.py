@@ -161,12 +161,14 @@ def doctor(
     longer. The rate is --link's or measured; encoding and decoding are measured on one core of this machine.
     """
     given = [each for each in (sizes, None if parameters is None else (parameters,), model) if each is not None]
-    if len(given) != 1:
-        raise click.UsageError("give the gradients once: --sizes, --parameters or --model")
-    if step is None:
-        raise click.UsageError("--step is missing: the time of a training step on one rank, such as --step 250ms")
-    if (link is None) == (not measure):
-        raise click.UsageError("give the network once: --link RATE, or --measure under a launcher")
+    wanted = {
+        "give the gradients once: --sizes, --parameters or --model": len(given) == 1,
+        "give the network once: --link RATE, or --measure under a launcher": (link is None) == measure,
+        "--step is missing: the time of a training step on one rank, such as --step 250ms": step is not None,
+    }
+    if missing := [text for text, is_there in wanted.items() if not is_there]:
+        raise click.UsageError("; ".join(missing))
+    assert step is not None
     launcher = detect()
     if measure and (launcher is None or launcher.size < 2):
         raise click.UsageError("--measure needs several ranks: mpiexec -n 4 qccl-bench doctor --measure ...")

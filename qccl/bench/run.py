@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ _LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; n
 _DELAY_HELP = "With --link: each packet waits this long, e.g. 20ms; the kernel needs netem."
 _LAUNCHER_HELP = "mpiexec starts the ranks; or they get torchrun's variables (torchrun itself is not used) [torchrun]."
 _JSON_HELP = "Write the time, the exit status and the bytes that each rank sent."
+#: bytes of a rank with which its traffic begins: connecting takes fewer; and how often a thread looks at them
+_FIRST_NBYTES, _LOOK_SECONDS = 16 << 10, 0.05
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Traffic:
         ranks: their number.
         link, delay: as on the command line; None where there was none.
         seconds: from the start of the first rank to the end of the last.
+        began: seconds from the start of the first rank to the first traffic; 0 if there was none.
         sent: bytes that passed each rank's rate limiter, with the headers of TCP and IP; empty without a link.
     """
 
@@ -46,6 +50,7 @@ class Traffic:
     link: str | None
     delay: float | None
     seconds: float
+    began: float
     sent: list[int]
 
     def report(self) -> Iterator[str]:
@@ -54,10 +59,12 @@ class Traffic:
         if self.link is None:
             return
         delay = "" if self.delay is None else f", and a delay of {self.delay * 1e3:g} ms"
-        yield f"# each rank behind a link of {self.link}{delay}; share of what it could carry in this time"
+        seconds = self.seconds - self.began
+        yield f"# each rank behind a link of {self.link}{delay}; share of what it could carry in the {seconds:.2f} s"
+        yield "# since the first traffic"
         yield f"# {'rank':>4} {'sent MB':>10} {'share':>7}"
         for rank, sent in enumerate(self.sent):
-            share = sent / (parse_link(self.link).rate * self.seconds)
+            share = sent / (parse_link(self.link).rate * seconds)
             yield f"# {rank:>4} {sent / 1e6:>10.3f} {share:>7.1%}"
 
 
@@ -124,16 +131,42 @@ def _run(
     way = Way(None, find_mpiexec() if launcher == "mpiexec" else None)
     with Lab(ranks, parse_link(link), delay=delay or 0.0) if link else contextlib.nullcontext() as lab:
         begin, status = time.monotonic(), 1
+        traffic_begins: list[float] = []
         try:
-            status = _run_ranks(way, ranks, lab, command)
+            with _watched(lab, traffic_begins):
+                status = _run_ranks(way, ranks, lab, command)
         finally:
-            sent = lab.shaped_nbytes() if lab else []
-            traffic = Traffic(ranks, link, delay, time.monotonic() - begin, sent)
+            seconds, sent = time.monotonic() - begin, lab.shaped_nbytes() if lab else []
+            began = traffic_begins[0] - begin if traffic_begins else 0.0
+            traffic = Traffic(ranks, link, delay, seconds, began, sent)
             for line in traffic.report():
                 click.echo(line, err=True)
             if path is not None:
                 write_json(path, {**vars(traffic), "status": status, "command": list(command)})
     return status
+
+
+@contextlib.contextmanager
+def _watched(lab: Lab | None, begins: list[float]) -> Iterator[None]:
+    """Inside, a thread appends the time at which the first rank's traffic begins."""
+    if lab is None:
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            if max(lab.arrived_nbytes()) >= _FIRST_NBYTES:
+                begins.append(time.monotonic())
+                return
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def _run_ranks(way: Way, ranks: int, lab: Lab | None, command: Sequence[str]) -> int:
