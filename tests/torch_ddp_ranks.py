@@ -416,18 +416,21 @@ def traces() -> None:
 
         handle._reduce = reduce
         x = torch.randn(64, 512)
-        for _ in range(3):
+        for number in range(40):  # beside other programs, the thread that ends calls may run too late in a step
             events.clear()
             inside.clear()
             begin = time.perf_counter()
             model(x).square().mean().backward()
             end = time.perf_counter()
-        assert len(inside) > 4 and len({event.args["call"] for event in events}) > 4
-        assert all(begin <= event.start <= event.stop <= end for event in events)
-        assert min(event.stop for event in events) < inside[-1][0]
-        assert any(
-            all(not enter <= event.stop <= leave for enter, leave in inside) for event in events
-        )  # no hook waits
+            if number < 2:
+                continue  # with DDP's first buckets
+            assert len(inside) > 4 and len({event.args["call"] for event in events}) > 4
+            assert all(begin <= event.start <= event.stop <= end for event in events)
+            ends = [event.stop for event in events if event.stop < inside[-1][0]]
+            in_no_hook = [stop for stop in ends if all(not enter <= stop <= leave for enter, leave in inside)]
+            if all(on_all(bool(in_no_hook))):
+                return
+        raise AssertionError("no call ended while the backward pass computed, outside of the hooks")
 
 
 def changes_the_rate() -> None:
