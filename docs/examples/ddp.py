@@ -39,7 +39,8 @@ def main() -> None:
     steps = 10 if options.quick else options.steps
     curve = train(model, steps, rank, seed=options.seed, measures=rank == 0)
     if rank == 0:
-        draw(options.figure, curve, f"A byte model on {dist.get_world_size()} ranks", options.codec)
+        title = f"A byte model on {dist.get_world_size()} ranks"
+        draw(options.figure, curve, f"Short run: {title}" if options.quick else title, options.codec)
     dist.destroy_process_group()
 
 

@@ -70,7 +70,7 @@ def sent_mb(codec: str) -> float:
     return 2 * qccl.codecs.get(codec).encoded_nbytes(650, "float32") / 1e6
 
 
-def draw(path: str, runs: dict[str, list[tuple[list[float], list[np.ndarray]]]]) -> None:
+def draw(path: str, runs: dict[str, list[tuple[list[float], list[np.ndarray]]]], title: str) -> None:
     """The losses over steps and over bytes, and how far the ranks' models are apart."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4))
     for codec, ranks in runs.items():
@@ -85,6 +85,7 @@ def draw(path: str, runs: dict[str, list[tuple[list[float], list[np.ndarray]]]])
     middle.set(xlabel="MB sent by each rank")
     right.set(xlabel="step", ylabel="relative distance from the mean model")
     left.legend()
+    figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -100,7 +101,8 @@ def main() -> None:
     print(f"\n{'codec':8} {'loss':>6} {'MB sent':>8}")
     for codec, ranks in runs.items():
         print(f"{codec:8} {np.mean([losses[-1] for losses, _ in ranks]):6.3f} {sent_mb(codec) * steps:8.2f}")
-    draw(options.figure, runs)
+    title = f"Decentralised SGD in a ring, {steps} steps"
+    draw(options.figure, runs, f"Short run: {title}" if options.quick else title)
     print(f"wrote {options.figure}")
 
 

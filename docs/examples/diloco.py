@@ -17,6 +17,7 @@ from pydoc_data.topics import topics
 
 import matplotlib.pyplot as plt
 import numpy as np
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 import qccl
 
@@ -83,7 +84,7 @@ class Adam:
 
 
 def train(comm: qccl.Communicator, codec: str, rounds: int, local_steps: int) -> list[float]:
-    """The validation losses after each outer step."""
+    """The validation losses after each outer step, in bits per byte."""
     parts, validation, letters = text()
     params, part, rng = model(letters), parts[comm.rank], np.random.default_rng(comm.rank)
     check = samples(validation, np.arange(0, len(validation) - CONTEXT, 7))
@@ -95,8 +96,8 @@ def train(comm: qccl.Communicator, codec: str, rounds: int, local_steps: int) ->
             inner.step(params, loss_and_gradient(params, *batch)[1])
         outer.step()
         if comm.rank == 0:
-            losses.append(loss_and_gradient(params, *check)[0])
-            print(f"{codec:28} outer step {number:3} of {rounds}: {losses[-1]:.3f} nats per byte", flush=True)
+            losses.append(loss_and_gradient(params, *check)[0] / np.log(2))
+            print(f"{codec:28} outer step {number:3} of {rounds}: {losses[-1]:.3f} bits per byte", flush=True)
     return losses
 
 
@@ -106,16 +107,19 @@ def sent_mb(codec: str) -> float:
     return 2 * (RANKS - 1) / RANKS * sum(qccl.codecs.get(codec).encoded_nbytes(a.size, a.dtype) for a in arrays) / 1e6
 
 
-def draw(path: str, losses: dict[str, list[float]]) -> None:
+def draw(path: str, losses: dict[str, list[float]], title: str) -> None:
     """The losses over outer steps, and over bytes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for codec, each in losses.items():
         steps = np.arange(1, len(each) + 1)
         left.plot(steps, each, label=codec)
         right.semilogx(steps * sent_mb(codec), each)
-    left.set(xlabel="outer step", ylabel="validation loss, nats per byte")
+    left.set(xlabel="outer step", ylabel="validation loss, bits per byte")
+    left.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set(xlabel="MB sent by each rank")
+    right.xaxis.set(major_locator=LogLocator(subs=(1, 3)), major_formatter="{x:g}", minor_formatter=NullFormatter())
     left.legend()
+    figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -135,7 +139,8 @@ def main() -> None:
     for codec, each in losses.items():
         print(f"{codec:28} {each[-1]:6.3f} {sent_mb(codec) * rounds:8.2f}")
     print(f"(an all-reduce of float32 in every local step would send {sent_mb('none') * rounds * local_steps:.0f} MB)")
-    draw(options.figure, losses)
+    title = f"DiLoCo, {rounds} outer steps of {local_steps} local ones"
+    draw(options.figure, losses, f"Short run: {title}" if options.quick else title)
     print(f"wrote {options.figure}")
 
 

@@ -44,7 +44,8 @@ def main() -> None:
         curve = train(model, 10 if options.quick else options.steps, comm.rank)  # all ranks measure: each has a part
         if comm.rank == 0:
             label = f"gradients {options.gradients}, weights {options.weights}"
-            draw(options.figure, curve, "A byte model with FSDP2", label)
+            title = "A byte model with FSDP2"
+            draw(options.figure, curve, f"Short run: {title}" if options.quick else title, label)
     dist.destroy_process_group()
 
 

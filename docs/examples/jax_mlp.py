@@ -97,7 +97,7 @@ def sent_mb(comm: qccl.Communicator, codec: str) -> float:
     return 2 * (comm.size - 1) / comm.size * encoded / 1e6
 
 
-def draw(path: str, runs: dict[str, tuple[list[float], list[float]]], mb: dict[str, float]) -> None:
+def draw(path: str, runs: dict[str, tuple[list[float], list[float]]], mb: dict[str, float], title: str) -> None:
     """The losses over steps, and over bytes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for codec, (losses, _) in runs.items():
@@ -107,6 +107,7 @@ def draw(path: str, runs: dict[str, tuple[list[float], list[float]]], mb: dict[s
     left.set(xlabel="step", ylabel="loss on test images")
     right.set(xlabel="MB sent by each rank")
     left.legend()
+    figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -125,7 +126,8 @@ def main() -> None:
         print(f"\n{'codec':26} {'loss':>6} {'wrong':>6} {'MB sent':>8}")
         for codec, (losses, wrong) in runs.items():
             print(f"{codec:26} {losses[-1]:6.3f} {wrong[-1]:6.1%} {mb[codec] * steps:8.2f}")
-        draw(options.figure, runs, mb)
+        title = f"Compressed gradients in JAX, {steps} steps"
+        draw(options.figure, runs, mb, f"Short run: {title}" if options.quick else title)
         print(f"wrote {options.figure}")
 
 

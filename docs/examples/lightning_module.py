@@ -79,7 +79,9 @@ def main() -> None:
     module = ByteModule(10 if options.quick else options.steps)
     trainer.fit(module)
     if module.global_rank == 0:
-        draw(options.figure, module.curve, "A byte model with Lightning", str(qccl.torch.Options().codec))
+        title = "A byte model with Lightning"
+        codec = str(qccl.torch.Options().codec)
+        draw(options.figure, module.curve, f"Short run: {title}" if options.quick else title, codec)
 
 
 if __name__ == "__main__":

@@ -94,7 +94,7 @@ def sent_mb(name: str) -> float:
     return 2 * (RANKS - 1) / RANKS * encoded / 1e6
 
 
-def draw(path: str, wrong: dict[str, list[float]]) -> None:
+def draw(path: str, wrong: dict[str, list[float]], title: str) -> None:
     """The errors over steps, and over bytes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
     for name, each in wrong.items():
@@ -104,6 +104,7 @@ def draw(path: str, wrong: dict[str, list[float]]) -> None:
     left.set(xlabel="step", ylabel="wrong on test images, %")
     right.set(xlabel="MB sent by each rank")
     left.legend()
+    figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path)
 
@@ -119,7 +120,8 @@ def main() -> None:
     print(f"\n{'':34} {'wrong':>6} {'MB sent':>8}")
     for name, each in wrong.items():
         print(f"{name:34} {each[-1]:6.1%} {sent_mb(name) * steps:8.2f}")
-    draw(options.figure, wrong)
+    title = f"1-bit SGD, {steps} steps"
+    draw(options.figure, wrong, f"Short run: {title}" if options.quick else title)
     print(f"wrote {options.figure}")
 
 
