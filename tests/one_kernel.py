@@ -287,7 +287,7 @@ class Model:
                         raise Failure(f"{self._named(thread)} got a wrong result, from {self._names(cells)}")
                 yield self._move(state, thread)._replace(sums=_changed(state.sums, thread, total))
             case Barrier():
-                pass  # _at_barriers moves the block's threads together
+                pass  # _after_barrier moves the threads together
 
     def _settled(self, state: State) -> State:
         """The state after all operations that need no step of their own: barriers, and those in ``_eager``."""

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from one_kernel import PARTS, Failure, Setup, explore, wander
 
+from qccl.dtypes import BFLOAT16, FLOAT32
+
 ONE_SHOTS = (("one_shot", 1),) * 3
 TWO_SHOTS = (("two_shot", 2), ("two_shot", 1))
 MIXED = (("one_shot", 1), ("two_shot", 2), ("two_shot", 1))
+ROOT = Path(__file__).parent.parent
 LARGE = Setup(ranks=4, blocks=2, calls=(("two_shot", 3), ("one_shot", 1), ("two_shot", 2)))
 
 #: runs, one of which must go wrong for each part that is left out
@@ -110,3 +115,11 @@ def test_blocks_need_places_only_if_they_begin_in_any_order() -> None:
     explore(setup)
     with pytest.raises(Failure, match="deadlock"):
         explore(replace(setup, in_order=False))
+
+
+def test_the_page_has_the_estimates_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    nvlink = importlib.import_module("nvlink")
+    page = (ROOT / "docs" / "one-kernel.md").read_text(encoding="utf-8")
+    for dtype in (BFLOAT16, FLOAT32):
+        assert nvlink.table(dtype) in page, f"print it with: python bench/nvlink.py ({dtype})"
