@@ -32,7 +32,18 @@ def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], 
     memory = list((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
     if "Pass::range" in name:  # the next pass does everything
         return _touch_scratch(int(parameters["scratch"]))
-    return lambda: _run(name, grid[1], jobs, sources, parameters, memory)
+    return lambda: _run(name, _job_count(int(parameters["blocks"]), grid), jobs, sources, parameters, memory)
+
+
+def _job_count(address: int, grid: tuple[int, int, int]) -> int:
+    """The number of jobs; checks that the table has each job's blocks in order, as many as the grid."""
+    blocks = np.frombuffer(ctypes.string_at(address, grid[0] * cs.BLOCK_OF_JOB.itemsize), cs.BLOCK_OF_JOB)
+    count = int(blocks["job"].max()) + 1
+    each = np.bincount(blocks["job"], minlength=count)
+    assert grid[1:] == (1, 1)
+    assert (blocks["job"] == np.repeat(np.arange(count), each)).all()
+    assert (blocks["number"] == np.concatenate([np.arange(n) for n in each])).all()
+    return count
 
 
 def _end_of_run(name: str, pointers: Any) -> Callable[[], None]:

@@ -1,6 +1,6 @@
 // Encode, decode and reduce for every codec: a block of threads for each bucket of each job.
 //
-// blockIdx.x is the bucket, blockIdx.y the job. A Reduce computes its total in the scratch, as fp32.
+// A block's number in its job is the bucket's. A Reduce computes its total in the scratch, as fp32.
 #pragma once
 
 #include "combine.h"
@@ -59,9 +59,9 @@ template <class Codec, class T>
 __global__ void __launch_bounds__(kThreads, 4)
 bucket_encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
-  const EncodeJob job = jobs[blockIdx.y];
-  const u64 b = blockIdx.x;
-  if (b >= job.units) return;
+  const BlockOfJob block = this_block(parameters);
+  const EncodeJob job = jobs[block.job];
+  const u64 b = block.number;
   const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
   const u64 first = BucketWire<Codec, T>::first_of(layout, b);
   const Elements<T> x = {elements<T>(resolve(memory, job.src), first)};
@@ -72,9 +72,9 @@ template <class Codec, class T, bool Accumulate>
 __global__ void __launch_bounds__(kThreads, 4)
 bucket_decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
-  const DecodeJob job = jobs[blockIdx.y];
-  const u64 b = blockIdx.x;
-  if (b >= job.units) return;
+  const BlockOfJob block = this_block(parameters);
+  const DecodeJob job = jobs[block.job];
+  const u64 b = block.number;
   const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
   const u64 first = BucketWire<Codec, T>::first_of(layout, b);
   const u8* wire = resolve(memory, job.wire);
@@ -120,9 +120,9 @@ template <class Codec, class T, Combine Op>
 __global__ void __launch_bounds__(kThreads, 2)
 bucket_reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
-  const ReduceJob& job = jobs[blockIdx.y];
-  const u64 b = blockIdx.x;
-  if (b >= job.units) return;
+  const BlockOfJob block = this_block(parameters);
+  const ReduceJob& job = jobs[block.job];
+  const u64 b = block.number;
   const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
   const u64 first = BucketWire<Codec, T>::first_of(layout, b);
   const u32 n = BucketWire<Codec, T>::size_of(layout, b);

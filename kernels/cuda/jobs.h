@@ -1,7 +1,8 @@
 // The arguments of a launch: plain data; qccl/cuda/source.py has the same layouts.
 //
 // Jobs are constant for the life of a plan and lie in device memory. A launch does all jobs of one kind; the codec and the
-// element type are template arguments of its kernel. Jobs name buffers by number, and the launch passes their addresses.
+// element type are template arguments of its kernel. Jobs name buffers by number, and the launch passes their addresses. The
+// grid has one dimension: the blocks of the first job, then those of the second, and so on; a table says which is which.
 #pragma once
 
 #include "../numeric.h"
@@ -53,9 +54,14 @@ struct StateJob {
   u32 unused;
 };
 
+// What a block works on: block number `number` of those of job `job`.
+struct BlockOfJob {
+  u32 job, number;
+};
+
 // The arguments that all jobs of a launch share. A bucket is `units_per_bucket` units. If that is more than one, the kernels
 // gather its range in `scratch`: two words per bucket, zero before, at the job's number `scratch` on. The kernels of
-// bucket.h have a bucket of floats there instead.
+// bucket.h have a bucket of floats there instead. `blocks` has an entry for each block of the grid.
 struct Parameters {
   u64 seed;
   u64 bucket;  // elements; 0: all of a job
@@ -63,6 +69,7 @@ struct Parameters {
   u32 units_per_bucket;
   u32 options[6];  // of the codec
   u32 unused;
+  const BlockOfJob* blocks;
 };
 
 struct Memory {
@@ -75,7 +82,9 @@ struct Memory {
 static_assert(sizeof(BufferRef) == 16 && sizeof(EncodeJob) == 64 && sizeof(DecodeJob) == 64 && sizeof(ReduceJob) == 104,
               "qccl/cuda/source.py has these sizes");
 static_assert(sizeof(StateJob) == 176, "qccl/cuda/source.py has this size");
-static_assert(sizeof(Parameters) == 56 && sizeof(Memory) == 256, "qccl/cuda/source.py has these sizes");
+static_assert(sizeof(Parameters) == 64 && sizeof(Memory) == 256, "qccl/cuda/source.py has these sizes");
+
+QCCL_FN BlockOfJob this_block(const Parameters& parameters) { return parameters.blocks[blockIdx.x]; }
 
 // The address, null for kNoBuffer.
 QCCL_FN u8* resolve(const Memory& memory, const BufferRef& place) {

@@ -1,8 +1,8 @@
 // The device's kernels: encode, decode and reduce, each for all jobs of a launch.
 //
 // Template arguments: the codec's tile (codecs/minmax/device.h is one), the element type, the shape of a unit of work, and
-// the variant. The kernels of bucket.h serve codecs without a tile. A launch has blocks of kThreads, in x enough for the
-// units of the longest job; blockIdx.y is the job. All bytes equal the host's: compile without fused multiplication
+// the variant. The kernels of bucket.h serve codecs without a tile. A launch has blocks of kThreads, for each job as many as
+// its units need; this_block() tells a block its job. All bytes equal the host's: compile without fused multiplication
 // (--fmad=false) and with subnormals.
 #pragma once
 
@@ -23,14 +23,16 @@ template <class Tile, class T, class S, Pass P>
 __global__ void __launch_bounds__(kThreads, 4)
 encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
-  const EncodeJob job = jobs[blockIdx.y];
-  u8* src = resolve(memory, job.src);
+  const BlockOfJob block = this_block(parameters);
+  const EncodeJob& job = jobs[block.job];
+  Unit unit;
+  if (!find_unit<T, S>(block.number, job.units, job.count, parameters, unit)) return;
+  Values<T, S> x;
+  load_values<T, S>(resolve(memory, job.src), unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
+  asm volatile("" ::: "memory");  // recompute everything but the values, because registers are scarce
+  find_unit<T, S>(this_block(parameters).number, job.units, job.count, parameters, unit);
   u8* wire = resolve(memory, job.wire);
   const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};
-  Unit unit;
-  if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
-  Values<T, S> x;
-  load_values<T, S>(src, unit, [&](u32 j, u32 i, float value) { x[j][i] = value; });
   Tile::template encode<false, P, T, S>(x, wire, unit, tile_job, parameters, memory);
 }
 
@@ -38,11 +40,12 @@ template <class Tile, class T, class S, bool Accumulate>
 __global__ void __launch_bounds__(kThreads, Accumulate ? 2 : 4)
 decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
-  const DecodeJob job = jobs[blockIdx.y];
+  const BlockOfJob block = this_block(parameters);
+  const DecodeJob job = jobs[block.job];
   const u8* wire = resolve(memory, job.wire);
   u8* dst = resolve(memory, job.dst);
   Unit unit;
-  if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
+  if (!find_unit<T, S>(block.number, job.units, job.count, parameters, unit)) return;
   typename Tile::template Wire<T, S> codes;
   Tile::template load_wire<T, S>(wire, job.count, unit, codes);
   Values<T, S> x;
@@ -76,11 +79,12 @@ template <class S>
 __global__ void __launch_bounds__(kThreads)
 copy(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
      const __grid_constant__ Memory memory) {
-  const DecodeJob job = jobs[blockIdx.y];
+  const BlockOfJob block = this_block(parameters);
+  const DecodeJob job = jobs[block.job];
   const u8* from = resolve(memory, job.wire);
   u8* to = resolve(memory, job.dst);
   Unit unit;
-  if (!find_unit<Byte, S>(job.units, job.count, parameters, unit)) return;
+  if (!find_unit<Byte, S>(block.number, job.units, job.count, parameters, unit)) return;
 #pragma unroll
   for (u32 row = 0; row < S::vectors; row += kRows<S>) {
     uint4 vectors[kRows<S>];
@@ -93,10 +97,11 @@ template <class Tile, class T, class S, Pass P, Combine Op>
 __global__ void __launch_bounds__(kThreads, 2)
 reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
-  const ReduceJob& job = jobs[blockIdx.y];
+  const BlockOfJob block = this_block(parameters);
+  const ReduceJob& job = jobs[block.job];
   u8* own = resolve(memory, job.own);
   Unit unit;
-  if (!find_unit<T, S>(job.units, job.count, parameters, unit)) return;
+  if (!find_unit<T, S>(block.number, job.units, job.count, parameters, unit)) return;
   if (own) prefetch_raw<T>(own, unit);
   for (u32 k = 0; k < job.source_count; ++k) {
     Tile::template prefetch_wire<T>(resolve(memory, sources[job.first_source + k]), unit);
@@ -114,7 +119,7 @@ reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ 
         codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
   }
   asm volatile("" ::: "memory");  // recompute everything but the total, because registers are scarce
-  find_unit<T, S>(job.units, job.count, parameters, unit);
+  find_unit<T, S>(block.number, job.units, job.count, parameters, unit);
   u8* wire = resolve(memory, job.wire);
   u8* out = resolve(memory, job.out);
   const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};

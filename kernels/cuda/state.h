@@ -34,10 +34,10 @@ __global__ void __launch_bounds__(kThreads, 2)
 bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                 const __grid_constant__ Memory memory) {
   using Wire = BucketWire<Codec, T>;
-  const StateJob& job = jobs[blockIdx.y];
+  const BlockOfJob block = this_block(parameters);
+  const StateJob& job = jobs[block.job];
   const ReduceJob& reduce = job.reduce;
-  const u64 b = blockIdx.x;
-  if (b >= reduce.units) return;
+  const u64 b = block.number;
   const auto layout = Wire::make(bucket_options(parameters), reduce.count);
   const u64 first = Wire::first_of(layout, b);
   const u32 n = Wire::size_of(layout, b);
@@ -88,10 +88,11 @@ template <class T, Pass P>
 __global__ void __launch_bounds__(kThreads)
 commit(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
-  const DecodeJob job = jobs[blockIdx.y];
+  const BlockOfJob block = this_block(parameters);
+  const DecodeJob job = jobs[block.job];
   const bool guards = job.dst.buffer == kNoBuffer;
-  const u64 first = (u64)blockIdx.x * kCommitted;
-  if (blockIdx.x >= job.units || guards != (P == Pass::range)) return;
+  const u64 first = (u64)block.number * kCommitted;
+  if (guards != (P == Pass::range)) return;
   const u64 rest = job.count - first;
   const u32 n = (u32)(rest < kCommitted ? rest : kCommitted);
   if constexpr (P == Pass::range) {

@@ -64,13 +64,13 @@ QCCL_FN Number smaller(Number a, Number b) {
   return a < b ? a : b;
 }
 
-// Finds this thread's unit among `units` of a job; false if the warp has none. In a block that is one group, all warps have
+// Finds this thread's unit among `units` of a job, in block number `block` of it; false if the warp has none. In a block that is one group, all warps have
 // one or none has.
 template <class T, class S>
-QCCL_FN bool find_unit(u32 units, u64 count, const Parameters& parameters, Unit& unit) {
+QCCL_FN bool find_unit(u32 block, u32 units, u64 count, const Parameters& parameters, Unit& unit) {
   constexpr u32 per_warp = S::vectors * kPerRow<T>, capacity = S::lanes * S::vectors * kPerVector<T>;
   const u32 warp = warp_number(), lane = lane_number();
-  const u32 of_warp = blockIdx.x * S::groups + warp * 32 / S::lanes;  // the warp's first unit
+  const u32 of_warp = block * S::groups + warp * 32 / S::lanes;  // the warp's first unit
   if (of_warp >= units) return false;
   const u32 wanted = of_warp + (S::lanes < 32 ? lane / S::lanes : 0), number = smaller(wanted, units - 1);
   const u64 bucket_size = parameters.bucket ? parameters.bucket : count;

@@ -251,7 +251,7 @@ class CudaProgram:
         layout.content[counter] = bytes(cuda_source.CALL_NBYTES)
         scratch = {s: layout.take(launch.scratch_nbytes) for s, launch in self._launches.items()}
         tables = {
-            s: (layout.put(launch.jobs.tobytes()), layout.put(launch.sources.tobytes()))
+            s: [layout.put(table.tobytes()) for table in (launch.jobs, launch.sources, launch.blocks)]
             for s, launch in self._launches.items()
         }
         self._workspace = self._device.allocate(max(layout.nbytes, 1))
@@ -263,19 +263,18 @@ class CudaProgram:
         self._counter = ctypes.c_uint64(base + counter)
         self._kept += self._device.write({base + offset: content for offset, content in layout.content.items()})
         return {
-            s: self._prepare(launch, base + tables[s][0], base + tables[s][1], base + scratch[s])
+            s: self._prepare(launch, *(base + offset for offset in (*tables[s], scratch[s])))
             for s, launch in self._launches.items()
         }
 
-    def _prepare(self, launch: Launch, jobs: int, sources: int, scratch: int) -> _Prepared:
+    def _prepare(self, launch: Launch, jobs: int, sources: int, blocks: int, scratch: int) -> _Prepared:
         functions = kernels(self._device.number, launch.kernels)
         parameters = launch.parameters.copy()
-        parameters["scratch"] = scratch
+        parameters["scratch"], parameters["blocks"] = scratch, blocks
         blob = ctypes.create_string_buffer(parameters.tobytes())
         arguments = self._pack(ctypes.c_uint64(jobs), ctypes.c_uint64(sources), blob, self._memory)
-        geometry = (*launch.grid, *launch.block, launch.shared)
         return _Prepared(
-            [((functions[name], *geometry), arguments) for name in launch.kernels],
+            [((functions[name], *launch.geometry), arguments) for name in launch.kernels],
             scratch,
             launch.scratch_nbytes * launch.clears_scratch,
         )

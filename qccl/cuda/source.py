@@ -23,7 +23,8 @@ from qccl.dtypes import DType
 from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
-__all__ = ["BEGIN_KERNEL", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD", "DECODE_JOB", "ENCODE_JOB", "END_KERNEL"]
+__all__ = ["BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD", "DECODE_JOB", "ENCODE_JOB"]
+__all__ += ["END_KERNEL"]
 __all__ += ["LR_WORD", "MAX_BUFFERS", "MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "THREADS", "Launch", "Shape"]
 __all__ += ["launch", "source"]
 
@@ -74,10 +75,11 @@ STATE_JOB = np.dtype(
         *(("new_momentum", BUFFER_REF), ("mu", "<f4"), ("unused", "<u4")),
     ]
 )
+BLOCK_OF_JOB = np.dtype([("job", "<u4"), ("number", "<u4")])
 PARAMETERS = np.dtype(
     [
         *(("seed", "<u8"), ("bucket", "<u8"), ("scratch", "<u8")),
-        *(("units_per_bucket", "<u4"), ("options", "<u4", 6), ("unused", "<u4")),
+        *(("units_per_bucket", "<u4"), ("options", "<u4", 6), ("unused", "<u4"), ("blocks", "<u8")),
     ]
 )
 
@@ -127,11 +129,10 @@ class Launch:
 
     Attributes:
         kernels: their names; empty if there is nothing to do.
-        jobs, sources: tables for the device's memory; ``sources`` may be empty.
-        parameters: passed by value; the engine fills in "scratch", an address.
+        jobs, blocks, sources: tables for the device's memory; ``sources`` may be empty.
+        parameters: passed by value; the engine fills in "scratch" and "blocks", addresses.
         scratch_nbytes: size of the kernels' scratch.
         clears_scratch: whether the scratch must be zero before each run of the launch.
-        grid, block, shared: as for cuLaunchKernel.
         draws: whether the kernels use random numbers, and so read the call's number.
 
     The arguments of each kernel are the addresses of ``jobs`` and ``sources``, ``parameters``, and the addresses of all
@@ -141,13 +142,16 @@ class Launch:
     kernels: tuple[str, ...]
     jobs: np.ndarray[Any, Any]
     parameters: np.ndarray[Any, Any]
-    grid: tuple[int, int, int]
+    blocks: np.ndarray[Any, Any]
     sources: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, BUFFER_REF))
     scratch_nbytes: int = 0
     clears_scratch: bool = False
     draws: bool = False
-    block: tuple[int, int, int] = (THREADS, 1, 1)
-    shared: int = 0
+
+    @property
+    def geometry(self) -> tuple[int, ...]:
+        """Grid, block and bytes of dynamic shared memory, as for cuLaunchKernel."""
+        return (len(self.blocks), 1, 1, THREADS, 1, 1, 0)
 
 
 def source(names: Iterable[str]) -> tuple[str, tuple[str, ...]]:
@@ -306,9 +310,8 @@ def _commit(op: Op, dtype: DType, locate: Locate) -> Launch:
     jobs["count"] = [len(a) for a, _ in spans]
     jobs["units"] = [-(-len(a) // COMMITTED) for a, _ in spans]
     names = tuple(f"qccl::commit<qccl::{_TYPES[dtype.name]}, qccl::Pass::{each}>" for each in ("range", "codes"))
-    grid = (int(max(jobs["units"])), len(jobs), 1)
-    parameters = np.zeros((), PARAMETERS)
-    return Launch(names, jobs, parameters, grid, scratch_nbytes=_RANGE_NBYTES, clears_scratch=True)
+    parameters, blocks = np.zeros((), PARAMETERS), _blocks(jobs["units"], 1)
+    return Launch(names, jobs, parameters, blocks, scratch_nbytes=_RANGE_NBYTES, clears_scratch=True)
 
 
 def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, locate: Locate) -> Launch:
@@ -325,7 +328,7 @@ def _copy(spans: Sequence[tuple[Span, Span, int]], dtype: DType, locate: Locate)
 
 
 def _nothing(job: np.dtype[Any]) -> Launch:
-    return Launch((), np.zeros(0, job), np.zeros((), PARAMETERS), (1, 1, 1))
+    return Launch((), np.zeros(0, job), np.zeros((), PARAMETERS), np.zeros(0, BLOCK_OF_JOB))
 
 
 def _launch(
@@ -341,8 +344,8 @@ def _launch(
     """The launch of jobs whose units and scratch are not set yet; ``scratch`` is bytes for each bucket."""
     counts = [int(count) for count in jobs["count"]]
     units = [tiling.units(count) for count in counts]
-    if max(units) >= 1 << 31:
-        raise EngineError(f"{max(counts)} elements are too many for one launch with {kernel}; use smaller chunks")
+    if sum(units) >= 1 << 31:  # the greatest grid
+        raise EngineError(f"{sum(counts)} elements are too many for one launch with {kernel}; use smaller chunks")
     jobs["units"] = units
     ranges = len(names) > 1
     scratch_nbytes = 0
@@ -354,10 +357,19 @@ def _launch(
     parameters["seed"] = kernel.seed
     parameters["bucket"], parameters["units_per_bucket"] = tiling.bucket, tiling.units_per_bucket
     parameters["options"][: len(kernel.options)] = kernel.options
-    groups = THREADS // tiling.shape.lanes
-    grid = (-(-max(units) // groups), len(jobs), 1)
+    blocks = _blocks(jobs["units"], THREADS // tiling.shape.lanes)
     table = np.zeros(0, BUFFER_REF) if sources is None else sources
-    return Launch(names, jobs, parameters, grid, table, scratch_nbytes, ranges, draws)
+    return Launch(names, jobs, parameters, blocks, table, scratch_nbytes, ranges, draws)
+
+
+def _blocks(units: np.ndarray[Any, Any], per_block: int) -> np.ndarray[Any, Any]:
+    """The blocks of a launch: those of each job in order, each block with its number in the job."""
+    counts = -(-units.astype(np.int64) // per_block)
+    job = np.repeat(np.arange(len(counts)), counts)
+    blocks = np.zeros(len(job), BLOCK_OF_JOB)
+    blocks["job"] = job
+    blocks["number"] = np.arange(len(job)) - (np.cumsum(counts) - counts)[job]
+    return blocks
 
 
 def _whole_buckets(kernel: Kernel) -> _Tiling:

@@ -21,14 +21,14 @@ _OPTIONS += ("-Dalways_inline=", "-fno-exceptions", "-fno-rtti", "-fno-asynchron
 _RUN = """
 template <class Job>
 bool run(void (*kernel)(const Job*, const qccl::BufferRef*, qccl::Parameters, qccl::Memory),
-         const void* const* arguments, unsigned width, unsigned height, unsigned seed) {
-  return emulator::run_grid(width, height, seed, [&] {
+         const void* const* arguments, unsigned blocks, unsigned seed) {
+  return emulator::run_grid(blocks, seed, [&] {
     kernel(static_cast<const Job*>(arguments[0]), static_cast<const qccl::BufferRef*>(arguments[1]),
            *static_cast<const qccl::Parameters*>(arguments[2]), *static_cast<const qccl::Memory*>(arguments[3]));
   });
 }
 
-extern "C" bool launch(unsigned number, const void* const* arguments, unsigned width, unsigned height, unsigned seed) {
+extern "C" bool launch(unsigned number, const void* const* arguments, unsigned blocks, unsigned seed) {
   switch (number) {
 """
 
@@ -54,9 +54,7 @@ class Emulator:
         code, options = cuda_source.source(names)
         if self._headers:
             options = tuple(f"-I{self._headers}" if option.startswith("-I") else option for option in options)
-        cases = "".join(
-            f"    case {i}: return run({name}, arguments, width, height, seed);\n" for i, name in enumerate(names)
-        )
+        cases = "".join(f"    case {i}: return run({name}, arguments, blocks, seed);\n" for i, name in enumerate(names))
         text = target.with_suffix(".cpp")
         text.write_text(f"{code}{_RUN}{cases}  }}\n  return false;\n}}\n")
         given = [option for option in options if option.startswith(("-I", "--std"))]
@@ -74,10 +72,9 @@ class Emulator:
         memory[cuda_source.CALL_WORD] = number.ctypes.data
         scratch = np.zeros(max(launch.scratch_nbytes, 1), np.uint8)
         parameters = launch.parameters.copy()
-        parameters["scratch"] = scratch.ctypes.data
+        parameters["scratch"], parameters["blocks"] = scratch.ctypes.data, launch.blocks.ctypes.data
         pointers = [array.ctypes.data for array in (launch.jobs, launch.sources, parameters, memory)]
         arguments = (ctypes.c_void_p * 4)(*pointers)
-        width, height, _ = launch.grid
         for name in launch.kernels:
             library, kernel = self._kernels[name]
-            assert library.launch(kernel, arguments, width, height, seed), f"{name}: threads wait for ever"
+            assert library.launch(kernel, arguments, len(launch.blocks), seed), f"{name}: threads wait for ever"

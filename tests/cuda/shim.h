@@ -122,17 +122,15 @@ extern "C" char __start_shared_memory, __stop_shared_memory;
 
 // Runs `kernel` for all blocks; false on a deadlock.
 template <class Kernel>
-bool run_grid(unsigned width, unsigned height, unsigned seed, Kernel kernel) {
+bool run_grid(unsigned blocks, unsigned seed, Kernel kernel) {
   static Kernel* current;
   current = &kernel;
   body = [] { (*current)(); };
   random_state = seed;
-  for (unsigned y = 0; y < height; ++y) {
-    for (unsigned x = 0; x < width; ++x) {
-      for (char* at = &__start_shared_memory; at < &__stop_shared_memory; ++at) *at = (char)random_number();
-      blockIdx = {x, y, 0};
-      if (!run_block()) return false;
-    }
+  for (unsigned block = 0; block < blocks; ++block) {
+    for (char* at = &__start_shared_memory; at < &__stop_shared_memory; ++at) *at = (char)random_number();
+    blockIdx = {block, 0, 0};
+    if (!run_block()) return false;
   }
   return true;
 }
