@@ -203,7 +203,7 @@ class Plan:
         """The schedule of this rank."""
         session = self._session
         return self.spec.schedule(
-            session.rank, session.size, in_place=in_place, default_chunk=session.engine.chunk_elements
+            session.rank, session.size, in_place=in_place, default_chunk=session.engine.default_chunk
         )
 
     def _program(self, in_place: bool) -> _Compiled:

@@ -33,7 +33,7 @@ def test_the_workspace_is_small_and_constant(n, shared):
     transport.shares_memory = shared
     engine = HostEngine(transport)
     work = [
-        sum(b.nbytes for b in schedule(n, size, engine.chunk_elements).buffers.values() if b.role is Role.WORK)
+        sum(b.nbytes for b in schedule(n, size, engine.default_chunk).buffers.values() if b.role is Role.WORK)
         for size in (16 * MIB, 64 * MIB, 1024 * MIB)
     ]
     assert max(work) <= 0.25 * 16 * MIB
@@ -48,7 +48,7 @@ def test_a_plan_is_small(n):
     def taken(nbytes):
         engine = HostEngine(LoopbackGroup(n).transport(0))
         tracemalloc.start()
-        program = engine.compile(schedule(n, nbytes, engine.chunk_elements))
+        program = engine.compile(schedule(n, nbytes, engine.default_chunk))
         held, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert program.workspace_nbytes

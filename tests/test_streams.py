@@ -10,6 +10,7 @@ from schedule_cases import one_rank
 from qccl.codecs import get
 from qccl.collectives import spec_of_plan
 from qccl.collectives.allreduce import one_shot, two_round
+from qccl.cuda.chunks import default_chunks
 from qccl.cuda.streams import HOME, Step, queues_of, steps
 from qccl.dtypes import FLOAT32
 from qccl.schedule import (
@@ -191,6 +192,28 @@ def test_encoding_runs_ahead_of_the_line(make, size):
         second = numbered(schedule, program, Exchange, "gather.send")
         assert all(second[k] not in before[encodes[k + 1]] for k in range(len(encodes) - 1))
         assert all(second[k] not in before[exchanges[k + 1]] for k in range(len(encodes) - 1))
+
+
+@pytest.mark.parametrize("codec", ["minmax8", "minmax4"])
+def test_a_bucket_of_ddp_overlaps_at_8_ranks(codec):
+    """25 MiB of gradients, without a chunk size: each chunk is encoded while the one before is on the wire."""
+    spec = spec_of_plan("allreduce", 25 * 2**20 // 4, "float32", get(codec), None, {})
+    schedule = spec.schedule(0, 8, in_place=True, default_chunk=default_chunks)
+    program = steps(schedule)
+    before = predecessors(program)
+    encodes = numbered(schedule, program, Encode, "scatter.send")
+    exchanges = numbered(schedule, program, Exchange, "scatter.send")
+    assert len(encodes) == len(exchanges) == (4 if codec == "minmax8" else 2)
+    for transfer, encode in zip(exchanges, encodes[1:], strict=False):
+        assert transfer not in before[encode] and encode not in before[transfer]
+
+
+@pytest.mark.parametrize("parts", [2, 3, 8, 64])
+def test_default_chunks(parts):
+    """One chunk if that is all that pays, three from a few MiB on, and never chunks of more than 4 MiB."""
+    numbers = [default_chunks(nbytes, parts) for nbytes in (0, 1000, 5 << 20, 1 << 30, 1 << 34)]
+    assert numbers[:2] == [1, 1] and numbers[2] >= 3 and numbers[3:] == [1 << 8, 1 << 12]
+    assert numbers == sorted(numbers)
 
 
 def test_decodes_of_two_chunks_are_two_launches():

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from qccl.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_as_given
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition_as_given
 from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import AllGather, alone, assemble, pipeline
@@ -41,7 +41,7 @@ class AllGatherSpec(PartsSpec):
             return True, {"output": target.address}
         return False, {"input": source.address, "output": target.address}
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         return all_gather(
             Group.of_all(rank, size),

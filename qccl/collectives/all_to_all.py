@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from qccl.arrays import Values, check_disjoint
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_as_given
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition_as_given
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
@@ -85,7 +85,7 @@ class AllToAllSpec(CollectiveSpec):
         check_disjoint([arrays["output"]], [arrays["input"]])
         return False, {name: values.address for name, values in arrays.items()}
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         sends, receives = self.lengths(rank, size)
         group, chunking = Group.of_all(rank, size), self._chunking(default_chunk)

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, partition_together
+from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, ChunkSize, partition_together
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -40,7 +40,7 @@ class AllReduceSpec(CollectiveSpec):
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         return cls(**common(*shared), op=op_of(op), algorithm=algorithm)
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         algorithm = self.algorithm
         if algorithm == "auto":

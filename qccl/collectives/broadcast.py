@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from qccl.arguments import integer, one_of
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, partition
+from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, ChunkSize, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.rounds import alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
@@ -47,7 +47,7 @@ class BroadcastSpec(CollectiveSpec):
         both = {"input": self.count, "output": self.count}
         return both if rank == self.root else {"output": self.count}
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         tree = self.algorithm
         if tree == "auto":

@@ -11,7 +11,7 @@ from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, Coarsened, Layout, Subset, partition_for_all
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, Coarsened, Layout, Subset, partition_for_all
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -139,7 +139,7 @@ class HierarchicalSpec(CollectiveSpec):
             algorithm = choose_inter(self.count, len(nodes), parts, self.dtype, self.codec)
         return Levels(nodes, parts, algorithm, self.intra)
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         made = hierarchical(
             Group.of_all(rank, size),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from itertools import count as naturals
@@ -13,8 +13,8 @@ from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 
-__all__ = ["DEFAULT_CHUNKING", "DEFAULT_DEPTH", "Chunking", "Coarsened", "Concatenation", "Layout", "Partition"]
-__all__ += ["STEP_NBYTES", "Ramped", "Segment", "Subset"]
+__all__ = ["DEFAULT_CHUNKING", "DEFAULT_DEPTH", "ChunkSize", "Chunking", "Coarsened", "Concatenation", "Layout"]
+__all__ += ["STEP_NBYTES", "Partition", "Ramped", "Segment", "Subset"]
 __all__ += ["partition", "partition_as_given", "partition_for_all", "partition_together"]
 
 #: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better if the link is fast (10 Gbit/s,
@@ -37,11 +37,16 @@ DEFAULT_DEPTH = 3
 _SLOTS_NBYTES = 3 << 20
 
 
+#: the elements of a chunk; or a function of the bytes of a part's codes and the number of parts, which returns the
+#: number of chunks of the part; or None, for the default of this module
+ChunkSize = int | Callable[[int, int], int] | None
+
+
 @dataclass(frozen=True, slots=True)
 class Chunking:
-    """The elements of a chunk (None: by the bytes of its codes), and the number of wire slots per peer."""
+    """The size of a chunk, and the number of wire slots per peer."""
 
-    elements: int | None = None
+    elements: ChunkSize = None
     depth: int = DEFAULT_DEPTH
 
 
@@ -214,7 +219,7 @@ class Subset:
         return self.fine.segments(self.first + part, k)
 
 
-def partition(count: int, parts: int, codec: Codec, chunk_elements: int | None = None) -> Layout:
+def partition(count: int, parts: int, codec: Codec, chunk_elements: ChunkSize = None) -> Layout:
     """The layout of ``count`` elements in ``parts`` shards, with chunks of at most ``chunk_elements`` or one granule.
 
     A codec that cannot be split (one range for a whole shard) gets one chunk.
@@ -223,7 +228,7 @@ def partition(count: int, parts: int, codec: Codec, chunk_elements: int | None =
     return Layout(count, parts, codec.granule, _chunks(-(-granules // parts), parts, codec, chunk_elements))
 
 
-def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: int | None = None) -> Layout:
+def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: ChunkSize = None) -> Layout:
     """The layout of a vector that several codecs encode, divided at buckets of all; the last codec sets the chunks."""
     granule = math.lcm(*(codec.granule for codec in codecs))
     whole = -(-count // granule)
@@ -238,7 +243,7 @@ def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_ele
 
 
 def partition_together(
-    counts: Sequence[int], parts: int, codec: Codec, chunk_elements: int | None = None
+    counts: Sequence[int], parts: int, codec: Codec, chunk_elements: ChunkSize = None
 ) -> Concatenation:
     """Several arrays as one vector, in parts as equal as possible; arrays share messages, but no buckets."""
     granules = sum(-(-count // codec.granule) for count in counts)
@@ -249,7 +254,7 @@ def partition_together(
     )
 
 
-def partition_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int | None = None) -> Concatenation:
+def partition_as_given(counts: Sequence[int], codec: Codec, chunk_elements: ChunkSize = None) -> Concatenation:
     """One array, whose parts have ``counts`` elements, each with buckets of its own."""
     granules = [-(-count // codec.granule) for count in counts]
     ranges = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
@@ -258,14 +263,17 @@ def partition_as_given(counts: Sequence[int], codec: Codec, chunk_elements: int 
     return Concatenation(ranges, bounds, codec.granule, chunks_of)
 
 
-def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: int | None) -> int:
+def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: ChunkSize) -> int:
     """The number of chunks of a part of ``granules`` granules, one of ``parts``."""
-    if chunk_elements is not None and chunk_elements < 1:
+    if isinstance(chunk_elements, int) and chunk_elements < 1:
         raise ArgumentError(f"chunk_elements is {chunk_elements}; it must be 1 or more, or None for the default")
     if not codec.splittable:
         return 1
     if chunk_elements is None:
         return _default_chunks(granules, parts, codec)
+    if callable(chunk_elements):
+        nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
+        return max(1, min(chunk_elements(nbytes, parts), granules))
     return max(1, -(-granules // max(1, chunk_elements // codec.granule)))
 
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 from qccl.arguments import integer, integers
 from qccl.arrays import Values, check_disjoint
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.rounds import assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -79,7 +79,7 @@ class PeerExchangeSpec(CollectiveSpec):
         check_disjoint([values for name, values in arrays.items() if name != "input"], [arrays["input"]])
         return False, {name: values.address for name, values in arrays.items()}
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         return peer_exchange(
             Group.of_all(rank, size),

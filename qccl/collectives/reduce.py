@@ -10,7 +10,7 @@ from typing import Any, Self
 from qccl.arguments import OpLike, integer, one_of, op_of
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import choose_allreduce
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, decode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
@@ -43,7 +43,7 @@ class ReduceSpec(CollectiveSpec):
         both = {"input": self.count, "output": self.count}
         return both if rank == self.root else {"input": self.count}
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         algorithm = self.algorithm
         if algorithm == "auto":

@@ -9,7 +9,7 @@ from typing import Any, Self
 from qccl.arguments import OpLike, op_of
 from qccl.arrays import Values, is_part_of
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, partition_as_given
+from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition_as_given
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
@@ -50,7 +50,7 @@ class ReduceScatterSpec(PartsSpec):
             return True, {"output": source.address}
         return False, {"input": source.address, "output": target.address}
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
         return reduce_scatter(
             Group.of_all(rank, size),

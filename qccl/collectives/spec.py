@@ -11,7 +11,7 @@ from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
 from qccl.arrays import Values, same_or_disjoint
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import Chunking
+from qccl.collectives.layout import Chunking, ChunkSize
 from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
@@ -119,10 +119,10 @@ class CollectiveSpec(ABC):
         return False, {"input": source.address, "output": target.address}
 
     @abstractmethod
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: int | None = None) -> Schedule:
+    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """The schedule of one rank; ``default_chunk`` is used if the caller gave no chunk size."""
 
-    def _chunking(self, default: int | None) -> Chunking:
+    def _chunking(self, default: ChunkSize) -> Chunking:
         return Chunking(default if self.chunk is None else self.chunk)
 
 

@@ -28,6 +28,7 @@ import time
 import weakref
 
 from qccl.cuda import source as cuda_source
+from qccl.cuda.chunks import default_chunks
 from qccl.cuda.consistency import Consistency
 from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
@@ -63,8 +64,7 @@ _failed: list[CudaEngine] = []
 class CudaEngine:
     """Runs schedules on one GPU of a transport (interface: engine.base.Engine). One thread at a time may use it."""
 
-    #: few large chunks: each costs launches and a group, about 10 us, and only a large one fills the GPU
-    chunk_elements: int | None = 4 << 20
+    default_chunk = staticmethod(default_chunks)
 
     def __init__(self, transport: DeviceTransport) -> None:
         self.transport = transport

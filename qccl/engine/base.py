@@ -122,12 +122,13 @@ class Engine(Protocol):
     """Runs schedules on one rank.
 
     Attributes:
-        chunk_elements: elements in a chunk if the caller gives none; None: the collective's default.
         failure: the error that ended the group outside any call (found by a watchdog), or None.
         is_idle: no run is under way, and the host can read the caller's memory without waiting (never on CUDA).
     """
 
-    chunk_elements: int | None
+    @property
+    def default_chunk(self) -> int | Callable[[int, int], int] | None:
+        """The size of a chunk if the caller gives none, as collectives.layout.ChunkSize."""
 
     @property
     def failure(self) -> QcclError | None: ...

@@ -77,7 +77,7 @@ class HostEngine:
         self._transport = transport
         self.rank = transport.rank
         self.threads = _threads(transport.local_size)
-        self.chunk_elements = _shared_chunk(transport.size) if transport.shares_memory else None
+        self.default_chunk = _shared_chunk(transport.size) if transport.shares_memory else None
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards the attributes below
         self._progress_thread = ProgressThread(self) if transport.is_threaded else None
