@@ -19,8 +19,9 @@
 
 namespace QCCL_NAMESPACE {
 
+// A bucket that takes a block needs more registers than a multiprocessor has for four blocks.
 template <class Tile, class T, class S, Pass P>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, S::lanes == kThreads ? 3 : 4)
 encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);

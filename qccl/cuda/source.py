@@ -24,9 +24,8 @@ from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
 __all__ = ["BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD", "DECODE_JOB", "ENCODE_JOB"]
-__all__ += ["END_KERNEL"]
-__all__ += ["LR_WORD", "MAX_BUFFERS", "MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "THREADS", "Launch", "Shape"]
-__all__ += ["launch", "source"]
+__all__ += ["END_KERNEL", "LR_WORD", "MAX_BUFFERS", "MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "THREADS", "Launch"]
+__all__ += ["Shape", "launch", "source"]
 
 #: threads of a block, and the most elements that they hold in registers
 THREADS = 256
