@@ -54,6 +54,17 @@ class Group:
 
         return work
 
+    def grow(self, rank: int) -> Callable[[], Decision]:
+        """As work(), with a process that joins at this rank."""
+
+        def work() -> Decision:
+            deadline = time.monotonic() + 10
+            while not self.ranks[rank].waiting() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return self.ranks[rank].agree(b"worker", rank, 10.0, grows=True)
+
+        return work
+
     def end(self, rank: int, after: float) -> Callable[[], None]:
         def work() -> None:
             time.sleep(after)
@@ -113,12 +124,66 @@ def test_a_silent_rank_is_out_for_good(silent):
         decision = one_group(group.agree(*left, timeout=0.5))
         assert group.numbers(decision) == left
         (late,) = group.agree(silent, timeout=0.5)
-        assert isinstance(late, CollectiveTimeout) and "ranks" in str(late)
-        assert group.ranks[silent].epoch == 0
-        # as soon as the others agree again, it learns that it is out
+        assert isinstance(late, PeerLost) and "without this one" in str(late), late
+        # the others agree again, and it stays out
         found = group.run(group.work(silent, 5.0), *(group.work(rank, 5.0, after=0.2) for rank in left))
         assert isinstance(found[0], PeerLost) and "without this one" in str(found[0]), found
         assert group.numbers(one_group(found[1:])) == left
+
+
+def replaced(group: Group, new: Membership) -> None:
+    """``new`` joins ranks 0 and 1, which then end."""
+    place = "127.0.0.1", group.ranks[0]._port
+    found = group.run(group.grow(0), group.grow(1), lambda: new.knock(place, b"new", 10.0))
+    assert found == [one_group(found)] * 3 and len(found[0].members) == 3
+    for rank in (0, 1):
+        group.ranks[rank].close()
+
+
+def test_a_stopped_rank_makes_no_group_beside_those_that_replaced_the_others():
+    """It continues when all ranks that it knows have ended, and does not know the process that lives."""
+    with Group(3) as group, closing(Membership("127.0.0.1")) as new:
+        assert group.numbers(one_group(group.agree(0, 1, timeout=0.5))) == [0, 1]
+        replaced(group, new)
+        (late,) = group.agree(2, timeout=0.5)
+        assert isinstance(late, PeerLost) and "without this one" in str(late), late
+        (alone,) = group.run(lambda: new.agree(b"new", 0, 5.0))
+        assert isinstance(alone, Decision) and [member.id for member in alone.members] == [new._id]
+
+
+def test_a_rank_that_was_out_of_reach_hears_of_the_group_from_a_new_process(monkeypatch):
+    """No rank that it knows could reach it. The next group remembers it until it has been reached, or has ended."""
+    with Group(3) as group, closing(Membership("127.0.0.1")) as new:
+        far, call = group.ranks[2]._port, membership.call
+        with monkeypatch.context() as patch:
+
+            def cut(place, until):
+                if place[1] == far:
+                    raise TimeoutError
+                return call(place, until)
+
+            patch.setattr(membership, "call", cut)
+            assert group.numbers(one_group(group.agree(0, 1, timeout=0.5))) == [0, 1]
+            replaced(group, new)
+        (alone,) = group.run(lambda: new.agree(b"new", 0, 5.0))
+        assert isinstance(alone, Decision) and alone.left_out == ()
+        (late,) = group.agree(2, timeout=0.5)
+        assert isinstance(late, PeerLost) and "without this one" in str(late), late
+
+
+def test_another_process_at_the_port_of_a_rank_that_is_left_out(monkeypatch):
+    """It is not told of a group that is none of its own."""
+    with Group(3) as group:
+        group.agree(0, 1, timeout=0.5)
+        port = group.ranks[2]._port
+        group.ranks[2].close()
+        monkeypatch.setattr(membership, "listen", lambda: socket.create_server(("", port)))
+        with closing(Membership("127.0.0.1")) as other:
+            other.begin([other.member(b"here")])
+            found = group.agree(0, 1)
+            assert group.numbers(one_group(found)) == [0, 1] and found[0] == found[1]
+            (own,) = group.run(lambda: other.agree(b"here", 0, 3.0))
+            assert isinstance(own, Decision) and [member.id for member in own.members] == [other._id]
 
 
 @pytest.mark.parametrize(("size", "left"), [(2, [1]), (4, [1, 2]), (4, [2, 3]), (5, [0, 4])])
@@ -141,7 +206,7 @@ def test_two_halves_do_not_make_two_groups(monkeypatch):
     with Group(4) as group:
         sides = {rank._port: number // 2 for number, rank in enumerate(group.ranks)}
         here = threading.local()
-        call = membership._call
+        call = membership.call
 
         def cut(place, until):
             if sides[place[1]] != here.side:
@@ -149,7 +214,7 @@ def test_two_halves_do_not_make_two_groups(monkeypatch):
                 raise TimeoutError
             return call(place, until)
 
-        monkeypatch.setattr(membership, "_call", cut)
+        monkeypatch.setattr(membership, "call", cut)
 
         def on_side(rank: int) -> Callable[[], Decision]:
             def work() -> Decision:
@@ -166,7 +231,7 @@ def test_two_halves_do_not_make_two_groups(monkeypatch):
 def _ends_at(monkeypatch, victim: Membership, kind: str, number: int) -> None:
     """``victim`` ends when it is about to send its message ``number`` of this kind; the message is lost."""
     sent = 0
-    send = membership._Channel.send
+    send = membership.Channel.send
 
     def lossy(channel, message):
         nonlocal sent
@@ -185,7 +250,7 @@ def _ends_at(monkeypatch, victim: Membership, kind: str, number: int) -> None:
         victims[threading.get_ident()] = self
         return agree(self, *arguments, **more)
 
-    monkeypatch.setattr(membership._Channel, "send", lossy)
+    monkeypatch.setattr(membership.Channel, "send", lossy)
     monkeypatch.setattr(Membership, "agree", noted)
 
 
@@ -242,19 +307,9 @@ def test_ranks_that_end_and_come_at_random(seed):
 def test_newcomers_get_the_numbers_behind_the_others():
     with Group(2) as group, closing(Membership("127.0.0.1")) as first, closing(Membership("127.0.0.1")) as second:
         places = [("127.0.0.1", rank._port) for rank in group.ranks]
-
-        def grow(rank: int) -> Callable[[], Decision]:
-            def work() -> Decision:
-                deadline = time.monotonic() + 10
-                while not group.ranks[rank].waiting() and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                return group.ranks[rank].agree(b"worker", rank, 10.0, grows=True)
-
-            return work
-
         found = group.run(
-            grow(0),
-            grow(1),
+            group.grow(0),
+            group.grow(1),
             lambda: first.knock(places[1], b"new", 10.0),
             lambda: second.knock(places[0], b"new", 10.0),
         )
@@ -308,7 +363,7 @@ def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
     with Group(3) as group, closing(Membership("127.0.0.1")) as away:
         port = group.ranks[ended]._port
         group.ranks[ended].close()
-        monkeypatch.setattr(membership, "_listen", lambda: socket.create_server(("", port)))
+        monkeypatch.setattr(membership, "listen", lambda: socket.create_server(("", port)))
         with closing(Membership("127.0.0.1")) as other:
             other._latest = Decision(5, (other.member(b"here"), away.member(b"away")), 3)
             left = sorted({0, 1, 2} - {ended})

@@ -16,34 +16,28 @@ and these are either
 Take two lists for one epoch. If a living rank accepted both, the ballot that came later has proposed the same list.
 Otherwise all ranks that accepted the first list have ended.
 
-The exception: processes that joined with the first list did not accept it, and may live. If a rank is stopped, is left
-out, and continues after all ranks that it knows have ended, it makes a group of its own beside theirs.
+Processes that joined with the first list did not accept it, and may live. A rank that is not on that list does not know
+them: it would make a group of its own when all ranks that it knows have ended. So every rank that is left out and has
+not ended gets the list before it is announced. If the rank is stopped, the list waits in its socket, and it reads the
+list before it decides anything: the ranks that it knows end later. The exception is a rank that is out of reach. Lists
+name such ranks, and the next coordinators call them, too. Two groups are possible if such a rank is out of reach for
+all coordinators until all ranks that it knows have ended.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import json
 import os
-import select
-import socket
-import struct
 import time
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, call, listen
 
 __all__ = ["Decision", "Member", "Membership"]
 
-_HEAD = struct.Struct("<8sI")
-_MAGIC = b"qccl/mem"
-_MOST_NBYTES = 64 << 20
-#: how long a rank may take to answer the coordinator, a stranger to say something, and a machine to accept a connection
-_ANSWER_SECONDS = 2.0
-_STRANGER_SECONDS = 10.0
-_CONNECT_SECONDS = 0.5
 _NAP_SECONDS = 0.005
 _RETRY_SECONDS = 0.05
 #: how much longer than its coordinator a rank waits
@@ -60,17 +54,29 @@ class Member(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """A group: its number, its members in the order of their ranks, and the number of their next call."""
+    """A group.
+
+    Attributes:
+        epoch: its number.
+        members: in the order of their ranks.
+        calls: the number of their next call.
+        left_out: ranks of earlier groups that have not ended, and perhaps do not know that they are left out.
+    """
 
     epoch: int
     members: tuple[Member, ...]
     calls: int
+    left_out: tuple[Member, ...] = ()
 
     @classmethod
     def of(cls, found: Any) -> Decision:
         """From JSON."""
-        epoch, members, calls = found
-        return cls(int(epoch), tuple(Member(*each) for each in members), int(calls))
+        epoch, members, calls, left_out = found
+        return cls(int(epoch), _members(members), int(calls), _members(left_out))
+
+
+def _members(found: Any) -> tuple[Member, ...]:
+    return tuple(Member(*each) for each in found)
 
 
 class _Own(NamedTuple):
@@ -91,8 +97,8 @@ class Membership:
 
     def __init__(self, host: str) -> None:
         """``host``: the address of this machine, as the others reach it."""
-        self._callers: list[_Channel] = []
-        self._server = _listen()
+        self._callers: list[Channel] = []
+        self._server = listen()
         self._server.setblocking(False)
         self._host, self._port = host, int(self._server.getsockname()[1])
         self._id = os.urandom(16).hex()
@@ -146,13 +152,13 @@ class Membership:
         A rank that gives up after the loss of another one closes its connections, too, and its last message may be
         lost. So the end of a connection does not tell who was lost.
         """
-        deadline = time.monotonic() + _CONNECT_SECONDS
+        deadline = time.monotonic() + CONNECT_SECONDS
         others = [rank for rank in range(len(self.members)) if rank not in (suspect, self.rank)]
         while time.monotonic() < deadline:
             for rank in (suspect, *others):
                 _, host, port, _ = self.members[rank]
                 try:
-                    _call((host, port), deadline).close()
+                    call((host, port), deadline).close()
                 except ConnectionRefusedError:
                     return rank
                 except OSError:
@@ -191,7 +197,7 @@ class Membership:
         deadline = time.monotonic() + timeout
         hello = {"kind": "knock", "member": self.member(worker)}
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), _call(address, deadline) as channel:
+            with contextlib.suppress(OSError), call(address, deadline) as channel:
                 channel.send(hello)
                 return self._adopt(Decision.of(channel.receive(deadline)["decided"]))
             time.sleep(_RETRY_SECONDS)
@@ -204,7 +210,7 @@ class Membership:
         """Number of the processes that wait at this rank's address."""
         return len(self._knocks())
 
-    def _knocks(self) -> list[tuple[_Channel, Any]]:
+    def _knocks(self) -> list[tuple[Channel, Any]]:
         self._hear()
         return [(each, each.inbox[0]) for each in self._callers if each.inbox and each.inbox[0]["kind"] == "knock"]
 
@@ -223,7 +229,7 @@ class Membership:
         with contextlib.suppress(OSError):
             while True:
                 connection, _ = self._server.accept()
-                self._callers.append(_Channel(connection))
+                self._callers.append(Channel(connection))
         for channel in list(self._callers):
             try:
                 channel.hear()
@@ -233,7 +239,7 @@ class Membership:
                 if channel.has_ended and all(message["kind"] != "decided" for message in channel.inbox):
                     self._dismiss(channel)
 
-    def _dismiss(self, channel: _Channel, **message: object) -> None:
+    def _dismiss(self, channel: Channel, **message: object) -> None:
         """Close a connection, after a last ``message``."""
         self._callers.remove(channel)
         with contextlib.suppress(OSError), channel:
@@ -247,7 +253,7 @@ class Membership:
         to, host, port, _ = self.members[rank]
         while time.monotonic() < self._patience:
             try:
-                with _call((host, port), self._patience) as channel:
+                with call((host, port), self._patience) as channel:
                     channel.send(self._hello("join", own, to))
                     return self._obey(channel)
             except ConnectionRefusedError:
@@ -256,7 +262,7 @@ class Membership:
                 time.sleep(_RETRY_SECONDS)
         raise TimeoutError
 
-    def _obey(self, channel: _Channel) -> Decision:
+    def _obey(self, channel: Channel) -> Decision:
         while True:
             message = channel.receive(self._patience)
             match message["kind"]:
@@ -288,8 +294,8 @@ class _Coordinator:
     def __init__(self, membership: Membership, own: _Own, ended: set[int], silent: set[int], timeout: float) -> None:
         self._me, self._own, self._ended, self._silent, self._timeout = membership, own, ended, silent, timeout
         self._rank, self._size = membership.rank, len(membership.members)
-        self._joined: dict[int, tuple[_Channel, Any]] = {}
-        self._probes: dict[int, _Channel] = {}
+        self._joined: dict[int, tuple[Channel, Any]] = {}
+        self._probes: dict[int, Channel] = {}
         self._next_probe = 0.0
         self._until = time.monotonic() + timeout
 
@@ -330,7 +336,7 @@ class _Coordinator:
         for channel, _ in self._joined.values():
             channel.close()
         self._joined.clear()
-        self._until = max(self._until, time.monotonic() + _ANSWER_SECONDS)
+        self._until = max(self._until, time.monotonic() + ANSWER_SECONDS)
 
     # -- who is there ------------------------------------------------------------------------------------------------
 
@@ -357,7 +363,7 @@ class _Coordinator:
                     probe.send({"kind": "decided", "decided": self._me._latest})
         return None
 
-    def _keep(self, channels: dict[int, Any], rank: int, channel: _Channel) -> None:
+    def _keep(self, channels: dict[int, Any], rank: int, channel: Channel) -> None:
         """Read what has come, and drop the channel if it has ended."""
         with contextlib.suppress(OSError):
             channel.hear()
@@ -365,15 +371,16 @@ class _Coordinator:
             channel.close()
             del channels[rank]
 
-    def _answer(self, channel: _Channel, message: Any) -> Decision | None:
+    def _answer(self, channel: Channel, message: Any) -> Decision | None:
         me = self._me
+        if message.get("to", me._id) != me._id:  # the process that had this port has ended
+            me._dismiss(channel, kind="stranger")
+            return None
         if message["kind"] == "decided":
             me._dismiss(channel)
             return Decision.of(message["decided"])
         rank = next((r for r, member in enumerate(me.members) if member.id == message["id"]), None)
-        if message["to"] != me._id:  # the process that had this port has ended
-            me._dismiss(channel, kind="stranger")
-        elif message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
+        if message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
             me._dismiss(channel, kind="decided", decided=me._latest)
         elif message["epoch"] > me.epoch:
             with contextlib.suppress(OSError):
@@ -398,7 +405,7 @@ class _Coordinator:
                 continue
             to, host, port, _ = self._me.members[rank]
             try:
-                self._probes[rank] = _call((host, port), now + _CONNECT_SECONDS)
+                self._probes[rank] = call((host, port), now + CONNECT_SECONDS)
                 self._probes[rank].send(self._me._hello("probe", self._own, to))
             except ConnectionRefusedError:
                 self._ended.add(rank)
@@ -418,15 +425,17 @@ class _Coordinator:
         value = max(accepted, key=lambda each: each[0])[1] if accepted else self._next_group()
         me._accepted = [ballot, value]
         self._ask({"kind": "accept", "ballot": ballot, "value": value}, "accepted")
+        decision = Decision.of(value)
+        _inform(decision.left_out, decision)
         for channel, _ in self._joined.values():
             with contextlib.suppress(OSError):
-                channel.send({"kind": "decided", "decided": value})
-        return Decision.of(value)
+                channel.send({"kind": "decided", "decided": decision})
+        return decision
 
     def _ask(self, message: dict[str, Any], answer: str) -> None:
         for channel, _ in self._joined.values():
             channel.send(message)
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        deadline = time.monotonic() + ANSWER_SECONDS
         for channel, _ in self._joined.values():
             if channel.receive(deadline)["kind"] != answer:
                 raise ConnectionError
@@ -440,98 +449,21 @@ class _Coordinator:
         members = [self._me.members[rank]._replace(worker=brought[rank].worker) for rank in sorted(brought)]
         newcomers = itertools.chain.from_iterable(brought[rank].newcomers for rank in sorted(brought))
         calls = max(each.calls for each in brought.values())
-        return Decision(self._me.epoch + 1, (*members, *newcomers), calls)
+        latest = self._me._latest
+        left_out = [*_inform(latest.left_out, latest), *(self._me.members[rank] for rank in self._missing())]
+        return Decision(latest.epoch + 1, (*members, *newcomers), calls, tuple(left_out))
 
 
-# -- connections -----------------------------------------------------------------------------------------------------
-
-
-class _Channel:
-    """A connection with messages: JSON behind a magic number and a length.
-
-    Attributes:
-        inbox: messages that hear() has read.
-        has_ended: the other side has closed the connection, or is lost.
-    """
-
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
-        self._received = b""
-        self._silent_until = time.monotonic() + _STRANGER_SECONDS
-        self.inbox: list[Any] = []
-        self.has_ended = False
-
-    def __enter__(self) -> _Channel:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def send(self, message: dict[str, Any]) -> None:
-        """Raises OSError if the other side has ended, or does not take the message in time."""
-        content = json.dumps(message).encode()
-        self._connection.settimeout(_ANSWER_SECONDS)
-        self._connection.sendall(_HEAD.pack(_MAGIC, len(content)) + content)
-
-    def receive(self, until: float) -> Any:
-        """The next message. Raises TimeoutError at ``until``, OSError if the other side has ended."""
-        poll = select.poll()
-        poll.register(self._connection, select.POLLIN)
-        self.hear()
-        while not self.inbox:
-            left = until - time.monotonic()
-            if self.has_ended:
-                raise ConnectionError("the other side has closed the connection")
-            if left <= 0:
-                raise TimeoutError
-            poll.poll(1000 * left)
-            self.hear()
-        return self.inbox.pop(0)
-
-    def hear(self) -> None:
-        """Put what has come into ``inbox``. Raises OSError for a caller that speaks another protocol, or nothing."""
-        self._connection.setblocking(False)
+def _inform(processes: Iterable[Member], decision: Decision) -> list[Member]:
+    """Send a decision to processes that it leaves out; returns those that are out of reach."""
+    out_of_reach = []
+    until = time.monotonic() + ANSWER_SECONDS
+    for process in processes:
         try:
-            while part := self._connection.recv(1 << 16):
-                self._received += part
-                self._silent_until = float("inf")
-            self.has_ended = True
-        except BlockingIOError:
-            pass
+            with call((process.host, process.port), until) as channel:
+                channel.send({"kind": "decided", "to": process.id, "decided": decision})
+        except ConnectionRefusedError:
+            pass  # it has ended
         except OSError:
-            self.has_ended = True
-        if time.monotonic() > self._silent_until:
-            raise ConnectionError("the caller says nothing")
-        while len(self._received) >= _HEAD.size:
-            magic, length = _HEAD.unpack_from(self._received)
-            if magic != _MAGIC or length > _MOST_NBYTES:
-                raise ConnectionError("the caller is not a rank")
-            end = _HEAD.size + length
-            if len(self._received) < end:
-                return
-            self.inbox.append(_message(self._received[_HEAD.size : end]))
-            self._received = self._received[end:]
-
-
-def _message(content: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(content)
-    except ValueError as error:
-        raise ConnectionError("the caller is not a rank") from error
-    if not isinstance(message, dict) or "kind" not in message:
-        raise ConnectionError("the caller is not a rank")
-    return message
-
-
-def _listen() -> socket.socket:
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
-
-
-def _call(place: tuple[str, int], until: float) -> _Channel:
-    left = max(0.01, until - time.monotonic())
-    return _Channel(socket.create_connection(place, timeout=min(left, _CONNECT_SECONDS)))
+            out_of_reach.append(process)
+    return out_of_reach
