@@ -384,6 +384,7 @@ class Communicator(Collectives):
 
     def close(self) -> None:
         """Release the group, after the last call on every rank. A second call does nothing."""
+        self._session.check_thread()
         self._plans.clear()
         self._session.close()
         self.transport.close()

@@ -47,16 +47,20 @@ class Session:
         """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
         if self.closed:
             raise ArgumentError("this communicator is closed; make another with qccl.init()")
-        if self._calling_back and threading.get_ident() in self._calling_back:
-            raise ArgumentError(
-                "a function that was passed to Work.add_done_callback() cannot make calls on the communicator, because "
-                "another thread may be making one; let it wake the thread that makes the program's calls"
-            )
+        self.check_thread()
         if self.failure is None:
             self.failure = self.engine.failure
         if self.failure is not None:
             error = type(self.failure)(f"this communicator failed earlier and is unusable: {self.failure}")
             raise error from self.failure
+
+    def check_thread(self) -> None:
+        """Raise ArgumentError in a function of a Work."""
+        if self._calling_back and threading.get_ident() in self._calling_back:
+            raise ArgumentError(
+                "a function that was passed to Work.add_done_callback() cannot make calls on the communicator or close "
+                "it, because another thread may be making a call; let it wake the thread that makes the program's calls"
+            )
 
     def start(
         self,

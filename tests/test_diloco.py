@@ -214,7 +214,7 @@ for step in range(4):
         comm = comm.shrink(10)
         outer.continue_on(comm)
         outer.step()
-print(f"{comm.size} ranks, {outer.steps} steps, {hashlib.sha256(params).hexdigest()}", flush=True)
+print(f"{comm.size} ranks, {outer.steps} steps, {hashlib.sha256(params).hexdigest()}\\n", end="", flush=True)
 comm.close()
 """
 

@@ -41,6 +41,19 @@ def bits(tree) -> list[tuple]:
     return [(x.shape, str(x.dtype), np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
 
 
+def test_arrays_of_another_layout():
+    """They are copied: a result is row-major."""
+    from jax.experimental.layout import Format, Layout
+
+    def run(comm):
+        x = jnp.arange(24.0).reshape(4, 6)
+        turned = jax.device_put(x, Format(Layout((1, 0)), x.sharding))
+        assert turned.format.layout.major_to_minor == (1, 0)
+        return bits(qccl.jax.allreduce({"w": turned}, comm=comm)) == bits(qccl.jax.allreduce({"w": x}, comm=comm))
+
+    assert all(qccl.run_ranks(2, run))
+
+
 @pytest.mark.parametrize("codec", ["minmax8", "minmax4:bucket=64", "none", "topk:k=4"])
 @pytest.mark.parametrize("op", ["avg", "sum"])
 def test_the_bits_of_coalesced_calls(codec, op):

@@ -103,7 +103,7 @@ def test_groups_are_in_the_order_of_the_backward_pass(parameters):
     ]
     assert [group.key for group in groups] == ["group 0", "group 1", "group 2", "group 3"]
     assert all(group.nbytes <= 8192 for group in groups)
-    assert [len(group.names) for group in groups_of(parameters, group_bytes=0)] == [1] * 7
+    assert [len(group.names) for group in groups_of(parameters, group_bytes=1)] == [1] * 7
 
 
 def test_a_pattern_that_matches_nothing(parameters):

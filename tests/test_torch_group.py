@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 
 import pytest
 from test_torch import run
+
+from qccl.errors import ArgumentError, CodecError
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
 
@@ -25,3 +28,17 @@ def test_group(tmp_path, size):
 def test_a_rank_that_dies(tmp_path):
     for rank, last in list(run_group(tmp_path, 3, "dies"))[::2]:
         rank.check(last)
+
+
+@pytest.mark.parametrize("name", ["QCCL_CODEC", "QCCL_ALL_GATHER_CODEC"])
+def test_an_error_of_a_variables_codec_names_the_variable(name, monkeypatch):
+    from qccl.torch import Options
+
+    for wrong, kind, text in (("onebit+ef", ArgumentError, "keeps its residual"), ("minmx8", CodecError, "minmax")):
+        monkeypatch.setenv(name, wrong)
+        with pytest.raises(kind, match=f"^{name}='{re.escape(wrong)}'.*{text}"):
+            Options()
+        given = Options(codec="minmax4", all_gather_codec="none")  # its options win over the variables
+        assert (given.codec, given.all_gather_codec) == ("minmax4", "none")
+    with pytest.raises(ArgumentError, match=r"^codec='minmax4\+ef' keeps its residual"):
+        Options(codec="minmax4+ef", all_gather_codec="none")

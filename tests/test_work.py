@@ -107,6 +107,26 @@ def test_an_exception_goes_to_the_hook(monkeypatch):
     assert [str(each.exc_value) for each in reported] == ["in a callback"] * 4
 
 
+def test_it_cannot_close_the_communicator():
+    def run(comm):
+        errors, called = [], Called()
+
+        def close(work):
+            try:
+                comm.close()
+            except ArgumentError as error:
+                errors.append(str(error))
+
+        work = comm.quantized_allreduce(np.ones(COUNT, np.float32), async_op=True)
+        work.add_done_callback(close)
+        work.add_done_callback(called)
+        called.wait()
+        return errors, comm.quantized_allreduce(np.ones(10, np.float32))[0]  # the communicator goes on
+
+    for errors, value in qccl.run_ranks(2, run):
+        assert len(errors) == 1 and "cannot make calls on the communicator or close it" in errors[0] and value == 2
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_it_cannot_make_calls(asynchronous):
     def run(comm):

@@ -471,6 +471,8 @@ def refuses() -> None:
     refused = partial(error_of, kind=qccl.ArgumentError)
     assert "DistributedDataParallel, not Mixed; wrap it first" in refused(lambda: compress(net()))
     assert "exclude must be a list" in refused(lambda: compress(model, exclude="*"))
+    assert "codecs must be a dict of codecs" in refused(lambda: compress(model, codecs=[("first.*", "none")]))
+    assert "group_bytes must be a positive number" in refused(lambda: compress(model, group_bytes=0))
     assert "'nothing.*' matches no parameter" in refused(lambda: compress(model, exclude=["nothing.*"]))
     assert "first.weight" in refused(lambda: compress(model, codecs={"firs": "none"}))
     assert "there is no codec" in refused(lambda: compress(model, "minimax8"))
@@ -497,7 +499,18 @@ def refuses() -> None:
     x = batches(1)[0]
     loss_of(model, x).backward()
     state = handle.state_dict()
-    groups = [state["groups"][0] | {"codec": "minmax8"}, *state["groups"][1:]]
+    first, *others = state["groups"]
+    groups = [first | {"codec": "minmax8"}, *others]
+    name, shape, strides = first["parameters"][0]
+    renamed = [first | {"parameters": [["another", shape, strides], *first["parameters"][1:]]}, *others]
+    for wrong, text in (
+        (groups, f"the codec of its group 0 is minmax8, and here it is {first['codec']}; pass the same"),
+        (renamed, f"group 0 has 'another' of shape {tuple(shape)} and strides"),
+        (renamed, f"the group here {name!r} of shape"),
+        ([first | {"parameters": first["parameters"][:-1]}, *others], "group 0 has nothing, and the group here"),
+        (others, f"it has {len(others)} groups of parameters, and here there are {len(others) + 1}"),
+    ):
+        assert text in refused(lambda: handle.load_state_dict(state | {"groups": wrong})), text  # noqa: B023
     for wrong in (state | {"groups": groups}, {"rank": 0}, 3, state | {"calls": -1}, []):
         refused(lambda: handle.load_state_dict(wrong))  # noqa: B023
     name = next(iter(state["residuals"]))

@@ -145,11 +145,15 @@ def _as_array(leaf: Any, what: str, op: str) -> Any:
     except TypeError as error:
         raise ArgumentError(f"{what} is of type {type(leaf).__name__}, not an array for JAX ({error})") from error
     check_type(what, array.dtype, op)
-    if not isinstance(array, jax.core.Tracer) and len(array.sharding.device_set) > 1:
+    if isinstance(array, jax.core.Tracer):
+        return array
+    if len(array.sharding.device_set) > 1:
         raise ArgumentError(
             f"{what} is on {len(array.sharding.device_set)} devices, and must be on one; pass the part on one, such as "
             f"x.addressable_shards[0].data"
         )
+    if array.ndim > 1 and array.format.layout.major_to_minor != tuple(range(array.ndim)):
+        return jax.device_put(np.ascontiguousarray(array), array.sharding)  # the results are row-major
     return array
 
 

@@ -91,6 +91,13 @@ def compress(
     parameters = _parameters_of(ddp_model)
     if isinstance(exclude, str):
         raise ArgumentError(f"exclude must be a list of patterns, such as [{exclude!r}], not a string")
+    if codecs is not None and not isinstance(codecs, Mapping):
+        raise ArgumentError(
+            f"codecs must be a dict of codecs by patterns of names, such as {{'embedding.*': 'topk:k=0.01+ef'}}, not "
+            f"{codecs!r}"
+        )
+    if count_of(group_bytes, "group_bytes") == 0:
+        raise ArgumentError("group_bytes must be a positive number, the most bytes that one call reduces, not 0")
     policy = Policy(codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
     policy.check(parameters)
     warmup_steps = count_of(warmup_steps, "warmup_steps")
@@ -99,7 +106,7 @@ def compress(
             "warmup_steps and +nesterov exclude each other, because the first steps would have no momentum; leave "
             "one of them out"
         )
-    groups = form_groups(parameters.items(), policy, count_of(group_bytes, "group_bytes"))
+    groups = form_groups(parameters.items(), policy, group_bytes)
     timeout = None if timeout is None else timeout_of(timeout)
     is_own = comm is None
     if comm in _in_use:

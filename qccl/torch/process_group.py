@@ -28,7 +28,7 @@ from qccl.arguments import CodecLike, count_of
 from qccl.codecs.base import Codec
 from qccl.communicator import Communicator
 from qccl.cuda.nccl import get_unique_id
-from qccl.errors import ArgumentError, MismatchError
+from qccl.errors import ArgumentError, CodecError, MismatchError
 from qccl.meetings import connect, of_store
 from qccl.transports.torch import keep_alive
 from qccl.work import Work
@@ -42,7 +42,8 @@ _MOST_TEXT = 1024
 _LEAVE_SECONDS = 60.0
 
 
-def _bytes_of(text: str) -> int:
+def _bytes_from_environment() -> int:
+    text = os.environ.get("QCCL_MIN_BYTES") or "65536"
     if not text.isdecimal():
         raise ArgumentError(
             f"QCCL_MIN_BYTES={text!r} is not a number of bytes; give an integer without a unit, such as 65536"
@@ -50,9 +51,30 @@ def _bytes_of(text: str) -> int:
     return int(text)
 
 
+def _codec_from_environment(variable: str, default: str) -> str:
+    text = os.environ.get(variable) or default
+    try:
+        codec = codecs.get(text)
+    except CodecError as error:
+        raise CodecError(f"{variable}={text!r}: {error}") from error
+    _check_stateless(f"{variable}={text!r}", codec)
+    return text
+
+
+def _check_stateless(what: str, codec: Codec) -> None:
+    if codec.state_names:
+        raise ArgumentError(
+            f"{what} keeps its {' and '.join(codec.state_names)} for each tensor from call to call, but a process "
+            f"group does not know which tensor a call has; use a codec without +ef and +nesterov, or "
+            f"qccl.torch.compress(), which knows the parameters of a DDP model"
+        )
+
+
 @dataclass(frozen=True)
 class Options:
     """What a process group of the backend "qccl" compresses; pass it as ``pg_options``, the same on all ranks.
+
+    An option that is given here wins over its environment variable.
 
     Attributes:
         codec: of sums and means (all-reduce and reduce-scatter), e.g. "minmax8"; by default QCCL_CODEC, or else
@@ -65,9 +87,11 @@ class Options:
     Raises CodecError, ArgumentError: a codec does not exist, or keeps state; or min_bytes is not a number of bytes.
     """
 
-    codec: CodecLike = field(default_factory=lambda: os.environ.get("QCCL_CODEC") or "minmax8")
-    min_bytes: int = field(default_factory=lambda: _bytes_of(os.environ.get("QCCL_MIN_BYTES") or "65536"))
-    all_gather_codec: CodecLike = field(default_factory=lambda: os.environ.get("QCCL_ALL_GATHER_CODEC") or "none")
+    codec: CodecLike = field(default_factory=lambda: _codec_from_environment("QCCL_CODEC", "minmax8"))
+    min_bytes: int = field(default_factory=_bytes_from_environment)
+    all_gather_codec: CodecLike = field(
+        default_factory=lambda: _codec_from_environment("QCCL_ALL_GATHER_CODEC", "none")
+    )
 
     def __str__(self) -> str:
         sums, gathers = codecs.get(self.codec).spec(), codecs.get(self.all_gather_codec).spec()
@@ -76,12 +100,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("codec", "all_gather_codec"):
             codec = codecs.get(getattr(self, name))
-            if codec.state_names:
-                raise ArgumentError(
-                    f"{name}={codec.spec()!r} keeps its {' and '.join(codec.state_names)} for each tensor from call to "
-                    f"call, but a process group does not know which tensor a call has; use a codec without +ef and "
-                    f"+nesterov, or qccl.torch.compress(), which knows the parameters of a DDP model"
-                )
+            _check_stateless(f"{name}={codec.spec()!r}", codec)
         count_of(self.min_bytes, "min_bytes")
 
 

@@ -8,6 +8,7 @@ tell which, so one tensor per parameter is enough.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -178,13 +179,33 @@ def _check(state: Any, groups: Sequence[Group]) -> None:
     own = [group.description() for group in groups]
     if state["groups"] == own:
         return
-    pairs = zip(state["groups"], own, strict=False)
-    number = next((i for i, (saved, mine) in enumerate(pairs) if saved != mine), min(len(state["groups"]), len(own)))
-    shown = [str(each[number]) if number < len(each) else "nothing" for each in (state["groups"], own)]
     raise ArgumentError(
-        f"the state belongs to other parameters or codecs: its group {number} is {shown[0]}, and here it is "
-        f"{shown[1]}; pass the same model and the same arguments to compress()"
+        f"the state belongs to other parameters or codecs: {_difference(state['groups'], own)}; pass the same model "
+        f"and the same arguments to compress()"
     )
+
+
+def _difference(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> str:
+    """The first difference between the descriptions of groups in a state and here."""
+    if len(saved) != len(own):
+        return f"it has {len(saved)} groups of parameters, and here there are {len(own)}"
+    number, (theirs, ours) = next(
+        (i, pair) for i, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1]
+    )
+    for field in ("codec", "dtype"):
+        if theirs[field] != ours[field]:
+            return f"the {field} of its group {number} is {theirs[field]}, and here it is {ours[field]}"
+    pairs = zip_longest(theirs["parameters"], ours["parameters"])
+    shown = next([_shown(each) for each in pair] for pair in pairs if pair[0] != pair[1])
+    return f"its group {number} has {shown[0]}, and the group here {shown[1]} in its place"
+
+
+def _shown(parameter: Sequence[Any] | None) -> str:
+    """A parameter of Group.description()."""
+    if parameter is None:
+        return "nothing"
+    name, shape, strides = parameter
+    return f"{name!r} of shape {tuple(shape)} and strides {tuple(strides)}"
 
 
 def _all_ranks(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
