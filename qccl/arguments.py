@@ -12,7 +12,7 @@ from qccl.errors import ArgumentError
 from qccl.scalars import as_integer, as_real
 
 __all__ = ["OPS", "CodecLike", "OpLike", "check_group", "check_trace", "chunk_of", "count_of", "integer", "integers"]
-__all__ += ["one_of", "op_of", "timeout_of"]
+__all__ += ["one_of", "op_of", "setup_timeout", "timeout_of"]
 
 #: the arguments that qccl.codecs.get accepts
 CodecLike = str | Mapping[str, Any] | Codec
@@ -88,14 +88,19 @@ def one_of(value: str, allowed: Collection[str], what: str) -> str:
     return value
 
 
-def timeout_of(timeout: float) -> float:
-    """A positive number of seconds, within the limit of threading."""
-    seconds = as_real(timeout)
+def timeout_of(timeout: float | None, default: float | None = None) -> float:
+    """A positive number of seconds, within the limit of threading; None means ``default``."""
+    seconds = as_real(default if timeout is None else timeout)
     if seconds is None or not 0 < seconds <= threading.TIMEOUT_MAX:
         raise ArgumentError(
             f"timeout must be a positive number of seconds (at most {threading.TIMEOUT_MAX:g}), not {timeout!r}"
         )
     return float(seconds)
+
+
+def setup_timeout(timeout: float | None) -> float:
+    """Seconds that the set-up of a communicator may take: its ``timeout``, or 60 if the program gave none."""
+    return timeout_of(timeout, 60.0)
 
 
 def check_trace(trace: Any) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from qccl.arguments import CodecLike, check_group, check_trace, count_of, timeout_of
+from qccl.arguments import CodecLike, check_group, check_trace, count_of, setup_timeout, timeout_of
 from qccl.arrays import Values
 from qccl.calls import Collectives, KnownCall
 from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
@@ -59,20 +59,20 @@ class Communicator(Collectives):
     """
 
     def __init__(
-        self, unique_id: bytes, rank: int, size: int, *, timeout: float = 60.0, device: int | None = None
+        self, unique_id: bytes, rank: int, size: int, *, timeout: float | None = None, device: int | None = None
     ) -> None:
         """Collective, on CUDA: one rank calls get_unique_id(), and all pass the ``unique_id`` that it returned.
 
-        ``device`` is the GPU of this rank; None means the current one. Programs that a launcher started use qccl.init()
-        instead.
+        ``timeout`` is as in qccl.init(). ``device`` is the GPU of this rank; None means the current one. Programs that
+        a launcher started use qccl.init() instead.
         """
         from qccl.cuda import CudaBackend
         from qccl.cuda.nccl import NcclTransport
 
-        timeout = timeout_of(timeout)
-        self._set_up(NcclTransport.from_unique_id(unique_id, rank, size, device, timeout), timeout, CudaBackend)
+        setup = setup_timeout(timeout)
+        self._set_up(NcclTransport.from_unique_id(unique_id, rank, size, device, setup), timeout, CudaBackend)
 
-    def _set_up(self, transport: Group, timeout: float, backend: Callable[[Any], Backend]) -> None:
+    def _set_up(self, transport: Group, timeout: float | None, backend: Callable[[Any], Backend]) -> None:
         made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
@@ -80,13 +80,13 @@ class Communicator(Collectives):
         self.backend = made.name
         self.transport = transport
         self._make_backend = backend
-        self._session = Session(self.rank, self.size, made, timeout)
+        self._session = Session(self.rank, self.size, made, timeout_of(timeout, made.timeout))
         self._memory = made.memory
         self._plans = PlanCache()
 
     @classmethod
     def _from_transport(
-        cls, transport: Group, timeout: float = 60.0, backend: Callable[[Any], Backend] = HostBackend
+        cls, transport: Group, timeout: float | None = None, backend: Callable[[Any], Backend] = HostBackend
     ) -> Communicator:
         """A communicator over a transport of the kind that the backend needs."""
         comm = cls.__new__(cls)
@@ -100,7 +100,7 @@ class Communicator(Collectives):
 
     @classmethod
     def from_mpi(
-        cls, comm: Any, timeout: float = 60.0, *, backend: str = "host", device: int | None = None
+        cls, comm: Any, timeout: float | None = None, *, backend: str = "host", device: int | None = None
     ) -> Communicator:
         """Collective: the ranks of an mpi4py communicator, which qccl duplicates and does not change.
 
@@ -112,27 +112,27 @@ class Communicator(Collectives):
 
         if backend not in ("host", "cuda"):
             raise ArgumentError(f'backend {backend!r} does not exist; there are "host" and "cuda"')
-        timeout = timeout_of(timeout)
-        transport = MpiTransport.from_mpi(comm, timeout)
+        setup = setup_timeout(timeout)
+        transport = MpiTransport.from_mpi(comm, setup)
         if backend == "host":
             return cls._from_transport(transport, timeout)
         try:
-            return cls._on_cuda(lambda nccl: nccl.from_group(transport, device, timeout), timeout)
+            return cls._on_cuda(lambda nccl: nccl.from_group(transport, device, setup), timeout)
         except BaseException:
             transport.close()
             raise
 
     @classmethod
-    def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float = 60.0) -> Communicator:
+    def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float | None = None) -> Communicator:
         """Collective: the ranks and GPUs of an NCCL communicator: a NcclCommunicator of CuPy, or an ncclComm_t as int.
 
         qccl uses it only to bring the ranks together, and leaves it as it was.
         """
-        timeout = timeout_of(timeout)
-        return cls._on_cuda(lambda nccl: nccl.from_nccl(comm, rank, size, timeout), timeout)
+        setup = setup_timeout(timeout)
+        return cls._on_cuda(lambda nccl: nccl.from_nccl(comm, rank, size, setup), timeout)
 
     @classmethod
-    def from_torch(cls, group: Any = None, timeout: float = 60.0) -> Communicator:
+    def from_torch(cls, group: Any = None, timeout: float | None = None) -> Communicator:
         """Collective: the ranks of a torch.distributed process group (None: the default one).
 
         If it has NCCL, the ranks use their current devices. Otherwise they use host memory, over UCX if all ranks have
@@ -140,10 +140,10 @@ class Communicator(Collectives):
         """
         from qccl.transports.torch import backend_of
 
-        timeout = timeout_of(timeout)
+        setup = setup_timeout(timeout)
         if "nccl" in backend_of(group):
-            return cls._on_cuda(lambda nccl: nccl.from_torch(group, timeout), timeout)
-        return cls._from_transport(connect(of_torch(group), timeout), timeout)
+            return cls._on_cuda(lambda nccl: nccl.from_torch(group, setup), timeout)
+        return cls._from_transport(connect(of_torch(group), setup), timeout)
 
     @classmethod
     def from_jax(cls, timeout: float = 60.0) -> Communicator:
@@ -154,7 +154,7 @@ class Communicator(Collectives):
         return cls._from_transport(connect(of_jax(), timeout_of(timeout)), timeout)
 
     @classmethod
-    def _on_cuda(cls, make: Callable[[type[NcclTransport]], NcclTransport], timeout: float) -> Communicator:
+    def _on_cuda(cls, make: Callable[[type[NcclTransport]], NcclTransport], timeout: float | None) -> Communicator:
         from qccl.cuda import CudaBackend
         from qccl.cuda.nccl import NcclTransport
 

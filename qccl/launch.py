@@ -28,7 +28,7 @@ _YES, _NO, _MIXED = b"+", b"-", b"x"
 
 def init(
     backend: str = "auto",
-    timeout: float = 60.0,
+    timeout: float | None = None,
     device: int | None = None,
     *,
     rank: int | None = None,
@@ -44,7 +44,8 @@ def init(
     Args:
         backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
             or where a ``device`` is given; otherwise the host. The ranks decide together.
-        timeout: seconds until a collective that does not finish raises CollectiveTimeout.
+        timeout: seconds until a collective that does not finish raises CollectiveTimeout; None means 60 on the host and
+            600 on CUDA, where they count from a call's first step on the device. The set-up has 60 if it is None.
         device: GPU of this rank; None means the one with the rank's number on its machine.
         rank: number of this process. ``rank``, ``size`` and ``address`` are for processes that no launcher started.
         size: number of processes.
@@ -59,10 +60,10 @@ def init(
         EngineError: the backend cannot be used on this machine, or the ranks have no transport in common; the message
             says why.
     """
-    from qccl.arguments import integer, timeout_of
+    from qccl.arguments import integer, setup_timeout
     from qccl.communicator import Communicator
 
-    timeout = timeout_of(timeout)
+    setup = setup_timeout(timeout)
     if backend not in ("auto", "host", "cuda"):
         raise ArgumentError(f'backend {backend!r} does not exist; there are "auto", "host" and "cuda"')
     if backend == "host" and device is not None:
@@ -74,7 +75,7 @@ def init(
     if meeting is None:
         return _by_mpi(backend, device, timeout, must=must)
     comm = None if backend == "host" else _on_gpus(meeting, device, timeout, must=must)
-    return comm or Communicator._from_transport(connect(meeting, timeout, wanted), timeout=timeout)
+    return comm or Communicator._from_transport(connect(meeting, setup, wanted), timeout=timeout)
 
 
 def join(address: str, timeout: float = 60.0) -> Communicator:
@@ -146,17 +147,19 @@ def has_mpi(launcher: Launcher, wanted: str | None) -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def _by_mpi(backend: str, device: int | None, timeout: float, *, must: bool) -> Communicator:
+def _by_mpi(backend: str, device: int | None, timeout: float | None, *, must: bool) -> Communicator:
     """The ranks of MPI's world: on GPUs if all have one, otherwise on the host."""
+    from qccl.arguments import setup_timeout
     from qccl.communicator import Communicator
     from qccl.transports.mpi import MpiTransport
 
-    transport = MpiTransport.world(timeout)
+    setup = setup_timeout(timeout)
+    transport = MpiTransport.world(setup)
     launcher = detect()
     assert launcher is not None  # _find_meeting()
     check_size(launcher, transport.size)
     if backend != "host":
-        kind, text = _verdict(transport.allgather(_note(must, "" if must else _too_few(transport.local_size)), timeout))
+        kind, text = _verdict(transport.allgather(_note(must, "" if must else _too_few(transport.local_size)), setup))
         if kind == _MIXED:
             transport.close()
             raise MismatchError(text)
@@ -166,15 +169,17 @@ def _by_mpi(backend: str, device: int | None, timeout: float, *, must: bool) -> 
     return Communicator._from_transport(transport, timeout=timeout)
 
 
-def _on_gpus(meeting: Meeting, device: int | None, timeout: float, *, must: bool) -> Communicator | None:
+def _on_gpus(meeting: Meeting, device: int | None, timeout: float | None, *, must: bool) -> Communicator | None:
     """The ranks on their GPUs; None: not all have one, and none ``must``.
 
     Each says what it was asked for, and what keeps it from a GPU, so that all do the same.
     """
+    from qccl.arguments import setup_timeout
     from qccl.communicator import Communicator
     from qccl.cuda.nccl import get_unique_id
 
-    hosts = meeting.gather(socket.gethostname().encode(), timeout)
+    setup = setup_timeout(timeout)
+    hosts = meeting.gather(socket.gethostname().encode(), setup)
     here = hosts[meeting.rank]
     chosen, reason = None, ""
     try:
@@ -185,11 +190,11 @@ def _on_gpus(meeting: Meeting, device: int | None, timeout: float, *, must: bool
         if meeting.size == 1:
             raise
         reason = str(error)
-    kind, text = _verdict(meeting.gather(_note(must, reason), timeout))
+    kind, text = _verdict(meeting.gather(_note(must, reason), setup))
     if kind == _MIXED:
         raise MismatchError(text)
     if kind == _YES:
-        unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", timeout)[0]
+        unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", setup)[0]
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=chosen)
     if must:
         raise EngineError(text)
@@ -222,14 +227,15 @@ def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
     return _YES, ""
 
 
-def _over(group: Transport, device: int | None, timeout: float) -> Communicator:
+def _over(group: Transport, device: int | None, timeout: float | None) -> Communicator:
     """The ranks of a host group on their GPUs; the group is theirs, too, or is given up where that fails."""
+    from qccl.arguments import setup_timeout
     from qccl.communicator import Communicator
     from qccl.cuda import CudaBackend
     from qccl.cuda.nccl import NcclTransport
 
     try:
-        transport = NcclTransport.from_group(group, device, timeout)
+        transport = NcclTransport.from_group(group, device, setup_timeout(timeout))
     except BaseException:
         group.close()
         raise

@@ -86,6 +86,7 @@ class World:
         self.arenas: defaultdict[int, list[Block]] = defaultdict(list)
         self.event_devices: dict[int, int] = {}
         self.stream_devices: dict[int, int] = {}
+        self.priorities: dict[int, int] = {}
         self.meetings: dict[bytes, Meeting] = {}
         self.reused = 0  # allocations that got memory which had been given back
         self.error = 0  # what eventQuery returns
@@ -248,6 +249,7 @@ class Stream:
         self._world, self.ptr = world, next(world.numbers) if ptr is None else ptr
         if ptr is None:
             world.tail[self.ptr] = None
+            world.priorities[self.ptr] = priority or 0
             world.stream_devices[self.ptr] = world.local.__dict__.get("device", 0)
 
     def __enter__(self) -> Stream:

@@ -309,7 +309,14 @@ def test_info_names_every_part_and_why_it_cannot_be_used(monkeypatch: pytest.Mon
     assert result.exit_code == 0
     lines = dict(line.split(maxsplit=1) for line in result.output.splitlines())
     assert lines["qccl"] == qccl.__version__
-    for part in ("host engine    yes: kernels for", "cuda engine    no: ", "mpiexec ", "launcher ", "plot "):
+    for part in (
+        "host engine    yes: kernels for",
+        "cuda engine    no: ",
+        "cuda parts ",
+        "mpiexec ",
+        "launcher ",
+        "plot ",
+    ):
         assert part in result.output
     assert "lab (--link)   no: network namespaces need root" in result.output
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -201,10 +202,59 @@ def test_what_is_missing_is_named(world):
         for part in ("CuPy is 13.6.0", "NCCL is 2.17", "cuda-python cannot be imported", "no CUDA driver"):
             assert part in lacking
         monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+        monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", no_driver)
+        assert any("cannot load NVRTC" in each for each in libraries.missing())
         assert any("finds no NCCL" in each for each in libraries.missing())
         monkeypatch.setitem(sys.modules, "cupy", None)
         assert libraries.device_count() == 0
         assert len(libraries.missing()) == 1
+
+
+def test_the_version_of_each_part_is_told(cupy, monkeypatch):
+    found = libraries.part_versions()
+    assert {"CuPy": "14.0.0", "NCCL": "2.28.0", "NVRTC": "12.9", "driver for CUDA": "13.0"}.items() <= found.items()
+
+    def is_missing():
+        raise RuntimeError("no such file")
+
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", is_missing)
+    assert libraries.part_versions()["NVRTC"] == "none (no such file)"
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert libraries.part_versions()["CuPy"].startswith("none (")
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0")])
+def test_nccl_is_told_to_keep_the_order_of_several_communicators(given, expected, cupy, monkeypatch):
+    monkeypatch.setenv(libraries.LAUNCH_ORDER, given or "")
+    if given is None:
+        monkeypatch.delenv(libraries.LAUNCH_ORDER)
+    seen = []
+    make = libraries.cuda_libraries().nccl.NcclCommunicator
+    monkeypatch.setattr(
+        libraries.cuda_libraries().nccl,
+        "NcclCommunicator",
+        lambda *arguments: seen.append(os.environ[libraries.LAUNCH_ORDER]) or make(*arguments),
+    )
+    one(lambda comm: None)
+    assert seen == [expected]
+
+
+def test_the_timeout_of_calls_that_nobody_chose(cupy):
+    """On CUDA as PyTorch's for NCCL; on the host, where the host waits, one minute."""
+    with qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0) as comm:
+        assert comm.timeout == 600
+    with qccl.init(backend="host") as comm:
+        assert comm.timeout == 60
+    with qccl.init(backend="cuda", timeout=5) as comm:
+        assert comm.timeout == 5
+
+
+def test_streams_go_before_those_of_a_backward_pass_and_transfers_before_computation(world, cupy):
+    def run(comm):
+        device = comm._session.engine.device
+        return [{q.value: world.priorities[s] for q, s in qs.items()} for qs in (device.queues, device.capture_queues)]
+
+    assert one(run) == [{"compute": -1, "comm": -2}] * 2
 
 
 def test_which_gpu_a_rank_takes(cupy, monkeypatch):

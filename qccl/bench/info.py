@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -50,6 +49,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "numpy", _version("numpy") or "no: install numpy"
     yield "host engine", _host()
     yield "cuda engine", _cuda()
+    yield "cuda parts", _cuda_parts()
     yield "mpi", _mpi()
     yield "mpiexec", _mpiexec()
     yield "ucx", _ucx()
@@ -69,10 +69,6 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _version_of(module: str) -> str:
-    return str(importlib.import_module(module).__version__)
-
-
 def _host() -> str:
     try:
         from qccl import _host
@@ -87,7 +83,15 @@ def _cuda() -> str:
     lacking = libraries.missing()
     if lacking:
         return f"no: {'; '.join(lacking)}"
-    return f"yes: {', '.join(libraries.device_names())}; CuPy {_version_of('cupy')}, NCCL {libraries.nccl_version()}"
+    return f"yes: {', '.join(libraries.device_names())}"
+
+
+def _cuda_parts() -> str:
+    from qccl.cuda import libraries
+
+    parts = ", ".join(f"{name} {version}" for name, version in libraries.part_versions().items())
+    order = os.environ.get(libraries.LAUNCH_ORDER)
+    return f"{parts}; {libraries.LAUNCH_ORDER} is {order or 'not set (qccl sets it to 1)'}"
 
 
 def _mpi() -> str:

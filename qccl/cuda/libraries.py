@@ -6,6 +6,7 @@ machine without one gets the same clear error from each.
 
 from __future__ import annotations
 
+import importlib.metadata
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
-__all__ = ["COMPUTE_PRIORITY", "NOT_READY", "TRANSFER_PRIORITY", "Gpu", "as_qccl_error", "bounded", "check_status"]
-__all__ += ["cuda_libraries", "device_count", "device_names", "event_status", "missing", "nccl_version", "on_device"]
-__all__ += ["pick_device", "raise_translated", "record", "stream_status", "translated", "wait_for"]
+__all__ = ["COMPUTE_PRIORITY", "LAUNCH_ORDER", "NOT_READY", "TRANSFER_PRIORITY", "Gpu", "as_qccl_error", "bounded"]
+__all__ += ["check_status", "cuda_libraries", "device_count", "device_names", "event_status", "missing", "nccl_version"]
+__all__ += ["on_device", "part_versions", "pick_device", "raise_translated", "record", "stream_status", "translated"]
+__all__ += ["wait_for"]
 
 #: oldest versions that work
 CUPY_VERSION = 14
@@ -31,6 +33,8 @@ COMPUTE_PRIORITY, TRANSFER_PRIORITY = -1, -2
 #: status of an event or a stream that has work left
 NOT_READY = 600
 _NCCL_REMOTE_ERROR = 6
+#: with 1, NCCL orders the work of different communicators on a GPU as the program issues it (from NCCL 2.26 on)
+LAUNCH_ORDER = "NCCL_LAUNCH_ORDER_IMPLICIT"
 #: what CuPy raises as KeyError: NCCL's ncclInProgress and ncclTimeout
 _NAMELESS = ((7,), (8,))
 
@@ -69,7 +73,7 @@ def missing() -> list[str]:
         return [f"CuPy cannot be imported ({error}); install qccl[cuda12] or qccl[cuda13]"]
     if int(cupy.__version__.split(".")[0]) < CUPY_VERSION:
         lacking.append(f"CuPy is {cupy.__version__}, and {CUPY_VERSION} or newer is needed")
-    lacking += _missing_nccl()
+    lacking += _missing_nvrtc() + _missing_nccl()
     try:
         import cuda.bindings.driver  # noqa: F401
     except ImportError as error:
@@ -80,6 +84,16 @@ def missing() -> list[str]:
     except cupy.cuda.runtime.CUDARuntimeError as error:
         lacking.append(f"there is no CUDA driver, or none new enough, or no device ({error})")
     return lacking
+
+
+def _missing_nvrtc() -> list[str]:
+    try:
+        from cupy.cuda import nvrtc
+
+        nvrtc.getVersion()
+    except Exception as error:
+        return [f"CuPy cannot load NVRTC ({error}); install nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc for CUDA 13"]
+    return []
 
 
 def _missing_nccl() -> list[str]:
@@ -98,7 +112,40 @@ def _missing_nccl() -> list[str]:
 
 def nccl_version() -> str:
     """The version of the NCCL that is loaded, e.g. "2.28.3"."""
-    version = cuda_libraries().nccl.get_version()
+    return _dotted(cuda_libraries().nccl.get_version())
+
+
+def part_versions() -> dict[str, str]:
+    """The version of each library that the backend uses, or why it cannot be loaded. Needs no GPU."""
+    try:
+        import cupy
+        from cupy.cuda import nccl, nvrtc, runtime
+    except Exception as error:
+        return {"CuPy": f"none ({error})"}
+
+    return {
+        "CuPy": cupy.__version__,
+        "cuda-python": _version(lambda: importlib.metadata.version("cuda-bindings")),
+        "NCCL": _version(lambda: _dotted(nccl.get_version())),
+        "NVRTC": _version(lambda: ".".join(map(str, nvrtc.getVersion()))),
+        "driver for CUDA": _version(lambda: _driver_version(runtime.driverGetVersion())),
+    }
+
+
+def _version(ask: Callable[[], str]) -> str:
+    try:
+        return ask()
+    except Exception as error:
+        return f"none ({error})"
+
+
+def _driver_version(version: int) -> str:
+    """The driver's number of the newest CUDA that it runs, e.g. 12090, as "12.9"."""
+    return f"{version // 1000}.{version % 1000 // 10}" if version else "none"
+
+
+def _dotted(version: int) -> str:
+    """NCCL's number of a version, e.g. 22803, as "2.28.3"."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 

@@ -5,6 +5,9 @@ arrives. So the calls that can block (making or splitting a communicator, the fi
 of their own with a deadline, and a new communicator connects all its ranks at once. Later calls only put work on
 streams, which the engine's watchdog watches.
 
+Two communicators on one GPU, such as a trainer's and this one, can wait for each other if their kernels start in
+different orders on different ranks. So NCCL is told to start them in the order in which the program issues them.
+
 All ranks must put the same work on a communicator in the same order. The transport's own collectives run on
 ``stream``, which is also the engine's communication stream.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import threading
 import time
 import warnings
@@ -20,6 +24,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from qccl.cuda.libraries import (
+    LAUNCH_ORDER,
     TRANSFER_PRIORITY,
     as_qccl_error,
     bounded,
@@ -90,6 +95,7 @@ class NcclTransport:
         if not 0 <= rank < size:
             raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
         chosen = pick_device(device, None)
+        os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at its first launch in the process
         make = gpu.nccl.NcclCommunicator
         comm = bounded(chosen, timeout, "the making of the communicator", lambda: make(size, unique_id, rank))
         return cls(comm, chosen, timeout)

@@ -175,8 +175,10 @@ class Backend(Protocol):
 
     Attributes:
         name: "host" or "cuda".
+        timeout: seconds that a call may take where the program does not say.
     """
 
     name: str
+    timeout: float
     engine: Engine
     memory: Memory

@@ -16,6 +16,7 @@ class HostBackend:
     """The engine and the memory of one communicator on the host; see qccl.engine.base.Backend."""
 
     name = "host"
+    timeout = 60.0
 
     def __init__(self, transport: Transport) -> None:
         from qccl.host.engine import HostEngine
