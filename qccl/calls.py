@@ -286,7 +286,7 @@ class Collectives(ABC):
         *,
         op: OpLike = "sum",
         intra: str = "none",
-        layout: str = "leader",
+        layout: str = "sharded",
         node_ids: Sequence[int] | None = None,
         inter: str | None = None,
         algorithm: str = "auto",
@@ -295,8 +295,8 @@ class Collectives(ABC):
         """All-reduce in two levels: nearly exact inside nodes, and with ``codec`` between them.
 
         - ``intra`` encodes values inside nodes: "none" (exact), "float16" or "bfloat16".
-        - ``layout``: with "leader" the first rank of each node communicates with other nodes, as in ByteGrad; with
-          "sharded" several ranks do, each for a part (as many parts as the smallest node has ranks).
+        - ``layout``: with "sharded" several ranks of each node communicate with other nodes, each for a part (as many
+          parts as the smallest node has ranks); with "leader" the first rank does, as in ByteGrad.
         - ``node_ids`` has a number for each rank, equal for ranks of one node; None means the machines of the ranks.
         - ``algorithm``, "one_shot" or "two_round", runs between nodes; "auto" is one_shot for two nodes.
         - ``inter="host"``: on CUDA, codes between nodes go through pinned host memory and MPI instead of NCCL. It needs

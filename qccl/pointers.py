@@ -57,7 +57,7 @@ def hierarchical_allreduce(
     stream: int = 0,
     *,
     intra: str = "none",
-    layout: str = "leader",
+    layout: str = "sharded",
     node_ids: Sequence[int] | None = None,
     inter: str | None = None,
     algorithm: str = "auto",

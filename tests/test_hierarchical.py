@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -182,6 +183,18 @@ def test_bytes_between_nodes() -> None:
     assert found["leader", "two_round"] == [2 * 2 * encoded // 3 + whole, whole] * 3
     assert found["sharded", "one_shot"] == [2 * encoded // 2 + whole] * 6
     assert found["sharded", "two_round"] == [2 * 2 * encoded // 3 // 2 + whole] * 6
+
+
+def test_every_rank_of_a_node_communicates_by_default() -> None:
+    """As with layout="sharded": with "leader" the ranks of a node would send different amounts."""
+
+    def call(**layout: str) -> Callable[[qccl.Communicator], object]:
+        x, node_ids = np.ones(4096, np.float32), [0, 0, 1, 1]
+        return lambda comm: comm.hierarchical_allreduce(x.copy(), node_ids=node_ids, **layout)
+
+    default = sent_by_each(4, call())
+    assert default == sent_by_each(4, call(layout="sharded")) == default[:1] * 4
+    assert default != sent_by_each(4, call(layout="leader"))
 
 
 def test_the_mean_is_global() -> None:

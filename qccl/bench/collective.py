@@ -49,7 +49,7 @@ _TRANSPORT_HELP = (
 _PLAIN_HELP = (
     "Compare with MPI's all-reduce, or qccl's without compression [of the transport's library, if it has one]."
 )
-_LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [leader]."
+_LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [sharded]."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
 
 
@@ -85,7 +85,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
 #: options of some collectives, by the name of the parameter
 _OWN = {
     "root": option("-r --root", AT_LEAST_0, "RANK", "Root [0].", 0),
-    "layout": option("--layout", click.Choice(LAYOUTS), None, _LAYOUT_HELP, "leader"),
+    "layout": option("--layout", click.Choice(LAYOUTS), None, _LAYOUT_HELP, "sharded"),
     "intra": option("--intra", click.Choice(INTRA), None, "Codec inside nodes [none].", "none"),
     "inter": option("--inter", click.Choice(["host"]), None, "On GPUs: communicate between nodes from host memory."),
     "arrays": option("--arrays", AT_LEAST_1, "N", "Arrays of equal size that the vector consists of [16].", 16),

@@ -75,7 +75,7 @@ class Options:
     link_per_rank: bool = False
     collective: str = "allreduce"
     root: int = 0
-    layout: str = "leader"
+    layout: str = "sharded"
     intra: str = "none"
     inter: str | None = None
     arrays: int = 16

@@ -78,7 +78,7 @@ class HierarchicalSpec(CollectiveSpec):
         *shared: Any,
         op: OpLike = "sum",
         intra: CodecLike = "none",
-        layout: str = "leader",
+        layout: str = "sharded",
         node_ids: Sequence[int] = (),
         algorithm: str = "auto",
         inter: str | None = None,
