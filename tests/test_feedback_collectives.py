@@ -303,9 +303,19 @@ def assert_state(values: dict, kept: Rank, rank: int) -> None:
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_results_and_state_are_the_oracles(case: Case) -> None:
+    compare(case, run_all(case))
+
+
+def run_all(case: Case) -> list[tuple[list, dict]]:
+    """The results of all steps, and the state at the end, of each rank."""
+    return qccl.run_ranks(case.ranks, partial(run, case, case.inputs()))
+
+
+def compare(case: Case, found_by_rank: list[tuple[list, dict]]) -> None:
+    """Compare with the oracle."""
     inputs, oracle = case.inputs(), case.oracle()
     wanted = [oracle.step([stored(x) for x in xs], lr or 1.0) for xs, lr in zip(inputs, case.lrs, strict=True)]
-    for rank, (results, state) in enumerate(qccl.run_ranks(case.ranks, partial(run, case, inputs))):
+    for rank, (results, state) in enumerate(found_by_rank):
         for step, found in enumerate(results):
             y = wanted[step][rank]
             y = from_float(f32(0) + y, case.dtype) if case.name == "peer_exchange" else y

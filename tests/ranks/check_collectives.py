@@ -8,7 +8,7 @@ import test_collectives
 import test_feedback_collectives
 import test_hierarchical
 import test_peer_exchange
-from processes import SIZE
+from processes import RANK, SIZE
 
 import qccl
 
@@ -61,6 +61,9 @@ def test_peer_exchange_keeps_replicas_equal(codec):
 
 @pytest.mark.parametrize("name", ["reduce_scatter", "hierarchical_allreduce", "peer_exchange"])
 def test_error_feedback(name):
+    """The ranks share the work: each compares its share of the cases with the oracle."""
     found = [case for case in test_feedback_collectives.cases() if (case.name, case.ranks) == (name, SIZE)]
-    for case in found[:6]:
-        test_feedback_collectives.test_results_and_state_are_the_oracles(case)
+    for number, case in enumerate(found[:6]):
+        results = test_feedback_collectives.run_all(case)
+        if number % SIZE == RANK:
+            test_feedback_collectives.compare(case, results)
