@@ -106,6 +106,7 @@ def test_programs(block, tmp_path):
     assert ended.status == 0, ended.output
 
 
+@pytest.mark.slow
 def test_programs_of_torchrun(tmp_path):
     """They share two processes with torchrun's variables, because importing torch takes long."""
     pytest.importorskip("torch")

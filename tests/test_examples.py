@@ -19,6 +19,7 @@ ON_THREADS = ("decentralized", "diloco", "onebit_sgd")
 UNDER_TORCHRUN = {"ddp": "torch", "fsdp": "torch", "lightning_module": "lightning"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*ON_THREADS, *UNDER_TORCHRUN])
 def test_the_short_form_trains_and_draws(name: str, tmp_path: Path) -> None:
     for module in ("matplotlib", UNDER_TORCHRUN.get(name, "sklearn")):

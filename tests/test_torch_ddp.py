@@ -26,16 +26,19 @@ def run(size, *names, folder="", transport="auto"):
 BOTH = ("none_equals_plain", "within_the_bound", "replicas")
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path):
     names = (*BOTH, "resumes", "warms_up", "accumulates", "leaves_parameters_unused", "freezes")
     names += ("other_element_types", "keeps_the_order_of_memory", "traces", "changes_the_rate", "joins", "refuses")
     run(2, *names, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_four_ranks():
     run(4, *BOTH, "loads_at_another_size")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
 def test_a_rank_that_dies(transport):
     run(3, "dies", transport=transport)

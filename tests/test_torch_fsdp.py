@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from start_ranks import start_plain
 
-pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
 
 ALWAYS = ("exact", "bounds", "identical", "resumes", "accumulates", "refuses", "corrects", "unused")
 
