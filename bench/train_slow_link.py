@@ -54,8 +54,8 @@ METHODS = (
 @click.option("--links", default="100mbit,1gbit", show_default=True)
 @click.option("--methods", default=",".join(METHODS), show_default=True)
 @click.option("--seeds", default=5, show_default=True)
-@click.option("--steps", default=1000, show_default=True, help="Of a training.")
-@click.option("--budget", default=700, show_default=True, help="Steps of fp32 whose quality is the target.")
+@click.option("--steps", default=700, show_default=True, help="Of a training.")
+@click.option("--budget", default=500, show_default=True, help="Steps of fp32 whose quality is the target.")
 @click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
@@ -64,32 +64,34 @@ def main(**given: Any) -> None:
     document |= {"machine": machine(), "budget": given["budget"]}
     methods, links = given["methods"].split(","), given["links"].split(",")
     for section in given["sections"].split(","):
-        match section:
-            case "curves":
-                found = [
-                    _run(4, {"measure": "curve", "method": method, "seed": seed, "steps": given["steps"]})
-                    for method, seed in itertools.product(methods, range(given["seeds"]))
-                ]
-            case "steps":
-                found = [
-                    _step(4, method, link, _compute(document)) for link, method in itertools.product(links, methods)
-                ]
-            case "whole":
-                task = {"measure": "curve", "method": methods[-1], "seed": 0, "steps": given["steps"]}
-                found = [_run(4, task, links[0])]
-            case "scaling":
-                found = [
-                    _step(ranks, method, links[0], _compute(document))
-                    for ranks, method in itertools.product((1, 2, 4, 8), ("fp32", methods[-1]))
-                ]
-            case _:
-                raise click.BadParameter(f"section {section!r} is none of curves, steps, whole, scaling")
-        document[section] = found
-        if given["save"]:
-            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document[section] = []
+        for row in _measured(section, methods, links, given, document):
+            document[section].append(row)
+            if given["save"]:  # after each row, so that an interruption loses little
+                path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     _report(document)
     if given["save"]:
         _figure(document, _DOCS / "training.png")
+
+
+def _measured(
+    section: str, methods: list[str], links: list[str], given: dict[str, Any], document: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """Measure one section."""
+    match section:
+        case "curves":
+            for seed, method in itertools.product(range(given["seeds"]), methods):
+                yield _run(4, {"measure": "curve", "method": method, "seed": seed, "steps": given["steps"]})
+        case "steps":
+            for link, method in itertools.product(links, methods):
+                yield _step(4, method, link, _compute(document))
+        case "whole":
+            yield _run(4, {"measure": "curve", "method": methods[-1], "seed": 0, "steps": given["steps"]}, links[0])
+        case "scaling":
+            for ranks, method in itertools.product((1, 2, 4, 8), ("fp32", methods[-1])):
+                yield _step(ranks, method, links[0], _compute(document))
+        case _:
+            raise click.BadParameter(f"section {section!r} is none of curves, steps, whole, scaling")
 
 
 def _compute(document: dict[str, Any]) -> dict[str, Any]:
