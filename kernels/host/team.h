@@ -148,15 +148,19 @@ class HostTeam {
   }
 
   // emit(j, i) for the `keep` elements of greatest key(i), in the order of i; of equal keys the lower i is kept. Keys are
-  // not negative.
+  // not negative. A radix select among candidates: the elements whose key is not below a bound.
   template <class Key, class Emit>
   QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
     i32* found = reinterpret_cast<i32*>(scratch_);
-    u32 above = 0, count = 0;  // keys above the digits so far; elements that may be kept
-    const u32 top = (u32)greatest(n, key) >> 20;
-    i32 least = digit_of(20, top, n, keep, above, [&](i32 i) { return key(i); }, [](i32) { return true; });
-    for (i32 first = 0; first < (i32)n; first += kStage) count += filter(first, (i32)n - first, least, key, found + count);
+    const auto any = [](i32) { return true; };
+    u32 count = filter(n, sampled_bound(n, keep, key), key, found);
+    if (count < keep) {  // the sample misled: the bound comes from all elements
+      u32 above = 0;
+      count = filter(n, digit_of(20, (u32)greatest(n, key) >> 20, n, keep, above, key, any), key, found);
+    }
     const auto key_of = [&](i32 c) { return key(found[c]); };
+    u32 above = 0;  // keys above the digits so far
+    i32 least = digit_of(20, (u32)greatest(count, key_of) >> 20, count, keep, above, key_of, any);
     i32 prefix = least >> 20;
     least |= digit_of(10, 1023, count, keep, above, key_of, [&](i32 k) { return k >> 20 == prefix; });
     prefix = least >> 10;
@@ -214,7 +218,7 @@ class HostTeam {
     if constexpr (Half > 1) fold<Half / 2>(sums);
   }
 
-  static constexpr u32 kDigits = 1 << 11;
+  static constexpr u32 kDigits = 1 << 11, kSample = 512;
   static constexpr i32 kStage = 256;
 
   // One step of a radix select: the digit at `shift`, `most` or less, of the last key that is kept; returned in place.
@@ -233,27 +237,39 @@ class HostTeam {
     return (i32)(digit << shift);
   }
 
-  // Stores the indices of the elements from `first` on (n, kStage at most) whose key is not below `least`; returns their
-  // number.
+  // A key that probably not many more than `keep` of n elements reach: of a sample, one whose rank is three standard
+  // deviations beyond the rank expected of the last key that is kept. 0 where a sample saves nothing.
   template <class Key>
-  QCCL_MEMBER static u32 filter(i32 first, i32 n, i32 least, const Key& key, i32* to) {
+  QCCL_MEMBER i32 sampled_bound(u32 n, u32 keep, const Key& key) const {
+    if (n < 8 * kSample || keep > n / 8) return 0;
+    const u32 expected = (u32)((u64)keep * kSample / n);
+    u32 spread = 1, above = 0;
+    while (spread * spread < 9 * expected) ++spread;
+    const i32 stride = (i32)(n / kSample);
+    const auto sampled = [&](i32 i) { return key(i * stride); };
+    const u32 top = (u32)greatest(kSample, sampled) >> 20, rank = expected + spread + 2;
+    const i32 digit = digit_of(20, top, kSample, rank, above, sampled, [](i32) { return true; });
+    return digit | digit_of(10, 1023, kSample, rank, above, sampled, [&](i32 k) { return k >> 20 == digit >> 20; });
+  }
+
+  // Stores the indices of the elements whose key is not below `least`, which is not negative; returns their number.
+  template <class Key>
+  QCCL_MEMBER static u32 filter(u32 n, i32 least, const Key& key, i32* to) {
     u32 count = 0;
-#if defined(QCCL_AVX512)
-    if (n >= kStage) {
-      alignas(64) i32 keys[kStage];
+    i32 first = 0;
+    alignas(64) i32 keys[kStage], below[kLanes];
+    for (i32 j = 0; j < (i32)kLanes; ++j) below[j] = least - 1;
+    for (; (i32)n - first >= kStage; first += kStage) {
       for (i32 j = 0; j < kStage; ++j) keys[j] = key(first + j);
       for (i32 j = 0; j < kStage; j += kLanes) {
-        const __mmask16 which = _mm512_cmpge_epi32_mask(_mm512_load_si512(keys + j), _mm512_set1_epi32(least));
-        const u32xN numbers = lane_numbers() + (u32)(first + j);
-        _mm512_storeu_si512(to + count, _mm512_maskz_compress_epi32(which, (__m512i)numbers.part[0]));
-        count += (u32)__builtin_popcount(which);
+        for (u32 bits = bits_of(is_less(load_lanes<i32>(below), load_lanes<i32>(keys + j))); bits; bits &= bits - 1) {
+          to[count++] = first + j + __builtin_ctz(bits);
+        }
       }
-      return count;
     }
-#endif
-    for (i32 i = first; i < first + (n < kStage ? n : kStage); ++i) {
-      to[count] = i;
-      count += key(i) >= least;
+    for (; first < (i32)n; ++first) {
+      to[count] = first;
+      count += key(first) >= least;
     }
     return count;
   }
