@@ -73,6 +73,7 @@ void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& heade
   active_.push_back(run);
   deadline_ = std::min(deadline_, deadline);
   idle_ = 0;
+  wire->begin_run();
   run->begin(*wire);
   // encode first the data that is sent with the headers
   while (run->sends_data_with_headers() && run->can_compute()) run->compute(*wire);

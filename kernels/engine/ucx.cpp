@@ -22,6 +22,9 @@ using ucx::Status;
 // Polls in a row without a completion that yield the processor, where it is not kept; then the thread sleeps, for at most
 // a millisecond.
 constexpr std::uint64_t kYields = 400;
+// Empty polls of a run in which the processor is kept, about a millisecond in all: a short run ends soonest so, and a long
+// one waits for the network, which needs no processor.
+constexpr std::uint64_t kSpinsOfRun = 6000;
 constexpr int kSleepMilliseconds = 1;
 // In place of the bytes of a receive: a send, and a receive of at most the buffer's size.
 constexpr std::int64_t kSend = -1, kAtMost = -2;
@@ -145,6 +148,11 @@ class Worker final : public UcxWire {
     }
   }
 
+  void begin_run() override {
+    Lock lock(mutex_);
+    spins_left_ = kSpinsOfRun;
+  }
+
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
     Lock lock(mutex_);
     advance(idle, lock);
@@ -249,8 +257,10 @@ class Worker final : public UcxWire {
   void advance(std::uint64_t idle, Lock& lock) {
     if (!worker_) return;
     if (exhaust() || !idle || !completed_.empty() || find_fault()) return;
-    if (idle < (spins ? spins : kYields)) {
-      if (!spins) sched_yield();
+    if (spins && idle < spins && spins_left_) {
+      --spins_left_;
+    } else if (!spins && idle < kYields) {
+      sched_yield();
     } else if (ucp_.worker_arm(worker_) == ucx::kOk) {  // otherwise something has come meanwhile
       pollfd waited = {descriptor_, POLLIN, 0};
       lock.unlock();
@@ -375,6 +385,7 @@ class Worker final : public UcxWire {
   void* context_ = nullptr;
   void* worker_ = nullptr;
   int descriptor_ = -1;
+  std::uint64_t spins_left_ = 0;
   std::deque<Posted> posted_;
   std::vector<Posted*> free_;
   std::vector<Token> completed_;

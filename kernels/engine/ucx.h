@@ -29,8 +29,8 @@ struct UcxWire : Wire {
   // Transfers with this bit in their token set the group up: poll() does not report them, set_up_completed() counts them.
   static constexpr Token kSetUp = Token{1} << 63;
 
-  // Polls in a row without a completion in which the processor is kept (0: yielded). From then on the thread sleeps
-  // until a message comes.
+  // Polls in a row without a completion in which the processor is kept (0: yielded), unless the run has used up its
+  // share. From then on the thread sleeps until a message comes.
   std::uint64_t spins = 0;
 
   // What another rank needs to connect to this worker.

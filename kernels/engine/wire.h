@@ -12,6 +12,8 @@ using Token = std::uint64_t;
 
 struct Wire {
   virtual ~Wire() = default;
+  // A run of a collective begins.
+  virtual void begin_run() {}
   virtual void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) = 0;
   virtual void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) = 0;
   // Appends the tokens of completed transfers. `idle` is the number of preceding polls in a row that found nothing: the
