@@ -54,8 +54,8 @@ METHODS = (
 @click.option("--links", default="100mbit,1gbit", show_default=True)
 @click.option("--methods", default=",".join(METHODS), show_default=True)
 @click.option("--seeds", default=5, show_default=True)
-@click.option("--steps", default=700, show_default=True, help="Of a training.")
-@click.option("--budget", default=500, show_default=True, help="Steps of fp32 whose quality is the target.")
+@click.option("--steps", default=500, show_default=True, help="Of a training.")
+@click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
 @click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
