@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -159,6 +160,22 @@ def test_costs_and_overlap_on_a_fake_gpu(world, monkeypatch):
         calls.dispatch(calls=2, burst=1)
     with pytest.raises(AssertionError, match="pipelined"):
         calls.overlap(1 << 14, repeats=1)
+
+
+def test_queues_on_a_fake_gpu(world, monkeypatch):
+    """The fake's slow kernels take a second each."""
+    import queues
+
+    begun: dict[fake_cuda.Node, float] = {}
+    world.holds = lambda node: node.what == "spin" and time.monotonic() < begun.setdefault(node, time.monotonic()) + 1.0
+    assert queues.late_start(delay=1.0, timeout=0.2)["seconds"] >= 1
+    assert 10 < queues.many_calls(calls=300, delay=1.0)["calls_before_the_host_waited"] < 300
+    world.queue_entries = 200
+    figures = queues.full_queue(hang=1.0, timeout=0.2, launches=300)
+    assert 0.2 <= figures["failed_after_seconds"] < 1
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.flags").RunFlags, "set_failed", lambda self: None)
+    with pytest.raises(AssertionError, match="no NaN"):
+        queues.full_queue(hang=1.0, timeout=0.2, launches=300)
 
 
 def test_staging_on_a_fake_gpu(world, monkeypatch):

@@ -47,10 +47,11 @@ def kernels() -> dict[str, Any]:
 
 
 def streams() -> dict[str, Any]:
-    """Producer, collective, consumer, ordered by streams."""
+    """Producer, collective, consumer, ordered by streams; deadlines while queues are full, results after a failure."""
+    import queues
     from calls import stream_order
 
-    return stream_order()
+    return stream_order() | queues.all_checks()
 
 
 def graphs() -> dict[str, Any]:

@@ -88,6 +88,7 @@ def check_faults() -> dict[str, Any]:
     assert not any(status), f"exit statuses {status}: {reports}"
     assert reports[0]["synchronize"] == "CollectiveTimeout", reports[0]
     assert reports[0]["next"] in ("CollectiveTimeout", "PeerLost", "EngineError"), reports[0]
+    assert reports[0]["poisoned"], "the results of the call that failed are no NaN"
     assert reports[1]["mismatch"] == reports[0]["mismatch"] == "MismatchError", reports
     return {"seconds": seconds, **reports[0]}
 
@@ -196,6 +197,7 @@ def _faults() -> dict[str, Any]:
             call()
         except qccl.QcclError as error:
             found[name] = type(error).__name__
+    found["poisoned"] = bool(np.isnan(x.get()).all())
     return found
 
 
