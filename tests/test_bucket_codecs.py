@@ -168,6 +168,27 @@ def test_such_a_sum_may_stay_finite_within_the_bound(spec: str) -> None:
     assert (error <= sum(codec.error_bound(x) for x in xs)[finite] * (1 + 2.0**-20)).all()
 
 
+#: of a block of 16,384 elements, the host looks at every 32nd before it selects the greatest ones
+@pytest.mark.parametrize("great", ["every 32nd", "all but every 32nd", "every 32nd and a few", "none"])
+@pytest.mark.parametrize("k", [1, 164, 2048])
+def test_the_greatest_are_found_where_a_sample_misleads(great: str, k: int) -> None:
+    n = 16384
+    x = np.random.default_rng(k).permutation(n).astype(np.float32) + 1
+    each = np.arange(n) % 32 == 0
+    scale = {
+        "every 32nd": np.where(each, 1e6, 1),
+        "all but every 32nd": np.where(each, 1, 1e6),
+        "every 32nd and a few": np.where(each | (np.arange(n) < k), 1e6, 0),
+        "none": np.zeros(n),
+    }
+    x *= scale[great].astype(np.float32)
+    codec = codecs.get(f"topk:k={k}")
+    expected = np.zeros_like(x)
+    chosen = np.argsort(-x, kind="stable")[:k]
+    expected[chosen] = x[chosen]
+    np.testing.assert_array_equal(codec.decode(codec.encode(x), n, "float32"), expected)
+
+
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("spec", ["topk:k=0.1", "randomk:k=3+ef"])
 def test_sparse_codes_have_no_min_and_no_max(spec: str, op: str) -> None:
