@@ -56,6 +56,7 @@ METHODS = (
 @click.option("--seeds", default=5, show_default=True)
 @click.option("--steps", default=500, show_default=True, help="Of a training.")
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
+@click.option("--resume", is_flag=True, help="Keep the file's curves, and measure those that it lacks.")
 @click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
@@ -64,7 +65,7 @@ def main(**given: Any) -> None:
     document |= {"machine": machine(), "budget": given["budget"]}
     methods, links = given["methods"].split(","), given["links"].split(",")
     for section in given["sections"].split(","):
-        document[section] = []
+        document[section] = document.get("curves", []) if given["resume"] and section == "curves" else []
         for row in _measured(section, methods, links, given, document):
             document[section].append(row)
             if given["save"]:  # after each row, so that an interruption loses little
@@ -81,7 +82,9 @@ def _measured(
     match section:
         case "curves":
             for seed, method in itertools.product(range(given["seeds"]), methods):
-                yield _run(4, {"measure": "curve", "method": method, "seed": seed, "steps": given["steps"]})
+                task = {"measure": "curve", "method": method, "seed": seed, "steps": given["steps"]}
+                if not any(task.items() <= row.items() for row in document["curves"]):
+                    yield _run(4, task)
         case "steps":
             for link, method in itertools.product(links, methods):
                 yield _step(4, method, link, _compute(document))
