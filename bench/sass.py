@@ -1,0 +1,362 @@
+"""Predicts the kernels' speed on a GPU from their machine code; it needs no GPU.
+
+NVRTC compiles each kernel as qccl does, nvdisasm disassembles it, and this script counts what a warp executes in the
+common case (``_COMMON``): wires and values at multiples of 16 bytes, whole buckets, finite values, ordinary scales. A
+block's time is the largest of three bounds: its bytes at the rate of a copy; its instructions at the rate of the
+busiest pipe; and the time of a warp alone, which waits for its loads, divided by the blocks that a multiprocessor holds
+at a time. The prediction is the first bound as a share of the largest: 100% means as fast as a copy of the same bytes.
+
+The model does not see bank conflicts, caches, partly filled sectors, the clock under load, the first and the last
+blocks of a launch, and how the bounds add up where they are close. Its constants are those of data sheets and of the
+CUDA C++ Programming Guide; the latencies are round numbers. It predicts no kernel with loops over elements: encoding
+with trellis, and the kernels of kernels/cuda/bucket.h.
+
+    python bench/sass.py                          # prints the table
+    python bench/sass.py --write docs/cuda.md     # and replaces the one in a page
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cuda.bindings import nvrtc
+
+from qccl import codecs, dtypes
+from qccl.codecs import Codec
+from qccl.cuda import source as cuda_source
+from qccl.dtypes import DType
+from qccl.schedule import Decode, Encode, Op, Reduce, Span, State, StateBuffer
+
+PEERS = 7
+SPECS = (
+    "minmax8",
+    "minmax4",
+    "cast:dtype=float8_e4m3",
+    "cast",
+    "onebit",
+    "onebit:reconstruct=mean",
+    "trellis4",
+    "none",
+)
+KINDS = ("encode", "decode", "reduce", "encode+ef", "reduce+ef")
+DTYPES = (dtypes.FLOAT32, dtypes.BFLOAT16)
+_COUNT = 1 << 22
+
+#: the headers' text that tells rare cases apart, and what replaces it in the code that is counted
+_COMMON = {
+    "return unit.warp_size % kPerVector<T> == 0;": "return true;",
+    "return (reinterpret_cast<u64>(address) & (alignment - 1)) == 0;": "return true;",
+    "if (!kLookUp<Bits, S> && begin >= unit.vectors) break;": "",
+    "if (nan) {": "if (false) {",
+}
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What the data sheet says. ``clock`` (Hz) follows from its fp32 rate: two operations per core and clock."""
+
+    name: str
+    arch: int
+    processors: int
+    clock: float
+    bandwidth: float  # bytes per second
+
+    @property
+    def bytes_per_clock(self) -> float:
+        """Of a multiprocessor during a copy, which reaches 92% of the data sheet's bandwidth."""
+        return 0.92 * self.bandwidth / self.processors / self.clock
+
+
+GPUS = (
+    Gpu("A100", 80, 108, 1.41e9, 2.039e12),  # NVIDIA's data sheets of A100 80GB SXM, H100 SXM, H200 SXM, HGX B200
+    Gpu("H100", 90, 132, 1.98e9, 3.35e12),
+    Gpu("H200", 90, 132, 1.98e9, 4.8e12),
+    Gpu("B200", 100, 148, 1.98e9, 8.0e12),
+)
+
+_PIPES = {
+    **dict.fromkeys(("FADD", "FMUL", "FFMA", "HADD2", "HMUL2", "HFMA2"), "float"),
+    **dict.fromkeys(("IMAD",), "multiply"),
+    **dict.fromkeys(("I2F", "F2I", "F2F", "I2FP", "F2FP"), "convert"),
+    **dict.fromkeys(("MUFU", "REDUX", "CREDUX"), "special"),
+    **dict.fromkeys(("LDG", "STG", "LDS", "STS", "SHFL", "ATOM", "RED", "CCTL", "VOTE"), "memory"),
+    **dict.fromkeys(("BRA", "EXIT", "BAR", "NOP", "BSSY", "BSYNC", "WARPSYNC", "LDC", "S2R", "CS2R", "R2UR"), "other"),
+}  # all others are integer operations; those of the uniform datapath are "other"
+#: threads per clock of a multiprocessor (Programming Guide, "Arithmetic Instructions"); four warps can issue at a time
+_HOPPER = {"issue": 128, "float": 128, "multiply": 64, "convert": 64, "special": 16, "memory": 32, "integer": 64}
+_RATES = {80: {**_HOPPER, "float": 64, "convert": 16}, 90: _HOPPER, 100: _HOPPER}
+#: clocks until a result can be used
+_LATENCY = {"float": 4, "integer": 5, "multiply": 5, "convert": 14, "special": 20, "memory": 30, "other": 20}
+_LOAD, _PREFETCHED = 800, 300
+_SHARED_MEMORY = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor
+
+_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
+_LABEL = re.compile(r"^\s*(\.L_x_\d+):")
+_WIDTH = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+_ENDS = ("BRA", "EXIT", "RET", "BRX", "CALL")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of a disassembly."""
+
+    guarded: bool
+    opcode: str
+    operands: str
+    prefetched: bool = False  # a load of what the kernel has prefetched
+
+    @property
+    def base(self) -> str:
+        return self.opcode.split(".")[0]
+
+    @property
+    def pipe(self) -> str:
+        return "other" if self.base.startswith("U") else _PIPES.get(self.base, "integer")
+
+    @property
+    def width(self) -> int:
+        """Bytes per thread, of a load or store."""
+        return next((_WIDTH[part] for part in self.opcode.split(".") if part in _WIDTH), 4)
+
+    @property
+    def conditional(self) -> bool:
+        return self.guarded or bool(re.match(r"!?U?P\d|~?U?R", self.operands))
+
+
+Code = list[list[Instruction]]
+Edges = list[list[int]]
+
+
+def blocks(text: str) -> tuple[Code, Edges]:
+    """Basic blocks of a disassembled kernel, and the numbers of the blocks that follow each.
+
+    None follows a call: the division's subroutine, which serves subnormals, is no common case.
+    """
+    code: Code = [[]]
+    labels: dict[str, int] = {}
+    for line in text.splitlines():
+        if label := _LABEL.match(line):
+            code += [[]] if code[-1] else []
+            labels[label[1]] = len(code) - 1
+        elif match := _LINE.search(line):
+            code[-1].append(Instruction(bool(match[1]), match[2], match[3]))
+            code += [[]] if code[-1][-1].base in _ENDS else []
+    edges: Edges = []
+    for i, block in enumerate(code):
+        last = block[-1] if block else Instruction(False, "NOP", "")
+        target = re.search(r"\((\.L_x_\d+)\)", last.operands) if last.base == "BRA" else None
+        falls = last.base not in _ENDS or (last.base in ("BRA", "EXIT") and last.conditional)
+        edges.append([*([labels[target[1]]] if target else []), *([i + 1] if falls and i + 1 < len(code) else [])])
+    return code, edges
+
+
+def _longest(code: Code, edges: Edges, first: int, ends: Sequence[int]) -> list[int]:
+    """The forward way from a block to one of ``ends`` with the most instructions; empty if there is none."""
+    best: dict[int, tuple[int, list[int]]] = {}
+    for i in reversed(range(first, max(ends) + 1)):
+        ways = [best[j] for j in edges[i] if j > i and j in best]
+        if ways or i in ends:
+            length, way = max(ways, default=(0, []))
+            best[i] = (length + len(code[i]), [i, *way])
+    return best[first][1] if first in best else []
+
+
+def trace(text: str, trips: int) -> list[Instruction]:
+    """What a warp executes: the longest way to an exit, with ``trips`` rounds of each loop on it.
+
+    Loads in a loop that a branch can skip count once: own values, which a Reduce adds after one of its sources.
+    """
+    code, edges = blocks(text)
+    way = _longest(code, edges, 0, [i for i, block in enumerate(code) if block and block[-1].base == "EXIT"])
+    loops = {first: last for last, targets in enumerate(edges) for first in targets if first <= last}
+    prefetches = any(each.base == "CCTL" for block in code for each in block)
+    result: list[Instruction] = []
+    for i in way:
+        last = loops.get(i, i)
+        body = _longest(code, edges, i, [last]) if i in loops else []
+        skippable = {j for j in body for k in range(i, j) for target in edges[k] if j < target <= last}
+        once = {j for j in skippable if any(each.base == "LDG" for each in code[j])}
+        taken = [each for j in body if j not in once for each in code[j]]
+        rounds = trips - (last in way)
+        result += rounds * [replace(each, prefetched=prefetches and each.base == "LDG") for each in taken]
+        result += code[i]
+    return result
+
+
+def lifetime(instructions: Iterable[Instruction]) -> int:
+    """Clocks of a warp alone: it issues in order, and waits for the registers that an instruction reads."""
+    ready: dict[str, int] = {}
+    now = 0
+    for each in instructions:
+        registers = re.findall(r"\bU?[RP]\d+\b", each.operands)
+        writes = bool(registers) and each.base not in ("STG", "STS", "RED", "CCTL", "BRA", "EXIT", "BAR")
+        now = 1 + max([now, *(ready.get(name, 0) for name in registers[writes:])])
+        if writes:
+            latency = (_PREFETCHED if each.prefetched else _LOAD) if each.base == "LDG" else _LATENCY[each.pipe]
+            kind, number = re.split(r"(?<=[RP])", registers[0])
+            for i in range(each.width // 4 if each.base in ("LDG", "LDS") and each.width > 4 else 1):
+                ready[f"{kind}{int(number) + i}"] = now + latency
+    return now
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a warp executes in the common case, and what a block needs."""
+
+    warp: list[Instruction]
+    registers: int
+    shared: int  # bytes
+    elements: int  # of a block
+    nbytes: float  # per element, that must move
+
+    def resident(self, arch: int) -> int:
+        """Blocks of a multiprocessor at a time."""
+        by_registers = 65536 // (-(-self.registers // 8) * 8 * cuda_source.THREADS)
+        return min(by_registers, _SHARED_MEMORY[arch] * 1024 // (self.shared + 1024), 2048 // cuda_source.THREADS)
+
+    def share(self, gpu: Gpu) -> tuple[float, str]:
+        """The predicted share of a copy's rate, and what limits it."""
+        counts = Counter(each.pipe for each in self.warp if each.pipe != "other") + Counter(issue=len(self.warp))
+        rates = _RATES[gpu.arch]
+        clocks = {pipe: number * cuda_source.THREADS / rates[pipe] for pipe, number in counts.items()}
+        clocks["latency"] = lifetime(self.warp) / self.resident(gpu.arch)
+        clocks["bytes"] = self.elements * self.nbytes / gpu.bytes_per_clock
+        limit = max(clocks, key=lambda name: clocks[name])
+        return clocks["bytes"] / clocks[limit], limit
+
+    def accesses(self, base: str) -> dict[int, int]:
+        """How many loads ("LDG") or stores ("STG") of global memory there are of each width in bytes."""
+        return dict(sorted(Counter(each.width for each in self.warp if each.base == base).items(), reverse=True))
+
+
+def operation(kind: str, codec: Codec, dtype: DType) -> tuple[Op, float]:
+    """An operation on whole buckets, and the bytes per element that it must move."""
+    values, wire = Span("values", 0, _COUNT), Span("wire", 0, codec.encoded_nbytes(_COUNT, dtype))
+    state = State(StateBuffer(Span("old", 0, _COUNT), Span("new", 0, _COUNT))) if kind.endswith("+ef") else None
+    moved = dtype.itemsize + len(wire) / _COUNT + (8 if state else 0)
+    match kind:
+        case "encode":
+            return Encode(codec, values, wire, 0), moved
+        case "decode":
+            return Decode(codec, wire, values), moved
+        case "encode+ef":
+            return Reduce(codec, (), values, 0, wire, None, state=state), moved
+    moved += dtype.itemsize + PEERS * len(wire) / _COUNT
+    return Reduce(codec, (wire,) * PEERS, values, 0, wire, values, state=state), moved
+
+
+def kernel(kind: str, codec: Codec, dtype: DType, arch: int, headers: Path) -> Kernel | None:
+    """The kernel of an operation; None if it is a copy or has loops over elements."""
+    op, nbytes = operation(kind, codec, dtype)
+    (name,) = cuda_source.launch([op], 0, dtype, lambda span: (len(span.buffer), 0)).kernels
+    shape = re.search(r"Shape<(\d+), (\d+)>", name)
+    if not shape or "copy" in name:
+        return None
+    _, log = compiled(name, arch)
+    used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", log)
+    assert used, log
+    cubin, _ = compiled(name, arch, headers)
+    capacity = int(shape[1]) * int(shape[2]) * 16 // dtype.itemsize
+    elements = cuda_source.THREADS // int(shape[1]) * min(codec.kernel().bucket or capacity, capacity)
+    trips = len(op.srcs) if isinstance(op, Reduce) else 1
+    return Kernel(trace(disassembled(cubin), trips), int(used[1]), int(used[2] or 0), elements, nbytes)
+
+
+def compiled(name: str, arch: int, headers: Path | None = None) -> tuple[bytes, str]:
+    """The machine code of one kernel, and the compiler's log."""
+    code, options = cuda_source.source([name])
+    given = [f"-I{headers}" if headers and option.startswith("-I") else option for option in options]
+    given += [f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v"]
+    program = nvrtc.nvrtcCreateProgram(code.encode(), b"kernels.cu", 0, [], [])[1]
+    nvrtc.nvrtcAddNameExpression(program, name.encode())
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(given), [option.encode() for option in given])
+    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+    nvrtc.nvrtcGetProgramLog(program, log)
+    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        raise SystemExit(f"{name} does not compile for sm_{arch}: {log.decode()}")
+    text = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+    nvrtc.nvrtcGetCUBIN(program, text)
+    nvrtc.nvrtcDestroyProgram(program)
+    return text, log.decode().partition("qccl_call")[0]
+
+
+def disassembled(cubin: bytes) -> str:
+    """The code of a cubin's first kernel."""
+    folders = [
+        os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin",
+        *(f"{path}/nvidia/cu13/bin" for path in sys.path),
+    ]
+    tool = shutil.which("nvdisasm") or shutil.which("nvdisasm", path=os.pathsep.join(folders))
+    if not tool:
+        raise SystemExit("there is no nvdisasm: pip install nvidia-cuda-nvdisasm, or set CUDA_HOME to CUDA's toolkit")
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, timeout=60, check=True)
+    return next(part for part in done.stdout.split(".section\t.text.")[1:] if not part.startswith("qccl_call"))
+
+
+def common_case(folder: Path) -> Path:
+    """A copy of the headers in which rare cases do not occur."""
+    headers, missing = folder / "kernels", set(_COMMON)
+    shutil.copytree(
+        Path(cuda_source.__file__).parent.parent / "kernels", headers, ignore=shutil.ignore_patterns("host")
+    )
+    for path in headers.rglob("*.h"):
+        text = path.read_text()
+        missing -= {rare for rare in _COMMON if rare in text}
+        for rare, common in _COMMON.items():
+            text = text.replace(rare, common)
+        path.write_text(text)
+    if missing:
+        raise SystemExit(f"the kernels' headers have changed and lack {sorted(missing)}: correct _COMMON")
+    return headers
+
+
+def rows(headers: Path) -> Iterator[str]:
+    """The lines of the table."""
+    title = ["kernel", "type", *(gpu.name for gpu in GPUS), "instructions", "registers", "blocks", "loads", "stores"]
+    yield f"| {' | '.join(title)} |"
+    yield f"|{' --- |' * len(title)}"
+    for spec in SPECS:
+        for kind in KINDS:
+            for dtype in DTYPES:
+                found = {arch: kernel(kind, codecs.get(spec), dtype, arch, headers) for arch in _RATES}
+                if here := found[90]:
+                    shares = [found[gpu.arch].share(gpu) for gpu in GPUS]  # type: ignore[union-attr]
+                    cells = [f"{share:.0%}" + ("" if limit == "bytes" else f" {limit}") for share, limit in shares]
+                    cells += [f"{len(here.warp) * cuda_source.THREADS / here.elements:.1f}"]
+                    cells += [str(here.registers), str(here.resident(90))]
+                    for base in ("LDG", "STG"):
+                        cells.append(", ".join(f"{number} x {width}" for width, number in here.accesses(base).items()))
+                    yield f"| {kind} {spec} | {dtype} | {' | '.join(cells)} |"
+
+
+def main() -> None:
+    """Print the table; with --write, replace the one in a page, too."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--write", type=Path, help="a page that has the table")
+    given = parser.parse_args()
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        for line in rows(common_case(Path(folder))):
+            print(line, flush=True)
+            lines.append(line)
+    if given.write:
+        begin, end = "<!-- the table of bench/sass.py -->\n", "<!-- its end -->"
+        head, _, rest = given.write.read_text().partition(begin)
+        given.write.write_text(head + begin + "\n".join(lines) + "\n" + end + rest.partition(end)[2])
+
+
+if __name__ == "__main__":
+    main()
