@@ -24,7 +24,7 @@ extern "C" void begin(unsigned long long* words, unsigned long long value, unsig
 
 extern "C" bool end(const qccl::Memory* memory, const qccl::ResultSizes* sizes, unsigned replay, qccl::Flags* flags,
                     unsigned run, unsigned seed) {
-  return emulator::run_grid(1, 1, seed, [&] { qccl_end(*memory, *sizes, replay, flags, run); });
+  return emulator::run_grid(1, seed, [&] { qccl_end(*memory, *sizes, replay, flags, run); });
 }
 """
 
