@@ -31,7 +31,7 @@ def modules(monkeypatch):
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", PLACES + sys.path)
     yield
-    for name in {"bandwidth", "calls", "check", "codec_kernels", "device", "ranks", "staged"} - before:
+    for name in {"bandwidth", "calls", "check", "codec_kernels", "device", "queues", "ranks", "staged"} - before:
         sys.modules.pop(name, None)
 
 
@@ -78,15 +78,105 @@ def test_the_file(world, tmp_path, monkeypatch, capsys):
     assert check.main(["streams", "graphs", "-o", str(path)]) == 0
     assert ran == ["streams", "graphs"]
     content = json.loads(path.read_text())
-    assert content["passed"] and set(content["sections"]) == {"streams", "graphs"}
+    assert set(content["sections"]) == {"streams", "graphs"}
+    assert not content["passed"] and content["not_run"] == [s for s in check.SECTIONS if s not in ran]
     assert content["machine"]["gpus"] == ["Fake 100"] * fake_cuda.DEVICES
     assert content["machine"]["nccl"] == "2.28.0"
-    assert content["qccl"] == qccl.__version__ and content["commit"] and content["date"]
+    assert content["qccl"] == qccl.__version__ and content["commit"]
+    assert content["sections"]["streams"]["date"]
     assert check.main(["memcheck", "-o", str(path)]) == 1  # a section that did not run counts as a failure
-    assert not json.loads(path.read_text())["passed"]
     assert "no sanitizer" in capsys.readouterr().out
     assert check.main(["-o", str(path)]) == 1
     assert ran[-len(check.SECTIONS) :] == list(check.SECTIONS)
+    assert not json.loads(path.read_text())["passed"]
+
+
+def test_three_runs_fill_one_file(world, tmp_path, monkeypatch):
+    """A section that runs again replaces its own result; another commit or GPU begins anew."""
+    import check
+
+    numbers = iter(range(1000))
+    monkeypatch.setattr(
+        check, "run_apart", lambda name: {"status": "passed", "seconds": 1.0, "figures": {"number": next(numbers)}}
+    )
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setenv("QCCL_COMMIT", "a1")
+    for run in check.RUNS:
+        assert check.main(["--run", str(run)]) == 0
+    [path] = (tmp_path / "docs" / "results").iterdir()
+    content = json.loads(path.read_text())
+    assert content["passed"] and content["not_run"] == [] and content["commit"] == "a1"
+    assert [each["figures"]["number"] for each in content["sections"].values()] == list(range(len(check.SECTIONS)))
+
+    yesterday = path.with_name("fake-100-2026-01-01.json")
+    path.rename(yesterday)
+    assert check.main(["graphs"]) == 0
+    assert not path.exists() and len(json.loads(yesterday.read_text())["sections"]) == len(check.SECTIONS)
+    assert json.loads(yesterday.read_text())["sections"]["graphs"]["figures"]["number"] == len(check.SECTIONS)
+    elsewhere = tmp_path / "elsewhere.json"
+    assert check.main(["graphs", "-o", str(elsewhere)]) == 0
+    assert json.loads(elsewhere.read_text())["not_run"] == []
+
+    monkeypatch.setenv("QCCL_COMMIT", "b2")
+    assert check.main(["graphs", "-o", str(elsewhere)]) == 0
+    assert set(json.loads(elsewhere.read_text())["sections"]) == {"graphs"}
+    monkeypatch.setattr(libraries, "device_names", lambda: ["Fake 200"])
+    assert check.main(["streams", "-o", str(elsewhere)]) == 0
+    assert set(json.loads(elsewhere.read_text())["sections"]) == {"streams"}
+
+
+def test_without_a_repository_the_caller_names_the_commit(world, tmp_path, monkeypatch, capsys):
+    import check
+
+    assert len(check.commit().removesuffix("-dirty")) == 40
+    monkeypatch.setattr(check, "ROOT", ROOT / "tests")  # in a repository, but not its root
+    monkeypatch.delenv("QCCL_COMMIT", raising=False)
+    with pytest.raises(SystemExit):
+        check.main(["graphs", "-o", str(tmp_path / "r.json")])
+    assert "set QCCL_COMMIT" in capsys.readouterr().err
+
+
+#: lets each Python process of a check begin with a fake GPU
+_SITE = """import sys
+sys.path[:0] = {places!r}
+import fake_cuda, fake_kernels
+installed = fake_cuda.installed(fake_cuda.World(), fake_kernels.work)
+installed.__enter__()
+"""
+
+
+def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(_SITE.format(places=[str(ROOT), str(ROOT / "tests")]))
+    path = tmp_path / "results.json"
+    command = [str(ROOT / "scripts" / "gpu-check"), "graphs", "kernels", "-o", str(path)]
+    given = {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "", "QCCL_COMMIT": "a1"}
+    with subprocess.Popen(command, env=os.environ | given, stdout=subprocess.PIPE, text=True) as process:
+        limit = threading.Timer(90, process.terminate)
+        limit.start()
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert lines[0].startswith("graphs     passed") and "stochastic_replays_differ" in lines[1]
+        deadline = time.monotonic() + 30
+        while not (children := _children(process.pid)):
+            assert time.monotonic() < deadline, "the next section does not begin"
+            time.sleep(0.05)
+        process.terminate()
+        assert process.wait(30) == 128 + 15
+        limit.cancel()
+    assert json.loads(path.read_text())["sections"]["graphs"]["status"] == "passed"
+    for child in children:
+        _wait_for_end(child)
+
+
+def _children(parent: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{parent}/task/{parent}/children").read_text().split()]
+
+
+def _wait_for_end(child: int) -> None:
+    """Also a zombie has ended; the process that inherits it may not look."""
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
+        assert time.monotonic() < deadline, "it goes on"
+        time.sleep(0.05)
 
 
 def test_the_files_name():
@@ -331,11 +421,7 @@ def test_a_section_that_takes_too_long_ends_with_all_that_it_started(monkeypatch
     monkeypatch.setattr(check, "SECTIONS", {"slow": (dict, 1.0)})
     found = check.run_apart("slow")
     assert found["status"] == "failed" and "not done after 1 s" in found["reason"] and "half done" in found["reason"]
-    child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{child}").exists() and "Z" not in Path(f"/proc/{child}/stat").read_text().split()[2]:
-        assert time.monotonic() < deadline, "it goes on"
-        time.sleep(0.05)
+    _wait_for_end(int((tmp_path / "child").read_text()))
 
 
 #: stands for compute-sanitizer: runs the program on the fake GPU, and finds what is planted, or what it is told to
@@ -380,16 +466,20 @@ def test_the_sanitizers(monkeypatch, tmp_path, status, end, outcome):
             assert "planted" in found["reason"]
     calls = (tmp_path / "calls").read_text().splitlines()
     assert all(line.startswith(("--tool memcheck --error-exitcode 99", "--tool racecheck ")) for line in calls)
+    assert all("--report-api-errors no" in line for line in calls)
     monkeypatch.setenv("PATH", "/nonexistent")
     assert "there is no compute-sanitizer" in check.run_section("memcheck")["reason"]
 
 
-def test_the_limits_of_the_sections():
-    """All sections fit into 25 minutes, and the comparison of bytes comes first."""
+def test_the_limits_of_the_runs():
+    """Each run takes at most eight minutes, and the comparison of bytes comes first."""
     import check
 
-    assert sum(limit for _, limit in check.SECTIONS.values()) < 25 * 60
+    for sections in check.RUNS.values():
+        assert check.BUILD_SECONDS + sum(check.SECTIONS[name][1] for name in sections) <= check.RUN_SECONDS == 480
+    assert [name for sections in check.RUNS.values() for name in sections] == list(check.SECTIONS)
     assert next(iter(check.SECTIONS)) == "kernels"
+    assert f"timeout {check.BUILD_SECONDS} cmake --build" in (ROOT / "scripts" / "gpu-check").read_text()
 
 
 @pytest.mark.gpu

@@ -1,7 +1,8 @@
 """All checks for a machine with one GPU: ``scripts/gpu-check``.
 
-Each section runs in a process of its own with a limit of time, so that none takes the others with it. The results go to
-a JSON file; the exit status is 0 only if every section asked for has run and passed.
+Each section runs in a process of its own with a time limit, so that none takes the others with it. After each one its
+result is printed and written to a JSON file, which keeps the sections of earlier runs of the same commit on the same
+GPU. The exit status is 0 only if every section asked for has run and passed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from device import Missing
+
 import qccl
 from qccl.cuda import libraries
 
@@ -31,10 +34,6 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULT = "qccl-gpu-check-result: "
 #: compute-sanitizer's exit status when it has found something
 _FOUND = 99
-
-
-class Missing(Exception):
-    """A section cannot run; the text says why."""
 
 
 def kernels() -> dict[str, Any]:
@@ -134,6 +133,7 @@ def _sanitize(tool: str, every: int, mistake: str) -> dict[str, Any]:
 def _under(program: str, tool: str, argument: str) -> tuple[int, str]:
     """Exit status and output of the kernels under compute-sanitizer."""
     command = [program, "--tool", tool, "--error-exitcode", str(_FOUND), "--print-limit", "5"]
+    command += ["--report-api-errors", "no"]  # CuPy and qccl ask questions that the driver may answer with an error
     command += [sys.executable, str(Path(__file__).with_name("codec_kernels.py")), argument]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # run_apart() limits it
     return done.returncode, done.stdout
@@ -141,33 +141,46 @@ def _under(program: str, tool: str, argument: str) -> tuple[int, str]:
 
 #: section -> its function, and its limit in seconds
 SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
-    "kernels": (kernels, 300),
+    "kernels": (kernels, 160),
     "streams": (streams, 60),
-    "graphs": (graphs, 60),
-    "dispatch": (dispatch, 30),
-    "overlap": (overlap, 60),
-    "bandwidth": (bandwidth, 120),
+    "graphs": (graphs, 40),
+    "dispatch": (dispatch, 20),
+    "overlap": (overlap, 40),
+    "bandwidth": (bandwidth, 60),
     "staged": (staged, 50),
-    "ranks": (ranks, 240),
-    "faults": (faults, 90),
-    "memcheck": (memcheck, 240),
-    "racecheck": (racecheck, 240),
+    "ranks": (ranks, 120),
+    "faults": (faults, 50),
+    "memcheck": (memcheck, 190),
+    "racecheck": (racecheck, 190),
 }
+#: a machine may be available for ten minutes at a time only, so each run takes at most eight: BUILD_SECONDS for the
+#: extension, which scripts/gpu-check builds, and the limits of the run's sections
+RUNS = {
+    1: ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
+    2: ("staged", "ranks", "faults"),
+    3: ("memcheck", "racecheck"),
+}
+RUN_SECONDS, BUILD_SECONDS = 480, 100
 
 
 def run_section(name: str) -> dict[str, Any]:
     """One section in this process."""
     begin = time.monotonic()
     try:
-        result: dict[str, Any] = {"status": "passed", "figures": SECTIONS[name][0]()}
+        result: dict[str, Any] = {"status": "passed", "figures": _rounded(SECTIONS[name][0]())}
     except Missing as error:
         result = {"status": "not run", "reason": str(error)}
     except Exception as error:
         result = {"status": "failed", "reason": f"{type(error).__name__}: {error.args[0] if error.args else error}"}
         if len(error.args) > 1:
-            result["figures"] = error.args[1]
+            result["figures"] = _rounded(error.args[1])
         traceback.print_exc()
     return result | {"seconds": round(time.monotonic() - begin, 2)}
+
+
+def _rounded(figures: Any) -> Any:
+    """The same figures, with four digits."""
+    return json.loads(json.dumps(figures), parse_float=lambda text: float(f"{float(text):.4g}"))
 
 
 def run_apart(name: str) -> dict[str, Any]:
@@ -204,24 +217,31 @@ def run_apart(name: str) -> dict[str, Any]:
     return {"status": "failed", "reason": f"exit status {process.returncode}: {err[-800:]}", "seconds": seconds}
 
 
-def document(sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The content of the results file."""
+def description() -> dict[str, Any]:
+    """What the results file says of qccl, the machine and the packages."""
     machine = {"cpu_count": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
-    if not libraries.missing():
-        machine["gpus"] = libraries.device_names()
-        machine["nccl"] = libraries.nccl_version()
-        runtime = libraries.cuda_libraries().runtime
-        machine["cuda_driver"], machine["cuda_runtime"] = runtime.driverGetVersion(), runtime.runtimeGetVersion()
+    machine["gpus"] = libraries.device_names()
+    machine["nccl"] = libraries.nccl_version()
+    runtime = libraries.cuda_libraries().runtime
+    machine["cuda_driver"], machine["cuda_runtime"] = runtime.driverGetVersion(), runtime.runtimeGetVersion()
     names = ("cupy-cuda12x", "cupy-cuda13x", "cuda-bindings", "numpy", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+    names += ("torch", "jax")
     return {
         "what": "scripts/gpu-check",
-        "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "qccl": qccl.__version__,
-        "commit": _commit(),
+        "commit": commit(),
         "machine": machine,
         "packages": {name: version for name in names if (version := _version(name)) is not None},
-        "sections": sections,
-        "passed": bool(sections) and all(each["status"] == "passed" for each in sections.values()),
+    }
+
+
+def document(about: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The content of the results file; it has passed when every section has."""
+    lacking = [name for name in SECTIONS if name not in sections]
+    return about | {
+        "passed": not lacking and all(each["status"] == "passed" for each in sections.values()),
+        "not_run": lacking,
+        "sections": {name: sections[name] for name in SECTIONS if name in sections},
     }
 
 
@@ -232,27 +252,46 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _commit() -> str:
-    """The commit, marked if files differ from it; as given if there is no repository."""
+def commit() -> str:
+    """The commit that QCCL_COMMIT names, or else that of the checkout, marked if files differ from it; "" for none."""
+    given = os.environ.get("QCCL_COMMIT", "").strip()
+    if given or not (ROOT / ".git").exists():  # without it git would find a repository in a folder above
+        return given
     try:
-        run = {"cwd": ROOT, "capture_output": True, "text": True, "timeout": 30, "check": True}
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], **run).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain", "--untracked-files=no"], **run).stdout.strip()
+        command = ["git", "describe", "--always", "--abbrev=40", "--dirty", "--exclude", "*"]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=True)
     except (OSError, subprocess.SubprocessError):
-        return os.environ.get("QCCL_COMMIT", "unknown")
-    return f"{commit} and changes" if changed else commit
+        return ""
+    return run.stdout.strip()
+
+
+def stem(names: Sequence[str]) -> str:
+    """The GPU's name, as the names of its results files begin."""
+    return re.sub(r"[^a-z0-9]+", "-", names[0].lower()).strip("-")
 
 
 def default_output(names: Sequence[str], now: datetime) -> Path:
     """docs/results/<gpu>-<date>.json"""
-    slug = re.sub(r"[^a-z0-9]+", "-", (names[0] if names else "no-gpu").lower()).strip("-")
-    return ROOT / "docs" / "results" / f"{slug}-{now:%Y-%m-%d}.json"
+    return ROOT / "docs" / "results" / f"{stem(names)}-{now:%Y-%m-%d}.json"
+
+
+def earlier(about: dict[str, Any], paths: Sequence[Path]) -> tuple[dict[str, dict[str, Any]], Path | None]:
+    """The sections in those results files that are of the same commit and GPU, and the last of the files."""
+    found, last = {}, None
+    for path in paths:
+        content = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if content.get("commit") == about["commit"] and content["machine"]["gpus"] == about["machine"]["gpus"]:
+            found, last = found | content["sections"], path
+    return found, last
 
 
 def main(arguments: Sequence[str]) -> int:
     """Run the requested sections, write the file, and print the outcome."""
     parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__)
     parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all)")
+    parser.add_argument(
+        "--run", type=int, choices=RUNS, help="the sections of one of three runs, of eight minutes each"
+    )
     parser.add_argument("-o", "--output", type=Path, help="the results file (docs/results/<gpu>-<date>.json)")
     parser.add_argument("--inside", choices=SECTIONS, help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -262,25 +301,46 @@ def main(arguments: Sequence[str]) -> int:
     unknown = [name for name in given.sections if name not in SECTIONS]
     if unknown:
         parser.error(f"there is no section {', '.join(unknown)}; the sections are {', '.join(SECTIONS)}")
+    if given.sections and given.run:
+        parser.error("give either --run or names of sections, not both")
     lacking = libraries.missing()
     if lacking:
         print(f"gpu-check: nothing can be checked here: {'; '.join(lacking)}", file=sys.stderr)
         return 1
-    found: dict[str, dict[str, Any]] = {}
-    output = given.output or default_output(libraries.device_names(), datetime.now(UTC))
-    for name in given.sections or SECTIONS:
-        found[name] = run_apart(name)
-        print(f"{name:<10} {found[name]['status']:<8} {found[name]['seconds']:7.1f} s  {found[name].get('reason', '')}")
-        write(output, document(found))  # after each section, because the machine may be taken away
-    print(f"wrote {output}")
-    return 0 if document(found)["passed"] else 1
+    about = description()
+    if not about["commit"]:
+        parser.error(f"{ROOT} is no git checkout: set QCCL_COMMIT to the commit, under which the results are kept")
+    return check(about, given.sections or RUNS.get(given.run) or list(SECTIONS), given.output)
+
+
+def check(about: dict[str, Any], names: Sequence[str], output: Path | None) -> int:
+    """Run sections, and write and print each result at once, because the machine may be taken away."""
+    default = default_output(about["machine"]["gpus"], datetime.now(UTC))
+    beside = sorted(default.parent.glob(f"{stem(about['machine']['gpus'])}-*.json"))
+    found, last = earlier(about, [*beside, *([output] if output else [])])
+    output = output or last or default
+    for name in names:
+        found[name] = run_apart(name) | {"date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")}
+        write(output, document(about, found))
+        print(_lines(name, found[name]), flush=True)
+    print(f"wrote {output}", flush=True)
+    return 0 if all(found[name]["status"] == "passed" for name in names) else 1
+
+
+def _lines(name: str, result: dict[str, Any]) -> str:
+    """The outcome of a section; below it the figures, in case that the output is all that can be kept."""
+    text = f"{name:<10} {result['status']:<8} {result['seconds']:7.1f} s  {result.get('reason', '')}".rstrip()
+    return f"{text}\n    {json.dumps(result['figures'])}" if "figures" in result else text
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
-    """Write the results file."""
+    """Write the results file; a run that is killed leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the section's process ends, too
     sys.exit(main(sys.argv[1:]))

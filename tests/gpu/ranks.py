@@ -24,7 +24,7 @@ import qccl
 
 #: NCCL then treats processes as machines; otherwise it refuses two ranks on one GPU
 ALONE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-_SECONDS = 120.0
+_SECONDS = 38.0
 #: the deadline of a call whose peer stays away, and how long it does, in seconds
 TIMEOUT, AWAY = 3.0, 8.0
 
