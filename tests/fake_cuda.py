@@ -98,6 +98,7 @@ class World:
         self.holds: Callable[[Node], bool] = lambda node: False  # what is not done, although it could be
         self.is_serial = False  # a device does everything in the order in which it was put there, as with one queue
         self.last: dict[int, Node] = {}  # of each device
+        self.free_memory = 1 << 30
         self.no_stream_memory = False  # the driver cannot let a stream write words
 
     # -- streams ---------------------------------------------------------------------------------------------------
@@ -710,6 +711,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         getDevice=lambda: world.local.__dict__.get("device", 0),
         setDevice=set_device,
         getDeviceCount=lambda: DEVICES,
+        memGetInfo=lambda: (world.free_memory, world.free_memory),
         eventElapsedTime=lambda a, b: 1.0,
         streamWaitEvent=world.wait,
         streamIsCapturing=lambda stream: stream in world.captures,

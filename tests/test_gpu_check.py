@@ -13,12 +13,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import fake_cuda
+import fake_frameworks
 import fake_kernels
 import numpy as np
 import pytest
 
 import qccl
 from qccl.cuda import libraries
+from qccl.cuda.libraries import cuda_libraries
 from qccl.schedule import Reduce
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +33,18 @@ def modules(monkeypatch):
     before = set(sys.modules)
     monkeypatch.setattr(sys, "path", PLACES + sys.path)
     yield
-    for name in {"bandwidth", "calls", "check", "codec_kernels", "device", "queues", "ranks", "staged"} - before:
+    for name in {
+        "bandwidth",
+        "calls",
+        "check",
+        "codec_kernels",
+        "device",
+        "frameworks",
+        "large",
+        "queues",
+        "ranks",
+        "staged",
+    } - before:
         sys.modules.pop(name, None)
 
 
@@ -266,6 +279,54 @@ def test_queues_on_a_fake_gpu(world, monkeypatch):
     monkeypatch.setattr(importlib.import_module("qccl.cuda.flags").RunFlags, "set_failed", lambda self: None)
     with pytest.raises(AssertionError, match="no NaN"):
         queues.full_queue(hang=1.0, timeout=0.2, launches=300)
+
+
+def test_torch_on_a_fake_gpu(world, monkeypatch):
+    """The section "torch" with a stand-in for PyTorch; it finds a call on another stream than torch's."""
+    import frameworks
+
+    stand_in = fake_frameworks.Torch(world, cuda_libraries().cupy)
+    for name, module in (("torch", stand_in), ("torch.distributed", stand_in.distributed)):
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(
+        qccl.Communicator, "from_torch", lambda: qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    )
+    monkeypatch.setattr(frameworks, "_current_stream", lambda torch, ask=frameworks._current_stream: ask(torch, 60.0))
+    found = frameworks.torch_checks()
+    assert found["replays"] == 3 and found["from_torch"] == "one rank"
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.memory"), "_current_stream", lambda array, device: 0)
+    with pytest.raises(AssertionError, match=r"on torch's current stream: .* differ"):
+        frameworks.torch_checks()
+
+
+def test_jax_on_a_fake_gpu(world, monkeypatch):
+    """The section "jax" with a stand-in for JAX; it finds a call that does not wait for JAX."""
+    import frameworks
+
+    monkeypatch.setitem(sys.modules, "jax", fake_frameworks.jax())
+    assert frameworks.jax_checks()["types"] == ["float32", "float16"]
+    memory = importlib.import_module("qccl.cuda.memory")
+    export = memory._export
+    monkeypatch.setattr(memory, "_export", lambda array, stream: export(getattr(array, "_array", array), -1))
+    with pytest.raises(AssertionError, match=r"that JAX still computes: .* differ"):
+        frameworks.jax_checks()
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(importlib.import_module("device").Missing, match="jax cannot be imported"):
+        frameworks.jax_checks()
+
+
+def test_large_arrays_on_a_fake_gpu(world, monkeypatch):
+    import large
+
+    assert large.check(30_011, 8192)["elements"] == 30_011
+    monkeypatch.setattr(
+        large, "_fill", lambda address, values, count, fill=large._fill: fill(address, values[::-1].copy(), count)
+    )
+    with pytest.raises(AssertionError, match="of 30011 differs from the host's"):
+        large.check(30_011, 8192)
+    world.free_memory = 1 << 16
+    with pytest.raises(importlib.import_module("device").Missing, match="30011 elements need 0 MiB"):
+        large.check(30_011, 8192)
 
 
 def test_staging_on_a_fake_gpu(world, monkeypatch):

@@ -105,6 +105,27 @@ def bandwidth() -> dict[str, Any]:
     return figures
 
 
+def torch() -> dict[str, Any]:
+    """Tensors, streams and graphs of PyTorch, and its NCCL."""
+    from frameworks import torch_checks
+
+    return torch_checks()
+
+
+def jax() -> dict[str, Any]:
+    """Arrays of JAX."""
+    from frameworks import jax_checks
+
+    return jax_checks()
+
+
+def large() -> dict[str, Any]:
+    """More than 2^31 elements."""
+    from large import check
+
+    return check()
+
+
 def memcheck() -> dict[str, Any]:
     """No access outside an allocation."""
     return _sanitize("memcheck", 7, "overrun")
@@ -150,6 +171,9 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "staged": (staged, 50),
     "ranks": (ranks, 120),
     "faults": (faults, 50),
+    "torch": (torch, 50),
+    "jax": (jax, 50),
+    "large": (large, 60),
     "memcheck": (memcheck, 190),
     "racecheck": (racecheck, 190),
 }
@@ -157,7 +181,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
 #: extension, which scripts/gpu-check builds, and the limits of the run's sections
 RUNS = {
     1: ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
-    2: ("staged", "ranks", "faults"),
+    2: ("staged", "ranks", "faults", "torch", "jax", "large"),
     3: ("memcheck", "racecheck"),
 }
 RUN_SECONDS, BUILD_SECONDS = 480, 100
