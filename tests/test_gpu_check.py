@@ -11,6 +11,7 @@ import threading
 import time
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import fake_cuda
 import fake_frameworks
@@ -19,6 +20,7 @@ import numpy as np
 import pytest
 
 import qccl
+from qccl import codecs
 from qccl.cuda import libraries
 from qccl.cuda.libraries import cuda_libraries
 from qccl.schedule import Reduce
@@ -353,10 +355,28 @@ def test_staging_on_a_fake_gpu(world, monkeypatch):
         staged.check(2)
 
 
-def test_bandwidth_on_a_fake_gpu(world):
+def test_bandwidth_on_a_fake_gpu(world, monkeypatch):
+    """Also with predictions of a stand-in for bench/sass.py; without them the figures stay."""
     import bandwidth
 
+    gpu, asked = SimpleNamespace(name="Fake 100", arch=90), []
+
+    def kernel(kind, codec, *where):
+        asked.append((kind, codec.spec(), *map(str, where[:2])))
+        return None if codec.spec() == "none" else SimpleNamespace(share=lambda gpu: (0.9, "bytes"))
+
+    monkeypatch.setitem(
+        sys.modules, "sass", SimpleNamespace(GPUS=[gpu], kernel=kernel, common_case=lambda folder: folder)
+    )
+    monkeypatch.setattr(bandwidth, "_SPECS", ("minmax8", "minmax4", "none"))
     figures = bandwidth.measure(mebibytes=1, jobs=2, repeats=1)
+    assert figures["nccl_allreduce_of_one_rank_gb_per_s"] == figures["copy_gb_per_s"] and figures["peers"] == 7
+    assert len(asked) == 18 and asked[0] == ("encode", codecs.get("minmax8").spec(), "float32", "90")
+    assert figures["reduce minmax4 bfloat16"].items() >= {"predicted_share": 0.9, "predicted_limit": "bytes"}.items()
+    assert "predicted_share" not in figures["decode none float32"] and "predictions" not in figures
+    gpu.name = "another"
+    bandwidth._add_predictions(figures, "Fake 100")
+    assert figures["predictions"] == "none: it knows another, but not Fake 100"
     moved = (1 << 20) + qccl.codecs.get("minmax8").encoded_nbytes(1 << 18, "float32")
     assert figures["encode minmax8 float32"]["gb_per_s"] == pytest.approx(2 * moved / 1e-3 / 1e9)
     assert figures["copy_gb_per_s"] == pytest.approx(4 * (1 << 20) / 1e-3 / 1e9)

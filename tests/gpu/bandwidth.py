@@ -1,10 +1,18 @@
-"""The rate at which kernels move bytes, compared with a copy on the device. Only bytes that must move are counted."""
+"""The rate at which kernels move bytes, compared with a copy on the device. Only bytes that must move are counted.
+
+Beside it: what NCCL's own all-reduce of uncompressed values reaches on one rank, where it is a copy; and the share of a
+copy's rate that bench/sass.py predicts.
+"""
 
 from __future__ import annotations
 
 import statistics
+import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +20,7 @@ from device import Mirror
 
 from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
-from qccl.cuda.libraries import cuda_libraries
+from qccl.cuda.libraries import cuda_libraries, device_names
 from qccl.dtypes import DType
 from qccl.engine.base import RunArguments
 from qccl.engine.control import Header, Kind
@@ -20,8 +28,11 @@ from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Sp
 
 LIMIT = 0.85
 _MEASURED = ("float32", "bfloat16")
-_PEERS = 2
+_PEERS = 7
+_KINDS = ("encode", "decode", "reduce")
+_SPECS = ("minmax8", "minmax4", "minmax8:rounding=stochastic", "cast:dtype=float8_e4m3", "onebit", "none")
 _TO_DEVICE, _ON_DEVICE = 1, 3
+_NCCL_FLOAT32, _NCCL_SUM = 7, 0
 
 
 def _schedule(kind: str, codec: Codec, dtype: DType, count: int, jobs: int) -> tuple[Schedule, int]:
@@ -63,23 +74,25 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
     gpu = cuda_libraries()
     stream = gpu.cupy.cuda.Stream(non_blocking=True)
     copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
-    figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9, "limit": LIMIT}
+    figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9, "limit": LIMIT, "peers": _PEERS}
+    figures["nccl_allreduce_of_one_rank_gb_per_s"] = _nccl_rate(stream, jobs * mebibytes << 20, repeats) / 1e9
     engine = CudaEngine(Mirror(1))
     for dtype in (dtypes.FLOAT32, dtypes.BFLOAT16, dtypes.FLOAT16):
         count = (mebibytes << 20) // dtype.itemsize
         memory = _memory(dtype, count * jobs)
-        for spec in ("minmax8", "minmax4", "minmax8:rounding=stochastic", "none"):
+        for spec in _SPECS:
             codec = codecs.get(spec)
             _run(engine, _schedule("fill", codec, dtype, count, jobs)[0], memory, stream)()
-            for kind in ("encode", "decode", "reduce"):
+            for kind in _KINDS:
                 schedule, moved = _schedule(kind, codec, dtype, count, jobs)
                 rate = moved / _seconds(_run(engine, schedule, memory, stream), stream, repeats)
                 figures[f"{kind} {spec} {dtype}"] = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
         del memory
     engine.close(30)
+    _add_predictions(figures, device_names()[engine.device.number])
     slow = [
         f"{name} {figures[name]['share_of_copy']:.0%}"
-        for name in (f"{k} minmax{b} {t}" for k in ("encode", "decode", "reduce") for b in (8, 4) for t in _MEASURED)
+        for name in (f"{k} minmax{b} {t}" for k in _KINDS for b in (8, 4) for t in _MEASURED)
         if figures[name]["share_of_copy"] < LIMIT
     ]
     figures["slower_than_limit"] = slow
@@ -93,6 +106,45 @@ def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
     gpu.runtime.memset(source.ptr, 1, nbytes)
     arguments = (target.ptr, source.ptr, nbytes, _ON_DEVICE, stream.ptr)
     return 2 * nbytes / _seconds(lambda: gpu.runtime.memcpyAsync(*arguments), stream, repeats)
+
+
+def _nccl_rate(stream: Any, nbytes: int, repeats: int) -> float:
+    """Bytes per second that NCCL's all-reduce of one rank reads and writes."""
+    gpu = cuda_libraries()
+    source, target = (gpu.cupy.cuda.alloc(nbytes) for _ in range(2))
+    comm = gpu.nccl.NcclCommunicator(1, gpu.nccl.get_unique_id(), 0)
+    arguments = (source.ptr, target.ptr, nbytes // 4, _NCCL_FLOAT32, _NCCL_SUM, stream.ptr)
+    rate = 2 * nbytes / _seconds(lambda: comm.allReduce(*arguments), stream, repeats)
+    comm.destroy()
+    return rate
+
+
+def _add_predictions(figures: dict[str, Any], device: str) -> None:
+    """Put what bench/sass.py predicts for this GPU beside the shares that were measured."""
+    sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
+    try:
+        import sass
+
+        gpu = next((each for each in sass.GPUS if each.name in device), None)
+        if gpu is None:
+            raise LookupError(f"it knows {', '.join(each.name for each in sass.GPUS)}, but not {device}")
+        asked = [(kind, spec, dtypes.get(name)) for kind in _KINDS for spec in _SPECS for name in _MEASURED]
+        for (kind, spec, dtype), (share, limit) in zip(asked, _predicted(sass, gpu, asked), strict=True):
+            if limit:
+                figures[f"{kind} {spec} {dtype}"] |= {"predicted_share": share, "predicted_limit": limit}
+    except (Exception, SystemExit) as error:  # the script exits if nvdisasm is missing; the measurement counts anyway
+        figures["predictions"] = f"none: {error}"
+
+
+def _predicted(sass: Any, gpu: Any, asked: Sequence[tuple[str, str, DType]]) -> list[tuple[float, str]]:
+    """The share of a copy's rate and what limits it; an empty limit for a kernel that it cannot predict."""
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
+        headers = sass.common_case(Path(folder))
+        jobs = [
+            pool.submit(sass.kernel, kind, codecs.get(spec), dtype, gpu.arch, headers) for kind, spec, dtype in asked
+        ]
+        kernels = [job.result() for job in jobs]
+    return [(0.0, "") if kernel is None else kernel.share(gpu) for kernel in kernels]
 
 
 def _memory(dtype: DType, count: int) -> dict[str, Any]:

@@ -162,12 +162,12 @@ def _under(program: str, tool: str, argument: str) -> tuple[int, str]:
 
 #: section -> its function, and its limit in seconds
 SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
-    "kernels": (kernels, 160),
+    "kernels": (kernels, 140),
     "streams": (streams, 60),
     "graphs": (graphs, 40),
     "dispatch": (dispatch, 20),
     "overlap": (overlap, 40),
-    "bandwidth": (bandwidth, 60),
+    "bandwidth": (bandwidth, 80),
     "staged": (staged, 50),
     "ranks": (ranks, 120),
     "faults": (faults, 50),
