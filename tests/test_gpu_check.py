@@ -194,6 +194,17 @@ def _wait_for_end(child: int) -> None:
         time.sleep(0.05)
 
 
+def test_long_errors_do_not_fill_the_output(world, tmp_path, monkeypatch, capsys):
+    import check
+
+    result = {"status": "failed", "seconds": 1.0, "reason": "below the limit" + 5000 * "x"}
+    monkeypatch.setattr(check, "run_apart", lambda name: dict(result))
+    path = tmp_path / "r.json"
+    assert check.main(["graphs", "-o", str(path)]) == 1
+    assert "below the limit" in (out := capsys.readouterr().out) and len(out) < 2000
+    assert json.loads(path.read_text())["sections"]["graphs"]["reason"] == result["reason"]
+
+
 def test_the_files_name():
     import check
 

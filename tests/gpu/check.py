@@ -34,6 +34,8 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _RESULT = "qccl-gpu-check-result: "
 #: compute-sanitizer's exit status when it has found something
 _FOUND = 99
+#: characters of an error in the output, of which some machines return only the end
+_MOST_PRINTED = 1000
 
 
 def kernels() -> dict[str, Any]:
@@ -236,7 +238,7 @@ def run_apart(name: str) -> dict[str, Any]:
         if line.startswith(_RESULT):
             result: dict[str, Any] = json.loads(line.removeprefix(_RESULT))
             if result["status"] == "failed":
-                print(err[-3000:], file=sys.stderr)
+                print(err[-_MOST_PRINTED:], file=sys.stderr)
             return result
     return {"status": "failed", "reason": f"exit status {process.returncode}: {err[-800:]}", "seconds": seconds}
 
@@ -353,7 +355,8 @@ def check(about: dict[str, Any], names: Sequence[str], output: Path | None) -> i
 
 def _lines(name: str, result: dict[str, Any]) -> str:
     """The outcome of a section; below it the figures, in case that the output is all that can be kept."""
-    text = f"{name:<10} {result['status']:<8} {result['seconds']:7.1f} s  {result.get('reason', '')}".rstrip()
+    reason = result.get("reason", "")[:_MOST_PRINTED]  # the file has all of it
+    text = f"{name:<10} {result['status']:<8} {result['seconds']:7.1f} s  {reason}".rstrip()
     return f"{text}\n    {json.dumps(result['figures'])}" if "figures" in result else text
 
 

@@ -121,7 +121,7 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, A
         process.kill()
         out, err = process.communicate(timeout=30)
     lines = [line for line in out.splitlines() if line.startswith("{")]
-    return json.loads(lines[-1]) if lines else {"stderr": err[-2000:]}, process.returncode
+    return json.loads(lines[-1]) if lines else {"stderr": err[-1000:]}, process.returncode
 
 
 # -- one rank --------------------------------------------------------------------------------------------------------
