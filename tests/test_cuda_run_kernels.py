@@ -79,6 +79,19 @@ def test_results_are_poisoned_after_a_failure(kernels, replay):
     assert (source == 1).all() and np.isnan(result[:-1]).all() and result[-1] == 1
 
 
+def test_the_host_hears_of_the_end_after_the_last_write(kernels):
+    """The word that tells it lies in the results here, so a later write to the results would hide it."""
+    result = np.ones(1000, np.uint32)
+    flags = result[500:503]
+    memory, sizes = np.zeros(cuda_source.MEMORY_WORDS, np.uint64), np.zeros(cuda_source.MAX_BUFFERS, np.uint64)
+    memory[0], sizes[0] = result.ctypes.data, result.nbytes
+    for seed in range(20):
+        flags[:] = [1, 7, 3]
+        addresses = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
+        assert kernels.end(*addresses[:2], 0, addresses[2], 7, seed)
+        assert flags[2] == 7
+
+
 def test_the_poison_is_nan_in_every_floating_type():
     ml_dtypes = pytest.importorskip("ml_dtypes")
     ones = np.full(8, 0xFF, np.uint8)

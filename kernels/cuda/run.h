@@ -38,5 +38,9 @@ extern "C" __global__ void qccl_end(qccl::Memory memory, qccl::ResultSizes resul
   for (qccl::u32 b = 0; failed && b < qccl::kMaxBuffers; ++b) {
     for (qccl::u64 i = threadIdx.x; i < results.nbytes[b]; i += qccl::kThreads) memory.base[b][i] = 0xff;
   }
-  if (threadIdx.x == 0 && !replay) flags->ended = run;
+  __syncthreads();
+  if (threadIdx.x == 0 && !replay) {
+    __threadfence_system();
+    flags->ended = run;  // after all writes to the results: the host may then give their memory to others
+  }
 }

@@ -138,6 +138,7 @@ bool run_grid(unsigned blocks, unsigned seed, Kernel kernel) {
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::wait(emulator::State::in_block); }
+inline void __threadfence_system() {}
 inline void __syncwarp() { emulator::wait(emulator::State::in_warp); }
 
 template <class T>
