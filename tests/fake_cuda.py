@@ -152,6 +152,7 @@ class World:
             self.recorded[event] = node, None if capture is None else id(capture)
 
     def wait(self, stream: int, event: int) -> None:
+        self._wait_for_room(self.stream(stream))  # not with the lock, which every other thread needs
         with self.lock:
             self.calls.append(("wait", stream, event))
             stream = self.stream(stream)

@@ -307,6 +307,68 @@ def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(world, cupy)
     one(run)
 
 
+def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(world, cupy):
+    """Making the caller's stream wait for a call blocks, too, and must not hold up the watchdog."""
+
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.ends = False
+        world.holds = lambda node: node.what == "a kernel of the caller"
+        work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.3)
+        for _ in range(40):
+            world.put(0, "a kernel of the caller")
+        world.queue_entries = 40
+        waiter = threading.Thread(target=work.wait)
+        waiter.start()
+        deadline = time.monotonic() + 5
+        while ("abort", 0) not in world.calls:
+            assert waiter.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        world.ends, world.holds = True, lambda node: False
+        waiter.join(10)
+        with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
+            comm.check()
+
+    one(run)
+
+
+def test_a_failure_while_a_call_is_being_started(world, cupy, monkeypatch):
+    """The call is not among those that the failure has ended, and must not seem to end well later."""
+
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        program = importlib.import_module("qccl.cuda.program").CudaProgram
+        wait_for_streams = program.wait_for_streams
+
+        def fails_meanwhile(*arguments):
+            wait_for_streams(*arguments)
+            comm._session.engine.abort("lost meanwhile")
+
+        monkeypatch.setattr(program, "wait_for_streams", fails_meanwhile)
+        with pytest.raises(qccl.PeerLost, match="lost meanwhile"):
+            comm.quantized_allreduce(x, out, async_op=True).synchronize()
+
+    one(run)
+
+
+def test_a_call_that_has_ended_does_not_fail_although_nobody_has_noticed(world, cupy, monkeypatch):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        monkeypatch.setattr(comm._session.engine, "watch", lambda: True)
+        work = comm.quantized_allreduce(x, out, async_op=True)
+        world.finish(lambda: world.is_idle(0))
+        comm.abort("on purpose")
+        assert work.synchronize() is out and (out.get() == x.get()).all()
+
+    one(run)
+
+
 def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
     """A caller who never waits is stopped before a launch blocks: the queue of a stream holds about 1,024 entries."""
     calls, fullest = 600, 0

@@ -103,8 +103,10 @@ class PendingRuns:
         return len(self._runs)
 
     def add(self, run: CudaRun) -> None:
-        """Add a run that is about to be put on its streams, and number it."""
+        """Add a run that is about to be put on its streams, and number it. Raises the failure if there was one."""
         with self._lock:
+            if self.failure is not None:  # found while the run was being started: nothing would fail it later
+                raise self.failure
             self._started += 1
             run.number = self._started % (1 << 32)
             self._runs.append(run)
@@ -120,7 +122,8 @@ class PendingRuns:
             self.wait_until(fits, Deadline(0), "")
 
     def fail_all(self, error: QcclError) -> bool:
-        """Fail all pending runs. False if there was a failure before, or after close."""
+        """Fail all runs that have not ended. False if there was a failure before, or after close."""
+        self.sweep()
         with self._lock:
             if self.failure is not None or self.closed:
                 return False
@@ -140,10 +143,11 @@ class PendingRuns:
         return next((run for run in pending if run.deadline.is_over()), None)
 
     def make_stream_wait(self, run: CudaRun) -> None:
-        """Make the caller's stream wait for the run."""
-        with self._lock, translated(), self._device.current():  # stream 0 is the current device's default stream
-            if not run.done and run.event is not None:
-                cuda_libraries().runtime.streamWaitEvent(run.stream, run.event.ptr)
+        """Make the caller's stream wait for the run. Blocks while the stream's queue is full."""
+        event = run.event  # None once the run has ended; without the lock, because the watchdog must not wait for it
+        if event is not None:
+            with translated(), self._device.current():  # stream 0 is the current device's default stream
+                cuda_libraries().runtime.streamWaitEvent(run.stream, event.ptr)
 
     def sweep(self) -> None:
         """Find the runs that have begun and ended, by their flags, in the order in which they were started.
