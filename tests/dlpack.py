@@ -74,3 +74,24 @@ class Producer:
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device
+
+
+class Exchange:
+    """The C functions of an array type, as DLPack 1.3 defines them: of them only the one that describes ``tensor``.
+
+    A type has ``capsule`` as its ``__dlpack_c_exchange_api__``.
+    """
+
+    def __init__(self, array: np.ndarray, code: int) -> None:
+        self._producer = Producer(array, code)
+        tensor = self._producer._managed.tensor
+
+        def describe(_: int, found: Any) -> int:
+            found[0] = tensor
+            return 0
+
+        kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(_Tensor))
+        self._describe = kind(describe)
+        address = ctypes.cast(self._describe, ctypes.c_void_p).value
+        self._functions = (ctypes.c_uint64 * 6)(1 | 3 << 32, 0, 0, 0, 0, address)  # version 1.3
+        self.capsule = _new_capsule(ctypes.addressof(self._functions), b"dlpack_exchange_api", None)

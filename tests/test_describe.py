@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from dlpack import BFLOAT, FLOAT, Producer
+from dlpack import BFLOAT, FLOAT, Exchange, Producer
 
 from qccl import _host
 
@@ -145,3 +145,12 @@ def test_torch_by_the_c_functions_of_its_type(monkeypatch: pytest.MonkeyPatch) -
     del view
     gc.collect()
     assert alive() is None
+
+
+def test_read_only_where_the_c_functions_cannot_tell_it() -> None:
+    x = np.zeros(4, np.float32)
+    exchange = Exchange(x, FLOAT)
+    for base, readonly in ((bytes, True), (bytearray, False), (object, False)):
+        kind = type("Array", (base,), {"__dlpack_c_exchange_api__": exchange.capsule})
+        view = _host.describe(kind())
+        assert (view.address, view.shape, view.dtype, view.readonly) == (x.ctypes.data, (4,), "float32", readonly)

@@ -425,6 +425,14 @@ def test_the_table_of_calls_is_bounded():
     assert found and found[-1] == 4999 and len(found) <= 4096
 
 
+def test_the_table_of_calls_is_bounded_by_the_number_of_arrays():
+    table, xs = _host.CallTable(Codec), (ones(1),) * 1000
+    for i in range(100):
+        table.add(xs, (i,), {}, i)
+    found = [i for i in range(100) if table.find(xs, (i,), {})]
+    assert found and found[-1] == 99 and len(found) <= 65
+
+
 def test_types_that_refer_to_their_communicator_are_freed():
     """The table keeps the types of arrays alive, but no cycle through it."""
 

@@ -14,8 +14,9 @@ namespace qccl {
 
 namespace {
 
-// Entries after which the table is emptied: a program whose arguments never repeat must not fill the memory.
-constexpr std::size_t kMostEntries = 4096;
+// Entries, and arrays of all entries, after which the table is emptied: a program whose arguments never repeat must not
+// fill the memory. An array takes almost a kilobyte, with what its call's payload holds for it.
+constexpr std::size_t kMostEntries = 4096, kMostArrays = 65536;
 
 // The arguments of a call: the forms of its arrays (not their addresses), and its options.
 struct Key {
@@ -81,7 +82,8 @@ class CallTable {
     Key key;
     nb::list views;
     if (!describe_call(arrays, options, keywords, key, views)) return;
-    if (entries_.size() >= kMostEntries) clear();
+    if (entries_.size() >= kMostEntries || array_count_ + arrays.size() > kMostArrays) clear();
+    array_count_ += arrays.size();
     entries_.insert_or_assign(std::move(key), std::move(payload));
   }
 
@@ -95,7 +97,10 @@ class CallTable {
   }
 
   // The objects are released after the table has become empty: that may run any code, which may use the table.
-  void clear() { const auto dropped = std::exchange(entries_, {}); }
+  void clear() {
+    array_count_ = 0;
+    const auto dropped = std::exchange(entries_, {});
+  }
 
   int visit(visitproc visit, void* arg) const {
     Py_VISIT(constant_.ptr());
@@ -133,6 +138,7 @@ class CallTable {
 
   const nb::type_object constant_;  // of options that never change
   std::unordered_map<Key, nb::object, HashOfKey> entries_;
+  std::size_t array_count_ = 0;
 };
 
 // The type of an array may refer to the communicator, and so to this table: the garbage collector must see the cycle.

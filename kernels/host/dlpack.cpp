@@ -36,7 +36,7 @@ std::string dtype_name(nb::dlpack::dtype dtype) {
 }
 
 // Whether an object with the buffer protocol is read-only. JAX's arrays are, but their DLPack capsules are of the old kind,
-// which has no flag for it.
+// which has no flag for it; neither has what the C functions of a type tell.
 bool refuses_writing(nb::handle object) {
   if (!PyObject_CheckBuffer(object.ptr())) return false;
   Py_buffer buffer;
@@ -80,7 +80,7 @@ std::optional<View> describe_by_exchange(nb::handle object) {
   std::vector<std::size_t> shape(found.shape, found.shape + found.ndim);
   return View{ReadOnly(static_cast<const char*>(found.data) + found.byte_offset, shape.size(), shape.data(), object,
                        found.strides, found.dtype, found.device.device_type, found.device.device_id),
-              false};
+              refuses_writing(object)};
 }
 
 // A memoryview of an object that has only the buffer protocol, because nanobind reads strides and arrays of ctypes have
