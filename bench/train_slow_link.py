@@ -14,7 +14,7 @@ The target is the mean quality of fp32 after ``--budget`` steps, plus one standa
 time is that of its first step whose quality reaches the target; the learning rate is constant, so that all methods can.
 Beside each step's time stands its limit: no link can end before it has carried all the bytes of a gradient that becomes
 ready when it does, and nothing can end before the computation.
-``--save`` writes docs/results/training-<date>.json and docs/training.png.
+``--save`` writes docs/results/training-<date>.json and docs/training.png, ``--write README.md`` its table.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from runs import MARK, machine, print_table, run_ranks
+from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
 
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link
@@ -47,6 +47,10 @@ METHODS = (
     *("fp32", "fp16", "powersgd:4", "powersgd:1"),
     *("minmax8", "minmax4+ef", "trellis2+ef", "onebit:reconstruct=mean+ef", "topk:k=0.01+ef"),
 )
+HEAD = (
+    *("method", "link", "bits per byte at the end", "steps to the target", "ms a step", "least ms", "least / time"),
+    *("MB a step", "s to the target", "times sooner"),
+)
 
 
 @click.command()
@@ -58,6 +62,7 @@ METHODS = (
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
 @click.option("--resume", is_flag=True, help="Keep the file's curves, and measure those that it lacks.")
 @click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
+@click.option("--write", help="A page of which the table is to be replaced, such as README.md.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
     path = _DOCS / "results" / f"training-{date.today().isoformat()}.json"
@@ -71,6 +76,12 @@ def main(**given: Any) -> None:
             if given["save"]:  # after each row, so that an interruption loses little
                 path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     _report(document)
+    if given["write"]:
+        rewrite_table(
+            given["write"],
+            "python bench/train_slow_link.py",
+            document_table(HEAD, _rows(document), document["machine"]),
+        )
     if given["save"]:
         _figure(document, _DOCS / "training.png")
 
@@ -154,11 +165,7 @@ def _report(document: dict[str, Any]) -> None:
     if "curves" in document:
         mean, deviation = _target(document)
         print(f"\nthe target is {mean + deviation:.4f} bits per byte: fp32's {mean:.4f} +- {deviation:.4f}")
-        print_table(
-            ("method", "link", "final bits per byte", "steps to target", "ms a step", "limit ms", "of the limit",
-             "MB a step", "s to target", "sooner than fp32"),
-            _rows(document, mean + deviation),
-        )  # fmt: skip
+        print_table(HEAD, _rows(document))
     for row in document.get("whole", []):
         same = [each["digest"] == row["digest"] for each in document.get("curves", []) if _same(each, row)]
         print(f"\nwhole run: {row['summary']}; parameters equal those of the run without a link: {same}")
@@ -177,7 +184,8 @@ def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(a[key] == b[key] for key in ("method", "seed", "steps", "ranks"))
 
 
-def _rows(document: dict[str, Any], target: float) -> Iterator[tuple[str, ...]]:
+def _rows(document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    target = sum(_target(document))
     times = {(row["link"], row["method"]): row for row in document.get("steps", [])}
     for link in dict.fromkeys(link for link, _ in times):
         first: float | None = None
