@@ -39,12 +39,12 @@ DEVICE = """
 #include "codecs/ternary/codec.h"
 using namespace q;
 extern "C" void encode(const float* x, unsigned n, unsigned char* codes, unsigned char* meta) {
-  emulator::run_grid(1, 1, n, [=] {
+  emulator::run_grid(1, n, [=] {
     Ternary::encode<Float32>(BlockTeam(), BucketOptions{}, RngCounter{}, x, n, codes, meta);
   });
 }
 extern "C" void decode(const unsigned char* codes, const unsigned char* meta, unsigned n, float* y) {
-  emulator::run_grid(1, 1, n, [=] {
+  emulator::run_grid(1, n, [=] {
     const auto take = [=](int i, float value) { y[i] = value; };
     Ternary::decode<Float32>(BlockTeam(), BucketOptions{}, RngCounter{}, codes, meta, n, take);
   });
