@@ -136,12 +136,20 @@ def of_torch(group: Any = None) -> Meeting:
     return replace(meeting, group=group or c10d._get_default_group(), store=None)
 
 
+#: what a store answers for a key that it has not
+_NO_VALUE = "no such key"
+
+
 def of_store(store: Any, rank: int, size: int) -> Meeting:
     """Ranks that have a store of torch.distributed, which nothing else uses."""
 
     def get(key: str, seconds: float) -> bytes:
         store.wait([key], timedelta(seconds=seconds))
-        return bytes(store.get(key))
+        # store.get() waits for minutes if the key is deleted at this moment; this sets nothing, and answers at once
+        found = bytes(store.compare_set(key, _NO_VALUE, _NO_VALUE))
+        if found == _NO_VALUE.encode():
+            raise RuntimeError(f"{key} was deleted")
+        return found
 
     gather = _gather_on(_Board(store.set, get, store.delete_key), rank, size)
     return Meeting("torch.distributed", rank, size, gather, os.environ.get("MASTER_ADDR"), store=store)

@@ -177,6 +177,33 @@ def test_a_rank_that_gave_up_alone_meets_the_others_in_its_next_attempt(port, fr
     assert ["".join(rest), outs[1 - alone]] == ["[b'\\x00', b'\\x01']\n"] * 2
 
 
+@needs("torch")
+def test_a_rank_that_gives_up_while_its_name_is_read():
+    """It deletes the name between the store's answer that there is one and the question for it."""
+    program = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from qccl import CollectiveTimeout, meetings
+
+class Store(dist.HashStore):
+    def wait(self, keys, timeout):
+        super().wait(keys, timeout)
+        self.delete_key(keys[0])
+
+store = Store()
+store.set_timeout(timedelta(seconds=60))
+store.set("waiting/1", "a name")
+begin = time.monotonic()
+try:
+    meetings.of_store(store, 0, 2).gather(b"", 0.5)
+except CollectiveTimeout as error:
+    print(error, time.monotonic() - begin < 30)
+"""
+    (out,) = outputs(program)
+    assert out == "rank 1 did not come within 0.5 s (waiting/1 was deleted) True\n"
+
+
 @needs("torch", "jax")
 def test_frameworks_that_are_loaded_but_have_one_rank():
     (out,) = outputs(f"import jax, jax.distributed, torch.distributed\n{INIT}", JAX_PLATFORMS="cpu")
