@@ -134,7 +134,7 @@ def test_a_silent_rank_is_out_for_good(silent):
 def replaced(group: Group, new: Membership) -> None:
     """``new`` joins ranks 0 and 1, which then end."""
     place = "127.0.0.1", group.ranks[0]._port
-    found = group.run(group.grow(0), group.grow(1), lambda: new.knock(place, b"new", 10.0))
+    found = group.run(group.grow(0), group.grow(1), lambda: new.knock(place, b"new", 30.0))
     assert found == [one_group(found)] * 3 and len(found[0].members) == 3
     for rank in (0, 1):
         group.ranks[rank].close()
@@ -310,8 +310,8 @@ def test_newcomers_get_the_numbers_behind_the_others():
         found = group.run(
             group.grow(0),
             group.grow(1),
-            lambda: first.knock(places[1], b"new", 10.0),
-            lambda: second.knock(places[0], b"new", 10.0),
+            lambda: first.knock(places[1], b"new", 30.0),
+            lambda: second.knock(places[0], b"new", 30.0),
         )
         decision = one_group(found)
         assert len(decision.members) == 4 and found.count(decision) == 4
