@@ -39,7 +39,7 @@ from qccl.bench.sizes import parse_link
 __all__ = ["limit"]
 
 _DOCS = Path(__file__).parent.parent / "docs"
-#: docs/examples/ddp.py has the same
+#: megabytes of DDP's buckets, as in docs/examples/ddp.py
 BUCKET_MB = 2
 #: steps between two measurements of the quality
 EVERY = 25

@@ -114,8 +114,8 @@ class DiLoCo:
         others = [rank for rank, each in enumerate(found) if each[8:] != found[0][8:]]
         if others:
             raise MismatchError(
-                f"ranks {others} have other parameters (number, names, shapes, types) or arguments of DiLoCo than rank "
-                f"0"
+                f"ranks {others} have other parameters (number, names, shapes, types) or arguments of DiLoCo "
+                "than rank 0"
             )
         steps = [struct.unpack("<q", each[:8])[0] for each in found]
         root = steps.index(max(steps))

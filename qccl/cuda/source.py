@@ -3,8 +3,7 @@
 A launch does several operations of one kind at once; a job is one operation. The kernels are templates in
 ``kernels/cuda/``: bucket.h for every codec, kernels.h for codecs with a tile, state.h for state; run.h has those of the
 ends of a run. A kernel's name is the C++ expression of one instance. The structured types below repeat
-``kernels/cuda/jobs.h``.
-This module needs no GPU and no CUDA library, so tests compile and emulate kernels anywhere.
+``kernels/cuda/jobs.h``. This module needs no GPU and no CUDA library, so tests compile and emulate kernels anywhere.
 """
 
 from __future__ import annotations
