@@ -353,6 +353,19 @@ def test_a_step_that_is_not_finite_leaves_the_state_of_those_that_see_it(case: C
             assert (values.tobytes() == found[2][kind].tobytes()) == sees
 
 
+@pytest.mark.parametrize("case", three(BOTH) + three("randomk:k=0.1,block=32+nesterov:mu=0.5"), ids=str)
+def test_a_momentum_that_overflows_does_not_spoil_later_calls(case: Case) -> None:
+    """Rank 1 sends what overflows, and need not see it in its own result."""
+    inputs, oracle = case.inputs(("normal",) * 5), case.oracle()
+    for step in range(2):
+        inputs[step][1][::7] = 3e38
+    for xs in inputs:
+        oracle.step(xs)
+    for rank, (results, state) in enumerate(qccl.run_ranks(4, partial(run, case, inputs))):
+        assert_state(state["a"]["values"], oracle.kept[rank], rank)
+        assert all(np.isfinite(each).all() for each in (results[-1], *state["a"]["values"].values()))
+
+
 @pytest.mark.parametrize("case", three("onebit:bucket=64,reconstruct=mean+ef"), ids=str)
 def test_chunks_and_engines_do_not_matter(case: Case) -> None:
     inputs = case.inputs()
@@ -389,12 +402,15 @@ def assert_same_runs(found: list, wanted: list) -> None:
 
 
 def test_peer_exchange_on_the_device() -> None:
-    """With momentum, which other tests of the device have in all-reduces."""
+    """With momentum, which overflows once; other tests of the device have it in all-reduces."""
 
     def steps(comm: qccl.Communicator, make: Callable[[np.ndarray], Any], take: Callable[[Any], np.ndarray]) -> tuple:
         found = []
         for step in range(4):
-            z = make(np.random.default_rng([step, comm.rank]).standard_normal(700).astype(np.float32))
+            values = np.random.default_rng([step, comm.rank]).standard_normal(700).astype(np.float32)
+            if step < 2:
+                values[:3] = 3e38
+            z = make(values)
             model, replica = make(np.zeros(700, np.float32)), make(np.zeros(700, np.float32))
             other = 1 - comm.rank
             comm.peer_exchange(z, send_to=[other], replicas={other: replica}, applied=model, codec=BOTH, key="a")
