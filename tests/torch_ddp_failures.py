@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch_ddp_models import (
     GROUPS,
     batches,
+    bits,
     error_of,
     loss_of,
     net,
+    step,
     wrapped,
 )
 
@@ -98,12 +101,19 @@ def refuses() -> None:
     assert "is closed" in error_of(lambda: loss_of(model, x).backward())
 
 
+#: of the run that dies() stops
+CODEC = "minmax4:rounding=stochastic+ef"
+
+
 def dies() -> None:
     """The last rank ends in the middle of a backward pass; backward() raises on the others."""
     model = wrapped()
-    handle = qccl.torch.compress(model, "minmax4+ef", **GROUPS)
-    x = batches(1)[0]
-    loss_of(model, x).backward()
+    handle = qccl.torch.compress(model, CODEC, **GROUPS)
+    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+    *before, x = batches(4)
+    for each in before:
+        step(model, optimizer, each)
+    torch.save({"model": model.module.state_dict(), "qccl": handle.state_dict()}, checkpoint())
     dist.barrier()
     last = dist.get_world_size() - 1
     if dist.get_rank() == last:
@@ -114,3 +124,25 @@ def dies() -> None:
     assert f"rank {last} was lost" in text and time.perf_counter() - begin < 20, text
     assert f"rank {last} was lost" in error_of(handle.state_dict)
     os._exit(0)  # the process group of torch lacks a rank, too
+
+
+def goes_on() -> None:
+    """From the checkpoint of dies(), other processes end in the bits of a run that nobody stopped."""
+    ends = []
+    for saved in (None, torch.load(checkpoint())):
+        model = wrapped()
+        with qccl.torch.compress(model, CODEC, **GROUPS) as handle:
+            if saved is not None:
+                model.module.load_state_dict(saved["model"])
+                handle.load_state_dict(saved["qccl"])
+                assert handle.step == 3
+            optimizer = torch.optim.SGD(model.parameters(), 0.02)
+            for x in batches(7)[handle.step :]:
+                step(model, optimizer, x)
+        ends.append(bits(model))
+    assert ends[0] == ends[1]
+
+
+def checkpoint() -> Path:
+    """This rank's file."""
+    return Path(os.environ["FOLDER"]) / f"{dist.get_rank()}.pt"
