@@ -55,9 +55,13 @@ _COUNT = 1 << 22
 #: the headers' text that tells rare cases apart, and what replaces it in the code that is counted
 _COMMON = {
     "return unit.warp_size % kPerVector<T> == 0;": "return true;",
+    "return unit.warp_size == S::vectors * kPerRow<T>;": "return true;",
     "return (reinterpret_cast<u64>(address) & (alignment - 1)) == 0;": "return true;",
-    "if (!kLookUp<Bits, S> && begin >= unit.vectors) break;": "",
+    "if (!shuffles && begin >= unit.vectors) break;": "",
+    "if (Coder::is_common(encoder)) {": "if (true) {",
+    "if (Coder::template is_common<T, S>(decoder, wire.pieces)) {": "if (true) {",
     "if (nan) {": "if (false) {",
+    "if (Stateful && momentum) {": "if (false) {",
 }
 
 
