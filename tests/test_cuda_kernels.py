@@ -32,6 +32,7 @@ from emulator import Emulator
 
 HEADERS = Path(cuda_source.__file__).parent.parent / "kernels"
 DEVICE_HEADERS = sorted((*HEADERS.glob("cuda/*.h"), *HEADERS.glob("codecs/*/device.h")))
+#: not __syncwarp(kAllLanes), which precedes reading addresses: without it the emulation would crash
 SYNCHRONISATION = re.compile(r"__sync(?:threads|warp)\(\);")
 
 RANK = 3

@@ -142,17 +142,18 @@ QCCL_FN const Job& share_job(const Job& job) {
   for (u32 i = 0; i < sizeof(Job) / 4; i += 32) {
     if (i + lane_number() < sizeof(Job) / 4) copy[i + lane_number()] = reinterpret_cast<const u32*>(&job)[i + lane_number()];
   }
-  __syncwarp();
+  __syncwarp(kAllLanes);
   return copies[threadIdx.x / 32];
 }
 
-// A job's sources from number k on, up to 32, in the warp's shared memory.
-QCCL_FN const BufferRef* share_sources(const ReduceJob& job, const BufferRef* sources, u32 k) {
-  __shared__ BufferRef copies[kWarps][32];
+constexpr u32 kSharedSources = 32;
+
+// A job's first sources, in the warp's shared memory.
+QCCL_FN const BufferRef* share_sources(const ReduceJob& job, const BufferRef* sources) {
+  __shared__ BufferRef copies[kWarps][kSharedSources];
   BufferRef* copy = copies[threadIdx.x / 32];
-  __syncwarp();
-  if (k + lane_number() < job.source_count) copy[lane_number()] = sources[job.first_source + k + lane_number()];
-  __syncwarp();
+  if (lane_number() < job.source_count) copy[lane_number()] = sources[job.first_source + lane_number()];
+  __syncwarp(kAllLanes);
   return copy;
 }
 
@@ -163,16 +164,16 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
   Unit unit;
   if (!find_unit<T, S>(number, job.units, job.count, parameters, unit)) return;
   if (own) prefetch_raw<T>(own, unit);
-  const BufferRef* near = share_sources(job, sources, 0);
-  for (u32 k = 0; k < smaller(job.source_count, 32u); ++k) Tile::template prefetch_wire<T>(resolve(memory, near[k]), unit);
+  const BufferRef* near = share_sources(job, sources);
+  for (u32 k = 0; k < smaller(job.source_count, kSharedSources); ++k) Tile::template prefetch_wire<T>(resolve(memory, near[k]), unit);
   Values<T, S> total;
   for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
   for (u32 k = 0;; ++k) {
     if (k == job.own_index) combine_own<T, S, P, Op, Stateful>(own, state, memory, unit, total);
     if (k == job.source_count) break;
-    if (k > 0 && k % 32 == 0) share_sources(job, sources, k);
+    const BufferRef source = k < kSharedSources ? near[k] : sources[job.first_source + k];
     typename Tile::template Wire<T, S> codes;
-    Tile::template load_wire<T, S>(resolve(memory, near[k % 32]), job.count, unit, codes);
+    Tile::template load_wire<T, S>(resolve(memory, source), job.count, unit, codes);
     Tile::template for_each_value<T, S>(
         codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
   }
