@@ -165,7 +165,8 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
   if (!find_unit<T, S>(number, job.units, job.count, parameters, unit)) return;
   if (own) prefetch_raw<T>(own, unit);
   const BufferRef* near = share_sources(job, sources);
-  for (u32 k = 0; k < smaller(job.source_count, kSharedSources); ++k) Tile::template prefetch_wire<T>(resolve(memory, near[k]), unit);
+  const u32 shared = smaller(job.source_count, kSharedSources);
+  for (u32 k = 0; k < shared; ++k) Tile::template prefetch_wire<T>(resolve(memory, near[k]), unit);
   Values<T, S> total;
   for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
   for (u32 k = 0;; ++k) {

@@ -64,8 +64,8 @@ QCCL_FN Number smaller(Number a, Number b) {
   return a < b ? a : b;
 }
 
-// Finds this thread's unit among `units` of a job, in block number `block` of it; false if the warp has none. In a block that is one group, all warps have
-// one or none has.
+// Finds this thread's unit among `units` of a job, in block number `block` of it; false if the warp has none. In a block
+// that is one group, all warps have one or none has.
 template <class T, class S>
 QCCL_FN bool find_unit(u32 block, u32 units, u64 count, const Parameters& parameters, Unit& unit) {
   constexpr u32 per_warp = S::vectors * kPerRow<T>, capacity = S::lanes * S::vectors * kPerVector<T>;
