@@ -61,7 +61,7 @@ _COMMON = {
     "if (Coder::is_common(encoder)) {": "if (true) {",
     "if (Coder::template is_common<T, S>(decoder, wire.pieces)) {": "if (true) {",
     "if (nan) {": "if (false) {",
-    "if (Stateful && momentum) {": "if (false) {",
+    "if (Stateful && old) {": "if (false) {",
 }
 
 

@@ -98,13 +98,14 @@ copy(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters
 // Adds the own values to the total, with momentum if the job has it (../state.h).
 template <class T, class S, Pass P, Combine Op, bool Stateful>
 QCCL_FN void combine_own(const u8* own, const StateJob* state, const Memory& memory, const Unit& unit, Values<T, S>& total) {
-  const float* momentum = Stateful ? floats_of(memory, state->momentum, 0) : nullptr;
-  if (Stateful && momentum) {
+  const float* old = Stateful ? floats_of(memory, state->momentum, 0) : nullptr;
+  if (Stateful && old) {
     Values<T, S> next;
-    load_floats<T, S>(momentum, unit, [&](u32 j, u32 i, float value) { next[j][i] = value; });
+    load_floats<T, S>(old, unit, [&](u32 j, u32 i, float value) { next[j][i] = value; });
     load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) {
-      next[j][i] = next_momentum(state->mu, next[j][i], value);
-      total[j][i] = combine<Op>(total[j][i], with_momentum(state->mu, next[j][i], value));
+      const float momentum = next_momentum(state->mu, next[j][i], value);
+      next[j][i] = finite_or_zero(momentum);
+      total[j][i] = combine<Op>(total[j][i], with_momentum(state->mu, momentum, value));
     });
     if (P != Pass::range) store_floats<T, S>(floats_of(memory, state->new_momentum, 0), unit, next);
   } else {
