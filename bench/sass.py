@@ -55,9 +55,13 @@ _COUNT = 1 << 22
 #: the headers' text that tells rare cases apart, and what replaces it in the code that is counted
 _COMMON = {
     "return unit.warp_size % kPerVector<T> == 0;": "return true;",
+    "return unit.warp_size == S::vectors * kPerRow<T>;": "return true;",
     "return (reinterpret_cast<u64>(address) & (alignment - 1)) == 0;": "return true;",
-    "if (!kLookUp<Bits, S> && begin >= unit.vectors) break;": "",
+    "if (!shuffles && begin >= unit.vectors) break;": "",
+    "if (Coder::is_common(encoder)) {": "if (true) {",
+    "if (Coder::template is_common<T, S>(decoder, wire.pieces)) {": "if (true) {",
     "if (nan) {": "if (false) {",
+    "if (Stateful && old) {": "if (false) {",
 }
 
 
@@ -90,8 +94,11 @@ _PIPES = {
     **dict.fromkeys(("I2F", "F2I", "F2F", "I2FP", "F2FP"), "convert"),
     **dict.fromkeys(("MUFU", "REDUX", "CREDUX"), "special"),
     **dict.fromkeys(("LDG", "STG", "LDS", "STS", "SHFL", "ATOM", "RED", "CCTL", "VOTE"), "memory"),
-    **dict.fromkeys(("BRA", "EXIT", "BAR", "NOP", "BSSY", "BSYNC", "WARPSYNC", "LDC", "S2R", "CS2R", "R2UR"), "other"),
-}  # all others are integer operations; those of the uniform datapath are "other"
+    **dict.fromkeys(("BRA", "EXIT", "BAR", "NOP", "BSSY", "BSYNC", "WARPSYNC"), "other"),
+    **dict.fromkeys(("LDC", "LDCU", "S2R", "CS2R", "R2UR"), "other"),
+}  # all others but memory instructions are integer operations; those of the uniform datapath are "other"
+_GENERIC = {"LD": "LDG", "ST": "STG"}  # a generic address counts as one of global memory
+_MEMORY = re.compile(r"LD|ST|ATOM|RED|TEX|SU")
 #: threads per clock of a multiprocessor (Programming Guide, "Arithmetic Instructions"); four warps can issue at a time
 _HOPPER = {"issue": 128, "float": 128, "multiply": 64, "convert": 64, "special": 16, "memory": 32, "integer": 64}
 _RATES = {80: {**_HOPPER, "float": 64, "convert": 16}, 90: _HOPPER, 100: _HOPPER}
@@ -117,10 +124,14 @@ class Instruction:
 
     @property
     def base(self) -> str:
-        return self.opcode.split(".")[0]
+        name = self.opcode.split(".")[0]
+        return _GENERIC.get(name, name)
 
     @property
     def pipe(self) -> str:
+        """Raises ValueError for memory instructions that the model does not know, such as those of spills."""
+        if self.base not in _PIPES and _MEMORY.match(self.base):
+            raise ValueError(f"the model does not know the memory instruction {self.opcode}")
         return "other" if self.base.startswith("U") else _PIPES.get(self.base, "integer")
 
     @property
@@ -263,7 +274,7 @@ def kernel(kind: str, codec: Codec, dtype: DType, arch: int, headers: Path) -> K
     if not shape or "copy" in name:
         return None
     _, log = compiled(name, arch)
-    used = re.search(r"Used (\d+) registers(?:.*?(\d+) bytes smem)?", log)
+    used = re.search(r"entry function '_Z\S+' for 'sm_\d+'[^']*?Used (\d+) registers(?:.*?(\d+) bytes smem)?", log)
     assert used, log
     cubin, _ = compiled(name, arch, headers)
     capacity = int(shape[1]) * int(shape[2]) * 16 // dtype.itemsize
@@ -287,11 +298,11 @@ def compiled(name: str, arch: int, headers: Path | None = None) -> tuple[bytes, 
     text = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
     nvrtc.nvrtcGetCUBIN(program, text)
     nvrtc.nvrtcDestroyProgram(program)
-    return text, log.decode().partition("qccl_call")[0]
+    return text, log.decode()
 
 
 def disassembled(cubin: bytes) -> str:
-    """The code of a cubin's first kernel."""
+    """The code of a cubin's template kernel; it also has those of every run's ends, whose names are not mangled."""
     folders = [
         os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin",
         *(f"{path}/nvidia/cu13/bin" for path in sys.path),
@@ -303,7 +314,7 @@ def disassembled(cubin: bytes) -> str:
         file.write(cubin)
         file.flush()
         done = subprocess.run([tool, "-c", file.name], capture_output=True, text=True, timeout=60, check=True)
-    return next(part for part in done.stdout.split(".section\t.text.")[1:] if not part.startswith("qccl_call"))
+    return next(part for part in done.stdout.split(".section\t.text.")[1:] if part.startswith("_Z"))
 
 
 def common_case(folder: Path) -> Path:

@@ -18,8 +18,10 @@
 #include "codecs/randomk/host.h"
 #include "codecs/trellis/host.h"
 #else
+#include "codecs/cast/device.h"
 #include "codecs/minmax/device.h"
 #include "codecs/none/device.h"
+#include "codecs/onebit/device.h"
 #include "codecs/trellis/device.h"
 #endif
 

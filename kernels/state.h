@@ -5,6 +5,9 @@
 
 namespace QCCL_NAMESPACE {
 
+// What a call stores of its new state: 0 in place of infinity and NaN, which would spoil all later calls.
+QCCL_FN float finite_or_zero(float value) { return is_finite(value) ? value : 0.0f; }
+
 // Nesterov momentum: the momentum after a call with the own value x, and the value that replaces x.
 QCCL_FN float next_momentum(float mu, float momentum, float x) { return mu * momentum + x; }
 QCCL_FN float with_momentum(float mu, float next, float x) { return x + mu * next; }
@@ -13,10 +16,6 @@ QCCL_FN float with_momentum(float mu, float next, float x) { return x + mu * nex
 // stored times the learning rate of their call, so a later change of the rate does not rescale them.
 QCCL_FN float with_residual(float total, float residual, float inverse_lr) { return total + residual * inverse_lr; }
 
-// A residual that is not finite becomes 0, because it would make all later calls infinite or NaN.
-QCCL_FN float next_residual(float total, float decoded, float lr) {
-  const float left = (total - decoded) * lr;
-  return (bits_of(left) & 0x7f800000u) == 0x7f800000u ? 0.0f : left;
-}
+QCCL_FN float next_residual(float total, float decoded, float lr) { return finite_or_zero((total - decoded) * lr); }
 
 }  // namespace QCCL_NAMESPACE

@@ -104,8 +104,14 @@ def with_momentum(kept: Rank, x: np.ndarray, spec: str) -> np.ndarray:
     if kept.momentum is None:
         return x
     mu = f32(momentum_of(get(spec)))
-    kept.momentum = mu * kept.momentum + x
-    return x + mu * kept.momentum
+    momentum = mu * kept.momentum + x
+    kept.momentum = finite(momentum)
+    return x + mu * momentum
+
+
+def finite(state: np.ndarray) -> np.ndarray:
+    """New state as it is stored, with 0 in place of infinity and NaN."""
+    return np.where(np.isfinite(state), state, f32(0))
 
 
 def coded(
@@ -121,8 +127,7 @@ def coded(
         decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, dtype, counter), v.size)
     if kept.residual is not None:
         received = to_float(from_float(decoded, dtype), dtype) if rounded else decoded
-        left = (v - received) * lr
-        kept.residual[part] = np.where(np.isfinite(left), left, f32(0))
+        kept.residual[part] = finite((v - received) * lr)
     return decoded
 
 

@@ -27,21 +27,25 @@ def main() -> int:
     size = sys.argv[1]
     master_port, port = free_ports(2)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port), "QCCL_PORT": str(port)}
-    left, stopped, worst = set(), set(), 0
+    left: dict[int, int] = {}
+    stopped, worst = set(), 0
     for rank in range(int(size)):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
         command = [sys.executable, *sys.argv[2:]]
-        left.add(os.posix_spawn(sys.executable, command, os.environ | place | ranks))
-    while left - stopped:
+        left[os.posix_spawn(sys.executable, command, os.environ | place | ranks)] = rank
+    while left.keys() - stopped:
         pid, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
         if os.WIFSTOPPED(status):
             stopped.add(pid)
         elif os.WIFCONTINUED(status):
             stopped.discard(pid)
         else:
-            left.discard(pid)
-            worst = worst or abs(os.waitstatus_to_exitcode(status))
-    for pid in left:
+            rank, code = left.pop(pid), os.waitstatus_to_exitcode(status)
+            if code:  # a process that a signal ends says nothing itself
+                print(f"plain_ranks.py: rank {rank} ended with status {code}", file=sys.stderr, flush=True)
+            worst = worst or abs(code)
+    for pid, rank in left.items():
+        print(f"plain_ranks.py: rank {rank} has stopped and is killed", file=sys.stderr, flush=True)
         os.kill(pid, signal.SIGKILL)
     return worst or len(left)
 

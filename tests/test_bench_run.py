@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from test_bench import LAUNCHERS
-from test_lab import traces, within, workers
+from test_lab import OF_TWO_RANKS, traces, within, workers
 
 from qccl.bench import lab, start
 from qccl.bench.cli import main
@@ -179,7 +179,7 @@ def test_control_c_ends_everything_and_the_traffic_is_printed(link: str) -> None
         start_new_session=True,
     )
     try:
-        assert process.stdout.readline().endswith("up\n") and len(traces(process.pid)) == 5
+        assert process.stdout.readline().endswith("up\n") and len(traces(process.pid)) == OF_TWO_RANKS
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=40)
         assert process.returncode == 130 and "stopped; its ranks and networks are gone" in errors

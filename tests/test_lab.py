@@ -29,6 +29,8 @@ pytestmark = [
     pytest.mark.skipif(lab.obstacle() is not None, reason=f"no lab here: {lab.obstacle()}"),
 ]
 ROOT = Path(__file__).parent.parent
+#: traces() of a lab of two ranks: a bridge, and for each rank a namespace, its files and an interface
+OF_TWO_RANKS = 7
 LONG = ["allreduce", "--ranks=2", "-b16M", "-e16M", "-n500", "-c0", "--link=100mbit"]
 
 
@@ -39,9 +41,10 @@ def bench(*flags: str) -> subprocess.CompletedProcess[str]:
 
 
 def traces(pid: int) -> list[str]:
-    """The namespaces and interfaces of a process's lab."""
-    names = os.listdir("/run/netns") if Path("/run/netns").is_dir() else []
-    return [name for name in [*names, *os.listdir("/sys/class/net")] if re.search(rf"^(qccl-|qcclb|qv){pid}\b", name)]
+    """The interfaces of a process's lab, its namespaces and their folders of files."""
+    folders = [Path(each) for each in ("/sys/class/net", "/run/netns", "/etc/netns")]
+    names = [name for folder in folders if folder.is_dir() for name in os.listdir(folder)]
+    return [name for name in names if re.search(rf"^(qccl-|qcclb|qv){pid}\b", name)]
 
 
 def within(seconds: float, condition) -> bool:
@@ -82,7 +85,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[str]]:
             if "codec" in line and "size" in line:
                 break
         assert within(10, lambda: len(workers(process.pid)) >= (3 if request.param == "mpi" else 2))
-        assert len(traces(process.pid)) == 5
+        assert len(traces(process.pid)) == OF_TWO_RANKS
         yield process
     finally:
         process.kill()
@@ -114,13 +117,23 @@ def test_traffic_is_limited_and_counted_and_nothing_is_left(transport: str) -> N
     way = start.choose_way(transport)
     lines: list[str] = []
     with Lab(2, parse_link("400mbit")) as network:
-        assert len(traces(os.getpid())) == 5
+        assert len(traces(os.getpid())) == OF_TWO_RANKS
         before = network.shaped_nbytes()
         status = start.run_ranks(2, command, way=way, lab=network, smallest=1 << 20, silence=60, on_line=lines.append)
         passed = [after - b for after, b in zip(network.shaped_nbytes(), before, strict=True)]
     assert status == 0 and traces(os.getpid()) == []
     assert all(8 << 20 <= n < 9.5 * (1 << 20) for n in passed)
     assert len(lines) == 1 and float(lines[0].split()[1]) > 0.9 * (8 << 20) / 50e6
+
+
+def test_addresses_have_names_inside() -> None:
+    """PyTorch looks up those that connect to it."""
+    with Lab(2, parse_link("1gbit")) as network:
+        places = [(network.first_address, 0), (network.address, 0)]
+        program = f"import socket; print(*[socket.getnameinfo(place, socket.NI_NAMEREQD)[0] for place in {places}])"
+        command = [*network.enter("RANK"), sys.executable, "-c", program]
+        done = subprocess.run(command, env=os.environ | {"RANK": "1"}, capture_output=True, text=True, timeout=20)
+    assert done.stdout == "node0 launcher\n", done.stderr
 
 
 def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
@@ -176,7 +189,7 @@ def test_a_killed_run_is_cleaned_up_by_the_next(running: subprocess.Popen[str]) 
     running.kill()
     running.communicate(timeout=20)
     assert within(10, lambda: not workers(running.pid))  # the ranks end with their parent
-    assert len(traces(running.pid)) == 5
+    assert len(traces(running.pid)) == OF_TWO_RANKS
     with Lab(1, parse_link("1gbit")):
         assert traces(running.pid) == []
         assert traces(os.getpid())
@@ -201,8 +214,8 @@ def test_two_labs_at_once_do_not_collide() -> None:
             [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
         )
         assert other.stdout.readline() == "up\n"
-        assert len(traces(os.getpid())) == len(traces(other.pid)) == 5
-    assert traces(os.getpid()) == [] and len(traces(other.pid)) == 5
+        assert len(traces(os.getpid())) == len(traces(other.pid)) == OF_TWO_RANKS
+    assert traces(os.getpid()) == [] and len(traces(other.pid)) == OF_TWO_RANKS
     other.communicate("\n", timeout=20)
     assert other.returncode == 0 and traces(other.pid) == []
 

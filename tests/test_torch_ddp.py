@@ -40,8 +40,10 @@ def test_four_ranks():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["auto", "gloo"])
-def test_a_rank_that_dies(transport):
-    run(3, "dies", transport=transport)
+def test_a_rank_that_dies(tmp_path, transport):
+    run(3, "dies", folder=tmp_path, transport=transport)
+    if transport == "auto":
+        run(3, "goes_on", folder=tmp_path)
 
 
 # -- the policy and the groups ---------------------------------------------------------------------------------------

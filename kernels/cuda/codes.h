@@ -1,8 +1,9 @@
 // Loads and stores codes of `Bits` bits between a thread's registers and the wire. A *piece* is the packed codes of one
 // vector of values.
 //
-// A piece of 1, 2, 4 or 8 bytes is loaded and stored directly. Others go through shared memory, so that accesses to global
-// memory are wide.
+// A piece of 1, 2, 4 or 8 bytes is loaded and stored directly. If each lane has one word of codes of one bit, the lanes of
+// a warp transpose them by shuffles, and each loads or stores a word. Others go through shared memory, so that accesses to
+// global memory are wide.
 #pragma once
 
 #include "../pack.h"
@@ -111,11 +112,38 @@ QCCL_FN u64 piece_offset(const Unit& unit) {
   return code_offset(unit.first, Bits) + unit.offset / kPerVector<T> * (Piece<Bits, T>::bits / 8);
 }
 
+// Whether the lanes transpose their codes, one word each.
+template <int Bits, class T, class S>
+constexpr bool kTransposed = Bits == 1 && S::lanes >= 32 && S::vectors * kPerVector<T> == 32;
+
+// Transposes blocks of bits among groups of S::vectors lanes: from the codes of one lane, row by row, to the codes of one
+// row, lane by lane, and back. All lanes of the warp take part.
+template <class S>
+QCCL_FN u32 transpose(u32 word) {
+  constexpr u32 block = 32 / S::vectors;
+#pragma unroll
+  for (u32 distance = 1; distance < S::vectors; distance *= 2) {
+    const u32 shift = distance * block, lower = (u32)(0xffffffffull / ((1ull << shift) + 1));  // the lower of each two
+    const bool upper = lane_number() & distance;
+    const u32 other = __shfl_xor_sync(kAllLanes, word, (int)distance), kept = upper ? ~lower : lower;
+    word = (word & kept) | ((upper ? other >> shift : other << shift) & ~kept);
+  }
+  return word;
+}
+
+// The address of this lane's transposed word; null if the warp's codes are not aligned words.
+template <int Bits, class T, class S>
+QCCL_FN u8* transposed_word(u8* wire, const Unit& unit) {
+  u8* codes = wire + warp_offset<Bits>(unit);
+  if (!has_all_values<T, S>(unit) || !is_aligned(codes, 4)) return nullptr;
+  return codes + 4 * (lane_number() % S::vectors * (32 / S::vectors) + lane_number() / S::vectors);
+}
+
 // Stores codes to the wire of the call. All lanes of the warp take part.
 template <int Bits, class T, class S>
 QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& pieces) {
   using P = Piece<Bits, T>;
-  if constexpr (P::direct) {
+  if constexpr (P::direct && !kTransposed<Bits, T, S>) {
     if (is_whole<T>(unit) && is_aligned(wire, P::bits / 8)) {
       using Direct = typename IntegerOf<P::bits / 8>::type;
       Direct* to = reinterpret_cast<Direct*>(wire + piece_offset<Bits, T, S>(unit));
@@ -123,6 +151,15 @@ QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& p
       for (u32 j = 0; j < S::vectors; ++j) {
         if (j < unit.stored) to[j * 32] = (Direct)pieces[j];
       }
+      return;
+    }
+  } else if constexpr (kTransposed<Bits, T, S>) {
+    if (u8* at = transposed_word<Bits, T, S>(wire, unit)) {
+      u32 word = 0;
+#pragma unroll
+      for (u32 j = 0; j < S::vectors; ++j) word |= (u32)pieces[j] << j * P::bits;
+      word = transpose<S>(word);
+      *reinterpret_cast<u32*>(at) = word;
       return;
     }
   }
@@ -140,12 +177,19 @@ QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& p
 template <int Bits, class T, class S>
 QCCL_FN void load_codes(const u8* wire, const Unit& unit, Pieces<Bits, T, S>& pieces) {
   using P = Piece<Bits, T>;
-  if constexpr (P::direct) {
+  if constexpr (P::direct && !kTransposed<Bits, T, S>) {
     if (is_aligned(wire, P::bits / 8)) {
       using Direct = typename IntegerOf<P::bits / 8>::type;
       const Direct* from = reinterpret_cast<const Direct*>(wire + piece_offset<Bits, T, S>(unit));
 #pragma unroll
       for (u32 j = 0; j < S::vectors; ++j) pieces[j] = j < unit.vectors ? from[j * 32] : 0;
+      return;
+    }
+  } else if constexpr (kTransposed<Bits, T, S>) {
+    if (const u8* at = transposed_word<Bits, T, S>(const_cast<u8*>(wire), unit)) {
+      const u32 word = transpose<S>(*reinterpret_cast<const u32*>(at));
+#pragma unroll
+      for (u32 j = 0; j < S::vectors; ++j) pieces[j] = word >> j * P::bits & ((1u << P::bits) - 1);
       return;
     }
   }

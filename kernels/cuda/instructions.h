@@ -36,6 +36,17 @@ QCCL_FN void include(Extent& extent, float x) {
 #endif
 }
 
+// The lesser of two numbers.
+QCCL_FN float lesser(float a, float b) {
+#ifdef __CUDA_ARCH__
+  float x;
+  asm("min.f32 %0, %1, %2;" : "=f"(x) : "f"(a), "f"(b));
+  return x;
+#else
+  return a < b ? a : b;
+#endif
+}
+
 struct KeyPair {
   i32 lowest, highest;
 };

@@ -34,7 +34,8 @@ encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Paramete
   find_unit<T, S>(this_block(parameters).number, job.units, job.count, parameters, unit);
   u8* wire = resolve(memory, job.wire);
   const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};
-  Tile::template encode<false, P, T, S>(x, wire, unit, tile_job, parameters, memory);
+  typename Tile::template Wire<T, S> made;
+  Tile::template encode<P, T, S>(x, wire, unit, tile_job, parameters, memory, made);
 }
 
 template <class Tile, class T, class S, bool Accumulate>
@@ -63,9 +64,9 @@ decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Paramete
       });
   bool nan;
   if constexpr (Accumulate) {
-    nan = has_nan<T, S>(x);
+    nan = any_nan<T, S>(x);
   } else {
-    nan = Tile::template is_nan_wire<T, S>(codes);
+    nan = Tile::template has_nan<T, S>(codes, x);
   }
   store_values<T, S>(dst, unit, x, nan);
 }
@@ -94,45 +95,128 @@ copy(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters
   }
 }
 
+// Adds the own values to the total, with momentum if the job has it (../state.h).
+template <class T, class S, Pass P, Combine Op, bool Stateful>
+QCCL_FN void combine_own(const u8* own, const StateJob* state, const Memory& memory, const Unit& unit, Values<T, S>& total) {
+  const float* old = Stateful ? floats_of(memory, state->momentum, 0) : nullptr;
+  if (Stateful && old) {
+    Values<T, S> next;
+    load_floats<T, S>(old, unit, [&](u32 j, u32 i, float value) { next[j][i] = value; });
+    load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) {
+      const float momentum = next_momentum(state->mu, next[j][i], value);
+      next[j][i] = finite_or_zero(momentum);
+      total[j][i] = combine<Op>(total[j][i], with_momentum(state->mu, momentum, value));
+    });
+    if (P != Pass::range) store_floats<T, S>(floats_of(memory, state->new_momentum, 0), unit, next);
+  } else {
+    load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
+  }
+}
+
+// Encodes the total, and stores the decoded values and the residual that they leave. Both replace the total in turn, because
+// registers are scarce.
+template <class Tile, class T, class S, Pass P, bool Stateful>
+QCCL_FN void encode_total(Values<T, S>& total, u8* wire, u8* out, const StateJob* state, const Unit& unit, const TileJob& job,
+                          const Parameters& parameters, const Memory& memory) {
+  typename Tile::template Wire<T, S> made;
+  const bool nan = Tile::template encode<P, T, S>(total, wire, unit, job, parameters, memory, made);
+  if constexpr (P == Pass::range) return;
+  if constexpr (Stateful) {
+    if (float* residual = floats_of(memory, state->new_residual, 0)) {
+      Tile::template for_each_value<T, S>(made, unit, [&](u32 j, u32 i, float value) {
+        total[j][i] = next_residual(total[j][i], out ? rounded<T>(value) : value, memory.lr);
+      });
+      store_floats<T, S>(residual, unit, total);
+    }
+  }
+  if (!out) return;
+  Tile::template for_each_value<T, S>(made, unit, [&](u32 j, u32 i, float value) { total[j][i] = value; });
+  store_values<T, S>(out, unit, total, nan);
+}
+
+// A copy of a job in the warp's shared memory, because loads from global memory, one after the other, take longer.
+template <class Job>
+QCCL_FN const Job& share_job(const Job& job) {
+  __shared__ Job copies[kWarps];
+  u32* copy = reinterpret_cast<u32*>(&copies[threadIdx.x / 32]);
+#pragma unroll
+  for (u32 i = 0; i < sizeof(Job) / 4; i += 32) {
+    if (i + lane_number() < sizeof(Job) / 4) copy[i + lane_number()] = reinterpret_cast<const u32*>(&job)[i + lane_number()];
+  }
+  __syncwarp(kAllLanes);
+  return copies[threadIdx.x / 32];
+}
+
+constexpr u32 kSharedSources = 32;
+
+// A job's first sources, in the warp's shared memory.
+QCCL_FN const BufferRef* share_sources(const ReduceJob& job, const BufferRef* sources) {
+  __shared__ BufferRef copies[kWarps][kSharedSources];
+  BufferRef* copy = copies[threadIdx.x / 32];
+  if (lane_number() < job.source_count) copy[lane_number()] = sources[job.first_source + lane_number()];
+  __syncwarp(kAllLanes);
+  return copy;
+}
+
+template <class Tile, class T, class S, Pass P, Combine Op, bool Stateful>
+QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state, const BufferRef* sources,
+                         const Parameters& parameters, const Memory& memory) {
+  u8* own = resolve(memory, job.own);
+  Unit unit;
+  if (!find_unit<T, S>(number, job.units, job.count, parameters, unit)) return;
+  if (own) prefetch_raw<T>(own, unit);
+  const BufferRef* near = share_sources(job, sources);
+  const u32 shared = smaller(job.source_count, kSharedSources);
+  for (u32 k = 0; k < shared; ++k) Tile::template prefetch_wire<T>(resolve(memory, near[k]), unit);
+  Values<T, S> total;
+  for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
+  for (u32 k = 0;; ++k) {
+    if (k == job.own_index) combine_own<T, S, P, Op, Stateful>(own, state, memory, unit, total);
+    if (k == job.source_count) break;
+    const BufferRef source = k < kSharedSources ? near[k] : sources[job.first_source + k];
+    typename Tile::template Wire<T, S> codes;
+    Tile::template load_wire<T, S>(resolve(memory, source), job.count, unit, codes);
+    Tile::template for_each_value<T, S>(
+        codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
+  }
+  asm volatile("" ::: "memory");  // recompute everything but the total, because registers are scarce
+  find_unit<T, S>(number, job.units, job.count, parameters, unit);
+  u8* wire = resolve(memory, job.wire);
+  u8* out = resolve(memory, job.out);
+  if (job.scale != 1.0f) for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] *= job.scale; });
+  if constexpr (Stateful) {
+    const float inverse_lr = 1.0f / memory.lr;
+    if (const float* residual = floats_of(memory, state->residual, 0)) {
+      load_floats<T, S>(residual, unit, [&](u32 j, u32 i, float value) {
+        total[j][i] = with_residual(total[j][i], value, inverse_lr);
+      });
+    }
+  }
+  if (wire) {
+    repeat_first<T, S>(total, unit);
+    const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};
+    encode_total<Tile, T, S, P, Stateful>(total, wire, out, state, unit, tile_job, parameters, memory);
+  } else if (out && P != Pass::range) {
+    store_values<T, S>(out, unit, total, any_nan<T, S>(total));
+  }
+}
+
 template <class Tile, class T, class S, Pass P, Combine Op>
 __global__ void __launch_bounds__(kThreads, 2)
 reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
-  const ReduceJob& job = jobs[block.job];
-  u8* own = resolve(memory, job.own);
-  Unit unit;
-  if (!find_unit<T, S>(block.number, job.units, job.count, parameters, unit)) return;
-  if (own) prefetch_raw<T>(own, unit);
-  for (u32 k = 0; k < job.source_count; ++k) {
-    Tile::template prefetch_wire<T>(resolve(memory, sources[job.first_source + k]), unit);
-  }
-  Values<T, S> total;
-  for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
-  for (u32 k = 0;; ++k) {
-    if (k == job.own_index) {
-      load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
-    }
-    if (k == job.source_count) break;
-    typename Tile::template Wire<T, S> codes;
-    Tile::template load_wire<T, S>(resolve(memory, sources[job.first_source + k]), job.count, unit, codes);
-    Tile::template for_each_value<T, S>(
-        codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
-  }
-  asm volatile("" ::: "memory");  // recompute everything but the total, because registers are scarce
-  find_unit<T, S>(block.number, job.units, job.count, parameters, unit);
-  u8* wire = resolve(memory, job.wire);
-  u8* out = resolve(memory, job.out);
-  const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};
-  if (job.scale != 1.0f) for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] *= job.scale; });
-  bool nan;
-  if (wire) {
-    repeat_first<T, S>(total, unit);
-    nan = Tile::template encode<true, P, T, S>(total, wire, unit, tile_job, parameters, memory);
-  } else {
-    nan = has_nan<T, S>(total);
-  }
-  if (out && P != Pass::range) store_values<T, S>(out, unit, total, nan);
+  reduce_unit<Tile, T, S, P, Op, false>(block.number, share_job(jobs[block.job]), nullptr, sources, parameters, memory);
+}
+
+// A sum with state.
+template <class Tile, class T, class S, Pass P>
+__global__ void __launch_bounds__(kThreads, 2)
+reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
+                  const __grid_constant__ Memory memory) {
+  const BlockOfJob block = this_block(parameters);
+  const StateJob& job = share_job(jobs[block.job]);
+  reduce_unit<Tile, T, S, P, Combine::sum, true>(block.number, job.reduce, &job, sources, parameters, memory);
 }
 
 }  // namespace QCCL_NAMESPACE

@@ -18,7 +18,7 @@ struct OwnValues {
     const float x = T::to_float(at[i]);
     if (!momentum) return x;
     const float next = next_momentum(mu, momentum[i], x);
-    new_momentum[i] = next;
+    new_momentum[i] = finite_or_zero(next);
     return with_momentum(mu, next, x);
   }
 };

@@ -4,6 +4,7 @@
 
 #include "../bucket.h"
 #include "../pack.h"
+#include "instructions.h"
 #include "jobs.h"
 
 namespace QCCL_NAMESPACE {
@@ -169,18 +170,24 @@ class BlockTeam {
   }
   QCCL_MEMBER FloatPair fold_sum(const FloatPair& mine) const { return {fold_sum(mine.first), fold_sum(mine.second)}; }
 
-  // Combines the upper half of the lanes with the lower half until one value is left, which all threads get.
+  // Combines the upper half of the lanes with the lower half until one value is left, which all threads get. The first
+  // three steps combine values of different warps, and every warp does them.
   template <class Value, class Combine>
   QCCL_MEMBER Value fold(Value* lanes, Value mine, const Combine& combine) const {
     lanes[threadIdx.x] = mine;
     sync();
-    for (u32 half = kThreads / 2; half > 0; half /= 2) {
-      if (threadIdx.x < half) lanes[threadIdx.x] = combine(lanes[threadIdx.x], lanes[threadIdx.x + half]);
-      sync();
+    Value each[kWarps];
+#pragma unroll
+    for (u32 w = 0; w < kWarps; ++w) each[w] = lanes[32 * w + threadIdx.x % 32];
+    sync();  // the next fold overwrites the lanes
+#pragma unroll
+    for (u32 half = kWarps / 2; half > 0; half /= 2) {
+#pragma unroll
+      for (u32 w = 0; w < half; ++w) each[w] = combine(each[w], each[w + half]);
     }
-    const Value result = lanes[0];
-    sync();  // the next fold overwrites lanes[0]
-    return result;
+#pragma unroll
+    for (int half = 16; half > 0; half /= 2) each[0] = combine(each[0], __shfl_xor_sync(kAllLanes, each[0], half));
+    return each[0];
   }
 };
 

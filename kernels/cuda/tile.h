@@ -64,8 +64,8 @@ QCCL_FN Number smaller(Number a, Number b) {
   return a < b ? a : b;
 }
 
-// Finds this thread's unit among `units` of a job, in block number `block` of it; false if the warp has none. In a block that is one group, all warps have
-// one or none has.
+// Finds this thread's unit among `units` of a job, in block number `block` of it; false if the warp has none. In a block
+// that is one group, all warps have one or none has.
 template <class T, class S>
 QCCL_FN bool find_unit(u32 block, u32 units, u64 count, const Parameters& parameters, Unit& unit) {
   constexpr u32 per_warp = S::vectors * kPerRow<T>, capacity = S::lanes * S::vectors * kPerVector<T>;
@@ -110,6 +110,12 @@ QCCL_FN u32 vector_number(const Unit& unit) {
 template <class T>
 QCCL_FN bool is_whole(const Unit& unit) {
   return unit.warp_size % kPerVector<T> == 0;
+}
+
+// Whether all values of the warp's threads are in the unit.
+template <class T, class S>
+QCCL_FN bool has_all_values(const Unit& unit) {
+  return unit.warp_size == S::vectors * kPerRow<T>;
 }
 
 QCCL_FN bool is_aligned(const void* address, u32 alignment) {
@@ -205,29 +211,44 @@ QCCL_FN void widen(const uint4& vector, float (&x)[kPerVector<T>]) {
   }
 }
 
-QCCL_FN u32 raw_bits(float x) { return bits_of(x); }
-QCCL_FN u32 raw_bits(u16 x) { return x; }
-
-// Rounds the values to the element type. `nan`: there may be NaNs; all become the quiet one.
-template <class T>
-QCCL_FN uint4 narrow(const float (&x)[kPerVector<T>], bool nan) {
-  constexpr u32 per_word = kPerVector<T> / 4;
-  u32 words[4];
+// Rounds values to 16 bits. `nan`: there may be NaNs; all become the quiet one.
+template <class W, u32 N>
+QCCL_FN void narrow_halves(const float (&x)[N], bool nan, u32* words) {
 #pragma unroll
-  for (u32 i = 0; i < 4; ++i) {
-    if constexpr (T::code == Float32::code) {
-      words[i] = bits_of(x[i]);
-    } else {
-      words[i] = round_pair<T>(x[2 * i], x[2 * i + 1]);
+  for (u32 i = 0; i < N; i += 2) words[i / 2] = round_pair<W>(x[i], x[i + 1]);
+  if (nan) {
+    const u32 quiet = W::from_float(float_of(kQuietNan));
+#pragma unroll
+    for (u32 i = 0; i < N; ++i) {
+      u32& word = words[i / 2];
+      const u32 mended = i % 2 ? (word & 0xffffu) | quiet << 16 : (word & 0xffff0000u) | quiet;
+      word = is_nan(x[i]) ? mended : word;
     }
   }
-  if (nan) {
-    const u32 quiet = raw_bits(T::from_float(float_of(kQuietNan)));
+}
+
+// A value rounded to an element type; a NaN may become another NaN.
+template <class T>
+QCCL_FN float rounded(float x) {
+  if constexpr (T::code == Float32::code) {
+    return x;
+  } else {
+    return widen_half<T>((u16)round_pair<T>(x, 0.0f));
+  }
+}
+
+// Rounds the values to the element type, as narrow_halves().
+template <class T>
+QCCL_FN uint4 narrow(const float (&x)[kPerVector<T>], bool nan) {
+  u32 words[4];
+  if constexpr (T::code != Float32::code) {
+    narrow_halves<T>(x, nan, words);
+  } else {
 #pragma unroll
-    for (u32 i = 0; i < kPerVector<T>; ++i) {
-      u32& word = words[i / per_word];
-      const u32 mended = per_word == 1 ? quiet : i % 2 ? (word & 0xffffu) | quiet << 16 : (word & 0xffff0000u) | quiet;
-      word = is_nan(x[i]) ? mended : word;
+    for (u32 i = 0; i < 4; ++i) words[i] = bits_of(x[i]);
+    if (nan) {
+#pragma unroll
+      for (u32 i = 0; i < 4; ++i) words[i] = bits_of(T::from_float(x[i]));
     }
   }
   return {words[0], words[1], words[2], words[3]};
@@ -261,6 +282,52 @@ QCCL_FN void store_values(u8* values, const Unit& unit, const Values<T, S>& x, b
   }
 }
 
+// take(j, i, x) for the float of each of a thread's values; `floats` are the call's. Outside the unit they are 0.
+template <class T, class S, class Take>
+QCCL_FN void load_floats(const float* floats, const Unit& unit, Take take) {
+  const float* from = floats + unit.first + unit.offset;
+  const bool wide = is_aligned(from, 16) && is_whole<T>(unit);
+#pragma unroll
+  for (u32 j = 0; j < S::vectors; ++j) {
+#pragma unroll
+    for (u32 i = 0; i < kPerVector<T>; i += 4) {
+      const float* at = from + j * kPerRow<T> + i;
+      const u32 place = unit.offset + j * kPerRow<T> + i, n = place < unit.size ? unit.size - place : 0;
+      uint4 x = {};
+      if (wide) {
+        if (n) x = *reinterpret_cast<const uint4*>(at);
+      } else {
+        x = {n > 0 ? bits_of(at[0]) : 0, n > 1 ? bits_of(at[1]) : 0, n > 2 ? bits_of(at[2]) : 0, n > 3 ? bits_of(at[3]) : 0};
+      }
+      take(j, i, float_of(x.x)), take(j, i + 1, float_of(x.y)), take(j, i + 2, float_of(x.z)), take(j, i + 3, float_of(x.w));
+    }
+  }
+}
+
+// Stores the float of each of a thread's values in the unit.
+template <class T, class S>
+QCCL_FN void store_floats(float* floats, const Unit& unit, const Values<T, S>& x) {
+  float* to = floats + unit.first + unit.offset;
+  const bool wide = is_aligned(to, 16) && is_whole<T>(unit);
+#pragma unroll
+  for (u32 j = 0; j < S::vectors; ++j) {
+    if (j >= unit.stored) break;
+#pragma unroll
+    for (u32 i = 0; i < kPerVector<T>; i += 4) {
+      float* at = to + j * kPerRow<T> + i;
+      const float(&y)[kPerVector<T>] = x[j];
+      if (wide) {
+        *reinterpret_cast<uint4*>(at) = {bits_of(y[i]), bits_of(y[i + 1]), bits_of(y[i + 2]), bits_of(y[i + 3])};
+      } else {
+#pragma unroll
+        for (u32 k = i; k < i + 4; ++k) {
+          if (unit.offset + j * kPerRow<T> + k < unit.size) to[j * kPerRow<T> + k] = y[k];
+        }
+      }
+    }
+  }
+}
+
 // body(j, i) for each of a thread's values.
 template <class T, class S, class Body>
 QCCL_FN void for_each_element(Body body) {
@@ -272,7 +339,7 @@ QCCL_FN void for_each_element(Body body) {
 }
 
 template <class T, class S>
-QCCL_FN bool has_nan(const Values<T, S>& x) {
+QCCL_FN bool any_nan(const Values<T, S>& x) {
   bool found = false;
   for_each_element<T, S>([&](u32 j, u32 i) { found |= x[j][i] != x[j][i]; });
   return found;

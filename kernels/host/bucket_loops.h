@@ -95,7 +95,7 @@ QCCL_LOOP static inline void add_momentum(const StateCall& state, u64 first, con
 #pragma GCC ivdep
   for (u32 i = 0; i < n; ++i) {
     const float x = own[i], m = next_momentum(mu, old[i], x);
-    next[i] = m;
+    next[i] = finite_or_zero(m);
     to[i] = with_momentum(mu, m, x);
   }
 }

@@ -32,6 +32,9 @@ _MTU = "9000"
 #: packets that may be under way; more would be lost
 _DELAYED = "100000"
 _NAMESPACES = Path("/run/netns")
+#: ``ip netns exec NAME`` mounts the files of the folder NAME here over those of /etc
+_FILES = Path("/etc/netns")
+_HOSTS = Path("/etc/hosts")
 _CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 _OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
 
@@ -116,7 +119,7 @@ class Lab:
         return [int(Path(f"/sys/class/net/{name}/statistics/rx_bytes").read_text()) for name in names]
 
     def close(self) -> None:
-        """Kill all processes in the namespaces, and remove the namespaces. Idempotent."""
+        """Kill all processes in the namespaces, and remove the namespaces and their files. Idempotent."""
         _remove(os.getpid())
 
     def _namespace(self, node: int) -> str:
@@ -126,16 +129,27 @@ class Lab:
         _run("ip", "link", "add", self.bridge, "type", "bridge", "forward_delay", "0")
         _run("ip", "address", "add", f"{self.address}/24", "dev", self.bridge)
         _run("ip", "link", "set", self.bridge, "mtu", _MTU, "up")
+        hosts = self._hosts()
         for node in range(self.links):
             name, outside = self._namespace(node), f"qv{os.getpid()}.{node}"
             inside = ("ip", "-n", name)
             _run("ip", "netns", "add", name)
+            _write_hosts(name, hosts)
             _run("ip", "link", "add", outside, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "netns", name)
             _run("ip", "link", "set", outside, "master", self.bridge, "up")
             _run(*inside, "address", "add", f"{self._subnet}.{node + 1}/24", "dev", INTERFACE)
             _run(*inside, "link", "set", INTERFACE, "mtu", _MTU, "up")
             _run(*inside, "link", "set", "lo", "up")
             self._limit(name)
+
+    def _hosts(self) -> str:
+        """The hosts file inside: the machine's, with names for the nodes and for the machine outside.
+
+        PyTorch looks up the name of every address that connects, and warns if it has none.
+        """
+        own = _HOSTS.read_text() if _HOSTS.is_file() else "127.0.0.1 localhost\n"
+        names = [f"{self._subnet}.{node + 1} node{node}\n" for node in range(self.links)]
+        return "".join([own.rstrip("\n"), "\n", *names, f"{self.address} launcher\n"])
 
     def _limit(self, name: str) -> None:
         """Give a namespace's interface its rate limiter, inside a delay if there is one."""
@@ -164,6 +178,14 @@ def shaped_nbytes(namespace: str | None = None) -> int:
     return passed[0]
 
 
+def _write_hosts(namespace: str, text: str) -> None:
+    """Give a namespace its hosts file. Where /etc is read-only all else works without it."""
+    folder = _FILES / namespace
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / _HOSTS.name).write_text(text)
+
+
 def _may_make_networks() -> bool:
     """Whether this process has the capabilities to create namespaces and interfaces."""
     try:
@@ -186,16 +208,17 @@ def _prefix(pid: int) -> str:
 
 
 def _owners() -> Iterator[int]:
-    """The process ids in the names of every namespace and interface that a lab made."""
-    names = os.listdir(_NAMESPACES) if _NAMESPACES.is_dir() else []
-    names += os.listdir("/sys/class/net")
+    """The process ids in the names of every interface, namespace and folder that a lab made."""
+    names = os.listdir("/sys/class/net")
+    for folder in (_NAMESPACES, _FILES):
+        names += os.listdir(folder) if folder.is_dir() else []
     for name in names:
         if match := _OWNED.fullmatch(name):
             yield int(match[1])
 
 
 def _remove(pid: int) -> None:
-    """Remove the namespaces and interfaces of process ``pid``'s lab, and kill the processes in them."""
+    """Remove what process ``pid``'s lab has made, and kill the processes in it."""
     for name in os.listdir("/sys/class/net"):
         if (match := _OWNED.fullmatch(name)) and int(match[1]) == pid:
             _run("ip", "link", "del", name, check=False)  # deletes both ends of the pair
@@ -204,6 +227,8 @@ def _remove(pid: int) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
         _run("ip", "netns", "del", path.name, check=False)
+    for path in _FILES.glob(f"{_prefix(pid)}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:

@@ -21,10 +21,12 @@ from qccl.scalars import as_integer
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["MAX_BUCKET", "PLAIN_GRANULE", "BucketCodec", "Codec", "Kernel", "Tile"]
+__all__ = ["MAX_BUCKET", "PLAIN_GRANULE", "WARP_VALUES", "BucketCodec", "Codec", "Kernel", "Tile"]
 
 #: granule of codecs without buckets: the usual bucket, so that all codecs partition a vector alike
 PLAIN_GRANULE = 1024
+#: the most elements of a bucket that one warp of a GPU holds in registers
+WARP_VALUES = 1024
 #: the most elements of a bucket
 MAX_BUCKET = 1 << 24
 
@@ -54,7 +56,7 @@ class Kernel:
         bucket: elements of a bucket; 0: all of a call.
         seed, options: as in ``BucketOptions``.
         draws: encoding takes random numbers, so it depends on the number of the call.
-        tile: the codec's own device code for operations without state; None for most codecs.
+        tile: the codec's own device code, for buckets of any size unless it is None.
         copies: the wire is the values, so a copy encodes and decodes them.
     """
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from qccl.codecs.base import BucketCodec, Kernel
+from qccl.codecs.base import BucketCodec, Kernel, Tile
 from qccl.codecs.checks import check_bucket, check_choice
 from qccl.dtypes import DType
 
@@ -58,7 +58,9 @@ class Cast(BucketCodec):
         return (count, 4) if self._is_scaled else (2 * count, 0)
 
     def kernel(self) -> Kernel:
-        return Kernel("Cast", bucket=self.bucket, options=(_TYPES.index(self.dtype),))
+        number = _TYPES.index(self.dtype)
+        tile = Tile(f"CastTile<{number}>", f"CastTile<{number}>", needs_range=self._is_scaled)
+        return Kernel("Cast", bucket=self.bucket, options=(number,), tile=tile)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """Half a unit in the last place; for subnormals, that of the least normal number.

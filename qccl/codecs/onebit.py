@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from qccl.codecs.base import BucketCodec, Kernel
+from qccl.codecs.base import WARP_VALUES, BucketCodec, Kernel, Tile
 from qccl.codecs.checks import check_bucket, check_choice
 from qccl.dtypes import DType
 
@@ -48,7 +48,11 @@ class OneBit(BucketCodec):
         return -(-count // 8), 8 if self.reconstruct in ("mean", "midpoint") else 4
 
     def kernel(self) -> Kernel:
-        return Kernel("OneBit", bucket=self.bucket, options=(_RECONSTRUCTIONS.index(self.reconstruct),))
+        number = _RECONSTRUCTIONS.index(self.reconstruct)
+        sums = self.reconstruct in ("scale", "mean")
+        tile = Tile(f"OneBitTile<{number}>", f"OneBitTile<{number}>", needs_range=True)
+        has_tile = not sums or self.bucket <= WARP_VALUES
+        return Kernel("OneBit", bucket=self.bucket, options=(number,), tile=tile if has_tile else None)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """The distance to the decoded value of the element's sign, plus the roundings of that value.

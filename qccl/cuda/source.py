@@ -278,21 +278,24 @@ def _reduce_with_state(
     dtype: DType,
     locate: Locate,
 ) -> Launch:
-    """Reductions with state, a block of threads for each bucket."""
+    """Reductions with state."""
     codec, states = ops[0].codec, [op.state or State() for op in ops]
     kernel = codec.kernel()
-    if not kernel.bucket:
-        kernel = replace(kernel, bucket=-(-max(_count(op) for op in ops) // 8) * 8)
     jobs = np.zeros(len(ops), STATE_JOB)
     for name in ("residual", "momentum"):
         state_buffers = [getattr(state, name) for state in states]
         old, new = ([each and getattr(each, end) for each in state_buffers] for end in ("old", "new"))
         _set_buffers(jobs, locate, **{name: old, f"new_{name}": new})
     jobs["mu"] = [state.mu for state in states]
-    names = (f"qccl::bucket_reduce_with_state<{_types(kernel.type, dtype)}>",)
     draws = (ops[0].wire is not None and kernel.draws) or codec.decoder_draws
-    whole, scratch = _whole_buckets(kernel), 4 * kernel.bucket
-    launch = _launch(names, reductions, kernel, whole, sources=sources, draws=draws, scratch=scratch)
+    if kernel.tile is None:
+        names: tuple[str, ...] = (f"qccl::bucket_reduce_with_state<{_types(kernel.type, dtype)}>",)
+        tiling, scratch = _whole_buckets(kernel), 4 * kernel.bucket
+    else:
+        counts = [_count(op) for op in ops]
+        tiling = _tiling(kernel.tile, kernel.bucket, dtype, counts, encodes=ops[0].wire is not None)
+        names, scratch = _passes("reduce_with_state", kernel.tile, dtype, tiling), 0
+    launch = _launch(names, reductions, kernel, tiling, sources=sources, draws=draws, scratch=scratch)
     jobs["reduce"] = reductions
     return replace(launch, jobs=jobs)
 

@@ -139,7 +139,7 @@ bool run_grid(unsigned blocks, unsigned seed, Kernel kernel) {
 
 inline void __syncthreads() { emulator::wait(emulator::State::in_block); }
 inline void __threadfence_system() {}
-inline void __syncwarp() { emulator::wait(emulator::State::in_warp); }
+inline void __syncwarp(unsigned = 0) { emulator::wait(emulator::State::in_warp); }
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import feedback_cases
 import processes
 import pytest
 import test_collectives
-import test_feedback_collectives
 import test_hierarchical
 import test_peer_exchange
 from processes import RANK, SIZE
@@ -62,8 +62,9 @@ def test_peer_exchange_keeps_replicas_equal(codec):
 @pytest.mark.parametrize("name", ["reduce_scatter", "hierarchical_allreduce", "peer_exchange"])
 def test_error_feedback(name):
     """The ranks share the work: each compares its share of the cases with the oracle."""
-    found = [case for case in test_feedback_collectives.cases() if (case.name, case.ranks) == (name, SIZE)]
+    found = [case for case in feedback_cases.cases() if (case.name, case.ranks) == (name, SIZE)]
+    assert found or SIZE not in (2, 3)
     for number, case in enumerate(found[:6]):
-        results = test_feedback_collectives.run_all(case)
+        results = feedback_cases.run_all(case)
         if number % SIZE == RANK:
-            test_feedback_collectives.compare(case, results)
+            feedback_cases.compare(case, results)

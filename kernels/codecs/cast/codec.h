@@ -11,7 +11,8 @@ namespace QCCL_NAMESPACE {
 // 8-bit floats with `Mantissa` bits of mantissa. The greatest is 1.75 * 2^Top, that is 448 or 57344.
 template <int Mantissa, int Bias, int Top>
 struct Float8 {
-  static constexpr int shift = 23 - Mantissa;
+  static constexpr int bias = Bias, shift = 23 - Mantissa;
+  static constexpr u32 special = Mantissa == 3 ? 0x7f : 0x7c;  // the least code, without sign, of a NaN or an infinity
   static constexpr u32 rebias = (127 - Bias) << 23;
 
   // The code of x, clamped to `most` in magnitude and rounded to nearest even; `most` is the greatest number or less.

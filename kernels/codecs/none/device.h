@@ -26,10 +26,12 @@ struct NoCodecTile {
     for_each_element<T, S>([&](u32 j, u32 i) { take(j, i, wire.x[j][i]); });
   }
 
-  template <bool Back, Pass P, class T, class S>
-  QCCL_FN bool encode(Values<T, S>& x, u8* wire, const Unit& unit, const TileJob&, const Parameters&, const Memory&) {
-    const bool nan = has_nan<T, S>(x);
+  template <Pass, class T, class S>
+  QCCL_FN bool encode(const Values<T, S>& x, u8* wire, const Unit& unit, const TileJob&, const Parameters&, const Memory&,
+                      Wire<T, S>& made) {
+    const bool nan = any_nan<T, S>(x);
     store_values<T, S, u8>(wire, unit, x, nan);
+    for_each_element<T, S>([&](u32 j, u32 i) { made.x[j][i] = rounded<T>(x[j][i]); });
     return nan;
   }
 };

@@ -37,8 +37,16 @@ struct OneBit : CodecDefaults {
     return (mean > most ? most : mean < -most ? -most : mean) * (1.0f / pre);
   }
 
-  QCCL_FN Sides midpoints(float least, float most) {
-    return {0.75f * least + 0.25f * most, 0.25f * least + 0.75f * most};
+  // The NaNs are explicit, because devices' arithmetic makes other NaNs.
+  QCCL_FN Sides midpoints(const Range& range) {
+    if (!is_finite(range.low)) return {float_of(kQuietNan), float_of(kQuietNan)};
+    return {0.75f * range.low + 0.25f * range.high, 0.25f * range.low + 0.75f * range.high};
+  }
+
+  // A value's terms of the sums of the two sides.
+  QCCL_FN FloatPair terms(float x, float pre) {
+    const float scaled = x * pre;
+    return {x < 0.0f ? scaled : 0.0f, x < 0.0f ? 0.0f : scaled};
   }
 
   // The means of the `below` negative values and of the other n - below, from their sums.
@@ -65,8 +73,7 @@ struct OneBit : CodecDefaults {
     if (reconstruct == kMidpoint) {
       const i32 high = team.greatest(n, [&](i32 i) { return order_key(bits_of(x[i])); });
       const i32 low = ~team.greatest(n, [&](i32 i) { return ~order_key(bits_of(x[i])); });
-      const Range range = finite_range(low, high);
-      return midpoints(range.low, range.high);
+      return midpoints(finite_range(low, high));
     }
     const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     if (greatest >= kInfinite) return {nan, nan};
@@ -77,10 +84,7 @@ struct OneBit : CodecDefaults {
       const float mean = mean_of(sum, (float)n, pre, greatest);
       return {-mean, mean};
     }
-    const FloatPair sums = team.sum(n, [&](i32 i) {
-      const float scaled = x[i] * pre;
-      return FloatPair{x[i] < 0.0f ? scaled : 0.0f, x[i] < 0.0f ? 0.0f : scaled};
-    });
+    const FloatPair sums = team.sum(n, [&](i32 i) { return terms(x[i], pre); });
     const float number = (float)team.count(n, [&](i32 i) { return x[i] < 0.0f; });
     return means(sums, number, (float)n, pre, greatest);
   }

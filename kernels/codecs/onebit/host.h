@@ -142,7 +142,7 @@ bool onebit_encode(const typename T::Storage* x, u32 n, u8* codes, OneBit::Sides
     Extremes<T> extremes;
     extremes.extend(x, n);
     const Range range = extremes.range();
-    sides = OneBit::midpoints(range.low, range.high);
+    sides = OneBit::midpoints(range);
     return is_finite(range.low);
   }
   const i32 greatest = greatest_magnitude<T>(x, n);

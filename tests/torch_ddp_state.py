@@ -1,0 +1,156 @@
+"""What qccl.torch.compress() keeps from step to step, saves and restores (torch_ddp_ranks.py runs it)."""
+
+from __future__ import annotations
+
+import os
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn import ReLU, Sequential
+from torch_ddp_models import (
+    GROUPS,
+    Mixed,
+    backward,
+    batches,
+    bits,
+    error_of,
+    gradients,
+    loss_of,
+    net,
+    on_all,
+    step,
+    wrapped,
+)
+
+import qccl
+import qccl.torch
+from qccl.torch.state import _schedule
+
+KINDS = ("residuals", "momenta")
+
+
+class Recorder:
+    """Remembers which parameters each bucket of each step had."""
+
+    def __init__(self, handle):
+        self.passes, original = [], handle._reduce
+
+        def reduce(bucket):
+            if bucket.index() == 0:
+                self.passes.append([])
+            self.passes[-1].append(tuple(p.numel() for p in bucket.parameters()))
+            return original(bucket)
+
+        handle._reduce = reduce
+
+
+def resumes() -> None:
+    """After a stop at step 3 DDP begins with its first buckets again, and the bits are those of a run without it."""
+    folder = Path(os.environ["FOLDER"])
+    path = folder / f"{dist.get_rank()}.pt"
+    specs = ("minmax2+ef", "topk:k=0.1+ef+nesterov:mu=0.9", "minmax4:rounding=stochastic", "randomk:k=0.3+ef")
+    for spec in specs:
+        ends = []
+        for is_resumed in (False, True):
+            model = wrapped()
+            handle = qccl.torch.compress(model, spec, codecs={"inner.1.*": "onebit+ef"}, **GROUPS)
+            recorder = Recorder(handle)
+            optimizer = torch.optim.SGD(model.parameters(), 0.02)
+            for i, x in enumerate(batches(7)):
+                if i == 3 and is_resumed:
+                    torch.save({"model": model.module.state_dict(), "qccl": handle.state_dict()}, path)
+                    handle.close()
+                    model = wrapped()
+                    saved = torch.load(path)  # with its default, weights_only=True
+                    model.module.load_state_dict(saved["model"])
+                    optimizer = torch.optim.SGD(model.parameters(), 0.02)
+                    handle = qccl.torch.compress(model, spec, codecs={"inner.1.*": "onebit+ef"}, **GROUPS)
+                    handle.load_state_dict(saved["qccl"])
+                    assert handle.step == 3
+                step(model, optimizer, x)
+            assert recorder.passes[0] != recorder.passes[2] and len(recorder.passes[2]) > 3
+            state = handle.state_dict()
+            ends.append((bits(model), {k: {n: t.numpy().tobytes() for n, t in state[k].items()} for k in KINDS}))
+            handle.close()
+        assert ends[0] == ends[1], spec
+        shapes = {name: p.shape for name, p in net().named_parameters()}
+        assert all(t.shape == shapes[n] for kind in KINDS for n, t in state[kind].items())
+        assert len(state["residuals"]) == (7 if "+ef" in spec else 2)
+
+
+def keeps_the_order_of_memory() -> None:
+    """A residual has its parameter's shape, also where memory has another order of axes."""
+    model = Sequential(torch.nn.Conv2d(3, 8, 3), ReLU(), torch.nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
+    model = wrapped(model)
+    with qccl.torch.compress(model, "minmax1:bucket=64+ef", group_bytes=1 << 20, min_elements=0) as handle:
+        model(torch.randn(2, 3, 8, 8) + dist.get_rank()).square().mean().backward()
+        state = handle.state_dict()
+        for name, p in model.module.named_parameters():
+            if p.dim() == 4:
+                kept = state["residuals"][name]
+                assert kept.shape == p.shape and kept.stride() == p.stride()
+        before = {name: t.clone() for name, t in state["residuals"].items()}
+        contiguous = {name: t.contiguous() for name, t in state["residuals"].items()}
+        handle.load_state_dict(state | {"residuals": contiguous})
+        assert all(torch.equal(before[name], t) for name, t in handle.state_dict()["residuals"].items())
+
+
+def loads_at_another_size() -> None:
+    """What four ranks have not delivered, two ranks deliver, whatever the algorithm; momenta become their mean."""
+    pair = dist.new_group([0, 1])
+    spec = "minmax4:bucket=64+ef"
+    options = {"codec": spec, "codecs": {"inner.0.*": f"{spec}+nesterov:mu=0.5"}, "min_elements": 100}
+    for kind, algorithm in ((Mixed, "one_shot"), (partial(Mixed, 512), "two_round")):
+        plain, model = wrapped(net(kind)), wrapped(net(kind))
+        lacking = {name: torch.zeros_like(p, requires_grad=False) for name, p in net(kind).named_parameters()}
+        with qccl.torch.compress(model, **options) as handle:
+            for x in batches(3):
+                backward(x, plain, model)
+                for name, exact in gradients(plain).items():
+                    lacking[name] += exact - gradients(model)[name]
+            states = on_all(handle.state_dict())
+            algorithms = {(size, _schedule(handle._groups[0], 0, size).name) for size in (2, 4)}
+        assert algorithms == {(2, algorithm), (4, algorithm)}
+        if dist.get_rank() >= 2:
+            continue
+        model = wrapped(net(kind), process_group=pair)
+        with qccl.torch.compress(model, **options) as handle:
+            deliver(handle, model, states, lacking)
+
+
+def deliver(handle, model, states, lacking):
+    """Load the states of four ranks on two, and add up the results of steps whose gradients are zeros."""
+    refused = partial(error_of, kind=qccl.ArgumentError)
+    assert "rank 0 of 4" in refused(lambda: handle.load_state_dict(states[0]))
+    assert "ranks 0 of 4, 1 of 4" in refused(lambda: handle.load_state_dict(states[:2]))
+    assert "'step'" in refused(lambda: handle.load_state_dict([states[0] | {"step": 2}, *states[1:]]))
+    handle.load_state_dict(states)
+    mine = handle.state_dict()
+    assert (mine["rank"], mine["size"], mine["step"]) == (dist.get_rank(), 2, 3)
+    assert mine["calls"] == states[0]["calls"]
+    assert set(mine["momenta"]) == {"inner.0.weight", "inner.0.bias"}
+    for name, momentum in mine["momenta"].items():
+        mean = torch.stack([state["momenta"][name].double() for state in states]).mean(0)
+        assert torch.allclose(momentum.double(), mean, rtol=1e-6, atol=1e-9)
+    found = {name: torch.zeros_like(values) for name, values in lacking.items()}
+    for x in batches(20):
+        model.zero_grad()
+        (0 * model(x)).sum().backward()
+        for name, gradient in gradients(model).items():
+            found[name] += gradient
+    for name in mine["residuals"].keys() - mine["momenta"].keys():
+        largest = lacking[name].abs().max()
+        assert largest > 0 and (found[name] - lacking[name]).abs().max() <= 1e-3 * largest, name
+
+
+def changes_the_rate() -> None:
+    model = wrapped()
+    with qccl.torch.compress(model, "minmax2+ef", **GROUPS) as handle:
+        for i, x in enumerate(batches(3)):
+            handle.lr = 0.1 / (i + 1)
+            backward(x, model)
+        assert handle.state_dict()["lr"] is True
+        handle.lr = None
+        assert "give lr in all calls or in none" in error_of(lambda: loss_of(model, x).backward())
