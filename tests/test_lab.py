@@ -127,13 +127,13 @@ def test_traffic_is_limited_and_counted_and_nothing_is_left(transport: str) -> N
 
 
 def test_addresses_have_names_inside() -> None:
-    """PyTorch looks up those that connect to it."""
+    """PyTorch looks up those that connect to it, by sockets of IPv6."""
     with Lab(2, parse_link("1gbit")) as network:
-        places = [(network.first_address, 0), (network.address, 0)]
+        places = [(network.first_address, 0), (f"::ffff:{network.first_address}", 0), (network.address, 0)]
         program = f"import socket; print(*[socket.getnameinfo(place, socket.NI_NAMEREQD)[0] for place in {places}])"
         command = [*network.enter("RANK"), sys.executable, "-c", program]
         done = subprocess.run(command, env=os.environ | {"RANK": "1"}, capture_output=True, text=True, timeout=20)
-    assert done.stdout == "node0 launcher\n", done.stderr
+    assert done.stdout == "node0 node0 launcher\n", done.stderr
 
 
 def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:

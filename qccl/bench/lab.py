@@ -145,11 +145,13 @@ class Lab:
     def _hosts(self) -> str:
         """The hosts file inside: the machine's, with names for the nodes and for the machine outside.
 
-        PyTorch looks up the name of every address that connects, and warns if it has none.
+        PyTorch looks up the name of every address that connects, and warns if it has none. Its sockets are of IPv6, so
+        there the addresses have the form ::ffff:198.18.0.1.
         """
         own = _HOSTS.read_text() if _HOSTS.is_file() else "127.0.0.1 localhost\n"
-        names = [f"{self._subnet}.{node + 1} node{node}\n" for node in range(self.links)]
-        return "".join([own.rstrip("\n"), "\n", *names, f"{self.address} launcher\n"])
+        names = {f"{self._subnet}.{node + 1}": f"node{node}" for node in range(self.links)} | {self.address: "launcher"}
+        lines = [f"{prefix}{address} {name}" for address, name in names.items() for prefix in ("", "::ffff:")]
+        return "\n".join([own.rstrip("\n"), *lines, ""])
 
     def _limit(self, name: str) -> None:
         """Give a namespace's interface its rate limiter, inside a delay if there is one."""
