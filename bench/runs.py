@@ -25,8 +25,18 @@ from qccl.bench.mpiexec import find_mpiexec
 from qccl.bench.sizes import parse_link
 
 __all__ = [
-    *("MARK", "allreduce", "document_table", "machine", "print_table", "rewrite_table", "run_ranks"),
-    *("run_undisturbed", "save"),
+    *(
+        "MARK",
+        "allreduce",
+        "commit",
+        "document_table",
+        "machine",
+        "measured_on",
+        "print_table",
+        "rewrite_table",
+        "run_ranks",
+    ),
+    *("run_undisturbed", "save", "table"),
 ]
 
 #: begins the line in which rank 0 prints the results
@@ -50,20 +60,26 @@ def allreduce(*flags: str) -> dict[str, Any]:
 
 def print_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
     """Print a Markdown table."""
-    for line in _table(head, rows):
+    for line in table(head, rows):
         print(line, flush=True)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    """The lines of a Markdown table."""
     for row in (head, ["---"] * len(head), *rows):
         yield "| " + " | ".join(map(str, row)) + " |"
 
 
 def document_table(head: Sequence[str], rows: Iterable[Sequence[object]], of: dict[str, Any]) -> str:
     """The table, with the machine that it was measured on: a result of machine()."""
+    return "\n".join(table(head, rows)) + "\n\n" + measured_on(of)
+
+
+def measured_on(of: dict[str, Any]) -> str:
+    """A line about the machine and the software of a measurement: a result of machine()."""
     libraries = ", ".join(of[name] for name in ("mpi", "ucx") if of.get(name))
     what = f"{of['cpu']}, {of['cores']} cores, {libraries}, qccl {of['qccl']} ({of['commit']}), {of['date']}"
-    return "\n".join(_table(head, rows)) + f"\n\n(Measured on {what}.)"
+    return f"(Measured on {what}.)"
 
 
 def rewrite_table(page: str, command: str, text: str) -> None:
@@ -175,7 +191,7 @@ def _ucx() -> str:
 
 
 def commit() -> str:
-    """The commit of the sources, with "+" if files other than results differ from it."""
+    """The commit of the sources, with "+" if files other than results and figures differ from it."""
 
     def git(*arguments: str) -> str:
         done = subprocess.run(
@@ -183,7 +199,7 @@ def commit() -> str:
         )
         return done.stdout.strip()
 
-    changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)docs/results")
+    changed = git("status", "--porcelain", "--", ":/", ":(top,exclude)docs/results", ":(top,exclude)docs/*.png")
     return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
 
 

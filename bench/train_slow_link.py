@@ -15,7 +15,8 @@ time is that of its first step whose quality reaches the target; the learning ra
 Beside each step's time stands its limit: no link can end before it has carried all the bytes of a gradient that becomes
 ready when it does, and nothing can end before the computation. The limit takes encoding and decoding to be free; the
 step without a link, in shared memory, shows what they and PyTorch take while four ranks share the processors.
-``--save`` writes docs/results/training-<date>.json and docs/training.png, ``--write README.md`` its table.
+``--save`` writes docs/results/training-<date>.json and docs/training.png, ``--write docs/results.md`` the tables of
+that page; with ``--sections "" --save`` it measures nothing and writes them from the file.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from runs import MARK, commit, machine, measured_on, rewrite_table, run_ranks, table
 
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link
@@ -49,9 +50,10 @@ METHODS = (
     *("fp32", "fp16", "powersgd:4", "powersgd:1"),
     *("minmax8", "minmax4+ef", "trellis2+ef", "topk:k=0.01+ef", "onebit:reconstruct=mean+ef"),
 )
-HEAD = (
-    *("method", "link", "bits per byte at the end", "steps to the target", "ms a step", "least ms", "least / time"),
-    *("ms without a link", "MB a step", "s to the target", "times sooner"),
+ACCURACY = ("method", "bits per byte at the end", "more than fp32", "steps to the target", "MB a step")
+TIMES = (
+    *("method", "link", "ms a step", "least ms", "least / time", "ms without a link"),
+    *("s to the target", "times sooner than fp32"),
 )
 
 
@@ -64,26 +66,23 @@ HEAD = (
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
 @click.option("--resume", is_flag=True, help="Keep the file's curves, and measure those that it lacks.")
 @click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
-@click.option("--write", help="A page of which the table is to be replaced, such as README.md.")
+@click.option("--write", help="A page whose tables are to be replaced, such as docs/results.md.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
     path = _DOCS / "results" / f"training-{date.today().isoformat()}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if given["save"] and path.exists() else {}
     document |= {"machine": machine(), "budget": given["budget"]}
     methods, links = given["methods"].split(","), given["links"].split(",")
-    for section in given["sections"].split(","):
+    for section in filter(None, given["sections"].split(",")):
         document[section] = document.get("curves", []) if given["resume"] and section == "curves" else []
         for row in _measured(section, methods, links, given, document):
             document[section].append(row)
             if given["save"]:  # after each row, so that an interruption loses little
                 path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    _report(document)
+    text = "\n\n".join(_report(document))
+    print(f"\n{text}")
     if given["write"]:
-        rewrite_table(
-            given["write"],
-            "python bench/train_slow_link.py",
-            document_table(HEAD, _rows(document), document["machine"]),
-        )
+        rewrite_table(given["write"], "python bench/train_slow_link.py", text)
     if given["save"]:
         _figure(document, _DOCS / "training.png")
 
@@ -145,7 +144,7 @@ def _run(ranks: int, task: dict[str, Any], link: str | None = None) -> dict[str,
     lab = Lab(ranks, parse_link(link)) if link else None
     (row,) = run_ranks(__file__, ranks, task, "ucx", lab, plain=None)
     print(f"{row['measure']} {row.get('method', '')} {link or ''}: {row['summary']}", file=sys.stderr, flush=True)
-    return row | {"ranks": ranks}
+    return row | {"ranks": ranks, "commit": commit()}
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
@@ -162,51 +161,89 @@ def _reached(row: dict[str, Any], target: float) -> int | None:
     return next((step for step, bits in row["curve"] if bits <= target), None)
 
 
-def _report(document: dict[str, Any]) -> None:
+def _report(document: dict[str, Any]) -> Iterator[str]:
+    """Paragraphs and tables in Markdown."""
     if "compute" in document:
-        print(f"\ncomputation of one rank alone: {document['compute']['summary']}")
+        yield f"The computation of one rank alone takes: {document['compute']['summary']}."
     if "curves" in document:
         mean, deviation = _target(document)
-        print(f"\nthe target is {mean + deviation:.4f} bits per byte: fp32's {mean:.4f} +- {deviation:.4f}")
-        print_table(HEAD, _rows(document))
+        yield (
+            f"The target is {mean + deviation:.3f} bits per byte: fp32 has {mean:.3f} +- {deviation:.3f} after "
+            f"{document['budget']} steps."
+        )
+        yield "\n".join(table(ACCURACY, _accuracy(document)))
+        yield "\n".join(table(TIMES, _times(document)))
     for row in document.get("whole", []):
-        same = [each["digest"] == row["digest"] for each in document.get("curves", []) if _same(each, row)]
-        print(f"\nwhole run: {row['summary']}; parameters equal those of the run without a link: {same}")
+        others = [each["digest"] for each in document.get("curves", []) if _same(each, row)]
+        equal = "equal" if others == [row["digest"]] else "do not equal"
+        yield (
+            f"With everything behind one link, {row['steps']} steps with {row['method']} took {row['seconds']:.0f} s; "
+            f"the parameters {equal} those of the run without a link."
+        )
     if "scaling" in document:
         alone = {row["method"]: row["seconds"] for row in document["scaling"] if row["ranks"] == 1}
-        print_table(
-            ("ranks", "method", "ms a step", "efficiency"),
-            [
-                (row["ranks"], row["method"], f"{row['seconds'] * 1e3:.1f}", f"{alone['fp32'] / row['seconds']:.1%}")
-                for row in document["scaling"]
-            ],
+        rows = (
+            (row["ranks"], row["method"], f"{row['seconds'] * 1e3:.1f}", f"{alone['fp32'] / row['seconds']:.0%}")
+            for row in document["scaling"]
         )
+        yield "\n".join(table(("ranks", "method", "ms a step", "efficiency"), rows))
+    yield measured_on(document["machine"])
 
 
 def _same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return all(a[key] == b[key] for key in ("method", "seed", "steps", "ranks"))
 
 
-def _rows(document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+def _accuracy(document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Quality at the end, mean and standard deviation over the seeds, and the steps to fp32's quality."""
+    ends = {
+        method: [row["curve"][-1][1] for row in document["curves"] if row["method"] == method]
+        for method in dict.fromkeys(row["method"] for row in document["curves"])
+    }
+    sent = {row["method"]: row["nbytes"] for row in reversed(document.get("steps", [])) if row["link"]}
+    for method, bits in ends.items():
+        mean, deviation = statistics.fmean(bits), statistics.stdev(bits) if len(bits) > 1 else 0.0
+        steps = _steps(document, method)
+        known = [step for step in steps if step is not None]
+        yield (
+            method,
+            f"{mean:.3f} +- {deviation:.3f}",
+            f"{mean - statistics.fmean(ends['fp32']):+.3f}",
+            f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
+            f"{sent[method] / 1e6:.2f}" if method in sent else "",
+        )
+
+
+def _times(document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The time of a step behind each link, its limit, and the time to fp32's quality."""
+    rows = {(row["link"], row["method"]): row for row in document.get("steps", [])}
+    for (link, method), row in rows.items():
+        if link is None:
+            continue
+        seconds, first = (_seconds_to_target(document, rows[link, name]) for name in (method, "fp32"))
+        yield (
+            method,
+            link,
+            f"{row['seconds'] * 1e3:.1f}",
+            f"{row['limit'] * 1e3:.1f}",
+            f"{row['limit'] / row['seconds']:.0%}",
+            f"{rows[None, method]['seconds'] * 1e3:.1f}" if (None, method) in rows else "",
+            f"{seconds:.0f}" if seconds else "",
+            f"{first / seconds:.1f}" if seconds and first else "",
+        )
+
+
+def _seconds_to_target(document: dict[str, Any], row: dict[str, Any]) -> float | None:
+    """The median over the seeds; None unless most of them reach the target."""
+    steps = _steps(document, row["method"])
+    known = [step for step in steps if step is not None]
+    return statistics.median(known) * row["seconds"] if len(known) * 2 > len(steps) else None
+
+
+def _steps(document: dict[str, Any], method: str) -> list[int | None]:
+    """The first step of each seed whose quality reaches the target."""
     target = sum(_target(document))
-    times = {(row["link"], row["method"]): row for row in document.get("steps", [])}
-    for link in filter(None, dict.fromkeys(link for link, _ in times)):
-        first: float | None = None
-        for method in dict.fromkeys(row["method"] for row in document["curves"]):
-            curves = [row for row in document["curves"] if row["method"] == method]
-            ends = [row["curve"][-1][1] for row in curves]
-            steps = [_reached(row, target) for row in curves]
-            row, known = times[link, method], [step for step in steps if step is not None]
-            seconds = statistics.median(known) * row["seconds"] if len(known) * 2 > len(steps) else None
-            first = seconds if method == "fp32" else first
-            yield (
-                method, link, f"{statistics.fmean(ends):.4f}",
-                f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
-                f"{row['seconds'] * 1e3:.1f}", f"{row['limit'] * 1e3:.1f}", f"{row['limit'] / row['seconds']:.0%}",
-                f"{times[None, method]['seconds'] * 1e3:.1f}", f"{row['nbytes'] / 1e6:.2f}",
-                "" if seconds is None else f"{seconds:.0f}",
-                "" if seconds is None or not first else f"{first / seconds:.1f}",
-            )  # fmt: skip
+    return [_reached(row, target) for row in document["curves"] if row["method"] == method]
 
 
 def _figure(document: dict[str, Any], path: Path) -> None:
