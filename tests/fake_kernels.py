@@ -25,11 +25,13 @@ def kind_of(name: str) -> str:
 def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], None]:
     """A function that runs kernel ``name``. Arguments by value are read now, as by cuLaunchKernel."""
     if name in (cs.BEGIN_KERNEL, cs.END_KERNEL):
-        return _end_of_run(name, (ctypes.c_void_p * 5).from_address(arguments))
+        return _end_of_run(name, (ctypes.c_void_p * 6).from_address(arguments))
+    if name == cs.ADDRESS_KERNEL:
+        return _store_addresses((ctypes.c_void_p * 3).from_address(arguments))
     pointers = (ctypes.c_void_p * 4).from_address(arguments)
     jobs, sources = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
     parameters = np.frombuffer(ctypes.string_at(pointers[2], cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
-    memory = list((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
+    memory = _Bases((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[3]))
     if "Pass::range" in name:  # the next pass does everything
         return _touch_scratch(int(parameters["scratch"]))
     return lambda: _run(name, _job_count(int(parameters["blocks"]), grid), jobs, sources, parameters, memory)
@@ -46,6 +48,36 @@ def _job_count(address: int, grid: tuple[int, int, int]) -> int:
     return count
 
 
+class _Bases:
+    """The addresses of buffers by number."""
+
+    def __init__(self, words: Any) -> None:
+        self.words = list(words)
+
+    def __getitem__(self, number: int) -> int:
+        if number < cs.DIRECT_BUFFERS:
+            return int(self.words[number])
+        return ctypes.c_uint64.from_address(self.words[cs.TABLE_WORD] + 8 * (number - cs.DIRECT_BUFFERS)).value
+
+
+def _numbers(refs: np.ndarray) -> set[int]:
+    """The numbers of all buffers in a table of jobs or of sources."""
+    if refs.dtype == cs.BUFFER_REF:
+        return {int(number) for number in refs["buffer"]} - {_NOWHERE}
+    fields = [refs[name] for name in refs.dtype.names or () if refs[name].dtype.names]
+    return {number for field in fields for number in _numbers(field)}
+
+
+def _store_addresses(pointers: Any) -> Callable[[], None]:
+    table, count = ctypes.c_uint64.from_address(pointers[0]).value, ctypes.c_uint32.from_address(pointers[2]).value
+    values = ctypes.string_at(pointers[1], 8 * cs.ADDRESSES)
+
+    def store() -> None:
+        ctypes.memmove(table, values, 8 * count)
+
+    return store
+
+
 def _end_of_run(name: str, pointers: Any) -> Callable[[], None]:
     """As kernels/cuda/run.h."""
     replay, number = (ctypes.c_uint32.from_address(pointers[i]).value for i in (2, 4))
@@ -53,13 +85,14 @@ def _end_of_run(name: str, pointers: Any) -> Callable[[], None]:
     if name == cs.BEGIN_KERNEL:
         words, value = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
         return _begin(words, value, bool(replay), flags, number)
-    memory = list((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[0]))
-    sizes = list((ctypes.c_uint64 * cs.MAX_BUFFERS).from_address(pointers[1]))
+    memory = _Bases((ctypes.c_uint64 * cs.MEMORY_WORDS).from_address(pointers[0]))
+    address, count = ctypes.c_uint64.from_address(pointers[1]).value, ctypes.c_uint32.from_address(pointers[5]).value
+    sizes = (ctypes.c_uint64 * count).from_address(address)
 
     def end() -> None:
         if flags[0]:
-            for address, nbytes in zip(memory, sizes, strict=False):
-                ctypes.memset(address, 0xFF, nbytes)
+            for buffer, nbytes in enumerate(sizes):
+                ctypes.memset(memory[buffer], 0xFF, nbytes)
         if not replay:
             flags[2] = number
 
@@ -89,20 +122,25 @@ def _touch_scratch(address: int) -> Callable[[], None]:
     return run
 
 
-def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory: list[int]) -> None:
-    host = _host.Memory(cs.MAX_BUFFERS)
-    for i in range(cs.MAX_BUFFERS):
-        host[i] = memory[i]
+def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory: _Bases) -> None:
     kind = kind_of(name)
-    host.call = ctypes.c_uint64.from_address(memory[cs.CALL_WORD]).value
     layouts = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "reduce_with_state": cs.STATE_JOB}
     layout = layouts.get(kind, cs.DECODE_JOB)
-    host.lr = ctypes.c_float.from_buffer_copy(memory[cs.LR_WORD].to_bytes(8, "little")).value
     table = np.frombuffer(ctypes.string_at(jobs, count * layout.itemsize), layout)
     if kind == "copy":
         for job in table:
             ctypes.memmove(_address(job["dst"], memory), _address(job["wire"], memory), int(job["count"]))
         return
+    numbers = _numbers(table)
+    if kind.startswith("reduce"):
+        reduces = table["reduce"] if kind == "reduce_with_state" else table
+        wires = int((reduces["first_source"] + reduces["source_count"]).max())
+        numbers |= _numbers(np.frombuffer(ctypes.string_at(sources, wires * cs.BUFFER_REF.itemsize), cs.BUFFER_REF))
+    host = _host.Memory(max(numbers) + 1)
+    for number in numbers:
+        host[number] = memory[number]
+    host.call = ctypes.c_uint64.from_address(memory.words[cs.CALL_WORD]).value
+    host.lr = ctypes.c_float.from_buffer_copy(memory.words[cs.LR_WORD].to_bytes(8, "little")).value
     dtype = next(_DTYPES[t] for t in re.findall(r"qccl::(\w+)", name) if t in _DTYPES)
     if kind == "commit":
         guards = [
@@ -184,7 +222,7 @@ def _buffer_ref(place: Any) -> tuple[int, int] | None:
     return None if buffer == _NOWHERE else (buffer, int(place["offset"]))
 
 
-def _address(place: Any, memory: list[int]) -> int:
+def _address(place: Any, memory: _Bases) -> int:
     return memory[int(place["buffer"])] + int(place["offset"])
 
 

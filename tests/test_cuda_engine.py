@@ -99,6 +99,29 @@ def test_memory_given_back_is_not_used_twice_at_once(world, cupy):
     assert world.reused > 10
 
 
+def test_a_hundred_arrays_in_one_call(cupy):
+    """More buffers than a launch passes by value, in a call and in its repetition with others."""
+
+    def on_host(comm):
+        found = []
+        for turn in range(2):
+            xs = [values(comm.rank, 5 + 7 * i, 100 * turn + i) for i in range(100)]
+            comm.quantized_allreduce_coalesced(xs, codec="minmax4:bucket=64", algorithm="two_round", chunk=4096)
+            found.append([x.tobytes() for x in xs])
+        return found
+
+    def on_gpu(comm):
+        found = []
+        for turn in range(2):
+            xs = [fake_cuda.array(values(comm.rank, 5 + 7 * i, 100 * turn + i), comm.rank) for i in range(100)]
+            comm.quantized_allreduce_coalesced(xs, codec="minmax4:bucket=64", algorithm="two_round", chunk=4096)
+            comm.check()
+            found.append([x.get().tobytes() for x in xs])
+        return found
+
+    assert ranks(2, on_gpu) == qccl.run_ranks(2, on_host)
+
+
 # -- what is put on streams ------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -22,17 +23,17 @@ extern "C" void begin(unsigned long long* words, unsigned long long value, unsig
   qccl_begin(words, value, replay, flags, run);
 }
 
-extern "C" bool end(const qccl::Memory* memory, const qccl::ResultSizes* sizes, unsigned replay, qccl::Flags* flags,
-                    unsigned run, unsigned seed) {
-  return emulator::run_grid(1, seed, [&] { qccl_end(*memory, *sizes, replay, flags, run); });
+extern "C" bool end(const qccl::Memory* memory, const qccl::u64* sizes, unsigned replay, qccl::Flags* flags,
+                    unsigned run, unsigned seed, unsigned buffers) {
+  return emulator::run_grid(1, seed, [&] { qccl_end(*memory, sizes, replay, flags, run, buffers); });
 }
 """
 
 
-def compiled(folder: Path, headers: Path = HEADERS) -> ctypes.CDLL:
+def compiled(folder: Path, headers: Path = HEADERS, options: Sequence[str] = ()) -> ctypes.CDLL:
     program, library = folder / "run.cpp", folder / "run.so"
     program.write_text(PROGRAM)
-    options = ("-std=c++17", "-O0", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
+    options = (*options, "-std=c++17", "-O0", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
     command = ["g++", *options, f"-I{headers}", "-include", SHIM, program, "-o", library]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -51,10 +52,10 @@ def end(
     buffers = np.ones(1000, np.float32), np.ones(1001, np.float32)
     memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
     memory[:2] = [buffer.ctypes.data for buffer in buffers]
-    sizes = np.zeros(cuda_source.MAX_BUFFERS, np.uint64)
+    sizes = np.zeros(2, np.uint64)
     sizes[1] = 4 * 1000
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
-    assert kernels.end(*addresses[:2], replay, addresses[2], run, seed)
+    assert kernels.end(*addresses[:2], replay, addresses[2], run, seed, 2)
     return buffers
 
 
@@ -73,6 +74,22 @@ def test_a_run_without_random_numbers_has_no_number_to_store(kernels):
     assert list(found) == [0, 7, 0]
 
 
+def test_results_whose_addresses_are_in_the_table_are_poisoned(tmp_path):
+    kernels = compiled(tmp_path, options=[cuda_source.MANY_BUFFERS])
+    count = cuda_source.DIRECT_BUFFERS + 2
+    buffers = np.ones((count, 100), np.float32)
+    addresses = np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
+    memory, flags = np.zeros(cuda_source.MEMORY_WORDS, np.uint64), np.array([1, 7, 3], np.uint32)
+    memory[: cuda_source.DIRECT_BUFFERS] = addresses[: cuda_source.DIRECT_BUFFERS]
+    table = addresses[cuda_source.DIRECT_BUFFERS :].copy()
+    memory[cuda_source.TABLE_WORD] = table.ctypes.data
+    sizes = np.zeros(count, np.uint64)
+    sizes[[0, count - 1]] = 400
+    given = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
+    assert kernels.end(*given[:2], 0, given[2], 7, 0, count)
+    assert np.isnan(buffers[[0, -1]]).all() and (buffers[1:-1] == 1).all()
+
+
 @pytest.mark.parametrize("replay", [0, 1])
 def test_results_are_poisoned_after_a_failure(kernels, replay):
     source, result = end(kernels, np.array([1, 7, 3], np.uint32), replay=replay)
@@ -83,12 +100,12 @@ def test_the_host_hears_of_the_end_after_the_last_write(kernels):
     """The word that tells it lies in the results here, so a later write to the results would hide it."""
     result = np.ones(1000, np.uint32)
     flags = result[500:503]
-    memory, sizes = np.zeros(cuda_source.MEMORY_WORDS, np.uint64), np.zeros(cuda_source.MAX_BUFFERS, np.uint64)
+    memory, sizes = np.zeros(cuda_source.MEMORY_WORDS, np.uint64), np.zeros(2, np.uint64)
     memory[0], sizes[0] = result.ctypes.data, result.nbytes
     for seed in range(20):
         flags[:] = [1, 7, 3]
         addresses = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
-        assert kernels.end(*addresses[:2], 0, addresses[2], 7, seed)
+        assert kernels.end(*addresses[:2], 0, addresses[2], 7, seed, 2)
         assert flags[2] == 7
 
 

@@ -16,7 +16,7 @@ from codec_table import TABLE
 from qccl import codecs
 from qccl.codecs import Codec, MinMax, NoCodec
 from qccl.cuda import source as cuda_source
-from qccl.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
+from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
 from qccl.schedule import Commit, Decode, Encode, Reduce, Span, State, StateBuffer
 
 nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed (extra 'nvrtc')")
@@ -61,7 +61,7 @@ def reduce(codec: Codec, dtype: DType, op: str, encoded: bool = True) -> tuple[s
 
 def plain() -> Iterator[str]:
     """Kernels of the codec none, and the one without a codec."""
-    yield from (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL)
+    yield from (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL, cuda_source.ADDRESS_KERNEL)
     for dtype in DTYPES:
         yield from encode(NoCodec(), dtype)
         yield from decode(NoCodec(), dtype, True)
@@ -174,13 +174,13 @@ def supported() -> list[int]:
     return list(_checked(nvrtc.nvrtcGetSupportedArchs()))
 
 
-def usage(kernels: Iterable[str], arch: int) -> dict[str, Usage]:
+def usage(kernels: Iterable[str], arch: int, *more: str) -> dict[str, Usage]:
     """Compile on all processors; fails with the compiler's message."""
     chosen = list(dict.fromkeys(kernels))
     groups = [chosen[i : i + PER_PROGRAM] for i in range(0, len(chosen), PER_PROGRAM)]
 
     def compile(group: list[str]) -> dict[str, Usage]:
-        program = Program(group, f"sm_{arch}")
+        program = Program(group, f"sm_{arch}", *more)
         assert not program.failed, program.log[:3000]
         assert "warning" not in program.log, program.log[:3000]
         found = {
@@ -218,6 +218,12 @@ def test_kernels_compile_without_spills(arch: int) -> None:
     if everything:
         kernels += of_the_default_bucket()
     check(usage(kernels, arch))
+
+
+def test_kernels_for_many_buffers_compile_without_spills() -> None:
+    """Those with the most registers, which look up addresses in a table, too."""
+    kernels = [*reduce_with_state(codecs.get("cast"), FLOAT16), *reduce(MinMax(1), FLOAT16, "min")]
+    check(usage(kernels, DEFAULT, cuda_source.MANY_BUFFERS))
 
 
 def test_arithmetic_is_exact() -> None:

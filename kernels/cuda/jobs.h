@@ -1,8 +1,8 @@
 // The arguments of a launch: plain data; qccl/cuda/source.py has the same layouts.
 //
 // Jobs are constant for the life of a plan and lie in device memory. A launch does all jobs of one kind; the codec and the
-// element type are template arguments of its kernel. Jobs name buffers by number, and the launch passes their addresses. The
-// grid has one dimension: the blocks of the first job, then those of the second, and so on; a table says which is which.
+// element type are template arguments of its kernel. Jobs name buffers by number (see Memory). The grid has one dimension:
+// the blocks of the first job, then those of the second, and so on; a table says which is which.
 #pragma once
 
 #include "../numeric.h"
@@ -11,7 +11,7 @@ namespace QCCL_NAMESPACE {
 
 constexpr u32 kThreads = 256;  // of every block
 constexpr u32 kWarps = kThreads / 32;
-constexpr u32 kMaxBuffers = 30;
+constexpr u32 kDirectBuffers = 29;
 constexpr u32 kNoBuffer = 0xffffffffu;  // the buffer number of a buffer that a job does not have
 
 // Part of a buffer. Values are aligned to their size, wires are not; both are fastest at multiples of 16.
@@ -72,8 +72,16 @@ struct Parameters {
   const BlockOfJob* blocks;
 };
 
+// Addresses by value, for qccl_addresses().
+constexpr u32 kAddresses = 480;
+struct Addresses {
+  u64 values[kAddresses];
+};
+
+// The addresses of the buffers: a launch passes those of the first ones, and the others are in device memory.
 struct Memory {
-  u8* base[kMaxBuffers];
+  u8* base[kDirectBuffers];
+  u8* const* more;
   float lr;  // the learning rate, for residuals
   u32 unused;
   const u64* call;  // the number of the call, in device memory, so that the replays of a graph differ
@@ -86,9 +94,19 @@ static_assert(sizeof(Parameters) == 64 && sizeof(Memory) == 256, "qccl/cuda/sour
 
 QCCL_FN BlockOfJob this_block(const Parameters& parameters) { return parameters.blocks[blockIdx.x]; }
 
+QCCL_FN u8* base_of(const Memory& memory, u32 buffer) {
+#ifdef QCCL_MANY_BUFFERS  // for programs that need `more`: the compiler then no longer knows that all memory is global
+  const bool is_direct = buffer < kDirectBuffers;
+  u8* const* table = is_direct ? memory.base : memory.more;  // one load: two, in branches, take more registers
+  return table[is_direct ? buffer : buffer - kDirectBuffers];
+#else
+  return memory.base[buffer];
+#endif
+}
+
 // The address, null for kNoBuffer.
 QCCL_FN u8* resolve(const Memory& memory, const BufferRef& place) {
-  return place.buffer == kNoBuffer ? nullptr : memory.base[place.buffer] + place.offset;
+  return place.buffer == kNoBuffer ? nullptr : base_of(memory, place.buffer) + place.offset;
 }
 
 }  // namespace QCCL_NAMESPACE

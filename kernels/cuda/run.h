@@ -11,13 +11,6 @@ struct Flags {
   u32 failed, begun, ended;
 };
 
-// The bytes of each buffer that holds results; 0 for the others.
-struct ResultSizes {
-  u64 nbytes[kMaxBuffers];
-};
-
-static_assert(sizeof(ResultSizes) == 240, "qccl/cuda/source.py has this size");
-
 }  // namespace QCCL_NAMESPACE
 
 // Stores the number of a call where Memory::call points, if `words` is not null: `value`, or in the replays of a graph
@@ -28,15 +21,22 @@ extern "C" __global__ void qccl_begin(unsigned long long* words, unsigned long l
   if (!replay) flags->begun = run;
 }
 
-// After a failure, fills all results with ones: NaN in every floating type. One block of threads, so that one look at
+// Stores addresses in the table Memory::more; a launch for every kAddresses of them.
+extern "C" __global__ void qccl_addresses(unsigned long long* table, const __grid_constant__ qccl::Addresses addresses,
+                                          unsigned count) {
+  for (unsigned i = threadIdx.x; i < count; i += qccl::kThreads) table[i] = addresses.values[i];
+}
+
+// After a failure, fills all results with ones: NaN in every floating type. `nbytes` has the size
+// of each of the buffers, 0 if it holds no result. One block of threads, so that one look at
 // `failed` decides for all; it is set before the transfers are aborted.
-extern "C" __global__ void qccl_end(qccl::Memory memory, qccl::ResultSizes results, unsigned replay,
-                                    volatile qccl::Flags* flags, unsigned run) {
+extern "C" __global__ void qccl_end(qccl::Memory memory, const qccl::u64* nbytes, unsigned replay,
+                                    volatile qccl::Flags* flags, unsigned run, unsigned buffers) {
   __shared__ bool failed;
   if (threadIdx.x == 0) failed = flags->failed;
   __syncthreads();
-  for (qccl::u32 b = 0; failed && b < qccl::kMaxBuffers; ++b) {
-    for (qccl::u64 i = threadIdx.x; i < results.nbytes[b]; i += qccl::kThreads) memory.base[b][i] = 0xff;
+  for (qccl::u32 b = 0; failed && b < buffers; ++b) {
+    for (qccl::u64 i = threadIdx.x; i < nbytes[b]; i += qccl::kThreads) base_of(memory, b)[i] = 0xff;
   }
   __syncthreads();
   if (threadIdx.x == 0 && !replay) {

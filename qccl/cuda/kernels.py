@@ -15,34 +15,37 @@ __all__ = ["kernels"]
 
 _COMPILERS = 16
 
-#: by device and name
-_kernels: dict[tuple[int, str], Any] = {}
+#: by device, name and further options
+_kernels: dict[tuple[int, str, tuple[str, ...]], Any] = {}
 
 
-def kernels(device: int, names: Iterable[str]) -> dict[str, int]:
+def kernels(device: int, names: Iterable[str], *more: str) -> dict[str, int]:
     """Kernels by their names in cuda_source: functions for a GPU, which must be the thread's current one.
+
+    ``more`` are further options of NVRTC.
 
     Not by CuPy's RawModule: it adds -ftz=true, and bytes would not be the host's.
     """
     names = tuple(dict.fromkeys(names))
-    new = [name for name in names if (device, name) not in _kernels]
+    new = [name for name in names if (device, name, more) not in _kernels]
     if len(new) > 1:  # the compiler lets go of the interpreter
         threads, setting = min(len(new), _COMPILERS, os.cpu_count() or 1), cuda_libraries().runtime.setDevice
         with ThreadPoolExecutor(threads, initializer=setting, initargs=(device,)) as pool:
-            found = list(pool.map(_compiled, new))
+            found = list(pool.map(lambda name: _compiled(name, more), new))
     else:
-        found = [_compiled(name) for name in new]
+        found = [_compiled(name, more) for name in new]
     for name, (binary, mangled) in zip(new, found, strict=True):
         module = cuda_libraries().cupy.cuda.function.Module()
         module.load(binary)
-        _kernels[device, name] = module.get_function(mangled)
-    return {name: _kernels[device, name].ptr for name in names}
+        _kernels[device, name, more] = module.get_function(mangled)
+    return {name: _kernels[device, name, more].ptr for name in names}
 
 
-def _compiled(name: str) -> tuple[bytes, str]:
+def _compiled(name: str, more: tuple[str, ...]) -> tuple[bytes, str]:
     """The binary of a kernel for the current GPU, and its name there."""
     cupy = cuda_libraries().cupy
     code, options = cuda_source.source([name])
+    options += more
 
     def compile_it() -> tuple[bytes, str]:
         binary, mapping = cupy.cuda.compiler.compile_using_nvrtc(code, options, name_expressions=(name,))

@@ -11,10 +11,11 @@ import ctypes
 import struct
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qccl.cuda import source as cuda_source
+from qccl.cuda.addresses import Addresses
 from qccl.cuda.device import Device
 from qccl.cuda.kernels import kernels
 from qccl.cuda.libraries import cuda_libraries, record
@@ -52,17 +53,19 @@ class CudaProgram:
         self._device, self._transport = device, transport
         self._schedule = schedule
         self._steps = steps(schedule)
-        self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
-        self._bound = {n: i for n, i in self._numbers.items() if schedule.buffers[n].role is not Role.WORK}
+        works = [name for name, buffer in schedule.buffers.items() if buffer.role is Role.WORK]
+        self._bound = dict.fromkeys(name for name, buffer in schedule.buffers.items() if buffer.role is not Role.WORK)
+        self._addresses = Addresses([*works, *self._bound])
         self._launches = {s: self._launch(step.ops) for s, step in enumerate(self._steps) if _is_launch(step)}
-        self._memory = (ctypes.c_uint64 * cuda_source.MEMORY_WORDS)()
         self._call, self._run = ctypes.c_uint64(), ctypes.c_uint32()  # arguments of the first and the last kernel
         self._is_replay = ctypes.c_uint32()
         self._kept: list[Any] = []  # objects that launches' arguments point to
         names = [name for launch in self._launches.values() for name in launch.kernels]
         draws = any(launch.draws for launch in self._launches.values())
-        kernels(device.number, [*names, *_END_KERNELS])  # compiled together
+        names += [cuda_source.ADDRESS_KERNEL] * bool(self._addresses.table_nbytes)
+        self._functions([*names, *_END_KERNELS])  # compiled together
         self._prepared = self._upload()
+        self._table_arguments = [self._pack(*each) for each in self._addresses.table_arguments()]
         self._begin_arguments, self._end_arguments = self._pack_ends(draws=draws)
         cuda = cuda_libraries().cupy.cuda
         self._arrival = cuda.Event(disable_timing=True)
@@ -99,10 +102,10 @@ class CudaProgram:
 
     def wait_for_streams(self, streams: Sequence[int], queues: Mapping[Queue, int]) -> None:
         """Order the next run after the present work of ``streams``."""
-        runtime, arrival = cuda_libraries().runtime, self._arrival.ptr
+        runtime, arrival, home = cuda_libraries().runtime, self._arrival.ptr, queues[HOME]
         for stream in streams:
             record(arrival, stream)
-            runtime.streamWaitEvent(queues[HOME], arrival)
+            runtime.streamWaitEvent(home, arrival)
 
     def enqueue(
         self,
@@ -115,12 +118,12 @@ class CudaProgram:
         trace: list[TraceEvent] | None,
     ) -> None:
         """Put a run on the streams of ``queues``, and record its event behind it."""
-        for name, number in self._bound.items():
-            self._memory[number] = bindings[name]
+        for name, address in bindings.items():
+            self._addresses[name] = address
         # replays of a graph count on from here, with numbers that no call outside a graph has
         self._call.value = (run.call + 1) << 32 if run.captured else run.call
         self._is_replay.value, self._run.value = run.captured, run.number
-        self._memory[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
+        self._addresses.words[cuda_source.LR_WORD] = int.from_bytes(struct.pack("<f", lr), "little")
         if self._staging is not None:
             self._staging.begin(sequence, run.call_text, run.deadline)
         calls = self._traced_calls(queues, run, trace) if trace is not None else self._calls_on(queues, run.captured)
@@ -149,7 +152,7 @@ class CudaProgram:
     def _work(self, number: int, stream: int) -> list[Call]:
         step = self._steps[number]
         if not step.ops:
-            return [self._end_call(number == 0, stream)]
+            return [*self._table_calls(stream), self._begin_call(stream)] if number == 0 else [self._end_call(stream)]
         if number in self._prepared:
             gpu, prepared = cuda_libraries(), self._prepared[number]
             calls: list[Call] = []
@@ -175,11 +178,20 @@ class CudaProgram:
             raise EngineError(f"a transfer is in {span.buffer!r}; transfers must be in work buffers")
         return self._address(span)
 
-    def _end_call(self, is_first: bool, stream: int) -> Call:
-        """The launch of the first or of the last kernel of a run."""
-        name = _END_KERNELS[not is_first]
-        threads, arguments = (1, self._begin_arguments) if is_first else (cuda_source.THREADS, self._end_arguments)
-        kernel = kernels(self._device.number, [name])[name]
+    def _table_calls(self, stream: int) -> list[Call]:
+        """The launches that write the table of addresses, for buffers whose addresses launches do not pass."""
+        name = cuda_source.ADDRESS_KERNEL
+        return [self._call_of(name, cuda_source.THREADS, arguments, stream) for arguments in self._table_arguments]
+
+    def _begin_call(self, stream: int) -> Call:
+        return self._call_of(cuda_source.BEGIN_KERNEL, 1, self._begin_arguments, stream)
+
+    def _end_call(self, stream: int) -> Call:
+        return self._call_of(cuda_source.END_KERNEL, cuda_source.THREADS, self._end_arguments, stream)
+
+    def _call_of(self, name: str, threads: int, arguments: int, stream: int) -> Call:
+        """The launch of one block of a kernel."""
+        kernel = self._functions([name])[name]
         return cuda_libraries().driver.launchKernel, (kernel, 1, 1, 1, threads, 1, 1, 0, stream, arguments, 0)
 
     # -- a traced run ------------------------------------------------------------------------------------------------
@@ -232,13 +244,16 @@ class CudaProgram:
                 return dtype
         raise EngineError(f"{type(op).__name__} has no values: all its buffers are of bytes")
 
+    def _functions(self, names: Iterable[str]) -> dict[str, int]:
+        many = (cuda_source.MANY_BUFFERS,) if self._addresses.table_nbytes else ()
+        return kernels(self._device.number, names, *many)
+
     def _buffer_ref(self, span: Span) -> tuple[int, int]:
         """Buffer number and byte offset."""
-        return self._numbers[span.buffer], span.start * self._schedule.buffers[span.buffer].itemsize
+        return self._addresses.numbers[span.buffer], span.start * self._schedule.buffers[span.buffer].itemsize
 
     def _address(self, span: Span) -> int:
-        number, offset = self._buffer_ref(span)
-        return int(self._memory[number]) + offset
+        return self._addresses[span.buffer] + self._buffer_ref(span)[1]
 
     def _nbytes(self, span: Span) -> int:
         return len(span) * self._schedule.buffers[span.buffer].itemsize
@@ -249,6 +264,7 @@ class CudaProgram:
         works = {n: layout.take(b.nbytes) for n, b in self._schedule.buffers.items() if b.role is Role.WORK}
         counter = layout.take(cuda_source.CALL_NBYTES)
         layout.content[counter] = bytes(cuda_source.CALL_NBYTES)
+        table, sizes = layout.take(self._addresses.table_nbytes), layout.put(self._sizes_of_results())
         scratch = {s: layout.take(launch.scratch_nbytes) for s, launch in self._launches.items()}
         tables = {
             s: [layout.put(table.tobytes()) for table in (launch.jobs, launch.sources, launch.blocks)]
@@ -258,8 +274,10 @@ class CudaProgram:
         self.workspace_nbytes = layout.nbytes
         base = self._workspace.ptr
         for name, offset in works.items():
-            self._memory[self._numbers[name]] = base + offset
-        self._memory[cuda_source.CALL_WORD] = base + counter
+            self._addresses[name] = base + offset
+        self._addresses.words[cuda_source.CALL_WORD] = base + counter
+        self._addresses.words[cuda_source.TABLE_WORD] = base + table
+        self._result_sizes = ctypes.c_uint64(base + sizes)
         self._counter = ctypes.c_uint64(base + counter)
         self._kept += self._device.write({base + offset: content for offset, content in layout.content.items()})
         return {
@@ -268,11 +286,11 @@ class CudaProgram:
         }
 
     def _prepare(self, launch: Launch, jobs: int, sources: int, blocks: int, scratch: int) -> _Prepared:
-        functions = kernels(self._device.number, launch.kernels)
+        functions = self._functions(launch.kernels)
         parameters = launch.parameters.copy()
         parameters["scratch"], parameters["blocks"] = scratch, blocks
         blob = ctypes.create_string_buffer(parameters.tobytes())
-        arguments = self._pack(ctypes.c_uint64(jobs), ctypes.c_uint64(sources), blob, self._memory)
+        arguments = self._pack(ctypes.c_uint64(jobs), ctypes.c_uint64(sources), blob, self._addresses.words)
         return _Prepared(
             [((functions[name], *launch.geometry), arguments) for name in launch.kernels],
             scratch,
@@ -281,13 +299,17 @@ class CudaProgram:
 
     def _pack_ends(self, *, draws: bool) -> tuple[int, int]:
         """The arguments of the first and the last kernel; the first stores the call's number if kernels draw."""
-        sizes = (ctypes.c_uint64 * cuda_source.MAX_BUFFERS)()
-        for name, number in self._bound.items():
-            buffer = self._schedule.buffers[name]
-            sizes[number] = buffer.nbytes if buffer.role in (Role.OUTPUT, Role.STATE) else 0
         common = self._is_replay, ctypes.c_uint64(self._device.flags.address), self._run
         counter = self._counter if draws else ctypes.c_uint64()
-        return self._pack(counter, self._call, *common), self._pack(self._memory, sizes, *common)
+        begin = self._pack(counter, self._call, *common)
+        count = ctypes.c_uint32(len(self._schedule.buffers))
+        return begin, self._pack(self._addresses.words, self._result_sizes, *common, count)
+
+    def _sizes_of_results(self) -> bytes:
+        """The bytes of each buffer that holds results, 0 for the others, in the order of their numbers."""
+        buffers = [self._schedule.buffers[name] for name in self._addresses.numbers]
+        sizes = [buffer.nbytes if buffer.role in (Role.OUTPUT, Role.STATE) else 0 for buffer in buffers]
+        return struct.pack(f"<{len(sizes)}Q", *sizes)
 
     def _pack(self, *arguments: Any) -> int:
         """The address of a launch's arguments: pointers to each of them."""

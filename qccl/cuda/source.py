@@ -22,9 +22,9 @@ from qccl.dtypes import DType
 from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
-__all__ = ["BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD", "DECODE_JOB", "ENCODE_JOB"]
-__all__ += ["END_KERNEL", "LR_WORD", "MAX_BUFFERS", "MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "THREADS", "Launch"]
-__all__ += ["Shape", "launch", "source"]
+__all__ = ["ADDRESSES", "ADDRESS_KERNEL", "BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD"]
+__all__ += ["DECODE_JOB", "DIRECT_BUFFERS", "ENCODE_JOB", "END_KERNEL", "LR_WORD", "MANY_BUFFERS", "MEMORY_WORDS"]
+__all__ += ["PARAMETERS", "REDUCE_JOB", "TABLE_WORD", "THREADS", "Launch", "Shape", "launch", "source"]
 
 #: threads of a block, and the most elements that they hold in registers
 THREADS = 256
@@ -32,8 +32,10 @@ _MOST = THREADS * 32
 #: scratch for a bucket of several units, which gather its range there
 _RANGE_NBYTES = 8
 
-#: the words of a kernel's Memory argument: buffers' addresses, learning rate, address of the call's number
-MAX_BUFFERS = 30
+#: the words of a kernel's Memory argument: the addresses of the first buffers, of a table with those of the others, the
+#: learning rate, and the address of the call's number
+DIRECT_BUFFERS = 29
+TABLE_WORD = 29
 LR_WORD = 30
 CALL_WORD = 31
 MEMORY_WORDS = 32
@@ -42,9 +44,16 @@ MEMORY_WORDS = 32
 #: null, u64 number, u32 replay, address of the flags (flags.py), u32 number of the run
 BEGIN_KERNEL = "qccl_begin"
 CALL_NBYTES = 16
-#: the last kernel of every run, one block, which poisons the results after a failure; arguments: Memory, MAX_BUFFERS
-#: sizes of results in bytes, u32 replay, address of the flags, u32 number of the run
+#: the last kernel of every run, one block, which poisons the results after a failure; arguments: Memory, address
+#: of the sizes of results in bytes, u32 replay, address of the flags, u32 number of the run, u32 number of sizes
 END_KERNEL = "qccl_end"
+
+#: NVRTC's option for the kernels of programs with more buffers than DIRECT_BUFFERS
+MANY_BUFFERS = "-DQCCL_MANY_BUFFERS"
+
+#: the kernel that stores addresses in the table; arguments: address, ADDRESSES times u64 by value, u32 their number
+ADDRESS_KERNEL = "qccl_addresses"
+ADDRESSES = 480
 
 BUFFER_REF = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("rank", "<u4")])
 ENCODE_JOB = np.dtype(
@@ -133,8 +142,8 @@ class Launch:
         clears_scratch: whether the scratch must be zero before each run of the launch.
         draws: whether the kernels use random numbers, and so read the call's number.
 
-    The arguments of each kernel are the addresses of ``jobs`` and ``sources``, ``parameters``, and the addresses of all
-    buffers: MEMORY_WORDS words, by value.
+    The arguments of each kernel are the addresses of ``jobs`` and ``sources``, ``parameters``, and MEMORY_WORDS words
+    by value, which lead to all buffers.
     """
 
     kernels: tuple[str, ...]
@@ -428,8 +437,6 @@ def _set_buffers(jobs: np.ndarray[Any, Any], locate: Locate, **spans: Sequence[S
     for name, column in spans.items():
         for job, span in zip(jobs[name], column, strict=True):
             buffer, offset = (_NO_BUFFER, 0) if span is None else locate(span)
-            if span is not None and not 0 <= buffer < MAX_BUFFERS:
-                raise EngineError(f"buffer number {buffer} is too high; a schedule has at most {MAX_BUFFERS} buffers")
             job["buffer"], job["offset"] = buffer, offset
 
 
