@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Unpack
 
-from qccl.arguments import OpLike
+from qccl.arguments import CodecLike, OpLike
 from qccl.arrays import Form, Memory, Values, from_known_form
 from qccl.collectives import (
     AllGatherSpec,
@@ -285,16 +285,17 @@ class Collectives(ABC):
         out: Any = None,
         *,
         op: OpLike = "sum",
-        intra: str = "none",
+        intra: CodecLike = "none",
         layout: str = "sharded",
         node_ids: Sequence[int] | None = None,
         inter: str | None = None,
         algorithm: str = "auto",
         **options: Unpack[CallOptions],
     ) -> Any:
-        """All-reduce in two levels: nearly exact inside nodes, and with ``codec`` between them.
+        """All-reduce in two levels: with ``codec`` between nodes, and exact or with another codec inside them.
 
-        - ``intra`` encodes values inside nodes: "none" (exact), "float16" or "bfloat16".
+        - ``intra`` is the codec inside nodes: "none" (exact), "float16", "bfloat16" or any other that keeps no state
+          and draws no random numbers, such as "minmax8".
         - ``layout``: with "sharded" several ranks of each node communicate with other nodes, each for a part (as many
           parts as the smallest node has ranks); with "leader" the first rank does, as in ByteGrad.
         - ``node_ids`` has a number for each rank, equal for ranks of one node; None means the machines of the ranks.

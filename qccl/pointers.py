@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Unpack
 
 from qccl import dtypes
-from qccl.arguments import OpLike, count_of
+from qccl.arguments import CodecLike, OpLike, count_of
 from qccl.arrays import Memory, Pointer, Values
 from qccl.calls import Collectives
 from qccl.collectives import AllReduceSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec, spec_of
@@ -56,7 +56,7 @@ def hierarchical_allreduce(
     comm: Communicator,
     stream: int = 0,
     *,
-    intra: str = "none",
+    intra: CodecLike = "none",
     layout: str = "sharded",
     node_ids: Sequence[int] | None = None,
     inter: str | None = None,

@@ -198,6 +198,8 @@ def test_right_results_are_not_wrong(size: int, count: int) -> None:
         ("hierarchical_allreduce", SHARED | {"intra": "float16"}),
         ("hierarchical_allreduce", SHARED | {"intra": "none"}),
         ("hierarchical_allreduce", LED | {"intra": "bfloat16", "inter": "host"}),
+        ("hierarchical_allreduce", SHARED | {"intra": "minmax6:bucket=256"}),
+        ("hierarchical_allreduce", LED | {"intra": "minmax5:bucket=shard"}),
         ("allreduce_coalesced", {"arrays": 3}),
         ("peer_exchange", {}),
     ],
@@ -243,6 +245,21 @@ def test_right_results_of_every_codec_are_not_wrong(kind: str) -> None:
     root = 1 if "root" in KINDS[kind].parameters else -1
     for row in qccl.run_ranks(4, run)[0]:
         assert [side.wrong for side in row.sides] == [0] * len(row.sides), (row.codec, row.case, row.algorithm)
+
+
+def test_right_results_of_every_codec_inside_nodes_are_not_wrong() -> None:
+    inside = [codec for codec in FAMILIES if not codecs.get(codec).kernel().draws]
+    case = Case(3000, dtypes.FLOAT32, "sum", "hierarchical_allreduce")
+
+    def run(comm: qccl.Communicator) -> list[Row]:
+        return [
+            measured(comm, "minmax4:bucket=64", case, algorithm, Counts(1, 0, 1), place | {"intra": intra})
+            for intra in inside
+            for algorithm, place in (("one_shot", SHARED), ("two_round", LED))
+        ]
+
+    for row in qccl.run_ranks(4, run)[0]:
+        assert [side.wrong for side in row.sides] == [0] * len(row.sides), (row.case, row.algorithm)
 
 
 @pytest.mark.parametrize("dtype", dtypes.DTYPES, ids=str)

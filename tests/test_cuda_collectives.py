@@ -50,10 +50,10 @@ def every_call(
         comm.quantized_reduce(found[-1], root=0, algorithm=algorithm, **options)
     found += [given(n, 7) for n in (10, 700, 0, 65)]
     comm.quantized_allreduce_coalesced(found[-4:], **options)
-    for layout in ("leader", "sharded"):
+    for layout, intra in (("leader", "none"), ("sharded", "none"), ("sharded", "minmax8:bucket=64")):
         found.append(given(COUNT, 8))
         node_ids = [r // 2 for r in range(size)]
-        comm.hierarchical_allreduce(found[-1], layout=layout, node_ids=node_ids, **options)
+        comm.hierarchical_allreduce(found[-1], layout=layout, intra=intra, node_ids=node_ids, **options)
     z, model, replica = given(COUNT, 9), given(COUNT, 10), given(COUNT, 11)
     around = {"send_to": [(rank + 1) % size], "replicas": {(rank - 1) % size: replica}} if size > 1 else None
     comm.peer_exchange(z, applied=model, **(around or {"send_to": [], "replicas": {}}), **options)

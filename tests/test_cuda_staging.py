@@ -50,7 +50,7 @@ def every_call(
             ("leader", "one_shot", 5000, {"op": "avg", "chunk": 256}),
             ("sharded", "two_round", 7001, {"chunk": 320}),
             ("leader", "two_round", 3000, {"intra": "bfloat16"}),
-            ("sharded", "one_shot", 4097, {"codec": "minmax8", "chunk": 128}),
+            ("sharded", "one_shot", 4097, {"codec": "minmax8", "chunk": 128, "intra": "minmax4:bucket=64"}),
             ("sharded", "auto", 0, {}),
             ("sharded", "auto", 3, {"op": "max", "codec": "none"}),
         ]

@@ -11,12 +11,15 @@ import numpy as np
 import oracle
 import pytest
 from cases import NUMPY, any_codec, hard_data
+from codec_table import oracle_of
 from test_allreduce import assert_same_bits, oracle_codec, shards, stored
 from test_collectives_wire import sent_by_each
 
 import qccl
 from qccl.codecs import get
+from qccl.collectives.hierarchical import intra_of
 from qccl.dtypes import FLOAT32
+from qccl.dtypes import get as dtype_of
 
 SHAPES = [
     [0],
@@ -28,6 +31,11 @@ SHAPES = [
     [0, 1, 1, 2, 2, 2],
     [0, 0, 1, 1, 2, 2, 3, 3],
 ]
+#: codecs inside nodes, which take turns
+INTRA = (
+    *("none", "minmax8:bucket=256", "float16", "none", "onebit:reconstruct=mean,bucket=64", "minmax3:bucket=shard"),
+    "topk:k=0.2,block=64",
+)
 
 
 @dataclass(frozen=True)
@@ -38,6 +46,7 @@ class Case:
     count: int
     dtype: str
     codec: str
+    intra: str
     op: str
     layout: str
     algorithm: str
@@ -58,13 +67,16 @@ def cases() -> list[Case]:
     draw, found = random.Random(5), []
     for i in range(48):
         codec = any_codec(draw)
+        intra = INTRA[i % len(INTRA)]
         found.append(
             Case(
                 *(tuple(SHAPES[i % len(SHAPES)]), draw.choice([0, 1, 255, 1024, 5000, draw.randint(0, 20000)])),
                 *(
                     draw.choice(list(NUMPY)),
-                    codec,
-                    draw.choice(["sum", "avg"] if get(codec).sparse else ["sum", "avg", "min", "max"]),
+                    *(codec, intra),
+                    draw.choice(
+                        ["sum", "avg"] if get(codec).sparse or "topk" in intra else ["sum", "avg", "min", "max"]
+                    ),
                 ),
                 *(draw.choice(["leader", "sharded"]), draw.choice(["one_shot", "two_round"])),
                 *(draw.choice([None, 1024, 3000]), draw.random() < 0.5),
@@ -77,24 +89,14 @@ def cases() -> list[Case]:
 def expected(case: Case) -> np.ndarray:
     """The result that every rank must hold."""
     codec, nodes, dtype = oracle_codec(case.codec), case.nodes, case.dtype
+    intra = oracle_of(intra_of(case.intra, dtype_of(dtype)))
     inputs = [stored(case.input(rank)) for rank in range(len(case.node_ids))]
     op, scale = ("sum", 1 / len(inputs)) if case.op == "avg" else (case.op, 1.0)
     if len(inputs) == 1:
         return inputs[0]
-    alone = {"op": op, "scale": scale if len(nodes) == 1 else 1.0, "encoded": False}
-    sums = [
-        inputs[node[0]]
-        if len(node) == 1
-        else oracle.reduce(
-            None, [oracle.encode(None, inputs[r], dtype) for r in node], None, 0, case.count, dtype, **alone
-        )[1]
-        for node in nodes
-    ]
-    if len(nodes) == 1:
-        return sums[0]
     parts = 1 if case.layout == "leader" else min(map(len, nodes))
     splits = len(nodes) if case.algorithm == "two_round" else 1
-    granule = math.lcm(get(case.codec).granule, 1024)
+    granule = math.lcm(get(case.codec).granule, intra_of(case.intra, dtype_of(dtype)).granule)
     result = np.empty_like(inputs[0])
     for number, shard in enumerate(shards(case.count, parts * splits, granule)):
         part, split = divmod(number, splits)
@@ -102,19 +104,31 @@ def expected(case: Case) -> np.ndarray:
         count = shard.stop - shard.start
         if not count:
             continue
-        senders = [i for i in range(len(nodes)) if splits == 1 or i != split]
-        makers = [oracle.RngCounter(0, 1, owners[i], shard.start) for i in senders]
-        wires = [oracle.encode(codec, sums[i][shard], dtype, m) for i, m in zip(senders, makers, strict=True)]
-        own = None if splits == 1 else sums[split][shard]
-        options = {"op": op, "scale": scale, "encoded": splits > 1, "makers": makers}
-        counter = oracle.RngCounter(0, 2, owners[split], shard.start)
-        result[shard] = oracle.reduce(codec, wires, own, split, count, dtype, counter=counter, **options)[1]
+        sums = []
+        for node, owner in zip(nodes, owners, strict=True):
+            wires = [oracle.encode(intra, inputs[rank][shard], dtype) for rank in node if rank != owner]
+            options = {"op": op, "scale": scale if len(nodes) == 1 else 1.0, "encoded": False}
+            own = inputs[owner][shard]
+            sums.append(oracle.reduce(intra, wires, own, node.index(owner), count, dtype, **options)[1])
+        [total, *others] = sums
+        if others:
+            senders = [i for i in range(len(nodes)) if splits == 1 or i != split]
+            makers = [oracle.RngCounter(0, 1, owners[i], shard.start) for i in senders]
+            wires = [oracle.encode(codec, sums[i], dtype, m) for i, m in zip(senders, makers, strict=True)]
+            own = None if splits == 1 else sums[split]
+            options = {"op": op, "scale": scale, "encoded": splits > 1, "makers": makers}
+            counter = oracle.RngCounter(0, 2, owners[split], shard.start)
+            total = oracle.reduce(codec, wires, own, split, count, dtype, counter=counter, **options)[1]
+        if any(len(node) > 1 for node in nodes):
+            total = oracle.reduce(intra, [], total, 0, count, dtype, encoded=True)[1]
+        result[shard] = total
     return result
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_oracles_bits(case: Case) -> None:
-    options = {name: getattr(case, name) for name in ("codec", "op", "layout", "algorithm", "chunk", "node_ids")}
+    options = {name: getattr(case, name) for name in ("codec", "intra", "op", "layout", "algorithm", "chunk")}
+    options["node_ids"] = case.node_ids
 
     def run(comm: qccl.Communicator) -> np.ndarray:
         x = case.input(comm.rank)
@@ -185,6 +199,16 @@ def test_bytes_between_nodes() -> None:
     assert found["sharded", "two_round"] == [2 * 2 * encoded // 3 // 2 + whole] * 6
 
 
+@pytest.mark.parametrize("layout", ["leader", "sharded"])
+def test_bytes_inside_nodes(layout: str) -> None:
+    """Inside a node of L ranks, with I the encoded size: (L-1) I from the leader, 2 (L-1)/L I from each in sharded."""
+    intra, count = get("minmax4"), 1024 * 48
+    encoded = intra.encoded_nbytes(count, FLOAT32)
+    options = {"codec": "none", "intra": intra, "layout": layout, "node_ids": [0, 0, 0]}
+    found = sent_by_each(3, lambda comm: comm.hierarchical_allreduce(np.ones(count, np.float32), **options))
+    assert found == ([2 * encoded, encoded, encoded] if layout == "leader" else [2 * 2 * encoded // 3] * 3)
+
+
 def test_every_rank_of_a_node_communicates_by_default() -> None:
     """As with layout="sharded": with "leader" the ranks of a node would send different amounts."""
 
@@ -228,9 +252,12 @@ def test_a_plan_and_the_machines_own_nodes() -> None:
         ({"node_ids": [0, 1, 1]}, "node_ids has 3 numbers"),
         ({"node_ids": ["a", "b"]}, "each of node_ids must be an integer"),
         ({"node_ids": 2}, "node_ids must be a list of integers, not 2"),
-        ({"intra": None}, "intra 'None' is not one of none, float16, bfloat16"),
+        ({"intra": None}, "codec"),
         ({"layout": "ring"}, "layout 'ring' is not one of leader, sharded"),
-        ({"intra": "minmax8"}, "is not one of none, float16, bfloat16"),
+        ({"intra": "float64"}, "float64"),
+        ({"intra": "minmax4:rounding=stochastic"}, "draws random numbers, so the ranks of different nodes would get"),
+        ({"intra": "minmax4+ef"}, r"keeps its residual from call to call, .* use intra=minmax4, and \+ef or"),
+        ({"intra": "topk:k=0.1", "op": "max"}, "op 'max' is not possible with intra=topk.*, which sends only some"),
         ({"inter": "gpu"}, "inter='gpu' cannot be had"),
         ({"codec": "minmax8+ef"}, "keeps its residual from call to call"),
     ],

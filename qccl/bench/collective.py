@@ -21,6 +21,7 @@ from qccl.bench.params import (
     AT_LEAST_0,
     AT_LEAST_1,
     codec_list,
+    intra_codec,
     list_of,
     nccl_only,
     option,
@@ -32,7 +33,7 @@ from qccl.bench.processes import stoppable
 from qccl.bench.progress import Bar, decode_report, encode_progress, is_progress, is_report
 from qccl.bench.sizes import parse_link, parse_size
 from qccl.bench.start import choose_way, run_ranks
-from qccl.collectives.hierarchical import INTRA, LAYOUTS
+from qccl.collectives.hierarchical import LAYOUTS
 from qccl.launchers import Launcher, detect
 
 __all__ = ["command"]
@@ -86,7 +87,7 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
 _OWN = {
     "root": option("-r --root", AT_LEAST_0, "RANK", "Root [0].", 0),
     "layout": option("--layout", click.Choice(LAYOUTS), None, _LAYOUT_HELP, "sharded"),
-    "intra": option("--intra", click.Choice(INTRA), None, "Codec inside nodes [none].", "none"),
+    "intra": option("--intra", intra_codec, "CODEC", "Codec inside nodes, e.g. bfloat16 or minmax8 [none].", "none"),
     "inter": option("--inter", click.Choice(["host"]), None, "On GPUs: communicate between nodes from host memory."),
     "arrays": option("--arrays", AT_LEAST_1, "N", "Arrays of equal size that the vector consists of [16].", 16),
 }

@@ -16,11 +16,13 @@ import click
 from qccl import codecs
 from qccl.bench.options import STDOUT
 from qccl.codecs import Codec
+from qccl.collectives.hierarchical import intra_of
+from qccl.dtypes import FLOAT32
 from qccl.errors import CodecError
 
 __all__ = [
-    *("AT_LEAST_0", "AT_LEAST_1", "checked", "codec_list", "codec_of", "list_of"),
-    *("nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file"),
+    *("AT_LEAST_0", "AT_LEAST_1", "checked", "codec_list", "codec_of", "intra_codec"),
+    *("list_of", "nccl_only", "option", "output_file", "output_file_or_stdout", "picture_file"),
 ]
 
 #: module:Class of a user's codec, before its options
@@ -65,6 +67,12 @@ def codec_list(text: str) -> tuple[str, ...]:
     """Codecs with commas between them: ``minmax8,minmax4:bucket=256,rounding=stochastic,none``."""
     # A comma also separates the options of a codec, which begin with "key=".
     return tuple(_canonical(spec.strip()) for spec in re.split(r",(?!\s*\w+\s*=)", text))
+
+
+def intra_codec(text: str) -> str:
+    """A codec inside nodes: ``none``, ``bfloat16`` or ``minmax8``, for example."""
+    intra_of(text, FLOAT32)
+    return text
 
 
 def _canonical(spec: str) -> str:

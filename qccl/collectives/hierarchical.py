@@ -1,4 +1,4 @@
-"""All-reduce in two levels: exact or nearly so inside nodes, strongly compressed between them."""
+"""All-reduce in two levels: a codec between nodes, and another one, or none, inside them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Op, Schedule
 
-__all__ = ["INTRA", "LAYOUTS", "HierarchicalSpec", "Levels", "choose_inter", "hierarchical"]
+__all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "choose_inter", "hierarchical", "intra_of"]
 
 LAYOUTS = ("leader", "sharded")
 
-#: the allowed codecs inside nodes: none of them draws random numbers or adds up rounding errors
-INTRA = {"none": "none", "float16": "cast:dtype=float16", "bfloat16": "cast:dtype=bfloat16"}
+#: short names of codecs inside nodes
+_INTRA = {"float16": "cast:dtype=float16", "bfloat16": "cast:dtype=bfloat16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +92,27 @@ class HierarchicalSpec(CollectiveSpec):
         one_of(layout, LAYOUTS, "layout")
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         checked = common(*shared)
-        one_of(intra if isinstance(intra, str) else repr(intra), INTRA, "intra")
-        plain = intra == checked["dtype"].name
         return cls(
             **checked,
             op=op_of(op),
-            intra=codecs.get("none" if plain else INTRA[str(intra)]),
+            intra=intra_of(intra, checked["dtype"]),
             layout=layout,
             node_ids=integers(node_ids, "node_ids"),
             algorithm=algorithm,
             inter=inter,
         )
 
+    def __post_init__(self) -> None:
+        CollectiveSpec.__post_init__(self)
+        if self.intra.sparse and self.op in ("min", "max"):
+            raise ArgumentError(
+                f"op {self.op!r} is not possible with intra={self.intra.spec()}, which sends only some of the elements; "
+                f"use sum or avg"
+            )
+
     def _shown(self) -> dict[str, Any]:
-        shown = CollectiveSpec._shown(self) | {"intra": self.intra.spec(), "node_ids": list(self.node_ids)}
+        shown = CollectiveSpec._shown(self)
+        shown |= {"intra": codecs.identity(self.intra), "node_ids": list(self.node_ids)}
         if self.inter is None:
             del shown["inter"]
         return shown
@@ -153,6 +160,28 @@ class HierarchicalSpec(CollectiveSpec):
             return made
         elsewhere = (other for other, node in enumerate(self.node_ids) if node != self.node_ids[rank])
         return replace(made, staged_peers=frozenset(elsewhere))
+
+
+def intra_of(intra: CodecLike, dtype: DType) -> Codec:
+    """The codec inside nodes: any that keeps no state and draws no random numbers, also by the name of a narrower type.
+
+    The owners of a part, one in each node, encode the same result. With random numbers, which depend on the rank, the
+    ranks of different nodes would get different bits.
+    """
+    if intra == dtype.name:
+        return codecs.get("none")
+    found = codecs.get(_INTRA.get(intra, intra) if isinstance(intra, str) else intra)
+    if found.state_names:
+        raise ArgumentError(
+            f"intra={found.spec()} keeps its {' and '.join(found.state_names)} from call to call, which codecs inside "
+            f"nodes cannot; use intra={found.plain.spec()}, and +ef or +nesterov in codec="
+        )
+    if found.kernel().draws:
+        raise ArgumentError(
+            f"intra={found.spec()} draws random numbers, so the ranks of different nodes would get different bits; use "
+            f"a codec that draws none, such as minmax8"
+        )
+    return found
 
 
 def choose_inter(count: int, nodes: int, parts: int, dtype: DType, codec: Codec) -> str:

@@ -229,11 +229,16 @@ def partition(count: int, parts: int, codec: Codec, chunk_elements: ChunkSize = 
 
 
 def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: ChunkSize = None) -> Layout:
-    """The layout of a vector that several codecs encode, divided at buckets of all; the last codec sets the chunks."""
+    """The layout of a vector that several codecs encode, divided at buckets of all; the last codec sets the chunks.
+
+    If one of them cannot be split, there is one chunk.
+    """
     granule = math.lcm(*(codec.granule for codec in codecs))
     whole = -(-count // granule)
     largest, last = -(-whole // parts), codecs[-1]
-    if chunk_elements is None and last.splittable:
+    if not all(codec.splittable for codec in codecs):
+        return Layout(count, parts, granule, 1)
+    if chunk_elements is None:
         nbytes = last.encoded_nbytes(largest * granule, FLOAT32)
         ramp = max(1, min(_RAMP, _most_chunk(parts) // _FIRST_CHUNK))
         chunks = next(n for n in naturals(1) if _before(n, n, ramp) * _FIRST_CHUNK >= nbytes)
