@@ -248,8 +248,8 @@ class Communicator(Collectives):
         """This rank's state on which the results of later calls depend; waits for calls under way.
 
         "keys" has the state of stateful codecs by key, as copies in NumPy arrays; "calls" is the number of the next
-        call. After a failure it returns the state after the last successful calls; on CUDA the state of calls that
-        had not ended is NaN then.
+        call. After a failure it returns the state after the last successful calls; on CUDA those whose results were
+        complete before the failure may count.
         """
         session = self._session
         session.engine.wait_until_idle(self.timeout)

@@ -100,8 +100,8 @@ class Work:
     def add_done_callback(self, fn: Callable[[Work], object]) -> None:
         """Call ``fn(work)`` once, when the call has ended or failed; now if it has. Nobody needs to wait for the call.
 
-        The thread that ends the call runs ``fn``: on the host usually the progress thread, on CUDA the thread that
-        notices the end, at most some milliseconds later. ``fn`` holds up other calls, so it should return soon. It may
+        On the host the thread that ends the call runs ``fn``, usually the progress thread, and ``fn`` holds up other
+        calls, so it should return soon. On CUDA a thread of its own runs it, some milliseconds after the end. It may
         look at the Work, whose wait() returns at once, set events and futures, and start other threads' work. It must
         not make calls: methods of the communicator raise ArgumentError there. An exception that ``fn`` raises goes to
         sys.unraisablehook.

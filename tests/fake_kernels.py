@@ -148,6 +148,8 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
             for job in table
             if _buffer_ref(job["dst"]) is None
         ]
+        if ctypes.c_uint32.from_address(memory.words[cs.FAILED_WORD]).value:
+            return
         copies = [(_buffer_ref(job["wire"]), _buffer_ref(job["dst"]), 4 * int(job["count"])) for job in table]
         _host.Commit(host, guards, [each for each in copies if each[1] is not None])()
         return

@@ -397,6 +397,58 @@ def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
     assert 100 < fullest < 1024
 
 
+def test_waiting_for_room_has_a_deadline_though_no_call_begins(world, cupy):
+    """The queues are full behind work of the caller that never ends."""
+
+    def run(comm):
+        x, out = pair()
+        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+        plan.start().synchronize()
+        world.frozen, errors = True, []
+
+        def fill():
+            try:
+                while True:
+                    plan.start(timeout=0.3)
+            except qccl.QcclError as error:
+                errors.append(error)
+
+        caller = threading.Thread(target=fill)
+        caller.start()
+        caller.join(10)
+        world.frozen = False
+        [error] = errors
+        assert isinstance(error, qccl.CollectiveTimeout)
+        return str(error)
+
+    assert "waited 0.3 s for an earlier call to begin" in one(run)
+    assert ("abort", 0) in world.calls
+
+
+def test_a_function_that_blocks_holds_up_no_deadline(world, cupy):
+    """One of Work.add_done_callback(), of a call that has ended well."""
+
+    def run(comm):
+        called, release = threading.Event(), threading.Event()
+        world.frozen = True
+        work = comm.quantized_allreduce(*pair(), async_op=True)
+        work.add_done_callback(lambda _: (called.set(), release.wait(20)))
+        world.frozen = False
+        assert called.wait(10)
+        world.ends = False
+        comm.quantized_allreduce(*pair(), async_op=True, timeout=0.2)
+        deadline = time.monotonic() + 5
+        try:
+            while ("abort", 0) not in world.calls:
+                assert time.monotonic() < deadline, "nothing was aborted"
+                time.sleep(0.01)
+        finally:
+            release.set()
+            world.ends = True
+
+    one(run)
+
+
 def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
     """NCCL waits for graphs; it is told from where, and not aborted as well, which would free it twice."""
     release = threading.Event()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,18 +163,19 @@ def test_bytes_are_the_hosts(emulator: Emulator, spec: str, dtype: DType, varian
 
 @pytest.mark.parametrize("dtype", [dtypes.FLOAT32, dtypes.FLOAT16], ids=str)
 @pytest.mark.parametrize("spoilt", [None, 0, 4095, 4096, 8999])
-@pytest.mark.parametrize("by", [np.nan, -np.inf])
-def test_commit(emulator: Emulator, dtype: DType, spoilt: int | None, by: float) -> None:
+@pytest.mark.parametrize("by", [np.nan, -np.inf, "a failure"])
+def test_commit(emulator: Emulator, dtype: DType, spoilt: int | None, by: float | str) -> None:
     rng = np.random.default_rng(0)
     arrays = Arrays(True, rng)
     output = rng.standard_normal(9000).astype(dtype.name)
-    if spoilt is not None:
+    failed = spoilt is not None and by == "a failure"
+    if spoilt is not None and not failed:
         output[spoilt] = by
     guards = [arrays.add(np.ones(5, dtype.name)), arrays.add(output)]
     old, new = (rng.standard_normal((2, 5000)).astype(np.float32) for _ in range(2))
     state_buffers = [StateBuffer(arrays.add(a), arrays.add(b)) for a, b in zip(old, new, strict=True)]
     launch = cuda_source.launch([Commit(tuple(guards), tuple(state_buffers))], RANK, dtype, arrays.place)
-    emulator.run(launch, arrays.addresses, 0)
+    emulator.run(launch, arrays.addresses, 0, failed=failed)
     arrays.check_guards()
     for i, each in enumerate(state_buffers):
         wanted = new[i] if spoilt is None else old[i]
@@ -210,6 +212,32 @@ def test_calls_and_state_are_the_hosts_whatever_the_order(n: int, seed: int) -> 
         assert state_there["values"].keys() == state_here["values"].keys()
         for name, values in state_here["values"].items():
             assert np.array_equal(state_there["values"][name], values)
+
+
+def test_a_call_that_fails_keeps_the_state_before_it() -> None:
+    """The transfers of a call that is aborted leave garbage, which must not become a residual."""
+
+    def calls(comm: qccl.Communicator) -> tuple[dict, dict] | None:
+        xs = [fake_cuda.array(np.arange(300, dtype=np.float32), comm.rank) for _ in range(2)]
+        comm.quantized_allreduce(xs[0], codec=CODEC, key="a")
+        comm.check()
+        before = comm.state_dict()["keys"]["a"]["values"]
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(1.0)
+            return None
+        comm.quantized_allreduce(xs[1], codec=CODEC, key="a", timeout=0.3)
+        with pytest.raises(qccl.CollectiveTimeout):
+            comm.check()
+        world.finish(lambda: world.is_idle(0))
+        assert np.isnan(xs[1].get()).all()
+        return before, comm.state_dict()["keys"]["a"]["values"]
+
+    world = fake_cuda.World()
+    with fake_cuda.installed(world, fake_kernels.work):
+        before, after = ranks(2, calls)[0]
+        assert before.keys() == after.keys() and before["residual"].any()
+        assert all(np.array_equal(before[name], after[name]) for name in before)
 
 
 def test_ranks_that_load_different_numbers_of_calls_are_noticed() -> None:

@@ -11,7 +11,7 @@ namespace QCCL_NAMESPACE {
 
 constexpr u32 kThreads = 256;  // of every block
 constexpr u32 kWarps = kThreads / 32;
-constexpr u32 kDirectBuffers = 29;
+constexpr u32 kDirectBuffers = 28;
 constexpr u32 kNoBuffer = 0xffffffffu;  // the buffer number of a buffer that a job does not have
 
 // Part of a buffer. Values are aligned to their size, wires are not; both are fastest at multiples of 16.
@@ -82,7 +82,8 @@ struct Addresses {
 struct Memory {
   u8* base[kDirectBuffers];
   u8* const* more;
-  float lr;  // the learning rate, for residuals
+  const volatile u32* failed;  // not zero after a failure of the communicator (see run.h)
+  float lr;                    // the learning rate, for residuals
   u32 unused;
   const u64* call;  // the number of the call, in device memory, so that the replays of a graph differ
 };

@@ -83,7 +83,8 @@ bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const _
 constexpr u32 kCommitted = 4096;
 
 // First pass: set the first word of the scratch, zero before, if a job without a destination has a value that is not
-// finite. Second pass: if the word is still zero, copy floats from "wire" to "dst" for the other jobs.
+// finite, or after a failure, when received values may be garbage. Second pass: if the word is still zero, copy floats from
+// "wire" to "dst" for the other jobs.
 template <class T, Pass P>
 __global__ void __launch_bounds__(kThreads)
 commit(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
@@ -96,6 +97,7 @@ commit(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Paramete
   const u64 rest = job.count - first;
   const u32 n = (u32)(rest < kCommitted ? rest : kCommitted);
   if constexpr (P == Pass::range) {
+    if (threadIdx.x == 0 && *memory.failed) *parameters.scratch = 1;
     const auto* values = elements<T>(resolve(memory, job.wire), first);
     for (u32 i = threadIdx.x; i < n; i += kThreads) {
       if (!is_finite(T::to_float(values[i]))) *parameters.scratch = 1;

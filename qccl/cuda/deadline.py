@@ -17,9 +17,14 @@ class Deadline:
 
     def start(self) -> Deadline:
         """Count from now on, unless the limit counts already."""
-        if self._end == math.inf:
+        if not self.counts:
             self._end = time.monotonic() + self.seconds
         return self
+
+    @property
+    def counts(self) -> bool:
+        """Whether start() was called."""
+        return self._end != math.inf
 
     def is_over(self) -> bool:
         """Whether the limit has passed."""

@@ -121,7 +121,7 @@ class CudaEngine:
         queues = self.device.capture_queues if captured else self.device.queues
         if not captured:
             run.entries = program.entries
-            self._pending.wait_for_room(run.entries)
+            self._pending.wait_for_room(run)
         with self._enqueuing:
             self._check_usable()
             with translated(), self.device.current():  # an error here has no consequences for the group
@@ -240,6 +240,7 @@ class CudaEngine:
             self._proxy.close(max(deadline - time.monotonic(), 0.0))
         self._watchdog.wake()
         self._watchdog.join(_GRACE_SECONDS)
+        self._pending.callbacks.join(_GRACE_SECONDS)
         _live.discard(self)
 
     def leave(self) -> None:

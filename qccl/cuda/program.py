@@ -277,6 +277,7 @@ class CudaProgram:
             self._addresses[name] = base + offset
         self._addresses.words[cuda_source.CALL_WORD] = base + counter
         self._addresses.words[cuda_source.TABLE_WORD] = base + table
+        self._addresses.words[cuda_source.FAILED_WORD] = self._device.flags.address
         self._result_sizes = ctypes.c_uint64(base + sizes)
         self._counter = ctypes.c_uint64(base + counter)
         self._kept += self._device.write({base + offset: content for offset, content in layout.content.items()})
@@ -308,7 +309,7 @@ class CudaProgram:
     def _sizes_of_results(self) -> bytes:
         """The bytes of each buffer that holds results, 0 for the others, in the order of their numbers."""
         buffers = [self._schedule.buffers[name] for name in self._addresses.numbers]
-        sizes = [buffer.nbytes if buffer.role in (Role.OUTPUT, Role.STATE) else 0 for buffer in buffers]
+        sizes = [buffer.nbytes if buffer.role is Role.OUTPUT else 0 for buffer in buffers]
         return struct.pack(f"<{len(sizes)}Q", *sizes)
 
     def _pack(self, *arguments: Any) -> int:

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from qccl.cuda.callbacks import CallbackThread
 from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
@@ -74,6 +75,14 @@ class CudaRun(WithCallbacks):
         self._check()
         self._pending.make_stream_wait(self)
 
+    def has_begun(self) -> bool:
+        """Whether the run's first step is on the device, as far as PendingRuns.sweep() has found."""
+        return self.deadline.counts or self.done
+
+    def has_ended(self) -> bool:
+        """Whether the run has ended well."""
+        return self.done
+
     def waits_for(self) -> str:
         return f"{self.call_text} has not ended"
 
@@ -86,6 +95,7 @@ class PendingRuns:
     """The runs that have not ended, in the order in which they were started.
 
     Attributes:
+        callbacks: calls the functions of the runs that have ended or failed.
         failure: the first one; it has failed all runs that were pending.
         closed: set by CudaEngine.close(); later failures are ignored.
     """
@@ -96,6 +106,8 @@ class PendingRuns:
         self._flags, self._started = device.flags, 0
         self._lock = threading.Lock()  # never held while anything blocks
         self._runs: deque[CudaRun] = deque()
+        self._entries = 0  # of these runs, together
+        self.callbacks = CallbackThread(rank)
         self.failure: QcclError | None = None
         self.closed = False
 
@@ -110,16 +122,24 @@ class PendingRuns:
             self._started += 1
             run.number = self._started % (1 << 32)
             self._runs.append(run)
+            self._entries += run.entries
 
-    def wait_for_room(self, entries: int) -> None:
-        """Block until a run with ``entries`` fits into the queues of the streams, or no run is pending."""
+    def wait_for_room(self, run: CudaRun) -> None:
+        """Block until ``run`` fits into the queues of the streams, or there was a failure.
 
-        def fits() -> bool:
-            with self._lock:
-                return not self._runs or entries + sum(run.entries for run in self._runs) <= _QUEUE_ENTRIES
+        All runs fail if the first pending one does not begin within the run's timeout. Once begun, it has its own.
+        """
+        text = f"waited {run.deadline.seconds:.3g} s for an earlier call to begin, to make room for {run.call_text}"
+        while self.failure is None and (first := self._in_the_way_of(run)) is not None:
+            begins = Deadline(run.deadline.seconds).start()
+            self.wait_until(first.has_begun, begins, text)
+            self.wait_until(first.has_ended, first.deadline, f"reached the deadline of {first.call_text}")
 
-        if not fits():
-            self.wait_until(fits, Deadline(0), "")
+    def _in_the_way_of(self, run: CudaRun) -> CudaRun | None:
+        """The first pending run, if ``run`` does not fit into the queues beside the pending ones."""
+        with self._lock:
+            fits = run.entries + self._entries <= _QUEUE_ENTRIES
+            return None if fits or not self._runs else self._runs[0]
 
     def fail_all(self, error: QcclError) -> bool:
         """Fail all runs that have not ended. False if there was a failure before, or after close."""
@@ -133,7 +153,7 @@ class PendingRuns:
             for run in failed:
                 run.failure = error
         for run in failed:
-            run.call_back()
+            self.callbacks.call(run)
         return True
 
     def overdue(self) -> CudaRun | None:
@@ -158,6 +178,7 @@ class PendingRuns:
         with self._lock:
             while self._runs and self._runs[0].on_stream and self._flags.has_ended(self._runs[0].number):
                 ended.append(self._runs.popleft())
+                self._entries -= ended[-1].entries
             if self._runs and self._flags.has_begun(self._runs[0].number):
                 self._runs[0].deadline.start()
         for run in ended:
@@ -185,7 +206,7 @@ class PendingRuns:
             event, run.event = run.event, None
         self._device.give_back(event)
         run.kept = run.program = None
-        run.call_back()
+        self.callbacks.call(run)
 
     def wait_until(
         self, condition: Callable[[], bool], deadline: Deadline, text: str, limit: float | None = None

@@ -23,8 +23,8 @@ from qccl.errors import CodecError, EngineError
 from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, State
 
 __all__ = ["ADDRESSES", "ADDRESS_KERNEL", "BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD"]
-__all__ += ["DECODE_JOB", "DIRECT_BUFFERS", "ENCODE_JOB", "END_KERNEL", "LR_WORD", "MANY_BUFFERS", "MEMORY_WORDS"]
-__all__ += ["PARAMETERS", "REDUCE_JOB", "TABLE_WORD", "THREADS", "Launch", "Shape", "launch", "source"]
+__all__ += ["DECODE_JOB", "DIRECT_BUFFERS", "ENCODE_JOB", "END_KERNEL", "FAILED_WORD", "LR_WORD", "MANY_BUFFERS"]
+__all__ += ["MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "TABLE_WORD", "THREADS", "Launch", "Shape", "launch", "source"]
 
 #: threads of a block, and the most elements that they hold in registers
 THREADS = 256
@@ -32,10 +32,11 @@ _MOST = THREADS * 32
 #: scratch for a bucket of several units, which gather its range there
 _RANGE_NBYTES = 8
 
-#: the words of a kernel's Memory argument: the addresses of the first buffers, of a table with those of the others, the
-#: learning rate, and the address of the call's number
-DIRECT_BUFFERS = 29
-TABLE_WORD = 29
+#: the words of a kernel's Memory argument: the addresses of the first buffers, of a table with those of the others, and
+#: of the flags (flags.py), the learning rate, and the address of the call's number
+DIRECT_BUFFERS = 28
+TABLE_WORD = 28
+FAILED_WORD = 29
 LR_WORD = 30
 CALL_WORD = 31
 MEMORY_WORDS = 32

@@ -63,13 +63,22 @@ class Emulator:
         assert done.returncode == 0, done.stderr[:4000]
         return ctypes.CDLL(str(target.with_suffix(".so")))
 
-    def run(self, launch: Launch, addresses: Sequence[int], call: int, seed: int = 0, lr: float = 1.0) -> None:
-        """As a device would, with the buffers at ``addresses``."""
+    def run(
+        self,
+        launch: Launch,
+        addresses: Sequence[int],
+        call: int,
+        seed: int = 0,
+        lr: float = 1.0,
+        *,
+        failed: bool = False,
+    ) -> None:
+        """As a device would, with the buffers at ``addresses``; ``failed``: after a failure of the communicator."""
         memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
         memory[: len(addresses)] = addresses
         memory[cuda_source.LR_WORD] = np.array([lr, 0], np.float32).view(np.uint64)[0]
-        number = np.array([call, 0], np.uint64)
-        memory[cuda_source.CALL_WORD] = number.ctypes.data
+        number, flag = np.array([call, 0], np.uint64), np.array([failed], np.uint32)
+        memory[cuda_source.CALL_WORD], memory[cuda_source.FAILED_WORD] = number.ctypes.data, flag.ctypes.data
         scratch = np.zeros(max(launch.scratch_nbytes, 1), np.uint8)
         parameters = launch.parameters.copy()
         parameters["scratch"], parameters["blocks"] = scratch.ctypes.data, launch.blocks.ctypes.data
