@@ -60,6 +60,7 @@ def hierarchical_allreduce(
     layout: str = "sharded",
     node_ids: Sequence[int] | None = None,
     inter: str | None = None,
+    exact: bool = True,
     algorithm: str = "auto",
     **options: Unpack[PointerOptions],
 ) -> Work | None:
@@ -76,6 +77,7 @@ def hierarchical_allreduce(
         node_ids=comm.nodes if node_ids is None else node_ids,
         algorithm=algorithm,
         inter=inter,
+        exact=exact,
     )
     return _run(comm, spec, {"input": source, "output": target}, how)
 

@@ -20,8 +20,20 @@ from qccl.dtypes import DType
 from qccl.errors import ArgumentError, QcclError
 from qccl.intervals import IntervalMap
 
-__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "Node", "Op", "Queue", "Reduce", "Role", "Schedule"]
-__all__ += ["Span", "State", "StateBuffer", "Transfer", "VerificationError", "dependencies", "nodes", "reads", "writes"]
+__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "NativeCollective", "Node", "Op", "Queue", "Reduce"]
+__all__ += [
+    "Role",
+    "Schedule",
+    "Span",
+    "State",
+    "StateBuffer",
+    "Transfer",
+    "VerificationError",
+    "dependencies",
+    "nodes",
+    "reads",
+    "writes",
+]
 
 
 class VerificationError(QcclError):
@@ -195,11 +207,25 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
+class NativeCollective:
+    """A collective of a library such as NCCL among ``ranks``: with ``op`` a reduce-scatter, without an all-gather."""
+
+    ranks: tuple[int, ...]
+    dtype: DType
+    op: str | None = None  # "sum" | "min" | "max"
+
+
+@dataclass(frozen=True, slots=True)
 class Exchange:
-    """Transfers that form one group: an NCCL group, or MPI's Isend and Irecv."""
+    """Transfers that form one group: an NCCL group, or MPI's Isend and Irecv.
+
+    With ``native`` it is a collective: ``sends`` are the adjacent parts of what it reads, ``recvs`` of what it writes.
+    Only an alternative schedule (Schedule.native) has such.
+    """
 
     sends: tuple[Transfer, ...]
     recvs: tuple[Transfer, ...]
+    native: NativeCollective | None = None
 
 
 Op = Encode | Decode | Reduce | Commit | Exchange
@@ -216,6 +242,9 @@ class Schedule:
         buffers: every buffer that the operations name.
         ops: the operations in program order.
         staged_peers: peers with which transfers go through host memory, if the engine's buffers are elsewhere.
+        native: an alternative with collectives of the library, for an engine that has them. Its sums may differ in the
+            last bits.
+        native_groups: the ranks of these collectives. All ranks make all groups, also those that are in none.
     """
 
     name: str
@@ -224,6 +253,8 @@ class Schedule:
     buffers: Mapping[str, Buffer]
     ops: tuple[Op, ...]
     staged_peers: frozenset[int] = frozenset()
+    native: Schedule | None = None
+    native_groups: tuple[tuple[int, ...], ...] = ()
 
     def check_rank(self, rank: int, size: int) -> None:
         """Raise ArgumentError unless this is the schedule of ``rank`` among ``size`` ranks."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import itertools
 import os
@@ -439,11 +440,13 @@ class NcclCommunicator:
         group.append((self._meeting, stream, side, pair, address, count, self._rank))
 
     def allGather(self, source: int, target: int, count: int, datatype: int, stream: int) -> None:
+        nbytes = count * {1: 1, 6: 2, 7: 4}[datatype]
+
         def gather(parts: dict[int, tuple[int, int, int]]) -> None:
             for rank, (their, _, _) in parts.items():
-                ctypes.memmove(target + rank * count, their, count)
+                ctypes.memmove(target + rank * nbytes, their, nbytes)
 
-        self._together(source, target, count, stream, gather)
+        self._together(source, target, nbytes, stream, gather)
 
     def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
         self._together(source, target, count, stream, lambda parts: ctypes.memmove(target, parts[root][0], count))
@@ -458,6 +461,22 @@ class NcclCommunicator:
             ctypes.memmove(target, total.ctypes.data, nbytes)
 
         self._together(source, target, nbytes, stream, reduce)
+
+    def reduceScatter(self, source: int, target: int, count: int, datatype: int, op: int, stream: int) -> None:
+        """In the ranks' order and in fp32, as qccl adds, so that results can be compared byte for byte."""
+        dtype = np.dtype({7: np.float32, 6: np.float16}[datatype])
+        combine = {0: np.add, 2: np.maximum, 3: np.minimum}[op]
+        nbytes = count * dtype.itemsize
+
+        def reduce(parts: dict[int, tuple[int, int, int]]) -> None:
+            mine = [ctypes.string_at(parts[r][0] + self._rank * nbytes, nbytes) for r in sorted(parts)]
+            with np.errstate(all="ignore"):  # a slot has undefined bytes behind its chunk
+                total = functools.reduce(combine, [np.frombuffer(part, dtype).astype(np.float32) for part in mine])
+                result = total.astype(dtype)
+            ctypes.memmove(target, result.ctypes.data, nbytes)
+
+        self._world.calls.append(("reduceScatter", self._meeting.size))
+        self._together(source, target, nbytes * self._meeting.size, stream, reduce)
 
     def _together(self, source: int, target: int, nbytes: int, stream: int, finish: Any) -> None:
         meeting, number = self._meeting, next(self._collective)

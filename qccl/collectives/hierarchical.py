@@ -12,6 +12,7 @@ from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, Coarsened, Layout, Subset, partition_for_all
+from qccl.collectives.native import NativeAllGather, NativeScatterReduce
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
@@ -45,6 +46,11 @@ class Levels:
     algorithm: str
     intra: Codec
 
+    def native_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The nodes in which the library can scatter and gather: all ranks own a part, and plain values move."""
+        plain = self.intra.name == "none"
+        return tuple(tuple(node) for node in self.nodes if plain and 1 < len(node) == self.parts)
+
     def check(self, size: int) -> None:
         """Raise ArgumentError unless this divides ``size`` ranks."""
         if sorted(rank for node in self.nodes for rank in node) != list(range(size)):
@@ -59,7 +65,8 @@ class Levels:
 class HierarchicalSpec(CollectiveSpec):
     """Arguments of hierarchical_allreduce; ``node_ids`` has the number of each rank's node.
 
-    With ``inter`` "host", codes between nodes are sent from host memory, also if the values are on a GPU.
+    With ``inter`` "host", codes between nodes are sent from host memory, also if the values are on a GPU. Without
+    ``exact`` the schedule has an alternative with collectives of the library inside nodes.
     """
 
     name = "hierarchical_allreduce"
@@ -71,6 +78,7 @@ class HierarchicalSpec(CollectiveSpec):
     node_ids: tuple[int, ...]
     algorithm: str
     inter: str | None = None
+    exact: bool = True
 
     @classmethod
     def from_arguments(
@@ -82,6 +90,7 @@ class HierarchicalSpec(CollectiveSpec):
         node_ids: Sequence[int] = (),
         algorithm: str = "auto",
         inter: str | None = None,
+        exact: bool = True,
     ) -> Self:
         """Check the arguments; ``shared`` are those of common()."""
         if inter not in (None, "host"):
@@ -89,6 +98,8 @@ class HierarchicalSpec(CollectiveSpec):
                 f"inter={inter!r} cannot be had; between nodes codes go as the communicator's other transfers do "
                 f'(None), or from host memory ("host")'
             )
+        if not isinstance(exact, bool):
+            raise ArgumentError(f"exact must be True or False, not {exact!r}")
         one_of(layout, LAYOUTS, "layout")
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         checked = common(*shared)
@@ -100,14 +111,15 @@ class HierarchicalSpec(CollectiveSpec):
             node_ids=integers(node_ids, "node_ids"),
             algorithm=algorithm,
             inter=inter,
+            exact=exact,
         )
 
     def __post_init__(self) -> None:
         CollectiveSpec.__post_init__(self)
         if self.intra.sparse and self.op in ("min", "max"):
             raise ArgumentError(
-                f"op {self.op!r} is not possible with intra={self.intra.spec()}, which sends only some of the elements; "
-                f"use sum or avg"
+                f"op {self.op!r} is not possible with intra={self.intra.spec()}, which sends only some of the "
+                f"elements; use sum or avg"
             )
 
     def _shown(self) -> dict[str, Any]:
@@ -115,11 +127,13 @@ class HierarchicalSpec(CollectiveSpec):
         shown |= {"intra": codecs.identity(self.intra), "node_ids": list(self.node_ids)}
         if self.inter is None:
             del shown["inter"]
+        if self.exact:
+            del shown["exact"]
         return shown
 
     def state_owner(self, algorithm: str) -> str:
         """See CollectiveSpec: ``algorithm`` is the schedule's name, not the algorithm between nodes."""
-        return CollectiveSpec.state_owner(self, self.levels().algorithm)
+        return CollectiveSpec.state_owner(replace(self, exact=True), self.levels().algorithm)
 
     def counts(self, rank: int, size: int) -> dict[str, int]:
         """See CollectiveSpec."""
@@ -148,18 +162,25 @@ class HierarchicalSpec(CollectiveSpec):
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""
-        made = hierarchical(
-            Group.of_all(rank, size),
-            CallerBuffers.alike((self.count,), self.dtype, in_place=in_place),
-            self.codec,
-            Combine.of(self.op, size),
-            levels=self.levels(),
-            chunking=self._chunking(default_chunk),
-        )
-        if self.inter is None:
-            return made
-        elsewhere = (other for other, node in enumerate(self.node_ids) if node != self.node_ids[rank])
-        return replace(made, staged_peers=frozenset(elsewhere))
+        levels = self.levels()
+
+        def make(native: bool) -> Schedule:
+            made = hierarchical(
+                Group.of_all(rank, size),
+                CallerBuffers.alike((self.count,), self.dtype, in_place=in_place),
+                self.codec,
+                Combine.of(self.op, size),
+                levels=levels,
+                chunking=self._chunking(default_chunk),
+                native=native,
+            )
+            if self.inter is None:
+                return made
+            elsewhere = (other for other, node in enumerate(self.node_ids) if node != self.node_ids[rank])
+            return replace(made, staged_peers=frozenset(elsewhere))
+
+        groups = () if self.exact or not self.count else levels.native_groups()
+        return replace(make(False), native=make(True), native_groups=groups) if groups else make(False)
 
 
 def intra_of(intra: CodecLike, dtype: DType) -> Codec:
@@ -200,8 +221,11 @@ def hierarchical(
     *,
     levels: Levels,
     chunking: Chunking = DEFAULT_CHUNKING,
+    native: bool = False,
 ) -> Schedule:
     """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.
+
+    With ``native`` the nodes of levels.native_groups() do the first and the last by collectives of the library.
 
     ``codec`` encodes the values between nodes, in one or two rounds as in all-reduce; there it has its residuals. Its
     momentum is that of each rank's own values. "output" holds the sums of the node until the sums of all ranks replace
@@ -213,7 +237,7 @@ def hierarchical(
         return assemble("hierarchical", group, buffers, alone(buffers, codec, combine))
     splits = len(levels.nodes) if levels.algorithm == "two_round" else 1
     fine = partition_for_all(count, levels.parts * splits, (levels.intra, codec), chunking.elements)
-    stages = _Stages(group, buffers, codec, combine, levels, fine, chunking.depth)
+    stages = _Stages(group, buffers, codec, combine, levels, fine, chunking.depth, native=native)
     ops = pipeline(fine.chunks, *stages.in_order())
     return assemble("hierarchical", group, buffers, ops, stages)
 
@@ -233,6 +257,8 @@ class _Stages:
         levels: Levels,
         fine: Layout,
         depth: int,
+        *,
+        native: bool,
     ) -> None:
         ranks = next(tuple(node) for node in levels.nodes if group.rank in node)
         self._node, self._several = Group(group.rank, ranks), len(ranks) > 1
@@ -247,8 +273,14 @@ class _Stages:
         self._between = buffers.target if self._several else buffers.source  # the values that go between nodes
         self._coarse = Encoding(Coarsened(fine, levels.parts), levels.intra, buffers.dtype, depth)
         up = Encoding(self._coarse.layout, own, buffers.dtype, depth)
-        self._up = ScatterReduce(self._node, up, buffers.source, name="up")
-        self._down = AllGather(self._node, self._coarse, name="down", round_number=3)
+        self._up: ScatterReduce | NativeScatterReduce
+        self._down: AllGather | NativeAllGather
+        if native and ranks in levels.native_groups():
+            self._up = NativeScatterReduce(self._node, up, buffers.source, name="up", op=combine.op)
+            self._down = NativeAllGather(self._node, self._coarse, name="down")
+        else:
+            self._up = ScatterReduce(self._node, up, buffers.source, name="up")
+            self._down = AllGather(self._node, self._coarse, name="down", round_number=3)
         self._slot = self._coarse.slots("down.own", 1)
         self._exact = levels.intra.name == "none"
         self._rounds = not self._several and not self._exact and any(len(node) > 1 for node in levels.nodes)

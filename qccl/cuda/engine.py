@@ -99,6 +99,9 @@ class CudaEngine:
         """Prepare a schedule of this rank: compile its kernels, and allocate its workspace."""
         self._check_usable()
         schedule.check_rank(self.rank, self.size)
+        if schedule.native is not None:
+            self.transport.make_groups(schedule.native_groups)
+            schedule = schedule.native
         cuda_source.check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
         with translated(), on_device(self.device.number):

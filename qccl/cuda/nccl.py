@@ -34,6 +34,7 @@ from qccl.cuda.libraries import (
     record,
     wait_for,
 )
+from qccl.dtypes import DType
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, Transport, split_groups
 from qccl.transports.topology import find_topology
@@ -41,6 +42,8 @@ from qccl.transports.topology import find_topology
 __all__ = ["NcclTransport", "get_unique_id"]
 
 _UINT8 = 1
+#: ncclRedOp_t
+_OPS = {"sum": 0, "max": 2, "min": 3}
 _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
@@ -64,6 +67,9 @@ class NcclTransport:
         self.host: Transport | None = None
         self.comm = comm
         self._timeout = timeout
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(comm.size())): comm}  # the latest of these ranks
+        self._comms = [comm]
+        self._made: set[tuple[tuple[int, ...], ...]] = set()  # by make_groups()
         self._gone = False
         self._asking = threading.Lock()  # held while NCCL is asked for errors, so that nobody frees the communicator
         self._lost: list[Any] = []  # memory of collectives that did not finish: the device may still write to it
@@ -161,11 +167,38 @@ class NcclTransport:
         calls += [(comm.send, (transfer.address, transfer.nbytes, _UINT8, transfer.peer, stream)) for transfer in sends]
         return [(_grouped, (calls,))]
 
+    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        if groups in self._made or groups == (tuple(range(self.size)),):
+            return
+        self._check_alive()
+        color = next((i for i, ranks in enumerate(groups) if self.rank in ranks), -1)
+        key = groups[color].index(self.rank) if color >= 0 else 0
+        comm = bounded(self.device, self._timeout, "the split", lambda: self.comm.commSplit(color, key))
+        self._made.add(groups)
+        if comm is not None:
+            self._groups[groups[color]] = comm
+            self._comms.append(comm)
+
+    def collective(
+        self,
+        ranks: tuple[int, ...],
+        dtype: DType,
+        op: str | None,
+        send: DeviceTransfer,
+        receive: DeviceTransfer,
+        stream: int,
+    ) -> list[Call]:
+        comm, count = self._groups[ranks], min(send.nbytes, receive.nbytes) // dtype.itemsize
+        if op is None:
+            return [(comm.allGather, (send.address, receive.address, count, dtype.nccl, stream))]
+        return [(comm.reduceScatter, (send.address, receive.address, count, dtype.nccl, _OPS[op], stream))]
+
     def check(self) -> None:
         try:
             with self._asking:
                 if not self._gone:
-                    self.comm.check_async_error()
+                    for comm in self._comms:
+                        comm.check_async_error()
         except Exception as error:
             if not (isinstance(error, KeyError) and error.args == (_IN_PROGRESS,)):
                 self._raise(error)
@@ -204,15 +237,18 @@ class NcclTransport:
             return
         if self.host is not None:
             self.host.abort(reason)
-        with contextlib.suppress(Exception):
-            bounded(None, _ABORT_SECONDS, "abort", self.comm.abort)  # NCCL sets its flags before it calls CUDA
+        for comm in self._comms[1:]:  # all at once: a kernel of one may be queued behind a kernel of another
+            with contextlib.suppress(RuntimeError):  # the interpreter is ending
+                threading.Thread(target=_abort, args=(comm,), daemon=True).start()
+        _abort(self.comm)
 
     def close(self) -> None:
         """Release the communicator. NCCL waits until all CUDA graphs with its transfers are deleted."""
         if not self._leave():
             return
         try:
-            bounded(self.device, self._timeout, "the end of the communicator", self.comm.destroy)
+            for comm in reversed(self._comms):
+                bounded(self.device, self._timeout, "the end of the communicator", comm.destroy)
         except QcclError as error:  # NCCL will free it; to abort it as well would free it twice
             warnings.warn(
                 f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
@@ -296,6 +332,12 @@ def _grouped(calls: Sequence[Call]) -> None:
             function(*arguments)
     finally:
         nccl.groupEnd()
+
+
+def _abort(comm: Any) -> None:
+    """Abort a communicator; NCCL sets its flags before it calls CUDA, which may block."""
+    with contextlib.suppress(Exception):
+        bounded(None, _ABORT_SECONDS, "abort", comm.abort)
 
 
 def _library() -> ctypes.CDLL:

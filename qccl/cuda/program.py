@@ -165,6 +165,8 @@ class CudaProgram:
         if step.exchange is None:
             return []
         sends, receives = (self._transfers(transfers) for transfers in (step.exchange.sends, step.exchange.recvs))
+        if (native := step.exchange.native) is not None:
+            return self._transport.collective(native.ranks, native.dtype, native.op, sends[0], receives[0], stream)
         return self._transport.exchange(sends, receives, stream)
 
     def _transfers(self, transfers: Sequence[Transfer]) -> list[DeviceTransfer]:

@@ -99,7 +99,7 @@ def _nodes(schedule: Schedule) -> Iterator[Node]:
     even if the hardware maps several streams to one queue.
     """
     for node in nodes(schedule, per_transfer=False):
-        if not (schedule.staged_peers and isinstance(node.op, Exchange)):
+        if not (schedule.staged_peers and isinstance(node.op, Exchange)) or node.op.native is not None:
             yield node
             continue
         near, far = _parted(node.op, schedule.staged_peers)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from qccl._host import Wire
+    from qccl.dtypes import DType
 
 __all__ = ["Call", "DeviceTransfer", "DeviceTransport", "ElasticTransport", "Group", "Transport", "numbered"]
 __all__ += ["split_groups"]
@@ -162,6 +163,24 @@ class DeviceTransport(Group, Protocol):
 
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         """The calls that put one group of transfers on ``stream``. They neither block nor allocate."""
+
+    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Collective: prepare collective() among the ranks of each group, where that was not done before."""
+
+    def collective(
+        self,
+        ranks: tuple[int, ...],
+        dtype: DType,
+        op: str | None,
+        send: DeviceTransfer,
+        receive: DeviceTransfer,
+        stream: int,
+    ) -> list[Call]:
+        """The calls of a collective of the library on ``stream``: with ``op`` a reduce-scatter, without an all-gather.
+
+        ``send`` is the first of the parts that the rank gives, ``receive`` of those that it gets; all have one size and
+        the order of ``ranks``, which is one of make_groups().
+        """
 
     def check(self) -> None:
         """Raise the error that the library has found asynchronously, if any."""
