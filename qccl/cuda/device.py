@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from qccl.cuda.flags import RunFlags
@@ -23,6 +24,7 @@ from qccl.schedule import Queue
 __all__ = ["Device"]
 
 _EVENTS = 32
+_NOTHING = contextlib.nullcontext()
 _HOST_TO_DEVICE = 1
 
 
@@ -76,16 +78,17 @@ class Device:
         with translated():
             return bool(cuda_libraries().runtime.streamIsCapturing(stream))
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Make the GPU the thread's current one if it is not, as the driver's launches need."""
-        before = cuda_libraries().runtime.getDevice()
-        if before == self.number and getattr(self._threads, "ready", False):
+        if cuda_libraries().runtime.getDevice() == self.number and getattr(self._threads, "ready", False):
+            return _NOTHING
+        return self._made_current()
+
+    @contextlib.contextmanager
+    def _made_current(self) -> Iterator[None]:
+        with on_device(self.number):
+            self._threads.ready = True
             yield
-        else:
-            with on_device(self.number):
-                self._threads.ready = True
-                yield
 
     def allocate(self, nbytes: int) -> Any:
         """Memory from CuPy's pool for the home stream.

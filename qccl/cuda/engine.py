@@ -125,10 +125,10 @@ class CudaEngine:
         if not captured:
             run.entries = program.entries
             self._pending.wait_for_room(run)
-        with self._enqueuing:
+        with self._enqueuing, translated(), self.device.current():
             self._check_usable()
-            with translated(), self.device.current():  # an error here has no consequences for the group
-                program.wait_for_streams(streams[:1] if captured else streams, queues)
+            # an error here has no consequences for the group
+            program.wait_for_streams(streams[:1] if captured else streams, queues)
             run.event = self.device.take_event()
             if captured:
                 self._captured.append(program)  # the graph uses its memory for as long as it lives
@@ -137,8 +137,7 @@ class CudaEngine:
                 self._pending.add(run)
                 self._watchdog.start()
             try:
-                with self.device.current():
-                    program.enqueue(run, queues, bindings, sequence=header.sequence, lr=lr, trace=trace)
+                program.enqueue(run, queues, bindings, sequence=header.sequence, lr=lr, trace=trace)
             except BaseException as error:  # part of the run may be on its streams
                 ours = error if isinstance(error, QcclError) else as_qccl_error(error)
                 self.fail(ours or gave_up(self.rank, error))

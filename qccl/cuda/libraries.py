@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from types import ModuleType
+from types import ModuleType, TracebackType
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
@@ -222,13 +222,24 @@ def raise_translated(error: BaseException) -> NoReturn:
     raise ours from error
 
 
-@contextmanager
-def translated() -> Iterator[None]:
+class _Translated:
+    """See translated(). Not a generator: every call enters it, and that would take three times as long."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        ours = as_qccl_error(error) if isinstance(error, Exception) else None
+        if ours is not None:
+            raise ours from error
+
+
+_TRANSLATED = _Translated()
+
+
+def translated() -> _Translated:
     """Raise exceptions of CuPy as qccl's."""
-    try:
-        yield
-    except Exception as error:
-        raise_translated(error)
+    return _TRANSLATED
 
 
 def check_status(answer: tuple[Any]) -> None:
@@ -240,7 +251,9 @@ def check_status(answer: tuple[Any]) -> None:
 
 def record(event: int, stream: int) -> None:
     """Record an event. Other threads can run while the stream's queue is full; CuPy's eventRecord stops them all."""
-    check_status(cuda_libraries().bindings.cuEventRecord(event, stream))
+    answer = cuda_libraries().bindings.cuEventRecord(event, stream)
+    if answer[0]:
+        check_status(answer)
 
 
 def event_status(event: int) -> int:

@@ -91,7 +91,14 @@ class CudaMemory:
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         """As in Memory: the call's stream, then the producers' own where those are others."""
         arrays = [v.array for v in {v.address: v for v in values}.values() if v.array is not None]
-        own = [_current_stream(array, self.device) for array in arrays]
+        own, by_type = [], dict[type, int]()
+        for array in arrays:
+            found = by_type.get(type(array))
+            if found is None:
+                found = _current_stream(array, self.device)
+                if found is not None and (is_tensor(array) or _is_cupy(array)):
+                    by_type[type(array)] = found  # the library's, whatever the array
+            own.append(found)
         known = [s for s in own if s is not None]
         call = _number(stream) if stream is not None else known[0] if known else 0
         for array, s in zip(arrays, own, strict=True):

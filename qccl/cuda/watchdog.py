@@ -54,7 +54,8 @@ class Watchdog:
                 target=_watch, args=(self._engine, self._device, self._wakeup), name=self._name, daemon=True
             )
             self._thread.start()
-        self.wake()
+        if not self._wakeup.is_set():
+            self.wake()
 
     def sleep(self) -> None:
         """Check rarely until the next wake(): no run is pending."""
