@@ -18,6 +18,7 @@ with trellis, and the kernels of kernels/cuda/bucket.h.
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import shutil
@@ -26,7 +27,9 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from cuda.bindings import nvrtc
@@ -38,16 +41,7 @@ from qccl.dtypes import DType
 from qccl.schedule import Decode, Encode, Op, Reduce, Span, State, StateBuffer
 
 PEERS = 7
-SPECS = (
-    "minmax8",
-    "minmax4",
-    "cast:dtype=float8_e4m3",
-    "cast",
-    "onebit",
-    "onebit:reconstruct=mean",
-    "trellis4",
-    "none",
-)
+SPECS = ("minmax8", "minmax4", "cast:dtype=float8_e4m3", "onebit")
 KINDS = ("encode", "decode", "reduce", "encode+ef", "reduce+ef")
 DTYPES = (dtypes.FLOAT32, dtypes.BFLOAT16)
 _COUNT = 1 << 22
@@ -61,6 +55,10 @@ _COMMON = {
     "if (Coder::is_common(encoder)) {": "if (true) {",
     "if (Coder::template is_common<T, S>(decoder, wire.pieces)) {": "if (true) {",
     "if (nan) {": "if (false) {",
+    "if (parameters.units_per_bucket != 1) {": "if (false) {",
+    "if (job.scale != 1.0f)": "if (false)",
+    "if (k > 0 && k % 32 == 0)": "if (false)",
+    "if (unit.last)": "if (false)",
     "if (Stateful && old) {": "if (false) {",
 }
 
@@ -120,7 +118,7 @@ class Instruction:
     guarded: bool
     opcode: str
     operands: str
-    prefetched: bool = False  # a load of what the kernel has prefetched
+    prefetched: bool = False  # what it loads is in the L2 cache
 
     @property
     def base(self) -> str:
@@ -185,12 +183,12 @@ def _longest(code: Code, edges: Edges, first: int, ends: Sequence[int]) -> list[
 def trace(text: str, trips: int) -> list[Instruction]:
     """What a warp executes: the longest way to an exit, with ``trips`` rounds of each loop on it.
 
-    Loads in a loop that a branch can skip count once: own values, which a Reduce adds after one of its sources.
+    Loads in a loop that a branch can skip count once: own values, which a Reduce adds after one of its sources. After
+    the first prefetch all loads count as prefetched.
     """
     code, edges = blocks(text)
     way = _longest(code, edges, 0, [i for i, block in enumerate(code) if block and block[-1].base == "EXIT"])
     loops = {first: last for last, targets in enumerate(edges) for first in targets if first <= last}
-    prefetches = any(each.base == "CCTL" for block in code for each in block)
     result: list[Instruction] = []
     for i in way:
         last = loops.get(i, i)
@@ -198,10 +196,9 @@ def trace(text: str, trips: int) -> list[Instruction]:
         skippable = {j for j in body for k in range(i, j) for target in edges[k] if j < target <= last}
         once = {j for j in skippable if any(each.base == "LDG" for each in code[j])}
         taken = [each for j in body if j not in once for each in code[j]]
-        rounds = trips - (last in way)
-        result += rounds * [replace(each, prefetched=prefetches and each.base == "LDG") for each in taken]
-        result += code[i]
-    return result
+        result += (trips - (last in way)) * taken + code[i]
+    first = next((n for n, each in enumerate(result) if each.base == "CCTL"), len(result))
+    return result[:first] + [replace(each, prefetched=True) for each in result[first:]]
 
 
 def lifetime(instructions: Iterable[Instruction]) -> int:
@@ -267,7 +264,7 @@ def operation(kind: str, codec: Codec, dtype: DType) -> tuple[Op, float]:
 
 
 def kernel(kind: str, codec: Codec, dtype: DType, arch: int, headers: Path) -> Kernel | None:
-    """The kernel of an operation; None if it is a copy or has loops over elements."""
+    """The kernel of an operation; None if it is a copy or has loops over elements: the model predicts neither."""
     op, nbytes = operation(kind, codec, dtype)
     (name,) = cuda_source.launch([op], 0, dtype, lambda span: (len(span.buffer), 0)).kernels
     shape = re.search(r"Shape<(\d+), (\d+)>", name)
@@ -301,13 +298,16 @@ def compiled(name: str, arch: int, headers: Path | None = None) -> tuple[bytes, 
     return text, log.decode()
 
 
+def nvdisasm() -> str | None:
+    """The path of the disassembler: on PATH, in CUDA's toolkit, or in its wheel."""
+    folders = [os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin"]
+    folders += [f"{path}/nvidia/cu13/bin" for path in sys.path]
+    return shutil.which("nvdisasm") or shutil.which("nvdisasm", path=os.pathsep.join(folders))
+
+
 def disassembled(cubin: bytes) -> str:
     """The code of a cubin's template kernel; it also has those of every run's ends, whose names are not mangled."""
-    folders = [
-        os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin",
-        *(f"{path}/nvidia/cu13/bin" for path in sys.path),
-    ]
-    tool = shutil.which("nvdisasm") or shutil.which("nvdisasm", path=os.pathsep.join(folders))
+    tool = nvdisasm()
     if not tool:
         raise SystemExit("there is no nvdisasm: pip install nvidia-cuda-nvdisasm, or set CUDA_HOME to CUDA's toolkit")
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -339,18 +339,22 @@ def rows(headers: Path) -> Iterator[str]:
     title = ["kernel", "type", *(gpu.name for gpu in GPUS), "instructions", "registers", "blocks", "loads", "stores"]
     yield f"| {' | '.join(title)} |"
     yield f"|{' --- |' * len(title)}"
-    for spec in SPECS:
-        for kind in KINDS:
-            for dtype in DTYPES:
-                found = {arch: kernel(kind, codecs.get(spec), dtype, arch, headers) for arch in _RATES}
-                if here := found[90]:
-                    shares = [found[gpu.arch].share(gpu) for gpu in GPUS]  # type: ignore[union-attr]
-                    cells = [f"{share:.0%}" + ("" if limit == "bytes" else f" {limit}") for share, limit in shares]
-                    cells += [f"{len(here.warp) * cuda_source.THREADS / here.elements:.1f}"]
-                    cells += [str(here.registers), str(here.resident(90))]
-                    for base in ("LDG", "STG"):
-                        cells.append(", ".join(f"{number} x {width}" for width, number in here.accesses(base).items()))
-                    yield f"| {kind} {spec} | {dtype} | {' | '.join(cells)} |"
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        yield from pool.map(partial(row, headers), *zip(*itertools.product(SPECS, KINDS, DTYPES), strict=True))
+
+
+def row(headers: Path, spec: str, kind: str, dtype: DType) -> str:
+    """A line: the shares on each GPU, and what the code for sm_90 has."""
+    codec = codecs.get(spec)
+    found = {arch: each for arch in _RATES if (each := kernel(kind, codec, dtype, arch, headers))}
+    shares = [found[gpu.arch].share(gpu) for gpu in GPUS]
+    cells = [f"{share:.0%}" + ("" if limit == "bytes" else f" {limit}") for share, limit in shares]
+    here = found[90]
+    per_element = len(here.warp) * cuda_source.THREADS / here.elements
+    cells += [f"{per_element:.1f}", str(here.registers), str(here.resident(90))]
+    for base in ("LDG", "STG"):
+        cells.append(", ".join(f"{number} x {width}" for width, number in here.accesses(base).items()))
+    return f"| {kind} {spec} | {dtype} | {' | '.join(cells)} |"
 
 
 def main() -> None:

@@ -7,9 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from qccl import codecs
+from qccl.dtypes import BFLOAT16, FLOAT32, DType
+
 pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed (extra 'nvrtc')")
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import sass
+
+HOPPER = next(gpu for gpu in sass.GPUS if gpu.arch == 90)
 
 SAMPLE = """
         /*0000*/                   LDG.E R0, desc[UR4][R2.64] ;
@@ -46,7 +51,33 @@ def test_widths_occupancy_and_limit() -> None:
     assert kernel.accesses("LDG") == {16: 1, 4: 1}
     assert kernel.accesses("STG") == {16: 1, 1: 1}
     assert [kernel.resident(arch) for arch in (80, 90, 100)] == [2, 2, 2]
-    hopper = next(gpu for gpu in sass.GPUS if gpu.arch == 90)
-    share, limit = kernel.share(hopper)
-    bytes_clocks = 1024 * 8 / hopper.bytes_per_clock
+    share, limit = kernel.share(HOPPER)
+    bytes_clocks = 1024 * 8 / HOPPER.bytes_per_clock
     assert limit == "latency" and share == pytest.approx(bytes_clocks / (sass.lifetime(kernel.warp) / 2))
+
+
+def test_a_generic_load_counts_and_one_of_spilled_registers_is_refused() -> None:
+    generic = sass.trace(SAMPLE.replace("LDG.E.128", "LD.E.128"), 2)
+    assert sass.lifetime(generic) == sass.lifetime(sass.trace(SAMPLE, 2))
+    spilled = sass.trace(SAMPLE.replace("FADD R8, R4, R8", "LDL R8, [R1]"), 1)
+    with pytest.raises(ValueError, match="does not know the memory instruction LDL"):
+        sass.Kernel(spilled, registers=128, shared=0, elements=1024, nbytes=8).share(HOPPER)
+
+
+@pytest.mark.skipif(not sass.nvdisasm(), reason="nvdisasm is not installed (extra 'nvrtc', or CUDA's toolkit)")
+@pytest.mark.parametrize(
+    ("kind", "spec", "dtype", "vectors"),
+    [
+        ("encode", "minmax8", FLOAT32, (8, 0)),
+        ("reduce+ef", "onebit", BFLOAT16, (12, 12)),  # 4 of values in and out, and 8 of residuals
+    ],
+)
+def test_values_move_in_vectors_of_16_bytes(
+    kind: str, spec: str, dtype: DType, vectors: tuple[int, int], tmp_path: Path
+) -> None:
+    """Also without spills: the model refuses instructions of local memory."""
+    kernel = sass.kernel(kind, codecs.get(spec), dtype, HOPPER.arch, sass.common_case(tmp_path))
+    assert kernel is not None
+    assert (kernel.accesses("LDG").get(16, 0), kernel.accesses("STG").get(16, 0)) == vectors
+    assert kernel.accesses("STG").get(1, 0) == 0
+    kernel.share(HOPPER)

@@ -4,11 +4,13 @@
 // A *coder* is a struct of static functions and constants:
 //   bits, floats                         // of a code; of a bucket's meta section
 //   draws                                // codes take random words
+//   reduce_blocks                        // of a Reduce on a multiprocessor: more hide loads better, but have fewer registers
 //   Encoder, Decoder                     // factors derived from the meta section
-//   find<T, S>(x, unit, keys) -> Meta    // the statistic; `keys` are the bucket's least and greatest
+//   magnitudes                           // the statistic needs the greatest magnitude only, not both ends
+//   find<T, S>(x, unit, keys) -> Meta    // the statistic; `keys` are the bucket's ends
 //   is_nan(meta)                         // all values of an encoded bucket decode to NaN; otherwise none does
 //   encoder(meta), decoder<S>(meta)
-//   is_common(encoder), insert<Common>(piece, i, x, encoder, random)         // sets code i of a piece of zeros
+//   is_common(encoder), insert<Common>(piece, i, x, encoder, random)         // sets code i of a piece; the last comes first
 //   is_common<T, S>(decoder, pieces), value<Common, S>(decoder, piece, i)    // the value of code i
 //                                        // Common: in a cheaper way, if is_common()
 //   shuffles<S>                          // value() shuffles, so all lanes of a warp take part
@@ -62,15 +64,17 @@ QCCL_FN void clear_padding(u8* wire, u64 count, u32 bits) {
 QCCL_FN u32 reversed_order(i32 key) { return ~((u32)key ^ 0x80000000u); }
 QCCL_FN u32 unsigned_order(i32 key) { return (u32)key ^ 0x80000000u; }
 
-// The least and the greatest key of the group's values. All threads of the group take part.
-template <class T, class S>
+// The least and the greatest key of the group's values, or 0 and the greatest of their magnitudes. All threads of the group
+// take part.
+template <bool Magnitudes, class T, class S>
 QCCL_FN KeyPair find_ends(const Values<T, S>& x, const Unit& unit) {
   Extent extent = no_values();
+  if (Magnitudes) extent.low = 0;
 #pragma unroll
   for (u32 j = 0; j < S::vectors; ++j) {
     if (j < unit.vectors) {
 #pragma unroll
-      for (u32 i = 0; i < kPerVector<T>; ++i) include(extent, x[j][i]);
+      for (u32 i = 0; i < kPerVector<T>; ++i) Magnitudes ? include_magnitude(extent, x[j][i]) : include(extent, x[j][i]);
     }
   }
   KeyPair keys = gather_lanes<(S::lanes < 32 ? S::lanes : 32)>(keys_of(extent));
@@ -110,6 +114,8 @@ struct CodedTile {
   static constexpr int bits = Coder::bits;
   using BucketMeta = Meta<Coder::floats>;
 
+  static constexpr int reduce_blocks = Coder::reduce_blocks;
+
   // What a thread loads of a received wire.
   template <class T, class S>
   struct Wire {
@@ -123,8 +129,8 @@ struct CodedTile {
 
   template <class T, class S>
   QCCL_FN void load_wire(const u8* wire, u64 count, const Unit& unit, Wire<T, S>& to) {
-    load_codes<bits, T, S>(wire, unit, to.pieces);
     to.meta = load_meta<Coder::floats>(wire + offset_of_meta(count, unit.bucket));
+    load_codes<bits, T, S>(wire, unit, to.pieces);
   }
 
   template <class T>
@@ -176,7 +182,7 @@ struct CodedTile {
     if constexpr (P == Pass::codes) {
       keys = {(i32)(~gathered[0] ^ 0x80000000u), (i32)(gathered[1] ^ 0x80000000u)};
     } else {
-      keys = find_ends<T, S>(x, unit);
+      keys = find_ends<Coder::magnitudes, T, S>(x, unit);
     }
     if constexpr (P == Pass::range) {
       if (threadIdx.x % S::lanes == 0) {
@@ -212,7 +218,7 @@ struct CodedTile {
       const RandomKey key = index < random.index ? random.next_key : random.key;
       u64 piece = 0;
 #pragma unroll
-      for (u32 i = 0; i < kPerVector<T>; ++i) {
+      for (u32 i = kPerVector<T>; i-- > 0;) {
         const u32 word = Coder::draws ? random_word(key, index + i) : 0;
         Coder::template insert<Common>(piece, i, x[j][i], encoder, word);
       }

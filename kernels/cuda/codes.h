@@ -131,12 +131,10 @@ QCCL_FN u32 transpose(u32 word) {
   return word;
 }
 
-// The address of this lane's transposed word; null if the warp's codes are not aligned words.
-template <int Bits, class T, class S>
-QCCL_FN u8* transposed_word(u8* wire, const Unit& unit) {
-  u8* codes = wire + warp_offset<Bits>(unit);
-  if (!has_all_values<T, S>(unit) || !is_aligned(codes, 4)) return nullptr;
-  return codes + 4 * (lane_number() % S::vectors * (32 / S::vectors) + lane_number() / S::vectors);
+// The offset of this lane's transposed word.
+template <int Bits, class S>
+QCCL_FN u64 transposed_offset(const Unit& unit) {
+  return warp_offset<Bits>(unit) + 4 * (lane_number() % S::vectors * (32 / S::vectors) + lane_number() / S::vectors);
 }
 
 // Stores codes to the wire of the call. All lanes of the warp take part.
@@ -154,7 +152,8 @@ QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& p
       return;
     }
   } else if constexpr (kTransposed<Bits, T, S>) {
-    if (u8* at = transposed_word<Bits, T, S>(wire, unit)) {
+    u8* at = wire + transposed_offset<Bits, S>(unit);
+    if (has_all_values<T, S>(unit) && is_aligned(at, 4)) {
       u32 word = 0;
 #pragma unroll
       for (u32 j = 0; j < S::vectors; ++j) word |= (u32)pieces[j] << j * P::bits;
@@ -186,7 +185,8 @@ QCCL_FN void load_codes(const u8* wire, const Unit& unit, Pieces<Bits, T, S>& pi
       return;
     }
   } else if constexpr (kTransposed<Bits, T, S>) {
-    if (const u8* at = transposed_word<Bits, T, S>(const_cast<u8*>(wire), unit)) {
+    const u8* at = wire + transposed_offset<Bits, S>(unit);
+    if (has_all_values<T, S>(unit) && is_aligned(at, 4)) {
       const u32 word = transpose<S>(*reinterpret_cast<const u32*>(at));
 #pragma unroll
       for (u32 j = 0; j < S::vectors; ++j) pieces[j] = word >> j * P::bits & ((1u << P::bits) - 1);

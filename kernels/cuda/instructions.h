@@ -47,6 +47,16 @@ QCCL_FN float lesser(float a, float b) {
 #endif
 }
 
+// Includes the magnitude of x in the upper end only.
+QCCL_FN void include_magnitude(Extent& extent, float x) {
+#ifdef QCCL_SM80
+  asm("{ .reg .f32 size; abs.f32 size, %1; max.NaN.f32 %0, %0, size; }" : "+f"(extent.high) : "f"(x));
+#else
+  const i32 key = (i32)(bits_of(x) & 0x7fffffffu);
+  extent.high = key > extent.high ? key : extent.high;
+#endif
+}
+
 struct KeyPair {
   i32 lowest, highest;
 };
@@ -81,6 +91,14 @@ QCCL_FN KeyPair gather_lanes(KeyPair keys) {
   return keys;
 }
 
+// The same address; tells the compiler that it is one of global memory, so that it needs no generic loads.
+QCCL_FN const u8* global(const u8* address) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(address));
+#endif
+  return address;
+}
+
 // Prefetches up to 4 KiB into the L2 cache, a line of 128 bytes for each lane.
 QCCL_FN void prefetch([[maybe_unused]] const u8* begin, [[maybe_unused]] u32 nbytes, [[maybe_unused]] u32 lane) {
 #ifdef __CUDA_ARCH__
@@ -101,6 +119,26 @@ QCCL_FN u32 round_pair(float first, float second) {
   return pair;
 #else
   return T::from_float(first) | (u32)T::from_float(second) << 16;
+#endif
+}
+
+// Each byte all ones if its highest bit is set, otherwise zero.
+QCCL_FN u32 spread_signs(u32 bytes) {
+#ifdef __CUDA_ARCH__
+  u32 spread;
+  asm("prmt.b32 %0, %1, 0, 0xba98;" : "=r"(spread) : "r"(bytes));
+  return spread;
+#else
+  return (bytes >> 7 & 0x01010101u) * 0xffu;
+#endif
+}
+
+// a * b + c, rounded once.
+QCCL_FN float fused(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return __builtin_fmaf(a, b, c);
 #endif
 }
 

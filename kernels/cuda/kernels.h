@@ -147,35 +147,45 @@ QCCL_FN const Job& share_job(const Job& job) {
   return copies[threadIdx.x / 32];
 }
 
-constexpr u32 kSharedSources = 32;
+// The address of this lane's source among 32 from number `first` on; null behind the last. A warp's lanes load them at once,
+// because loads of one after the other take longer.
+QCCL_FN const u8* source_of_lane(const ReduceJob& job, const BufferRef* sources, u32 first, const Memory& memory) {
+  const u32 number = first + lane_number();
+  if (number >= job.source_count) return nullptr;
+  const BufferRef& source = sources[job.first_source + number];
+  return memory.base[source.buffer] + source.offset;
+}
 
-// A job's first sources, in the warp's shared memory.
-QCCL_FN const BufferRef* share_sources(const ReduceJob& job, const BufferRef* sources) {
-  __shared__ BufferRef copies[kWarps][kSharedSources];
-  BufferRef* copy = copies[threadIdx.x / 32];
-  if (lane_number() < job.source_count) copy[lane_number()] = sources[job.first_source + lane_number()];
-  __syncwarp(kAllLanes);
-  return copy;
+QCCL_FN const u8* of_lane(const u8* mine, u32 lane) {
+  const u64 address = reinterpret_cast<u64>(mine);
+  const u32 low = __shfl_sync(kAllLanes, (u32)address, (int)lane);
+  const u32 high = __shfl_sync(kAllLanes, (u32)(address >> 32), (int)lane);
+  return global(reinterpret_cast<const u8*>(low | (u64)high << 32));
 }
 
 template <class Tile, class T, class S, Pass P, Combine Op, bool Stateful>
 QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state, const BufferRef* sources,
                          const Parameters& parameters, const Memory& memory) {
   u8* own = resolve(memory, job.own);
+  const u64 count = job.count;  // in registers: the compiler does not keep what it reads from shared memory
+  const u32 source_count = job.source_count, own_index = job.own_index;
   Unit unit;
-  if (!find_unit<T, S>(number, job.units, job.count, parameters, unit)) return;
+  if (!find_unit<T, S>(number, job.units, count, parameters, unit)) return;
   if (own) prefetch_raw<T>(own, unit);
-  const BufferRef* near = share_sources(job, sources);
-  const u32 shared = smaller(job.source_count, kSharedSources);
-  for (u32 k = 0; k < shared; ++k) Tile::template prefetch_wire<T>(resolve(memory, near[k]), unit);
+  if constexpr (Stateful) {
+    if (const float* residual = floats_of(memory, state->residual, 0)) prefetch_floats(residual, unit);
+  }
+  const u8* source = source_of_lane(job, sources, 0, memory);
+#pragma unroll 1
+  for (u32 k = 0; k < smaller(source_count, 32u); ++k) Tile::template prefetch_wire<T>(of_lane(source, k), unit);
   Values<T, S> total;
   for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
   for (u32 k = 0;; ++k) {
-    if (k == job.own_index) combine_own<T, S, P, Op, Stateful>(own, state, memory, unit, total);
-    if (k == job.source_count) break;
-    const BufferRef source = k < kSharedSources ? near[k] : sources[job.first_source + k];
+    if (k == own_index) combine_own<T, S, P, Op, Stateful>(own, state, memory, unit, total);
+    if (k == source_count) break;
+    if (k > 0 && k % 32 == 0) source = source_of_lane(job, sources, k, memory);
     typename Tile::template Wire<T, S> codes;
-    Tile::template load_wire<T, S>(resolve(memory, source), job.count, unit, codes);
+    Tile::template load_wire<T, S>(of_lane(source, k % 32), count, unit, codes);
     Tile::template for_each_value<T, S>(
         codes, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
   }
@@ -202,7 +212,7 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
 }
 
 template <class Tile, class T, class S, Pass P, Combine Op>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, Tile::reduce_blocks)
 reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);

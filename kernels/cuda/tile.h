@@ -139,6 +139,10 @@ QCCL_FN void prefetch_raw(const u8* values, const Unit& unit) {
   prefetch(values + unit.warp_first * itemsize, unit.warp_size * itemsize, lane_number());
 }
 
+QCCL_FN void prefetch_floats(const float* floats, const Unit& unit) {
+  prefetch(reinterpret_cast<const u8*>(floats + unit.warp_first), unit.warp_size * 4, lane_number());
+}
+
 // Loads kRows rows of the unit from `row` on; `values` are the call's, aligned to Step. A vector that is partly outside the
 // unit is filled with copies of a value in it; a vector outside is undefined. All lanes of the warp take part.
 template <class T, class S, class Step = typename T::Storage>

@@ -143,7 +143,7 @@ inline void __syncwarp(unsigned = 0) { emulator::wait(emulator::State::in_warp);
 
 template <class T>
 T __shfl_sync(unsigned, T value, int lane) {
-  return __builtin_bit_cast(T, emulator::exchange(__builtin_bit_cast(std::uint32_t, value), lane % 32));
+  return __builtin_bit_cast(T, emulator::exchange(__builtin_bit_cast(std::uint32_t, value), (unsigned)lane % 32));
 }
 
 template <class T>
@@ -172,4 +172,8 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return (unsigned)((low | (std::uint64_t)high << 32) >> shift % 32);
+}
+
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
+  return (unsigned)(((low | (std::uint64_t)high << 32) << shift % 32) >> 32);
 }

@@ -12,7 +12,8 @@ template <class F>
 struct Float8Coder {
   static constexpr int bits = 8;
   static constexpr u32 floats = 1;
-  static constexpr bool draws = false;
+  static constexpr bool draws = false, magnitudes = true;
+  static constexpr int reduce_blocks = 2;
   template <class S>
   static constexpr bool shuffles = false;
 
@@ -55,10 +56,10 @@ struct Float8Coder {
   }
 
   QCCL_FN bool is_common(const Encoder&) { return true; }
-  // No code is a NaN or an infinity.
+  // No code is a NaN or an infinity, and a factor has room for the correction.
   template <class T, class S>
-  QCCL_FN bool is_common(const Decoder&, const Pieces<8, T, S>& pieces) {
-    u32 found = 0;
+  QCCL_FN bool is_common(const Decoder& scale, const Pieces<8, T, S>& pieces) {
+    u32 found = is_finite(scale * correction) ? 0 : 0x80u;
 #pragma unroll
     for (u32 j = 0; j < S::vectors; ++j) {
 #pragma unroll
@@ -73,13 +74,15 @@ struct Float8Coder {
   QCCL_FN float value(const Decoder& scale, u64 piece, u32 i) {
     if constexpr (!Common) return F::to_float((u32)(piece >> 8 * i) & 0xffu) * scale;
     const u32 code = __byte_perm((u32)(piece >> i / 4 * 32), 0, i % 4 << 12 | 0x0444u);  // in the highest byte
-    return float_of((u32)((i32)code >> (24 - F::shift)) & (0x80000000u | 0x7fu << F::shift)) * correction * scale;
+    return float_of((u32)((i32)code >> (24 - F::shift)) & (0x80000000u | 0x7fu << F::shift)) * (scale * correction);
   }
 };
 
 // float16 and bfloat16.
 template <class W>
 struct HalfTile {
+  static constexpr int reduce_blocks = 2;
+
   template <class T, class S>
   struct Wire {
     Values<T, S> x;

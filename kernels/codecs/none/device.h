@@ -6,6 +6,8 @@
 namespace QCCL_NAMESPACE {
 
 struct NoCodecTile {
+  static constexpr int reduce_blocks = 2;
+
   template <class T, class S>
   struct Wire {
     Values<T, S> x;

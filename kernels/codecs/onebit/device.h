@@ -55,7 +55,8 @@ template <int Reconstruct>
 struct OneBitCoder {
   static constexpr int bits = 1;
   static constexpr u32 floats = Reconstruct >= (int)OneBit::kMean ? 2 : 1;
-  static constexpr bool draws = false;
+  static constexpr bool draws = false, magnitudes = Reconstruct != OneBit::kMidpoint;
+  static constexpr int reduce_blocks = Reconstruct == OneBit::kSign ? 3 : 2;
   template <class S>
   static constexpr bool shuffles = false;
 
@@ -105,9 +106,10 @@ struct OneBitCoder {
     return true;
   }
 
+  // Shifts in the sign; the addition makes -0 a +0.
   template <bool>
-  QCCL_FN void insert(u64& piece, u32 i, float x, const Encoder&, u32) {
-    piece |= (u64)(x < 0.0f) << i;
+  QCCL_FN void insert(u64& piece, u32, float x, const Encoder&, u32) {
+    piece = __funnelshift_l(bits_of(x + 0.0f), (u32)piece, 1);
   }
   template <bool, class S>
   QCCL_FN float value(const Decoder& sides, u64 piece, u32 i) {
