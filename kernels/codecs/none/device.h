@@ -10,12 +10,18 @@ struct NoCodecTile {
 
   template <class T, class S>
   struct Wire {
-    Values<T, S> x;
+    uint4 vectors[S::vectors];
   };
 
   template <class T, class S>
   QCCL_FN void load_wire(const u8* wire, u64, const Unit& unit, Wire<T, S>& to) {
-    load_values<T, S, u8>(wire, unit, [&](u32 j, u32 i, float value) { to.x[j][i] = value; });
+#pragma unroll
+    for (u32 row = 0; row < S::vectors; row += kRows<S>) {
+      uint4 vectors[kRows<S>];
+      load_rows<T, S, u8>(wire, unit, row, vectors);
+#pragma unroll
+      for (u32 j = 0; j < kRows<S>; ++j) to.vectors[row + j] = vectors[j];
+    }
   }
 
   template <class T>
@@ -25,7 +31,13 @@ struct NoCodecTile {
 
   template <class T, class S, class Take>
   QCCL_FN void for_each_value(const Wire<T, S>& wire, const Unit&, Take take) {
-    for_each_element<T, S>([&](u32 j, u32 i) { take(j, i, wire.x[j][i]); });
+#pragma unroll
+    for (u32 j = 0; j < S::vectors; ++j) {
+      float x[kPerVector<T>];
+      widen<T>(wire.vectors[j], x);
+#pragma unroll
+      for (u32 i = 0; i < kPerVector<T>; ++i) take(j, i, x[i]);
+    }
   }
 
   template <Pass, class T, class S>
@@ -33,7 +45,8 @@ struct NoCodecTile {
                       Wire<T, S>& made) {
     const bool nan = any_nan<T, S>(x);
     store_values<T, S, u8>(wire, unit, x, nan);
-    for_each_element<T, S>([&](u32 j, u32 i) { made.x[j][i] = rounded<T>(x[j][i]); });
+#pragma unroll
+    for (u32 j = 0; j < S::vectors; ++j) made.vectors[j] = narrow<T>(x[j], nan);
     return nan;
   }
 };
