@@ -303,7 +303,8 @@ def _reduce_with_state(
         tiling, scratch = _whole_buckets(kernel), 4 * kernel.bucket
     else:
         counts = [_count(op) for op in ops]
-        tiling = _tiling(kernel.tile, kernel.bucket, dtype, counts, encodes=ops[0].wire is not None)
+        # momentum and residual take registers, too
+        tiling = _tiling(kernel.tile, kernel.bucket, dtype, counts, encodes=ops[0].wire is not None, vectors=2)
         names, scratch = _passes("reduce_with_state", kernel.tile, dtype, tiling), 0
     launch = _launch(names, reductions, kernel, tiling, sources=sources, draws=draws, scratch=scratch)
     jobs["reduce"] = reductions
@@ -388,10 +389,12 @@ def _whole_buckets(kernel: Kernel) -> _Tiling:
     return _Tiling(Shape(THREADS, 1), kernel.bucket, 1, kernel.bucket)
 
 
-def _tiling(tile: Tile, bucket: int, dtype: DType, counts: Sequence[int], *, encodes: bool) -> _Tiling:
-    """The units of jobs. A bucket is one unit if it fits and the encoder needs its range."""
+def _tiling(
+    tile: Tile, bucket: int, dtype: DType, counts: Sequence[int], *, encodes: bool, vectors: int = 4
+) -> _Tiling:
+    """The units of jobs. A bucket is one unit if it fits and the encoder needs its range; others have ``vectors``."""
     if not tile.needs_range:
-        shape = Shape(32, 4)
+        shape = Shape(32, vectors)
         capacity = shape.capacity(dtype.itemsize)
         return _Tiling(shape, capacity, 1, capacity)
     largest = bucket or max(counts)
