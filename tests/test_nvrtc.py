@@ -193,13 +193,15 @@ def usage(kernels: Iterable[str], arch: int, *more: str) -> dict[str, Usage]:
         return {name: use for each in pool.map(compile, groups) for name, use in each.items()}
 
 
-def check(found: dict[str, Usage]) -> None:
+def check(found: dict[str, Usage], arch: int) -> None:
     """No kernel spills, and the blocks of its launch bounds fit a multiprocessor's 65,536 registers."""
     spilling = {name: use for name, use in found.items() if use.stack or use.spilled}
     assert not spilling, f"kernels use local memory: {spilling}"
     for name, use in found.items():
         of_a_block = "encode<" in name and f"Shape<{cuda_source.THREADS}" in name
         blocks = 2 if "reduce" in name or name.endswith("true>") else 3 if of_a_block else 4
+        if arch >= 100 and "::reduce" in name and "Tile" in name and "Float16" in name:  # see fitting_blocks()
+            blocks = 1
         assert use.registers * blocks * cuda_source.THREADS <= 65536, f"{name} uses {use.registers} registers"
 
 
@@ -217,13 +219,13 @@ def test_kernels_compile_without_spills(arch: int) -> None:
     kernels = [*plain(), *bucketed(number, everything), *with_state(number), *of_an_architecture(number)]
     if everything:
         kernels += of_the_default_bucket()
-    check(usage(kernels, arch))
+    check(usage(kernels, arch), arch)
 
 
 def test_kernels_for_many_buffers_compile_without_spills() -> None:
     """Those with the most registers, which look up addresses in a table, too."""
     kernels = [*reduce_with_state(codecs.get("cast"), FLOAT16), *reduce(MinMax(1), FLOAT16, "min")]
-    check(usage(kernels, DEFAULT, cuda_source.MANY_BUFFERS))
+    check(usage(kernels, DEFAULT, cuda_source.MANY_BUFFERS), DEFAULT)
 
 
 def test_arithmetic_is_exact() -> None:

@@ -211,8 +211,19 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
   }
 }
 
+// The blocks of a Reduce that must fit a multiprocessor. For sm_100 and newer the compiler needs a few more registers than two
+// blocks leave for 16-bit values, and would spill them.
+template <class T>
+constexpr int fitting_blocks(int blocks) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return sizeof(typename T::Storage) == 2 ? 1 : blocks;
+#else
+  return blocks;
+#endif
+}
+
 template <class Tile, class T, class S, Pass P, Combine Op>
-__global__ void __launch_bounds__(kThreads, Tile::reduce_blocks)
+__global__ void __launch_bounds__(kThreads, fitting_blocks<T>(Tile::reduce_blocks))
 reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
@@ -221,7 +232,7 @@ reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ 
 
 // A sum with state.
 template <class Tile, class T, class S, Pass P>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, fitting_blocks<T>(2))
 reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                   const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
