@@ -115,6 +115,7 @@ struct CodedTile {
   using BucketMeta = Meta<Coder::floats>;
 
   static constexpr int reduce_blocks = Coder::reduce_blocks;
+  static constexpr int state_blocks = Coder::draws ? 1 : 2;  // random words and state need more registers than two leave
 
   // What a thread loads of a received wire.
   template <class T, class S>

@@ -232,7 +232,7 @@ reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ 
 
 // A sum with state.
 template <class Tile, class T, class S, Pass P>
-__global__ void __launch_bounds__(kThreads, fitting_blocks<T>(2))
+__global__ void __launch_bounds__(kThreads, fitting_blocks<T>(Tile::state_blocks))
 reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                   const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
