@@ -279,15 +279,18 @@ def test_costs_and_overlap_on_a_fake_gpu(world, monkeypatch):
 
 
 def test_queues_on_a_fake_gpu(world, monkeypatch):
-    """The fake's slow kernels take a second each."""
+    """The fake's slow kernels take a second each, and those that hang take four: the deadline must pass long before."""
     import queues
 
     begun: dict[fake_cuda.Node, float] = {}
-    world.holds = lambda node: node.what == "spin" and time.monotonic() < begun.setdefault(node, time.monotonic()) + 1.0
+    takes = 1.0  # seconds
+    world.holds = lambda node: (
+        node.what == "spin" and time.monotonic() < takes + begun.setdefault(node, time.monotonic())
+    )
     assert queues.late_start(delay=1.0, timeout=0.2)["seconds"] >= 1
     assert 10 < queues.many_calls(calls=300, delay=1.0)["calls_before_the_host_waited"] < 300
-    world.queue_entries = 200
-    figures = queues.full_queue(hang=1.0, timeout=0.2, launches=300)
+    world.queue_entries, takes = 200, 4.0
+    figures = queues.full_queue(hang=4.0, timeout=0.2, launches=300)
     assert 0.2 <= figures["failed_after_seconds"] < 1
     monkeypatch.setattr(importlib.import_module("qccl.cuda.flags").RunFlags, "set_failed", lambda self: None)
     with pytest.raises(AssertionError, match="no NaN"):
