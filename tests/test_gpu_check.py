@@ -160,8 +160,19 @@ installed.__enter__()
 """
 
 
+#: lets a process be killed while it starts another
+_SLOW_START = """import subprocess, time
+start = subprocess.Popen.__init__
+def start_slowly(self, *given, **options):
+    start(self, *given, **options)
+    time.sleep(0.5)
+subprocess.Popen.__init__ = start_slowly
+"""
+
+
 def test_a_run_that_is_killed_leaves_what_it_has_found(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(_SITE.format(places=[str(ROOT), str(ROOT / "tests")]))
+    site = _SITE.format(places=[str(ROOT), str(ROOT / "tests")]) + _SLOW_START
+    (tmp_path / "sitecustomize.py").write_text(site)
     path = tmp_path / "results.json"
     command = [str(ROOT / "scripts" / "gpu-check"), "graphs", "kernels", "-o", str(path)]
     given = {"PYTHON": sys.executable, "PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "", "QCCL_COMMIT": "a1"}

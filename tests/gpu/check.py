@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -216,16 +216,17 @@ def run_apart(name: str) -> dict[str, Any]:
     places = (ROOT, ROOT / "tests", ROOT / "tests" / "gpu", os.environ.get("PYTHONPATH"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
     command = [sys.executable, str(Path(__file__)), "--inside", name]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
-    in_time = True
-    try:
-        out, err = process.communicate(timeout=limit)
-    except subprocess.TimeoutExpired:
-        in_time = False
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    pipe, in_time = subprocess.PIPE, True
+    with contextlib.ExitStack() as end:
+        with _sigterm_later():  # inside Popen() it would leave a process that nothing ends
+            process = subprocess.Popen(
+                command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            )
+            end.callback(_kill_group, process.pid)
+        try:
+            out, err = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            in_time = False
     seconds = round(time.monotonic() - begin, 2)
     if not in_time:
         out, err = process.communicate(timeout=30)
@@ -241,6 +242,24 @@ def run_apart(name: str) -> dict[str, Any]:
                 print(err[-_MOST_PRINTED:], file=sys.stderr)
             return result
     return {"status": "failed", "reason": f"exit status {process.returncode}: {err[-800:]}", "seconds": seconds}
+
+
+def _kill_group(leader: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _sigterm_later() -> Iterator[None]:
+    """A SIGTERM within it is handled at its end."""
+    received: list[int] = []
+    handler = signal.signal(signal.SIGTERM, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def description() -> dict[str, Any]:
