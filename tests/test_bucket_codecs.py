@@ -189,6 +189,21 @@ def test_the_greatest_are_found_where_a_sample_misleads(great: str, k: int) -> N
     np.testing.assert_array_equal(codec.decode(codec.encode(x), n, "float32"), expected)
 
 
+@pytest.mark.parametrize("n", [100, 16384])
+@pytest.mark.parametrize("missing", [-1, 0, 1, 5, 40])
+def test_topk_of_values_that_are_mostly_zeros(n: int, missing: int) -> None:
+    """Among zeros the first ones are kept, here -0 and 0 in turns, where ``missing`` more values are wanted."""
+    k, rng = 40, np.random.default_rng([n, missing + 1])
+    x = np.where(np.arange(n) % 2, -0.0, 0.0).astype(np.float32)
+    places = np.sort(rng.choice(n, k - missing, replace=False))
+    x[places] = rng.permutation(k - missing) + 1
+    codec = codecs.get(f"topk:k={k}")
+    wire = codec.encode(x)
+    chosen = np.sort(np.argsort(-abs(x), kind="stable")[:k])
+    assert wire[: 4 * k].tobytes() == x[chosen].tobytes()
+    np.testing.assert_array_equal(wire[4 * k :].view("<u2"), chosen)
+
+
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("spec", ["topk:k=0.1", "randomk:k=3+ef"])
 def test_sparse_codes_have_no_min_and_no_max(spec: str, op: str) -> None:

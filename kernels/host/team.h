@@ -153,9 +153,12 @@ class HostTeam {
   QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
     i32* found = reinterpret_cast<i32*>(scratch_);
     const auto any = [](i32) { return true; };
-    u32 count = filter(n, sampled_bound(n, keep, key), key, found);
-    if (count < keep) {  // the sample misled: the bound comes from all elements
-      u32 above = 0;
+    i32 bound = sampled_bound(n, keep, key);
+    if (bound == 0) bound = 1;  // zeros, of which there may be many, are no candidates
+    u32 count = filter(n, bound, key, found);
+    if (count < keep) {
+      if (bound == 1) return with_zeros(found, count, keep, emit);
+      u32 above = 0;  // the sample misled: the bound comes from all elements
       count = filter(n, digit_of(20, (u32)greatest(n, key) >> 20, n, keep, above, key, any), key, found);
     }
     const auto key_of = [&](i32 c) { return key(found[c]); };
@@ -220,6 +223,20 @@ class HostTeam {
 
   static constexpr u32 kDigits = 1 << 11, kSample = 512;
   static constexpr i32 kStage = 256;
+
+  // emit(j, i) for the `count` indices found, which ascend, and for the lowest others, `keep` together.
+  template <class Emit>
+  QCCL_MEMBER static void with_zeros(const i32* found, u32 count, u32 keep, const Emit& emit) {
+    u32 others = keep - count;
+    for (u32 i = 0, c = 0, j = 0; j < keep;) {
+      if (c < count && (others == 0 || (u32)found[c] == i)) {
+        i = (u32)found[c++];
+      } else {
+        --others;
+      }
+      emit(j++, i++);
+    }
+  }
 
   // One step of a radix select: the digit at `shift`, `most` or less, of the last key that is kept; returned in place.
   // `above` counts the keys with a greater digit. Keys for which belongs() is false are ignored.
