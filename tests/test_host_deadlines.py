@@ -15,7 +15,7 @@ from threads import CODEC, Caller, near_sum, outcomes, ramp
 from qccl.collectives.allreduce import one_shot
 from qccl.dtypes import FLOAT32
 from qccl.engine.control import CONTROL_TAG
-from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost
+from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.host import engine as host
 from qccl.transports import loopback
 
@@ -339,6 +339,20 @@ def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
 
     _, error = outcomes(2, run)
     assert isinstance(error, PeerLost) and str(error) == "rank 0 gave up: out of paper", error
+
+
+def test_ranks_that_disagree_wait_until_the_others_have_heard(monkeypatch):
+    """The last one comes after they would have let go."""
+    monkeypatch.setattr(loopback, "_CONTROL_NBYTES", 0)  # what is not taken is lost
+
+    def run(t):
+        time.sleep(0.4 if t.rank == 2 else 0)
+        caller = Caller(t, timeout=5)
+        x = ramp(t.rank, 105 if t.rank == 0 else 100)
+        caller.start(caller.program(len(x)), x, np.empty_like(x)).run()
+
+    for error in outcomes(3, run):
+        assert isinstance(error, MismatchError) and "count=105" in str(error), error
 
 
 def test_an_abort_does_not_wait_for_a_thread_that_is_held_up(monkeypatch):

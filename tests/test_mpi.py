@@ -10,9 +10,10 @@ from start_ranks import CHECKS, assert_passed, start
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_checks_on(n):
-    assert_passed(start(n, *CHECKS, limit=100), n)
+    assert_passed(start(n, *CHECKS, limit=900), n)
 
 
 def raised(output):

@@ -45,6 +45,9 @@ __all__ = ["HostEngine"]
 _SHARED_SLOTS_NBYTES = 3 << 20
 #: how long a failing rank tries to send its last control message
 _FLUSH_SECONDS = 0.1
+#: how long a rank whose call differs waits until the others have heard of it: the end of its connections may overtake
+#: its last message, and then they would take it for lost
+_MISMATCH_SECONDS = 1.0
 #: how long abort() waits for the thread that drives, which stops after its present operation
 _HALT_SECONDS = 1.0
 #: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
@@ -386,6 +389,8 @@ class HostEngine:
         with contextlib.suppress(QcclError):
             self._broadcast_control(kind, text)
         self._flush()
+        if kind is Kind.MISMATCH:
+            self._hear_others()
         self._transport.abort(str(error))
         _live.discard(self)
 
@@ -397,7 +402,20 @@ class HostEngine:
         deadline = time.monotonic() + _FLUSH_SECONDS
         while self._loop.control_sends and time.monotonic() < deadline:
             with contextlib.suppress(QcclError):
-                self._loop.drain(1, self._on_control)
+                self._loop.drain(1, self._note_left)
+
+    def _hear_others(self) -> None:
+        """Wait until every other rank has sent its last control message, too, or none can any more."""
+        deadline, idle = time.monotonic() + _MISMATCH_SECONDS, 0
+        with contextlib.suppress(QcclError):  # a rank closed its connections: it has heard of all
+            while len(self._left) < self._transport.size - 1 and time.monotonic() < deadline:
+                idle += 1
+                self._loop.drain(idle, self._note_left)
+
+    def _note_left(self, peer: int, message: bytes) -> None:
+        header = Header.unpack(message, peer)
+        if header.kind is not Kind.CALL:
+            self._left[peer] = header.text
 
     def _leave(self, timeout: float) -> None:
         deadline = time.monotonic() + timeout
