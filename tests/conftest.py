@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -39,6 +40,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
 
 
+def pytest_collection_finish() -> None:
+    """Thousands of tests stay to the end: the collector of garbage need not look through them again and again."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     """Every test ends within its time: 120 s, 1000 s for those marked slow, lab or every_size."""
@@ -46,6 +53,14 @@ def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
     faulthandler.dump_traceback_later(1000 if patient else 120, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without the cyclic garbage collector: it goes through millions of live objects for nothing."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture

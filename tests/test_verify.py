@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -27,15 +26,6 @@ from qccl.schedule import (
     Span,
     Transfer,
 )
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    """Without the cyclic garbage collector: it goes through millions of live objects for nothing."""
-    gc.disable()
-    yield
-    gc.enable()
-
 
 # -- accepted ----------------------------------------------------------------------------------------------------------
 

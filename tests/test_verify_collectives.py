@@ -187,7 +187,7 @@ def test_accepts_node_sizes(shape: list[int]) -> None:
 @pytest.mark.parametrize(
     ("algorithm", "parts", "chunks"), [("one_shot", 1, 3), ("one_shot", 8, 3), ("two_round", 8, 1)]
 )
-def test_accepts_256_ranks(algorithm: str, parts: int, chunks: int) -> None:
+def test_accepts_256_ranks(algorithm: str, parts: int, chunks: int, no_collector: None) -> None:
     """32 nodes of 8 ranks."""
     nodes = [list(range(8 * i, 8 * i + 8)) for i in range(32)]
     count = 1024 * parts * chunks * (32 if algorithm == "two_round" else 1)
