@@ -93,7 +93,8 @@ class BlockTeam {
     for (u32 i = threadIdx.x; i < n; i += kThreads) take(i, (u16)(from[2 * i] | (u32)from[2 * i + 1] << 8));
   }
 
-  // A radix select: each step finds eight more bits of the last key that is kept.
+  // A radix select: each step finds eight more bits of the last key that is kept. The digit 0 is what remains and is not
+  // counted: threads that count many zeros would wait for each other.
   template <class Key, class Emit>
   QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
     u32 least = 0, above = 0;  // the bits found so far; the number of keys above all keys with these bits
@@ -103,11 +104,12 @@ class BlockTeam {
       sync();
       for (u32 i = threadIdx.x; i < n; i += kThreads) {
         const u32 k = (u32)key(i);
-        if ((u64)k >> (shift + 8) == (u64)least >> (shift + 8)) atomicAdd(&counts[k >> shift & 0xffu], 1u);
+        const u32 digit = k >> shift & 0xffu;
+        if (digit && (u64)k >> (shift + 8) == (u64)least >> (shift + 8)) atomicAdd(&counts[digit], 1u);
       }
       sync();
       u32 digit = 0xff;
-      while (above + counts[digit] < keep) above += counts[digit--];
+      while (digit && above + counts[digit] < keep) above += counts[digit--];
       least |= digit << shift;
       sync();
     }
