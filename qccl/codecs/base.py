@@ -36,15 +36,16 @@ class Tile:
     """A codec's own device code, which replaces a block of threads per bucket (``kernels/cuda/kernels.h``).
 
     Attributes:
-        encoder: the C++ type that encodes.
+        encoder: the C++ type that encodes and reduces; None: a block of threads per bucket does.
         decoder: the C++ type that decodes.
-        needs_range: a code depends on the range of its bucket; if a bucket has several units, a first pass finds the
-            range. Otherwise elements are independent, and the bucket does not matter.
+        by_bucket: a code depends on its bucket, so a unit of work is a bucket or a part of one; an encoder gathers the
+            range of a bucket of several units in a first pass. Otherwise elements are independent, and the bucket does
+            not matter.
     """
 
-    encoder: str
+    encoder: str | None
     decoder: str
-    needs_range: bool
+    by_bucket: bool
 
 
 @dataclasses.dataclass(frozen=True)

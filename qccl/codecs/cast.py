@@ -59,7 +59,7 @@ class Cast(BucketCodec):
 
     def kernel(self) -> Kernel:
         number = _TYPES.index(self.dtype)
-        tile = Tile(f"CastTile<{number}>", f"CastTile<{number}>", needs_range=self._is_scaled)
+        tile = Tile(f"CastTile<{number}>", f"CastTile<{number}>", by_bucket=self._is_scaled)
         return Kernel("Cast", bucket=self.bucket, options=(number,), tile=tile)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:

@@ -72,7 +72,7 @@ class MinMax(BucketCodec):
             tile=Tile(
                 encoder=f"MinMaxTile<{self.bits}, {str(stochastic).lower()}>",
                 decoder=f"MinMaxTile<{self.bits}, false>",
-                needs_range=True,
+                by_bucket=True,
             ),
         )
 

@@ -31,7 +31,7 @@ class NoCodec(BucketCodec):
         return count * dtype.itemsize, 0
 
     def kernel(self) -> Kernel:
-        tile = Tile("NoCodecTile", "NoCodecTile", needs_range=False)
+        tile = Tile("NoCodecTile", "NoCodecTile", by_bucket=False)
         return Kernel("NoCodec", bucket=self.bucket, tile=tile, copies=True)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:

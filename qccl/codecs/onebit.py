@@ -50,7 +50,7 @@ class OneBit(BucketCodec):
     def kernel(self) -> Kernel:
         number = _RECONSTRUCTIONS.index(self.reconstruct)
         sums = self.reconstruct in ("scale", "mean")
-        tile = Tile(f"OneBitTile<{number}>", f"OneBitTile<{number}>", needs_range=True)
+        tile = Tile(f"OneBitTile<{number}>", f"OneBitTile<{number}>", by_bucket=True)
         has_tile = not sums or self.bucket <= WARP_VALUES
         return Kernel("OneBit", bucket=self.bucket, options=(number,), tile=tile if has_tile else None)
 

@@ -217,11 +217,12 @@ def _encode(ops: Sequence[Encode], rank: int, dtype: DType, locate: Locate) -> L
     jobs = np.zeros(len(ops), ENCODE_JOB)
     _set_buffers(jobs, locate, src=[op.src for op in ops], wire=[op.wire for op in ops])
     _set_counters(jobs, [len(op.src) for op in ops], ops, rank)
-    if kernel.tile is None:
+    tile = kernel.tile
+    if tile is None or tile.encoder is None:
         names: tuple[str, ...] = (f"qccl::bucket_encode<{_types(kernel.type, dtype)}>",)
         return _launch(names, jobs, kernel, _whole_buckets(kernel), draws=kernel.draws)
-    tiling = _tiling(kernel.tile, kernel.bucket, dtype, [len(op.src) for op in ops], encodes=True)
-    names = _passes("encode", kernel.tile, dtype, tiling)
+    tiling = _tiling(tile, kernel.bucket, dtype, [len(op.src) for op in ops], encodes=True)
+    names = _passes("encode", tile.encoder, dtype, tiling)
     return _launch(names, jobs, kernel, tiling, draws=kernel.draws)
 
 
@@ -271,13 +272,14 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, locate: Locate) -> L
         return _reduce_with_state(ops, jobs, sources, dtype, locate)
     variant = f", qccl::Combine::{first.op}"
     draws = (first.wire is not None and kernel.draws) or first.codec.decoder_draws
-    if kernel.tile is None:
+    tile = kernel.tile
+    if tile is None or tile.encoder is None:
         names: tuple[str, ...] = (f"qccl::bucket_reduce<{_types(kernel.type, dtype)}{variant}>",)
         return _launch(
             names, jobs, kernel, _whole_buckets(kernel), sources=sources, draws=draws, scratch=4 * kernel.bucket
         )
-    tiling = _tiling(kernel.tile, kernel.bucket, dtype, [_count(op) for op in ops], encodes=first.wire is not None)
-    names = _passes("reduce", kernel.tile, dtype, tiling, variant)
+    tiling = _tiling(tile, kernel.bucket, dtype, [_count(op) for op in ops], encodes=first.wire is not None)
+    names = _passes("reduce", tile.encoder, dtype, tiling, variant)
     return _launch(names, jobs, kernel, tiling, sources=sources, draws=draws)
 
 
@@ -291,6 +293,7 @@ def _reduce_with_state(
     """Reductions with state."""
     codec, states = ops[0].codec, [op.state or State() for op in ops]
     kernel = codec.kernel()
+    tile = kernel.tile
     jobs = np.zeros(len(ops), STATE_JOB)
     for name in ("residual", "momentum"):
         state_buffers = [getattr(state, name) for state in states]
@@ -298,14 +301,14 @@ def _reduce_with_state(
         _set_buffers(jobs, locate, **{name: old, f"new_{name}": new})
     jobs["mu"] = [state.mu for state in states]
     draws = (ops[0].wire is not None and kernel.draws) or codec.decoder_draws
-    if kernel.tile is None:
+    if tile is None or tile.encoder is None:
         names: tuple[str, ...] = (f"qccl::bucket_reduce_with_state<{_types(kernel.type, dtype)}>",)
         tiling, scratch = _whole_buckets(kernel), 4 * kernel.bucket
     else:
         counts = [_count(op) for op in ops]
         # momentum and residual take registers, too
-        tiling = _tiling(kernel.tile, kernel.bucket, dtype, counts, encodes=ops[0].wire is not None, vectors=2)
-        names, scratch = _passes("reduce_with_state", kernel.tile, dtype, tiling), 0
+        tiling = _tiling(tile, kernel.bucket, dtype, counts, encodes=ops[0].wire is not None, vectors=2)
+        names, scratch = _passes("reduce_with_state", tile.encoder, dtype, tiling), 0
     launch = _launch(names, reductions, kernel, tiling, sources=sources, draws=draws, scratch=scratch)
     jobs["reduce"] = reductions
     return replace(launch, jobs=jobs)
@@ -392,8 +395,8 @@ def _whole_buckets(kernel: Kernel) -> _Tiling:
 def _tiling(
     tile: Tile, bucket: int, dtype: DType, counts: Sequence[int], *, encodes: bool, vectors: int = 4
 ) -> _Tiling:
-    """The units of jobs. A bucket is one unit if it fits and the encoder needs its range; others have ``vectors``."""
-    if not tile.needs_range:
+    """The units of jobs. A bucket is one unit if it fits and its codes depend on it; others have ``vectors``."""
+    if not tile.by_bucket:
         shape = Shape(32, vectors)
         capacity = shape.capacity(dtype.itemsize)
         return _Tiling(shape, capacity, 1, capacity)
@@ -417,11 +420,11 @@ def _power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def _passes(kind: str, tile: Tile, dtype: DType, tiling: _Tiling, more: str = "") -> tuple[str, ...]:
+def _passes(kind: str, encoder: str, dtype: DType, tiling: _Tiling, more: str = "") -> tuple[str, ...]:
     """The kernels that encode: one, or two if the units of a bucket must first gather its range."""
     needs_two = tiling.units_per_bucket > 1 and tiling.shape.lanes == THREADS
     passes = ("range", "codes") if needs_two else ("whole",)
-    arguments = f"{_types(tile.encoder, dtype)}, {tiling.shape}"
+    arguments = f"{_types(encoder, dtype)}, {tiling.shape}"
     return tuple(f"qccl::{kind}<{arguments}, qccl::Pass::{each}{more}>" for each in passes)
 
 
