@@ -21,7 +21,7 @@ from kernel_calls import KINDS, hard_values
 from oracle import RngCounter
 
 from qccl import codecs, dtypes
-from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.codecs import Codec, MinMax, NoCodec, Trellis
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
 from qccl.dtypes import DType
@@ -230,11 +230,13 @@ def cases() -> list[Case]:
 
 
 def bucketed() -> Iterator[Case]:
-    """Each codec with each element type, the kinds of Reduce in turns, and two codecs with all of them."""
+    """Each codec with each element type, the kinds of Reduce in turns; small buckets; two codecs with all kinds."""
     allowed = {False: VARIANTS, True: tuple(variant for variant in VARIANTS if variant not in ("min", "max"))}
     for i, (codec, dtype) in enumerate(itertools.product(BUCKETED, dtypes.DTYPES)):
         variants = allowed[codec.sparse]
         yield Case(codec, dtype, variants[i % len(variants)], i % 2 > 0)
+    for i, codec in enumerate((Trellis(4, 8, 32, 4), Trellis(2, 8, 2048, 16), Trellis(8, 24, 32, 0))):
+        yield from (Case(codec, dtypes.DTYPES[i], "sum", aligned) for aligned in (True, False))
     for name in TABLE:
         codec = next(each for each in BUCKETED if each.name == name)
         yield from (Case(codec, dtypes.FLOAT32, variant, True) for variant in allowed[codec.sparse])
@@ -257,6 +259,28 @@ def emulator(prepared: dict[Case, Operations], tmp_path_factory: pytest.TempPath
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_are_the_hosts(emulator: Emulator, prepared: dict[Case, Operations], case: Case) -> None:
     prepared.pop(case).check(emulator)
+
+
+def test_of_two_outliers_for_an_element_the_first_is_valid(emulator: Emulator) -> None:
+    """Also several outliers of one thread, and NaNs and other words that no encoder makes; the last bucket is short."""
+    rng, count = np.random.default_rng(5), 2100
+    codec = next(each for each in BUCKETED if isinstance(each, Trellis) and each.outliers == 16)
+    distances = np.linspace(-9, 9, 16, dtype=np.float32)
+    distances[[0, 6, 12]] = 0, np.inf, -0.0  # a zero of either sign marks an unused word
+    nan = np.array([0xFFC55800], np.uint32)
+    distances[[4]] = nan.view(np.float32)
+    elements = np.array([7, 7, 4, 5, 6, 132, 1023, 51, 52, 7, 0, 0, 900, 900, 2047, 4], np.uint32)
+    wire = codec.encode(rng.standard_normal(count).astype(np.float32))
+    first, second, third = wire.size - np.array([2 * 104 + 76, 104 + 76, 76])  # the meta sections of the buckets
+    for begin in (first, third):
+        wire[begin + 8 : begin + 72] = (elements << 21 | distances.view(np.uint32) >> 11).view(np.uint8)
+    wire[second : second + 4] = nan.view(np.uint8)  # the centre
+    for accumulate in (False, True):
+        arrays, before = Arrays(True, rng), rng.standard_normal(count).astype(np.float32)
+        op = Decode(codec, arrays.add(wire), arrays.add(before), accumulate)
+        emulator.run(cuda_source.launch([op], 0, dtypes.FLOAT32, arrays.place), arrays.addresses, 0)
+        expected = kernel_calls.decode(oracle_of(codec), wire, count, "float32", before if accumulate else None)
+        kernel_calls.assert_same_bits(arrays.take(op.dst, np.float32), expected, f"{accumulate=}")
 
 
 def synchronisations() -> list[tuple[Path, int]]:

@@ -14,7 +14,7 @@ import pytest
 from codec_table import TABLE
 
 from qccl import codecs
-from qccl.codecs import Codec, MinMax, NoCodec
+from qccl.codecs import Codec, MinMax, NoCodec, Trellis
 from qccl.cuda import source as cuda_source
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
 from qccl.schedule import Commit, Decode, Encode, Reduce, Span, State, StateBuffer
@@ -70,7 +70,7 @@ def plain() -> Iterator[str]:
 
 
 def bucketed(number: int, everything: bool) -> Iterator[str]:
-    """Kernels of the codecs without a tile. Types, operations, and Reduce with and without state take turns."""
+    """Kernels of all codecs but none and minmax. Types, operations, and Reduce with and without state take turns."""
     for i, rows in enumerate(TABLE.values()):
         codec, turn = codecs.get(rows[0].spec), i + number
         dtype = DTYPES[turn % 3]
@@ -81,6 +81,16 @@ def bucketed(number: int, everything: bool) -> Iterator[str]:
             yield from reduce(codec, dtype, OPS[0 if codec.sparse else turn % 3])
         if everything or not turn % 2:
             yield from reduce_with_state(codec, dtype)
+
+
+def decoded(number: int) -> Iterator[str]:
+    """The decoders of trellis with all bits; types, buckets and numbers of outliers take turns."""
+    for bits in range(1, 9):
+        turn = bits + number
+        codec = Trellis(bits, (2048, 1024, 8)[turn // 2 % 3], (32, 128, 2048)[turn // 3 % 3], (0, 4, 16)[turn % 3])
+        yield from decode(codec, DTYPES[turn // 2 % 3], bool(turn % 2))
+    for dtype in DTYPES:
+        yield from decode(Trellis(2 + 2 * (number % 2), outliers=16), dtype, False)
 
 
 def with_state(number: int) -> Iterator[str]:
@@ -218,7 +228,8 @@ def arch(request: pytest.FixtureRequest) -> int:
 def test_kernels_compile_without_spills(arch: int) -> None:
     number = ARCHITECTURES.index(arch)
     everything = arch == EVERYTHING
-    kernels = [*plain(), *bucketed(number, everything), *with_state(number), *of_an_architecture(number)]
+    kernels = [*plain(), *bucketed(number, everything), *decoded(number), *with_state(number)]
+    kernels += of_an_architecture(number)
     if everything:
         kernels += of_the_default_bucket()
     check(usage(kernels, arch), arch)

@@ -69,6 +69,7 @@ def test_a_generic_load_counts_and_one_of_spilled_registers_is_refused() -> None
     ("kind", "spec", "dtype", "vectors"),
     [
         ("encode", "minmax8", FLOAT32, (8, 0)),
+        ("decode", "trellis4", FLOAT32, (0, 8)),
         ("reduce+ef", "onebit", BFLOAT16, (12, 12)),  # 4 of values in and out, and 8 of residuals
     ],
 )

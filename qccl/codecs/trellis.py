@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from qccl.codecs.base import BucketCodec, Kernel
+from qccl.codecs.base import BucketCodec, Kernel, Tile
 from qccl.codecs.checks import check_bucket, check_integer, keep
 from qccl.dtypes import DType
 from qccl.errors import CodecError
@@ -64,7 +64,13 @@ class Trellis(BucketCodec):
         return -(-count * self.bits // 8), 8 + 4 * self.outliers + -(-blocks // 4) * 4
 
     def kernel(self) -> Kernel:
-        return Kernel("Trellis", bucket=self.bucket, options=(self.bits, self.block, self.outliers))
+        decoder = f"TrellisTile<{self.bits}, {self.bucket}, {self.block}, {self.outliers}>"
+        return Kernel(
+            "Trellis",
+            bucket=self.bucket,
+            options=(self.bits, self.block, self.outliers),
+            tile=Tile(None, decoder, by_bucket=True),
+        )
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
         """The distance from a value to the farthest level that the encoder may choose, plus roundings.

@@ -1,8 +1,10 @@
-// The trellis codec on the device: a block of threads for each bucket. One warp does the search, one sequence per lane.
+// The trellis codec on the device: a block of threads for each bucket. One warp does the search, one sequence per lane. A
+// Reduce decodes here, too; a Decode takes the tile.
 #pragma once
 
 #include "../../cuda/team.h"
 #include "codec.h"
+#include "device_tile.h"
 
 namespace QCCL_NAMESPACE {
 
