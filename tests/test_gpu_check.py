@@ -393,11 +393,13 @@ def test_bandwidth_on_a_fake_gpu(world, monkeypatch):
     monkeypatch.setitem(
         sys.modules, "sass", SimpleNamespace(GPUS=[gpu], kernel=kernel, common_case=lambda folder: folder)
     )
-    monkeypatch.setattr(bandwidth, "_SPECS", ("minmax8", "minmax4", "none"))
+    specs = {**dict.fromkeys(("minmax8", "minmax4", "none"), ("encode", "decode", "reduce")), "trellis4": ("decode",)}
+    monkeypatch.setattr(bandwidth, "_SPECS", specs)
     figures = bandwidth.measure(mebibytes=1, jobs=2, repeats=1)
     assert figures["nccl_allreduce_of_one_rank_gb_per_s"] == figures["copy_gb_per_s"] and figures["peers"] == 7
-    assert len(asked) == 18 and asked[0] == ("encode", codecs.get("minmax8").spec(), "float32", "90")
+    assert len(asked) == 20 and asked[0] == ("encode", codecs.get("minmax8").spec(), "float32", "90")
     assert figures["reduce minmax4 bfloat16"].items() >= {"predicted_share": 0.9, "predicted_limit": "bytes"}.items()
+    assert "predicted_share" in figures["decode trellis4 float32"] and "encode trellis4 float32" not in figures
     assert "predicted_share" not in figures["decode none float32"] and "predictions" not in figures
     gpu.name = "another"
     bandwidth._add_predictions(figures, "Fake 100")
