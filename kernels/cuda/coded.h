@@ -114,7 +114,7 @@ struct CodedTile {
   static constexpr int bits = Coder::bits;
   using BucketMeta = Meta<Coder::floats>;
 
-  static constexpr int reduce_blocks = Coder::reduce_blocks;
+  static constexpr int decode_blocks = 4, reduce_blocks = Coder::reduce_blocks;
   static constexpr int state_blocks = Coder::draws ? 1 : 2;  // random words and state need more registers than two leave
 
   // What a thread loads of a received wire.

@@ -39,7 +39,7 @@ encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Paramete
 }
 
 template <class Tile, class T, class S, bool Accumulate>
-__global__ void __launch_bounds__(kThreads, Accumulate ? 2 : 4)
+__global__ void __launch_bounds__(kThreads, Accumulate ? 2 : Tile::decode_blocks)
 decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);

@@ -9,6 +9,8 @@ namespace QCCL_NAMESPACE {
 
 template <int Bits, u32 Bucket, u32 Block, int Outliers>
 struct TrellisTile {
+  static constexpr int decode_blocks = Bits > 6 ? 3 : 4;  // longer codes need more registers than four leave
+
   // What a thread loads of a wire.
   template <class T, class S>
   struct Wire {
