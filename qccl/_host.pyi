@@ -273,6 +273,9 @@ class Loop:
     ) -> bool:
         """Begin a run; ``headers`` are one for all ranks, or one for each. Whether take_ended() has any."""
 
+    def rerun(self, run: Run, sequence: int, deadline: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
+        """Begin a run once more, with the headers of before but for their number; then as run()."""
+
     def run(self, limit: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Advance until a run has ended, or ``limit``; signal handlers run meanwhile."""
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 from qccl.arguments import CodecLike, OpLike
 from qccl.arrays import Form, Memory, Values, from_known_form
@@ -25,6 +25,10 @@ from qccl.collectives import (
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, StateArrayOptions, accepts, complete
+from qccl.tensors import is_tensor
+
+if TYPE_CHECKING:
+    from qccl.plan import Plan
 
 __all__ = ["Collectives", "KnownCall"]
 
@@ -42,6 +46,9 @@ class KnownCall:
         key, timeout, async_op: options.
         addresses: of the last call's arrays.
         binding: of the last call: see CollectiveSpec.bind().
+        has_tensors: whether PyTorch's tensors are among the arrays; they are looked at in each call.
+        repeats: whether Plan._repeat() can repeat the call, with the plan of the last one.
+        plan: finds that plan, as long as it exists.
     """
 
     spec: CollectiveSpec
@@ -52,6 +59,9 @@ class KnownCall:
     async_op: bool
     addresses: list[int]
     binding: tuple[bool, dict[str, int]]
+    has_tensors: bool
+    repeats: bool
+    plan: Callable[[], Plan | None] = lambda: None
 
 
 class Collectives(ABC):
@@ -410,21 +420,35 @@ class Collectives(ABC):
             how["async_op"],
             [values.address for values in given],
             spec.bind(arrays, self.rank, self.size),
+            has_tensors=any(is_tensor(values.array) for values in given),
+            repeats=not how["async_op"] and not spec.codec.state_names,
         )
         calls.add(*arguments, known)
 
     def _repeat(self, known: KnownCall, views: list[Any], given: Sequence[Any], result: Any, lr: float | None) -> Any:
         """Run a call again, on other arrays or the same; checks what may have changed."""
+        addresses = [view.address for view in views]
+        is_unmoved = addresses == known.addresses
+        if is_unmoved and not known.has_tensors and self._rerun(known, (given, views)):
+            return result
         values = [
             from_known_form(view, array, form, what)
             for view, array, (form, what) in zip(views, given, known.given, strict=False)  # out may be None
         ]
         arrays = {name: values[number] for name, number in known.buffers}
-        addresses = [each.address for each in values]
-        if addresses != known.addresses:
+        if not is_unmoved:
             known.binding = known.spec.bind(arrays, self.rank, self.size)
             known.addresses = addresses
+        if (known.has_tensors or not is_unmoved) and self._rerun(known, values):
+            return result
         return self._run_known(known, arrays, result, lr)
+
+    @abstractmethod
+    def _rerun(self, known: KnownCall, kept: object) -> bool:
+        """Run a collective whose arguments were checked and bound, and wait for it, if its last run can be repeated.
+
+        ``kept``: objects that must live until it has ended.
+        """
 
     @abstractmethod
     def _run_known(self, known: KnownCall, arrays: Mapping[str, Values], result: Any, lr: float | None) -> Any:

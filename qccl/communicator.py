@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import TracebackType
@@ -414,6 +415,11 @@ class Communicator(Collectives):
         work._check_result(lambda: self._refuse_nonfinite(outputs, own))
         return work if how["async_op"] else work.wait()
 
+    def _rerun(self, known: KnownCall, kept: object) -> bool:
+        self._session.check_usable()
+        plan = known.plan()
+        return plan is not None and plan._repeat(known.binding, known.timeout, kept)
+
     def _run_known(self, known: KnownCall, arrays: Mapping[str, Values], result: Any, lr: float | None) -> Any:
         self._session.check_usable()
         progress = Progress.CALLER
@@ -422,7 +428,12 @@ class Communicator(Collectives):
             progress = Progress.NOW
         options = known.key, None, known.timeout, None, lr, progress
         plan, work = self._launch(known.spec, arrays, result, options, known.binding)
-        return self._deliver(plan, work, known.async_op)
+        if not known.repeats:
+            return self._deliver(plan, work, known.async_op)
+        plan._wait_and_keep(work, in_place=known.binding[0])
+        self._plans.give_back(plan)
+        known.plan = weakref.ref(plan)
+        return result
 
     def _deliver(self, plan: Plan, work: Work, async_op: bool) -> Any:
         """The result of a call, or its Work; the plan is given back when the call has ended."""

@@ -12,7 +12,7 @@ from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values
 from qccl.collectives import CollectiveSpec
 from qccl.collectives.feedback import sums_of
-from qccl.engine.base import Program, Progress
+from qccl.engine.base import Execution, Program, Progress
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule
 from qccl.session import Session
@@ -68,7 +68,9 @@ class Plan:
         self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
+        self._last: dict[bool, Execution] = {}  # runs that have ended and can be repeated, by whether in place
         self._users = 0  # calls under way, if the plan belongs to a cache
+        self._used = 0  # number of the group's call that used it last
         self._text = spec.text()
         self._names = spec.counts(session.rank, session.size).keys()
         self._pairs = spec.pairs(session.rank, session.size)
@@ -185,6 +187,24 @@ class Plan:
         execution = session.start(compiled.program, addresses, text, self._pairs, *run)
         return Work(session, execution, result, keep)
 
+    def _wait_and_keep(self, work: Work, *, in_place: bool) -> Any:
+        """Wait for a run on the host, of a codec without state, and let _repeat() repeat it."""
+        execution = work._execution
+        result = work.wait()
+        if execution is not None:
+            execution.kept = None
+            self._last[in_place] = execution
+        return result
+
+    def _repeat(self, binding: tuple[bool, dict[str, int]], timeout: float | None, kept: object) -> bool:
+        """Repeat the last run on other arrays or the same, and wait for it. False if that is not possible now."""
+        in_place, addresses = binding
+        last = self._last.get(in_place)
+        if last is None or self._users:
+            return False
+        self._used = self._session.sequence
+        return self._session.rerun(last, addresses, timeout, kept)
+
     def wait(self, timeout: float | None = None) -> Any:
         """Work.wait() of the last run."""
         if self._work is None:
@@ -226,15 +246,18 @@ class _Pool:
     Attributes:
         idle: without calls.
         busy: with calls; the one that was taken last is at the end.
-        used: when a plan was last given back, as a count of such events.
     """
 
-    __slots__ = ("busy", "idle", "used")
+    __slots__ = ("busy", "idle")
 
     def __init__(self) -> None:
         self.idle: list[Plan] = []
         self.busy: deque[Plan] = deque()
-        self.used = 0
+
+    @property
+    def used(self) -> int:
+        """The number of the last call of its idle plans."""
+        return max(plan._used for plan in self.idle)
 
 
 class PlanCache:
@@ -250,7 +273,6 @@ class PlanCache:
         self._lock = threading.Lock()
         self._pools: dict[CollectiveSpec, _Pool] = {}
         self._nbytes = 0  # of all workspaces of idle plans
-        self._used = 0
 
     def take(self, session: Session, spec: CollectiveSpec) -> Plan:
         """A plan of this spec for one call."""
@@ -281,8 +303,7 @@ class PlanCache:
         pool = self._pools.get(plan.spec)
         if plan._users or pool is None or plan not in pool.busy:  # clear() has removed the plan
             return
-        self._used += 1
-        pool.used = self._used
+        plan._used = plan._session.sequence
         pool.busy.remove(plan)
         pool.idle.append(plan)
         self._nbytes += plan.nbytes
@@ -295,6 +316,9 @@ class PlanCache:
     def clear(self) -> None:
         """Drop every plan, also those whose calls have ended but were not waited for."""
         with self._lock:
+            for pool in self._pools.values():
+                for plan in (*pool.idle, *pool.busy):
+                    plan._last.clear()
             self._pools.clear()
             self._nbytes = 0
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from qccl.codecs.base import Codec
-from qccl.engine.base import Backend, Execution, Program, Progress, RunArguments
+from qccl.engine.base import Backend, Execution, Program, Progress, Rerun, RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.errors import ArgumentError, QcclError, gave_up
 from qccl.schedule import Schedule
@@ -83,6 +83,24 @@ class Session:
         self.sequence += 1
         self.calls += 1
         return execution
+
+    def rerun(self, execution: Execution, bindings: Mapping[str, int], timeout: float | None, kept: object) -> bool:
+        """Make the call of an execution that has ended once more, and wait. False: the engine cannot; use start()."""
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        call = self.calls
+        try:
+            if not execution.rerun(Rerun(bindings, self.sequence, call, deadline, kept)):
+                return False
+        except QcclError as error:
+            self.fail(error, call)
+            raise
+        except BaseException as error:  # Ctrl-C or a bug: the engine has sent it to the other ranks
+            self.fail(gave_up(self.rank, error), call)
+            raise
+        execution.kept = None
+        self.sequence += 1
+        self.calls += 1
+        return True
 
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
         """One call that moves no arrays: wait until every rank has made it, then ``act``."""

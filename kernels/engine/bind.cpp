@@ -135,8 +135,20 @@ bool begin(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std:
   const bool is_common = nb::try_cast(headers, common);
   const std::vector<std::string> packed = is_common ? std::vector{text(common)} : texts(nb::cast<nb::sequence>(headers));
   const nb::gil_scoped_release released;
-  loop.begin(std::move(run), packed, sequence, deadline, traced, python_function(on_control));
+  run->set_headers(packed);
+  loop.begin(std::move(run), sequence, deadline, traced, python_function(on_control));
   return loop.has_ended();
+}
+
+// Runs it with the headers of last time, and advances until a run has ended.
+Outcome rerun(Loop& loop, std::shared_ptr<Run> run, std::uint64_t sequence, double deadline,
+              const nb::callable& on_control) {
+  const OnControl function = python_function(on_control);
+  loop.begin(std::move(run), sequence, deadline, false, function);
+  if (loop.has_ended()) return Outcome::ended;
+  Turn turn;
+  turn.check_signals = &check_signals;
+  return loop.advance(turn, function);
 }
 
 Outcome run_until(Loop& loop, double limit, const nb::callable& on_control) {
@@ -254,6 +266,7 @@ void bind_loop(nb::module_& m) {
       .def_prop_ro("early", &Loop::early)
       .def_prop_ro("control_sends", &Loop::control_sends)
       .def("begin", &begin)
+      .def("rerun", &rerun, Release())
       .def("run", &run_until, Release())
       .def("drive", &drive, Release())
       .def("step", &step, Release())

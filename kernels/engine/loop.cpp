@@ -38,7 +38,7 @@ class ReentryGuard {
 
 std::uint64_t sequence_of(const unsigned char* message) {
   std::uint64_t found;
-  std::memcpy(&found, message + 8, sizeof found);
+  std::memcpy(&found, message + kSequenceOffset, sizeof found);
   return found;
 }
 
@@ -63,12 +63,12 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
     if (peer != rank) post_control_receive(peer);
 }
 
-void Loop::begin(std::shared_ptr<Run> run, const std::vector<std::string>& headers, std::uint64_t sequence,
-                 double deadline, bool traced, const OnControl& on_control) {
+void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced,
+                 const OnControl& on_control) {
   const ReentryGuard inside(advancing_);
   const Token run_slot = sequence % kRunsInFlight;
   if (by_slot_[run_slot]) throw std::logic_error("too many runs in flight");
-  run->prepare(sequence, headers, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline, traced);
+  run->prepare(sequence, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline, traced);
   by_slot_[run_slot] = run;
   active_.push_back(run);
   deadline_ = std::min(deadline_, deadline);

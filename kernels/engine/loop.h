@@ -39,8 +39,9 @@ class Loop {
   // `call`: the first bytes of every call's header. `most_eager`: bytes of data that may follow a header.
   Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call);
 
-  void begin(std::shared_ptr<Run> run, const std::vector<std::string>& headers, std::uint64_t sequence, double deadline,
-             bool traced, const OnControl& on_control);
+  // `run` has its headers.
+  void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced,
+             const OnControl& on_control);
   // Advances all runs until one has ended, one is past its deadline, or the turn is over.
   Outcome advance(const Turn& turn, const OnControl& on_control);
   // The sequence numbers of the runs that have ended since the last call.

@@ -20,8 +20,7 @@ Run::Run(std::shared_ptr<const Steps> steps)
   for (const EagerData& each : steps_->eager()) eager_.emplace_back(kHeaderNbytes + each.nbytes);
 }
 
-void Run::prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token run_slot, int first_tag,
-                  double deadline, bool traced) {
+void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, bool traced) {
   sequence_ = sequence;
   run_slot_ = run_slot;
   first_tag_ = first_tag;
@@ -30,7 +29,7 @@ void Run::prepare(std::uint64_t sequence, const std::vector<std::string>& header
   counts_ = steps_->counts();
   ready_.clear();
   left_ = steps_->total();
-  set_headers(headers);
+  for (Message& header : headers_) std::memcpy(header.data() + kSequenceOffset, &sequence, sizeof sequence);
   std::fill(filled_.begin(), filled_.end(), false);
   for (Message& each : data_) each.clear();
   traced_ = traced;

@@ -15,6 +15,8 @@ namespace qccl {
 // others must be equal on all ranks.
 constexpr std::size_t kHeaderNbytes = 512;
 constexpr std::size_t kAgreedNbytes = kHeaderNbytes - 4;
+// Where a header has the number of its call, in 8 bytes.
+constexpr std::size_t kSequenceOffset = 8;
 constexpr int kControlTag = 0;
 
 double seconds();  // as time.monotonic() and time.perf_counter() count
@@ -28,10 +30,10 @@ class Run {
  public:
   explicit Run(std::shared_ptr<const Steps> steps);
 
-  // Sets up a new run. `headers`: one for all ranks, or one for each, without the last four bytes. The tokens of its
-  // transfers contain `run_slot`.
-  void prepare(std::uint64_t sequence, const std::vector<std::string>& headers, Token run_slot, int first_tag,
-               double deadline, bool traced);
+  // The headers of later runs: one for all ranks, or one for each, without the last four bytes.
+  void set_headers(const std::vector<std::string>& headers);
+  // Sets up a new run; its headers get the number `sequence`. The tokens of its transfers contain `run_slot`.
+  void prepare(std::uint64_t sequence, Token run_slot, int first_tag, double deadline, bool traced);
   // Sends the headers, and starts all steps that depend on nothing.
   void begin(Wire& wire);
   bool header_matches(int peer, const unsigned char* header) const;
@@ -65,7 +67,6 @@ class Run {
 
   bool shares_header() const { return headers_.size() == 1; }
   const Message& header(int peer) const { return headers_[shares_header() ? 0 : static_cast<std::size_t>(peer)]; }
-  void set_headers(const std::vector<std::string>& headers);
   void launch(Wire& wire, Number i);
   void send(Wire& wire, Number i);
   void receive(Wire& wire, Number i);

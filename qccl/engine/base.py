@@ -12,7 +12,8 @@ from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
 
-__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "Progress", "RunArguments"]
+__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "Progress", "Rerun"]
+__all__ += ["RunArguments"]
 
 
 class Progress(Enum):
@@ -52,6 +53,19 @@ class RunArguments(NamedTuple):
     progress: Progress = Progress.CALLER
 
 
+class Rerun(NamedTuple):
+    """The arguments of a run that differ from those of the last one; ``sequence`` is its header's.
+
+    ``kept``: objects that must live until the run has ended.
+    """
+
+    bindings: Mapping[str, int]
+    sequence: int
+    call: int
+    deadline: float
+    kept: object
+
+
 class Execution(Protocol):
     """One run of a program. Only the methods that wait raise its failures.
 
@@ -77,6 +91,12 @@ class Execution(Protocol):
         """Block until the run has ended, or time.monotonic() has reached ``limit``; whether it has ended.
 
         Raises CollectiveTimeout at the run's deadline.
+        """
+
+    def rerun(self, run: Rerun) -> bool:
+        """Run once more, after an end, without a trace or callbacks, and wait. Raises as run().
+
+        False, and nothing has changed, if the engine cannot do that now: use Engine.start().
         """
 
     def make_stream_wait(self) -> None:

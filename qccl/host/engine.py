@@ -21,7 +21,7 @@ import time
 from collections import deque
 
 from qccl import _host
-from qccl.engine.base import Progress, RunArguments
+from qccl.engine.base import Progress, Rerun, RunArguments
 from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
 from qccl.engine.progress import ProgressThread
 from qccl.errors import (
@@ -223,6 +223,25 @@ class HostEngine:
                 self._release()
             if self._loop.halted:
                 time.sleep(_YIELD_SECONDS)
+
+    def rerun(self, execution: Execution, run: Rerun) -> bool:
+        """See engine.base.Execution.rerun()."""
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self._failure is not None or self._active or self._queue or self._left:
+                return False
+            self._active[run.sequence] = execution
+            try:
+                self._act(execution.begin_again(run, self._loop, self._on_control))
+            except BaseException as error:
+                self._fail_all(error)
+                raise
+        finally:
+            self._release()
+        if not execution.done:
+            self.run(execution)
+        return True
 
     def drive(self) -> bool:
         """Advance detached runs in the progress thread; see progress.Driven."""

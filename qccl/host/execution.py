@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from qccl import _host
-from qccl.engine.base import RunArguments
+from qccl.engine.base import Rerun, RunArguments
 from qccl.engine.callbacks import WithCallbacks
-from qccl.engine.control import data_nbytes_of, mismatch_error
+from qccl.engine.control import Header, Kind, data_nbytes_of, mismatch_error
 from qccl.errors import MismatchError, QcclError
 from qccl.host.program import Program
 from qccl.trace import TraceEvent
@@ -26,6 +26,9 @@ class Driver(Protocol):
     def run(self, execution: Execution, limit: float) -> None:
         """Advance all runs until ``execution`` has ended, or time.monotonic() has reached ``limit``."""
 
+    def rerun(self, execution: Execution, run: Rerun) -> bool:
+        """See engine.base.Execution.rerun()."""
+
 
 class Execution(WithCallbacks):
     """One run of a Program (interface: engine.base.Execution).
@@ -39,10 +42,11 @@ class Execution(WithCallbacks):
     __slots__ = (
         "_bindings",
         "_engine",
-        "_header",
         "_labels",
         "_lr",
+        "_pairs",
         "_program",
+        "_text",
         "_trace",
         "begun",
         "call",
@@ -56,13 +60,13 @@ class Execution(WithCallbacks):
     stream = 0
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
-        self._bindings, self.call, self._header, self.deadline, self._trace, schedule, _, self._lr, _ = arguments
+        self._bindings, self.call, header, self.deadline, self._trace, schedule, _, self._lr, _ = arguments
         program.check(self._bindings)
         super().__init__()
         self.kept: object = None
         self._engine, self._program = engine, program
         self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
-        self.sequence = self._header.sequence
+        _, self.sequence, self._text, self._pairs = header
         self.begun = self.detached = False
 
     def step(self) -> bool:
@@ -87,6 +91,14 @@ class Execution(WithCallbacks):
         if not self.done:
             raise
 
+    def rerun(self, run: Rerun) -> bool:
+        """Run once more and wait; see engine.base.Execution."""
+        try:
+            return self._engine.rerun(self, run)
+        except QcclError:
+            self._raise_unless_done()
+            return True
+
     def make_stream_wait(self) -> None:
         """Nothing: the host has no streams."""
 
@@ -94,6 +106,10 @@ class Execution(WithCallbacks):
     def call_text(self) -> str:
         """The call with its number, for messages."""
         return self._header.call_text
+
+    @property
+    def _header(self) -> Header:
+        return Header(Kind.CALL, self.sequence, self._text, self._pairs)
 
     def waits_for(self) -> str:
         """Why this run has not ended, for messages."""
@@ -130,6 +146,14 @@ class Execution(WithCallbacks):
         header = self._header
         headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else header.pack()
         return loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)
+
+    def begin_again(self, run: Rerun, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> _host.Outcome:
+        """Begin another run like the last one, and advance until a run has ended."""
+        self.done = False
+        self._bindings, self.sequence, self.call, self.deadline, self.kept = run
+        self._program.bind(self._bindings, self.call, self._lr)
+        self._program.running = True
+        return loop.rerun(self._program.run, self.sequence, self.deadline, on_control)
 
     def missing_ranks(self) -> list[int]:
         """The ranks whose header has not arrived."""
