@@ -68,7 +68,7 @@ class Plan:
         self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
         self._work: Work | None = None
-        self._last: dict[bool, Execution] = {}  # runs that have ended and can be repeated, by whether in place
+        self._ended: dict[tuple[bool, int], Execution] = {}  # see _wait_and_keep()
         self._users = 0  # calls under way, if the plan belongs to a cache
         self._used = 0  # number of the group's call that used it last
         self._text = spec.text()
@@ -188,22 +188,24 @@ class Plan:
         return Work(session, execution, result, keep)
 
     def _wait_and_keep(self, work: Work, *, in_place: bool) -> Any:
-        """Wait for a run on the host, of a codec without state, and let _repeat() repeat it."""
+        """Wait for a run, and let _repeat() repeat it; its codec has no state, and its header this plan's own text."""
         execution = work._execution
         result = work.wait()
-        if execution is not None:
+        if execution is not None and not execution.is_stream_ordered:
             execution.kept = None
-            self._last[in_place] = execution
+            self._ended = {key: each for key, each in self._ended.items() if key[1] == self._session.call_offset}
+            self._ended[in_place, self._session.call_offset] = execution
         return result
 
     def _repeat(self, binding: tuple[bool, dict[str, int]], timeout: float | None, kept: object) -> bool:
-        """Repeat the last run on other arrays or the same, and wait for it. False if that is not possible now."""
+        """Make an earlier run once more, on other arrays or the same, and wait. False if that is not possible now."""
         in_place, addresses = binding
-        last = self._last.get(in_place)
-        if last is None or self._users:
+        session = self._session
+        ended = self._ended.get((in_place, session.call_offset))
+        if ended is None or self._users:
             return False
-        self._used = self._session.sequence
-        return self._session.rerun(last, addresses, timeout, kept)
+        self._used = session.sequence + 1
+        return session.rerun(ended, addresses, timeout, kept)
 
     def wait(self, timeout: float | None = None) -> Any:
         """Work.wait() of the last run."""
@@ -211,9 +213,20 @@ class Plan:
             raise ArgumentError("this plan was not started; call plan.start() first")
         return self._work.wait(timeout)
 
-    def __call__(self, x: Any, out: Any = None, *, lr: float | None = None) -> Any:
-        """Run once on ``x`` (and ``out``) and return the output array."""
-        return self.bind(x, out)._start(lr=lr).wait()
+    def __call__(self, x: Any = None, out: Any = None, *, lr: float | None = None) -> Any:
+        """Run once and return the output array: on ``x`` (and ``out``), which it binds, or on the bound arrays."""
+        session, bound = self._session, self._bound
+        if x is not None or out is not None:
+            bound = self.bind(x, out)._bound
+        elif bound is not None:
+            session.check_usable()
+            session.memory.hold(bound.arrays.values())
+        if bound is None or lr is not None or bound.compiled.state or bound.text != self._text:
+            return self._start(lr=lr).wait()
+        last, binding = self._work, (bound.compiled.in_place, bound.addresses)
+        if last is not None and last._ended_with(bound.result) and self._repeat(binding, None, bound):
+            return bound.result
+        return self._wait_and_keep(self._start(), in_place=bound.compiled.in_place)
 
     def is_active(self) -> bool:
         """Whether a run is under way that must end before the next (never on CUDA). Makes no progress."""
@@ -316,9 +329,6 @@ class PlanCache:
     def clear(self) -> None:
         """Drop every plan, also those whose calls have ended but were not waited for."""
         with self._lock:
-            for pool in self._pools.values():
-                for plan in (*pool.idle, *pool.busy):
-                    plan._last.clear()
             self._pools.clear()
             self._nbytes = 0
 
