@@ -53,8 +53,8 @@ class _Bound(NamedTuple):
 class Plan:
     """A prepared collective, like MPI-4's persistent ones: call bind() once, start() and wait() many times.
 
-    Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait. ``key`` names
-    the state of a stateful codec.
+    Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait, and ``plan()``
+    start and wait. ``key`` names the state of a stateful codec.
 
     Attributes:
         nbytes: bytes of workspace held.
