@@ -19,6 +19,7 @@ from qccl.engine.base import RunArguments
 from qccl.engine.control import CONTROL_TAG
 from qccl.errors import ArgumentError, EngineError, PeerLost
 from qccl.host import engine as host
+from qccl.host.program import Extent, conflict
 from qccl.schedule import Buffer, Encode, Exchange, Role, Schedule, Span, Transfer
 from qccl.transports.loopback import LoopbackGroup
 
@@ -419,3 +420,40 @@ def test_a_run_leaves_nothing_behind():
         return left
 
     assert outcomes(2, run) == [({}, [], 0)] * 2
+
+
+def test_memory_that_two_runs_share():
+    """The sweep finds what a comparison of all pairs finds."""
+
+    def shared(a: Extent, b: Extent) -> bool:
+        return a.start < b.stop and b.start < a.stop and (a.is_written or b.is_written)
+
+    rng = np.random.default_rng(5)
+    found = []
+    for _ in range(3000):
+        sides = []
+        for _ in range(2):
+            starts = rng.integers(0, 60, rng.integers(0, 5))
+            sides.append(sorted(Extent(int(s), int(s + rng.integers(1, 9)), bool(rng.integers(2))) for s in starts))
+        ours, theirs = sides
+        expected = any(shared(a, b) for a in ours for b in theirs)
+        assert conflict(ours, theirs) == conflict(theirs, ours) == expected
+        found.append(expected)
+    assert 500 < sum(found) < 2500
+
+
+def test_an_empty_array_shares_no_memory():
+    """It may lie inside another call's array, and its call need not wait."""
+
+    def run(t):
+        caller = Caller(t)
+        memory = ramp(t.rank, 200)
+        first = caller.start(caller.program(200), memory, memory)
+        second = caller.start(caller.program(0), memory[50:50], memory[50:50])
+        begun = second.begun
+        for each in (first, second):
+            each.run()
+        caller.close()
+        return begun
+
+    assert outcomes(2, run) == [True, True]

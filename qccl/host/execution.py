@@ -11,7 +11,7 @@ from qccl.engine.base import Rerun, RunArguments
 from qccl.engine.callbacks import WithCallbacks
 from qccl.engine.control import Header, Kind, data_nbytes_of, mismatch_error
 from qccl.errors import MismatchError, QcclError
-from qccl.host.program import Program
+from qccl.host.program import Program, conflict
 from qccl.trace import TraceEvent
 
 __all__ = ["Driver", "Execution"]
@@ -132,11 +132,7 @@ class Execution(WithCallbacks):
 
     def conflicts(self, other: Execution) -> bool:
         """Whether one of the two, which are bound, writes memory of the caller that the other reads or writes."""
-        for start, stop, written in self._program.extents:
-            for first, end, also_written in other._program.extents:
-                if start < end and first < stop and (written or also_written):
-                    return True
-        return False
+        return conflict(self._program.extents, other._program.extents)
 
     # -- used by the engine ------------------------------------------------------------------------------------------
 

@@ -7,8 +7,8 @@ are kernel calls bound to their addresses, transfers, and the dependencies betwe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from qccl import _host
 from qccl.dtypes import FLOAT32
@@ -18,12 +18,33 @@ from qccl.errors import ArgumentError, EngineError
 from qccl.host.zero_copy import remove_copies
 from qccl.schedule import Commit, Decode, Encode, Node, Reduce, Role, Schedule, Span, StateBuffer, Transfer, nodes
 
-__all__ = ["Program"]
+__all__ = ["Extent", "Program", "conflict"]
 
 _ALIGNMENT = 64
 #: a send takes values from the caller's array if they have at least so many bytes; copying fewer takes less than 1 us
 _LEAST_DIRECT = 16 << 10
 _OPS = {"sum": 0, "min": 1, "max": 2}
+
+
+class Extent(NamedTuple):
+    """Memory from one address to another, not empty, and whether it is written."""
+
+    start: int
+    stop: int
+    is_written: bool
+
+
+def conflict(ours: Iterable[Extent], theirs: Iterable[Extent]) -> bool:
+    """Whether one of two lists in ascending order writes memory that is also in the other list."""
+    every = sorted([(extent, 0) for extent in ours] + [(extent, 1) for extent in theirs])
+    ends, written_ends = [0, 0], [0, 0]  # of each list's extents so far
+    for (start, stop, is_written), side in every:
+        if start < (ends if is_written else written_ends)[1 - side]:
+            return True
+        ends[side] = max(ends[side], stop)
+        if is_written:
+            written_ends[side] = max(written_ends[side], stop)
+    return False
 
 
 class Program:
@@ -33,7 +54,7 @@ class Program:
         rank: of the schedule.
         workspace_nbytes: bytes of the workspace.
         running: a run is under way.
-        extents: of the caller's memory: first address, end, and whether it is written.
+        extents: of the caller's memory, in ascending order.
     """
 
     def __init__(self, schedule: Schedule, threads: int, eager_nbytes: int) -> None:
@@ -43,7 +64,7 @@ class Program:
         self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
         self._callers = {n: buffer for n, buffer in schedule.buffers.items() if buffer.role is not Role.WORK}
         self._bindings: dict[str, int] | None = None
-        self.extents: tuple[tuple[int, int, bool], ...] = ()
+        self.extents: Sequence[Extent] = ()
         self._memory = _host.Memory(len(self._numbers))
         self._memory.threads = threads
         self._workspace = self._allocate(schedule)
@@ -77,10 +98,11 @@ class Program:
         self._bindings = dict(bindings)
         for step, name, offset in self._direct:
             self.steps.set_source(step, self._memory[self._numbers[name]] + offset)
-        extents = []
-        for name, buffer in self._callers.items():
-            extents.append((bindings[name], bindings[name] + buffer.nbytes, buffer.role in (Role.OUTPUT, Role.STATE)))
-        self.extents = tuple(extents)
+        self.extents = sorted(
+            Extent(bindings[name], bindings[name] + buffer.nbytes, buffer.role in (Role.OUTPUT, Role.STATE))
+            for name, buffer in self._callers.items()
+            if buffer.nbytes
+        )
 
     def labels(self, schedule: Schedule) -> list[Label]:
         """The label of each step in a trace; ``schedule`` is the one that was compiled."""
