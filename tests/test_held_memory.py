@@ -90,6 +90,21 @@ def test_views_that_stand_for_other_values_are_refused() -> None:
     qccl.run_ranks(2, run)
 
 
+def test_masked_arrays_are_refused() -> None:
+    """The values under the mask would be summed, too; an array of the type without a mask may get one later."""
+    x = np.ma.array(np.ones(4, np.float32), mask=[True, False, False, True])
+
+    def run(comm: qccl.Communicator) -> None:
+        for each in (x, np.ma.array(np.ones(4, np.float32))):
+            for call in (comm.quantized_allreduce, comm.quantized_reduce_scatter, comm.plan("allreduce", 4)):
+                with pytest.raises(qccl.InvalidBufferError, match=r"x is a masked array.* x\.filled\(0\)"):
+                    call(each)
+        assert (comm.quantized_allreduce(x.filled(0), codec="none") == [0, 1, 1, 0]).all()
+        assert (comm.quantized_allreduce(x.data, codec="none") == 1).all()
+
+    qccl.run_ranks(1, run)
+
+
 def test_tensors_without_their_memory_are_refused() -> None:
     torch = pytest.importorskip("torch")
     freed = torch.zeros(4)

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import mmap
 import os
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -47,6 +48,11 @@ class HostMemory:
             raise InvalidBufferError(
                 f"{what} is in {device} memory, but this communicator works on host memory; copy it to the host, or "
                 f'make the communicator with qccl.init(backend="cuda")'
+            )
+        if _is_masked(array):
+            raise InvalidBufferError(
+                f"{what} is a masked array, and the values under its mask would be combined, too; pass "
+                f"{what}.filled(0), which is a copy, or {what}.data"
             )
         return from_view(view, array, wanted, writable=writable, what=what)
 
@@ -93,6 +99,12 @@ class HostMemory:
 def _is_bfloat16_of_numpy(array: Any) -> bool:
     """Whether it is an array of ml_dtypes' bfloat16, which neither DLPack nor the buffer protocol of NumPy knows."""
     return getattr(getattr(array, "dtype", None), "name", None) == "bfloat16" and hasattr(array, "__array_interface__")
+
+
+def _is_masked(array: Any) -> bool:
+    """Whether it is one of numpy.ma's arrays."""
+    masked = sys.modules.get("numpy.ma")
+    return masked is not None and isinstance(array, masked.MaskedArray)
 
 
 def _refusal(array: Any) -> str:
