@@ -45,7 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"codecs", "engine", "errors", "scalars"},
     "session": {"codecs", "engine", "errors", "schedule", "state", "trace"},
     "work": {"arguments", "engine", "errors", "session"},
-    "calls": {"arguments", "arrays", "collectives", "dtypes", "errors", "options"},
+    "calls": {"arguments", "arrays", "collectives", "dtypes", "errors", "options", "plan", "tensors"},
     "communicator": {
         *("arguments", "host", "cuda", "calls", "codecs", "dtypes", "engine", "errors", "arrays", "plan"),
         *("collectives", "meetings", "options", "session", "state", "transports", "work"),
