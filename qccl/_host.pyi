@@ -112,21 +112,33 @@ class View:
     @property
     def readonly(self) -> bool: ...
 
-def describe(array: object) -> View:
-    """The memory of an object with ``__dlpack__`` or the buffer protocol; TypeError if it gives no access."""
+def describe(array: object, stream: int | None = None) -> View:
+    """The memory of an object with ``__dlpack__`` or the buffer protocol; TypeError if it gives no access.
+
+    With a ``stream`` (as DLPack counts) the object must have ``__dlpack__``, whose errors are raised as they are; a
+    GPU's library puts the array's work so far before that stream, unless it is -1.
+    """
 
 class CallTable:
     """What earlier calls with equal arguments have proved: a payload, by the forms of arrays and by options.
 
     Options are texts, numbers, booleans, None, or instances of the type ``constant``, which never change and equal only
-    themselves. Calls with other options, or with arrays that describe() refuses, are neither added nor found. Addresses
-    are not compared.
+    themselves. Calls with other options, or with arrays that ``describe`` refuses, are neither added nor found.
+    Addresses are not compared.
     """
 
-    def __init__(self, constant: type) -> None: ...
+    def __init__(self, constant: type, describe: Callable[[Any], View | None] | None = None) -> None:
+        """``describe`` makes the view of an array, or None to refuse it; without it, this module's describe() does."""
+
     def add(
-        self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object], payload: object
-    ) -> None: ...
+        self,
+        arrays: tuple[object, ...],
+        options: tuple[object, ...],
+        keywords: Mapping[str, object],
+        make: Callable[[], object],
+    ) -> None:
+        """Add a call, with the payload that ``make()`` returns."""
+
     def find(
         self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object]
     ) -> tuple[Any, list[View]] | None:

@@ -81,11 +81,8 @@ class Memory(Protocol):
     """The memory that a communicator works on; finds and checks the caller's arrays in it."""
 
     @property
-    def calls(self) -> CallTable | None:
-        """Finds calls that were made before, on arrays of the same forms.
-
-        None where a view does not show all that a call depends on, such as streams.
-        """
+    def calls(self) -> CallTable:
+        """Finds calls that were made before, on arrays of the same forms in the same memory."""
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.

@@ -43,7 +43,7 @@ class KnownCall:
     Attributes:
         given: form and name of each array that the caller gave.
         buffers: the schedule's buffers, each with the number of its array.
-        key, timeout, async_op: options.
+        key, stream, timeout, async_op: options.
         addresses: of the last call's arrays.
         binding: of the last call: see CollectiveSpec.bind().
         has_tensors: whether PyTorch's tensors are among the arrays; they are looked at in each call.
@@ -55,6 +55,7 @@ class KnownCall:
     given: tuple[tuple[Form, str], ...]
     buffers: tuple[tuple[str, int], ...]
     key: str | None
+    stream: int | None
     timeout: float | None
     async_op: bool
     addresses: list[int]
@@ -398,24 +399,27 @@ class Collectives(ABC):
 
     def _find(self, arguments: _Arguments) -> tuple[KnownCall, list[Any]] | None:
         """An earlier call with these options on arrays of these forms, and views of the arrays."""
-        calls = self._memory.calls
-        return None if calls is None else calls.find(*arguments)
+        return self._memory.calls.find(*arguments)
 
     def _remember(
         self, arguments: _Arguments, spec: CollectiveSpec, arrays: Mapping[str, Values], how: CallOptions
     ) -> None:
         """Let _find() find this call, which was accepted, unless some option must be looked at in each call."""
-        calls, given = self._memory.calls, list(dict.fromkeys(arrays.values()))
-        if calls is None or how["nonfinite"] != "propagate" or how["trace"] is not None:
+        if how["nonfinite"] != "propagate" or how["trace"] is not None:
             return
-        if not all(values.count for values in given):
-            return
+        if all(values.count for values in arrays.values()):
+            self._memory.calls.add(*arguments, lambda: self._known(spec, arrays, how))
+
+    def _known(self, spec: CollectiveSpec, arrays: Mapping[str, Values], how: CallOptions) -> KnownCall:
+        """What _repeat() needs of a call that was accepted."""
+        given = list(dict.fromkeys(arrays.values()))
         numbers = {values: number for number, values in enumerate(given)}
-        known = KnownCall(
+        return KnownCall(
             spec,
             tuple((values.form, values.what) for values in given),
             tuple((name, numbers[values]) for name, values in arrays.items()),
             how["key"],
+            how["stream"],
             how["timeout"],
             how["async_op"],
             [values.address for values in given],
@@ -423,7 +427,6 @@ class Collectives(ABC):
             has_tensors=any(is_tensor(values.array) for values in given),
             repeats=not how["async_op"] and not spec.codec.state_names,
         )
-        calls.add(*arguments, known)
 
     def _repeat(self, known: KnownCall, views: list[Any], given: Sequence[Any], result: Any, lr: float | None) -> Any:
         """Run a call again, on other arrays or the same; checks what may have changed."""

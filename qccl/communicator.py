@@ -426,7 +426,7 @@ class Communicator(Collectives):
         if known.async_op:
             self._memory.hold(arrays.values())
             progress = Progress.NOW
-        options = known.key, None, known.timeout, None, lr, progress
+        options = known.key, known.stream, known.timeout, None, lr, progress
         plan, work = self._launch(known.spec, arrays, result, options, known.binding)
         if not known.repeats:
             return self._deliver(plan, work, known.async_op)

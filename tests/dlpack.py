@@ -82,8 +82,8 @@ class Exchange:
     A type has ``capsule`` as its ``__dlpack_c_exchange_api__``.
     """
 
-    def __init__(self, array: np.ndarray, code: int) -> None:
-        self._producer = Producer(array, code)
+    def __init__(self, array: np.ndarray, code: int, *, device: tuple[int, int] = (1, 0)) -> None:
+        self._producer = Producer(array, code, device=device)
         tensor = self._producer._managed.tensor
 
         def describe(_: int, found: Any) -> int:

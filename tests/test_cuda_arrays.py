@@ -4,64 +4,17 @@ from __future__ import annotations
 
 import sys
 from types import SimpleNamespace
-from typing import Any
 
 import fake_cuda
 import numpy as np
 import pytest
 from cuda_ranks import one, values
+from fake_arrays import Interface, OnlyDLPack, Tensor
 
 import qccl
 from qccl.cuda.memory import CudaMemory
 
 # -- streams of arrays -----------------------------------------------------------------------------------------------
-
-
-class Interface:
-    """An array of which only the array interface is known."""
-
-    def __init__(self, array: fake_cuda.Array, **changed: Any) -> None:
-        self._array = array
-        self._interface = {
-            "shape": array.values.shape, "typestr": "<f4", "data": (array.data.ptr, False), "version": 3,
-            "strides": None, **changed,
-        }  # fmt: skip
-
-    @property
-    def __cuda_array_interface__(self):
-        return self._interface
-
-
-class OnlyDLPack:
-    """An array of a library that does not tell its stream."""
-
-    def __init__(self, array: fake_cuda.Array) -> None:
-        self._array = array
-        self.orders = array.orders
-
-    def __dlpack__(self, **arguments):
-        return self._array.__dlpack__(**arguments)
-
-    def __dlpack_device__(self):
-        return self._array.__dlpack_device__()
-
-
-class Tensor(OnlyDLPack):
-    """What is asked of a tensor of PyTorch."""
-
-    negated = False
-
-    def is_neg(self):
-        return self.negated
-
-    def is_conj(self):
-        return False
-
-    def data_ptr(self):
-        return self._array.data.ptr
-
-    def untyped_storage(self):
-        return SimpleNamespace(data_ptr=self.data_ptr, nbytes=lambda: 4 * self._array.size)
 
 
 def call_streams(world, x, **arguments):
@@ -106,8 +59,11 @@ def test_a_library_that_does_not_tell_its_stream_is_given_ours(world, cupy):
     assert set(x.orders) == {1}
     mine = cupy.cuda.Stream()
     x.orders.clear()
+    before = []
+    record = world.record
+    world.record = lambda event, stream: before.append((stream, x.orders[-1:])) or record(event, stream)
     assert call_streams(world, x, stream=mine.ptr) == ([mine.ptr], [mine.ptr])
-    assert x.orders[-1] == mine.ptr
+    assert [order for stream, order in before if stream == mine.ptr] == [[mine.ptr]], "the last export before the call"
 
 
 def test_the_current_stream_of_torch_and_cupy(world, cupy, monkeypatch):
@@ -145,6 +101,21 @@ def test_tensors_of_torch(cupy, monkeypatch):
     x.negated = True
     with pytest.raises(qccl.InvalidBufferError, match=r"x\.resolve_neg"):
         memory.from_array(x, writable=True, what="x")
+
+
+def test_two_arrays_of_the_same_memory(world, cupy, monkeypatch):
+    """The work of both libraries is waited for, and the call is on the stream of the one that made x."""
+    mine = cupy.cuda.Stream()
+    torch = SimpleNamespace(
+        Tensor=Tensor, cuda=SimpleNamespace(current_stream=lambda device: SimpleNamespace(cuda_stream=mine.ptr))
+    )
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    out = fake_cuda.array(values(0, 100))
+    x = Tensor(out)
+    assert CudaMemory(0).streams(None, *(CudaMemory(0).from_array(a, writable=True, what="x") for a in (x, out))) == (
+        mine.ptr,
+        0,
+    )
 
 
 def test_what_is_no_stream(cupy):

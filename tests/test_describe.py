@@ -6,6 +6,7 @@ import array
 import ctypes
 import gc
 import weakref
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -154,3 +155,95 @@ def test_read_only_where_the_c_functions_cannot_tell_it() -> None:
         kind = type("Array", (base,), {"__dlpack_c_exchange_api__": exchange.capsule})
         view = _host.describe(kind())
         assert (view.address, view.shape, view.dtype, view.readonly) == (x.ctypes.data, (4,), "float32", readonly)
+
+
+class Exporter(Producer):
+    """It keeps the arguments of its exports."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.exports: list[dict[str, Any]] = []
+
+    def __dlpack__(self, **arguments: Any) -> Any:
+        self.exports.append(arguments)
+        return super().__dlpack__(**arguments)
+
+
+class DeviceType(IntEnum):
+    CUDA = 2
+
+
+@pytest.mark.parametrize(
+    ("device", "given"), [((1, 0), {}), ((3, 0), {}), ((2, 3), {"stream": 7}), ((13, 0), {"stream": 7}),
+                          ((DeviceType.CUDA, 3), {"stream": 7})],
+)  # fmt: skip
+def test_a_stream_is_passed_to_the_library_of_a_gpu(device: tuple[int, int], given: dict[str, int]) -> None:
+    x = np.zeros((2, 3), np.float32)
+    exporter = Exporter(x, FLOAT, device=device)
+    view = _host.describe(exporter, 7)
+    assert exporter.exports == [{**given, "max_version": (1, 1)}]
+    assert (view.address, view.shape, view.strides) == (x.ctypes.data, (2, 3), (3, 1))
+    assert (view.dtype, view.device_type, view.device_id, view.readonly) == ("float32", *device, False)
+    assert _host.describe(Exporter(x, FLOAT, device=device, readonly=True), 7).readonly
+
+
+def test_a_stream_for_a_library_older_than_versions() -> None:
+    class Old(Exporter):
+        def __dlpack__(self, *, stream: int) -> Any:
+            self.exports.append({"stream": stream})
+            return Producer.__dlpack__(self)
+
+    x = Old(np.zeros(4, np.float32), FLOAT, device=(2, 0), versioned=False)
+    view = _host.describe(x, -1)
+    assert x.exports == [{"stream": -1}] and view.device_type == 2 and not view.readonly
+
+
+def test_with_a_stream_the_errors_of_the_library_are_raised() -> None:
+    class Refuses(Producer):
+        error: Exception
+
+        def __dlpack__(self, **arguments: Any) -> Any:
+            raise self.error
+
+    x = Refuses(np.zeros(4, np.float32), FLOAT, device=(2, 0))
+    for kind in (BufferError, TypeError, KeyError, KeyboardInterrupt):
+        x.error = kind("the reason")
+        with pytest.raises(kind, match="the reason"):
+            _host.describe(x, 1)
+    for wrong in (3, np.zeros(2, "M8[s]"), type("Array", (), {"__dlpack_device__": lambda self: (2, 0)})()):
+        with pytest.raises((AttributeError, BufferError)):
+            _host.describe(wrong, 1)
+    wrong = type("Array", (), {"__dlpack_device__": lambda self: (2, 0), "__dlpack__": lambda self, **how: 3})()
+    with pytest.raises(TypeError, match="a Array gives no access to its memory"):
+        _host.describe(wrong, 1)
+
+
+def test_a_view_for_a_stream_keeps_the_array_alive() -> None:
+    x = Exporter(np.zeros(4, np.float32), FLOAT, device=(2, 0))
+    alive = weakref.ref(x)
+    view = _host.describe(x, 1)
+    del x
+    gc.collect()
+    assert alive() is not None
+    del view
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_c_functions_of_a_type_where_no_order_is_wanted() -> None:
+    """They order nothing, so they serve only those who give the stream -1; __dlpack__ knows pinned memory."""
+    x = np.zeros(4, np.float32)
+    for device, by_exchange in (((2, 3), True), ((13, 0), True), ((1, 0), False), ((3, 0), False)):
+        exchange = Exchange(x, FLOAT, device=device)
+        kind = type("Array", (Exporter,), {"__dlpack_c_exchange_api__": exchange.capsule})
+        array = kind(x, FLOAT, device=device)
+        view = _host.describe(array, -1)
+        assert (view.address, view.device_type, view.device_id, view.readonly) == (x.ctypes.data, *device, False)
+        assert bool(array.exports) != by_exchange
+        _host.describe(array, 1)
+        assert len(array.exports) == 2 - by_exchange
+        alive = weakref.ref(array)
+        del array
+        assert alive() is not None
+        del view
+        assert alive() is None

@@ -19,5 +19,6 @@ def test_a_repeated_call_runs_few_functions(monkeypatch: pytest.MonkeyPatch) -> 
     two_round |= {"cuEventRecord": 6, "streamWaitEvent": 6, "getDevice": 2}
     assert found["quantized_allreduce(x)"].cuda == two_round
     assert found["plan.start().wait()"].cuda == two_round
-    limits = {"quantized_allreduce(x)": 95, "quantized_allreduce_coalesced(8 arrays)": 315, "plan.start().wait()": 68}
+    assert found["quantized_allreduce_coalesced(8 arrays)"].cuda == two_round
+    limits = {"quantized_allreduce(x)": 85, "quantized_allreduce_coalesced(8 arrays)": 135, "plan.start().wait()": 68}
     assert {name: found[name].python for name in limits if found[name].python > limits[name]} == {}

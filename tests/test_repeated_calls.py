@@ -8,6 +8,7 @@ import weakref
 
 import numpy as np
 import pytest
+from dlpack import FLOAT, Producer
 
 import qccl
 import qccl.plan
@@ -380,7 +381,7 @@ def test_the_rate_of_a_repeated_call_is_its_own():
 def test_the_table_of_calls_compares_types_and_forms():
     table = _host.CallTable(Codec)
     x = np.zeros((2, 3), np.float32)
-    table.add((x, None), (1, "sum"), {"chunk": None}, "found")
+    table.add((x, None), (1, "sum"), {"chunk": None}, lambda: "found")
     payload, (view,) = table.find((x.copy(), None), (1, "sum"), {"chunk": None})
     assert payload == "found" and view.shape == (2, 3)
     frozen = x.copy()
@@ -403,15 +404,36 @@ def test_the_table_of_calls_compares_types_and_forms():
     ):
         assert table.find(arrays, options, keywords) is None
     for options in ((np.int64(1),), ([],), (object(),)):
-        table.add((x,), options, {}, "never")
+        table.add((x,), options, {}, pytest.fail)
         assert table.find((x,), options, {}) is None
+
+
+def test_the_table_of_calls_compares_devices():
+    """It describes arrays as it was told to."""
+    x = np.zeros(4, np.float32)
+    described = []
+
+    def describe(array):
+        described.append(array)
+        return None if isinstance(array, str) else _host.describe(array, -1)
+
+    table = _host.CallTable(Codec, describe)
+    here = Producer(x, FLOAT, device=(2, 0))
+    table.add((here, None), (), {}, lambda: "found")
+    assert table.find((Producer(x, FLOAT, device=(2, 0)), None), (), {})[0] == "found"
+    for device in ((2, 1), (13, 0), (3, 0), (1, 0)):
+        assert table.find((Producer(x, FLOAT, device=device), None), (), {}) is None
+    assert described[0] is here and len(described) == 6
+    for refused in (object(), "text"):
+        table.add((refused, None), (), {}, pytest.fail)
+        assert table.find((refused, None), (), {}) is None
 
 
 def test_a_codec_in_the_table_of_calls_equals_only_itself():
     table, x = _host.CallTable(Codec), ones()
     codec, equal = codecs.get("minmax4"), dataclasses.replace(codecs.get("minmax4"))
     assert codec == equal and codec is not equal
-    table.add((x,), (), {"codec": codec}, "found")
+    table.add((x,), (), {"codec": codec}, lambda: "found")
     assert table.find((x,), (), {"codec": codec})[0] == "found"
     for other in (equal, codecs.get("minmax8"), codec.spec()):
         assert table.find((x,), (), {"codec": other}) is None
@@ -420,7 +442,7 @@ def test_a_codec_in_the_table_of_calls_equals_only_itself():
 def test_the_table_of_calls_is_bounded():
     table, x = _host.CallTable(Codec), ones(1)
     for i in range(5000):
-        table.add((x,), (i,), {}, i)
+        table.add((x,), (i,), {}, lambda i=i: i)
     found = [i for i in range(5000) if table.find((x,), (i,), {})]
     assert found and found[-1] == 4999 and len(found) <= 4096
 
@@ -428,7 +450,7 @@ def test_the_table_of_calls_is_bounded():
 def test_the_table_of_calls_is_bounded_by_the_number_of_arrays():
     table, xs = _host.CallTable(Codec), (ones(1),) * 1000
     for i in range(100):
-        table.add(xs, (i,), {}, i)
+        table.add(xs, (i,), {}, lambda i=i: i)
     found = [i for i in range(100) if table.find(xs, (i,), {})]
     assert found and found[-1] == 99 and len(found) <= 65
 

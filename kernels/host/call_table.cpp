@@ -48,6 +48,7 @@ struct Key {
     words.push_back(dtype.code | dtype.bits << 8 | static_cast<std::uint64_t>(dtype.lanes) << 16 |
                     static_cast<std::uint64_t>(view.readonly) << 32 |
                     static_cast<std::uint64_t>(view.device_type()) << 40);
+    words.push_back(static_cast<std::uint64_t>(view.device_id()));
     words.push_back(view.array.ndim());
     for (std::size_t i = 0; i < view.array.ndim(); ++i) {
       words.push_back(view.array.shape(i));
@@ -76,12 +77,14 @@ struct HashOfKey {
 
 class CallTable {
  public:
-  explicit CallTable(nb::type_object constant) : constant_(std::move(constant)) {}
+  CallTable(nb::type_object constant, nb::object describe)
+      : constant_(std::move(constant)), describe_(std::move(describe)) {}
 
-  void add(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, nb::object payload) {
+  void add(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, const nb::callable& make) {
     Key key;
     nb::list views;
     if (!describe_call(arrays, options, keywords, key, views)) return;
+    nb::object payload = make();
     if (entries_.size() >= kMostEntries || array_count_ + arrays.size() > kMostArrays) clear();
     array_count_ += arrays.size();
     entries_.insert_or_assign(std::move(key), std::move(payload));
@@ -104,6 +107,7 @@ class CallTable {
 
   int visit(visitproc visit, void* arg) const {
     Py_VISIT(constant_.ptr());
+    Py_VISIT(describe_.ptr());
     for (const auto& [key, payload] : entries_) {
       for (const nb::object& value : key.values) Py_VISIT(value.ptr());
       Py_VISIT(payload.ptr());
@@ -124,9 +128,10 @@ class CallTable {
       key.words.push_back(!array.is_none());
       if (array.is_none()) continue;
       try {
-        View view = describe(array);
-        key.add_array(Py_TYPE(array.ptr()), view);
-        views.append(nb::cast(std::move(view)));
+        nb::object view = describe_.is_none() ? nb::cast(describe(array)) : describe_(array);
+        if (view.is_none()) return false;
+        key.add_array(Py_TYPE(array.ptr()), nb::cast<const View&>(view));
+        views.append(std::move(view));
       } catch (const nb::builtin_exception&) {  // the usual path says what is wrong
         return false;
       } catch (nb::python_error&) {
@@ -137,6 +142,7 @@ class CallTable {
   }
 
   const nb::type_object constant_;  // of options that never change
+  const nb::object describe_;       // makes the view of an array; None for describe()
   std::unordered_map<Key, nb::object, HashOfKey> entries_;
   std::size_t array_count_ = 0;
 };
@@ -160,8 +166,8 @@ PyType_Slot kSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_table)},
 
 void bind_call_table(nb::module_& m) {
   nb::class_<CallTable>(m, "CallTable", nb::type_slots(kSlots), "What earlier calls with equal arguments have proved.")
-      .def(nb::init<nb::type_object>(), "constant"_a)
-      .def("add", &CallTable::add, "arrays"_a, "options"_a, "keywords"_a, "payload"_a)
+      .def(nb::init<nb::type_object, nb::object>(), "constant"_a, "describe"_a = nb::none())
+      .def("add", &CallTable::add, "arrays"_a, "options"_a, "keywords"_a, "make"_a)
       .def("find", &CallTable::find, "arrays"_a, "options"_a, "keywords"_a);
 }
 

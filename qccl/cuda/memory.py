@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from qccl import dtypes
+from qccl import _host, dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
+from qccl.codecs.base import Codec
 from qccl.cuda.libraries import cuda_libraries, on_device
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
@@ -28,7 +29,6 @@ _DEVICES = {1: "host memory", 3: "pinned host memory", 10: "ROCm memory"}
 #: streams as numbers: 0 and 1 are both the legacy default stream, and DLPack knows only the 1
 _LEGACY = 1
 _NO_ORDER = -1
-_MAX_VERSION = (1, 1)
 _ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16"}
 
 
@@ -50,17 +50,18 @@ class _View:
 class CudaMemory:
     """Memory of one GPU (interface: Memory)."""
 
-    calls = None
-
     def __init__(self, device: int) -> None:
         self.device = device
+        self.calls = _host.CallTable(Codec, _view)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         wanted = None if dtype is None else dtypes.get(dtype)
         view: Any = None
         refusal = "it has neither __dlpack__ nor __cuda_array_interface__"
-        if hasattr(array, "__dlpack__"):
-            view, refusal = _by_dlpack(array)
+        try:
+            view = _view(array)
+        except Exception as error:
+            refusal = str(error)
         if view is None and hasattr(array, "__cuda_array_interface__"):
             view, refusal = _by_interface(array)
         if view is None:
@@ -90,7 +91,7 @@ class CudaMemory:
 
     def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
         """As in Memory: the call's stream, then the producers' own where those are others."""
-        arrays = [v.array for v in {v.address: v for v in values}.values() if v.array is not None]
+        arrays = [v.array for v in dict.fromkeys(values) if v.array is not None]
         own, by_type = [], dict[type, int]()
         for array in arrays:
             found = by_type.get(type(array))
@@ -166,46 +167,19 @@ class CudaMemory:
         )
 
 
-class _Export:
-    """An array that exports its memory in order with a stream (DLPack's number) and not with the default one."""
-
-    def __init__(self, array: Any, stream: int) -> None:
-        self._array, self._stream = array, stream
-        self.error: Exception | None = None
-
-    def __dlpack__(self, **given: Any) -> Any:
-        try:
-            return _export(self._array, self._stream)
-        except Exception as error:
-            self.error = error
-            raise
-
-    def __dlpack_device__(self) -> Any:
-        return self._array.__dlpack_device__()
-
-
-def _export(array: Any, stream: int) -> Any:
-    """A DLPack capsule; ``stream`` as DLPack counts, which the array's work so far is put before."""
-    device = array.__dlpack_device__()[0]
-    given = {"stream": stream} if device in (_CUDA, _CUDA_MANAGED) else {}
-    try:
-        return array.__dlpack__(**given, max_version=_MAX_VERSION)
-    except TypeError:  # a library older than versions
-        return array.__dlpack__(**given)
-
-
-def _by_dlpack(array: Any) -> tuple[Any, str]:
-    """A description, or None and the reason. The address alone is wanted; order comes with each call.
+def _view(array: Any) -> _host.View | None:
+    """The memory of an array; None without ``__dlpack__``. The address alone is wanted; order comes with each call.
 
     Not every library knows the stream that means "no order" (JAX takes it for one): those are told the default stream.
     """
-    from qccl import _host
+    if not hasattr(array, "__dlpack__"):
+        return None
+    return _export(array, _NO_ORDER if is_tensor(array) or _is_cupy(array) else _LEGACY)
 
-    export = _Export(array, _NO_ORDER if is_tensor(array) or _is_cupy(array) else _LEGACY)
-    try:
-        return _host.describe(export), ""
-    except (TypeError, BufferError, RuntimeError, ValueError) as error:
-        return None, str(export.error or error)
+
+def _export(array: Any, stream: int) -> _host.View:
+    """The memory of an array, whose library puts its work so far before ``stream``, a number as DLPack counts."""
+    return _host.describe(array, stream)
 
 
 def _by_interface(array: Any) -> tuple[_View | None, str]:
