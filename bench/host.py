@@ -255,7 +255,7 @@ def _measure_shared(
     each = max(10, min(500, (16 << 20) // x.nbytes))
     calls = _both_ways(comms, x, y, task)
     for name, comm in comms.items():
-        calls[name, "plan"] = _bound(comm, x, y, task)
+        calls[name, "plan"] = _bound(comm, x, y, task).run
     return _by_transport(comms, turns(comm, {side: (call, each) for side, call in calls.items()}, 15))
 
 

@@ -13,6 +13,7 @@ from qccl.collectives import (
     AllGatherSpec,
     AllReduceSpec,
     AllToAllSpec,
+    Binding,
     BroadcastSpec,
     CoalescedSpec,
     CollectiveSpec,
@@ -44,8 +45,7 @@ class KnownCall:
         given: form and name of each array that the caller gave.
         buffers: the schedule's buffers, each with the number of its array.
         key, stream, timeout, async_op: options.
-        addresses: of the last call's arrays.
-        binding: of the last call: see CollectiveSpec.bind().
+        bound: the addresses of the last call's arrays, and what CollectiveSpec.bind() returned for them.
         has_tensors: whether PyTorch's tensors are among the arrays; they are looked at in each call.
         repeats: whether Plan._repeat() can repeat the call, with the plan of the last one.
         plan: finds that plan, as long as it exists.
@@ -58,8 +58,7 @@ class KnownCall:
     stream: int | None
     timeout: float | None
     async_op: bool
-    addresses: list[int]
-    binding: tuple[bool, dict[str, int]]
+    bound: tuple[list[int], Binding]
     has_tensors: bool
     repeats: bool
     plan: Callable[[], Plan | None] = lambda: None
@@ -422,8 +421,7 @@ class Collectives(ABC):
             how["stream"],
             how["timeout"],
             how["async_op"],
-            [values.address for values in given],
-            spec.bind(arrays, self.rank, self.size),
+            ([values.address for values in given], spec.bind(arrays, self.rank, self.size)),
             has_tensors=any(is_tensor(values.array) for values in given),
             repeats=not how["async_op"] and not spec.codec.state_names,
         )
@@ -431,30 +429,35 @@ class Collectives(ABC):
     def _repeat(self, known: KnownCall, views: list[Any], given: Sequence[Any], result: Any, lr: float | None) -> Any:
         """Run a call again, on other arrays or the same; checks what may have changed."""
         addresses = [view.address for view in views]
-        is_unmoved = addresses == known.addresses
-        if is_unmoved and not known.has_tensors and self._rerun(known, (given, views)):
-            return result
+        last_addresses, binding = known.bound
+        is_unmoved, may_rerun = addresses == last_addresses, known.repeats and lr is None
+        if is_unmoved and may_rerun and not known.has_tensors:
+            if self._rerun(known, binding, (given, views)):
+                return result
+            may_rerun = False
         values = [
             from_known_form(view, array, form, what)
             for view, array, (form, what) in zip(views, given, known.given, strict=False)  # out may be None
         ]
         arrays = {name: values[number] for name, number in known.buffers}
         if not is_unmoved:
-            known.binding = known.spec.bind(arrays, self.rank, self.size)
-            known.addresses = addresses
-        if (known.has_tensors or not is_unmoved) and self._rerun(known, values):
+            binding = known.spec.bind(arrays, self.rank, self.size)
+            known.bound = addresses, binding
+        if may_rerun and self._rerun(known, binding, values):
             return result
-        return self._run_known(known, arrays, result, lr)
+        return self._run_known(known, binding, arrays, result, lr)
 
     @abstractmethod
-    def _rerun(self, known: KnownCall, kept: object) -> bool:
+    def _rerun(self, known: KnownCall, binding: Binding, kept: object) -> bool:
         """Run a collective whose arguments were checked and bound, and wait for it, if its last run can be repeated.
 
         ``kept``: objects that must live until it has ended.
         """
 
     @abstractmethod
-    def _run_known(self, known: KnownCall, arrays: Mapping[str, Values], result: Any, lr: float | None) -> Any:
+    def _run_known(
+        self, known: KnownCall, binding: Binding, arrays: Mapping[str, Values], result: Any, lr: float | None
+    ) -> Any:
         """Run a collective whose arguments were checked and bound, and return its result or its Work."""
 
     @abstractmethod

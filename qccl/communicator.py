@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, setup_timeout, timeout_of
 from qccl.arrays import Values
 from qccl.calls import Collectives, KnownCall
-from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
+from qccl.collectives import Binding, CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend, Progress
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
@@ -415,22 +415,24 @@ class Communicator(Collectives):
         work._check_result(lambda: self._refuse_nonfinite(outputs, own))
         return work if how["async_op"] else work.wait()
 
-    def _rerun(self, known: KnownCall, kept: object) -> bool:
+    def _rerun(self, known: KnownCall, binding: Binding, kept: object) -> bool:
         self._session.check_usable()
         plan = known.plan()
-        return plan is not None and plan._repeat(known.binding, known.timeout, kept)
+        return plan is not None and plan._repeat(binding, known.timeout, kept)
 
-    def _run_known(self, known: KnownCall, arrays: Mapping[str, Values], result: Any, lr: float | None) -> Any:
+    def _run_known(
+        self, known: KnownCall, binding: Binding, arrays: Mapping[str, Values], result: Any, lr: float | None
+    ) -> Any:
         self._session.check_usable()
         progress = Progress.CALLER
         if known.async_op:
             self._memory.hold(arrays.values())
             progress = Progress.NOW
         options = known.key, known.stream, known.timeout, None, lr, progress
-        plan, work = self._launch(known.spec, arrays, result, options, known.binding)
+        plan, work = self._launch(known.spec, arrays, result, options, binding)
         if not known.repeats:
             return self._deliver(plan, work, known.async_op)
-        plan._wait_and_keep(work, in_place=known.binding[0])
+        plan._wait_and_keep(work, in_place=binding[0])
         self._plans.give_back(plan)
         known.plan = weakref.ref(plan)
         return result
@@ -450,7 +452,7 @@ class Communicator(Collectives):
         arrays: Mapping[str, Values],
         result: Any,
         options: tuple[Any, ...],
-        binding: tuple[bool, dict[str, int]] | None = None,
+        binding: Binding | None = None,
     ) -> tuple[Plan, Work]:
         """A plan of this spec and the Work of a run; ``options``, ``binding``: see Plan._launch(), _prepare()."""
         plan = self._plans.take(self._session, spec)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values
-from qccl.collectives import CollectiveSpec
+from qccl.collectives import Binding, CollectiveSpec
 from qccl.collectives.feedback import sums_of
 from qccl.engine.base import Execution, Program, Progress
 from qccl.errors import ArgumentError
@@ -53,8 +53,8 @@ class _Bound(NamedTuple):
 class Plan:
     """A prepared collective, like MPI-4's persistent ones: call bind() once, start() and wait() many times.
 
-    Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind, start and wait, and ``plan()``
-    start and wait. ``key`` names the state of a stateful codec.
+    Two runs of one plan never overlap: it has one workspace. ``plan(x, out)`` is bind() and run(). ``key`` names the
+    state of a stateful codec.
 
     Attributes:
         nbytes: bytes of workspace held.
@@ -102,9 +102,7 @@ class Plan:
         self._bound, self._key = self._prepare(arrays, result), key
         return self
 
-    def _prepare(
-        self, arrays: Mapping[str, Values], result: Any, binding: tuple[bool, dict[str, int]] | None = None
-    ) -> _Bound:
+    def _prepare(self, arrays: Mapping[str, Values], result: Any, binding: Binding | None = None) -> _Bound:
         """The arguments of runs on these arrays, whose element types and counts were checked.
 
         ``binding`` is what the spec's bind() returned for arrays of these addresses and of the spec's order.
@@ -197,36 +195,47 @@ class Plan:
             self._ended[in_place, self._session.call_offset] = execution
         return result
 
-    def _repeat(self, binding: tuple[bool, dict[str, int]], timeout: float | None, kept: object) -> bool:
+    def _repeat(self, binding: Binding, timeout: float | None, kept: object) -> bool:
         """Make an earlier run once more, on other arrays or the same, and wait. False if that is not possible now."""
         in_place, addresses = binding
         session = self._session
         ended = self._ended.get((in_place, session.call_offset))
         if ended is None or self._users:
             return False
-        self._used = session.sequence + 1
-        return session.rerun(ended, addresses, timeout, kept)
+        if session.rerun(ended, addresses, timeout, kept):
+            self._used = session.sequence
+            return True
+        return False
 
     def wait(self, timeout: float | None = None) -> Any:
         """Work.wait() of the last run."""
         if self._work is None:
+            self._session.check_usable()
             raise ArgumentError("this plan was not started; call plan.start() first")
         return self._work.wait(timeout)
 
-    def __call__(self, x: Any = None, out: Any = None, *, lr: float | None = None) -> Any:
-        """Run once and return the output array: on ``x`` (and ``out``), which it binds, or on the bound arrays."""
-        session, bound = self._session, self._bound
-        if x is not None or out is not None:
-            bound = self.bind(x, out)._bound
-        elif bound is not None:
-            session.check_usable()
-            session.memory.hold(bound.arrays.values())
-        if bound is None or lr is not None or bound.compiled.state or bound.text != self._text:
+    def run(self, *, lr: float | None = None) -> Any:
+        """Run once on the bound arrays and return the output array; as start() and wait(), in less time."""
+        self._session.check_usable()
+        if self._bound is not None:
+            self._session.memory.hold(self._bound.arrays.values())
+        return self._run(lr)
+
+    def __call__(self, x: Any, out: Any = None, *, lr: float | None = None) -> Any:
+        """Bind ``x`` (and ``out``), run once and return the output array."""
+        return self.bind(x, out)._run(lr)
+
+    def _run(self, lr: float | None) -> Any:
+        bound, last = self._bound, self._work
+        if bound is None or lr is not None or self.spec.codec.state_names or bound.text != self._text:
             return self._start(lr=lr).wait()
-        last, binding = self._work, (bound.compiled.in_place, bound.addresses)
-        if last is not None and last._ended_with(bound.result) and self._repeat(binding, None, bound):
-            return bound.result
-        return self._wait_and_keep(self._start(), in_place=bound.compiled.in_place)
+        in_place = bound.compiled.in_place
+        if last is not None and last._ended_with(bound.result):
+            self._work = None  # if this run fails, no run has ended last
+            if self._repeat((in_place, bound.addresses), None, bound):
+                self._work = last
+                return bound.result
+        return self._wait_and_keep(self._start(), in_place=in_place)
 
     def is_active(self) -> bool:
         """Whether a run is under way that must end before the next (never on CUDA). Makes no progress."""

@@ -80,27 +80,30 @@ class Session:
         header, lr = Header(Kind.CALL, self.sequence, text, pairs), 1.0 if lr is None else lr
         arguments = RunArguments(bindings, self.calls, header, deadline, trace, schedule, streams, lr, progress)
         execution = self.engine.start(program, arguments)
-        self.sequence += 1
-        self.calls += 1
+        self._take_number()
         return execution
 
     def rerun(self, execution: Execution, bindings: Mapping[str, int], timeout: float | None, kept: object) -> bool:
         """Make the call of an execution that has ended once more, and wait. False: the engine cannot; use start()."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        call = self.calls
         try:
-            if not execution.rerun(Rerun(bindings, self.sequence, call, deadline, kept)):
+            if not execution.rerun(Rerun(bindings, self._take_number, deadline, kept)):
                 return False
         except QcclError as error:
-            self.fail(error, call)
+            self.fail(error, execution.call)
             raise
         except BaseException as error:  # Ctrl-C or a bug: the engine has sent it to the other ranks
-            self.fail(gave_up(self.rank, error), call)
+            self.fail(gave_up(self.rank, error), execution.call)
             raise
         execution.kept = None
+        return True
+
+    def _take_number(self) -> tuple[int, int]:
+        """The numbers of the next call: in the group, and among those that key random numbers."""
+        numbers = self.sequence, self.calls
         self.sequence += 1
         self.calls += 1
-        return True
+        return numbers
 
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
         """One call that moves no arrays: wait until every rank has made it, then ``act``."""

@@ -304,6 +304,44 @@ def test_nothing_is_run_again_while_another_thread_drives(monkeypatch):
     qccl.run_ranks(1, run)
 
 
+def test_the_rate_is_checked():
+    def run(comm):
+        x = warm(comm)
+        for lr in (-1.0, "x", float("nan")):
+            with pytest.raises(ArgumentError, match="lr must be"):
+                comm.quantized_allreduce(x, lr=lr)
+        comm.quantized_allreduce(x, lr=0.5)
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_call_in_the_middle_of_another(monkeypatch):
+    """A call that a signal handler starts while a repeated call waits gets a number of its own."""
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x, y = warm(comm, codec="none"), np.ones(COUNT, np.float32)
+        warmed.wait(20)
+        works, usual = [], comm.transport.poll
+
+        def poll(idle=0):
+            if not works:
+                works.append(None)
+                works[0] = comm.quantized_allreduce(x, codec="none", async_op=True)
+                assert comm.calls == WARM + 2
+            return usual(idle=idle)
+
+        monkeypatch.setattr(comm.transport, "poll", poll)
+        x[:] = 1
+        comm.quantized_allreduce(x, codec="none")  # the other one waits for it, because it uses the same memory
+        comm.quantized_allreduce(y, codec="none")
+        assert (works[0].wait(timeout=20) == 4).all()
+        assert (y == 2).all()
+        assert comm.calls == WARM + 3
+
+    qccl.run_ranks(2, run)
+
+
 # -- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -315,7 +353,7 @@ def test_a_plan_that_is_called_again(monkeypatch, size):
         x, y = np.empty(COUNT, np.float32), np.empty(COUNT, np.float32)
         plan = comm.plan("allreduce", COUNT, codec="none")
         with pytest.raises(ArgumentError, match="no arrays yet"):
-            plan()
+            plan.run()
         for _ in range(2):
             plan(x)
             plan(x, y)
@@ -325,7 +363,7 @@ def test_a_plan_that_is_called_again(monkeypatch, size):
         comm.allgather(b"")
         for i in range(5):
             x[:] = i
-            assert plan() is y
+            assert plan.run() is y
             assert (y == size * i).all()
             assert plan.wait() is y
         since = len(executions) - before
@@ -338,7 +376,7 @@ def test_a_plan_that_is_called_again(monkeypatch, size):
         with pytest.raises(ArgumentError, match="still running" if size > 1 else "running"):
             plan.bind(x)
         with pytest.raises(ArgumentError, match="running"):
-            plan()
+            plan.run()
         work.wait(timeout=20)
         return since
 
@@ -350,12 +388,75 @@ def test_a_plan_whose_tensor_was_moved():
         x = torch.ones(COUNT)
         plan = comm.plan("allreduce", COUNT).bind(x)
         for _ in range(3):
-            plan()
+            plan.run()
         x.data = torch.ones(COUNT)
         with pytest.raises(InvalidBufferError, match=r"call plan.bind\(\) again"):
-            plan()
+            plan.run()
 
     qccl.run_ranks(1, run)
+
+
+def test_a_plan_that_failed():
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x = np.zeros(COUNT, np.float32)
+        plan = comm.plan("allreduce", COUNT)
+        for _ in range(WARM):
+            plan(x)
+        warmed.wait(20)
+        if comm.rank:
+            comm.abort("no more data")
+            return
+        for call in (plan.run, plan.wait, plan.start, lambda: plan(x)):
+            with pytest.raises(qccl.PeerLost, match="no more data"):
+                call()
+
+    qccl.run_ranks(2, run)
+
+
+def test_headers_of_a_plan_with_other_text():
+    """A run started in another way between has left its own header in the plan's program."""
+
+    def run(comm):
+        rows = np.ones((10, 30), np.float32)
+        columns = np.asfortranarray(rows)
+        plan = comm.plan("reduce", COUNT, codec="none")
+        for array in (rows, rows, columns, rows, columns, columns, rows):
+            plan(array)
+        dithered = comm.plan("allreduce", COUNT, codec="dithering:k=4").bind(np.ones(COUNT, np.float32))
+        for _ in range(3):
+            dithered.run()
+        saved = comm.state_dict()
+        comm.load_state_dict(saved | {"calls": 1000})
+        dithered.start().wait() if comm.rank else dithered.run()
+        comm.load_state_dict(saved)
+        dithered.run()
+        for array in (rows, rows, columns):
+            plan(array)
+        with pytest.raises(qccl.MismatchError):
+            plan(rows if comm.rank else columns)
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_key_on_a_rank_without_state():
+    """A rank that owns nothing has no residuals, and behaves like the others under the key."""
+
+    def run(comm):
+        x = np.ones(COUNT, np.float32)
+        plan = comm.plan("reduce_scatter", COUNT, codec="minmax4+ef", key="k", counts=[COUNT, 0]).bind(x)
+        for _ in range(3):
+            plan.run()
+        comm.reset("k")
+        plan.run(lr=0.5)
+        with pytest.raises(ArgumentError, match="lr"):
+            plan.run()
+        comm.reset("k")
+        plan.run()
+        comm.reset("k")
+
+    qccl.run_ranks(2, run)
 
 
 @pytest.mark.parametrize("codec", ["minmax2+ef", "dithering:k=4"])
@@ -368,7 +469,7 @@ def test_a_plan_called_gives_the_bytes_of_one_started(codec):
             if i == 4:
                 comm.load_state_dict(comm.state_dict() | {"calls": 1000})
             if called:
-                plan()
+                plan.run()
             else:
                 plan.start().wait()
             found.append(y.tobytes())

@@ -163,7 +163,7 @@ class QuantizedCall:
         """A function that makes one call from ``x`` to ``out``."""
         if not self._as_plan:
             return self._method_on(x, out)
-        return self.plan_on(x, out)
+        return self.plan_on(x, out).run
 
     def _method_on(self, x: Any, out: Any) -> Callable[[], object]:
         """The call as programs make it: each time the communicator reads the arguments and looks up the plan."""

@@ -20,12 +20,19 @@ from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.peer_exchange import PeerExchangeSpec
 from qccl.collectives.reduce import ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
-from qccl.collectives.spec import CollectiveSpec, spec_of
+from qccl.collectives.spec import Binding, CollectiveSpec, spec_of
 from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
 
-__all__ = ["COLLECTIVES", "AllGatherSpec", "AllReduceSpec", "AllToAllSpec", "BroadcastSpec", "CoalescedSpec"]
-__all__ += ["CollectiveSpec", "HierarchicalSpec", "PeerExchangeSpec", "ReduceScatterSpec", "ReduceSpec"]
+__all__ = ["COLLECTIVES", "AllGatherSpec", "AllReduceSpec", "AllToAllSpec", "Binding", "BroadcastSpec"]
+__all__ += [
+    "CoalescedSpec",
+    "CollectiveSpec",
+    "HierarchicalSpec",
+    "PeerExchangeSpec",
+    "ReduceScatterSpec",
+    "ReduceSpec",
+]
 __all__ += ["spec_of", "spec_of_plan"]
 
 _PLANNED = (

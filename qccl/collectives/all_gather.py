@@ -12,7 +12,7 @@ from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, parti
 from qccl.collectives.operands import CallerBuffers, Group
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import AllGather, alone, assemble, pipeline
-from qccl.collectives.spec import common
+from qccl.collectives.spec import Binding, common
 from qccl.collectives.wire import Encoding
 from qccl.schedule import Op, Schedule
 
@@ -34,7 +34,7 @@ class AllGatherSpec(PartsSpec):
         """See CollectiveSpec."""
         return {"input": self.lengths(size)[rank], "output": self.count}
 
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
         source, target = arrays["input"], arrays["output"]
         if is_part_of(source, target, sum(self.lengths(size)[:rank])):

@@ -12,7 +12,7 @@ from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, parti
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
-from qccl.collectives.spec import CollectiveSpec, common
+from qccl.collectives.spec import Binding, CollectiveSpec, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -80,7 +80,7 @@ class AllToAllSpec(CollectiveSpec):
         """See CollectiveSpec."""
         return row_major(arrays, self.name)
 
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
         check_disjoint([arrays["output"]], [arrays["input"]])
         return False, {name: values.address for name, values in arrays.items()}

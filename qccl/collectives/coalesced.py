@@ -10,7 +10,7 @@ from qccl.arguments import OpLike, one_of, op_of
 from qccl.arrays import Values, check_disjoint, same_or_disjoint
 from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec
 from qccl.collectives.operands import CallerBuffers
-from qccl.collectives.spec import common, common_order
+from qccl.collectives.spec import Binding, common, common_order
 from qccl.errors import ArgumentError
 
 __all__ = ["CoalescedSpec"]
@@ -48,7 +48,7 @@ class CoalescedSpec(AllReduceSpec):
         orders = [common_order(pair) for pair in pairs]
         return "C" if all(order == "C" for order in orders) else "; ".join(orders)
 
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
         numbers = range(len(self.each))
         sources = {f"input {i}": arrays[f"input {i}"] for i in numbers}

@@ -12,7 +12,7 @@ from qccl.codecs.base import Codec
 from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
 from qccl.collectives.rounds import assemble, decode_chunk, encode_chunk, pipeline
-from qccl.collectives.spec import CollectiveSpec, common
+from qccl.collectives.spec import Binding, CollectiveSpec, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
@@ -74,7 +74,7 @@ class PeerExchangeSpec(CollectiveSpec):
                 raise ArgumentError(f"{keyword} names a rank twice: {list(peers)}")
         return dict.fromkeys(("input", *_updated(self.receive_from, self.applied)), self.count)
 
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
         check_disjoint([values for name, values in arrays.items() if name != "input"], [arrays["input"]])
         return False, {name: values.address for name, values in arrays.items()}

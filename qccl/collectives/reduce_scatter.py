@@ -13,7 +13,7 @@ from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, parti
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
-from qccl.collectives.spec import common
+from qccl.collectives.spec import Binding, common
 from qccl.collectives.wire import Encoding
 from qccl.schedule import Op, Schedule
 
@@ -43,7 +43,7 @@ class ReduceScatterSpec(PartsSpec):
         lengths = self.lengths(size)
         return source.part(sum(lengths[:rank]), lengths[rank])
 
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
         source, target = arrays["input"], arrays["output"]
         if is_part_of(target, source, sum(self.lengths(size)[:rank])):

@@ -16,7 +16,10 @@ from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.schedule import Schedule
 
-__all__ = ["CollectiveSpec", "check_root", "common", "common_order", "spec_of"]
+__all__ = ["Binding", "CollectiveSpec", "check_root", "common", "common_order", "spec_of"]
+
+#: whether a call is in place, and the address of each of the caller's buffers in the schedule
+Binding = tuple[bool, dict[str, int]]
 
 _Spec = TypeVar("_Spec", bound="CollectiveSpec")
 _PLAIN = frozenset({str, int, type(None)})
@@ -105,8 +108,8 @@ class CollectiveSpec(ABC):
         """The order of the arrays' elements in memory. Raises ArgumentError if the arrays differ in it."""
         return common_order(arrays)
 
-    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> tuple[bool, dict[str, int]]:
-        """Whether the call is in place, and the address of each of the caller's buffers in the schedule.
+    def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
+        """How the schedule finds the arrays.
 
         Raises InvalidBufferError if arrays overlap in a way that is not allowed.
         """

@@ -54,14 +54,15 @@ class RunArguments(NamedTuple):
 
 
 class Rerun(NamedTuple):
-    """The arguments of a run that differ from those of the last one; ``sequence`` is its header's.
+    """The arguments of a run that differ from those of the last one; see RunArguments.
 
-    ``kept``: objects that must live until the run has ended.
+    Attributes:
+        take_number: returns the header's sequence number, and the call's. Called once if the run begins.
+        kept: objects that must live until the run has ended.
     """
 
     bindings: Mapping[str, int]
-    sequence: int
-    call: int
+    take_number: Callable[[], tuple[int, int]]
     deadline: float
     kept: object
 

@@ -229,11 +229,12 @@ class HostEngine:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._failure is not None or self._active or self._queue or self._left:
+            if self._failure is not None or self._active or self._queue or self._left or not execution.is_last:
                 return False
-            self._active[run.sequence] = execution
+            execution.renew(run)
+            self._active[execution.sequence] = execution
             try:
-                self._act(execution.begin_again(run, self._loop, self._on_control))
+                self._act(execution.begin_again(self._loop, self._on_control))
             except BaseException as error:
                 self._fail_all(error)
                 raise

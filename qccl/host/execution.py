@@ -44,6 +44,7 @@ class Execution(WithCallbacks):
         "_engine",
         "_labels",
         "_lr",
+        "_number",
         "_pairs",
         "_program",
         "_text",
@@ -68,6 +69,7 @@ class Execution(WithCallbacks):
         self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
         _, self.sequence, self._text, self._pairs = header
         self.begun = self.detached = False
+        self._number = 0
 
     def step(self) -> bool:
         """Advance all runs of the engine a little; whether this run has ended. Never blocks for long."""
@@ -139,14 +141,25 @@ class Execution(WithCallbacks):
     def begin(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> bool:
         """Send the header, and start all steps that depend on nothing; whether any run has ended."""
         self.begun = self._program.running = True
+        self._program.runs += 1
+        self._number = self._program.runs
         header = self._header
         headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else header.pack()
         return loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)
 
-    def begin_again(self, run: Rerun, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> _host.Outcome:
-        """Begin another run like the last one, and advance until a run has ended."""
+    @property
+    def is_last(self) -> bool:
+        """Whether no other run of the program has begun since: it has the headers of this one."""
+        return self._number == self._program.runs
+
+    def renew(self, run: Rerun) -> None:
+        """Set the arguments of another run."""
         self.done = False
-        self._bindings, self.sequence, self.call, self.deadline, self.kept = run
+        self._bindings, take_number, self.deadline, self.kept = run
+        self.sequence, self.call = take_number()
+
+    def begin_again(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> _host.Outcome:
+        """Begin the run that renew() has set up, with the last one's headers; advance until a run has ended."""
         self._program.bind(self._bindings, self.call, self._lr)
         self._program.running = True
         return loop.rerun(self._program.run, self.sequence, self.deadline, on_control)

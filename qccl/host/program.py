@@ -54,6 +54,7 @@ class Program:
         rank: of the schedule.
         workspace_nbytes: bytes of the workspace.
         running: a run is under way.
+        runs: how many have begun that wrote their headers.
         extents: of the caller's memory, in ascending order.
     """
 
@@ -61,6 +62,7 @@ class Program:
         """``threads`` may share an operation; ``eager_nbytes`` of data may be sent with a header."""
         self.rank = schedule.rank
         self.running = False
+        self.runs = 0
         self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
         self._callers = {n: buffer for n, buffer in schedule.buffers.items() if buffer.role is not Role.WORK}
         self._bindings: dict[str, int] | None = None
