@@ -17,6 +17,9 @@ ready when it does, and nothing can end before the computation. The limit takes 
 step without a link, in shared memory, shows what they and PyTorch take while four ranks share the processors.
 ``--save`` writes docs/results/training-<date>.json and docs/training.png, ``--write docs/results.md`` the tables of
 that page; with ``--sections "" --save`` it measures nothing and writes them from the file.
+
+With another number of ranks (``--ranks 2 --sections steps``) the file and the place in the page have their own names.
+On two cores that shows the step without ranks that share a core. A section without curves has no times to the target.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import click
-from runs import MARK, commit, machine, measured_on, rewrite_table, run_ranks, table
+from runs import MARK, machine, measured_on, rewrite_table, run_ranks, run_undisturbed, table
 
 from qccl.bench.lab import Lab, shaped_nbytes
 from qccl.bench.sizes import parse_link
@@ -50,27 +53,32 @@ EVERY = 25
 THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
 OURS = ("minmax8", "minmax4+ef", "trellis2+ef", "topk:k=0.01+ef", "onebit:reconstruct=mean+ef")
 ACCURACY = ("method", "bits per byte at the end", "more than fp32", "steps to the target", "MB a step")
-TIMES = (
-    *("method", "link", "ms a step", "least ms", "least / time", "ms without a link"),
-    *("s to the target", "times sooner than fp32"),
-)
+STEP = ("method", "link", "ms a step", "least ms", "least / time", "ms without a link")
+TIMES = (*STEP, "s to the target", "times sooner than fp32")
+#: default number of ranks; the names of other numbers' files and tables contain the number
+RANKS = 4
 
 
 @click.command()
 @click.option("--sections", default="curves,steps,whole,scaling", show_default=True)
+@click.option("--ranks", default=RANKS, show_default=True, help="Not of the scaling.")
 @click.option("--links", default="100mbit,1gbit", show_default=True)
 @click.option("--methods", default=",".join(THEIRS + OURS), show_default=True)
 @click.option("--seeds", default=5, show_default=True)
 @click.option("--steps", default=500, show_default=True, help="Of a training.")
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
+@click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
 @click.option("--resume", is_flag=True, help="Keep the file's curves, and measure those that it lacks.")
 @click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
 @click.option("--write", help="A page whose tables are to be replaced, such as docs/results.md.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
-    path = _DOCS / "results" / f"training-{date.today().isoformat()}.json"
+    ranks = given["ranks"]
+    name, option = ("training", "") if ranks == RANKS else (f"training-{ranks}-ranks", f" --ranks {ranks}")
+    path = _DOCS / "results" / f"{name}-{date.today().isoformat()}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if given["save"] and path.exists() else {}
     document |= {"machine": machine(), "budget": given["budget"]}
+    given |= {"until": time.monotonic() + given["patience"]}
     methods, links = given["methods"].split(","), given["links"].split(",")
     for section in filter(None, given["sections"].split(",")):
         document[section] = document.get("curves", []) if given["resume"] and section == "curves" else []
@@ -81,43 +89,45 @@ def main(**given: Any) -> None:
     text = "\n\n".join(_report(document))
     print(f"\n{text}")
     if given["write"]:
-        rewrite_table(given["write"], "python bench/train_slow_link.py", text)
+        rewrite_table(given["write"], f"python bench/train_slow_link.py{option}", text)
     if given["save"]:
-        _figure(document, _DOCS / "training.png")
+        _figure(document, _DOCS / f"{name}.png")
 
 
 def _measured(
     section: str, methods: list[str], links: list[str], given: dict[str, Any], document: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """Measure one section."""
+    ranks, until = given["ranks"], given["until"]
     match section:
         case "curves":
             for seed, method in itertools.product(range(given["seeds"]), methods):
                 task = {"measure": "curve", "method": method, "seed": seed, "steps": given["steps"]}
                 if not any(task.items() <= row.items() for row in document["curves"]):
-                    yield _run(4, task)
+                    yield _run(ranks, task)
         case "steps":
             for link, method in itertools.product([*links, None], methods):
-                yield _step(4, method, link, _compute(document))
+                yield _step(ranks, method, link, _compute(document, until), until)
         case "whole":
-            yield _run(4, {"measure": "curve", "method": methods[-1], "seed": 0, "steps": given["steps"]}, links[0])
+            task = {"measure": "curve", "method": methods[-1], "seed": 0, "steps": given["steps"]}
+            yield _run(ranks, task, links[0])
         case "scaling":
-            for ranks, method in itertools.product((1, 2, 4, 8), ("fp32", methods[-1])):
-                yield _step(ranks, method, links[0] if ranks > 1 else None, _compute(document))
+            for n, method in itertools.product((1, 2, 4, 8), ("fp32", methods[-1])):
+                yield _step(n, method, links[0] if n > 1 else None, _compute(document, until), until)
         case _:
             raise click.BadParameter(f"section {section!r} is none of curves, steps, whole, scaling")
 
 
-def _compute(document: dict[str, Any]) -> dict[str, Any]:
+def _compute(document: dict[str, Any], until: float) -> dict[str, Any]:
     """The measured times of the computation of one rank, alone on the machine."""
     if "compute" not in document:
-        document["compute"] = _run(1, {"measure": "compute"})
+        document["compute"] = _run(1, {"measure": "compute"}, until=until)
     return document["compute"]
 
 
-def _step(ranks: int, method: str, link: str | None, compute: dict[str, Any]) -> dict[str, Any]:
+def _step(ranks: int, method: str, link: str | None, compute: dict[str, Any], until: float) -> dict[str, Any]:
     """Time a step behind a link, or without one in shared memory."""
-    found = _run(ranks, {"measure": "step", "method": method, "compute": compute, "link": link}, link)
+    found = _run(ranks, {"measure": "step", "method": method, "compute": compute, "link": link}, link, until)
     del found["compute"]
     found["limit"] = limit(compute, found["nbytes"], parse_link(link).rate if link else math.inf)
     return found
@@ -138,12 +148,19 @@ def limit(compute: dict[str, Any], nbytes: float, rate: float) -> float:
     return float(compute["forward"] + end + compute["optimiser"])
 
 
-def _run(ranks: int, task: dict[str, Any], link: str | None = None) -> dict[str, Any]:
-    """Start this script on ``ranks`` ranks; returns the task with what rank 0 found."""
-    lab = Lab(ranks, parse_link(link)) if link else None
-    (row,) = run_ranks(__file__, ranks, task, "ucx", lab, plain=None)
+def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float = 0.0) -> dict[str, Any]:
+    """Start this script on ``ranks`` ranks, again until ``until`` if other programs disturb it.
+
+    Returns the task with what rank 0 found.
+    """
+
+    def run() -> list[dict[str, Any]]:
+        lab = Lab(ranks, parse_link(link)) if link else None
+        return run_ranks(__file__, ranks, task, "ucx", lab, plain=None)
+
+    (row,) = run_undisturbed(run, until)
     print(f"{row['measure']} {row.get('method', '')} {link or ''}: {row['summary']}", file=sys.stderr, flush=True)
-    return row | {"ranks": ranks, "commit": commit()}
+    return row | {"ranks": ranks}
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
@@ -172,6 +189,10 @@ def _report(document: dict[str, Any]) -> Iterator[str]:
         )
         yield "\n".join(table(ACCURACY, _accuracy(document)))
         yield "\n".join(table(TIMES, _times(document)))
+    elif "steps" in document:
+        sent = _sent(document)
+        rows = ((*_timed(document, row), f"{sent[row['method']]:.2f}") for row in _behind_links(document))
+        yield "\n".join(table((*STEP, "MB a step"), rows))
     for row in document.get("whole", []):
         others = [each["digest"] for each in document.get("curves", []) if _same(each, row)]
         equal = "equal" if others == [row["digest"]] else "do not equal"
@@ -199,7 +220,7 @@ def _accuracy(document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         method: [row["curve"][-1][1] for row in document["curves"] if row["method"] == method]
         for method in dict.fromkeys(row["method"] for row in document["curves"])
     }
-    sent = {row["method"]: row["nbytes"] for row in reversed(document.get("steps", [])) if row["link"]}
+    sent = _sent(document)
     for method, bits in ends.items():
         mean, deviation = statistics.fmean(bits), statistics.stdev(bits) if len(bits) > 1 else 0.0
         steps = _steps(document, method)
@@ -209,27 +230,43 @@ def _accuracy(document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
             f"{mean:.3f} +- {deviation:.3f}",
             f"{mean - statistics.fmean(ends['fp32']):+.3f}",
             f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
-            f"{sent[method] / 1e6:.2f}" if method in sent else "",
+            f"{sent[method]:.2f}" if method in sent else "",
         )
 
 
 def _times(document: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """The time of a step behind each link, its limit, and the time to fp32's quality."""
-    rows = {(row["link"], row["method"]): row for row in document.get("steps", [])}
-    for (link, method), row in rows.items():
-        if link is None:
-            continue
-        seconds, first = (_seconds_to_target(document, rows[link, name]) for name in (method, "fp32"))
+    fp32 = {row["link"]: row for row in _behind_links(document) if row["method"] == "fp32"}
+    for row in _behind_links(document):
+        seconds, first = (_seconds_to_target(document, each) for each in (row, fp32[row["link"]]))
         yield (
-            method,
-            link,
-            f"{row['seconds'] * 1e3:.1f}",
-            f"{row['limit'] * 1e3:.1f}",
-            f"{row['limit'] / row['seconds']:.0%}",
-            f"{rows[None, method]['seconds'] * 1e3:.1f}" if (None, method) in rows else "",
+            *_timed(document, row),
             f"{seconds:.0f}" if seconds else "",
             f"{first / seconds:.1f}" if seconds and first else "",
         )
+
+
+def _timed(document: dict[str, Any], row: dict[str, Any]) -> tuple[str, ...]:
+    """The columns STEP of a row of the section "steps"."""
+    alone = {each["method"]: each["seconds"] for each in document["steps"] if each["link"] is None}
+    return (
+        row["method"],
+        row["link"],
+        f"{row['seconds'] * 1e3:.1f}",
+        f"{row['limit'] * 1e3:.1f}",
+        f"{row['limit'] / row['seconds']:.0%}",
+        f"{alone[row['method']] * 1e3:.1f}" if row["method"] in alone else "",
+    )
+
+
+def _behind_links(document: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of steps behind a link."""
+    return [row for row in document.get("steps", []) if row["link"]]
+
+
+def _sent(document: dict[str, Any]) -> dict[str, float]:
+    """The megabytes that a rank sends in a step, by method; of the first link."""
+    return {row["method"]: row["nbytes"] / 1e6 for row in reversed(_behind_links(document))}
 
 
 def _seconds_to_target(document: dict[str, Any], row: dict[str, Any]) -> float | None:
@@ -266,7 +303,9 @@ def _figure(document: dict[str, Any], path: Path) -> None:
         axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=line.get_color(), alpha=0.2)
     mean, deviation = _target(document)
     axes.axhline(mean + deviation, color="grey", linestyle=":", label="target")
-    axes.set(xscale="log", xlabel=f"seconds of training, 4 ranks, {link} per rank", ylabel="bits per byte (validation)")
+    ranks = document["steps"][0]["ranks"]
+    label = f"seconds of training, {ranks} ranks, {link} per rank"
+    axes.set(xscale="log", xlabel=label, ylabel="bits per byte (validation)")
     axes.set_ylim(top=mean + 1.5)  # the first steps, before the learning rate has risen, are of no interest
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)

@@ -7,8 +7,10 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 import qccl
 from qccl.bench import progress, sizes, table
@@ -244,3 +246,38 @@ def test_a_measured_table_takes_its_place_in_a_page(tmp_path: Path, monkeypatch:
         assert found.count(table) == 1 and found.startswith(before) and found.endswith(after)
     with pytest.raises(SystemExit, match="has no lines '<!-- measured by python other"):
         runs.rewrite_table(str(page), "python other.py", table)
+
+
+def test_steps_without_curves_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench/train_slow_link.py --ranks 2 --sections steps`: two ranks on two cores, and no training."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    bench = importlib.import_module("train_slow_link")
+    started: list[tuple[int, str, str | None]] = []
+
+    def run_ranks(_script: str, ranks: int, task: dict[str, Any], *_: object, **__: object) -> list[dict[str, Any]]:
+        started.append((ranks, task["measure"], task.get("link")))
+        if task["measure"] == "compute":
+            return [task | {"forward": 0.005, "ready": [[1 << 20, 0.005]], "optimiser": 0.004, "summary": "14 ms"}]
+        return [task | {"seconds": 0.25 if task["link"] else 0.02, "nbytes": 2.5e6, "summary": "a step"}]
+
+    monkeypatch.setattr(bench, "run_ranks", run_ranks)
+    monkeypatch.setattr(bench, "_DOCS", tmp_path)
+    (tmp_path / "results").mkdir()
+    page = tmp_path / "page.md"
+    marks = [f"<!-- measured by python bench/train_slow_link.py{option} -->" for option in ("", " --ranks 2")]
+    ends = [mark.replace("measured by", "end of") for mark in marks]
+    page.write_text(f"{marks[0]}\n\nfour\n\n{ends[0]}\n{marks[1]}\n{ends[1]}\nafter\n")
+    flags = ["--ranks", "2", "--sections", "steps", "--links", "100mbit", "--methods", "fp32,minmax4+ef", "--save"]
+    done = CliRunner().invoke(bench.main, [*flags, "--write", str(page)], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    steps = [(2, "step", link) for link in ("100mbit", "100mbit", None, None)]
+    assert started == [(1, "compute", None), *steps]
+    found = page.read_text()
+    assert found.startswith(f"{marks[0]}\n\nfour\n\n{ends[0]}\n{marks[1]}\n\n") and found.endswith("\nafter\n")
+    # 5 ms forward, 5 ms to the only gradient, 2.5 MB at 12.5 MB/s, 4 ms optimiser
+    assert "| minmax4+ef | 100mbit | 250.0 | 214.0 | 86% | 20.0 | 2.50 |" in found
+    (file,) = (tmp_path / "results").iterdir()
+    assert file.name.startswith("training-2-ranks-") and {
+        row["ranks"] for row in json.loads(file.read_text())["steps"]
+    } == {2}
+    assert not list(tmp_path.glob("*.png"))
