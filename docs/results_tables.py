@@ -9,6 +9,8 @@ from typing import Any
 
 from qccl.bench.sizes import format_size
 
+Rows = Sequence[dict[str, Any]]
+
 
 def markdown(folder: Path) -> str:
     """All tables of all files in ``folder``, the newest file first."""
@@ -21,10 +23,15 @@ def _file(path: Path) -> Iterator[str]:
     yield f"\n## {machine['cpu']}, {machine['date']}\n"
     yield f"{machine['cores']} cores, {machine['instruction set']}, {machine['mpi']}, float32, `python bench/host.py`;"
     yield f"[the file](results/{path.name}). Times are in milliseconds, and medians.\n"
+    for section, tables in (("lab", _lab), ("shared", _shared), ("overlap", _overlap)):
+        if found[section]:
+            yield from tables(found[section])
+
+
+def _lab(rows: Rows) -> Iterator[str]:
     yield "### Behind slow links\n"
     yield "16 MiB in each call. The floor is the time that the encoded bytes alone need on the link; a plain transfer"
     yield "moves as many bytes by the same library in the same run. Of two figures the second is in place.\n"
-    lab = found["lab"]
     yield from _table(
         ("link", "ranks", "codec", "over", "qccl", "floor", "plain transfer", "MPI", "MPI / qccl"),
         (
@@ -32,9 +39,12 @@ def _file(path: Path) -> Iterator[str]:
                 *(r["link"], r["ranks"], r["codec"], r["transport"], _both(r, "qccl")),
                 *(*map(_ms, (r["floor"], r["bulk"])), *_beside(r)),
             )
-            for r in lab
+            for r in rows
         ),
     )
+
+
+def _shared(rows: Rows) -> Iterator[str]:
     yield "### In shared memory\n"
     yield "More ranks than cores share the processors.\n"
     yield from _table(
@@ -44,23 +54,22 @@ def _file(path: Path) -> Iterator[str]:
                 *(format_size(4 * r["count"]), r["ranks"], r["codec"], r["transport"]),
                 *(_both(r, "qccl"), _plan(r), *_beside(r)),
             )
-            for r in found["shared"]
+            for r in rows
         ),
     )
+
+
+def _overlap(rows: Rows) -> Iterator[str]:
     yield "### Beside a caller who computes\n"
     yield "A call of 16 MiB with `async_op=True`, and what the caller does meanwhile: each alone, and both together.\n"
     yield from _table(
         ("link", "ranks", "codec", "over", "beside", "the call alone", "the caller alone", "both"),
         (
             (
-                r["link"],
-                r["ranks"],
-                r["codec"],
-                r["transport"],
-                what,
+                *(r["link"], r["ranks"], r["codec"], r["transport"], what),
                 *map(_ms, (r["qccl"], side["alone"], side["both"])),
             )
-            for r in found["overlap"]
+            for r in rows
             for what, side in r["beside"].items()
         ),
     )
