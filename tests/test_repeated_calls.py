@@ -429,6 +429,27 @@ def test_the_table_of_calls_compares_devices():
         assert table.find((refused, None), (), {}) is None
 
 
+def test_an_interrupt_while_an_array_is_described():
+    """Other errors mean that the usual path says what is wrong; Ctrl-C must not be lost."""
+    x, errors = ones(1), []
+
+    def describe(array):
+        if errors:
+            raise errors.pop()
+        return _host.describe(array)
+
+    table = _host.CallTable(Codec, describe)
+    table.add((x,), (), {}, lambda: "found")  # an empty table describes nothing
+    for call in (table.find, lambda *arguments: table.add(*arguments, lambda: "found")):
+        for lost in (TypeError, BufferError):
+            errors.append(lost())
+            assert call((x,), (), {}) is None
+        errors.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            call((x,), (), {})
+    assert table.find((x,), (), {})[0] == "found"
+
+
 def test_a_codec_in_the_table_of_calls_equals_only_itself():
     table, x = _host.CallTable(Codec), ones()
     codec, equal = codecs.get("minmax4"), dataclasses.replace(codecs.get("minmax4"))

@@ -134,7 +134,8 @@ class CallTable {
         views.append(std::move(view));
       } catch (const nb::builtin_exception&) {  // the usual path says what is wrong
         return false;
-      } catch (nb::python_error&) {
+      } catch (const nb::python_error& error) {
+        if (!error.matches(PyExc_Exception)) throw;  // Ctrl-C
         return false;
       }
     }
