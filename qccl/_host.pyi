@@ -286,7 +286,7 @@ class Loop:
         """Begin a run; ``headers`` are one for all ranks, or one for each. Whether take_ended() has any."""
 
     def rerun(self, run: Run, sequence: int, deadline: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
-        """Begin a run once more, with the headers of before but for their number; then as run()."""
+        """Begin a run again with its last headers and a new number in them, then advance as run() does."""
 
     def run(self, limit: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Advance until a run has ended, or ``limit``; signal handlers run meanwhile."""

@@ -170,12 +170,15 @@ def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBuffe
 
 
 def check_unmoved(values: Values) -> None:
-    """Raise InvalidBufferError if a tensor's memory was replaced after ``values`` were made."""
-    if values.count and is_tensor(values.array) and values.array.data_ptr() != values.view.address:
+    """Raise InvalidBufferError if a tensor's memory was replaced or resized after ``values`` were made."""
+    if not values.count or not is_tensor(values.array):
+        return
+    if values.array.data_ptr() != values.view.address:
         raise InvalidBufferError(
             f"{values.what} has other memory than it had when it was bound: its storage was replaced or resized; call "
             f"plan.bind() again"
         )
+    storage_of(values.array, values.view.address, values.nbytes, values.what)
 
 
 def check_pointer(pointer: Pointer, count: int, dtype: DType, what: str) -> int:

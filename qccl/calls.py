@@ -47,7 +47,7 @@ class KnownCall:
         key, stream, timeout, async_op: options.
         bound: the addresses of the last call's arrays, and what CollectiveSpec.bind() returned for them.
         has_tensors: whether PyTorch's tensors are among the arrays; they are looked at in each call.
-        repeats: whether Plan._repeat() can repeat the call, with the plan of the last one.
+        can_rerun: whether Plan._rerun() may run the call again, with the plan of the last one.
         plan: finds that plan, as long as it exists.
     """
 
@@ -60,7 +60,7 @@ class KnownCall:
     async_op: bool
     bound: tuple[list[int], Binding]
     has_tensors: bool
-    repeats: bool
+    can_rerun: bool
     plan: Callable[[], Plan | None] = lambda: None
 
 
@@ -423,14 +423,14 @@ class Collectives(ABC):
             how["async_op"],
             ([values.address for values in given], spec.bind(arrays, self.rank, self.size)),
             has_tensors=any(is_tensor(values.array) for values in given),
-            repeats=not how["async_op"] and not spec.codec.state_names,
+            can_rerun=not how["async_op"] and not spec.codec.state_names,
         )
 
     def _repeat(self, known: KnownCall, views: list[Any], given: Sequence[Any], result: Any, lr: float | None) -> Any:
         """Run a call again, on other arrays or the same; checks what may have changed."""
         addresses = [view.address for view in views]
         last_addresses, binding = known.bound
-        is_unmoved, may_rerun = addresses == last_addresses, known.repeats and lr is None
+        is_unmoved, may_rerun = addresses == last_addresses, known.can_rerun and lr is None
         if is_unmoved and may_rerun and not known.has_tensors:
             if self._rerun(known, binding, (given, views)):
                 return result

@@ -418,7 +418,7 @@ class Communicator(Collectives):
     def _rerun(self, known: KnownCall, binding: Binding, kept: object) -> bool:
         self._session.check_usable()
         plan = known.plan()
-        return plan is not None and plan._repeat(binding, known.timeout, kept)
+        return plan is not None and plan._rerun(binding, known.timeout, kept)
 
     def _run_known(
         self, known: KnownCall, binding: Binding, arrays: Mapping[str, Values], result: Any, lr: float | None
@@ -430,9 +430,9 @@ class Communicator(Collectives):
             progress = Progress.NOW
         options = known.key, known.stream, known.timeout, None, lr, progress
         plan, work = self._launch(known.spec, arrays, result, options, binding)
-        if not known.repeats:
+        if not known.can_rerun:
             return self._deliver(plan, work, known.async_op)
-        plan._wait_and_keep(work, in_place=binding[0])
+        plan._wait_and_keep(work, in_place=binding.in_place)
         self._plans.give_back(plan)
         known.plan = weakref.ref(plan)
         return result

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
-from qccl.arrays import Values
+from qccl.arrays import Values, check_unmoved
 from qccl.collectives import Binding, CollectiveSpec
 from qccl.collectives.feedback import sums_of
 from qccl.engine.base import Execution, Program, Progress
@@ -46,7 +46,7 @@ class _Bound(NamedTuple):
     arrays: Mapping[str, Values]
     result: Any
     compiled: _Compiled
-    addresses: dict[str, int]
+    binding: Binding
     text: str  # of the header
 
 
@@ -67,8 +67,11 @@ class Plan:
         self._session = session
         self._programs: dict[bool, _Compiled] = {}
         self._bound: _Bound | None = None
-        self._work: Work | None = None
-        self._ended: dict[tuple[bool, int], Execution] = {}  # see _wait_and_keep()
+        self._work: Work | None = None  # of the last run, if start() has made it
+        self._rerun_of: _Bound | None = None  # what the last run used, if _rerun() has made it
+        self._is_rerunning = False
+        #: runs that _rerun() may run again, by whether they are in place and by Session.call_offset
+        self._ended: dict[tuple[bool, int], Execution] = {}
         self._users = 0  # calls under way, if the plan belongs to a cache
         self._used = 0  # number of the group's call that used it last
         self._text = spec.text()
@@ -115,11 +118,10 @@ class Plan:
                 text = ordered.text()
                 session.check_consistent(session.with_offset(text, spec.codec), self._pairs)
             binding = spec.bind(arrays, session.rank, session.size)
-        in_place, addresses = binding
-        compiled = self._program(in_place)
+        compiled = self._program(binding.in_place)
         if compiled.state and ordered is not spec:  # a residual belongs to an element
             compiled = compiled._replace(state_owner=ordered.state_owner(compiled.algorithm))
-        return _Bound(arrays, result, compiled, addresses, text)
+        return _Bound(arrays, result, compiled, binding, text)
 
     def start(
         self,
@@ -132,7 +134,7 @@ class Plan:
         """Collective: start a run with the bound arrays, and return its Work. Arguments: see the method.
 
         On the host the progress thread drives it if the caller does not wait for it within some milliseconds. Raises
-        InvalidBufferError if a tensor's memory was replaced after bind().
+        InvalidBufferError if a tensor's memory was replaced or resized after bind().
         """
         self._session.check_usable()
         timeout = None if timeout is None else timeout_of(timeout)
@@ -169,7 +171,7 @@ class Plan:
     ) -> Work:
         """Start a run, also while others are under way: they wait for each other."""
         lr = None if lr is None else lr_of(lr)
-        arrays, result, compiled, addresses, text = bound
+        arrays, result, compiled, (_, addresses), text = bound
         session = self._session
         keep: Any = bound
         streams = session.memory.streams(stream, *arrays.values())
@@ -186,39 +188,49 @@ class Plan:
         return Work(session, execution, result, keep)
 
     def _wait_and_keep(self, work: Work, *, in_place: bool) -> Any:
-        """Wait for a run, and let _repeat() repeat it; its codec has no state, and its header this plan's own text."""
+        """Wait for a run, and keep it for _rerun().
+
+        Only for codecs without state, and for runs whose headers have this plan's own text.
+        """
         execution = work._execution
         result = work.wait()
-        if execution is not None and not execution.is_stream_ordered:
+        if execution is not None and work._execution is None:  # the run has ended, which on CUDA it may not have
             execution.kept = None
             self._ended = {key: each for key, each in self._ended.items() if key[1] == self._session.call_offset}
             self._ended[in_place, self._session.call_offset] = execution
         return result
 
-    def _repeat(self, binding: Binding, timeout: float | None, kept: object) -> bool:
+    def _rerun(self, binding: Binding, timeout: float | None, kept: object) -> bool:
         """Make an earlier run once more, on other arrays or the same, and wait. False if that is not possible now."""
-        in_place, addresses = binding
         session = self._session
-        ended = self._ended.get((in_place, session.call_offset))
+        ended = self._ended.get((binding.in_place, session.call_offset))
         if ended is None or self._users:
             return False
-        if session.rerun(ended, addresses, timeout, kept):
+        if session.rerun(ended, binding.addresses, timeout, kept):
             self._used = session.sequence
             return True
         return False
 
     def wait(self, timeout: float | None = None) -> Any:
         """Work.wait() of the last run."""
-        if self._work is None:
+        if self._work is not None:
+            return self._work.wait(timeout)
+        if self._rerun_of is None:
             self._session.check_usable()
             raise ArgumentError("this plan was not started; call plan.start() first")
-        return self._work.wait(timeout)
+        if timeout is not None:
+            timeout_of(timeout)
+        return self._rerun_of.result
 
     def run(self, *, lr: float | None = None) -> Any:
-        """Run once on the bound arrays and return the output array; as start() and wait(), in less time."""
+        """Run once on the bound arrays and return the output array; as start() and wait(), in less time.
+
+        Raises InvalidBufferError if a tensor's memory was replaced or resized after bind().
+        """
         self._session.check_usable()
         if self._bound is not None:
-            self._session.memory.hold(self._bound.arrays.values())
+            for values in self._bound.arrays.values():
+                check_unmoved(values)
         return self._run(lr)
 
     def __call__(self, x: Any, out: Any = None, *, lr: float | None = None) -> Any:
@@ -226,20 +238,22 @@ class Plan:
         return self.bind(x, out)._run(lr)
 
     def _run(self, lr: float | None) -> Any:
-        bound, last = self._bound, self._work
+        bound = self._bound
         if bound is None or lr is not None or self.spec.codec.state_names or bound.text != self._text:
             return self._start(lr=lr).wait()
-        in_place = bound.compiled.in_place
-        if last is not None and last._ended_with(bound.result):
-            self._work = None  # if this run fails, no run has ended last
-            if self._repeat((in_place, bound.addresses), None, bound):
-                self._work = last
-                return bound.result
-        return self._wait_and_keep(self._start(), in_place=in_place)
+        if not self.is_active():
+            self._work, self._rerun_of, self._is_rerunning = None, None, True
+            try:
+                if self._rerun(bound.binding, None, bound):
+                    self._rerun_of = bound
+                    return bound.result
+            finally:
+                self._is_rerunning = False
+        return self._wait_and_keep(self._start(), in_place=bound.binding.in_place)
 
     def is_active(self) -> bool:
         """Whether a run is under way that must end before the next (never on CUDA). Makes no progress."""
-        return self._work is not None and self._work._holds_plan()
+        return self._is_rerunning or (self._work is not None and self._work._holds_plan())
 
     def schedule(self, *, in_place: bool) -> Schedule:
         """The schedule of this rank."""

@@ -65,7 +65,7 @@ class Session:
     def start(
         self,
         program: Program,
-        bindings: Mapping[str, int],
+        addresses: Mapping[str, int],
         text: str,
         pairs: tuple[str, ...],
         timeout: float | None,
@@ -78,22 +78,22 @@ class Session:
         """Start the next call; ``text`` and ``pairs`` are those of Header, the others those of RunArguments."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         header, lr = Header(Kind.CALL, self.sequence, text, pairs), 1.0 if lr is None else lr
-        arguments = RunArguments(bindings, self.calls, header, deadline, trace, schedule, streams, lr, progress)
+        arguments = RunArguments(addresses, self.calls, header, deadline, trace, schedule, streams, lr, progress)
         execution = self.engine.start(program, arguments)
         self._take_number()
         return execution
 
-    def rerun(self, execution: Execution, bindings: Mapping[str, int], timeout: float | None, kept: object) -> bool:
+    def rerun(self, execution: Execution, addresses: Mapping[str, int], timeout: float | None, kept: object) -> bool:
         """Make the call of an execution that has ended once more, and wait. False: the engine cannot; use start()."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
+        sequence, call = self.sequence, self.calls
         try:
-            if not execution.rerun(Rerun(bindings, self._take_number, deadline, kept)):
+            if not self.engine.rerun(execution, Rerun(addresses, self._take_number, deadline, kept)):
                 return False
-        except QcclError as error:
-            self.fail(error, execution.call)
-            raise
-        except BaseException as error:  # Ctrl-C or a bug: the engine has sent it to the other ranks
-            self.fail(gave_up(self.rank, error), execution.call)
+        except BaseException as error:
+            if self.sequence == sequence:  # Ctrl-C before the run began: nothing was sent
+                raise
+            self.fail(error if isinstance(error, QcclError) else gave_up(self.rank, error), call)
             raise
         execution.kept = None
         return True

@@ -161,10 +161,6 @@ class Work:
             except BaseException as error:
                 _Unraisable(error)
 
-    def _ended_with(self, result: Any) -> bool:
-        """Whether the call has succeeded, and returned this."""
-        return self._execution is None and self._exception is None and self._result is result
-
     def _when_reusable(self, finish: Callable[[], None]) -> None:
         """Call ``finish`` when the plan may run again: after this run succeeded, or now if it is stream-ordered."""
         if self._holds_plan():

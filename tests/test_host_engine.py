@@ -114,8 +114,8 @@ def test_thousands_of_runs_that_end_at_once_may_be_lined_up():
     in_place = [caller.program(4, in_place=True) for _ in range(3000)]
     runs = []
     for program in in_place:
-        bindings = {"output": address(x)}
-        runs.append(caller.engine.start(program, RunArguments(bindings, 0, caller.header(4), time.monotonic() + 10)))
+        addresses = {"output": address(x)}
+        runs.append(caller.engine.start(program, RunArguments(addresses, 0, caller.header(4), time.monotonic() + 10)))
         caller.sequence += 1
     assert not first.done and not runs[-1].done
     first.run()

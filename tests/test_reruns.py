@@ -281,6 +281,43 @@ def test_an_interrupt(monkeypatch):
     qccl.run_ranks(2, run)
 
 
+@pytest.mark.parametrize("place", [(HostEngine, "rerun"), (Execution, "renew")])
+def test_an_interrupt_before_the_run_begins(monkeypatch, place):
+    """Nothing was sent: the call can be made again, and has the number that it would have had."""
+    warmed, interrupted = threading.Barrier(2), threading.Barrier(2)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    def call(comm, x):
+        return comm.quantized_allreduce(x, np.empty_like(x), codec="dithering:k=4").tobytes()
+
+    def run(comm):
+        x = np.linspace(-1, 1, COUNT, dtype=np.float32)
+        found = [call(comm, x) for _ in range(WARM)]
+        if comm.rank == 0:
+            warmed.wait(20)
+            monkeypatch.setattr(*place, interrupt)
+            interrupted.wait(20)
+        else:
+            warmed.wait(20)
+            interrupted.wait(20)
+        with pytest.raises(KeyboardInterrupt):
+            call(comm, x)
+        assert comm.calls == WARM
+        warmed.wait(20)
+        if comm.rank == 0:
+            monkeypatch.undo()
+        interrupted.wait(20)
+        return [*found, call(comm, x)]
+
+    def undisturbed(comm):
+        x = np.linspace(-1, 1, COUNT, dtype=np.float32)
+        return [call(comm, x) for _ in range(WARM + 1)]
+
+    assert qccl.run_ranks(2, run) == qccl.run_ranks(2, undisturbed)
+
+
 def test_nothing_is_run_again_while_another_thread_drives(monkeypatch):
     def run(comm):
         x = warm(comm)
@@ -381,6 +418,75 @@ def test_a_plan_that_is_called_again(monkeypatch, size):
         return since
 
     assert all(since <= 2 * size for since in qccl.run_ranks(size, run))
+
+
+def test_a_plan_called_with_two_arrays_in_turn(monkeypatch):
+    executions = made(monkeypatch)
+
+    def run(comm):
+        plan, arrays = comm.plan("allreduce", COUNT), [np.ones(COUNT, np.float32) for _ in range(2)]
+        plan(arrays[0])
+        before = len(executions)
+        for i in range(6):
+            assert plan(arrays[i % 2]) is plan.wait() is arrays[i % 2]
+        assert len(executions) == before
+        with pytest.raises(ArgumentError, match="timeout"):
+            plan.wait(timeout=-1)
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_plan_started_in_the_middle_of_its_run(monkeypatch):
+    """As a handler of a signal may do; poll() stands for it."""
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x = np.ones(COUNT, np.float32)
+        plan = comm.plan("allreduce", COUNT, codec="none").bind(x)
+        for _ in range(WARM):
+            plan.run()
+        warmed.wait(20)
+        usual, refused = comm.transport.poll, []
+
+        def poll(idle=0):
+            if not refused:
+                assert plan.is_active()
+                for call in (plan.start, plan.run, lambda: plan(x), lambda: plan.bind(x)):
+                    with pytest.raises(ArgumentError, match="running"):
+                        call()
+                refused.append(True)
+            return usual(idle=idle)
+
+        monkeypatch.setattr(comm.transport, "poll", poll)
+        assert plan.run() is x
+        assert not plan.is_active()
+        return refused, x[0]
+
+    assert qccl.run_ranks(2, run) == [([True], 2 ** (WARM + 1))] * 2
+
+
+@pytest.mark.parametrize("call", ["run", "start"])
+def test_a_plan_whose_tensor_has_less_memory_at_the_same_address(call):
+    def run(comm):
+        memory = np.ones(COUNT, np.float32)
+        x = torch.frombuffer(memory, dtype=torch.float32)
+        plan = comm.plan("allreduce", COUNT).bind(x)
+        x.data = torch.frombuffer(memory, dtype=torch.float32, count=2)
+        with pytest.raises(InvalidBufferError, match=f"needs {4 * COUNT} bytes, but its storage has 8 bytes"):
+            getattr(plan, call)()
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_plan_that_runs_leaves_its_tensor_resizable():
+    def run(comm):
+        x = torch.ones(COUNT)
+        plan = comm.plan("allreduce", COUNT).bind(x)
+        for _ in range(3):
+            plan.run()
+        assert x.untyped_storage().resizable()
+
+    qccl.run_ranks(1, run)
 
 
 def test_a_plan_whose_tensor_was_moved():

@@ -24,16 +24,22 @@ from qccl.collectives.spec import Binding, CollectiveSpec, spec_of
 from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
 
-__all__ = ["COLLECTIVES", "AllGatherSpec", "AllReduceSpec", "AllToAllSpec", "Binding", "BroadcastSpec"]
-__all__ += [
+__all__ = [
+    "COLLECTIVES",
+    "AllGatherSpec",
+    "AllReduceSpec",
+    "AllToAllSpec",
+    "Binding",
+    "BroadcastSpec",
     "CoalescedSpec",
     "CollectiveSpec",
     "HierarchicalSpec",
     "PeerExchangeSpec",
     "ReduceScatterSpec",
     "ReduceSpec",
+    "spec_of",
+    "spec_of_plan",
 ]
-__all__ += ["spec_of", "spec_of_plan"]
 
 _PLANNED = (
     *(AllReduceSpec, ReduceScatterSpec, AllGatherSpec, AllToAllSpec, BroadcastSpec, ReduceSpec),

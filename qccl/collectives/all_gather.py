@@ -38,8 +38,8 @@ class AllGatherSpec(PartsSpec):
         """See CollectiveSpec."""
         source, target = arrays["input"], arrays["output"]
         if is_part_of(source, target, sum(self.lengths(size)[:rank])):
-            return True, {"output": target.address}
-        return False, {"input": source.address, "output": target.address}
+            return Binding(True, {"output": target.address})
+        return Binding(False, {"input": source.address, "output": target.address})
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""

@@ -83,7 +83,7 @@ class AllToAllSpec(CollectiveSpec):
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
         check_disjoint([arrays["output"]], [arrays["input"]])
-        return False, {name: values.address for name, values in arrays.items()}
+        return Binding(False, {name: values.address for name, values in arrays.items()})
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""

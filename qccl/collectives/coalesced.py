@@ -61,7 +61,7 @@ class CoalescedSpec(AllReduceSpec):
         in_place = not same or same.pop()
         read = {} if in_place else sources
         check_disjoint(targets.values(), read.values())
-        return in_place, {name: values.address for name, values in (targets | read).items()}
+        return Binding(in_place, {name: values.address for name, values in (targets | read).items()})
 
     def _buffers(self, in_place: bool) -> CallerBuffers:
         return CallerBuffers.alike(self.each, self.dtype, in_place=in_place, numbered=True)

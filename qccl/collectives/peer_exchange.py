@@ -77,7 +77,7 @@ class PeerExchangeSpec(CollectiveSpec):
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
         check_disjoint([values for name, values in arrays.items() if name != "input"], [arrays["input"]])
-        return False, {name: values.address for name, values in arrays.items()}
+        return Binding(False, {name: values.address for name, values in arrays.items()})
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""

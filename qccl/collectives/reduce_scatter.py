@@ -47,8 +47,8 @@ class ReduceScatterSpec(PartsSpec):
         """See CollectiveSpec."""
         source, target = arrays["input"], arrays["output"]
         if is_part_of(target, source, sum(self.lengths(size)[:rank])):
-            return True, {"output": source.address}
-        return False, {"input": source.address, "output": target.address}
+            return Binding(True, {"output": source.address})
+        return Binding(False, {"input": source.address, "output": target.address})
 
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
         """See CollectiveSpec."""

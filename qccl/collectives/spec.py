@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
@@ -18,14 +18,23 @@ from qccl.schedule import Schedule
 
 __all__ = ["Binding", "CollectiveSpec", "check_root", "common", "common_order", "spec_of"]
 
-#: whether a call is in place, and the address of each of the caller's buffers in the schedule
-Binding = tuple[bool, dict[str, int]]
-
 _Spec = TypeVar("_Spec", bound="CollectiveSpec")
 _PLAIN = frozenset({str, int, type(None)})
 #: specs of earlier calls, by all arguments and their types
 _known: dict[tuple[Any, ...], CollectiveSpec] = {}
 _MOST_KNOWN = 10_000
+
+
+class Binding(NamedTuple):
+    """What a schedule needs to know of a call's arrays.
+
+    Attributes:
+        in_place: the output is where the input is.
+        addresses: of the caller's buffers, by their names in the schedule.
+    """
+
+    in_place: bool
+    addresses: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,17 +118,17 @@ class CollectiveSpec(ABC):
         return common_order(arrays)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
-        """How the schedule finds the arrays.
+        """Check how the arrays lie in memory.
 
         Raises InvalidBufferError if arrays overlap in a way that is not allowed.
         """
         if len(arrays) == 1:  # a rank other than the root
             ((name, values),) = arrays.items()
-            return name == "output", {name: values.address}
+            return Binding(name == "output", {name: values.address})
         source, target = arrays["input"], arrays["output"]
         if source is target or same_or_disjoint(source, target):
-            return True, {"output": target.address}
-        return False, {"input": source.address, "output": target.address}
+            return Binding(True, {"output": target.address})
+        return Binding(False, {"input": source.address, "output": target.address})
 
     @abstractmethod
     def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:

@@ -39,7 +39,7 @@ from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
 from qccl.cuda.watchdog import Watchdog
-from qccl.engine.base import RunArguments
+from qccl.engine.base import Rerun, RunArguments
 from qccl.engine.control import Header
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError, gave_up
 from qccl.schedule import Queue, Schedule
@@ -115,10 +115,10 @@ class CudaEngine:
 
     def start(self, program: CudaProgram, arguments: RunArguments) -> CudaRun:
         """Put a run on its streams; see engine.base.Engine."""
-        bindings, call, header, deadline, trace, _, streams, lr, _ = arguments
+        addresses, call, header, deadline, trace, _, streams, lr, _ = arguments
         streams = tuple(streams) or (0,)
         captured = self.device.is_capturing(streams[0])
-        program.check(bindings, captured=captured, traced=trace is not None)
+        program.check(addresses, captured=captured, traced=trace is not None)
         limit = Deadline(deadline - time.monotonic())  # counts from the run's first step
         run = CudaRun(self._pending, header.call_text, call, limit, streams[0], captured=captured)
         queues = self.device.capture_queues if captured else self.device.queues
@@ -137,7 +137,7 @@ class CudaEngine:
                 self._pending.add(run)
                 self._watchdog.start()
             try:
-                program.enqueue(run, queues, bindings, sequence=header.sequence, lr=lr, trace=trace)
+                program.enqueue(run, queues, addresses, sequence=header.sequence, lr=lr, trace=trace)
             except BaseException as error:  # part of the run may be on its streams
                 ours = error if isinstance(error, QcclError) else as_qccl_error(error)
                 self.fail(ours or gave_up(self.rank, error))
@@ -146,6 +146,10 @@ class CudaEngine:
                 raise (self.failure or ours) from error  # an earlier failure, such as the deadline, is the reason
             run.on_stream = True
         return run
+
+    def rerun(self, execution: CudaRun, run: Rerun) -> bool:
+        """False: runs are not waited for, and each is recorded anew; see engine.base.Engine."""
+        return False
 
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no run is pending; see engine.base.Engine."""

@@ -77,10 +77,10 @@ class CudaProgram:
             self._staging = Staging(schedule, self._steps, self._transfer_address, proxy)
             self.workspace_nbytes += self._staging.nbytes
 
-    def check(self, bindings: Mapping[str, int], *, captured: bool, traced: bool) -> None:
+    def check(self, addresses: Mapping[str, int], *, captured: bool, traced: bool) -> None:
         """Raise ArgumentError if a run with these addresses cannot be started."""
-        if bindings.keys() != self._bound.keys():
-            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(bindings)}")
+        if addresses.keys() != self._bound.keys():
+            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(addresses)}")
         if captured and traced:
             raise ArgumentError("a call that is put into a graph cannot be traced; leave trace out")
         if captured and self._schedule.staged_peers:
@@ -111,14 +111,14 @@ class CudaProgram:
         self,
         run: CudaRun,
         queues: Mapping[Queue, int],
-        bindings: Mapping[str, int],
+        addresses: Mapping[str, int],
         *,
         sequence: int,
         lr: float,
         trace: list[TraceEvent] | None,
     ) -> None:
         """Put a run on the streams of ``queues``, and record its event behind it."""
-        for name, address in bindings.items():
+        for name, address in addresses.items():
             self._addresses[name] = address
         # replays of a graph count on from here, with numbers that no call outside a graph has
         self._call.value = (run.call + 1) << 32 if run.captured else run.call

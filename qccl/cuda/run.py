@@ -12,7 +12,6 @@ from qccl.cuda.callbacks import CallbackThread
 from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
 from qccl.cuda.libraries import NOT_READY, as_qccl_error, cuda_libraries, event_status, translated
-from qccl.engine.base import Rerun
 from qccl.engine.callbacks import WithCallbacks
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, QcclError, gave_up
 
@@ -71,10 +70,6 @@ class CudaRun(WithCallbacks):
         self._pending.wait_until(lambda: self.done or self.failure is not None, self.deadline, text, limit)
         self._check()
         return self.done
-
-    def rerun(self, run: Rerun) -> bool:
-        """False: the last run may be under way."""
-        return False
 
     def make_stream_wait(self) -> None:
         self._check()

@@ -12,8 +12,7 @@ from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
 
-__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "Progress", "Rerun"]
-__all__ += ["RunArguments"]
+__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "Progress", "Rerun", "RunArguments"]
 
 
 class Progress(Enum):
@@ -31,7 +30,7 @@ class RunArguments(NamedTuple):
     """The arguments of one run.
 
     Attributes:
-        bindings: address of each of the caller's buffers, by its name in the schedule.
+        addresses: of the caller's buffers, by their names in the schedule.
         call: the number that keys the random numbers.
         header: all ranks must send an equal one; its sequence number is the next one of the group.
         deadline: in time.monotonic() seconds. On CUDA the time that is left counts from the run's first step.
@@ -42,7 +41,7 @@ class RunArguments(NamedTuple):
         progress: who advances the run.
     """
 
-    bindings: Mapping[str, int]
+    addresses: Mapping[str, int]
     call: int
     header: Header
     deadline: float
@@ -61,7 +60,7 @@ class Rerun(NamedTuple):
         kept: objects that must live until the run has ended.
     """
 
-    bindings: Mapping[str, int]
+    addresses: Mapping[str, int]
     take_number: Callable[[], tuple[int, int]]
     deadline: float
     kept: object
@@ -92,12 +91,6 @@ class Execution(Protocol):
         """Block until the run has ended, or time.monotonic() has reached ``limit``; whether it has ended.
 
         Raises CollectiveTimeout at the run's deadline.
-        """
-
-    def rerun(self, run: Rerun) -> bool:
-        """Run once more, after an end, without a trace or callbacks, and wait. Raises as run().
-
-        False, and nothing has changed, if the engine cannot do that now: use Engine.start().
         """
 
     def make_stream_wait(self) -> None:
@@ -167,6 +160,12 @@ class Engine(Protocol):
         """Start a run of a Program of this engine; on the host it waits for earlier runs of the program.
 
         Raises ArgumentError for a run that cannot be started. Later failures come from the Execution.
+        """
+
+    def rerun(self, execution: Any, run: Rerun) -> bool:
+        """Run an Execution that has ended once more, without a trace or callbacks, and wait. Raises as its run().
+
+        False, and nothing has changed, if the engine cannot do that now: use start().
         """
 
     def wait_until_idle(self, timeout: float) -> None:

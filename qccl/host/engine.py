@@ -225,24 +225,25 @@ class HostEngine:
                 time.sleep(_YIELD_SECONDS)
 
     def rerun(self, execution: Execution, run: Rerun) -> bool:
-        """See engine.base.Execution.rerun()."""
+        """Run an Execution once more, and wait; see engine.base.Engine."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self._failure is not None or self._active or self._queue or self._left or not execution.is_last:
+            if self._failure is not None or self._active or self._queue or self._left or not execution.owns_headers:
                 return False
             execution.renew(run)
             self._active[execution.sequence] = execution
             try:
                 self._act(execution.begin_again(self._loop, self._on_control))
+            except QcclError as error:
+                self._fail_all(error)
+                execution.raise_unless_done()
             except BaseException as error:
                 self._fail_all(error)
                 raise
         finally:
             self._release()
-        if not execution.done:
-            self.run(execution)
-        return True
+        return execution.done or execution.run()
 
     def drive(self) -> bool:
         """Advance detached runs in the progress thread; see progress.Driven."""

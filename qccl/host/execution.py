@@ -26,9 +26,6 @@ class Driver(Protocol):
     def run(self, execution: Execution, limit: float) -> None:
         """Advance all runs until ``execution`` has ended, or time.monotonic() has reached ``limit``."""
 
-    def rerun(self, execution: Execution, run: Rerun) -> bool:
-        """See engine.base.Execution.rerun()."""
-
 
 class Execution(WithCallbacks):
     """One run of a Program (interface: engine.base.Execution).
@@ -40,7 +37,7 @@ class Execution(WithCallbacks):
     """
 
     __slots__ = (
-        "_bindings",
+        "_addresses",
         "_engine",
         "_labels",
         "_lr",
@@ -61,8 +58,8 @@ class Execution(WithCallbacks):
     stream = 0
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
-        self._bindings, self.call, header, self.deadline, self._trace, schedule, _, self._lr, _ = arguments
-        program.check(self._bindings)
+        self._addresses, self.call, header, self.deadline, self._trace, schedule, _, self._lr, _ = arguments
+        program.check(self._addresses)
         super().__init__()
         self.kept: object = None
         self._engine, self._program = engine, program
@@ -77,7 +74,7 @@ class Execution(WithCallbacks):
             try:
                 self._engine.step()
             except QcclError:
-                self._raise_unless_done()
+                self.raise_unless_done()
         return self.done
 
     def run(self, limit: float | None = None) -> bool:
@@ -85,21 +82,13 @@ class Execution(WithCallbacks):
         try:
             self._engine.run(self, math.inf if limit is None else limit)
         except QcclError:
-            self._raise_unless_done()
+            self.raise_unless_done()
         return self.done
 
-    def _raise_unless_done(self) -> None:
+    def raise_unless_done(self) -> None:
         """Raise the failure being handled, unless this run ended before it: then the next call raises it."""
         if not self.done:
             raise
-
-    def rerun(self, run: Rerun) -> bool:
-        """Run once more and wait; see engine.base.Execution."""
-        try:
-            return self._engine.rerun(self, run)
-        except QcclError:
-            self._raise_unless_done()
-            return True
 
     def make_stream_wait(self) -> None:
         """Nothing: the host has no streams."""
@@ -129,7 +118,7 @@ class Execution(WithCallbacks):
         """Give the program this run's memory; False while another run of the program is under way."""
         if self._program.running:
             return False
-        self._program.bind(self._bindings, self.call, self._lr)
+        self._program.bind(self._addresses, self.call, self._lr)
         return True
 
     def conflicts(self, other: Execution) -> bool:
@@ -141,26 +130,26 @@ class Execution(WithCallbacks):
     def begin(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> bool:
         """Send the header, and start all steps that depend on nothing; whether any run has ended."""
         self.begun = self._program.running = True
-        self._program.runs += 1
-        self._number = self._program.runs
+        self._program.header_writes += 1
+        self._number = self._program.header_writes
         header = self._header
         headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else header.pack()
         return loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)
 
     @property
-    def is_last(self) -> bool:
-        """Whether no other run of the program has begun since: it has the headers of this one."""
-        return self._number == self._program.runs
+    def owns_headers(self) -> bool:
+        """Whether the program still has the headers that begin() wrote for this Execution."""
+        return self._number == self._program.header_writes
 
     def renew(self, run: Rerun) -> None:
         """Set the arguments of another run."""
         self.done = False
-        self._bindings, take_number, self.deadline, self.kept = run
+        self._addresses, take_number, self.deadline, self.kept = run
         self.sequence, self.call = take_number()
 
     def begin_again(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> _host.Outcome:
         """Begin the run that renew() has set up, with the last one's headers; advance until a run has ended."""
-        self._program.bind(self._bindings, self.call, self._lr)
+        self._program.bind(self._addresses, self.call, self._lr)
         self._program.running = True
         return loop.rerun(self._program.run, self.sequence, self.deadline, on_control)
 

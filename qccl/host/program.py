@@ -35,7 +35,10 @@ class Extent(NamedTuple):
 
 
 def conflict(ours: Iterable[Extent], theirs: Iterable[Extent]) -> bool:
-    """Whether one of two lists in ascending order writes memory that is also in the other list."""
+    """Whether one of two lists writes memory that is also in the other list.
+
+    Lists in ascending order are compared in linear time: sorted() merges them.
+    """
     every = sorted([(extent, 0) for extent in ours] + [(extent, 1) for extent in theirs])
     ends, written_ends = [0, 0], [0, 0]  # of each list's extents so far
     for (start, stop, is_written), side in every:
@@ -54,7 +57,7 @@ class Program:
         rank: of the schedule.
         workspace_nbytes: bytes of the workspace.
         running: a run is under way.
-        runs: how many have begun that wrote their headers.
+        header_writes: how many runs have written their headers, which a later run can send again.
         extents: of the caller's memory, in ascending order.
     """
 
@@ -62,10 +65,10 @@ class Program:
         """``threads`` may share an operation; ``eager_nbytes`` of data may be sent with a header."""
         self.rank = schedule.rank
         self.running = False
-        self.runs = 0
+        self.header_writes = 0
         self._numbers = {name: i for i, name in enumerate(schedule.buffers)}
         self._callers = {n: buffer for n, buffer in schedule.buffers.items() if buffer.role is not Role.WORK}
-        self._bindings: dict[str, int] | None = None
+        self._addresses: dict[str, int] | None = None
         self.extents: Sequence[Extent] = ()
         self._memory = _host.Memory(len(self._numbers))
         self._memory.threads = threads
@@ -85,23 +88,23 @@ class Program:
         self.steps.link()
         self.run = _host.Run(self.steps)
 
-    def check(self, bindings: Mapping[str, int]) -> None:
+    def check(self, addresses: Mapping[str, int]) -> None:
         """Raise ArgumentError unless all of the caller's buffers have an address, and no others."""
-        if bindings.keys() != self._callers.keys():
-            raise ArgumentError(f"addresses are needed for {sorted(self._callers)}, not for {sorted(bindings)}")
+        if addresses.keys() != self._callers.keys():
+            raise ArgumentError(f"addresses are needed for {sorted(self._callers)}, not for {sorted(addresses)}")
 
-    def bind(self, bindings: Mapping[str, int], call: int, lr: float) -> None:
+    def bind(self, addresses: Mapping[str, int], call: int, lr: float) -> None:
         """Set the caller's addresses and the numbers of the next run; not during a run."""
         self._memory.call, self._memory.lr = call, lr
-        if bindings == self._bindings:
+        if addresses == self._addresses:
             return
         for name in self._callers:
-            self._memory[self._numbers[name]] = bindings[name]
-        self._bindings = dict(bindings)
+            self._memory[self._numbers[name]] = addresses[name]
+        self._addresses = dict(addresses)
         for step, name, offset in self._direct:
             self.steps.set_source(step, self._memory[self._numbers[name]] + offset)
         self.extents = sorted(
-            Extent(bindings[name], bindings[name] + buffer.nbytes, buffer.role in (Role.OUTPUT, Role.STATE))
+            Extent(addresses[name], addresses[name] + buffer.nbytes, buffer.role in (Role.OUTPUT, Role.STATE))
             for name, buffer in self._callers.items()
             if buffer.nbytes
         )

@@ -169,12 +169,12 @@ def _memory(dtype: DType, count: int) -> dict[str, Any]:
 
 def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -> Callable[[], None]:
     program = engine.compile(schedule)
-    bindings = {name: memory[name].ptr for name in schedule.buffers}
+    addresses = {name: memory[name].ptr for name in schedule.buffers}
     header = Header(Kind.CALL, 0, "bandwidth")
 
     def run() -> None:
         engine.start(
-            program, RunArguments(bindings, 0, header, time.monotonic() + 60, streams=(stream.ptr,))
+            program, RunArguments(addresses, 0, header, time.monotonic() + 60, streams=(stream.ptr,))
         ).make_stream_wait()  # fmt: skip
 
     return run

@@ -156,18 +156,18 @@ def build(case: Case, seed: int) -> tuple[Schedule, dict[str, np.ndarray]]:
 def on_host(schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dict[str, np.ndarray]:
     arrays = {name: array.copy() for name, array in arrays.items()}
     engine = HostEngine(LoopbackGroup(1).transport(0))
-    bindings = {name: array.ctypes.data for name, array in arrays.items()}
+    addresses = {name: array.ctypes.data for name, array in arrays.items()}
     header = Header(Kind.CALL, 0, "kernels")
-    engine.start(engine.compile(schedule), RunArguments(bindings, call, header, time.monotonic() + 60)).run()
+    engine.start(engine.compile(schedule), RunArguments(addresses, call, header, time.monotonic() + 60)).run()
     engine.close()
     return arrays
 
 
 def on_gpu(engine: Any, schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dict[str, np.ndarray]:
     placed = {name: DeviceArray(array) for name, array in arrays.items()}
-    bindings = {name: array.ptr for name, array in placed.items()}
+    addresses = {name: array.ptr for name, array in placed.items()}
     header = Header(Kind.CALL, 0, "kernels")
-    engine.start(engine.compile(schedule), RunArguments(bindings, call, header, time.monotonic() + 60)).run()
+    engine.start(engine.compile(schedule), RunArguments(addresses, call, header, time.monotonic() + 60)).run()
     return {name: array.get() for name, array in placed.items()}
 
 
