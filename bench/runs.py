@@ -20,7 +20,7 @@ import numpy as np
 import qccl
 from qccl import _host
 from qccl.bench import start
-from qccl.bench.lab import Lab
+from qccl.bench.lab import Lab, congestion_control
 from qccl.bench.mpiexec import find_mpiexec
 from qccl.bench.sizes import parse_link
 
@@ -78,6 +78,7 @@ def document_table(head: Sequence[str], rows: Iterable[Sequence[object]], of: di
 def measured_on(of: dict[str, Any]) -> str:
     """A line about the machine and the software of a measurement: a result of machine()."""
     libraries = ", ".join(of[name] for name in ("mpi", "ucx") if of.get(name))
+    libraries += f", TCP {of['tcp']}" if of.get("tcp") else ""
     what = f"{of['cpu']}, {of['cores']} cores, {libraries}, qccl {of['qccl']} ({of['commit']}), {of['date']}"
     return f"(Measured on {what}.)"
 
@@ -166,6 +167,7 @@ def machine() -> dict[str, Any]:
         "instruction set": _host.isa,
         "mpi": _mpi(),
         "ucx": _ucx(),
+        "tcp": congestion_control(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "qccl": qccl.__version__,

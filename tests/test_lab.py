@@ -144,7 +144,11 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
     assert "# Plain bulk transfer  : " in done.stdout
     found = json.loads(path.read_text())
     result = found["results"][0]
-    assert found["config"]["link"] == {"name": "1gbit", "bytes_per_second": 125e6}
+    assert found["config"]["link"] == {
+        "name": "1gbit",
+        "bytes_per_second": 125e6,
+        "congestion_control": Path("/proc/sys/net/ipv4/tcp_congestion_control").read_text().strip(),
+    }
     assert result["floor"] == pytest.approx(result["wire_bytes"] / 125.0)
     assert 0.99 < result["out_of_place"]["crossed"] < 1.2
     assert result["out_of_place"]["time"] > 0.7 * result["floor"]

@@ -24,7 +24,7 @@ from types import TracebackType
 from qccl.bench.sizes import Link
 from qccl.errors import QcclError
 
-__all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "shaped_nbytes"]
+__all__ = ["INTERFACE", "Lab", "LabError", "congestion_control", "obstacle", "remove_stale", "shaped_nbytes"]
 
 #: the rate-limited interface in every namespace
 INTERFACE = "eth0"
@@ -35,6 +35,7 @@ _NAMESPACES = Path("/run/netns")
 #: ``ip netns exec NAME`` mounts the files of the folder NAME here over those of /etc
 _FILES = Path("/etc/netns")
 _HOSTS = Path("/etc/hosts")
+_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 _OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
 
@@ -178,6 +179,14 @@ def shaped_nbytes(namespace: str | None = None) -> int:
     if not passed:
         raise LabError(f"{INTERFACE} of {namespace or 'this namespace'} has no rate limiter")
     return passed[0]
+
+
+def congestion_control() -> str:
+    """The algorithm that TCP limits its rate by in this process's namespace; a new one has the machine's."""
+    try:
+        return _CONGESTION_CONTROL.read_text(encoding="ascii").strip()
+    except OSError:
+        return "unknown"
 
 
 def _write_hosts(namespace: str, text: str) -> None:

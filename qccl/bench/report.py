@@ -11,6 +11,7 @@ from typing import Any
 
 import qccl
 from qccl.bench import table
+from qccl.bench.lab import congestion_control
 from qccl.bench.measure import Row, Side
 from qccl.bench.options import NCCL_NAMES, Options
 from qccl.bench.sizes import Link
@@ -121,11 +122,17 @@ class Report:
             "transport": self.transport,
             "plain": self.plain,
             "timed": self._options.timed,
-            "link": None if self._link is None else {"name": self._link.name, "bytes_per_second": self._link.rate},
+            "link": self._link_of_a_rank(),
             "ranks": len(self.devices),
             "load_average": self._load,
             "devices": [{"group": 0, **asdict(device)} for device in self.devices],
         }
+
+    def _link_of_a_rank(self) -> dict[str, Any] | None:
+        if self._link is None:
+            return None
+        name, rate = self._link.name, self._link.rate
+        return {"name": name, "bytes_per_second": rate, "congestion_control": congestion_control()}
 
     def _result(self, row: Row, plain: Row | None) -> dict[str, Any]:
         result: dict[str, Any] = {

@@ -15,7 +15,7 @@ from pathlib import Path
 import click
 
 from qccl.bench.files import write_json
-from qccl.bench.lab import Lab, obstacle
+from qccl.bench.lab import Lab, congestion_control, obstacle
 from qccl.bench.mpiexec import find_mpiexec
 from qccl.bench.params import AT_LEAST_1, option, output_file
 from qccl.bench.processes import LinePipe, Start, run_processes, stoppable
@@ -60,8 +60,8 @@ class Traffic:
             return
         delay = "" if self.delay is None else f", and a delay of {self.delay * 1e3:g} ms"
         seconds = self.seconds - self.began
-        yield f"# each rank behind a link of {self.link}{delay}; share of what it could carry in the {seconds:.2f} s"
-        yield "# since the first traffic"
+        yield f"# each rank behind a link of {self.link}{delay}, with TCP {congestion_control()}; share of what"
+        yield f"# it could carry in the {seconds:.2f} s since the first traffic"
         yield f"# {'rank':>4} {'sent MB':>10} {'share':>7}"
         for rank, sent in enumerate(self.sent):
             share = sent / (parse_link(self.link).rate * seconds)

@@ -20,7 +20,7 @@ from qccl.bench.cases import cases, parameters
 from qccl.bench.data import gaussian
 from qccl.bench.files import write_json
 from qccl.bench.kinds import KINDS
-from qccl.bench.lab import shaped_nbytes
+from qccl.bench.lab import congestion_control, shaped_nbytes
 from qccl.bench.measure import Counts, measure
 from qccl.bench.options import STDOUT, Options
 from qccl.bench.params import codec_of
@@ -159,7 +159,7 @@ class Sweep:
         o, report = self._options, self._report
         step = f"{o.stepbytes}(bytes)" if o.stepfactor is None else f"{o.stepfactor}(factor)"
         each = "rank" if o.nodes is None or o.link_per_rank else "node"
-        where = f" link: {self._link.name} per {each}" if self._link else ""
+        where = f" link: {self._link.name} per {each}, TCP {congestion_control()}" if self._link else ""
         where += f" nodes: {o.nodes}" if o.nodes else ""
         yield f"# qccl-bench {qccl.__version__} {o.collective} over {report.transport}, plain: {report.plain}"
         yield (
