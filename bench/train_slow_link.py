@@ -24,6 +24,7 @@ On two cores that shows the step without ranks that share a core. A section with
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import itertools
 import json
@@ -68,7 +69,7 @@ RANKS = 4
 @click.option("--steps", default=500, show_default=True, help="Of a training.")
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
 @click.option("--patience", default=0.0, show_default=True, help="Seconds to wait for an idle machine, in all.")
-@click.option("--resume", is_flag=True, help="Keep the file's curves, and measure those that it lacks.")
+@click.option("--resume", is_flag=True, help="Keep the file's curves and steps, and measure those that it lacks.")
 @click.option("--save", is_flag=True, help="Write the results file and the figure; sections that did not run stay.")
 @click.option("--write", help="A page whose tables are to be replaced, such as docs/results.md.")
 def main(**given: Any) -> None:
@@ -81,7 +82,7 @@ def main(**given: Any) -> None:
     given |= {"until": time.monotonic() + given["patience"]}
     methods, links = given["methods"].split(","), given["links"].split(",")
     for section in filter(None, given["sections"].split(",")):
-        document[section] = document.get("curves", []) if given["resume"] and section == "curves" else []
+        document[section] = document.get(section, []) if given["resume"] and section in ("curves", "steps") else []
         for row in _measured(section, methods, links, given, document):
             document[section].append(row)
             if given["save"]:  # after each row, so that an interruption loses little
@@ -107,7 +108,9 @@ def _measured(
                     yield _run(ranks, task)
         case "steps":
             for link, method in itertools.product([*links, None], methods):
-                yield _step(ranks, method, link, _compute(document, until), until)
+                task = {"measure": "step", "method": method, "link": link}
+                if not any(task.items() <= row.items() for row in document["steps"]):
+                    yield _step(ranks, method, link, _compute(document, until), until)
         case "whole":
             task = {"measure": "curve", "method": methods[-1], "seed": 0, "steps": given["steps"]}
             yield _run(ranks, task, links[0])
@@ -328,6 +331,8 @@ def rank(task: dict[str, Any]) -> None:
     found = {"curve": _measure_curve, "compute": _measure_compute, "step": _measure_step}[task["measure"]](task)
     if dist.get_rank() == 0:
         print(MARK + json.dumps([found]), flush=True)
+    # DistributedDataParallel holds the group, whose threads must end before the interpreter: otherwise they may abort
+    gc.collect()
     dist.destroy_process_group()
 
 

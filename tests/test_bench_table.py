@@ -281,3 +281,8 @@ def test_steps_without_curves_have_a_table_of_their_own(tmp_path: Path, monkeypa
         row["ranks"] for row in json.loads(file.read_text())["steps"]
     } == {2}
     assert not list(tmp_path.glob("*.png"))
+
+    flags[7] = "fp32,minmax4+ef,onebit"
+    done = CliRunner().invoke(bench.main, [*flags, "--resume"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert started[5:] == [(2, "step", "100mbit"), (2, "step", None)]
