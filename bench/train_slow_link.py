@@ -47,7 +47,7 @@ __all__ = ["limit"]
 
 _DOCS = Path(__file__).parent.parent / "docs"
 #: megabytes of DDP's buckets, as in docs/examples/ddp.py
-BUCKET_MB = 2
+BUCKET_MB = 0.5
 #: steps between two measurements of the quality
 EVERY = 25
 #: PyTorch's own reduction and hooks, and codecs

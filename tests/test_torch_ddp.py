@@ -111,6 +111,15 @@ def test_groups_are_in_the_order_of_the_backward_pass(parameters):
     assert [len(group.names) for group in groups_of(parameters, group_bytes=1)] == [1] * 7
 
 
+def test_the_first_group_is_small():
+    import torch
+
+    mib = {f"{i}.weight": torch.nn.Parameter(torch.zeros(512, 512)) for i in range(10)}
+    groups = groups_of(mib, group_bytes=4 << 20)
+    assert [group.nbytes >> 20 for group in groups] == [1, 4, 4, 1]
+    assert groups[0].names == ("9.weight",)
+
+
 def test_a_pattern_that_matches_nothing(parameters):
     from qccl.torch.groups import Policy
 

@@ -31,7 +31,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(options.seed)  # the same model on every rank
-    model = DistributedDataParallel(ByteModel(), bucket_cap_mb=2)  # several buckets: some travel during backward()
+    model = DistributedDataParallel(ByteModel(), bucket_cap_mb=0.5)  # several buckets: some travel during backward()
     if options.codec != "fp32":
         compression = qccl.torch.compress(model, options.codec)
         if rank == 0:

@@ -71,7 +71,8 @@ def compress(
         exclude: patterns of the names of parameters that are sent as they are.
         min_elements: parameters with fewer elements are sent as they are, unless ``codecs`` names them.
         warmup_steps: so many first steps send all values as they are.
-        group_bytes: the most bytes of gradients that one call reduces. Smaller groups start earlier; each costs a call.
+        group_bytes: the most bytes of gradients that one call reduces; the first one at most 1 MiB, so that it starts
+            early. Smaller groups start earlier; each costs a call.
         comm: a communicator of the same ranks, for this handle alone; the caller closes it. None: a new one, by
             Communicator.from_torch() of the model's process group.
         timeout: seconds until a reduction fails that does not end, for example because a rank does not come to its

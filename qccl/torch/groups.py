@@ -19,6 +19,8 @@ __all__ = ["Group", "Policy", "form_groups", "table"]
 
 #: element types that codecs encode; the process group itself reduces the others
 _ENCODED = (torch.float32, torch.float16, torch.bfloat16)
+#: the most bytes of the first group of a kind: the network is idle until it starts. DDP's first bucket is as large
+_FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +122,7 @@ def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: i
     """The groups of these parameters, in the order in which a backward pass usually completes them.
 
     It runs from the last parameter to the first. A group has one element type and one codec, and at most
-    ``group_bytes`` unless it has a single parameter.
+    ``group_bytes`` (the first of its kind also at most 1 MiB) unless it has a single parameter.
     """
     parts: list[_Part] = []
     filling: dict[tuple[torch.dtype, Codec | None], _Part] = {}
@@ -128,8 +130,9 @@ def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: i
         kind = parameter.dtype, policy.codec_of(name, parameter)
         nbytes = parameter.numel() * parameter.element_size()
         part = filling.get(kind)
-        if part is None or part.nbytes + nbytes > group_bytes:
-            part = filling[kind] = _Part(kind[1])
+        if part is None or part.nbytes + nbytes > part.limit:
+            limit = min(group_bytes, _FIRST_BYTES) if part is None else group_bytes
+            part = filling[kind] = _Part(kind[1], limit)
             parts.append(part)
         part.members.append((name, parameter))
         part.nbytes += nbytes
@@ -140,9 +143,10 @@ def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: i
 
 @dataclass
 class _Part:
-    """A group that is being filled; ``last`` is the position of its last parameter in the backward pass."""
+    """A group that is being filled to ``limit`` bytes; ``last`` is its last parameter's place in the backward pass."""
 
     codec: Codec | None
+    limit: int
     members: list[tuple[str, Any]] = field(default_factory=list)
     nbytes: int = 0
     last: int = 0
