@@ -155,10 +155,10 @@ RUNS_IN_FLIGHT: int
 TAGS_PER_RUN: int
 
 class Wire:
-    """Transfers between ranks, for the loop; ``poll`` returns the tokens."""
+    """Transfers between ranks, for the loop; ``poll`` returns the tokens. ``arrived`` is as in Transport."""
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: int, /) -> None: ...
-    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: int, at_most: bool, /) -> None: ...
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: int, arrived: int, /) -> None: ...
     def poll(self, idle: int, /) -> list[int]: ...
 
 class PythonWire(Wire):
@@ -263,7 +263,8 @@ class Loop:
     """Advances all runs of a transport together, one thread at a time.
 
     ``call`` is the first bytes of every call's header. The loop calls ``on_control(peer, message)`` for a control
-    message that is not the header that this rank expects; it raises if the message means a failure.
+    message that is not the header that this rank expects; it raises if the message means a failure. Raises
+    MismatchError, which names the rank, for a message that no rank of this version sends.
     """
 
     def __init__(self, wire: Wire, rank: int, size: int, most_eager: int, call: bytes) -> None: ...

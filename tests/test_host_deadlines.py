@@ -115,9 +115,9 @@ class Paused:
     def pause(self):
         self._receives, self._pausing = 0, True
 
-    def receive(self, peer, tag, address, nbytes, token, *, at_most=False):
+    def receive(self, peer, tag, address, nbytes, token, *, arrived=0):
         self._receives += tag != CONTROL_TAG
-        self._transport.receive(peer, tag, address, nbytes, token, at_most=at_most)
+        self._transport.receive(peer, tag, address, nbytes, token, arrived=arrived)
 
     def poll(self, *, idle):
         if not self._pausing or self._receives < self._after:

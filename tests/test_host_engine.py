@@ -347,10 +347,10 @@ class BadNewsFirst:
         self._sends.add(token)
         self._transport.send(peer, tag, address, nbytes, token)
 
-    def receive(self, peer, tag, address, nbytes, token, *, at_most=False):
+    def receive(self, peer, tag, address, nbytes, token, *, arrived=0):
         if tag == CONTROL_TAG:
             self._listening.add(token)
-        self._transport.receive(peer, tag, address, nbytes, token, at_most=at_most)
+        self._transport.receive(peer, tag, address, nbytes, token, arrived=arrived)
 
     def poll(self, *, idle):
         if self._heard and idle > 2:

@@ -40,10 +40,10 @@ class Interrupting:
         self._data |= {token} if tag != CONTROL_TAG else set()
         self._transport.send(peer, tag, address, nbytes, token)
 
-    def receive(self, peer, tag, address, nbytes, token, *, at_most=False):
+    def receive(self, peer, tag, address, nbytes, token, *, arrived=0):
         self._use("receive")
         self._data |= {token} if tag != CONTROL_TAG else set()
-        self._transport.receive(peer, tag, address, nbytes, token, at_most=at_most)
+        self._transport.receive(peer, tag, address, nbytes, token, arrived=arrived)
 
     def poll(self, *, idle):
         self._use("poll")

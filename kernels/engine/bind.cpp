@@ -63,9 +63,10 @@ struct PythonWire final : Wire {
     const nb::gil_scoped_acquire held;
     transport_.attr("send")(peer, tag, address(data), nbytes, token);
   }
-  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) override {
+  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token,
+               std::size_t* arrived) override {
     const nb::gil_scoped_acquire held;
-    transport_.attr("receive")(peer, tag, address(data), nbytes, token, "at_most"_a = at_most);
+    transport_.attr("receive")(peer, tag, address(data), nbytes, token, "arrived"_a = address(arrived));
   }
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
     const nb::gil_scoped_acquire held;
@@ -107,6 +108,15 @@ PyType_Slot kPythonWireSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visi
 PyType_Slot kLoopSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_loop)},
                             {Py_tp_clear, reinterpret_cast<void*>(&clear_loop)},
                             {0, nullptr}};
+
+// Raises MismatchError for a MessageError.
+void translate(const std::exception_ptr& error, void*) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const MessageError& found) {
+    PyErr_SetString(nb::module_::import_("qccl.errors").attr("MismatchError").ptr(), found.what());
+  }
+}
 
 // Python's function, called with the GIL.
 OnControl python_function(const nb::callable& function) {
@@ -192,8 +202,10 @@ void bind_wires(nb::module_& m) {
           Release())
       .def(
           "receive",
-          [](Wire& wire, int peer, int tag, std::uintptr_t address, std::size_t nbytes, Token token, bool at_most) {
-            wire.receive(peer, tag, reinterpret_cast<void*>(address), nbytes, token, at_most);
+          [](Wire& wire, int peer, int tag, std::uintptr_t address, std::size_t nbytes, Token token,
+             std::uintptr_t arrived) {
+            wire.receive(peer, tag, reinterpret_cast<void*>(address), nbytes, token,
+                         reinterpret_cast<std::size_t*>(arrived));
           },
           Release())
       .def(
@@ -293,6 +305,7 @@ void bind_loop(nb::module_& m) {
 }  // namespace
 
 void bind_engine(nb::module_& m) {
+  nb::register_exception_translator(&translate);
   bind_wires(m);
   bind_runs(m);
   bind_loop(m);

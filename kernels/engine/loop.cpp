@@ -58,7 +58,9 @@ Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eag
       size(size),
       call_(std::move(call)),
       inbox_nbytes_(kHeaderNbytes + most_eager),
-      inbox_(inbox_nbytes_ * static_cast<std::size_t>(size)) {
+      inbox_(inbox_nbytes_ * static_cast<std::size_t>(size)),
+      arrived_(static_cast<std::size_t>(size)),
+      next_header_(static_cast<std::size_t>(size)) {
   for (int peer = 0; peer < size; ++peer)
     if (peer != rank) post_control_receive(peer);
 }
@@ -68,6 +70,8 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadli
   const ReentryGuard inside(advancing_);
   const Token run_slot = sequence % kRunsInFlight;
   if (by_slot_[run_slot]) throw std::logic_error("too many runs in flight");
+  if (sequence != next_run_) throw std::logic_error("runs must begin in the order of their numbers");
+  ++next_run_;
   run->prepare(sequence, run_slot << kRunSlotShift, static_cast<int>(run_slot) * kTagsPerRun, deadline, traced);
   by_slot_[run_slot] = run;
   active_.push_back(run);
@@ -127,6 +131,7 @@ void Loop::drain(std::uint64_t idle, const OnControl& on_control) {
     const int peer = static_cast<int>(static_cast<Number>(token));
     if (token >> kRunSlotShift == kControlSend) --control_sends_;
     if (token >> kRunSlotShift != kControlReceive) continue;
+    check_size(peer);
     if (is_call(inbox(peer))) {
       post_control_receive(peer);
     } else {
@@ -169,6 +174,7 @@ void Loop::dispatch(Token token, const OnControl& on_control) {
   const Token run_slot = token >> kRunSlotShift;
   const auto number = static_cast<Number>(token);
   if (run_slot < kRunsInFlight) {
+    if (!by_slot_[run_slot]) throw std::logic_error("the transport completed a transfer of a run that has ended");
     by_slot_[run_slot]->completed(*wire, number);
   } else if (run_slot == kControlReceive) {
     control_received(static_cast<int>(number), on_control);
@@ -181,22 +187,55 @@ bool Loop::is_call(const unsigned char* message) const { return !std::memcmp(mes
 
 void Loop::post_control_receive(int peer) {
   const Token token = kControlReceive << kRunSlotShift | static_cast<Token>(peer);
-  wire->receive(peer, kControlTag, inbox(peer), inbox_nbytes_, token, true);
+  std::size_t& arrived = arrived_[static_cast<std::size_t>(peer)];
+  arrived = inbox_nbytes_;  // what a transport without messages of other sizes need not say
+  wire->receive(peer, kControlTag, inbox(peer), inbox_nbytes_, token, &arrived);
 }
 
 // A control message has arrived: usually the header of a call that this rank has made or will make.
 void Loop::control_received(int peer, const OnControl& on_control) {
+  check_size(peer);
   const unsigned char* message = inbox(peer);
   if (!is_call(message)) return on_control(peer, text(message));
   const std::uint64_t sequence = sequence_of(message);
+  check_order(peer, sequence);
+  ++next_header_[static_cast<std::size_t>(peer)];
   const std::shared_ptr<Run>& run = by_slot_[sequence % kRunsInFlight];
   if (run && run->sequence() == sequence) {
     check_header(*run, peer, message, on_control);
   } else {
-    const std::size_t nbytes = kHeaderNbytes + std::min(announced_nbytes(message), inbox_nbytes_ - kHeaderNbytes);
-    early_.push_back({sequence, peer, {message, message + nbytes}});
+    early_.push_back({sequence, peer, {message, message + arrived_[static_cast<std::size_t>(peer)]}});
   }
   post_control_receive(peer);
+}
+
+// Throws unless the inbox has a whole message: what lies behind its end is of an earlier one.
+void Loop::check_size(int peer) const {
+  const std::size_t arrived = arrived_[static_cast<std::size_t>(peer)];
+  const unsigned char* message = inbox_.data() + inbox_nbytes_ * static_cast<std::size_t>(peer);
+  if (arrived >= kHeaderNbytes && arrived <= inbox_nbytes_ && announced_nbytes(message) == arrived - kHeaderNbytes) return;
+  std::string found = "rank " + std::to_string(peer) + " sent rank " + std::to_string(rank) + " a control message of " +
+                      std::to_string(arrived) + " bytes";
+  if (arrived >= kHeaderNbytes)
+    found += ", which announces " + std::to_string(announced_nbytes(message)) + " bytes of data";
+  throw MessageError(found + "; it has a header of " + std::to_string(kHeaderNbytes) +
+                     " bytes and the data that it announces, and every rank must run the same version of qccl");
+}
+
+// Throws unless `sequence` is the number of the next header of `peer`. Each rank sends one header in each of its runs, in
+// their order, and no run ends before it has the headers of all ranks. So a rank that is early has begun only runs whose
+// 16th predecessor this rank has begun, too.
+void Loop::check_order(int peer, std::uint64_t sequence) const {
+  const std::uint64_t expected = next_header_[static_cast<std::size_t>(peer)];
+  if (sequence == expected && sequence < next_run_ + kRunsInFlight) return;
+  std::string found = "rank " + std::to_string(peer) + " sent the header of call " + std::to_string(sequence);
+  if (sequence != expected) {
+    found += " where that of call " + std::to_string(expected) + " comes next";
+  } else {
+    found += " before rank " + std::to_string(rank) + " has made call " + std::to_string(next_run_) + "; at most " +
+             std::to_string(kRunsInFlight) + " calls are under way at once";
+  }
+  throw MessageError(found + "; every rank must run the same version of qccl");
 }
 
 // Compares the header that `peer` sent with this rank's header of the same call.

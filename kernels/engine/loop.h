@@ -7,6 +7,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -19,6 +20,11 @@ namespace qccl {
 // Runs that may be in flight at once: each has its own range of tags.
 constexpr std::uint64_t kRunsInFlight = 16;
 constexpr int kTagsPerRun = 1024;
+
+// A control message that no rank of this version sends; the text names the rank. Nothing of the message was used.
+struct MessageError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // Called for a control message that is not the header that this rank expects; throws if it means a failure.
 using OnControl = std::function<void(int peer, std::string_view message)>;
@@ -39,7 +45,7 @@ class Loop {
   // `call`: the first bytes of every call's header. `most_eager`: bytes of data that may follow a header.
   Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call);
 
-  // `run` has its headers.
+  // `run` has its headers. Runs are numbered from 0 on, in the order of their calls.
   void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced,
              const OnControl& on_control);
   // Advances all runs until one has ended, one is past its deadline, or the turn is over.
@@ -82,6 +88,8 @@ class Loop {
   bool is_call(const unsigned char* message) const;
   void post_control_receive(int peer);
   void control_received(int peer, const OnControl& on_control);
+  void check_size(int peer) const;
+  void check_order(int peer, std::uint64_t sequence) const;
   void check_header(Run& run, int peer, const unsigned char* message, const OnControl& on_control);
   void collect_ended();
   void find_deadline();
@@ -92,9 +100,13 @@ class Loop {
   const std::string call_;
   const std::size_t inbox_nbytes_;
   std::vector<unsigned char> inbox_, outbox_;
+  std::vector<std::size_t> arrived_;  // by rank: bytes of the message in its inbox
+  // Numbers of runs: the next that this rank begins, and by rank the next whose header comes.
+  std::uint64_t next_run_ = 0;
+  std::vector<std::uint64_t> next_header_;
   std::vector<std::shared_ptr<Run>> active_;  // in the order of their calls
   std::shared_ptr<Run> by_slot_[kRunsInFlight];
-  std::deque<Early> early_;
+  std::deque<Early> early_;  // at most kRunsInFlight from each rank
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;
   double deadline_ = std::numeric_limits<double>::infinity();  // the earliest of all runs'

@@ -20,8 +20,8 @@ constexpr long kNap = 20'000;
 constexpr std::uint64_t kNaps = 800;
 constexpr long kLongNap = 150'000;
 
-// Used instead of the bytes that a receive expects: for a send, and for a receive that accepts shorter messages.
-constexpr std::int64_t kSend = -1, kAny = -2;
+// Used instead of the bytes that a receive expects: for a send.
+constexpr std::int64_t kSend = -1;
 
 void relax(std::uint64_t idle, std::uint64_t spins) {
   const std::uint64_t patience = spins ? spins : kYields;
@@ -65,14 +65,14 @@ class Requests final : public MpiWire {
     check_running();
     Handle request;
     check(isend_(data, count(nbytes), byte_, peer, tag, communicator_, &request));
-    add(request, {token, kSend, peer});
+    add(request, {token, kSend, peer, nullptr});
   }
 
-  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) override {
+  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, std::size_t* arrived) override {
     check_running();
     Handle request;
     check(irecv_(data, count(nbytes), byte_, peer, tag, communicator_, &request));
-    add(request, {token, at_most ? kAny : static_cast<std::int64_t>(nbytes), peer});
+    add(request, {token, static_cast<std::int64_t>(nbytes), peer, arrived});
   }
 
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
@@ -100,6 +100,7 @@ class Requests final : public MpiWire {
     Token token;
     std::int64_t expected;
     int peer;
+    std::size_t* arrived;
   };
 
   int size() const { return static_cast<int>(requests_.size()); }
@@ -134,9 +135,9 @@ class Requests final : public MpiWire {
     int done = 0;
     const int code = testsome_(size(), requests_.data(), &done, indices_.data(), statuses_.data());
     if (code) {
-      const int found = code_of(code, done);
+      const MpiFault found = fault_of(code, done);
       forget_cleared();
-      fault_({found});
+      fault_(found);
     }
     if (done > 0 && done != library_.undefined) retire(done, completed);
   }
@@ -148,8 +149,9 @@ class Requests final : public MpiWire {
     for (int k = 0; k < done; ++k) {
       const Posted& posted = posted_[indices_[k]];
       int got = 0;
-      if (posted.expected >= 0) get_count_(status(k), byte_, &got);
-      if (posted.expected >= 0 && got != posted.expected) {
+      if (posted.expected != kSend) get_count_(status(k), byte_, &got);
+      if (posted.arrived) *posted.arrived = static_cast<std::size_t>(got);
+      if (posted.expected != kSend && !posted.arrived && got != posted.expected) {
         fault = {0, posted.peer, got, posted.expected};
       } else {
         completed.push_back(posted.token);
@@ -170,15 +172,15 @@ class Requests final : public MpiWire {
     posted_.pop_back();
   }
 
-  // The error of a failed test: the first one in the statuses, if there is any.
-  int code_of(int code, int done) const {
-    if (code != library_.in_status) return code;
+  // The error of a failed test: the first one in the statuses, with its rank, if there is any.
+  MpiFault fault_of(int code, int done) const {
+    if (code != library_.in_status) return {code};
     for (int k = 0; k < done && done != library_.undefined; ++k) {
       int error;
       std::memcpy(&error, status(k) + library_.status_error, sizeof error);
-      if (error && error != library_.pending) return error;
+      if (error && error != library_.pending) return {error, posted_[indices_[k]].peer};
     }
-    return code;
+    return {code};
   }
 
   // The next poll returns the tokens of requests that a failed test has completed. The library only clears their

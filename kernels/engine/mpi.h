@@ -26,7 +26,7 @@ struct MpiLibrary {
 
 // A failure, for the callback that throws it.
 struct MpiFault {
-  int code = 0;  // the library's error, or
+  int code = 0;  // the library's error, with the rank of its transfer where that is known, or
   int peer = -1;  // the rank whose message had another size:
   std::int64_t got = 0, expected = 0;
 };

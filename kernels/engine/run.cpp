@@ -82,6 +82,9 @@ void Run::header_received(Wire& wire, int peer, const unsigned char* data, std::
 }
 
 void Run::completed(Wire& wire, Number step) {
+  // This rank's own header is sent to several others, and all else happens once.
+  if (step >= counts_.size() || (counts_[step] == kCompleted && step != steps_->header(steps_->rank)))
+    throw std::logic_error("a step of a run completed twice");
   stopped(step);
   counts_[step] = kCompleted;
   for (const Number* i = steps_->successors_begin(step); i != steps_->successors_end(step); ++i)
@@ -145,7 +148,7 @@ void Run::receive(Wire& wire, Number i) {
     kept.clear();
     completed(wire, i);
   } else {
-    wire.receive(step.peer, first_tag_ + step.tag, step.data, step.nbytes, token(i), false);
+    wire.receive(step.peer, first_tag_ + step.tag, step.data, step.nbytes, token(i), nullptr);
   }
 }
 

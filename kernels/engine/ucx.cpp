@@ -26,8 +26,11 @@ constexpr std::uint64_t kYields = 400;
 // one waits for the network, which needs no processor.
 constexpr std::uint64_t kSpinsOfRun = 6000;
 constexpr int kSleepMilliseconds = 1;
-// In place of the bytes of a receive: a send, and a receive of at most the buffer's size.
-constexpr std::int64_t kSend = -1, kAtMost = -2;
+// In place of the bytes of a receive: a send.
+constexpr std::int64_t kSend = -1;
+// Calls of UCX in a row that move something, after which a poll returns: a rank that sends without end cannot keep this
+// one from looking at what has come.
+constexpr int kMostProgress = 1000;
 // The sender's rank is in the upper half of a tag.
 constexpr int kRankShift = 32;
 constexpr std::uint64_t kAllBits = ~std::uint64_t{0};
@@ -118,7 +121,7 @@ class Worker final : public UcxWire {
     if (!worker_) return fail({});
     if (at(peer).status) return fail({at(peer).status, peer, true});
     if (!at(peer).endpoint) throw std::invalid_argument("rank " + std::to_string(peer) + " is not connected to itself");
-    Posted* posted = take({token, kSend, peer});
+    Posted* posted = take({token, kSend, peer, nullptr});
     RequestParams params = params_of(posted);
     params.callback.on_sent = &Worker::on_sent;
     void* request = ucp_.tag_send_nbx(at(peer).endpoint, data, nbytes, tag_of(rank_, tag), &params);
@@ -132,10 +135,10 @@ class Worker final : public UcxWire {
     }
   }
 
-  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, bool at_most) override {
+  void receive(int peer, int tag, void* data, std::size_t nbytes, Token token, std::size_t* arrived) override {
     const Lock lock(mutex_);
     if (!worker_) return fail({});
-    Posted* posted = take({token, at_most ? kAtMost : static_cast<std::int64_t>(nbytes), peer});
+    Posted* posted = take({token, static_cast<std::int64_t>(nbytes), peer, arrived});
     RequestParams params = params_of(posted);
     params.mask |= RequestParams::kNotAtOnce;  // or the message's size would not be known
     params.callback.on_received = &Worker::on_received;
@@ -194,6 +197,7 @@ class Worker final : public UcxWire {
     Token token;
     std::int64_t expected;
     int peer;
+    std::size_t* arrived;
     Worker* worker = nullptr;
     void* request = nullptr;
   };
@@ -271,9 +275,9 @@ class Worker final : public UcxWire {
   }
 
   bool exhaust() {
-    bool progressed = false;
-    while (ucp_.worker_progress(worker_)) progressed = true;
-    return progressed;
+    int calls = 0;
+    while (calls < kMostProgress && ucp_.worker_progress(worker_)) ++calls;
+    return calls > 0;
   }
 
   Posted* take(const Posted& given) {
@@ -303,7 +307,9 @@ class Worker final : public UcxWire {
 
   void finish(Posted* posted, void* request, int status, std::int64_t got) {
     ucp_.request_free(request);
-    if (status == ucx::kOk && (posted->expected < 0 || got == posted->expected)) return complete(posted);
+    if (status == ucx::kOk && posted->arrived) *posted->arrived = static_cast<std::size_t>(got);
+    if (status == ucx::kOk && (posted->expected == kSend || posted->arrived || got == posted->expected))
+      return complete(posted);
     if (status == ucx::kOk || status == ucx::kTruncated) {
       if (!mismatch_) mismatch_ = UcxFault{0, posted->peer, false, got, posted->expected};
     } else if (status != ucx::kCanceled) {

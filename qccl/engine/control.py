@@ -82,8 +82,15 @@ class Header(NamedTuple):
                 f"rank {peer} sent a control message that this version of qccl cannot read (starts with "
                 f"{message[:8]!r}); every rank must run the same version"
             )
-        text = message[_LAYOUT.size : _AGREED_NBYTES].rstrip(b"\0").decode(errors="replace")
+        text = _shown(message[_LAYOUT.size : _AGREED_NBYTES].rstrip(b"\0").decode(errors="replace"))
+        if kind != Kind.CALL and "rank" not in text:
+            text = f"rank {peer} gave up: {text or 'it did not say why'}"
         return cls(Kind(kind), sequence, text)
+
+
+def _shown(text: str) -> str:
+    """Text of another rank, without characters that would control a terminal."""
+    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
 
 
 #: the first bytes of the header of a call

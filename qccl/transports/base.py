@@ -93,12 +93,12 @@ class Transport(Group, Protocol):
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         """Start sending; poll() returns ``token`` when the memory may be written again. The caller keeps it alive."""
 
-    def receive(
-        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
-    ) -> None:
-        """Start receiving ``nbytes``, or ``at_most`` that; poll() returns ``token`` when the bytes have arrived.
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
+        """Start receiving ``nbytes``; poll() returns ``token`` when the bytes have arrived.
 
-        With ``eager_nbytes`` 0 the caller may pass ``at_most``, but sends exactly ``nbytes``.
+        With ``arrived``, the address of 8 bytes, the message may be shorter, and its size is written there before
+        poll() returns the token. A transport with ``eager_nbytes`` 0 may ignore ``arrived``: every message then has
+        exactly ``nbytes``.
         """
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:

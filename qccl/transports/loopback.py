@@ -28,13 +28,13 @@ _Key = tuple[int, int, int]  # sender, receiver, tag
 
 @dataclass(slots=True)
 class _Transfer:
-    """A posted send or receive; ``kept`` holds the bytes of a sender that has left."""
+    """A posted send or receive; ``kept`` holds the bytes of a sender that has left, ``arrived`` is as in receive()."""
 
     address: int
     nbytes: int
     token: Hashable
     kept: Any = None
-    at_most: bool = False
+    arrived: int = 0
 
 
 @dataclass(slots=True)
@@ -84,8 +84,10 @@ class LoopbackGroup:
 
     def _copy(self, key: _Key, source: _Transfer, target: _Transfer) -> None:
         sender, receiver, tag = key
-        if source.nbytes == target.nbytes or (target.at_most and source.nbytes < target.nbytes):
+        if source.nbytes == target.nbytes or (target.arrived and source.nbytes < target.nbytes):
             ctypes.memmove(target.address, source.address, source.nbytes)
+            if target.arrived:
+                ctypes.c_size_t.from_address(target.arrived).value = source.nbytes
             self.completed[receiver].append(target.token)
         else:
             sizes = f"{source.nbytes} bytes to rank {receiver}, which expected {target.nbytes}"
@@ -161,10 +163,8 @@ class LoopbackTransport:
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         self._group.post((self.rank, peer, tag), _Transfer(address, nbytes, token), is_send=True)
 
-    def receive(
-        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
-    ) -> None:
-        self._group.post((peer, self.rank, tag), _Transfer(address, nbytes, token, at_most=at_most), is_send=False)
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
+        self._group.post((peer, self.rank, tag), _Transfer(address, nbytes, token, arrived=arrived), is_send=False)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
         """As in Transport. Completed transfers are returned before the failure of the group is raised."""

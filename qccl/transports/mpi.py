@@ -92,6 +92,8 @@ def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
     """Raise the error that native code found on ``rank``: the library's, or a message of the wrong size."""
     if code:
         error = MPI.Exception(code)
+        if peer >= 0 and error.Get_error_class() == MPI.ERR_TRUNCATE:
+            raise MismatchError(f"rank {peer} sent more bytes than rank {rank} expected") from error
         raise _mapped(error) from error
     if peer >= 0:
         raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")

@@ -35,12 +35,10 @@ class NativeTransport(ABC):
             self._check_alive()
         self.wire.send(peer, tag, address, nbytes, self._add(token))
 
-    def receive(
-        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
-    ) -> None:
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
         if self._gone:
             self._check_alive()
-        self.wire.receive(peer, tag, address, nbytes, self._add(token), at_most)
+        self.wire.receive(peer, tag, address, nbytes, self._add(token), arrived)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
         done = self.wire.poll(idle)

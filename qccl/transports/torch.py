@@ -128,9 +128,7 @@ class TorchTransport:
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         self._post(self.group.send, peer, tag, bytes_at(address, nbytes), token)
 
-    def receive(
-        self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, at_most: bool = False
-    ) -> None:
+    def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
         self._post(self.group.recv, peer, tag, bytes_at(address, nbytes), token)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:

@@ -58,6 +58,8 @@ _SET_UP_TAG = 1 << 30
 #: how long close() and abort() take at most to deliver what was sent
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 0.1
+#: of one rank's item in an all-gather
+_MOST_NBYTES = (1 << 31) - 1
 _SIOCGIFADDR = 0x8915
 
 _open: weakref.WeakSet[UcxTransport] = weakref.WeakSet()
@@ -221,6 +223,12 @@ class UcxTransport(NativeTransport):
         deadline = time.monotonic() + timeout
         lengths = self._exchange(struct.pack("<q", len(item)), [8] * self.size, deadline, timeout)
         sizes = [struct.unpack("<q", length)[0] for length in lengths]
+        for rank, nbytes in enumerate(sizes):
+            if not 0 <= nbytes <= _MOST_NBYTES:
+                self.abort("an all-gather failed")
+                raise MismatchError(
+                    f"rank {rank} gives {nbytes} bytes to an all-gather; 0 to {_MOST_NBYTES} are allowed"
+                )
         return self._exchange(item, sizes, deadline, timeout)
 
     def _exchange(self, item: bytes, sizes: Sequence[int], deadline: float, timeout: float) -> list[bytes]:
@@ -232,7 +240,7 @@ class UcxTransport(NativeTransport):
         try:
             for peer in range(self.size):
                 if peer != self.rank:
-                    self.wire.receive(peer, _SET_UP_TAG, ctypes.addressof(theirs[peer]), sizes[peer], token, False)
+                    self.wire.receive(peer, _SET_UP_TAG, ctypes.addressof(theirs[peer]), sizes[peer], token, 0)
                     self.wire.send(peer, _SET_UP_TAG, ctypes.addressof(mine), len(item), token)
                     self._set_up += 2
             idle = 0

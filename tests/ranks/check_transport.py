@@ -95,6 +95,39 @@ def test_unequal_sizes(sent, posted):
         t.close()
 
 
+@pytest.mark.parametrize("nbytes", [0, 1, 600, 8704])
+def test_a_message_that_may_be_shorter(transport, nbytes):
+    """The receiver is told its size, and the rest of its memory stays as it was."""
+    t = transport
+    if t.size == 1:
+        return
+    after, before = (t.rank + 1) % t.size, (t.rank - 1) % t.size
+    x, y, arrived = np.ones(nbytes, np.uint8), np.zeros(8704, np.uint8), np.full(1, 99, np.uint64)
+    t.receive(before, 5, *memory_of(y), "in", arrived=address(arrived))
+    t.send(after, 5, *memory_of(x), "out")
+    wait_for(t, ["in", "out"])
+    assert arrived[0] == nbytes and y[:nbytes].all() and not y[nbytes:].any()
+
+
+def test_a_message_that_may_be_shorter_is_too_long():
+    if IS_OPEN_MPI:
+        pytest.skip("Open MPI writes past the end of a receive that is too small")
+    t = processes.connect()
+    x, y, arrived = np.ones(9000, np.uint8), np.zeros(8704, np.uint8), np.zeros(1, np.uint64)
+    if t.rank == 0 and t.size > 1:
+        t.receive(1, 1, *memory_of(y), "bad", arrived=address(arrived))
+        t.allgather(b"", 10)
+        with pytest.raises(MismatchError, match="rank 1 sent"):
+            wait_for(t, ["bad"])
+    else:
+        t.allgather(b"", 10)
+        if t.rank == 1:
+            t.send(0, 1, *memory_of(x), "x")
+            wait_for(t, ["x"])
+    t.allgather(b"", 10)
+    t.close()
+
+
 def test_allgather_and_split(transport):
     t = transport
     assert t.allgather(bytes([t.rank]) * t.rank, 10) == [bytes([r]) * r for r in range(t.size)]
