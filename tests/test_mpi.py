@@ -88,3 +88,10 @@ def test_calls_after_the_end_of_mpi():
         *("a call", "a call under way", "wait", "state_dict in a call", "a plan", "a plan that has run"),
         *("barrier", "allgather", "split", "from_mpi", "init"),
     }, ended.output
+
+
+@pytest.mark.parametrize("how", ["not closed", "closed early", "in a call"])
+def test_receives_under_way_when_mpi_ends_after_the_interpreter(how):
+    """Their memory stays: messages of ranks that end later come into it. Several ranks, so that some are in between."""
+    ended = start(8, "tests/ranks/unclosed.py", how, limit=60, MALLOC_MMAP_THRESHOLD_="4096")
+    assert ended.status == 0 and len(re.findall(r"rank \d ends", ended.output)) == 8, ended.output

@@ -11,6 +11,9 @@ After a failure the process can always exit. MPI_Finalize would wait for ever fo
 process with a failed transport 10 s after the interpreter starts to exit. mpiexec then ends the rest of the job,
 stopped processes included.
 
+Where the program imported mpi4py.MPI before qccl, mpi4py finalizes MPI, when the interpreter is gone. The memory of
+transfers that are under way then is never freed.
+
 A child of os.fork() must not use MPI, not even at its end. There all transports are unusable, and MPI is not finalized,
 unless the program imported mpi4py.MPI before qccl: then mpi4py finalizes it, and the child must end by os._exit.
 """
@@ -125,6 +128,11 @@ def _wire(comm: MPI.Intracomm) -> _host.MpiWire:
     )
 
 
+def _keep_forever(kept: object) -> None:
+    """Never free an object, nor what it refers to, also at the interpreter's end."""
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+
+
 @atexit.register
 def _end() -> None:
     if _is_fork or MPI.Is_finalized():
@@ -133,8 +141,17 @@ def _end() -> None:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
         signal.alarm(_FINALIZE_SECONDS)
-    if _finalizes and MPI.Is_initialized():
+    if not MPI.Is_initialized():
+        return
+    if _finalizes:
         MPI.Finalize()
+        return
+    # Who finalizes MPI may do so after the interpreter has freed its objects. Until then MPI writes into the memory of
+    # receives under way, when other ranks send their last messages.
+    _keep_forever(_abandoned)
+    for transport in _open:
+        if transport.wire.under_way:
+            _keep_forever(transport)  # and the engine, by its progress_hook
 
 
 def _forked() -> None:
