@@ -24,10 +24,10 @@ ROOT = Path(__file__).resolve().parent.parent
 pytestmark = needs_ucx
 
 
-def run(size: int, name: str, **environment: str) -> list[tuple[int, str, str, float]]:
+def run(size: int, name: str, *, zombie: int | None = None, **environment: str) -> list[tuple[int, str, str, float]]:
     """Status, output, errors and time of the end of each rank that runs a function of ucx_ranks.py.
 
-    Ranks that are stopped are killed when the others have ended.
+    Ranks that are stopped are killed when the others have ended. Until then the rank ``zombie`` is not reaped.
     """
     address = f"127.0.0.1:{free_ports(1)[0]}"
     processes = [
@@ -43,9 +43,10 @@ def run(size: int, name: str, **environment: str) -> list[tuple[int, str, str, f
     ends = [0.0] * size
     deadline = time.monotonic() + 60
     try:
-        while time.monotonic() < deadline and any(p.poll() is None for p in processes):
+        others = [process for rank, process in enumerate(processes) if rank != zombie]
+        while time.monotonic() < deadline and any(p.poll() is None for p in others):
             for rank, process in enumerate(processes):  # poll() also reaps it: until then UCX takes it to be alive
-                if not ends[rank] and process.poll() is not None:
+                if rank != zombie and not ends[rank] and process.poll() is not None:
                     ends[rank] = time.monotonic()
             if name == "stops" and all(p.poll() is not None for r, p in enumerate(processes) if r != 1):
                 break
@@ -101,6 +102,13 @@ def test_a_rank_that_is_killed_is_named(over):
     check("dies", found, but=1)
     assert found[1][0] == -signal.SIGKILL
     assert max(end for *_, end in found) - found[1][3] < 8, "the survivors have a keepalive of a second"
+
+
+def test_a_rank_that_is_killed_and_not_reaped_is_named():
+    """UCX's keepalive takes it to be alive, and the others would wait for their deadline of 30 s."""
+    found = run(3, "dies", zombie=1)
+    check("dies", found, but=1)
+    assert found[1][0] == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("over", NETWORKS)

@@ -235,10 +235,13 @@ void bind_wires(nb::module_& m) {
              return nb::bytes(found.data(), found.size());
            })
       .def("connect",
-           [](UcxWire& wire, int rank, const std::vector<nb::bytes>& addresses) {
+           [](UcxWire& wire, int rank, const std::vector<nb::bytes>& addresses, nb::callable ended) {
              std::vector<std::string> found;
              for (const nb::bytes& address : addresses) found.push_back(text(address));
-             wire.connect(rank, found);
+             wire.connect(rank, found, [ended = std::move(ended)](const std::vector<int>& ranks) {
+               const nb::gil_scoped_acquire held;
+               return nb::cast<std::vector<int>>(ended(ranks));
+             });
            })
       .def("progress", &UcxWire::progress, "idle"_a, Release())
       .def("close", &UcxWire::close, "seconds"_a, Release());

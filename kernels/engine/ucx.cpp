@@ -9,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <stdexcept>
+#include <utility>
 
 #include "ucx_api.h"
 
@@ -26,6 +27,8 @@ constexpr std::uint64_t kYields = 400;
 // one waits for the network, which needs no processor.
 constexpr std::uint64_t kSpinsOfRun = 6000;
 constexpr int kSleepMilliseconds = 1;
+// Time without a completion after which ended processes are looked for, and between two looks.
+constexpr std::chrono::seconds kQuiet(2), kBetweenLooks(1);
 // In place of the bytes of a receive: a send.
 constexpr std::int64_t kSend = -1;
 // Calls of UCX in a row that move something, after which a poll returns: a rank that sends without end cannot keep this
@@ -102,10 +105,11 @@ class Worker final : public UcxWire {
     return bytes;
   }
 
-  void connect(int rank, const std::vector<std::string>& addresses) override {
+  void connect(int rank, const std::vector<std::string>& addresses, FindEnded find_ended) override {
     const Lock lock(mutex_);
     if (!worker_ || !peers_.empty()) throw std::logic_error("this wire was connected before, or is closed");
     rank_ = rank;
+    find_ended_ = std::move(find_ended);
     peers_.resize(addresses.size());
     for (std::size_t i = 0; i < addresses.size(); ++i) {
       Peer& peer = peers_[i];
@@ -271,7 +275,27 @@ class Worker final : public UcxWire {
       ::poll(&waited, 1, kSleepMilliseconds);
       lock.lock();
       if (worker_) exhaust();
+      if (worker_ && completed_.empty()) look_for_ended(lock);
     }
+  }
+
+  // After kQuiet without a completion, marks the connections to processes that have ended. What they sent before counts
+  // first: a rank may have left in order.
+  void look_for_ended(Lock& lock) {
+    const auto now = std::chrono::steady_clock::now();
+    if (!std::exchange(is_quiet_, true)) next_look_ = now + kQuiet;
+    if (now < next_look_ || find_fault()) return;
+    next_look_ = now + kBetweenLooks;
+    std::vector<int> waited;
+    for (const Peer& peer : peers_)
+      if (peer.endpoint && peer.under_way) waited.push_back(peer.rank);
+    if (waited.empty()) return;
+    lock.unlock();  // it takes a moment, and Python's lock
+    const std::vector<int> ended = find_ended_(waited);
+    lock.lock();
+    for (const int rank : ended)
+      if (!at(rank).status) at(rank).status = ucx::kConnectionReset;
+    if (worker_) exhaust();
   }
 
   bool exhaust() {
@@ -297,6 +321,7 @@ class Worker final : public UcxWire {
   }
 
   void complete(Posted* posted) {
+    is_quiet_ = false;
     if (posted->token & kSetUp) {
       ++set_up_completed_;
     } else {
@@ -392,6 +417,9 @@ class Worker final : public UcxWire {
   void* worker_ = nullptr;
   int descriptor_ = -1;
   std::uint64_t spins_left_ = 0;
+  FindEnded find_ended_;
+  bool is_quiet_ = false;  // nothing has completed since a poll that slept
+  std::chrono::steady_clock::time_point next_look_;
   std::deque<Posted> posted_;
   std::vector<Posted*> free_;
   std::vector<Token> completed_;

@@ -24,6 +24,10 @@ struct UcxFault {
   int rank = -1;  // this rank
 };
 
+// Returns those of some ranks whose processes have ended. UCX takes one that nobody has reaped to be alive, so the wire asks
+// when nothing has completed for a while.
+using FindEnded = std::function<std::vector<int>(const std::vector<int>& ranks)>;
+
 // One worker, and an endpoint to each peer. Several threads may call it at once.
 struct UcxWire : Wire {
   // Transfers with this bit in their token set the group up: poll() does not report them, set_up_completed() counts them.
@@ -36,7 +40,7 @@ struct UcxWire : Wire {
   // What another rank needs to connect to this worker.
   virtual std::string address() = 0;
   // Connect rank `rank` to all others, once; `addresses` by rank. Throws std::runtime_error that names a rank.
-  virtual void connect(int rank, const std::vector<std::string>& addresses) = 0;
+  virtual void connect(int rank, const std::vector<std::string>& addresses, FindEnded find_ended) = 0;
   // Advance transfers without reporting the completed ones, as poll() does.
   virtual void progress(std::uint64_t idle) = 0;
   virtual std::uint64_t set_up_completed() = 0;

@@ -9,7 +9,7 @@ namespace qccl::ucx {
 
 using Status = signed char;  // ucs_status_t is packed to one byte
 
-constexpr int kOk = 0, kInProgress = 1, kTruncated = -9, kBusy = -15, kCanceled = -16, kLastError = -100;
+constexpr int kOk = 0, kInProgress = 1, kTruncated = -9, kBusy = -15, kCanceled = -16, kConnectionReset = -25, kLastError = -100;
 
 // A function that starts something returns null (done), a request, or an error as a pointer.
 inline bool is_error(const void* pointer) {

@@ -7,7 +7,8 @@ it: the process (the wheels of MPICH and Open MPI bring one, and a second one ca
 When a rank fails:
 
 - A rank whose process ended is found by UCX: at once over TCP, after a keepalive (about a second) over shared memory.
-  Every rank that waits for it raises PeerLost with its number.
+  Every rank that waits for it raises PeerLost with its number. UCX's keepalive takes a process that nobody has reaped
+  to be alive, so a rank that has waited for two seconds also looks at the others' listening sockets (watch.py).
 - A rank that only stops answering is found by the others' deadlines.
 - An orderly close ends connections, too. The engine's control message says that before (engine/control.py), so the
   end of a connection counts as a loss only for ranks that still wait for a message.
@@ -39,6 +40,7 @@ from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchE
 from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
 from qccl.transports.native import NativeTransport
+from qccl.transports.watch import Watch
 
 __all__ = ["UcxTransport", "load_library", "version"]
 
@@ -150,10 +152,12 @@ class UcxTransport(NativeTransport):
         self.membership: Membership | None = membership
         self.rank, self.size = membership.rank, len(membership.members)
         self.progress_hook = progress_hook
+        self._watch = Watch([(member.host, member.port) for member in membership.members])
         self._set_up = 0  # transfers of allgather() so far
         _open.add(self)
         try:
-            self.wire.connect(self.rank, [bytes.fromhex(member.worker) for member in membership.members])
+            workers = [bytes.fromhex(member.worker) for member in membership.members]
+            self.wire.connect(self.rank, workers, self._watch.ended)
             self._find_topology(timeout)
         except RuntimeError as error:
             self.abort(str(error))
@@ -260,12 +264,14 @@ class UcxTransport(NativeTransport):
         if not self._gone:
             self._gone = True
             self.wire.close(_ABORT_SECONDS)
+            self._watch.close()
 
     def close(self) -> None:
         """As in Transport. After abort(), regroup() is not possible any more."""
         if not self._gone:
             self._gone = True
             self.wire.close(_CLOSE_SECONDS)
+            self._watch.close()
         if self.membership is not None:
             self.membership.close()
             self.membership = None
