@@ -326,5 +326,9 @@ class Loop:
     def control_sends(self) -> int:
         """Sends of broadcast_control() under way."""
 
+    @property
+    def refused(self) -> int:
+        """Number of ranks of which nothing more is received, because they sent what no rank of this version sends."""
+
     def drain(self, idle: int, on_control: Callable[[int, bytes], None], /) -> None:
         """Poll for control messages after the last run."""

@@ -280,6 +280,7 @@ void bind_loop(nb::module_& m) {
       .def_prop_ro("wanted", [](const Loop& loop) { return loop.wanted.load(); })
       .def_prop_ro("early", &Loop::early)
       .def_prop_ro("control_sends", &Loop::control_sends)
+      .def_prop_ro("refused", &Loop::refused)
       .def("begin", &begin)
       .def("rerun", &rerun, Release())
       .def("run", &run_until, Release())

@@ -127,17 +127,22 @@ void Loop::broadcast_control(const std::string& message) {
 void Loop::drain(std::uint64_t idle, const OnControl& on_control) {
   std::vector<Token> completed;
   wire->poll(idle, completed);
+  std::exception_ptr error;  // rethrown after all messages
   for (const Token token : completed) {
     const int peer = static_cast<int>(static_cast<Number>(token));
     if (token >> kRunSlotShift == kControlSend) --control_sends_;
     if (token >> kRunSlotShift != kControlReceive) continue;
-    check_size(peer);
-    if (is_call(inbox(peer))) {
-      post_control_receive(peer);
-    } else {
-      on_control(peer, text(inbox(peer)));
+    try {
+      if (takes_header(peer)) {
+        post_control_receive(peer);
+      } else {
+        on_control(peer, text(inbox(peer)));
+      }
+    } catch (...) {
+      if (!error) error = std::current_exception();
     }
   }
+  if (error) std::rethrow_exception(error);
 }
 
 // Runs the first operation that is ready; false if there is none.
@@ -194,12 +199,9 @@ void Loop::post_control_receive(int peer) {
 
 // A control message has arrived: usually the header of a call that this rank has made or will make.
 void Loop::control_received(int peer, const OnControl& on_control) {
-  check_size(peer);
   const unsigned char* message = inbox(peer);
-  if (!is_call(message)) return on_control(peer, text(message));
+  if (!takes_header(peer)) return on_control(peer, text(message));
   const std::uint64_t sequence = sequence_of(message);
-  check_order(peer, sequence);
-  ++next_header_[static_cast<std::size_t>(peer)];
   const std::shared_ptr<Run>& run = by_slot_[sequence % kRunsInFlight];
   if (run && run->sequence() == sequence) {
     check_header(*run, peer, message, on_control);
@@ -209,23 +211,31 @@ void Loop::control_received(int peer, const OnControl& on_control) {
   post_control_receive(peer);
 }
 
-// Throws unless the inbox has a whole message: what lies behind its end is of an earlier one.
-void Loop::check_size(int peer) const {
+// Whether the inbox has the next header of `peer`; false for another control message. Throws MessageError for a message
+// that no rank sends.
+bool Loop::takes_header(int peer) {
+  check_size(peer);
+  if (!is_call(inbox(peer))) return false;
+  check_order(peer, sequence_of(inbox(peer)));
+  ++next_header_[static_cast<std::size_t>(peer)];
+  return true;
+}
+
+// The inbox must have a whole message: what lies behind its end is of an earlier one.
+void Loop::check_size(int peer) {
   const std::size_t arrived = arrived_[static_cast<std::size_t>(peer)];
-  const unsigned char* message = inbox_.data() + inbox_nbytes_ * static_cast<std::size_t>(peer);
+  const unsigned char* message = inbox(peer);
   if (arrived >= kHeaderNbytes && arrived <= inbox_nbytes_ && announced_nbytes(message) == arrived - kHeaderNbytes) return;
   std::string found = "rank " + std::to_string(peer) + " sent rank " + std::to_string(rank) + " a control message of " +
                       std::to_string(arrived) + " bytes";
   if (arrived >= kHeaderNbytes)
     found += ", which announces " + std::to_string(announced_nbytes(message)) + " bytes of data";
-  throw MessageError(found + "; it has a header of " + std::to_string(kHeaderNbytes) +
-                     " bytes and the data that it announces, and every rank must run the same version of qccl");
+  refuse(found + "; it has a header of " + std::to_string(kHeaderNbytes) + " bytes and the data that it announces");
 }
 
-// Throws unless `sequence` is the number of the next header of `peer`. Each rank sends one header in each of its runs, in
-// their order, and no run ends before it has the headers of all ranks. So a rank that is early has begun only runs whose
-// 16th predecessor this rank has begun, too.
-void Loop::check_order(int peer, std::uint64_t sequence) const {
+// Each rank sends one header in each of its runs, in their order, and no run ends before it has the headers of all ranks.
+// So a rank that is early has begun only runs whose 16th predecessor this rank has begun, too.
+void Loop::check_order(int peer, std::uint64_t sequence) {
   const std::uint64_t expected = next_header_[static_cast<std::size_t>(peer)];
   if (sequence == expected && sequence < next_run_ + kRunsInFlight) return;
   std::string found = "rank " + std::to_string(peer) + " sent the header of call " + std::to_string(sequence);
@@ -235,6 +245,11 @@ void Loop::check_order(int peer, std::uint64_t sequence) const {
     found += " before rank " + std::to_string(rank) + " has made call " + std::to_string(next_run_) + "; at most " +
              std::to_string(kRunsInFlight) + " calls are under way at once";
   }
+  refuse(found);
+}
+
+void Loop::refuse(const std::string& found) {
+  ++refused_;
   throw MessageError(found + "; every rank must run the same version of qccl");
 }
 

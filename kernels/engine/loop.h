@@ -60,6 +60,8 @@ class Loop {
 
   // Starts sending a control message to all other ranks; at most once.
   void broadcast_control(const std::string& message);
+  // Ranks of which nothing more is received, because of a MessageError.
+  int refused() const { return refused_; }
   // Sends of broadcast_control() under way.
   int control_sends() const { return control_sends_; }
   // Polls for control messages after the last run.
@@ -88,8 +90,10 @@ class Loop {
   bool is_call(const unsigned char* message) const;
   void post_control_receive(int peer);
   void control_received(int peer, const OnControl& on_control);
-  void check_size(int peer) const;
-  void check_order(int peer, std::uint64_t sequence) const;
+  bool takes_header(int peer);
+  void check_size(int peer);
+  void check_order(int peer, std::uint64_t sequence);
+  [[noreturn]] void refuse(const std::string& found);
   void check_header(Run& run, int peer, const unsigned char* message, const OnControl& on_control);
   void collect_ended();
   void find_deadline();
@@ -112,7 +116,7 @@ class Loop {
   double deadline_ = std::numeric_limits<double>::infinity();  // the earliest of all runs'
   std::uint64_t idle_ = 0;
   std::uint64_t overdue_ = 0;
-  int control_sends_ = 0;
+  int control_sends_ = 0, refused_ = 0;
   std::atomic<bool> halted_{false};
   bool advancing_ = false;
 };

@@ -429,9 +429,10 @@ class HostEngine:
         """Wait until every other rank has sent its last control message, too, or none can any more."""
         deadline, idle = time.monotonic() + _MISMATCH_SECONDS, 0
         with contextlib.suppress(QcclError):  # a rank closed its connections: it has heard of all
-            while len(self._left) < self._transport.size - 1 and time.monotonic() < deadline:
+            while len(self._left) + self._loop.refused < self._transport.size - 1 and time.monotonic() < deadline:
                 idle += 1
-                self._loop.drain(idle, self._note_left)
+                with contextlib.suppress(MismatchError):
+                    self._loop.drain(idle, self._note_left)
 
     def _note_left(self, peer: int, message: bytes) -> None:
         header = Header.unpack(message, peer)
