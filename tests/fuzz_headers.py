@@ -1,9 +1,9 @@
 """Random changes of the control messages of real calls, and what honest ranks make of them.
 
 ``fuzz_headers.py --rounds 1000 [--seed N] [--over ucx]`` makes so many groups of 2 to 4 threads. In each the
-control messages of the last rank are changed, once or a few times. The other ranks must return right results, bit for bit, or raise an
-error that names a rank; and they may send nothing but what they send when nobody changes anything, and their last
-control message. A round takes some 10 ms; it follows from its seed, but for the threads' timing.
+control messages of the last rank are changed, once or a few times. The other ranks must return right results, bit for
+bit, or raise an error that names a rank; and they may send nothing but what they send when nobody changes anything, and
+their last control message. A round takes some 10 ms; it follows from its seed, but for the timing of threads.
 """
 
 from __future__ import annotations
