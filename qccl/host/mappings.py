@@ -26,7 +26,7 @@ _MS_ASYNC = 1
 #: the number of the system call futex
 _FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _FUTEX_WAKE_OP_PRIVATE, _OR = 5 | 128, 2 << 28
-_nobody = ctypes.c_uint32()  # a futex without waiters
+_NOBODY = ctypes.pointer(ctypes.c_uint32())  # a futex without waiters
 #: pages (first, stop, needed permissions) whose mappings were looked up; forgotten when there are too many
 _seen: set[tuple[int, int, str]] = set()
 _MOST_SEEN = 1024
@@ -43,37 +43,34 @@ def is_readable(address: int, nbytes: int) -> bool:
     done: int = read(os.getpid(), ctypes.byref(to), 1, ends, 2, 0)
     if done == 1 or (done < 0 and ctypes.get_errno() == errno.EFAULT):  # a sandbox that forbids the call says EPERM
         return False
-    first, stop = _pages(address, nbytes)
+    return _are_mapped(address, nbytes, "r")
+
+
+def is_writable(address: int, nbytes: int) -> bool:
+    """Whether so many bytes (at least one) may be written. No value changes, also if other threads write some."""
+    if _FUTEX is None:
+        return is_readable(address, nbytes) and _are_mapped(address, nbytes, "w")
+    ends = {address & -4, address + nbytes - 1 & -4}  # aligned words: each is in one page
+    return all(map(_may_write, ends)) and _are_mapped(address, nbytes, "w")
+
+
+def _are_mapped(address: int, nbytes: int, permission: str) -> bool:
+    """Whether the pages of these bytes are mapped, with the permission when they were first seen."""
+    first, stop = address & -mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     if stop - first <= 2 * mmap.PAGESIZE:
         return True
     # with MS_ASYNC nothing is written, only the list of mappings is gone through
     failed: int = _libc.msync(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), _MS_ASYNC)
-    return not (failed and ctypes.get_errno() == errno.ENOMEM) and _is_mapped(first, stop, "r")
-
-
-def is_writable(address: int, nbytes: int) -> bool:
-    """Whether so many bytes, which may be read, may be written. No value changes, also if other threads write some."""
-    if not all(_may_write(at & -4) for at in (address, address + nbytes - 1)):  # an aligned word is in one page
-        return False
-    first, stop = _pages(address, nbytes)
-    return stop - first <= 2 * mmap.PAGESIZE or _is_mapped(first, stop, "w")
-
-
-def _pages(address: int, nbytes: int) -> tuple[int, int]:
-    """The pages of these bytes."""
-    return address & -mmap.PAGESIZE, -(-(address + nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+    return not (failed and ctypes.get_errno() == errno.ENOMEM) and _have_permission(first, stop, permission)
 
 
 def _may_write(address: int) -> bool:
     """Whether the word at ``address`` may be written: the kernel combines it with 0 by an atomic OR."""
-    if _FUTEX is None:
-        return True
-    word = ctypes.c_void_p(address)
-    done = _libc.syscall(_FUTEX, ctypes.byref(_nobody), _FUTEX_WAKE_OP_PRIVATE, 0, None, word, _OR)
+    done: int = _libc.syscall(_FUTEX, _NOBODY, _FUTEX_WAKE_OP_PRIVATE, 0, None, ctypes.c_void_p(address), _OR)
     return not (done < 0 and ctypes.get_errno() == errno.EFAULT)
 
 
-def _is_mapped(first: int, stop: int, permission: str) -> bool:
+def _have_permission(first: int, stop: int, permission: str) -> bool:
     """Whether the mappings from ``first`` to ``stop`` have a permission; their list is read once for a range."""
     key = first, stop, permission
     if key not in _seen:

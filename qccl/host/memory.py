@@ -58,15 +58,15 @@ class HostMemory:
         """As in Memory; null, unaligned, unmapped and read-only addresses are refused."""
         address = check_pointer(pointer, count, dtype, what)
         nbytes = count * dtype.itemsize
-        if nbytes and not is_readable(address, nbytes):
+        if nbytes and not (is_writable if writable else is_readable)(address, nbytes):
+            place = f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + nbytes:#x}) are"
+            if writable and is_readable(address, nbytes):
+                raise InvalidBufferError(
+                    f"{place} read-only, at least in part, and the result would be written there; pass memory that may "
+                    f"be written"
+                )
             raise InvalidBufferError(
-                f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + nbytes:#x}) are not all memory "
-                f"of this process (a device pointer, or a count too large?)"
-            )
-        if nbytes and writable and not is_writable(address, nbytes):
-            raise InvalidBufferError(
-                f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + nbytes:#x}) are read-only, "
-                f"at least in part, and the result would be written there; pass memory that may be written"
+                f"{place} not all memory of this process (a device pointer, or a count too large?)"
             )
         return Values(address, count, dtype, ((count,), (1,)), what, owner=pointer)
 
