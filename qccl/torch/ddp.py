@@ -129,10 +129,7 @@ def compress(
     except BaseException as error:
         handle.close()
         if isinstance(error, RuntimeError):
-            raise ArgumentError(
-                f"DDP refuses the hook of compress(): {error} If the model has a hook already, for example of an "
-                f"earlier compress(), wrap it in DDP again"
-            ) from error
+            raise ArgumentError(f"DDP refuses the hook of compress(): {error}") from error
         raise
     return handle
 
@@ -380,6 +377,12 @@ def _parameters_of(model: Any) -> dict[str, Any]:
     if model.mixed_precision is not None:
         raise ArgumentError(
             "DDP's mixed_precision= has a communication hook of its own; use torch.autocast, or a model in bfloat16"
+        )
+    if model._comm_hooks:
+        hook = getattr(model._comm_hooks[0][0], "__qualname__", "?")
+        raise ArgumentError(
+            f"the model has a communication hook already ({hook}), for example of an earlier compress(), of torchft or "
+            f"of Accelerate's comm_hook, and DDP takes only one; wrap it in DDP again, without that hook"
         )
     sparse = [
         f"{name}.weight".removeprefix(".")
