@@ -140,7 +140,6 @@ class Compression:
     Attributes:
         lr: the learning rate of the step, for codecs with state if it changes from step to step (see
             :doc:`/guide/state`); set it before each backward(), or never (None).
-        full: the state of all ranks for checkpoints: an object whose state_dict() is full_state_dict().
         step: backward passes so far that reduced gradients.
         trace: the list of events, or None.
     """
@@ -158,7 +157,6 @@ class Compression:
         self.lr: float | None = None
         self.step = 0
         self.trace = trace
-        self.full = FullState(self)
         self._scaled: LossScaling | None = None
         self._process_group, self._comm, self._is_own = process_group, comm, is_own
         self._groups, self._warmup_steps, self._timeout = groups, warmup_steps, timeout
@@ -229,6 +227,11 @@ class Compression:
         """
         self._check_between_steps("state_dict()")
         return to_saved(self._comm, self._groups, self.step)
+
+    @property
+    def full(self) -> FullState:
+        """An object whose state_dict() is full_state_dict(), for frameworks that save one state for all ranks."""
+        return FullState(self)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Collective: the state of all ranks between two steps, the same on each, which fits any number of ranks.
