@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from qccl.plan import Plan
     from qccl.pointers import hierarchical_allreduce, peer_exchange, quantized_allreduce
     from qccl.ranks import run_ranks
+    from qccl.saved import load_state, save_state
     from qccl.work import Work
 
 from qccl.errors import (
@@ -56,9 +57,11 @@ __all__ = [
     "hierarchical_allreduce",
     "init",
     "join",
+    "load_state",
     "peer_exchange",
     "quantized_allreduce",
     "run_ranks",
+    "save_state",
 ]
 
 _HOME = {
@@ -74,6 +77,8 @@ _HOME = {
     "join": "qccl.launch",
     "quantized_allreduce": "qccl.pointers",
     "run_ranks": "qccl.ranks",
+    "load_state": "qccl.saved",
+    "save_state": "qccl.saved",
 }
 
 

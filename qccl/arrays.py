@@ -91,8 +91,11 @@ class Memory(Protocol):
         and bfloat16, and for read-only memory where it is to be written.
         """
 
-    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, what: str) -> Values:
-        """``count`` elements at a raw address. Raises InvalidBufferError for an impossible one."""
+    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
+        """``count`` elements at a raw address. Raises InvalidBufferError for an impossible one.
+
+        On the host also for read-only memory where it is to be written.
+        """
 
     def hold(self, values: Iterable[Values]) -> None:
         """Keep the arrays' memory in place for a run during which the caller may use the arrays.

@@ -250,7 +250,7 @@ class Communicator(Collectives):
 
         "keys" has the state of stateful codecs by key, as copies in NumPy arrays; "calls" is the number of the next
         call. After a failure it returns the state after the last successful calls; on CUDA those whose results were
-        complete before the failure may count.
+        complete before the failure may count. qccl.save_state() writes it to a file.
         """
         session = self._session
         session.engine.wait_until_idle(self.timeout)

@@ -101,7 +101,10 @@ def peer_exchange(
     how, memory, count, dtype = complete(options, stream=stream), _memory(comm), count_of(count), dtypes.get(datatype)
     given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
     given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
-    arrays = {name: memory.from_pointer(pointer, count, dtype, what=what) for name, pointer, what in given}
+    arrays = {
+        name: memory.from_pointer(pointer, count, dtype, writable=name != "input", what=what)
+        for name, pointer, what in given
+    }
     spec = spec_of(
         PeerExchangeSpec.from_arguments,
         arrays["input"],
@@ -118,8 +121,8 @@ def _pair(
 ) -> tuple[Values, Values]:
     """The memory at both pointers."""
     memory, count, dtype = _memory(comm), count_of(count), dtypes.get(datatype)
-    source = memory.from_pointer(sendbuf, count, dtype, what="sendbuf")
-    return source, memory.from_pointer(recvbuf, count, dtype, what="recvbuf")
+    source = memory.from_pointer(sendbuf, count, dtype, writable=False, what="sendbuf")
+    return source, memory.from_pointer(recvbuf, count, dtype, writable=True, what="recvbuf")
 
 
 def _memory(comm: Communicator) -> Memory:

@@ -186,7 +186,7 @@ class StateStore:
                 raise TypeError("its key, its call and the names of its arrays must be strings")
             if lr is None and saved["lr"] is not None:
                 raise TypeError(f"lr is {saved['lr']!r}, not True, False or None")
-        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise ArgumentError(f"the state of key={key!r} is not one that state_dict() returns ({error!r})") from error
         if place != (self._rank, self._size):
             raise ArgumentError(

@@ -39,6 +39,8 @@ for place in sys.argv[1:]:
     os.environ["MASTER_PORT"], _, path = place.partition("=")
     print(path, flush=True)
     runpy.run_path(path, run_name="__main__")
+    if "accelerate" in sys.modules:  # it keeps the process group of the first program
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)
 """
 
 _PROGRAM = re.compile(r"# (\w+\.py): (.+)\n")
@@ -107,10 +109,13 @@ def test_programs(block, tmp_path):
 
 
 @pytest.mark.slow
-def test_programs_of_torchrun(tmp_path):
+@pytest.mark.parametrize("with_trainers", [False, True])
+def test_programs_of_torchrun(tmp_path, with_trainers):
     """They share two processes with torchrun's variables, because importing torch takes long."""
-    pytest.importorskip("torch")
-    programs = [block for block in PROGRAMS if block.launcher != "mpiexec"]
+    for name in ("torch", *(("accelerate", "lightning", "transformers") if with_trainers else ())):
+        pytest.importorskip(name)
+    trainers = DOCS / "howto" / "trainers.md"
+    programs = [b for b in PROGRAMS if b.launcher != "mpiexec" and (b.page == trainers) == with_trainers]
     assert len(programs) > 1
     for block in programs:
         assert block.program[2] == f"torchrun --standalone --nproc-per-node 2 {block.program[1]}"
@@ -127,7 +132,13 @@ def run_torch_programs(programs: list[Path], size: int) -> None:
     processes = []
     for rank in range(size):
         variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        settings = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": 1, "PYTHONPATH": ROOT}
+        settings = {
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_RUN_ID": "docs",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "OMP_NUM_THREADS": 1,
+            "PYTHONPATH": ROOT,
+        }
         environment = os.environ | {key: str(value) for key, value in (variables | settings).items()}
         command, pipe = [sys.executable, "-c", IN_TURN, *places], subprocess.PIPE
         process = subprocess.Popen(
@@ -136,7 +147,7 @@ def run_torch_programs(programs: list[Path], size: int) -> None:
         processes.append(process)
     try:
         for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=150)
+            output, _ = process.communicate(timeout=300)
             assert process.returncode == 0, f"rank {rank}:\n{output}"
     finally:
         for process in processes:

@@ -218,6 +218,7 @@ def test_an_error_of_the_call_comes_as_it_is():
 
 SEVERAL_DEVICES = """
 import jax, numpy as np, pytest, qccl, qccl.jax
+from jax.experimental.layout import Format, Layout
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 def run(comm):
@@ -230,13 +231,37 @@ def run(comm):
     one = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
     alone = jax.shard_map(reduce, mesh=one, in_specs=spec, out_specs=spec)
     assert jax.jit(jax.grad(lambda x: alone(x).sum()))(np.ones(4, np.float32)).tolist() == [1] * 4
-    with pytest.raises(qccl.ArgumentError, match=r"leaf \\[0\\] is on 2 devices, and must be on one"):
+    with pytest.raises(qccl.ArgumentError, match=r"leaf \\[0\\] is split over 2 devices"):
         reduce([x])
     for mapped in (jax.pmap(reduce), jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec)):
         with pytest.raises(qccl.ArgumentError, match="inside shard_map.. or pmap.. over 2 devices"):
             mapped(np.ones((2, 4), np.float32))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="ArgumentError: this compiled program runs on several"):
-        jax.block_until_ready(jax.jit(reduce)(x))
+    both = NamedSharding(mesh, PartitionSpec())
+    for sharding in (x.sharding, both):
+        with pytest.raises(qccl.ArgumentError, match="compiled for 2 devices, each of which would call qccl"):
+            jax.jit(reduce).lower(jax.device_put(np.ones(8, np.float32), sharding))
+    made_inside = jax.jit(lambda: reduce(jax.lax.with_sharding_constraint(np.ones(8, np.float32), both)))
+    with pytest.raises(qccl.ArgumentError, match="compiled for 2 devices"):
+        made_inside()
+    jax.effects_barrier()  # nothing was started
+    replicated(comm, reduce, both)
+
+def replicated(comm, reduce, both):  # one copy is sent, and every device gets the result
+    rng, calls = np.random.default_rng(comm.rank), comm.calls
+    given = {"w": rng.standard_normal((30, 4), np.float32), "n": np.float32(3), "b": rng.standard_normal(7, np.float32)}
+    tree = {"w": jax.device_put(given["w"], both), "n": given["n"], "b": jax.device_put(given["b"], both)}
+    turned = Format(Layout((1, 0)), both)
+    wanted, found = reduce(given), reduce(tree)
+    again = reduce(tree | {"w": jax.device_put(given["w"], turned)})
+    assert comm.calls == calls + 3
+    for name in ("w", "b"):
+        assert found[name].sharding == again[name].sharding == both
+        for x in (*found[name].addressable_shards, *again[name].addressable_shards):
+            assert np.asarray(x.data).tobytes() == np.asarray(wanted[name]).tobytes(), name
+        assert {x.device for x in found[name].addressable_shards} == set(jax.devices())
+    assert float(found["n"]) == 3
+    gradient = jax.grad(lambda w: (reduce(w) ** 2).sum())(tree["w"])
+    assert gradient.shape == (30, 4)
 
 qccl.run_ranks(1, run)
 print("refused")

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
     "collectives": {"arguments", "arrays", "codecs", "dtypes", "errors", "schedule"},
     "launchers": {"errors"},
+    "saved": {"errors"},
     "tensors": {"errors"},
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
     "transports": {"_host", "dtypes", "errors", "launchers"},
@@ -59,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "torch": {
         *("arguments", "codecs", "collectives", "communicator", "cuda", "dtypes", "errors", "meetings", "schedule"),
-        *("trace", "transports", "work"),
+        *("state", "trace", "transports", "work"),
     },
     "": {
         "codecs",
@@ -72,6 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "plan",
         "pointers",
         "ranks",
+        "saved",
         "transports",
         "work",
     },
@@ -96,6 +98,7 @@ PACKAGES: dict[str, set[str]] = {
     "host/memory.py": {"numpy"},
     "jax": {"jax", "numpy"},
     "meetings.py": {"torch"},
+    "saved.py": {"ml_dtypes", "numpy"},
     "state.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},
     "cuda/nccl.py": {"torch"},

@@ -30,6 +30,7 @@ BOTH = ("none_equals_plain", "within_the_bound", "replicas")
 def test_two_ranks(tmp_path):
     names = (*BOTH, "resumes", "warms_up", "accumulates", "leaves_parameters_unused", "freezes")
     names += ("other_element_types", "keeps_the_order_of_memory", "traces", "changes_the_rate", "joins", "refuses")
+    names += ("loads_in_place", "follows_the_scale", "skips", "clips", "checkpoints_activations", "compiles")
     run(2, *names, folder=tmp_path)
 
 

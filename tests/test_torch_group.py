@@ -20,7 +20,7 @@ def run_group(folder, size, *names):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_group(tmp_path, size):
-    names = ("exact", "compressed", "tensors", "asynchronous", "callbacks", "options", "ddp", "fsdp")
+    names = ("releases", "exact", "compressed", "tensors", "asynchronous", "callbacks", "options", "ddp", "fsdp")
     for rank, last in run_group(tmp_path, size, *names):
         rank.check(last)
 

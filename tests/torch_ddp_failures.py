@@ -51,6 +51,9 @@ def refuses() -> None:
     assert "warmup_steps" in refused(lambda: compress(model, warmup_steps=-1))
     sparse = DistributedDataParallel(torch.nn.Embedding(10, 4, sparse=True))
     assert "sparse=False" in refused(lambda: compress(sparse))
+    hooked = DistributedDataParallel(net())
+    hooked.register_comm_hook(None, lambda state, bucket: None)
+    assert "hook already (refuses.<locals>.<lambda>)" in refused(lambda: compress(hooked))
     alone = qccl.run_ranks(1, lambda comm: refused(lambda: compress(model, comm=comm)))
     assert "rank 0 of 1" in alone[0]
     mine = "minmax8" if dist.get_rank() else "minmax4"

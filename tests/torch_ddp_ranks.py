@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 import torch_ddp_failures
 import torch_ddp_results
+import torch_ddp_scaling
 import torch_ddp_state
 
-MODULES = (torch_ddp_results, torch_ddp_state, torch_ddp_failures)
+MODULES = (torch_ddp_results, torch_ddp_state, torch_ddp_failures, torch_ddp_scaling)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import Linear, Sequential
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch_ddp_models import (
     GROUPS,
     assert_close,
@@ -242,3 +243,61 @@ def joins() -> None:
         with model.join():
             for x in batches(3 + dist.get_rank()):
                 step(model, optimizer, x)
+
+
+class Recomputes(torch.nn.Module):
+    """Two blocks whose activations are computed again in the backward pass."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Sequential(Linear(16, 64), torch.nn.ReLU(), Linear(64, 16)) for _ in range(2))
+        self.last, self.use_reentrant = Linear(16, 4), use_reentrant
+
+    def forward(self, x):
+        x = x.detach().requires_grad_()  # reentrant checkpointing needs an input with a gradient
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=self.use_reentrant)
+        return self.last(x)
+
+
+def checkpoints_activations() -> None:
+    """Also the reentrant kind, with which DDP needs a static graph."""
+    for use_reentrant in (False, True):
+        models = [wrapped(net(lambda: Recomputes(use_reentrant)), static_graph=use_reentrant) for _ in range(2)]  # noqa: B023
+        with qccl.torch.compress(models[1], "none", **GROUPS) as handle:
+            for x in batches(3):
+                backward(x, *models)
+                assert_close(*models)
+            assert handle.step == 3
+
+
+def compiles() -> None:
+    """torch.compile() of the DDP model; the handle has the DDP model itself."""
+    plain, ours = DistributedDataParallel(net()), DistributedDataParallel(net())  # PyTorch refuses buckets below 1 MiB
+    with qccl.torch.compress(ours, "none", **GROUPS) as handle:
+        compiled = torch.compile(ours, backend="aot_eager")
+        for x in batches(3):
+            backward(x, plain)
+            compiled.zero_grad()
+            loss_of(compiled, x).backward()
+            assert_close(plain, ours)
+        assert handle.step == 3
+        text = error_of(lambda: qccl.torch.compress(compiled, **GROUPS), qccl.ArgumentError)
+        assert "not OptimizedModule" in text, text
+    inner = DistributedDataParallel(torch.compile(net(), backend="aot_eager"))
+    with qccl.torch.compress(inner, "minmax4+ef", **GROUPS) as handle:
+        loss_of(inner, batches(1)[0]).backward()
+        assert "_orig_mod.first.weight" in handle.state_dict()["residuals"]
+
+
+def clips() -> None:
+    """The norm that is clipped is that of the reduced gradients, so all ranks clip alike."""
+    model = wrapped()
+    with qccl.torch.compress(model, "onebit:reconstruct=scale+ef", **GROUPS):
+        for x in batches(3):
+            backward(x, model)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            assert norm > 0.5 and len(set(on_all(float(norm)))) == 1
+            reduced = torch.cat([g.ravel() for g in gradients(model).values()])
+            assert abs(float(reduced.norm()) - 0.5) < 1e-5  # of fp32 sums
+            assert len(set(on_all(reduced.numpy().tobytes()))) == 1

@@ -80,6 +80,64 @@ def resumes() -> None:
         assert len(state["residuals"]) == (7 if "+ef" in spec else 2)
 
 
+def loads_in_place() -> None:
+    """torch.distributed.checkpoint writes into what a fresh handle has: zeros of the right shapes."""
+    import torch.distributed.checkpoint as dcp
+
+    folder, spec, rank = Path(os.environ["FOLDER"]) / "dcp", "minmax2+ef", dist.get_rank()
+    ends = []
+    for is_resumed in (False, True):
+        model = wrapped()
+        handle = qccl.torch.compress(model, spec, **GROUPS)
+        fresh = handle.state_dict()
+        assert fresh["residuals"].keys() == {n for n, p in model.module.named_parameters() if p.dim() > 1}
+        assert not any(t.any() for t in fresh["residuals"].values())
+        for i, x in enumerate(batches(5)):
+            if i == 3:
+                whole = handle.state_dict()
+                saved = {"model": model.module.state_dict(), f"rank {rank}": handle, "all": handle.full}
+                if not is_resumed:
+                    dcp.save(saved, checkpoint_id=folder)
+                    full = handle.full_state_dict()
+                    continue_with = [p.detach().clone() for p in model.parameters()]
+                else:
+                    handle.close()
+                    model = wrapped()
+                    handle = qccl.torch.compress(model, spec, **GROUPS)
+                    saved = {"model": model.module.state_dict(), f"rank {rank}": handle}
+                    dcp.load(saved, checkpoint_id=folder)
+                    model.module.load_state_dict(saved["model"])
+                    assert all(map(torch.equal, continue_with, model.parameters())) and handle.step == 3
+                    assert any(t.any() for t in handle.state_dict()["residuals"].values())
+            step(model, torch.optim.SGD(model.parameters(), 0.02), x)
+        ends.append((bits(model), {n: t.numpy().tobytes() for n, t in handle.state_dict()["residuals"].items()}))
+        if is_resumed:
+            dcp.load({"all": handle.full}, checkpoint_id=folder)
+            again = handle.full_state_dict()
+            assert again["step"] == 3 and again["calls"] == full["calls"]
+            for name, owed in full["residuals"].items():  # the same total, after two roundings to fp32
+                assert (again["residuals"][name] - owed).abs().max() <= 2.0**-23 * owed.abs().max() > 0, name
+        refuses_lost_residuals(handle, whole)
+        handle.close()
+    assert ends[0] == ends[1]
+
+
+def refuses_lost_residuals(handle, state) -> None:
+    refused = partial(error_of, kind=qccl.ArgumentError)
+    name = next(iter(state["residuals"]))
+    some = {n: t for n, t in state["residuals"].items() if n != name}
+    before = handle.state_dict()
+    for lost, text in (({}, "of step 3, has no residuals of"), (some, f"has no residuals of {name}; load all")):
+        assert text in refused(lambda: handle.load_state_dict(state | {"residuals": lost}))  # noqa: B023
+    extra = {"residuals": state["residuals"] | {"else": torch.zeros(1)}}
+    assert "has residuals of else" in refused(lambda: handle.load_state_dict(state | extra))
+    after = handle.state_dict()
+    assert before["step"] == after["step"]
+    assert all(torch.equal(before["residuals"][n], t) for n, t in after["residuals"].items())
+    handle.load_state_dict(state | {"step": 0, "residuals": {}})  # nothing is owed before the first step
+    assert not any(t.any() for t in handle.state_dict()["residuals"].values())
+
+
 def keeps_the_order_of_memory() -> None:
     """A residual has its parameter's shape, also where memory has another order of axes."""
     model = Sequential(torch.nn.Conv2d(3, 8, 3), ReLU(), torch.nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)
@@ -110,23 +168,24 @@ def loads_at_another_size() -> None:
                 backward(x, plain, model)
                 for name, exact in gradients(plain).items():
                     lacking[name] += exact - gradients(model)[name]
-            states = on_all(handle.state_dict())
+            states, full = on_all(handle.state_dict()), handle.full_state_dict()
             algorithms = {(size, _schedule(handle._groups[0], 0, size).name) for size in (2, 4)}
         assert algorithms == {(2, algorithm), (4, algorithm)}
         if dist.get_rank() >= 2:
             continue
-        model = wrapped(net(kind), process_group=pair)
-        with qccl.torch.compress(model, **options) as handle:
-            deliver(handle, model, states, lacking)
+        for saved in (states, full):
+            model = wrapped(net(kind), process_group=pair)
+            with qccl.torch.compress(model, **options) as handle:
+                deliver(handle, model, states, saved, lacking)
 
 
-def deliver(handle, model, states, lacking):
+def deliver(handle, model, states, saved, lacking):
     """Load the states of four ranks on two, and add up the results of steps whose gradients are zeros."""
     refused = partial(error_of, kind=qccl.ArgumentError)
     assert "rank 0 of 4" in refused(lambda: handle.load_state_dict(states[0]))
     assert "ranks 0 of 4, 1 of 4" in refused(lambda: handle.load_state_dict(states[:2]))
     assert "'step'" in refused(lambda: handle.load_state_dict([states[0] | {"step": 2}, *states[1:]]))
-    handle.load_state_dict(states)
+    handle.load_state_dict(saved)
     mine = handle.state_dict()
     assert (mine["rank"], mine["size"], mine["step"]) == (dist.get_rank(), 2, 3)
     assert mine["calls"] == states[0]["calls"]

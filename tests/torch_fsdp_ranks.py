@@ -202,7 +202,10 @@ def resumes() -> None:
         assert "mine" in comm.state_dict()["keys"]
         train(model, range(3, 6))
         assert bits(model) == wanted
-        reduce_scatter.load_state_dict({"calls": saved["gradients"]["calls"], "keys": {}})
+        lost = {"calls": saved["gradients"]["calls"], "keys": {}}  # what torch.distributed.checkpoint would restore
+        raises("no momentum; torch.distributed.checkpoint loads only", reduce_scatter.load_state_dict, lost)
+        assert len(comm.state_dict()["keys"]) > 1
+        reduce_scatter.load_state_dict({"calls": 0, "keys": {}})
         assert set(comm.state_dict()["keys"]) == {"mine"}
 
 

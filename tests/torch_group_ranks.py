@@ -68,6 +68,26 @@ def raises(kind: Any, text: str, call: Callable[[], Any]) -> None:
 # -- checks ----------------------------------------------------------------------------------------------------------
 
 
+def releases() -> None:
+    """A group that was destroyed leaves no connection and no thread."""
+    first: list[int] = []
+    for backend in ("qccl", "qccl", "qccl", "gloo"):
+        with group(backend):
+            dist.all_reduce(torch.ones(COUNT))
+            dist.all_reduce(torch.ones(1))
+        found = held()
+        first, deadline = first or found, time.monotonic() + 10  # a thread that was joined may be listed for a moment
+        while found != first and time.monotonic() < deadline:
+            time.sleep(0.01)
+            found = held()
+        assert found == first, (first, found)
+
+
+def held() -> list[int]:
+    """How many files and threads this process has."""
+    return [len(os.listdir(f"/proc/self/{each}")) for each in ("fd", "task")]
+
+
 def exact() -> None:
     """Each function gives what gloo gives where nothing is compressed, and connects no communicator."""
     with group() as pg:

@@ -118,7 +118,7 @@ def _gloo(transport: Any) -> AllReduce:
             ctypes.memmove(target, source, count * element.itemsize)
         values = bytes_at(target, count * element.itemsize).view(element)
         try:
-            keep_alive(transport.group.allreduce([values], options)).wait()
+            keep_alive(transport.group, transport.group.allreduce([values], options)).wait()
         except RuntimeError as error:
             raise PeerLost(f"gloo's all-reduce failed: {error}") from error
 

@@ -77,7 +77,7 @@ class CudaMemory:
             self._check_device(view, what)
         return values
 
-    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, what: str) -> Values:
+    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
         """As in Memory; the driver knows which addresses are whose."""
         address = check_pointer(pointer, count, dtype, what)
         if count:

@@ -7,9 +7,6 @@ hold bfloat16 (``dtype="bfloat16"``), and raw addresses.
 from __future__ import annotations
 
 import ctypes
-import errno
-import mmap
-import os
 import sys
 from collections.abc import Iterable
 from typing import Any
@@ -19,6 +16,7 @@ from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unm
 from qccl.codecs.base import Codec
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
+from qccl.host.mappings import is_readable, is_writable
 from qccl.scalars import as_integer
 from qccl.tensors import forbid_resizing, is_tensor
 
@@ -56,14 +54,19 @@ class HostMemory:
             )
         return from_view(view, array, wanted, writable=writable, what=what)
 
-    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, what: str) -> Values:
-        """As in Memory; null, unaligned and unmapped addresses are refused."""
+    def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
+        """As in Memory; null, unaligned, unmapped and read-only addresses are refused."""
         address = check_pointer(pointer, count, dtype, what)
         nbytes = count * dtype.itemsize
-        if nbytes and not _is_mapped(address, nbytes):
+        if nbytes and not (is_writable if writable else is_readable)(address, nbytes):
+            place = f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + nbytes:#x}) are"
+            if writable and is_readable(address, nbytes):
+                raise InvalidBufferError(
+                    f"{place} read-only, at least in part, and the result would be written there; pass memory that may "
+                    f"be written"
+                )
             raise InvalidBufferError(
-                f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + nbytes:#x}) are not all memory "
-                f"of this process (a device pointer, or a count too large?)"
+                f"{place} not all memory of this process (a device pointer, or a count too large?)"
             )
         return Values(address, count, dtype, ((count,), (1,)), what, owner=pointer)
 
@@ -114,34 +117,3 @@ def _refusal(array: Any) -> str:
     except Exception as error:
         return "it has neither __dlpack__ nor a buffer" if isinstance(error, AttributeError) else str(error)
     return "its element type is none of DLPack's"
-
-
-class _IoVec(ctypes.Structure):
-    _fields_ = (("base", ctypes.c_void_p), ("len", ctypes.c_size_t))
-
-
-_MS_ASYNC = 1
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-def _is_mapped(address: int, nbytes: int) -> bool:
-    """Whether this memory exists, asked of the kernel rather than of luck (Linux; elsewhere it is assumed).
-
-    The first and the last byte must be readable, and no address between may be unmapped.
-    """
-    read = getattr(_libc, "process_vm_readv", None)
-    if read is None:
-        return True
-    ends = (_IoVec * 2)(_IoVec(address, 1), _IoVec(address + nbytes - 1, 1))
-    local = ctypes.create_string_buffer(2)
-    to = _IoVec(ctypes.addressof(local), 2)
-    done: int = read(os.getpid(), ctypes.byref(to), 1, ends, 2, 0)
-    if done == 1 or (done < 0 and ctypes.get_errno() == errno.EFAULT):  # a sandbox that forbids the call says EPERM
-        return False
-    first = address & -mmap.PAGESIZE
-    extent = address + nbytes - first
-    if extent <= 2 * mmap.PAGESIZE:
-        return True
-    # with MS_ASYNC nothing is written, only the list of mappings is gone through
-    failed: int = _libc.msync(ctypes.c_void_p(first), ctypes.c_size_t(extent), _MS_ASYNC)
-    return not (failed and ctypes.get_errno() == errno.ENOMEM)

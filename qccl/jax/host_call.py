@@ -23,6 +23,8 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import io_callback
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
 
 from qccl.errors import ArgumentError
 
@@ -126,11 +128,33 @@ def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
         _pending[ticket] = call
         return np.array(ticket, np.uint32)
 
-    ticket = io_callback(enter, _TICKET, xs[0].ravel()[0], ordered=True)
+    ticket = _on_one_device.bind(io_callback(enter, _TICKET, xs[0].ravel()[0], ordered=True))
     results = [_TICKET, *map(jax.typeof, xs)]
     done, *outs = jax.ffi.ffi_call(_TARGET, results)(ticket, *xs)
     io_callback(lambda _: None, None, done, ordered=True)
     return list(outs)
+
+
+#: the identity, where a program is compiled for one device
+_on_one_device = Primitive("qccl_on_one_device")
+_on_one_device.def_abstract_eval(lambda ticket: ticket)
+_on_one_device.def_impl(lambda ticket: ticket)
+
+
+def _lower_on_one_device(context: Any, ticket: Any) -> list[Any]:
+    """Raise ArgumentError for several devices: on each, XLA would run its part of the program, and make a call."""
+    attributes = context.module_context.module.operation.attributes
+    devices = math.prod(int(attributes[f"mhlo.num_{kind}"]) for kind in ("partitions", "replicas"))
+    if devices > 1:
+        raise ArgumentError(
+            f"this program is compiled for {devices} devices, each of which would call qccl; give it arrays on one "
+            f"device, or call allreduce() outside of compiled functions, which also takes arrays that are whole on "
+            f"each of several devices"
+        )
+    return [ticket]
+
+
+mlir.register_lowering(_on_one_device, _lower_on_one_device)
 
 
 def _finish_calls() -> None:
@@ -167,12 +191,7 @@ def _addresses(buffers: _Buffers) -> list[int]:
 def _run(frame: _CallFrame) -> None:
     (at, *inputs), (done, *outputs) = _addresses(frame.arguments), _addresses(frame.results)
     ticket = ctypes.c_uint32.from_address(at).value
-    call = _pending.pop(ticket, None)
-    if call is None:
-        raise ArgumentError(
-            "this compiled program runs on several devices, each of which calls qccl; give it arrays on one device"
-        )
-    call.run(inputs, outputs)
+    _pending.pop(ticket).run(inputs, outputs)
     ctypes.c_uint32.from_address(done).value = ticket
 
 

@@ -59,8 +59,9 @@ def allreduce(
     JAX.
 
     Args:
-        tree: a tree of arrays on one device of the host: a dict of gradients, for example. Leaves of float32, float16
-            and bfloat16 are encoded, those of one type in one call. float64 and integers (``op="sum"`` only) are
+        tree: a tree of arrays on the host, such as a dict of gradients. An array is on one device, or replicated over
+            several of this process; outside of compiled functions the result is, too. Leaves of float32, float16 and
+            bfloat16 are encoded, those of one type in one call. float64 and integers (``op="sum"`` only) are
             sent exactly: every rank gets every rank's values, so they should be few.
         codec: as in Communicator.quantized_allreduce().
         op: "avg" or "sum".
@@ -139,7 +140,7 @@ def _on_host(comm: Communicator | None) -> Communicator:
 
 
 def _as_array(leaf: Any, what: str, op: str) -> Any:
-    """The leaf, named ``what`` in errors, as a JAX array of one device, or as a tracer."""
+    """The leaf, named ``what`` in errors, as a JAX array that is whole on each of its devices, or as a tracer."""
     try:
         array = leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
     except TypeError as error:
@@ -147,10 +148,10 @@ def _as_array(leaf: Any, what: str, op: str) -> Any:
     check_type(what, array.dtype, op)
     if isinstance(array, jax.core.Tracer):
         return array
-    if len(array.sharding.device_set) > 1:
+    if not (array.is_fully_addressable and array.is_fully_replicated):
         raise ArgumentError(
-            f"{what} is on {len(array.sharding.device_set)} devices, and must be on one; pass the part on one, such as "
-            f"x.addressable_shards[0].data"
+            f"{what} is split over {len(array.sharding.device_set)} devices; pass the part on one, such as "
+            f"x.addressable_shards[0].data, or an array that is whole on each of this process's devices"
         )
     if array.ndim > 1 and array.format.layout.major_to_minor != tuple(range(array.ndim)):
         return jax.device_put(np.ascontiguousarray(array), array.sharding)  # the results are row-major
@@ -179,7 +180,7 @@ def _reduced(reduction: Reduction, xs: Sequence[Any]) -> list[Any]:
         return call_on_host(reduction.run, xs)
     jax.effects_barrier()  # compiled programs under way may be using the communicator
     outs = [_aligned(x.shape, x.dtype) for x in xs]
-    reduction.run(xs, outs)
+    reduction.run([x.addressable_data(0) for x in xs], outs)
     places = [x.sharding if x.committed else None for x in xs]
     return jax.device_put(outs, places if any(places) else None)  # type: ignore[no-any-return]
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import zip_longest
 from textwrap import shorten
 from types import TracebackType
@@ -26,9 +26,12 @@ from torch.nn.parallel import DistributedDataParallel
 from qccl.arguments import CodecLike, count_of, timeout_of
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
-from qccl.errors import ArgumentError, EngineError, MismatchError
+from qccl.errors import ArgumentError, MismatchError
+from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
+from qccl.torch.full_state import FullState
 from qccl.torch.groups import Group, Policy, form_groups, table
-from qccl.torch.state import from_saved, to_saved
+from qccl.torch.scaling import LossScaling
+from qccl.torch.state import from_saved, to_full, to_saved
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -126,10 +129,7 @@ def compress(
     except BaseException as error:
         handle.close()
         if isinstance(error, RuntimeError):
-            raise ArgumentError(
-                f"DDP refuses the hook of compress(): {error} If the model has a hook already, for example of an "
-                f"earlier compress(), wrap it in DDP again"
-            ) from error
+            raise ArgumentError(f"DDP refuses the hook of compress(): {error}") from error
         raise
     return handle
 
@@ -157,6 +157,7 @@ class Compression:
         self.lr: float | None = None
         self.step = 0
         self.trace = trace
+        self._scaled: LossScaling | None = None
         self._process_group, self._comm, self._is_own = process_group, comm, is_own
         self._groups, self._warmup_steps, self._timeout = groups, warmup_steps, timeout
         self._places = {
@@ -168,7 +169,7 @@ class Compression:
         self._lock = threading.Lock()  # of the buckets: the threads that end calls complete them
         self._closed = False
         self._failure: Exception | None = None  # of a call; others of its step may have ended well
-        self._pass = _Pass(groups)
+        self._pass = BackwardPass(groups)
 
     def __enter__(self) -> Compression:
         return self
@@ -198,30 +199,76 @@ class Compression:
         if self._is_own:
             self._comm.close()
 
+    def scale_with(self, scaler: Any) -> None:
+        """Follow a GradScaler, which multiplies the gradients by a factor that changes.
+
+        Each backward pass reads ``scaler.get_scale()``, and residuals are converted from the factor of their step to
+        that of the next. A pass whose gradients are not all finite, which the scaler skips, changes no residual. For
+        that the residuals are copied in each step. Call it once, on all ranks, before the first backward pass. The
+        scaler must not change its factor between a backward() and the ``scaler.step()`` that uses its gradients.
+
+        Raises ArgumentError for something without get_scale(), and for codecs with momentum, which would keep the
+        old factor.
+        """
+        if not callable(getattr(scaler, "get_scale", None)):
+            raise ArgumentError(f"scale_with() takes a torch.amp.GradScaler, not {type(scaler).__name__}")
+        if any("momentum" in group.codec.state_names for group in self._groups if group.codec is not None):
+            raise ArgumentError(
+                "+nesterov keeps a momentum of scaled gradients, which does not follow the scaler; use the optimiser's "
+                "momentum instead"
+            )
+        self._scaled = LossScaling(scaler)
+
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
 
-        "residuals" and "momenta" have float32 tensors by parameter name, in the parameters' shapes. "step" and "calls"
-        are counters, on which warm-up and random codecs depend.
+        "residuals" and "momenta" have float32 tensors by parameter name, in the parameters' shapes; those that no step
+        has used yet are zeros. "step" and "calls" are counters, on which warm-up and random codecs depend.
         """
-        if self._failure is not None:
-            raise self._failure
-        if self._pass.is_under_way:
-            raise ArgumentError("state_dict() is for the time between steps, and the last backward pass did not end")
+        self._check_between_steps("state_dict()")
         return to_saved(self._comm, self._groups, self.step)
+
+    @property
+    def full(self) -> FullState:
+        """An object whose state_dict() is full_state_dict(), for frameworks that save one state for all ranks."""
+        return FullState(self)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Collective: the state of all ranks between two steps, the same on each, which fits any number of ranks.
+
+        Its residuals are what the results lack so far: per element, the mean of the ranks' own errors plus the error
+        of the sum. A group that loads it delivers that, whatever its size; "momenta" are the means over the ranks. A
+        run that goes on from it has not lost anything, but only state_dict() of each rank continues with the same bits.
+        """
+        self._check_between_steps("full_state_dict()")
+        return to_full(self._comm, self._groups, self.step, self._process_group)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore a state; every rank must call it.
 
         - ``state_dict()`` of the rank of this number in a group of this size: training goes on with the same bits.
-        - A list of the states of all ranks of a group of any size: what their residuals have not delivered yet is
-          delivered by this group, in the mean over the ranks; momenta become their mean. On one rank nothing is
-          encoded, and residuals are dropped.
+        - ``full_state_dict()``, or a list of the ``state_dict()`` of all ranks, of a group of any size: what their
+          residuals have not delivered yet is delivered by this group, in the mean over the ranks; momenta become their
+          mean. On one rank nothing is encoded, and residuals are dropped.
 
-        Raises ArgumentError for a state of other parameters or codecs, and then changes nothing.
+        Raises ArgumentError for a state of other parameters or codecs, or without residuals after the first step, and
+        then changes nothing.
         """
+        self._settle()
         self.step = from_saved(self._comm, self._groups, state)
-        self._pass = _Pass(self._groups)
+        self._pass = BackwardPass(self._groups)
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._pass.is_under_way:
+            raise ArgumentError(f"{what} is for the time between steps, and the last backward pass did not end")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Undo what a pass that the scaler skips has done to the residuals."""
+        if self._scaled is not None:
+            self._scaled.settle()
 
     # -- the hook ----------------------------------------------------------------------------------------------------
 
@@ -268,14 +315,16 @@ class Compression:
         """The hook: start the groups that are complete with this bucket; returns the future of its buffer."""
         if self._closed:
             raise ArgumentError("the handle that compress() returned is closed; wrap the model in DDP again")
-        arrived = _Bucket(bucket.buffer())
+        if not self._pass.is_under_way:
+            self._pass.lr = self.lr if self._scaled is None else self._scaled.begin(self.lr)
+        arrived = Bucket(bucket.buffer())
         parameters = bucket.parameters()
-        complete = self._pass.add(arrived, parameters, _gradients(bucket.buffer(), parameters), self._places)
+        complete = self._pass.add(arrived, parameters, gradients_of(bucket.buffer(), parameters), self._places)
         for number in complete:
             self._start(number)
         if bucket.is_last():
             self._pass.check_complete()
-            self._pass = _Pass(self._groups)
+            self._pass = BackwardPass(self._groups)
             self.step += 1
         return arrived.future()
 
@@ -284,161 +333,41 @@ class Compression:
         group, gradients, buckets = self._groups[number], self._pass.gradients[number], self._pass.buckets[number]
         if self._stream is None:
             work = self._launch(group, gradients)
-            work.add_done_callback(lambda ended: self._ended(buckets, ended.exception()))
+            work.add_done_callback(lambda ended: self._ended(gradients, buckets, ended.exception()))
             return
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):  # the backward pass continues on the current one
             self._launch(group, gradients).wait()
-            self._ended(buckets, None)
+            self._ended(gradients, buckets, None)
 
     def _launch(self, group: Group, gradients: list[Any]) -> Any:
         """Start a call; returns its Work."""
         if group.codec is None:
-            return _ExactWork(gradients, self._process_group)
+            return ExactWork(gradients, self._process_group)
         codec = NoCodec() if self.step < self._warmup_steps else group.codec
         keeps = bool(codec.state_names)
+        if keeps and self._scaled is not None:
+            self._scaled.keep(self._comm, group.key)
         return self._comm.quantized_allreduce_coalesced(
             gradients,
             codec=codec,
             op="avg",
             key=group.key if keeps else None,
-            lr=self.lr if keeps else None,
+            lr=self._pass.lr if keeps else None,
             timeout=self._timeout,
             trace=self.trace,
             async_op=True,
         )
 
-    def _ended(self, buckets: Sequence[_Bucket], error: Exception | None) -> None:
+    def _ended(self, gradients: Sequence[Any], buckets: Sequence[Bucket], error: Exception | None) -> None:
         """A group's call has ended on the host, or is ordered before the current stream."""
+        if self._scaled is not None and error is None:
+            self._scaled.look_at(gradients)
         with self._lock:
             self._failure = self._failure or error
             complete = [bucket for bucket in buckets if bucket.group_ended(error)]
         for bucket in complete:
             bucket.complete()
-
-
-def _gradients(buffer: Any, parameters: Sequence[Any]) -> Any:
-    """The part of a bucket's buffer of each parameter, flat.
-
-    DDP's bucket.gradients() takes complex parameters, which are stored as pairs of real numbers, for real ones.
-    """
-    is_real = not buffer.is_complex()
-    return buffer.split([p.numel() * (2 if is_real and p.is_complex() else 1) for p in parameters])
-
-
-class _Bucket:
-    """One of DDP's buckets in one backward pass, and the groups that it has parameters of."""
-
-    def __init__(self, buffer: Any) -> None:
-        self._buffer = buffer
-        self._promise = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
-        self._error: Exception | None = None
-        self._is_over = False
-        self.groups: set[int] = set()
-        self._left = 0
-
-    def expect(self, groups: set[int]) -> None:
-        """The groups whose calls must end."""
-        self.groups, self._left = groups, len(groups)
-
-    def group_ended(self, error: Exception | None) -> bool:
-        """One of the groups has ended; whether the bucket is complete now. The first error completes it."""
-        self._left -= 1
-        if self._is_over or (self._left and error is None):
-            return False
-        self._error, self._is_over = error, True
-        return True
-
-    def complete(self) -> None:
-        self._promise.set_result(self._buffer)
-
-    def future(self) -> Any:
-        """The future for DDP. Only an exception in a function of then() reaches DDP's C++ as an error."""
-        return self._promise.then(self._value)
-
-    def _value(self, promise: Any) -> Any:
-        if self._error is not None:
-            raise self._error
-        return promise.value()
-
-
-class _Pass:
-    """The gradients that have arrived in one backward pass.
-
-    Attributes:
-        gradients: of each group, flat parts of DDP's buckets.
-        buckets: that each group has gradients in.
-    """
-
-    def __init__(self, groups: Sequence[Group]) -> None:
-        self.gradients: list[list[Any]] = [[None] * len(group.parameters) for group in groups]
-        self.buckets: list[list[_Bucket]] = [[] for _ in groups]
-        self._missing = [len(group.parameters) for group in groups]
-        self._next = 0  # the first group that was not started
-        self._groups = groups
-        self.is_under_way = False
-
-    def add(
-        self,
-        bucket: _Bucket,
-        parameters: Sequence[Any],
-        gradients: Sequence[Any],
-        places: Mapping[Any, tuple[int, int]],
-    ) -> list[int]:
-        """A bucket has arrived: the groups to start now, in order."""
-        self.is_under_way = True
-        found: set[int] = set()
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            if parameter not in places:
-                raise EngineError(
-                    f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there when compress() was "
-                    f"called, or had requires_grad=False; wrap the model in DDP again"
-                )
-            number, i = places[parameter]
-            self.gradients[number][i] = gradient
-            self._missing[number] -= 1
-            found.add(number)
-        bucket.expect(found)
-        for number in found:
-            self.buckets[number].append(bucket)
-        first = self._next
-        while self._next < len(self._missing) and not self._missing[self._next]:
-            self._next += 1
-        return list(range(first, self._next))
-
-    def check_complete(self) -> None:
-        """Raise EngineError if gradients are missing after the last bucket."""
-        if self._next < len(self._groups):
-            missing = self._groups[self._next]
-            absent = [name for name, g in zip(missing.names, self.gradients[self._next], strict=True) if g is None]
-            raise EngineError(f"DDP's buckets have no gradients of {', '.join(absent)}")
-
-
-class _ExactWork:
-    """The sums of some gradients by the process group itself, divided before as DDP does (interface: Work).
-
-    Each gradient is a call of its own: how a backend orders a sum depends on its place in a message.
-    """
-
-    def __init__(self, gradients: Sequence[Any], process_group: Any) -> None:
-        for gradient in gradients:
-            gradient.div_(process_group.size())
-        self._works = [dist.all_reduce(gradient, group=process_group, async_op=True) for gradient in gradients]
-
-    def add_done_callback(self, fn: Callable[[_ExactWork], object]) -> None:
-        self._future = torch.futures.collect_all([work.get_future() for work in self._works])
-        self._future.add_done_callback(lambda future: fn(self))
-
-    def exception(self) -> Exception | None:
-        try:
-            self._future.value()
-        except RuntimeError as error:
-            return error
-        return None
-
-    def wait(self) -> None:
-        for work in self._works:
-            work.wait()
 
 
 def _parameters_of(model: Any) -> dict[str, Any]:
@@ -451,6 +380,12 @@ def _parameters_of(model: Any) -> dict[str, Any]:
     if model.mixed_precision is not None:
         raise ArgumentError(
             "DDP's mixed_precision= has a communication hook of its own; use torch.autocast, or a model in bfloat16"
+        )
+    if model._comm_hooks:
+        hook = getattr(model._comm_hooks[0][0], "__qualname__", "?")
+        raise ArgumentError(
+            f"the model has a communication hook already ({hook}), for example of an earlier compress(), of torchft or "
+            f"of Accelerate's comm_hook, and DDP takes only one; wrap it in DDP again, without that hook"
         )
     sparse = [
         f"{name}.weight".removeprefix(".")

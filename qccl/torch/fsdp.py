@@ -118,13 +118,20 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state_dict() of the rank of this number in a group of this size; every rank must call it.
 
-        Training then goes on with the same bits. Raises ArgumentError for any other state, and then changes nothing.
+        Training then goes on with the same bits. Raises ArgumentError for any other state, such as one after calls that
+        has no residuals, and then changes nothing.
         """
         if not isinstance(state, Mapping) or set(state) != {"calls", "keys"} or not isinstance(state["keys"], Mapping):
             raise ArgumentError('a state is the dict that state_dict() returned, with "calls" and "keys"')
         for key in state["keys"]:
             if not self._owns(key):
                 raise ArgumentError(f"the state has the key {key!r}; this reduce-scatter has {self.key!r}")
+        if self.codec.state_names and state["calls"] and not state["keys"]:
+            raise ArgumentError(
+                f"the state, after {state['calls']} calls, has no {' and no '.join(self.codec.state_names)}; "
+                f"torch.distributed.checkpoint loads only what a new object's state_dict() has, which is nothing: let "
+                f"each rank save its own file with torch.save(), or load nothing to begin with an empty state"
+            )
         others = {key: entry for key, entry in self._comm.state_dict()["keys"].items() if not self._owns(key)}
         self._comm.load_state_dict({"calls": state["calls"], "keys": {**others, **state["keys"]}})
 

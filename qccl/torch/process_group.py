@@ -347,7 +347,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         text = str(self.compression)
         own = torch.frombuffer(bytearray(text.encode()[:_MOST_TEXT].ljust(_MOST_TEXT)), dtype=torch.uint8)
         found = [torch.empty_like(own) for _ in range(self.size())]
-        keep_alive(gloo.allgather([found], [own])).wait()
+        keep_alive(self, gloo.allgather([found], [own])).wait()
         for rank, other in enumerate(found):
             if not torch.equal(own, other):
                 theirs = bytes(other.tolist()).decode(errors="replace").strip()

@@ -3,16 +3,24 @@
 A parameter's residual on a rank is, per element, one of two things (qccl.collectives.feedback): the error of the rank's
 own value, or, where the rank owns the element's sum, the error of that sum. The rank, the number of ranks and the group
 tell which, so one tensor per parameter is enough.
+
+What the results of n ranks lack is, per element, the mean of the ranks' own errors plus the error of the sum, whose
+unit is that of the result (op avg). A state of all ranks has this total. Another group keeps the total: with one_shot
+each rank gets it as an error of its own value, since the mean of equal values is the value; with two_round the owner of
+the sum gets it, since owners do not encode values of their own. Momentum is linear in the gradients, and its mean
+enters the result, so each rank gets the mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import zip_longest
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from qccl.arguments import count_of
 from qccl.codecs import Codec
@@ -23,40 +31,54 @@ from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule
 from qccl.torch.groups import Group
 
-__all__ = ["from_saved", "to_saved"]
+__all__ = ["from_saved", "to_full", "to_saved"]
 
 #: the kinds of state by their names in a schedule, and in a saved state
 _KINDS = {"residual": "residuals", "momentum": "momenta"}
-_FIELDS = {"rank", "size", "step", "calls", "lr", "groups", *_KINDS.values()}
+#: of a state of all ranks; that of one rank also says which
+_FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
+_PLACE = {"rank", "size"}
 
 
 def to_saved(comm: Communicator, groups: Sequence[Group], step: int) -> dict[str, Any]:
-    """This rank's state."""
+    """This rank's state. What no call has used yet is zeros, because some checkpoints load into what they are given."""
     kept = comm.state_dict()
     saved: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "step": step, "calls": kept["calls"], "lr": None}
     saved["groups"] = [group.description() for group in groups]
     saved |= {kind: {} for kind in _KINDS.values()}
     for group in groups:
-        entry = kept["keys"].get(group.key)
-        if entry is None:
-            continue
+        entry = kept["keys"].get(group.key, {"lr": saved["lr"], "values": {}})
         saved["lr"] = entry["lr"]
         for kind, i, name, parameter in _members(group):
-            values = entry["values"].get(f"{kind} {i}")
-            if values is not None:
-                saved[_KINDS[kind]][name] = _shaped(values, parameter)
+            values = entry["values"].get(f"{kind} {i}", np.zeros(parameter.numel(), np.float32))
+            saved[_KINDS[kind]][name] = _shaped(values, parameter)
     return saved
 
 
+def to_full(comm: Communicator, groups: Sequence[Group], step: int, process_group: Any) -> dict[str, Any]:
+    """Collective: the state of all ranks, the same on each of them."""
+    own = to_saved(comm, groups, step)
+    full = {name: value for name, value in own.items() if name not in _PLACE}
+    full |= {kind: {} for kind in _KINDS.values()}
+    for group in groups:
+        share = _share(_values_of(own, group), group, comm.rank, comm.size)
+        for kind, i, name, parameter in _members(group):
+            total = torch.from_numpy(share[f"{kind} {i}"]).to(parameter.device)
+            dist.all_reduce(total, group=process_group)
+            full[_KINDS[kind]][name] = _shaped(total.float().cpu().numpy(), parameter)
+    return full
+
+
 def from_saved(comm: Communicator, groups: Sequence[Group], given: Any) -> int:
-    """Restore to_saved() of this rank, or a list of those of all ranks of a group of any size; returns the step.
+    """Restore to_saved() of this rank, to_full(), or a list of to_saved() of all ranks of a group; returns the step.
 
     Raises ArgumentError for anything else, and then changes nothing.
     """
     try:
         state, values = _fitting(comm, groups, given)
-        step = count_of(state["step"], 'the state\'s "step"')
-    except (TypeError, AttributeError, KeyError) as error:
+    except ArgumentError:
+        raise
+    except (TypeError, AttributeError, LookupError, ValueError, RuntimeError) as error:
         raise ArgumentError(f"this is not a state that state_dict() returned ({error!r})") from error
     keys = {}
     for group, found in zip(groups, values, strict=True):
@@ -66,7 +88,7 @@ def from_saved(comm: Communicator, groups: Sequence[Group], given: Any) -> int:
     ours = {group.key for group in groups}
     others = {key: entry for key, entry in comm.state_dict()["keys"].items() if key not in ours}
     comm.load_state_dict({"calls": state["calls"], "keys": {**others, **keys}})
-    return step
+    return int(state["step"])
 
 
 def _fitting(
@@ -75,48 +97,65 @@ def _fitting(
     """The state to restore here, and the values of each group in it."""
     states = [given] if isinstance(given, Mapping) else list(given)
     for each in states:
-        _check(each, groups)
+        _check(each, groups, _FULL if given is each and not _PLACE & given.keys() else _FULL | _PLACE)
+    place = comm.rank, comm.size
     if not isinstance(given, Mapping):
         states = _all_ranks(states)
         if len(states) != comm.size:
-            return states[0], [_merged(states, group, comm.rank, comm.size) for group in groups]
+            return states[0], [_divided(_total(states, group), group, *place) for group in groups]
+    elif "rank" not in given:
+        return given, [_divided(_values_of(given, group), group, *place) for group in groups]
     state = states[0] if isinstance(given, Mapping) else states[comm.rank]
-    if (state["rank"], state["size"]) != (comm.rank, comm.size):
+    if (state["rank"], state["size"]) != place:
         raise ArgumentError(
             f"the state belongs to rank {state['rank']} of {state['size']}, and this is rank {comm.rank} of "
-            f"{comm.size}; load this rank's own, or a list of the states of all {state['size']} ranks"
+            f"{comm.size}; load this rank's own, a list of those of all {state['size']} ranks, or a full_state_dict()"
         )
-    return state, [_values_of(state, group) for group in groups]
+    needed = [_buffers(group, *place) for group in groups]
+    return state, [
+        {name: values for name, values in _values_of(state, group).items() if name in buffers}
+        for group, buffers in zip(groups, needed, strict=True)
+    ]
 
 
-def _merged(states: Sequence[Mapping[str, Any]], group: Group, rank: int, size: int) -> dict[str, np.ndarray]:
-    """A group's state on ``rank`` of ``size``, from the states of all ranks of another group.
+def _share(values: Mapping[str, np.ndarray], group: Group, rank: int, size: int) -> dict[str, np.ndarray]:
+    """What a rank contributes to the total of its group, from its own state, in double precision."""
+    if not values:
+        return {}
+    schedule = _schedule(group, rank, size)
+    shares = {}
+    for name, own in values.items():
+        shares[name] = own.astype(np.float64) / size
+        for part in _owned(schedule, name):
+            shares[name][part] = own[part]
+    return shares
 
-    The result of a call lacks, per element, the mean of the n ranks' own errors and the error of the sum, whose unit is
-    that of the result (op avg). That total is kept: with one_shot on each new rank, since the mean of equal values is
-    the value; with two_round only where the new rank owns the sum, since owners do not encode values of their own.
-    Momentum is linear in the gradients, and its mean enters the result: each new rank gets the mean.
-    """
-    found = [_values_of(state, group) for state in states]
+
+def _total(states: Sequence[Mapping[str, Any]], group: Group) -> dict[str, np.ndarray]:
+    """The total of a group, from the states of its ranks."""
+    shares = [_share(_values_of(state, group), group, rank, len(states)) for rank, state in enumerate(states)]
+    return {name: np.sum([share[name] for share in shares], axis=0).astype(np.float32) for name in shares[0]}
+
+
+def _divided(total: Mapping[str, np.ndarray], group: Group, rank: int, size: int) -> dict[str, np.ndarray]:
+    """The state of ``rank`` of ``size`` whose ranks together have this total."""
+    if not total:
+        return {}
     schedule = _schedule(group, rank, size)
     has_owners = any(True for r in range(size) for _ in sums_of(_schedule(group, r, size)))
-    merged: dict[str, np.ndarray] = {}
-    for name, buffer in schedule.buffers.items():
-        if buffer.role is not Role.STATE or not any(found):
-            continue
-        total = np.zeros(buffer.size)
-        for old, values in enumerate(found):
-            own = values.get(name, np.zeros(buffer.size, np.float32)).astype(np.float64)
-            for part in _owned(_schedule(group, old, len(states)), name):
-                total[part] += own[part]
-                own[part] = 0
-            total += own / len(states)
-        merged[name] = total.astype(np.float32)
+    found = {name: values for name, values in total.items() if name in schedule.buffers}
+    for name, values in found.items():
         if name.startswith("residual") and has_owners:
-            merged[name][:] = 0
+            found[name] = np.zeros_like(values)
             for part in _owned(schedule, name):
-                merged[name][part] = total[part]
-    return merged
+                found[name][part] = values[part]
+    return found
+
+
+def _buffers(group: Group, rank: int, size: int) -> set[str]:
+    """The buffers that have state."""
+    buffers = _schedule(group, rank, size).buffers if group.codec is not None else {}
+    return {name for name, buffer in buffers.items() if buffer.role is Role.STATE}
 
 
 def _owned(schedule: Schedule, name: str) -> Iterator[slice]:
@@ -170,33 +209,43 @@ def _flat(tensor: Any, parameter: Any, what: str) -> np.ndarray:
     return flat
 
 
-def _check(state: Any, groups: Sequence[Group]) -> None:
-    if not isinstance(state, Mapping) or set(state) != _FIELDS:
+def _check(state: Any, groups: Sequence[Group], fields: set[str]) -> None:
+    if not isinstance(state, Mapping) or set(state) != fields:
         raise ArgumentError(
-            f"a state is the dict that state_dict() returned, with {', '.join(sorted(_FIELDS))}, or a list of those of "
-            f"all ranks"
+            f"a state is the dict that state_dict() returned, with {', '.join(sorted(_FULL | _PLACE))}, a list of "
+            f"those of all ranks, or what full_state_dict() returned"
         )
     own = [group.description() for group in groups]
-    if state["groups"] == own:
-        return
-    raise ArgumentError(
-        f"the state belongs to other parameters or codecs: {_difference(state['groups'], own)}; pass the same model "
-        f"and the same arguments to compress()"
-    )
+    if state["groups"] != own:
+        raise ArgumentError(
+            f"the state belongs to other parameters or codecs: {_difference(state['groups'], own)}; pass the same "
+            f"model and the same arguments to compress()"
+        )
+    step = count_of(state["step"], 'the state\'s "step"')
+    for kind, name in _KINDS.items():
+        needed = {member[2] for group in groups for member in _members(group) if member[0] == kind}
+        lacking, unknown = (
+            sorted(map(str, names)) for names in (needed - state[name].keys(), state[name].keys() - needed)
+        )
+        if unknown or (lacking and (step or state[name])):
+            what = f"has no {name} of {', '.join(lacking)}" if lacking else f"has {name} of {', '.join(unknown)}"
+            raise ArgumentError(
+                f"the state, of step {step}, {shorten(what, 300)}; load all that state_dict() returned, or begin with "
+                f"an empty state"
+            )
 
 
 def _difference(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]]) -> str:
     """The first difference between the descriptions of groups in a state and here."""
     if len(saved) != len(own):
         return f"it has {len(saved)} groups of parameters, and here there are {len(own)}"
-    number, (theirs, ours) = next(
-        (i, pair) for i, pair in enumerate(zip(saved, own, strict=True)) if pair[0] != pair[1]
-    )
+    pairs = enumerate(zip(saved, own, strict=True))
+    number, (theirs, ours) = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
     for field in ("codec", "dtype"):
         if theirs[field] != ours[field]:
             return f"the {field} of its group {number} is {theirs[field]}, and here it is {ours[field]}"
-    pairs = zip_longest(theirs["parameters"], ours["parameters"])
-    shown = next([_shown(each) for each in pair] for pair in pairs if pair[0] != pair[1])
+    both = zip_longest(theirs["parameters"], ours["parameters"])
+    shown = next(([_shown(each) for each in pair] for pair in both if pair[0] != pair[1]), ["more fields", "has none"])
     return f"its group {number} has {shown[0]}, and the group here {shown[1]} in its place"
 
 

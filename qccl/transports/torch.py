@@ -23,6 +23,7 @@ import queue
 import threading
 import time
 import uuid
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -54,9 +55,11 @@ _UNUSED_TAG = (1 << 31) - 1
 _process = os.getpid()
 #: transports that were not closed, or were closed before those of other ranks
 _open: set[TorchTransport] = set()
-#: gloo's latest collectives. The thread that drops the last reference to one needs the interpreter's lock. If that is
-#: gloo's own thread while the interpreter is ending, it terminates the process by abort()
-_collectives: deque[object] = deque(maxlen=16)
+#: gloo's latest collectives, by group. The thread that drops the last reference to one needs the interpreter's lock. If
+#: that is gloo's own thread while the interpreter is ending, it terminates the process by abort(). A collective keeps
+#: its group's connections open, so it is released with the group, whose threads have ended then
+_collectives: weakref.WeakKeyDictionary[Any, deque[object]] = weakref.WeakKeyDictionary()
+_MOST_COLLECTIVES = 16
 
 
 class TorchTransport:
@@ -108,7 +111,8 @@ class TorchTransport:
         options.timeout = timedelta(seconds=timeout)
         deadline = time.monotonic() + timeout
         try:
-            keep_alive((dist.group.WORLD if group is None else group).broadcast([name], options)).wait()
+            used = dist.group.WORLD if group is None else group
+            keep_alive(used, used.broadcast([name], options)).wait()
         except RuntimeError as error:
             if time.monotonic() < deadline:
                 raise _lost([], error) from error
@@ -283,7 +287,7 @@ class TorchTransport:
         mine = torch.frombuffer(bytearray(item), dtype=torch.uint8)
         theirs = [torch.empty_like(mine) for _ in range(self.size)]
         try:
-            work = keep_alive(self.group.allgather([theirs], [mine]))
+            work = keep_alive(self.group, self.group.allgather([theirs], [mine]))
             while not work.is_completed():
                 if time.monotonic() > deadline:
                     raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
@@ -323,9 +327,9 @@ def bytes_at(address: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(address), dtype=torch.uint8)
 
 
-def keep_alive(work: Any) -> Any:
-    """``work``, one of gloo's collectives, which is kept as long as gloo's threads may use it."""
-    _collectives.append(work)
+def keep_alive(group: Any, work: Any) -> Any:
+    """``work``, a collective of ``group`` over gloo, which is kept as long as gloo's threads may use it."""
+    _collectives.setdefault(group, deque(maxlen=_MOST_COLLECTIVES)).append(work)
     return work
 
 

@@ -1,0 +1,122 @@
+"""Files of states, such as Communicator.state_dict(): read without executing anything, with every part checked.
+
+A file is an uncompressed .npz: "state.npy" has the structure as JSON text, and "0.npy", "1.npy", ... its arrays.
+numpy.load() opens it, too. Reading takes memory of a few times the file's size at most.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zipfile
+from collections.abc import Mapping
+from contextlib import nullcontext
+from io import BytesIO
+from os import SEEK_END, PathLike
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
+
+from qccl.errors import ArgumentError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+__all__ = ["load_state", "save_state"]
+
+_STRUCTURE = "state"
+#: what a file that was damaged or made up can make NumPy, zipfile and json raise
+_DAMAGE: tuple[type[Exception], ...] = (ValueError, LookupError, TypeError, AttributeError, RuntimeError, MemoryError)
+_DAMAGE += (EOFError, OSError, SyntaxError, ArithmeticError, zipfile.BadZipFile)
+
+
+def save_state(file: str | PathLike[str] | BinaryIO, state: Mapping[str, Any]) -> None:
+    """Write a state_dict() of a communicator, of DiLoCo or of LowPrecisionDecentralized; load_state() reads it.
+
+    ``file`` is a path, whose file is replaced, or a binary file. Raises ArgumentError if the state contains anything
+    but dicts, lists, numbers, strings, bools, None, and arrays of numbers.
+    """
+    import numpy as np
+
+    arrays: dict[str, np.ndarray] = {}
+    structure = json.dumps(_described(state, arrays)).encode()
+    arrays[_STRUCTURE] = np.frombuffer(structure, np.uint8)
+    with open(file, "wb") if isinstance(file, str | PathLike) else nullcontext(file) as to:
+        cast(Any, np.savez)(to, **arrays)
+
+
+def load_state(file: str | PathLike[str] | BinaryIO) -> dict[str, Any]:
+    """What save_state() wrote to ``file``. No file can execute code.
+
+    Raises OSError if it cannot be opened, and ArgumentError for any other file. The load_state_dict() that gets the
+    state checks what it says.
+    """
+    with open(file, "rb") if isinstance(file, str | PathLike) else nullcontext(file) as opened:
+        try:
+            with zipfile.ZipFile(opened) as archive:
+                arrays = _read(archive, opened.seek(0, SEEK_END))
+            state = _value(json.loads(arrays.pop(_STRUCTURE).tobytes()), arrays)
+        except _DAMAGE as error:
+            raise ArgumentError(f"the file is not one that save_state() wrote, or it is damaged ({error!r})") from error
+    if not isinstance(state, dict):
+        raise ArgumentError(f"the file has no state, but a {type(state).__name__}")
+    return state
+
+
+def _described(value: Any, arrays: dict[str, np.ndarray]) -> Any:
+    """A value for JSON; its arrays are added to ``arrays``."""
+    import numpy as np
+
+    if isinstance(value, np.generic):
+        value = value.item()
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Mapping):
+        return {"dict": [[_described(each, arrays) for each in pair] for pair in value.items()]}
+    if isinstance(value, list | tuple):
+        return {"list": [_described(each, arrays) for each in value]}
+    name = f"{len(arrays)}"
+    if isinstance(value, np.ndarray) and value.dtype.name == "bfloat16":  # of ml_dtypes, unknown to NumPy's files
+        arrays[name] = value.view(np.uint16)
+        return {"bfloat16": name}
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+        arrays[name] = value
+        return {"array": name}
+    kind = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    raise ArgumentError(
+        f"the state contains {kind}; a state that save_state() writes has dicts, lists, numbers, strings, bools, None "
+        f"and NumPy arrays of numbers"
+    )
+
+
+def _value(described: Any, arrays: Mapping[str, np.ndarray]) -> Any:
+    """The inverse of _described(). Raises one of _DAMAGE."""
+    if not isinstance(described, dict):
+        return described
+    [(kind, content)] = described.items()
+    if kind == "dict":
+        return {_value(key, arrays): _value(each, arrays) for key, each in content}
+    if kind == "list":
+        return [_value(each, arrays) for each in content]
+    if kind == "bfloat16":
+        import ml_dtypes
+
+        return arrays[content].view(ml_dtypes.bfloat16)
+    return {"array": arrays}[kind][content]
+
+
+def _read(archive: zipfile.ZipFile, nbytes: int) -> dict[str, np.ndarray]:
+    """The arrays of an archive of ``nbytes`` by name. Raises one of _DAMAGE."""
+    from numpy.lib import format as npy
+
+    if sum(member.file_size for member in archive.infolist()) > nbytes:
+        raise ValueError("its parts are compressed, or share bytes")
+    arrays = {}
+    for member in archive.infolist():
+        data = BytesIO(archive.read(member))
+        version = npy.read_magic(data)
+        shape, _, dtype = npy.read_array_header_1_0(data) if version == (1, 0) else npy.read_array_header_2_0(data)
+        found = len(data.getbuffer()) - data.tell()
+        if dtype.kind not in "biuf" or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != found:
+            raise ValueError(f"{member.filename!r} has not the elements that it announces")
+        data.seek(0)
+        arrays[member.filename.removesuffix(".npy")] = npy.read_array(data, allow_pickle=False)
+    return arrays

@@ -1,0 +1,141 @@
+"""One backward pass of a DDP model: its buckets, the gradients that have arrived, and the reductions under way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from qccl.errors import EngineError
+from qccl.torch.groups import Group
+
+__all__ = ["BackwardPass", "Bucket", "ExactWork", "gradients_of"]
+
+
+def gradients_of(buffer: Any, parameters: Sequence[Any]) -> Any:
+    """The part of a bucket's buffer of each parameter, flat.
+
+    DDP's bucket.gradients() takes complex parameters, which are stored as pairs of real numbers, for real ones.
+    """
+    is_real = not buffer.is_complex()
+    return buffer.split([p.numel() * (2 if is_real and p.is_complex() else 1) for p in parameters])
+
+
+class Bucket:
+    """One of DDP's buckets in one backward pass, and the groups that it has parameters of."""
+
+    def __init__(self, buffer: Any) -> None:
+        self._buffer = buffer
+        self._promise = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else None)
+        self._error: Exception | None = None
+        self._is_over = False
+        self.groups: set[int] = set()
+        self._left = 0
+
+    def expect(self, groups: set[int]) -> None:
+        """The groups whose calls must end."""
+        self.groups, self._left = groups, len(groups)
+
+    def group_ended(self, error: Exception | None) -> bool:
+        """One of the groups has ended; whether the bucket is complete now. The first error completes it."""
+        self._left -= 1
+        if self._is_over or (self._left and error is None):
+            return False
+        self._error, self._is_over = error, True
+        return True
+
+    def complete(self) -> None:
+        self._promise.set_result(self._buffer)
+
+    def future(self) -> Any:
+        """The future for DDP. Only an exception in a function of then() reaches DDP's C++ as an error."""
+        return self._promise.then(self._value)
+
+    def _value(self, promise: Any) -> Any:
+        if self._error is not None:
+            raise self._error
+        return promise.value()
+
+
+class BackwardPass:
+    """The gradients that have arrived in one backward pass.
+
+    Attributes:
+        gradients: of each group, flat parts of DDP's buckets.
+        buckets: that each group has gradients in.
+        lr: the learning rate of the pass; None: no call gives one.
+    """
+
+    lr: float | None = None
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.gradients: list[list[Any]] = [[None] * len(group.parameters) for group in groups]
+        self.buckets: list[list[Bucket]] = [[] for _ in groups]
+        self._missing = [len(group.parameters) for group in groups]
+        self._next = 0  # the first group that was not started
+        self._groups = groups
+        self.is_under_way = False
+
+    def add(
+        self,
+        bucket: Bucket,
+        parameters: Sequence[Any],
+        gradients: Sequence[Any],
+        places: Mapping[Any, tuple[int, int]],
+    ) -> list[int]:
+        """A bucket has arrived: the groups to start now, in order."""
+        self.is_under_way = True
+        found: set[int] = set()
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            if parameter not in places:
+                raise EngineError(
+                    f"DDP reduces a parameter of shape {tuple(parameter.shape)} that was not there when compress() was "
+                    f"called, or had requires_grad=False; wrap the model in DDP again"
+                )
+            number, i = places[parameter]
+            self.gradients[number][i] = gradient
+            self._missing[number] -= 1
+            found.add(number)
+        bucket.expect(found)
+        for number in found:
+            self.buckets[number].append(bucket)
+        first = self._next
+        while self._next < len(self._missing) and not self._missing[self._next]:
+            self._next += 1
+        return list(range(first, self._next))
+
+    def check_complete(self) -> None:
+        """Raise EngineError if gradients are missing after the last bucket."""
+        if self._next < len(self._groups):
+            missing = self._groups[self._next]
+            absent = [name for name, g in zip(missing.names, self.gradients[self._next], strict=True) if g is None]
+            raise EngineError(f"DDP's buckets have no gradients of {', '.join(absent)}")
+
+
+class ExactWork:
+    """The sums of some gradients by the process group itself, divided before as DDP does (interface: Work).
+
+    Each gradient is a call of its own: how a backend orders a sum depends on its place in a message.
+    """
+
+    def __init__(self, gradients: Sequence[Any], process_group: Any) -> None:
+        for gradient in gradients:
+            gradient.div_(process_group.size())
+        self._works = [dist.all_reduce(gradient, group=process_group, async_op=True) for gradient in gradients]
+
+    def add_done_callback(self, fn: Callable[[ExactWork], object]) -> None:
+        self._future = torch.futures.collect_all([work.get_future() for work in self._works])
+        self._future.add_done_callback(lambda future: fn(self))
+
+    def exception(self) -> Exception | None:
+        try:
+            self._future.value()
+        except RuntimeError as error:
+            return error
+        return None
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

@@ -1,0 +1,60 @@
+"""Error feedback under a GradScaler: residuals follow its factor, and a step that it skips changes none.
+
+GradScaler multiplies the loss by a factor S, so gradients and residuals are S times too large, and the optimiser
+divides by S. So lr / S takes the place of the learning rate: a residual is what is still owed to the parameters,
+divided by that (see qccl.state). When a gradient is not finite, GradScaler skips the whole step; but a call of qccl
+keeps the old state only if its own result is not finite, and a step has several calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from qccl.communicator import Communicator
+from qccl.errors import ArgumentError
+from qccl.state import lr_of
+
+__all__ = ["LossScaling"]
+
+
+class LossScaling:
+    """The factor of each backward pass, and the state as it was before the last one."""
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._lock = threading.Lock()  # of the list of checks: the threads that end calls append to it
+        self._are_finite: list[Any] = []
+        self._put_back: list[Callable[[], object]] = []
+
+    def begin(self, lr: float | None) -> float:
+        """A backward pass begins: what takes the place of the learning rate ``lr`` (None: it never changes)."""
+        self.settle()
+        scale = self._scaler.get_scale()
+        try:
+            return lr_of((1.0 if lr is None else lr) / scale)
+        except (TypeError, ArithmeticError, ArgumentError) as error:
+            raise ArgumentError(
+                f"with lr={lr} and the scaler's factor {scale}, residuals would be scaled by their quotient, which "
+                f"must be a positive number (2**-120 to 2**120); set lr to a positive number or None"
+            ) from error
+
+    def keep(self, comm: Communicator, key: str) -> None:
+        """A call with state is about to start."""
+        self._put_back.append(comm._session.state.keep(key))
+
+    def look_at(self, gradients: Sequence[Any]) -> None:
+        """These gradients are reduced, on the host or when the current stream comes to this point."""
+        found = [torch.isfinite(gradient).all() for gradient in gradients]
+        with self._lock:
+            self._are_finite += found
+
+    def settle(self) -> None:
+        """If the last pass had gradients that are not finite, put back the state that it began with."""
+        if not all(self._are_finite):
+            for each in self._put_back:
+                each()
+        self._are_finite, self._put_back = [], []
