@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from cuda.bindings import nvrtc
+import nvrtc
 
 from qccl import codecs, dtypes
 from qccl.codecs import Codec
@@ -288,17 +288,10 @@ def compiled(name: str, arch: int, headers: Path | None = None) -> tuple[bytes, 
     code, options = cuda_source.source([name])
     given = [f"-I{headers}" if headers and option.startswith("-I") else option for option in options]
     given += [f"--gpu-architecture=sm_{arch}", "--ptxas-options=-v"]
-    program = nvrtc.nvrtcCreateProgram(code.encode(), b"kernels.cu", 0, [], [])[1]
-    nvrtc.nvrtcAddNameExpression(program, name.encode())
-    (status,) = nvrtc.nvrtcCompileProgram(program, len(given), [option.encode() for option in given])
-    log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
-    nvrtc.nvrtcGetProgramLog(program, log)
-    if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-        raise SystemExit(f"{name} does not compile for sm_{arch}: {log.decode()}")
-    text = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
-    nvrtc.nvrtcGetCUBIN(program, text)
-    nvrtc.nvrtcDestroyProgram(program)
-    return text, log.decode()
+    program = nvrtc.Program(nvrtc.find(), code, [name], given)
+    if program.failed:
+        raise SystemExit(f"{name} does not compile for sm_{arch}: {program.log}")
+    return program.cubin(), program.log
 
 
 def nvdisasm() -> str | None:

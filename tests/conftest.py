@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+import patience
 import pytest
 from plain_ranks import free_ports
 
@@ -48,11 +49,20 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test ends within its time: 120 s, 1000 s for those marked slow, lab or every_size."""
+    """Every test ends within its time: 120 s, 1000 s for those marked slow, lab or every_size; more if all is busy."""
     patient = any(request.node.get_closest_marker(name) for name in ("slow", "lab", "every_size"))
-    faulthandler.dump_traceback_later(1000 if patient else 120, exit=True, file=sys.__stderr__)
+    seconds = (1000 if patient else 120) * patience.factor()
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def patient_processes() -> Iterator[None]:
+    """The processes that tests wait for have more time if the machine is busy."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        patience.with_patient_processes(monkeypatch)
+        yield
 
 
 @pytest.fixture

@@ -25,16 +25,17 @@ import time
 from pathlib import Path
 
 import numpy as np
+import patience
 from lost_ranks import Rank, calls_for_ever, follow, say
 from plain_ranks import free_ports
 
 import qccl
 from qccl.transports.ucx import UcxTransport
 
-TIMEOUT = 20.0
+TIMEOUT = 20.0 * patience.factor()
 #: the keepalive over shared memory, and one second
 NOTICE = 2.0
-PATIENCE = 90.0
+PATIENCE = 90.0 * patience.factor()
 NETWORKS = {"shared memory": None, "tcp": "tcp,self"}
 #: in every so many runs a process joins
 JOINS = 6

@@ -11,6 +11,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import patience
 import pytest
 from plain_ranks import free_ports
 
@@ -74,7 +75,7 @@ def _run(command: list[str], n: int, arguments: tuple[str, ...], limit: float, e
     process = subprocess.Popen(
         [*command, *arguments],
         cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": path} | environment,
+        env=os.environ | patience.environment() | {"PYTHONPATH": path} | environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

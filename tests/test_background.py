@@ -9,6 +9,7 @@ import time
 import weakref
 
 import numpy as np
+import patience
 import pytest
 
 import qccl
@@ -21,7 +22,7 @@ COUNT = 300_000
 
 
 def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * patience.factor()
     while not condition():
         assert time.monotonic() < deadline, "this did not come true"
         time.sleep(0.002)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import pytest
 from codec_table import TABLE
@@ -19,7 +20,8 @@ from qccl.cuda import source as cuda_source
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
 from qccl.schedule import Commit, Decode, Encode, Reduce, Span, State, StateBuffer
 
-nvrtc = pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed (extra 'nvrtc')")
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+from nvrtc import WHEELS, Nvrtc, Program
 
 ARCHITECTURES = (75, 80, 90, 100, 120)
 DEFAULT = 80
@@ -143,55 +145,21 @@ class Usage:
     registers: int
 
 
-class Program:
+class Kernels(Program):
     """Kernels compiled for an architecture; ``arch`` is "sm_90" or "compute_90"."""
 
-    def __init__(self, kernels: Sequence[str], arch: str, *more: str) -> None:
+    def __init__(self, library: Nvrtc, kernels: Sequence[str], arch: str, *more: str) -> None:
         code, options = cuda_source.source(kernels)
-        arguments = [f"--gpu-architecture={arch}", "--ptxas-options=-v", *options, *more]
-        self._handle = _checked(nvrtc.nvrtcCreateProgram(code.encode(), b"kernels.cu", 0, [], []))
-        for name in kernels:
-            _checked(nvrtc.nvrtcAddNameExpression(self._handle, name.encode()))
-        (self.status,) = nvrtc.nvrtcCompileProgram(
-            self._handle, len(arguments), [argument.encode() for argument in arguments]
-        )
-        self.log = self._text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
-
-    @property
-    def failed(self) -> bool:
-        return self.status != nvrtc.nvrtcResult.NVRTC_SUCCESS
-
-    def mangled(self, name: str) -> str:
-        return str(_checked(nvrtc.nvrtcGetLoweredName(self._handle, name.encode())).decode())
-
-    def ptx(self) -> str:
-        return self._text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-
-    def _text(self, get_size, get) -> str:
-        buffer = b" " * _checked(get_size(self._handle))
-        _checked(get(self._handle, buffer))
-        return buffer.decode(errors="replace").rstrip("\0 ")
-
-    def __del__(self) -> None:
-        nvrtc.nvrtcDestroyProgram(self._handle)
+        super().__init__(library, code, kernels, [f"--gpu-architecture={arch}", "--ptxas-options=-v", *options, *more])
 
 
-def _checked(result: tuple) -> Any:
-    assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, result[0]
-    return result[1] if len(result) > 1 else None
-
-
-def supported() -> list[int]:
-    return list(_checked(nvrtc.nvrtcGetSupportedArchs()))
-
-
-def usage(kernels: Iterable[str], arch: int, *more: str) -> dict[str, Usage]:
+def usage(library: Nvrtc, kernels: Iterable[str], arch: int, *more: str) -> dict[str, Usage]:
     """Compile on all processors; fails with the compiler's message."""
     chosen = list(dict.fromkeys(kernels))
     groups = [chosen[i : i + PER_PROGRAM] for i in range(0, len(chosen), PER_PROGRAM)]
 
     def compile(group: list[str]) -> dict[str, Usage]:
-        program = Program(group, f"sm_{arch}", *more)
+        program = Kernels(library, group, f"sm_{arch}", *more)
         assert not program.failed, program.log[:3000]
         assert "warning" not in program.log, program.log[:3000]
         found = {
@@ -220,42 +188,59 @@ def check(found: dict[str, Usage], arch: int) -> None:
         assert use.registers * blocks * cuda_source.THREADS <= 65536, f"{name} uses {use.registers} registers"
 
 
-@pytest.fixture(params=[pytest.param(a, marks=() if a == DEFAULT else pytest.mark.every_arch) for a in ARCHITECTURES])
-def arch(request: pytest.FixtureRequest) -> int:
-    if request.param not in supported():
-        pytest.skip(f"this NVRTC cannot compile for sm_{request.param}; it knows {supported()}")
-    return request.param
+def library_of(cuda: int) -> Nvrtc:
+    """NVRTC of a CUDA version; the reason of a skip where it is not installed."""
+    try:
+        return Nvrtc(cuda)
+    except FileNotFoundError as error:
+        pytest.skip(f"{error} (extra 'nvrtc')")
+
+
+@pytest.fixture(params=WHEELS, scope="module")
+def library(request: pytest.FixtureRequest) -> Nvrtc:
+    return library_of(request.param)
+
+
+#: CUDA 12's compiler for each architecture, and CUDA 13's for the one with the most kernels
+COMPILERS = [*((12, arch) for arch in ARCHITECTURES), (13, EVERYTHING)]
 
 
 @pytest.mark.slow
-def test_kernels_compile_without_spills(arch: int) -> None:
+@pytest.mark.parametrize(
+    ("cuda", "arch"),
+    [pytest.param(*each, marks=() if each == (12, DEFAULT) else pytest.mark.every_arch) for each in COMPILERS],
+)
+def test_kernels_compile_without_spills(cuda: int, arch: int) -> None:
+    library = library_of(cuda)
+    if arch not in library.architectures():
+        pytest.skip(f"this NVRTC cannot compile for sm_{arch}; it knows {library.architectures()}")
     number = ARCHITECTURES.index(arch)
     everything = arch == EVERYTHING
     kernels = [*plain(), *bucketed(number, everything), *decoded(number), *with_state(number)]
     kernels += of_an_architecture(number)
     if everything:
         kernels += of_the_default_bucket()
-    check(usage(kernels, arch), arch)
+    check(usage(library, kernels, arch), arch)
 
 
-def test_kernels_for_many_buffers_compile_without_spills() -> None:
+def test_kernels_for_many_buffers_compile_without_spills(library: Nvrtc) -> None:
     """Those with the most registers, which look up addresses in a table, too."""
     kernels = [*reduce_with_state(codecs.get("cast"), FLOAT16), *reduce(MinMax(1), FLOAT16, "min")]
-    check(usage(kernels, DEFAULT, cuda_source.MANY_BUFFERS), DEFAULT)
+    check(usage(library, kernels, DEFAULT, cuda_source.MANY_BUFFERS), DEFAULT)
 
 
-def test_arithmetic_is_exact() -> None:
+def test_arithmetic_is_exact(library: Nvrtc) -> None:
     """Nothing is fused, approximate or flushed, and values move in steps of 16 bytes."""
     codec = MinMax(7)  # with 8 bits a decoder asks for fused operations, see value_of_byte()
     kernels = [*encode(codec, FLOAT32), *decode(codec, FLOAT32, False), *reduce(codec, BFLOAT16, "sum")]
-    ptx = Program(kernels, "compute_90").ptx()
+    ptx = Kernels(library, kernels, "compute_90").ptx()
     for inexact in (".ftz", ".approx", "fma.rn.f32", "div.full"):
         assert inexact not in ptx
     assert "div.rn.f32" in ptx
     assert ptx.count("ld.global.v4.u32") >= 16 and ptx.count("st.global.v4.u32") >= 12
 
 
-def test_a_build_that_flushes_subnormals_is_refused() -> None:
-    program = Program(encode(MinMax(8), FLOAT32), "sm_90", "-ftz=true")
+def test_a_build_that_flushes_subnormals_is_refused(library: Nvrtc) -> None:
+    program = Kernels(library, encode(MinMax(8), FLOAT32), "sm_90", "-ftz=true")
     assert program.failed
     assert "without -ftz=true" in program.log

@@ -6,6 +6,7 @@ import ctypes
 import time
 
 import numpy as np
+import patience
 import pytest
 from threads import address, outcomes
 
@@ -15,7 +16,7 @@ from qccl.transports.loopback import LoopbackGroup
 
 def wait_for(transport, tokens, seconds=5.0):
     left = set(tokens)
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + seconds * patience.factor()
     while left and time.monotonic() < deadline:
         left -= set(transport.poll(idle=1))
     assert not left

@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import patience
 import pytest
 from plain_ranks import free_ports
 from start_ranks import NETWORKS, needs_ucx
@@ -33,7 +34,7 @@ def run(size: int, name: str, *, zombie: int | None = None, **environment: str) 
     processes = [
         subprocess.Popen(
             [sys.executable, str(ROOT / "tests" / "ucx_ranks.py"), name, str(rank), str(size), address],
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+            env=os.environ | patience.environment() | {"PYTHONPATH": str(ROOT)} | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -41,10 +42,10 @@ def run(size: int, name: str, *, zombie: int | None = None, **environment: str) 
         for rank in range(size)
     ]
     ends = [0.0] * size
-    deadline = time.monotonic() + 60
+    limit = patience.Limit(60)
     try:
         others = [process for rank, process in enumerate(processes) if rank != zombie]
-        while time.monotonic() < deadline and any(p.poll() is None for p in others):
+        while limit.left() and any(p.poll() is None for p in others):
             for rank, process in enumerate(processes):  # poll() also reaps it: until then UCX takes it to be alive
                 if rank != zombie and not ends[rank] and process.poll() is not None:
                     ends[rank] = time.monotonic()
@@ -136,10 +137,15 @@ def test_next_groups(name, over):
 
 def test_survivors_go_on_and_take_in_a_new_rank():
     """A few of the runs of lost_ranks_ucx.py, with patience: this machine may be busy."""
-    arguments = ["--runs", "6", "--jobs", "2", "--notice", "30"]
+    arguments = ["--runs", "6", "--jobs", "2", "--notice", str(30 * patience.factor())]
     command = [sys.executable, str(ROOT / "tests" / "lost_ranks_ucx.py"), *arguments]
     ended = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=110, check=False
+        command,
+        env=os.environ | patience.environment() | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
 

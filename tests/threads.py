@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import patience
 from schedule_cases import one_rank
 
 from qccl.codecs import get
@@ -24,7 +25,7 @@ from qccl.transports.loopback import LoopbackGroup, LoopbackTransport
 CODEC = get("minmax8:bucket=64")
 
 
-def outcomes(n: int, fn: Callable[[LoopbackTransport], Any], *, patience: float = 30.0) -> list[Any]:
+def outcomes(n: int, fn: Callable[[LoopbackTransport], Any], *, seconds: float = 30.0) -> list[Any]:
     """What ``fn(transport)`` returned on each of ``n`` ranks, or the exception it raised."""
     group = LoopbackGroup(n)
     found: list[Any] = [TimeoutError("still running")] * n
@@ -38,7 +39,7 @@ def outcomes(n: int, fn: Callable[[LoopbackTransport], Any], *, patience: float 
     threads = [threading.Thread(target=run, args=(r,), daemon=True) for r in range(n)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + seconds * patience.factor()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     return found

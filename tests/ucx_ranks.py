@@ -12,14 +12,18 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import patience
 from rank_calls import all_calls
 
 import qccl
 from qccl import meetings
 from qccl.transports.ucx import UcxTransport
 
+#: how many times as long everything may take on this machine now
+BUSY = patience.factor()
 
-def connect(rank: int, size: int, address: str, timeout: float = 30.0) -> qccl.Communicator:
+
+def connect(rank: int, size: int, address: str, timeout: float = 30.0 * BUSY) -> qccl.Communicator:
     comm = qccl.init("host", timeout, rank=rank, size=size, address=address)
     assert (comm.rank, comm.size, comm.local_rank, comm.local_size) == (rank, size, rank, size)
     assert comm.transport.name == ("ucx" if size > 1 else "loopback")
@@ -53,7 +57,7 @@ def cannot_start(*where) -> None:
         print(f"{type(error).__name__}: {error}")
     else:
         raise AssertionError("it started")
-    assert time.monotonic() - begin < 20, "the other rank waited for the deadline"
+    assert time.monotonic() - begin < 20 * BUSY, "the other rank waited for the deadline"
 
 
 def closes_in_turn(*where) -> None:
@@ -101,14 +105,14 @@ def other_size(*where) -> None:
     """A message of another size than its receive is a MismatchError of the transport, which names both."""
     rank, size, address = where
     host, port = address.split(":")
-    transport = meetings.connect(meetings.of_address("the test", rank, size, (host, int(port))), 30.0)
+    transport = meetings.connect(meetings.of_address("the test", rank, size, (host, int(port))), 30.0 * BUSY)
     memory = np.zeros(100, np.uint8)
     data = memory.__array_interface__["data"][0]
     if rank == 0:
         transport.receive(1, 5000, data, 7, "received")
     else:
         transport.send(0, 5000, data, 10, "sent")
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 3 * BUSY
     try:
         while time.monotonic() < deadline:
             assert "received" not in transport.poll(idle=1)
@@ -145,7 +149,7 @@ def stops(*where) -> None:
     """Rank 1 stops; the others meet their deadline, and end."""
     comm = connect(*where)
     comm.quantized_allreduce(np.ones(10, np.float32))
-    comm.timeout = 1.0
+    comm.timeout = 1.0 * BUSY
     if comm.rank == 1:
         comm.quantized_allreduce(np.ones(200_000, np.float32), op="avg")
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -169,12 +173,12 @@ def stops_for_good(*where) -> None:
     """The others go on without a rank that stops. When it continues, it gets no group, and cannot disturb theirs."""
     comm = connect(*where)
     rank, processes = comm.rank, [int(note) for note in comm.allgather(str(os.getpid()).encode())]
-    comm.timeout = 1.0
+    comm.timeout = 1.0 * BUSY
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
         error = _call_until_it_fails(comm)
         try:
-            comm.shrink(timeout=2)
+            comm.shrink(timeout=2 * BUSY)
         except (qccl.PeerLost, qccl.CollectiveTimeout) as refused:
             assert "rank" in str(refused), (error, refused)
         else:
@@ -182,8 +186,8 @@ def stops_for_good(*where) -> None:
         return
     error = _call_until_it_fails(comm)
     assert isinstance(error, qccl.CollectiveTimeout | qccl.PeerLost), error
-    first = comm.shrink(timeout=1)
-    first.timeout = 20.0
+    first = comm.shrink(timeout=1 * BUSY)
+    first.timeout = 20.0 * BUSY
     assert (first.rank, first.size) == (rank // 2, 2)
     _check_sum(first)
     if rank == 0:
@@ -228,7 +232,7 @@ def grows_with_calls_under_way(*where) -> None:
     """They end well before the group changes; their plans are of no use afterwards."""
     comm = connect(*where)
     with ThreadPoolExecutor(1) as pool:
-        joined = pool.submit(qccl.join, comm.address, 30.0) if comm.rank == 0 else None
+        joined = pool.submit(qccl.join, comm.address, 30.0 * BUSY) if comm.rank == 0 else None
         while comm.rank == 0 and not comm.transport.waiting():
             time.sleep(0.01)
         comm.barrier()
@@ -237,14 +241,14 @@ def grows_with_calls_under_way(*where) -> None:
         grown = comm.grow()
         assert (grown.rank, grown.size, grown.calls) == (comm.rank, comm.size + 1, 20)
         assert all((work.wait() == comm.size).all() for work in works)
-        new = None if joined is None else pool.submit(_check_sum, joined.result(30))
+        new = None if joined is None else pool.submit(_check_sum, joined.result(30 * BUSY))
         _check_sum(grown)
         if joined is not None and new is not None:
-            new.result(30)
+            new.result(30 * BUSY)
             closing = pool.submit(joined.result().close)
         grown.close()
         if joined is not None:
-            closing.result(30)
+            closing.result(30 * BUSY)
 
 
 def keeps_residuals(*where) -> None:

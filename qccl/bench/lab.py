@@ -4,8 +4,9 @@
         subprocess.run(["mpiexec", "-n", "4", *lab.enter("PMI_RANK"), "python", "train.py"], env=...)
 
 A bridge joins the namespaces' interfaces (``eth0``); a token bucket at each limits the sending rate. All names contain
-the id of the process that made them, so that runs do not collide, and so that the next run recognises and removes the
-remains of a killed run. Requires Linux, ``ip``, ``tc`` and root.
+the lab's number, which is the id of the process that made it, so that runs do not collide. While that process lives it
+has a claim on the number (qccl/bench/claims.py), so that the next run recognises and removes the remains of a killed
+one. Requires Linux, ``ip``, ``tc`` and root.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
+from qccl.bench.claims import Claim
 from qccl.bench.sizes import Link
 from qccl.errors import QcclError
 
@@ -38,6 +40,8 @@ _HOSTS = Path("/etc/hosts")
 _CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
 _OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
+#: process ids are less; further labs of the same id, in other PID namespaces or in one process, add multiples of it
+_IDS = 10_000_000
 
 
 class LabError(QcclError):
@@ -69,9 +73,9 @@ class Lab:
 
     Attributes:
         nodes, links: numbers of nodes and links.
-        bridge: the interface in this process's namespace that joins the ranks.
-        address: the bridge's address, to which a launcher's ranks connect.
-        first_address: the address of rank 0, at which ranks without a launcher meet.
+        bridge: the interface in this process's namespace that joins the ranks; it has a name when the lab is entered.
+        address: the bridge's address, to which a launcher's ranks connect; also from then on.
+        first_address: the address of rank 0, at which ranks without a launcher meet; likewise.
     """
 
     def __init__(
@@ -81,20 +85,18 @@ class Lab:
             raise LabError(f"a lab has room for 1 to 200 ranks, not {ranks}")
         if nodes is not None and not 1 <= nodes <= ranks:
             raise LabError(f"{ranks} ranks make 1 to {ranks} nodes, not {nodes}")
-        pid = os.getpid()
         self.delay = delay
         self.ranks, self.link, self.nodes = ranks, link, ranks if nodes is None else nodes
         self.links = ranks if link_per_rank else self.nodes
-        self.bridge = f"qcclb{pid}"
-        # 198.18.0.0/15 is set apart for benchmarks (RFC 2544); every run takes a /24 of it.
-        self._subnet = f"198.{18 + (pid >> 8 & 1)}.{pid & 255}"
-        self.address, self.first_address = f"{self._subnet}.254", f"{self._subnet}.1"
+        self._claim: Claim | None = None
+        self._take(os.getpid())
 
     def __enter__(self) -> Lab:
         reason = obstacle()
         if reason is not None:
             raise LabError(f"the lab cannot be built: {reason}")
         remove_stale()
+        self._claim = self._claimed()
         try:
             self._build()
         except BaseException:
@@ -105,9 +107,30 @@ class Lab:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
 
+    def _take(self, number: int) -> None:
+        self._number = number
+        self.bridge = f"qcclb{number}"
+        # 198.18.0.0/15 is set apart for benchmarks (RFC 2544); every run takes a /24 of it.
+        self._subnet = f"198.{18 + (number >> 8 & 1)}.{number & 255}"
+        self.address, self.first_address = f"{self._subnet}.254", f"{self._subnet}.1"
+
+    def _claimed(self) -> Claim:
+        """Take a number that no other lab has, this process's id if possible, and remove its last lab's remains."""
+        for number in range(os.getpid(), 9 * _IDS, _IDS):
+            try:
+                claim = Claim(number)
+            except FileExistsError:
+                continue
+            except OSError as error:
+                raise LabError(f"the lab cannot be built: {error}") from error
+            self._take(number)
+            _remove(number)
+            return claim
+        raise LabError("too many labs have this process's id; end some of them")
+
     def enter(self, variable: str) -> list[str]:
         """The command prefix that enters a rank's namespace; the variable ``variable`` holds the rank's number."""
-        script = f'exec ip netns exec "{_prefix(os.getpid())}$(({variable} % {self.links}))" "$@"'
+        script = f'exec ip netns exec "{_prefix(self._number)}$(({variable} % {self.links}))" "$@"'
         return ["/bin/sh", "-c", script, "sh"]
 
     def shaped_nbytes(self) -> list[int]:
@@ -116,15 +139,18 @@ class Lab:
 
     def arrived_nbytes(self) -> list[int]:
         """The bytes that have arrived from each rank (or node) at the bridge; reading them takes no process."""
-        names = (f"qv{os.getpid()}.{node}" for node in range(self.links))
+        names = (f"qv{self._number}.{node}" for node in range(self.links))
         return [int(Path(f"/sys/class/net/{name}/statistics/rx_bytes").read_text()) for name in names]
 
     def close(self) -> None:
         """Kill all processes in the namespaces, and remove the namespaces and their files. Idempotent."""
-        _remove(os.getpid())
+        if self._claim is not None:
+            _remove(self._number)
+            self._claim.release()
+            self._claim = None
 
     def _namespace(self, node: int) -> str:
-        return f"{_prefix(os.getpid())}{node}"
+        return f"{_prefix(self._number)}{node}"
 
     def _build(self) -> None:
         _run("ip", "link", "add", self.bridge, "type", "bridge", "forward_delay", "0")
@@ -132,7 +158,7 @@ class Lab:
         _run("ip", "link", "set", self.bridge, "mtu", _MTU, "up")
         hosts = self._hosts()
         for node in range(self.links):
-            name, outside = self._namespace(node), f"qv{os.getpid()}.{node}"
+            name, outside = self._namespace(node), f"qv{self._number}.{node}"
             inside = ("ip", "-n", name)
             _run("ip", "netns", "add", name)
             _write_hosts(name, hosts)
@@ -209,17 +235,20 @@ def _may_make_networks() -> bool:
 
 def remove_stale() -> None:
     """Remove the labs of processes that no longer exist (killed by SIGKILL, or out of memory)."""
-    for pid in set(_owners()):
-        if not _is_alive(pid):
-            _remove(pid)
+    for number in set(_numbers()):
+        if not _is_alive(number % _IDS):
+            with contextlib.suppress(OSError):  # FileExistsError: its process lives in another PID namespace
+                claim = Claim(number)
+                _remove(number)
+                claim.release()
 
 
-def _prefix(pid: int) -> str:
-    return f"qccl-{pid}-"
+def _prefix(number: int) -> str:
+    return f"qccl-{number}-"
 
 
-def _owners() -> Iterator[int]:
-    """The process ids in the names of every interface, namespace and folder that a lab made."""
+def _numbers() -> Iterator[int]:
+    """The labs' numbers in the names of every interface, namespace and folder that a lab made."""
     names = os.listdir("/sys/class/net")
     for folder in (_NAMESPACES, _FILES):
         names += os.listdir(folder) if folder.is_dir() else []
@@ -228,17 +257,17 @@ def _owners() -> Iterator[int]:
             yield int(match[1])
 
 
-def _remove(pid: int) -> None:
-    """Remove what process ``pid``'s lab has made, and kill the processes in it."""
+def _remove(number: int) -> None:
+    """Remove what a lab has made, and kill the processes in it."""
     for name in os.listdir("/sys/class/net"):
-        if (match := _OWNED.fullmatch(name)) and int(match[1]) == pid:
+        if (match := _OWNED.fullmatch(name)) and int(match[1]) == number:
             _run("ip", "link", "del", name, check=False)  # deletes both ends of the pair
-    for path in _NAMESPACES.glob(f"{_prefix(pid)}*"):
+    for path in _NAMESPACES.glob(f"{_prefix(number)}*"):
         for process in _run("ip", "netns", "pids", path.name, check=False).split():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(process), signal.SIGKILL)
         _run("ip", "netns", "del", path.name, check=False)
-    for path in _FILES.glob(f"{_prefix(pid)}*"):
+    for path in _FILES.glob(f"{_prefix(number)}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 

@@ -2,7 +2,9 @@
 
 A file holds one kernel. Its name is a digest of everything that the compiler's output depends on: source, options, GPU,
 versions. A file gets its name only when it is complete, and is checked when it is read; a damaged file counts as
-missing. Errors of the disk are ignored: the kernels are then compiled.
+missing. So does one that another user could have written, except root: what it holds runs with this user's rights. A
+folder that others can write is not used, and a warning says so. Errors of the disk are ignored: the kernels are then
+compiled.
 
 The files are in QCCL_CACHE_DIR (if it is empty, nothing is kept), or else in ``qccl`` in XDG_CACHE_HOME or
 ``~/.cache``. They may be deleted at any time.
@@ -14,8 +16,10 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable
+import secrets
+import stat
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 __all__ = ["compiled", "folder"]
@@ -35,37 +39,75 @@ def folder() -> Path | None:
 
 def compiled(inputs: Iterable[str], make: Callable[[], tuple[bytes, str]]) -> tuple[bytes, str]:
     """A kernel's binary and its mangled name: read from the file of these inputs, or made by ``make`` and written."""
-    place = folder()
-    if place is None:
-        return make()
     digest = hashlib.sha256(json.dumps(list(inputs)).encode()).hexdigest()
-    path = place / f"{digest}.kernel"
-    found = _read(path)
-    if found is None:
-        found = make()
-        _write(path, *found)
+    with _opened(folder()) as place:
+        found = None if place is None else _read(place, digest)
+        if found is None:
+            found = make()
+            if place is not None:
+                _write(place, digest, *found)
     return found
 
 
-def _read(path: Path) -> tuple[bytes, str] | None:
+@contextlib.contextmanager
+def _opened(path: Path | None) -> Iterator[int | None]:
+    """A descriptor of the folder, which is made if necessary; None if it cannot be used."""
+    place = None
+    if path is not None:
+        with contextlib.suppress(OSError):
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            place = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        head, _, binary = path.read_bytes().partition(b"\n")
+        if place is not None and not _is_ours(place):
+            warnings.warn(
+                f"qccl keeps no compiled kernels: other users can write {path}; change its owner or mode, or set "
+                f"QCCL_CACHE_DIR to a folder of your own, or to nothing",
+                RuntimeWarning,
+                stacklevel=4,
+            )
+            yield None
+        else:
+            yield place
+    finally:
+        if place is not None:
+            os.close(place)
+
+
+def _is_ours(descriptor: int) -> bool:
+    """Whether only this user and root can write it."""
+    status = os.fstat(descriptor)
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
+def _checksum(digest: str, binary: bytes, name: str) -> str:
+    return hashlib.sha256(json.dumps([digest, name]).encode() + binary).hexdigest()
+
+
+def _read(place: int, digest: str) -> tuple[bytes, str] | None:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        descriptor = os.open(_name(digest), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=place)
+        with os.fdopen(descriptor, "rb") as file:
+            if not _is_ours(descriptor):
+                return None
+            head, _, binary = file.read().partition(b"\n")
         header = json.loads(head)
-        if header["sha256"] == hashlib.sha256(binary).hexdigest():
+        if header["sha256"] == _checksum(digest, binary, str(header["name"])):
             return binary, str(header["name"])
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
     return None
 
 
-def _write(path: Path, binary: bytes, name: str) -> None:
-    head = json.dumps({"name": name, "sha256": hashlib.sha256(binary).hexdigest()})
+def _write(place: int, digest: str, binary: bytes, name: str) -> None:
+    head = json.dumps({"name": name, "sha256": _checksum(digest, binary, name)})
+    temporary = f"{secrets.token_hex(8)}.new"
     with contextlib.suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, suffix=".new")
+        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=place)
         try:
-            with os.fdopen(handle, "wb") as file:
+            with os.fdopen(descriptor, "wb") as file:
                 file.write(head.encode() + b"\n" + binary)
-            os.replace(temporary, path)
+            os.replace(temporary, _name(digest), src_dir_fd=place, dst_dir_fd=place)
         except OSError:
-            os.unlink(temporary)
+            os.unlink(temporary, dir_fd=place)
+
+
+def _name(digest: str) -> str:
+    return f"{digest}.kernel"
