@@ -27,7 +27,7 @@ import click
 from runs import MARK, machine, measured_on, rewrite_table, run_ranks, table
 
 from qccl.bench.costs import FP16, FP32, POWERSGD, Speed, Step, cost_of
-from qccl.bench.lab import Lab
+from qccl.bench.lab import Lab, congestion_control
 from qccl.bench.params import codec_of
 from qccl.bench.profile import Gradient, Profile
 from qccl.bench.sizes import parse_link
@@ -39,6 +39,8 @@ METHODS = f"{FP32},{FP16},{POWERSGD}4,minmax8,minmax4+ef,trellis2+ef,onebit:reco
 BUCKET_MB, ONE_BUCKET_MB = 0.5, 1000.0
 #: steps before those that are timed; of these at least and at most so many, for about so many seconds
 _WARM, _LEAST, _MOST, _SECONDS = 4, 6, 60, 2.0
+#: TCP's congestion control: Linux's default. bbr loses some milliseconds a step on links without delay
+TCP = "cubic"
 #: elements whose encoding is timed, as the doctor does
 _TIMED = 4 << 20
 COLUMNS = ("model", "ranks", "link", "median error", "largest error", "of", "fp32 ms", "predicted", "minmax4+ef ms")
@@ -58,6 +60,8 @@ def main(**given: Any) -> None:
     path = _RESULTS / f"doctor-{date.today().isoformat()}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
     document["machine"] = document.get("machine") or machine()
+    if (tcp := congestion_control()) != TCP:
+        print(f"TCP's algorithm is {tcp}; the doctor assumes {TCP} (docs/howto/starting.md)", file=sys.stderr)
     for _ in _measured(document, given):
         if given["save"]:
             path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

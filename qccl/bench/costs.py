@@ -29,9 +29,9 @@ _BYTE, _MESSAGE, _GLOO_MESSAGE = 0.3e-9, 11e-6, 70e-6
 #: bytes of gloo's messages; seconds of a processor to add an element, and to convert it to 16 bits or back
 _GLOO_NBYTES, _ADD, _CONVERT = 64 << 10, 0.17e-9, 1.7e-9
 #: seconds of the trainer for a call, and for a step beyond its computation
-_CALL, _STEP = 0.35e-3, 1.0e-3
+_CALL, _STEP = 0.35e-3, 2.0e-3
 #: seconds until a message is noticed; ranks that share a processor wait for it, too
-_LATENCY, _SHARED_LATENCY = 0.2e-3, 0.4e-3
+_LATENCY, _SHARED_LATENCY = 0.2e-3, 0.8e-3
 #: compress() encodes parameters of so many elements and dimensions, and reduces so many bytes in a call
 _ENCODED_ELEMENTS, _ENCODED_DIMENSIONS = 4096, 2
 _GROUP_NBYTES, _FIRST_NBYTES = 4 << 20, 1 << 20
@@ -130,7 +130,7 @@ def sent_nbytes(encoded: float, ranks: int) -> float:
 def _seconds(step: Step, reductions: Sequence[_Reduction], extra: float, *, overlaps: bool) -> float:
     """The time of the step; ``extra`` is computation between the backward pass and the reductions."""
     profile, rank = step.profile, Rank(step.processors, _latency(step), step.threads)
-    segments, at = [Segment(profile.forward + _STEP)], 0.0
+    segments, at = [Segment(_STEP), Segment(profile.forward)], 0.0
     for each in reductions:
         ready = each.ready if overlaps else profile.backward
         segments += [Segment(max(0.0, ready - at)), Segment(_CALL + extra, [each.call])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -103,8 +104,8 @@ def measured(
     """Run some steps of a PyTorch module in DistributedDataParallel, as a group of one process.
 
     ``loss()`` computes the loss of a batch by the module; None: the sum of all parameters, for the time of PowerSGD
-    alone. ``optimizer`` may be None, or changes the parameters. PowerSGD is measured with each of ``ranks``, and PyTorch
-    computes with ``threads`` threads.
+    alone. ``optimizer`` may be None, or changes the parameters. PowerSGD is measured with each of ``ranks``. PyTorch
+    has ``threads`` threads.
     """
     import torch
 
@@ -113,7 +114,10 @@ def measured(
     try:
         with _alone():
             plain = _times(model, loss, optimizer, bucket_mb, None)
-            with_powersgd = {rank: _times(model, loss, optimizer, bucket_mb, rank) for rank in ranks}
+            with_powersgd = {}
+            for rank in ranks:
+                gc.collect()  # the last DistributedDataParallel, which would still reduce the same gradients
+                with_powersgd[rank] = _times(model, loss, optimizer, bucket_mb, rank)
     finally:
         torch.set_num_threads(before)
     extra = {rank: max(0.0, times.total - plain.total) for rank, times in with_powersgd.items()}
