@@ -5,7 +5,7 @@ own hooks and qccl's codecs, each rank behind a link. The ranks compute, encode 
 machine, so that several may share one. The doctor predicts the same steps from one rank's computation, measured alone,
 and from the speeds of the codecs. It takes about ten minutes; with ``--resume`` it measures what today's file lacks.
 
-``--save`` writes docs/results/doctor-<date>.json after each model, ``--write docs/measuring.md`` that page's table.
+``--save`` writes docs/results/doctor-<date>.json after each model, ``--write bench/README.md`` that page's table.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ COLUMNS += ("predicted",)
 @click.option("--methods", default=METHODS, show_default=True)
 @click.option("--resume", is_flag=True, help="Keep what today's file has.")
 @click.option("--save", is_flag=True, help="Write the results file.")
-@click.option("--write", help="A page whose table is to be replaced: docs/measuring.md.")
+@click.option("--write", help="A page whose table is to be replaced: bench/README.md.")
 def main(**given: Any) -> None:
     """Measure, predict, and print both."""
     path = _RESULTS / f"doctor-{date.today().isoformat()}.json"
