@@ -49,7 +49,8 @@ _TRANSPORT_HELP = (
     "the first that works of ucx, mpi, gloo]."
 )
 _PLAIN_HELP = (
-    "Compare with MPI's all-reduce, or qccl's without compression [of the transport's library, if it has one]."
+    "Compare with MPI's or gloo's all-reduce, or with qccl's without compression [of the transport's library, if it "
+    "has one]."
 )
 _LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [sharded]."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
@@ -159,6 +160,8 @@ def _check(options: Options) -> None:
         raise click.UsageError(f"--transport {o.transport} is for ranks on the host; leave --backend {o.backend} out")
     if o.plain == "mpi" and (o.transport == "loopback" or o.backend != "host"):
         raise click.UsageError("--plain mpi compares processes on the host, which mpiexec starts; use --plain none")
+    if o.plain == "gloo" and (o.transport == "loopback" or o.backend != "host"):
+        raise click.UsageError("--plain gloo compares processes on the host; use --plain none")
     if o.link is not None and o.transport == "loopback":
         raise click.UsageError(f"--link {o.link}: threads use no network; leave --transport loopback out")
     if o.link is not None and o.backend != "host":
