@@ -34,7 +34,7 @@ from qccl.bench.sizes import parse_link
 
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
 MODELS = "byte_model,word_gpt,conv_net"
-METHODS = f"{FP32},{FP16},{POWERSGD}4,minmax8,minmax4+ef,trellis2+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
+METHODS = f"{FP32},{FP16},{POWERSGD}4,minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"
 #: megabytes of DDP's buckets; PowerSGD's reductions would block each other in several
 BUCKET_MB, ONE_BUCKET_MB = 0.5, 1000.0
 #: steps before those that are timed; of these at least and at most so many, for about so many seconds

@@ -19,6 +19,8 @@ _PAGE = _ROOT / "qccl" / "bench" / "quality.py"
 #: the methods of the files that are no specifications of codecs
 _NAMES = {"fp32": "none", "fp16": "cast"}
 _BEGIN, _END = "# written by bench/quality.py\n", "# end of bench/quality.py\n"
+#: in the names of methods that are more than a codec, such as one with other warm-up steps
+_VARIANT = "@"
 #: files of before there were several models
 _FIRST_MODEL = "byte_model"
 
@@ -31,7 +33,8 @@ def found(folder: Path = _ROOT / "docs" / "results") -> dict[str, dict[str, floa
         if document.get("curves"):
             model = document.get("model", _FIRST_MODEL)
             for method, steps in _relative(document).items():
-                result.setdefault(_NAMES.get(method, method), {})[model] = steps
+                if _VARIANT not in method:
+                    result.setdefault(_NAMES.get(method, method), {})[model] = steps
     return result
 
 

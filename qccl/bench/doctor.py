@@ -34,7 +34,9 @@ from qccl.launchers import detect
 __all__ = ["Cost", "Speed", "Step", "Training", "cost_of", "doctor", "measure_speed", "recommendation"]
 
 _NAMES = {FP32: "none (fp32)", FP16: "cast (fp16)"}
-_DEFAULT_CODECS = "minmax8,minmax4+ef,trellis4+ef,trellis2+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
+_DEFAULT_CODECS = (
+    "minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis4+ef,trellis2+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
+)
 #: ranks of PyTorch's PowerSGD that are compared
 _POWERSGD_RANKS = (4, 1)
 #: a gain of less than this is not worth a change, nor a larger error
