@@ -84,9 +84,11 @@ def test_the_command_starts_ranks_and_reports(transport: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("transport", EVERY[:2])
-@pytest.mark.parametrize("plain", ["mpi", "none"])
+@pytest.mark.parametrize("plain", ["mpi", "gloo", "none"])
 def test_the_baseline_is_chosen(mpi: mpiexec.Mpiexec, transport: str, plain: str) -> None:
-    """MPI's all-reduce, also beside UCX, or qccl's without compression."""
+    """MPI's or gloo's all-reduce, also beside UCX, or qccl's without compression."""
+    if plain == "gloo":
+        pytest.importorskip("torch")
     done = bench("allreduce", "--ranks=2", "-b4K", "-e4K", "-n2", f"--transport={transport}", f"--plain={plain}")
     assert done.returncode == 0, done.stderr
     rows = [line.split()[-1] for line in done.stdout.splitlines() if line and not line.startswith("#")]

@@ -183,6 +183,20 @@ def test_the_environment_variables():
         assert f"`{name}`" in page, name
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/results.md"])
+def test_the_columns_that_matter_come_first(page, monkeypatch):
+    """A phone shows five or six columns; a program that writes the table again keeps the order."""
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    import links
+
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    begins = [i for i, line in enumerate(lines) if line.startswith("<!-- measured by python bench/links.py")]
+    assert begins
+    for i in begins:
+        head = [cell.strip() for cell in lines[i + 2].strip("|").split("|")]
+        assert head[4].startswith("speed-up") and tuple(head) == links.HEAD
+
+
 @pytest.mark.parametrize("name", ["architecture.md", "glossary.md"])
 def test_the_files_that_pages_name_exist(name):
     page = (DOCS / name).read_text()

@@ -160,6 +160,17 @@ def test_the_table_in_the_lab_shows_the_line(tmp_path: Path) -> None:
         assert side["bulk_time"] > 0.9 * result["floor"]
 
 
+def test_gloo_is_the_baseline_behind_the_links_of_another_transport(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    path = tmp_path / "x.json"
+    flags = ["--ranks=2", "-b256K", "-e256K", "-n2", "--transport=ucx", "--plain=gloo", "--link=1gbit"]
+    done = bench(*flags, f"--json={path}")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split()[-1] for line in done.stdout.splitlines() if line and not line.startswith("#")]
+    assert rows == ["gloo", "minmax8"] and "over UCX" in done.stdout.splitlines()[0]
+    assert "# Out of bounds values : 0 OK" in done.stdout and "# Crossed the link     : at least 1" in done.stdout
+
+
 def test_the_timeline_shows_encodes_during_transfers(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     done = bench("--ranks=4", "-b8M", "-e8M", "-n2", "-c0", "--link=1gbit", f"--trace={path}")

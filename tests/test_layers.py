@@ -88,6 +88,7 @@ PACKAGES: dict[str, set[str]] = {
     "bench/launched.py": {"click", "mpi4py"},
     "bench/plain.py": {"mpi4py", "torch"},
     "bench/plot.py": {"matplotlib"},
+    "bench/profile.py": {"torch"},
     "bench/rank.py": {"torch"},
     "bench/sweep.py": {"mpi4py", "numpy"},
     "codecs": {"numpy"},

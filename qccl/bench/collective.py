@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 import qccl
+from qccl.bench.capacity import check_memory, shared_processors
 from qccl.bench.cases import check_calls
 from qccl.bench.columns import columns_help
 from qccl.bench.kinds import KINDS
@@ -48,7 +49,8 @@ _TRANSPORT_HELP = (
     "the first that works of ucx, mpi, gloo]."
 )
 _PLAIN_HELP = (
-    "Compare with MPI's all-reduce, or qccl's without compression [of the transport's library, if it has one]."
+    "Compare with MPI's or gloo's all-reduce, or with qccl's without compression [of the transport's library, if it "
+    "has one]."
 )
 _LAYOUT_HELP = "Ranks that communicate between nodes: the first of each node, or each for a part [sharded]."
 _JSON_HELP = "Write nccl-tests' JSON, and more, after each size; -: to standard output, the table to standard error."
@@ -158,6 +160,8 @@ def _check(options: Options) -> None:
         raise click.UsageError(f"--transport {o.transport} is for ranks on the host; leave --backend {o.backend} out")
     if o.plain == "mpi" and (o.transport == "loopback" or o.backend != "host"):
         raise click.UsageError("--plain mpi compares processes on the host, which mpiexec starts; use --plain none")
+    if o.plain == "gloo" and (o.transport == "loopback" or o.backend != "host"):
+        raise click.UsageError("--plain gloo compares processes on the host; use --plain none")
     if o.link is not None and o.transport == "loopback":
         raise click.UsageError(f"--link {o.link}: threads use no network; leave --transport loopback out")
     if o.link is not None and o.backend != "host":
@@ -184,9 +188,10 @@ def _start(ranks: int, options: Options, screen: _Screen) -> int:
     """Start the ranks and show rank 0's output; returns the exit status."""
     if options.link is not None and ranks == 1:
         raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
-    _check_calls(options, ranks)
     o = options
     way = choose_way(o.transport, o.plain, o.backend)
+    check_memory(o, ranks, ranks, way.transport)
+    _check_calls(o, ranks)
     if o.link_per_rank and way.transport != "mpi":
         raise click.UsageError(
             f"--link-per-rank: traffic inside a node would cross the links over {way.transport}; give --transport mpi"
@@ -194,6 +199,8 @@ def _start(ranks: int, options: Options, screen: _Screen) -> int:
     command = [sys.executable, "-m", "qccl.bench.worker", o.to_json()]
     if way.transport == "loopback":
         command.append(str(ranks))
+    if remark := shared_processors(ranks):
+        click.echo(f"qccl-bench: {remark}", err=True)
     calls = o.iters + o.warmup_iters + o.check + 2
     lab_of = Lab(ranks, parse_link(o.link), o.nodes, link_per_rank=o.link_per_rank) if o.link else None
     with lab_of or contextlib.nullcontext() as lab:
@@ -222,6 +229,7 @@ def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Scre
         )
     if ranks not in (None, launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but {launcher.name} has started {launcher.size}; leave --ranks out")
+    check_memory(options, launcher.size, launcher.local_size or 1, options.transport)
     _check_calls(options, launcher.size)
     check_other_ranks(launcher)
     return run_rank(options, screen.show, lambda *step: screen.show(encode_progress(*step)))

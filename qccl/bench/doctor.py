@@ -8,19 +8,22 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import click
 import numpy as np
 
 import qccl
+from qccl.bench import quality
 from qccl.bench.codec import time_operations
+from qccl.bench.costs import FP16, FP32, POWERSGD, Cost, Speed, Step, cost_of, sent_nbytes
 from qccl.bench.data import empty, gaussian
 from qccl.bench.files import write_json
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
 from qccl.bench.params import codec_list, codec_of, option, output_file
+from qccl.bench.profile import Profile, estimated, measured
 from qccl.bench.sizes import parse_link, parse_seconds, parse_size
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import momentum_of
@@ -28,73 +31,53 @@ from qccl.dtypes import FLOAT32
 from qccl.errors import QcclError
 from qccl.launchers import detect
 
-__all__ = ["Cost", "Speed", "Step", "cost_of", "doctor", "measure_speed", "recommendation"]
+__all__ = ["Cost", "Speed", "Step", "Training", "cost_of", "doctor", "measure_speed", "recommendation"]
 
-#: what a step costs without a codec, and with 16 bits, which any library can send
-FP32, FP16 = "none", "cast"
 _NAMES = {FP32: "none (fp32)", FP16: "cast (fp16)"}
-_DEFAULT_CODECS = "minmax8,minmax4+ef,trellis4+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
-#: the part of the computation in which gradients become ready, so that communication can run beside it
-_BACKWARD = 2 / 3
+_DEFAULT_CODECS = (
+    "minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis4+ef,trellis2+ef,onebit:reconstruct=mean+ef,topk:k=0.01+ef"
+)
+#: ranks of PyTorch's PowerSGD that are compared
+_POWERSGD_RANKS = (4, 1)
 #: a gain of less than this is not worth a change, nor a larger error
 _WORTH = 0.05
-#: bytes of values whose encoding is timed, and of the call that measures the link
-_TIMED_NBYTES, _CALL_NBYTES = 4 << 20, 16 << 20
+#: bytes of values whose encoding is timed (more than caches hold, because a training's gradients and states are not
+#: there either), and bytes of the call that measures the link
+_TIMED_NBYTES, _CALL_NBYTES = 16 << 20, 16 << 20
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
+#: elements of the arrays in which --parameters are thought to be
+_ARRAY = 1 << 20
 
 _SIZES_HELP = "Bytes of the float32 gradients, array by array, e.g. 4M,1M,64K."
-_MODEL_HELP = "A function of yours that returns a PyTorch module, whose gradients are counted."
+_MODEL_HELP = (
+    "A function of yours that returns a PyTorch module; or the module, a function without arguments that computes the "
+    "loss of a batch by it, and if you like the optimiser: then some steps are run and measured."
+)
 _MEASURE_HELP = "Measure the link with the ranks of a launcher, such as mpiexec -n 4 qccl-bench doctor --measure ..."
+_STEP_HELP = "Time of a step on one rank, without communication, e.g. 250ms [measured, if --model gives a loss]."
+_PROCESSORS_HELP = "Processors of each rank; 0.5 if two ranks share one [all of this machine]."
+_BUCKET_HELP = "bucket_cap_mb of DistributedDataParallel, in MiB [25]."
 _CODEC_HELP = f"Codecs to compare with fp32 and fp16 [{_DEFAULT_CODECS}]."
 
 
 @dataclass(frozen=True)
-class Step:
-    """A training step.
+class Training:
+    """What --model gives.
 
     Attributes:
-        counts: elements of each gradient.
-        ranks: their number.
-        rate: bytes per second of each rank's link, in each direction.
-        computation: seconds of a step without communication.
+        model: a module of PyTorch.
+        loss: computes the loss of a batch by ``model``; None: not given.
+        optimizer: has step(); None: not given.
     """
 
-    counts: tuple[int, ...]
-    ranks: int
-    rate: float
-    computation: float
+    model: Any
+    loss: Callable[[], Any] | None = None
+    optimizer: Any = None
 
-
-@dataclass(frozen=True)
-class Speed:
-    """A codec on one core: seconds to encode and to decode an element, and the relative L2 error of Gaussian values."""
-
-    encode: float
-    decode: float
-    error: float
-
-
-@dataclass(frozen=True)
-class Cost:
-    """A step with one codec; all times are seconds.
-
-    Attributes:
-        codec: its specification.
-        sent: bytes that each rank sends, computed.
-        link: time of these bytes at the link's rate, computed.
-        processor: time to encode and decode, from speeds that were measured on one core.
-        alone: the step if communication follows computation.
-        overlapped: the step if communication runs beside the backward pass.
-        error: relative L2 error of one encoding of Gaussian values, measured.
-    """
-
-    codec: str
-    sent: float
-    link: float
-    processor: float
-    alone: float
-    overlapped: float
-    error: float
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Of the gradients."""
+        return [tuple(p.shape) for p in self.model.parameters() if p.requires_grad]
 
 
 def parse_count(text: str) -> int:
@@ -114,22 +97,32 @@ def parse_sizes(text: str) -> tuple[int, ...]:
     return counts
 
 
-def parse_model(text: str) -> tuple[int, ...]:
-    """The numbers of elements of the gradients of the model that ``module:function`` returns. Raises ValueError."""
+def parse_model(text: str) -> Training:
+    """The training that ``module:function`` returns. Raises ValueError."""
     module, colon, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        model: Any = getattr(importlib.import_module(module), name)() if colon else None
+        given: Any = getattr(importlib.import_module(module), name)() if colon else None
     except TypeError as error:
         raise ValueError(f"{text!r} cannot be called without arguments ({error}); name a function of none") from error
     except (ImportError, AttributeError) as error:
         raise ValueError(
             f"{text!r} cannot be imported ({error}); give a module in this folder or on PYTHONPATH"
         ) from error
-    if not hasattr(model, "parameters"):
+    parts = given if isinstance(given, tuple) else (given,)
+    if not hasattr(parts[0] if parts else None, "parameters"):
         raise ValueError(f"{text!r} gives no PyTorch module; write module:function, and let it return the module")
-    return tuple(p.numel() for p in model.parameters() if p.requires_grad)
+    if len(parts) > 3 or (len(parts) > 1 and not callable(parts[1])) or (len(parts) > 2 and not _has_step(parts[2])):
+        raise ValueError(
+            f"{text!r} must return the module, or (module, loss) or (module, loss, optimizer): loss() computes the "
+            f"loss of a batch, and optimizer has step()"
+        )
+    return Training(*parts)
+
+
+def _has_step(optimizer: Any) -> bool:
+    return optimizer is None or callable(getattr(optimizer, "step", None))
 
 
 @click.command(cls=LaunchedCommand, short_help="Compute what a training step would cost with each codec.")
@@ -139,17 +132,21 @@ def parse_model(text: str) -> tuple[int, ...]:
 @option("--ranks", click.IntRange(min=2), "N", "Ranks of the training [2; with --measure those of the launcher].")
 @option("--link", lambda text: parse_link(text).name, "RATE", "Rate of each rank's link, e.g. 100mbit or 1gbit.")
 @click.option("--measure", is_flag=True, help=_MEASURE_HELP)
-@option("--step", parse_seconds, "TIME", "Time of a step on one rank, without communication, e.g. 250ms.")
+@option("--step", parse_seconds, "TIME", _STEP_HELP)
+@option("--processors", click.FloatRange(min=0, min_open=True), "N", _PROCESSORS_HELP)
+@option("--bucket bucket_mb", click.FloatRange(min=0, min_open=True), "N", _BUCKET_HELP, 25.0)
 @option("--codec specs", codec_list, "LIST", _CODEC_HELP, _DEFAULT_CODECS)
 @option("-J --json path", output_file, "FILE", "Write the figures.")
 def doctor(
     sizes: tuple[int, ...] | None,
     parameters: int | None,
-    model: tuple[int, ...] | None,
+    model: Training | None,
     ranks: int | None,
     link: str | None,
     measure: bool,
     step: float | None,
+    processors: float | None,
+    bucket_mb: float,
     specs: Sequence[str],
     path: str | None,
 ) -> None:
@@ -157,18 +154,20 @@ def doctor(
 
     For example: qccl-bench doctor --parameters 124M --ranks 4 --link 1gbit --step 250ms
 
-    Communication is the time of an all-reduce's bytes at the link's rate, or of encoding and decoding if that is
-    longer. The rate is --link's or measured; encoding and decoding are measured on one core of this machine.
+    The step is a timeline of DistributedDataParallel: gradients become ready one after the other, calls encode, send
+    and decode them beside the backward pass. The rate is --link's or measured; encoding and decoding are measured on
+    one core of this machine, and the times of the gradients by --model, if that gives a loss.
+
+    Recommended are codecs whose quality was shown in docs/results.md.
     """
-    given = [each for each in (sizes, None if parameters is None else (parameters,), model) if each is not None]
+    has_loss = model is not None and model.loss is not None
     wanted = {
-        "give the gradients once: --sizes, --parameters or --model": len(given) == 1,
+        "give the gradients once: --sizes, --parameters or --model": [sizes, parameters, model].count(None) == 2,
         "give the network once: --link RATE, or --measure under a launcher": (link is None) == measure,
-        "--step is missing: the time of a training step on one rank, such as --step 250ms": step is not None,
+        "--step is missing: the time of a training step on one rank, such as --step 250ms": step or has_loss,
     }
     if missing := [text for text, is_there in wanted.items() if not is_there]:
         raise click.UsageError("; ".join(missing))
-    assert step is not None
     launcher = detect()
     if measure and (launcher is None or launcher.size < 2):
         raise click.UsageError("--measure needs several ranks: mpiexec -n 4 qccl-bench doctor --measure ...")
@@ -177,13 +176,36 @@ def doctor(
     if launcher is not None:
         check_other_ranks(launcher)
     rate, size, rank, source = 0.0, ranks or 2, launcher.rank if launcher else 0, "--link"
+    shapes = model.shapes if model else [(1, count) for count in sizes or _arrays(parameters or 0)]
     if link is not None:
         rate = parse_link(link).rate
     else:
-        rate, size, rank = _measured(sum(given[0]))
+        rate, size, rank = _measured(sum(int(np.prod(shape)) for shape in shapes))
         source = "measured: a plain all-reduce among these ranks"
     if rank == 0:
-        _report(Step(given[0], size, rate, step), specs, source, path)
+        share = processors or len(os.sched_getaffinity(0)) / max(1, (launcher.local_size if launcher else 0))
+        profile = _profile(shapes, model, step, bucket_mb, max(1, int(share)))
+        _report(Step(profile, size, rate, share), specs, source, path)
+
+
+def _arrays(parameters: int) -> list[int]:
+    """Arrays of a usual size for so many parameters."""
+    whole, rest = divmod(parameters, _ARRAY)
+    return [_ARRAY] * whole + ([rest] if rest else [])
+
+
+def _profile(
+    shapes: Sequence[tuple[int, ...]], given: Training | None, step: float | None, bucket_mb: float, threads: int
+) -> Profile:
+    """The computation: measured if there is a loss, in steps of ``step`` seconds if that is given."""
+    if given is None:
+        assert step is not None
+        return estimated(shapes, step, int(bucket_mb * (1 << 20)))
+    found = measured(given.model, given.loss, given.optimizer, bucket_mb, _POWERSGD_RANKS, threads)
+    if given.loss is None:
+        assert step is not None
+        return replace(estimated(shapes, step, int(bucket_mb * (1 << 20))), powersgd=found.powersgd)
+    return found if step is None else found.scaled(step)
 
 
 def _measured(elements: int) -> tuple[float, int, int]:
@@ -199,7 +221,7 @@ def _measured(elements: int) -> tuple[float, int, int]:
                 times.append(time.perf_counter() - begin)
             mine = statistics.median(times[1:])
             slowest = max(float(each) for each in comm.allgather(repr(mine).encode()))
-            return _sent(x.nbytes, comm.size) / slowest, comm.size, comm.rank
+            return sent_nbytes(x.nbytes, comm.size) / slowest, comm.size, comm.rank
     except QcclError as error:
         raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
@@ -207,32 +229,15 @@ def _measured(elements: int) -> tuple[float, int, int]:
 def _report(step: Step, specs: Sequence[str], source: str, path: str | None) -> None:
     """Print the table and the recommendation, and write the figures."""
     named = dict.fromkeys([FP32, FP16, *specs])
-    count = min(sum(step.counts), _TIMED_NBYTES // FLOAT32.itemsize)
+    count = _TIMED_NBYTES // FLOAT32.itemsize
     costs = [cost_of(step, spec, measure_speed(codec_of(spec), count)) for spec in named]
+    costs += [cost_of(step, f"{POWERSGD}{rank}", None) for rank in step.profile.powersgd]
     for line in (*_head(step, source), *_table(costs), "#", f"# Recommendation: {recommendation(costs)}"):
         click.echo(line)
     if path is not None:
         found = {"recommendation": recommendation(costs), "costs": [asdict(cost) for cost in costs]}
         write_json(path, {"qccl_version": qccl.__version__, "step": asdict(step), **found})
         click.echo(f"# Wrote {path}")
-
-
-def cost_of(step: Step, spec: str, speed: Speed) -> Cost:
-    """The cost of a step with a codec of this speed."""
-    codec = codec_of(spec)
-    encoded = sum(codec.encoded_nbytes(count, FLOAT32) for count in step.counts)
-    sent = _sent(encoded, step.ranks)
-    # a rank encodes its values for the others and the sum of its shard; it decodes what it receives, and its own sum
-    processor = sum(step.counts) * (speed.encode + (2 * step.ranks - 1) / step.ranks * speed.decode)
-    communication = max(sent / step.rate, processor)  # chunks let the link and the processor work at the same time
-    beyond = max(0.0, communication - _BACKWARD * step.computation)
-    alone, overlapped = step.computation + communication, step.computation + beyond
-    return Cost(spec, sent, sent / step.rate, processor, alone, overlapped, speed.error)
-
-
-def _sent(encoded: float, ranks: int) -> float:
-    """Bytes that a rank sends in a two-round all-reduce of a vector that takes ``encoded`` bytes."""
-    return 2 * (ranks - 1) / ranks * encoded
 
 
 def measure_speed(codec: Codec, count: int) -> Speed:
@@ -261,49 +266,73 @@ def measure_speed(codec: Codec, count: int) -> Speed:
             mu=momentum_of(codec),
         )
     times = time_operations({"encode": encode, "decode": decode}, 5, 1)
-    return Speed(statistics.median(times["encode"]) / count, statistics.median(times["decode"]) / count, error)
+    kept = sum(_seconds(lambda: np.copyto(state[1], state[0])) for _ in codec.state_names)  # a call's last operation
+    return Speed((min(times["encode"]) + kept) / count, min(times["decode"]) / count, error)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    """The least of a few times: others can only be disturbed ones."""
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    return min(times)
 
 
 def recommendation(costs: Sequence[Cost]) -> str:
     """The codec with the least error among those that are about as fast as the fastest, with the reason.
 
-    ``costs`` begin with that of fp32.
+    Only fp32, fp16 and codecs whose quality was shown count. ``costs`` begin with that of fp32.
     """
-    plain, fastest = costs[0], min(costs, key=lambda cost: cost.overlapped)
+    plain, shown = costs[0], [cost for cost in costs if cost.codec in (FP32, FP16) or quality.is_shown(cost.codec)]
+    fastest = min(shown, key=lambda cost: cost.overlapped)
     limit = fastest.overlapped * (1 + _WORTH)
     if plain.overlapped <= limit:
         saved = 1 - fastest.overlapped / plain.overlapped
         return (
-            f"do nothing, because communication is no bottleneck: with overlap a step of fp32 takes "
-            f"{_ms(plain.overlapped)} ms, and no codec would save more than {saved:.0%} of it"
+            f"do nothing, because communication is no bottleneck: a step of fp32 takes {_ms(plain.overlapped)} ms, and "
+            f"no codec would save more than {saved:.0%} of it"
         )
-    best = min((cost for cost in costs if cost.overlapped <= limit), key=lambda cost: cost.error)
+    best = min((cost for cost in shown if cost.overlapped <= limit), key=lambda cost: cost.error or 0.0)
     text = (
-        f"{_NAMES.get(best.codec, best.codec)}, because with overlap a step takes {_ms(best.overlapped)} ms instead of "
+        f"{_NAMES.get(best.codec, best.codec)}, because a step takes {_ms(best.overlapped)} ms instead of "
         f"{_ms(plain.overlapped)} with fp32 ({plain.overlapped / best.overlapped:.1f} times as fast)"
     )
     if best is fastest:
-        return f"{text}; every codec with a smaller error takes at least {_WORTH:.0%} longer"
-    return f"{text}; {fastest.codec}, the fastest, takes {_ms(fastest.overlapped)} ms and has a larger error"
+        text += f"; every codec with a smaller error takes at least {_WORTH:.0%} longer"
+    else:
+        text += f"; {fastest.codec}, the fastest, takes {_ms(fastest.overlapped)} ms and has a larger error"
+    if others := [c for c in costs if c not in shown and c.overlapped * (1 + _WORTH) < best.overlapped]:
+        first = min(others, key=lambda cost: cost.overlapped)
+        text += (
+            f". {first.codec} would take {_ms(first.overlapped)} ms, but it was not shown to train as well as fp32 "
+            f"({quality.remark(first.codec)}): try it on your training first"
+        )
+    return text
 
 
 def _head(step: Step, source: str) -> Iterator[str]:
-    total, arrays = sum(step.counts), len(step.counts)
+    profile = step.profile
+    total, arrays = sum(g.count for g in profile.gradients), len(profile.gradients)
     yield (
         f"# qccl-bench {qccl.__version__} doctor: {total} gradients in {arrays} array{'s' if arrays > 1 else ''} "
         f"({total * FLOAT32.itemsize / 1e6:.1f} MB as float32), {step.ranks} ranks"
     )
     yield f"# link: {step.rate * 8 / 1e6:.0f} Mbit/s in each direction of a rank ({source})"
-    yield f"# computation of a step: {_ms(step.computation)} ms (--step)"
-    yield "# measured: codec: encoding and decoding, on one core of this machine; error: relative L2 error of one"
-    yield "#           encoding of Gaussian values (+ef adds it to the next step; check the accuracy of your training)"
-    yield "# computed: sent, link: the bytes of an all-reduce, and their time at the link's rate; step: the computation"
-    yield "#           plus the longer of link and codec; with overlap these two run beside the backward pass, which is"
-    yield "#           taken as two thirds of the computation"
+    parts = f"forward {_ms(profile.forward)}, backward {_ms(profile.backward)}, optimiser {_ms(profile.optimiser)} ms"
+    how = "measured" if profile.is_measured else "--step; estimated: its parts, and when each gradient is ready"
+    yield f"# computation of a step: {_ms(profile.computation)} ms: {parts} ({how})"
+    yield f"# processors of a rank: {step.processors:g}"
+    yield "# measured: codec: encoding and decoding, on one core of this machine, or PowerSGD's computation; error:"
+    yield "#           relative L2 error of one encoding of Gaussian values (+ef adds it to the next step)"
+    yield "# computed: sent, link: the bytes of an all-reduce, and their time at the link's rate; step: the time with"
+    yield "#           communication after the backward pass, and beside it, as DistributedDataParallel runs it"
+    yield "# shown:    whether it reached fp32's quality in about as many steps in docs/results.md; -: it is not there"
     yield "#"
     yield f"#{'':>9} {'':>9} {'':>9} {'step without overlap':^25} {'step with overlap':^25}"
     columns = f"{'ms':>9} {'vs fp32':>7} {'vs fp16':>7}"
-    yield f"#{'sent MB':>9} {'link ms':>9} {'codec ms':>9} {columns} {columns} {'error':>9}  codec"
+    yield f"#{'sent MB':>9} {'link ms':>9} {'codec ms':>9} {columns} {columns} {'error':>9} {'shown':>5}  codec"
 
 
 def _table(costs: Sequence[Cost]) -> Iterator[str]:
@@ -313,7 +342,12 @@ def _table(costs: Sequence[Cost]) -> Iterator[str]:
         for name in ("alone", "overlapped"):
             own, plain, half = (getattr(each, name) for each in (cost, fp32, fp16))
             columns += [f"{_ms(own):>9}", f"{plain / own:>7.2f}", f"{half / own:>7.2f}"]
-        yield " ".join(columns) + f" {cost.error:>9.2e}  {_NAMES.get(cost.codec, cost.codec)}"
+        error = f"{'':>9}" if cost.error is None else f"{cost.error:>9.2e}"
+        yield " ".join(columns) + f" {error} {_shown(cost.codec):>5}  {_NAMES.get(cost.codec, cost.codec)}"
+
+
+def _shown(codec: str) -> str:
+    return "yes" if quality.is_shown(codec) else "no" if codec in quality.STEPS else "-"
 
 
 def _ms(seconds: float) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-__all__ = ["KINDS", "Kind", "Stretch", "neighbours", "stretches"]
+__all__ = ["KINDS", "NCCL_OTHERS", "NCCL_TESTS", "Kind", "Stretch", "neighbours", "stretches"]
 
 
 @dataclass(frozen=True)
@@ -102,5 +102,21 @@ KINDS: MappingProxyType[str, Kind] = MappingProxyType(
             identical=False,
             adds=True,
         ),
+    }
+)
+
+#: nccl-tests' names, whose programs are these with "_perf", and ours
+NCCL_TESTS = MappingProxyType(
+    {"all_reduce": "allreduce", "alltoall": "all_to_all"}
+    | {name: name for name in ("all_gather", "broadcast", "reduce", "reduce_scatter")}
+)
+#: nccl-tests' other collectives, and what there is here
+NCCL_OTHERS = MappingProxyType(
+    {
+        "sendrecv": "peer_exchange is the nearest; it sends to both neighbours in the ring, and adds what it receives",
+        "gather": "all_gather is the nearest; all ranks get the vector",
+        "scatter": "broadcast is the nearest; all ranks get the whole vector",
+        "alltoallv": "all_to_all is the nearest; its parts are equal",
+        "hypercube": "all_gather is the nearest; its ranks send to all others at once",
     }
 )

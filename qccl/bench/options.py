@@ -20,8 +20,8 @@ NCCL_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 OPS = ("sum", "avg", "min", "max")
 
 TRANSPORTS = ("mpi", "ucx", "gloo", "loopback")
-#: MPI's all-reduce, and qccl's without compression
-PLAIN = ("mpi", "none")
+#: MPI's and gloo's all-reduce, and qccl's without compression
+PLAIN = ("mpi", "gloo", "none")
 
 
 @dataclass(frozen=True)

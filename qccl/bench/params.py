@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from qccl import codecs
+from qccl.bench.files import is_special
 from qccl.bench.options import STDOUT
 from qccl.codecs import Codec
 from qccl.collectives.hierarchical import intra_of
@@ -127,10 +128,11 @@ def output_file_or_stdout(text: str) -> str:
 
 
 def output_file(text: str) -> str:
-    """The absolute path of a file that can be written."""
+    """The absolute path of a file that can be written, or of a pipe, terminal or device."""
     path = os.path.abspath(text)
-    folder = os.path.dirname(path)
-    if os.path.isdir(path) or not os.path.isdir(folder) or not os.access(folder, os.W_OK):
+    folder = os.path.dirname(os.path.realpath(path))  # of a symbolic link's target, which is replaced
+    is_writable = os.access(path if is_special(path) else folder, os.W_OK)
+    if os.path.isdir(path) or not os.path.isdir(os.path.dirname(path)) or not is_writable:
         raise ValueError(f"{text!r} cannot be written; give a file in a folder that exists")
     return path
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
+import resource
+import selectors
 import signal
 import subprocess
 import sys
@@ -17,10 +18,16 @@ from types import FrameType, TracebackType
 
 from qccl.bench.mpiexec import StartError
 
-__all__ = ["LinePipe", "Start", "run_processes", "stoppable"]
+__all__ = ["LinePipe", "Start", "allow_descriptors", "run_processes", "stoppable"]
 
 _MARK = "QCCL_BENCH_RUN"
-_GRACE_SECONDS = 5.0
+#: for processes to end by themselves, and after they were killed
+_GRACE_SECONDS, _KILLED_SECONDS = 5.0, 10.0
+#: of one wait of epoll, which takes no more than 24 days
+_LONGEST_SECONDS = 86400.0
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: found before any fork: in the child of a process with threads looking it up could wait for a lock forever
+_PRCTL = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 class LinePipe:
@@ -91,28 +98,54 @@ def run_processes(starts: Sequence[Start], pipes: Sequence[LinePipe], *, silence
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for start in starts:
-            processes.append(_started(start, mark))
+            with _signals_held() as mask:  # or one could be started that is not in the list
+                processes.append(_started(start, mark, mask))
         return _followed(processes, pipes, silence)
     finally:
         _end(processes, mark)
 
 
-def _started(start: Start, mark: str) -> subprocess.Popen[bytes]:
+def allow_descriptors(number: int) -> None:
+    """Let this process have ``number`` open files. Raises StartError if the system does not."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and number > hard:
+        raise StartError(f"the run needs {number} open files, and {hard} are allowed (ulimit -Hn); start fewer ranks")
+    if soft != resource.RLIM_INFINITY and number > soft:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (number, hard))
+
+
+@contextlib.contextmanager
+def _signals_held() -> Iterator[set[signal.Signals]]:
+    """Inside, the signals of stoppable() wait; gives the mask before."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    try:
+        yield {signal.Signals(number) for number in before}
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _started(start: Start, mark: str, mask: set[signal.Signals]) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def in_child() -> None:
+        """Die with the parent, also with one that died before this request; signals that were held arrive then."""
+        for number in _SIGNALS:
+            if callable(signal.getsignal(number)):  # Python's handler would swallow the signal until the exec
+                signal.signal(number, signal.SIG_DFL)
+        if _PRCTL is not None:
+            _PRCTL(1, signal.SIGTERM)  # PR_SET_PDEATHSIG, on Linux
+        if os.getppid() != parent:
+            os._exit(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     return subprocess.Popen(
         start.command,
         env={**start.environment, _MARK: mark, "PYTHONUNBUFFERED": "1"},
         stdin=subprocess.DEVNULL,
         stdout=None if start.stdout is None else start.stdout.writer,
         start_new_session=True,  # only this process gets Ctrl-C, and then ends the ranks
-        preexec_fn=_die_with_parent,
+        preexec_fn=in_child,
     )
-
-
-def _die_with_parent() -> None:
-    """In the child, on Linux: request SIGTERM for when the parent is killed."""
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 def _followed(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[LinePipe], silence: float | None) -> int:
@@ -120,35 +153,53 @@ def _followed(processes: Sequence[subprocess.Popen[bytes]], pipes: Sequence[Line
 
     A process that outlives the one that started it may keep a pipe open; it gets the same while.
     """
-    running = {os.pidfd_open(process.pid): rank for rank, process in enumerate(processes)}
-    descriptors, readers = [*running], {pipe.reader: pipe for pipe in pipes}
-    status, deadline = 0, _after(silence)
-    try:
-        while running or readers:
-            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
-            ready, _, _ = select.select([*readers, *running], [], [], wait)
-            if not ready and running and not status:
-                raise StartError(f"the ranks printed nothing for {silence:.0f} s; the run was ended")
-            if not ready:
-                break
-            for reader in readers.keys() & ready:
-                if not readers[reader].read():
-                    del readers[reader]
-                if running and not status:
-                    deadline = _after(silence)
-            for ended in running.keys() & ready:
-                rank = running.pop(ended)
-                failed = _exit_status(rank, processes[rank])
-                if (failed and not status) or not running:
-                    status, deadline = status or failed, _after(_GRACE_SECONDS)
-            if not running:
-                for pipe in pipes:
-                    pipe.close_writer()
-    finally:
-        for descriptor in descriptors:
-            os.close(descriptor)
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())  # select() takes no descriptor above 1023
+        for pipe in pipes:
+            selector.register(pipe.reader, selectors.EVENT_READ, pipe)
+        for rank, process in enumerate(processes):
+            ended = os.pidfd_open(process.pid)
+            stack.callback(os.close, ended)
+            selector.register(ended, selectors.EVENT_READ, rank)
+        status = _select(selector, processes, pipes, silence)
     for pipe in pipes:
         pipe.flush()
+    return status
+
+
+def _select(
+    selector: selectors.BaseSelector,
+    processes: Sequence[subprocess.Popen[bytes]],
+    pipes: Sequence[LinePipe],
+    silence: float | None,
+) -> int:
+    """The loop of _followed(); ``selector`` knows the pipes, and the number of each process by a descriptor."""
+    running, status, deadline = set(range(len(processes))), 0, _after(silence)
+    while selector.get_map():
+        wait = _LONGEST_SECONDS if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = [key for key, _ in selector.select(min(wait, _LONGEST_SECONDS))]
+        if not ready and wait >= _LONGEST_SECONDS:
+            continue
+        if not ready and running and not status:
+            raise StartError(f"the ranks printed nothing for {silence:.0f} s; the run was ended")
+        if not ready:
+            break
+        for key in ready:
+            if isinstance(key.data, LinePipe):
+                if not key.data.read():
+                    selector.unregister(key.fileobj)
+                if running and not status:
+                    deadline = _after(silence)
+        for key in ready:
+            if isinstance(key.data, int):
+                selector.unregister(key.fileobj)
+                running.remove(key.data)
+                failed = _exit_status(key.data, processes[key.data])
+                if (failed and not status) or not running:
+                    status, deadline = status or failed, _after(_GRACE_SECONDS)
+        if not running:
+            for pipe in pipes:
+                pipe.close_writer()
     return status
 
 
@@ -165,24 +216,31 @@ def _exit_status(rank: int, process: subprocess.Popen[bytes]) -> int:
 
 
 def _end(processes: Sequence[subprocess.Popen[bytes]], mark: str) -> None:
-    """Terminate the processes (mpiexec ends its ranks); then kill all that have the run's mark."""
-    for process in processes:
-        if process.poll() is None:
-            process.terminate()
-    deadline = time.monotonic() + _GRACE_SECONDS
+    """Terminate the processes (mpiexec ends its ranks); then kill them, and all that have the run's mark."""
+    left = [process for process in processes if process.poll() is None]
+    for process in left:
+        process.terminate()
+    _wait(left, _GRACE_SECONDS)
+    for process in left:
+        if process.poll() is None:  # it leads a session, and so a group of what it started
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    _wait(left, _KILLED_SECONDS)
+    deadline = None
+    while (others := _marked(mark)) and (deadline is None or time.monotonic() < deadline):
+        for pid in others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        deadline = deadline or time.monotonic() + _KILLED_SECONDS  # finding them may have taken longer than that
+        time.sleep(0.02)
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], seconds: float) -> None:
+    """Until all have ended, or so many seconds have passed."""
+    deadline = time.monotonic() + seconds
     for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, deadline - time.monotonic()))
-    deadline = time.monotonic() + _GRACE_SECONDS
-    while (left := _marked(mark)) and time.monotonic() < deadline:
-        for pid in left:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    for process in processes:
-        if process.poll() is None:
-            process.kill()
-            process.wait(_GRACE_SECONDS)
 
 
 def _marked(mark: str) -> list[int]:
@@ -204,16 +262,15 @@ def stoppable() -> Iterator[None]:
     """
 
     def unwind(number: int, frame: FrameType | None) -> None:
-        for each in handled:
+        for each in _SIGNALS:
             signal.signal(each, signal.SIG_IGN)
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(128 + number)
 
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(each, unwind) for each in handled]
+    before = [signal.signal(each, unwind) for each in _SIGNALS]
     try:
         yield
     finally:
-        for each, handler in zip(handled, before, strict=True):
+        for each, handler in zip(_SIGNALS, before, strict=True):
             signal.signal(each, handler)

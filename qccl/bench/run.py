@@ -14,11 +14,12 @@ from pathlib import Path
 
 import click
 
+from qccl.bench.capacity import shared_processors
 from qccl.bench.files import write_json
 from qccl.bench.lab import Lab, congestion_control, obstacle
 from qccl.bench.mpiexec import find_mpiexec
 from qccl.bench.params import AT_LEAST_1, option, output_file
-from qccl.bench.processes import LinePipe, Start, run_processes, stoppable
+from qccl.bench.processes import LinePipe, Start, allow_descriptors, run_processes, stoppable
 from qccl.bench.sizes import parse_link, parse_seconds
 from qccl.bench.start import Way, commands, environment, share_of_processors
 from qccl.errors import QcclError
@@ -32,6 +33,8 @@ _LAUNCHER_HELP = "mpiexec starts the ranks; or they get torchrun's variables (to
 _JSON_HELP = "Write the time, the exit status and the bytes that each rank sent."
 #: bytes of a rank with which its traffic begins: connecting takes fewer; and how often a thread looks at them
 _FIRST_NBYTES, _LOOK_SECONDS = 16 << 10, 0.05
+#: open files of this process for each rank (the two ends of two pipes, and one that tells its end), and besides
+_DESCRIPTORS, _OWN_DESCRIPTORS = 5, 64
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,8 @@ def run(
     of the first rank that failed; the others are then ended.
     """
     _check(ranks, link, delay, command)
+    if remark := shared_processors(ranks):
+        click.echo(f"qccl-bench: {remark}", err=True)
     with stoppable():
         try:
             ctx.exit(_run(ranks, link, delay, launcher, path, command))
@@ -172,6 +177,7 @@ def _watched(lab: Lab | None, begins: list[float]) -> Iterator[None]:
 def _run_ranks(way: Way, ranks: int, lab: Lab | None, command: Sequence[str]) -> int:
     """Run the program's ranks, and print their lines; returns the exit status."""
     variables = environment(way, ranks, lab, 0, {"OMP_NUM_THREADS": str(share_of_processors(ranks))})
+    allow_descriptors(_DESCRIPTORS * ranks + _OWN_DESCRIPTORS)
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="qccl-bench-")))
         pipes = [

@@ -10,12 +10,14 @@ from dataclasses import dataclass
 from qccl import meetings
 from qccl.bench.lab import INTERFACE, Lab
 from qccl.bench.mpiexec import Mpiexec, StartError, find_mpiexec
-from qccl.bench.processes import LinePipe, Start, run_processes
+from qccl.bench.processes import LinePipe, Start, allow_descriptors, run_processes
 
 __all__ = ["Way", "choose_way", "commands", "environment", "obstacle", "run_ranks", "share_of_processors"]
 
 #: the transports of processes, the first choice first
 _TRANSPORTS = ("ucx", "mpi", "gloo")
+#: open files of this process besides one for each rank
+_OWN_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ def run_ranks(
     in bytes, for MPI's settings. ``silence`` and errors: see run_processes().
     """
     variables = environment(way, ranks, lab, smallest, _threads(ranks))
+    allow_descriptors(ranks + _OWN_DESCRIPTORS)
     with LinePipe(on_line) as output:
         starts = [Start(arguments, variables | own, output) for arguments, own in commands(way, ranks, command, lab)]
         return run_processes(starts, [output], silence=silence)

@@ -1,0 +1,231 @@
+"""Steps as ``qccl-bench doctor`` predicts them, and as they are: ``python bench/doctor_accuracy.py`` (needs root).
+
+It trains the models of doctor_models.py for some steps on 2 and 4 ranks, with PyTorch's DistributedDataParallel, its
+own hooks and qccl's codecs, each rank behind a link. The ranks compute, encode and decode on the processors of this
+machine, so that several may share one. The doctor predicts the same steps from one rank's computation, measured alone,
+and from the speeds of the codecs. It takes about ten minutes; with ``--resume`` it measures what today's file lacks.
+
+``--save`` writes docs/results/doctor-<date>.json after each model, ``--write bench/README.md`` that page's table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+from runs import MARK, machine, measured_on, rewrite_table, run_ranks, table
+
+from qccl.bench.costs import FP16, FP32, POWERSGD, Speed, Step, cost_of
+from qccl.bench.lab import Lab, congestion_control
+from qccl.bench.params import codec_of
+from qccl.bench.profile import Gradient, Profile
+from qccl.bench.sizes import parse_link
+
+_RESULTS = Path(__file__).parent.parent / "docs" / "results"
+MODELS = "byte_model,word_gpt,conv_net"
+METHODS = f"{FP32},{FP16},{POWERSGD}4,minmax8,minmax4+ef,minmax2:bucket=256+ef,trellis2+ef,onebit:reconstruct=mean+ef"
+#: megabytes of DDP's buckets; PowerSGD's reductions would block each other in several
+BUCKET_MB, ONE_BUCKET_MB = 0.5, 1000.0
+#: steps before those that are timed; of these at least and at most so many, for about so many seconds
+_WARM, _LEAST, _MOST, _SECONDS = 4, 6, 60, 2.0
+#: TCP's congestion control: Linux's default. bbr loses some milliseconds a step on links without delay
+TCP = "cubic"
+#: elements whose encoding is timed, as the doctor does
+_TIMED = 4 << 20
+COLUMNS = ("model", "ranks", "link", "median error", "largest error", "of", "fp32 ms", "predicted", "minmax4+ef ms")
+COLUMNS += ("predicted",)
+
+
+@click.command()
+@click.option("--models", default=MODELS, show_default=True)
+@click.option("--ranks", default="2,4", show_default=True)
+@click.option("--links", default="100mbit,1gbit", show_default=True)
+@click.option("--methods", default=METHODS, show_default=True)
+@click.option("--resume", is_flag=True, help="Keep what today's file has.")
+@click.option("--save", is_flag=True, help="Write the results file.")
+@click.option("--write", help="A page whose table is to be replaced: bench/README.md.")
+def main(**given: Any) -> None:
+    """Measure, predict, and print both."""
+    path = _RESULTS / f"doctor-{date.today().isoformat()}.json"
+    document = json.loads(path.read_text(encoding="utf-8")) if given["resume"] and path.exists() else {"rows": []}
+    document["machine"] = document.get("machine") or machine()
+    if (tcp := congestion_control()) != TCP:
+        print(f"TCP's algorithm is {tcp}; the doctor assumes {TCP} (docs/howto/starting.md)", file=sys.stderr)
+    for _ in _measured(document, given):
+        if given["save"]:
+            path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    rows = list(predicted(document))
+    for line in table(("model", "ranks", "link", "method", "ms", "predicted", "error"), map(_shown, rows)):
+        print(line)
+    text = "\n".join(table(COLUMNS, summary(rows))) + "\n\n" + measured_on(document["machine"])
+    print(f"\n{text}")
+    if given["write"]:
+        rewrite_table(given["write"], "python bench/doctor_accuracy.py", text)
+
+
+def _measured(document: dict[str, Any], given: dict[str, Any]) -> Iterator[None]:
+    """Add to the document what it lacks: speeds of codecs, profiles of models, and times of steps."""
+    models, methods = given["models"].split(","), given["methods"].split(",")
+    for model, what in (*((model, "profile") for model in models), ("", "speeds")):
+        name = f"profile of {model}" if model else what
+        if name not in document:
+            document[name] = _run(1, {"measure": what, "model": model, "methods": methods}, None)[0]["found"]
+            yield
+    for ranks, link, model in itertools.product(given["ranks"].split(","), given["links"].split(","), models):
+        place = {"model": model, "ranks": int(ranks), "link": link}
+        have = [row["method"] for row in document["rows"] if place.items() <= row.items()]
+        if missing := [method for method in methods if method not in have]:
+            task = {"measure": "steps", "model": model, "methods": missing}
+            document["rows"] += [place | row["found"] for row in _run(int(ranks), task, link)]
+            yield
+
+
+def _run(ranks: int, task: dict[str, Any], link: str | None) -> list[dict[str, Any]]:
+    lab = Lab(ranks, parse_link(link)) if link else None
+    return run_ranks(__file__, ranks, task, "ucx", lab, plain=None)
+
+
+# -- the predictions ---------------------------------------------------------------------------------------------------
+
+
+def predicted(document: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The rows with the doctor's prediction and its relative error."""
+    speeds = {method: Speed(**speed) for method, speed in document["speeds"].items()}
+    for row in document["rows"]:
+        profile = _profile(document[f"profile of {row['model']}"])
+        step = Step(profile, row["ranks"], parse_link(row["link"]).rate, document["machine"]["cores"] / row["ranks"])
+        seconds = cost_of(step, row["method"], speeds.get(row["method"])).overlapped
+        yield row | {"predicted": seconds, "error": seconds / row["seconds"] - 1}
+
+
+def _profile(found: dict[str, Any]) -> Profile:
+    gradients = tuple(Gradient(tuple(g["shape"]), g["ready"], g["bucket"]) for g in found["gradients"])
+    powersgd = {int(rank): seconds for rank, seconds in found["powersgd"].items()}
+    return Profile(gradients, found["forward"], found["backward"], found["optimiser"], powersgd, is_measured=True)
+
+
+def summary(rows: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """The errors of each model, number of ranks and link, and two codecs as examples."""
+    for key, each in itertools.groupby(rows, lambda row: (row["model"], row["ranks"], row["link"])):
+        group = {row["method"]: row for row in each}
+        worst = max(group.values(), key=lambda row: abs(row["error"]))
+        median = statistics.median(abs(row["error"]) for row in group.values())
+        examples = [_shown(group[method])[4:6] if method in group else ("", "") for method in (FP32, "minmax4+ef")]
+        yield *map(str, key), f"{median:.0%}", f"{worst['error']:+.0%}", worst["method"], *itertools.chain(*examples)
+
+
+def _shown(row: dict[str, Any]) -> tuple[str, ...]:
+    times = f"{row['seconds'] * 1e3:.1f}", f"{row['predicted'] * 1e3:.1f}"
+    return row["model"], str(row["ranks"]), row["link"], row["method"], *times, f"{row['error']:+.0%}"
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def rank(task: dict[str, Any]) -> None:
+    """Measure as one rank; rank 0 prints what it found."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    if task["measure"] == "steps":
+        dist.init_process_group("gloo")
+        found = [{"found": {"method": each, "seconds": _step(task["model"], each)}} for each in task["methods"]]
+        if dist.get_rank() == 0:
+            print(MARK + json.dumps(found), flush=True)
+        gc.collect()  # DistributedDataParallel holds the group, whose threads must end before the interpreter
+        dist.destroy_process_group()
+        return
+    what = _speeds(task["methods"]) if task["measure"] == "speeds" else _alone(task["model"], task["methods"])
+    print(MARK + json.dumps([{"found": what}]), flush=True)
+
+
+def _speeds(methods: list[str]) -> dict[str, dict[str, float]]:
+    from qccl.bench.doctor import measure_speed
+
+    return {each: vars(measure_speed(codec_of(each), _TIMED)) for each in methods if not each.startswith(POWERSGD)}
+
+
+def _alone(model: str, methods: list[str]) -> dict[str, Any]:
+    """The profile of a model."""
+    from dataclasses import asdict
+
+    from doctor_models import MODELS as makers
+
+    from qccl.bench.profile import measured
+
+    ranks = [int(each.removeprefix(POWERSGD)) for each in methods if each.startswith(POWERSGD)]
+    return asdict(measured(*makers[model](), BUCKET_MB, ranks, 1))
+
+
+def _step(name: str, method: str) -> float:
+    """The median time of a step, of the slowest rank."""
+    import torch
+    import torch.distributed as dist
+    from doctor_models import MODELS as makers
+
+    def largest(value: float) -> float:
+        found = torch.tensor(value, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        return found.item()
+
+    torch.manual_seed(dist.get_rank())
+    module, loss, optimizer = makers[name]()
+    with _reduced_by(module, method):
+
+        def steps(number: int) -> float:
+            times = []
+            for _ in range(number):
+                begin = time.perf_counter()
+                optimizer.zero_grad()
+                loss().backward()
+                optimizer.step()
+                times.append(time.perf_counter() - begin)
+            return largest(statistics.median(times))
+
+        each = steps(_WARM)
+        return steps(max(_LEAST, min(_MOST, int(_SECONDS / each))))
+
+
+@contextlib.contextmanager
+def _reduced_by(module: Any, method: str) -> Iterator[None]:
+    """Inside, the module is in DistributedDataParallel, and its gradients go by ``method``."""
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+    from torch.nn.parallel import DistributedDataParallel
+
+    import qccl.torch
+    from qccl.bench.profile import forwarded
+
+    is_powersgd = method.startswith(POWERSGD)
+    cap = ONE_BUCKET_MB if is_powersgd else BUCKET_MB
+    wrapped = DistributedDataParallel(module, bucket_cap_mb=cap, gradient_as_bucket_view=True)
+    with contextlib.ExitStack() as stack:
+        if is_powersgd:
+            rank = int(method.removeprefix(POWERSGD))
+            state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=2)
+            wrapped.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+        elif method == FP16:
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif method != FP32:
+            stack.enter_context(qccl.torch.compress(wrapped, method))
+        stack.enter_context(forwarded(module, wrapped))
+        yield
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        sys.path.insert(0, os.path.dirname(__file__))
+        rank(json.loads(sys.argv[1]))
+    else:
+        main()
