@@ -22,7 +22,7 @@ from torch import nn
 BATCH, CONTEXT, VOCABULARY = 4, 32, 4096
 WIDTH, HEADS, LAYERS = 128, 4, 3
 #: the learning rate after the warm-up, and the greatest norm of a gradient
-RATE, MAX_NORM = 1e-3, 1.0
+RATE, MAX_NORM = 2e-3, 1.0
 #: words of the blocks of which every 20th is for validation
 BLOCK, EVERY = 1024, 20
 UNIT = "bits per word"
