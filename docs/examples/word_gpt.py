@@ -96,7 +96,7 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     """AdamW, whose weight decay is for matrices only."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) is decays] for decays in (True, False)]
     decays = [{"params": groups[0], "weight_decay": 0.1}, {"params": groups[1], "weight_decay": 0.0}]
-    return torch.optim.AdamW(decays, lr=RATE, betas=(0.9, 0.95))
+    return torch.optim.AdamW(decays, lr=RATE)
 
 
 def learning_rate(step: int) -> float:
