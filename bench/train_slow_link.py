@@ -49,13 +49,6 @@ __all__ = ["limit"]
 
 _ROOT = Path(__file__).parent.parent
 _SCRIPT = str(Path(__file__).with_name("training_rank.py"))
-MODELS = ("word_gpt", "byte_model")
-#: PyTorch's own reduction and hooks, and codecs
-THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
-OURS = (
-    *("minmax8", "minmax4+ef", "trellis4+ef", "trellis2+ef"),
-    *("topk:k=0.01+ef", "onebit:reconstruct=mean+ef"),
-)
 #: the codec of the sections "whole" and "scaling"
 EXAMPLE = "onebit:reconstruct=mean+ef"
 #: default number of ranks; the names of other numbers' files and tables contain the number
@@ -63,11 +56,11 @@ RANKS = 4
 
 
 @click.command()
-@click.option("--model", default=MODELS[0], type=click.Choice(MODELS), show_default=True)
+@click.option("--model", default="word_gpt", type=click.Choice(list(training_report.MODELS)), show_default=True)
 @click.option("--sections", default="curves,steps,whole,scaling", show_default=True)
 @click.option("--ranks", default=RANKS, show_default=True, help="Not of the scaling.")
 @click.option("--links", default="100mbit,1gbit", show_default=True)
-@click.option("--methods", default=",".join(THEIRS + OURS), show_default=True)
+@click.option("--methods", default=",".join(training_report.THEIRS + training_report.OURS), show_default=True)
 @click.option("--seeds", default=5, show_default=True)
 @click.option("--steps", default=500, show_default=True, help="Of a training.")
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
@@ -119,7 +112,7 @@ def _save(document: dict[str, Any], before: Path, path: Path) -> None:
 def write_pages() -> None:
     """Make the tables and the figure of the documentation from the newest results files."""
     documents = {}
-    for model, ranks in itertools.product(MODELS, (RANKS, 2)):
+    for model, ranks in itertools.product(training_report.MODELS, (RANKS, 2)):
         path = _newest(_name(model, ranks))
         if path:
             document = json.loads(path.read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from runs import measured_on, table
 
 from qccl.bench.sizes import parse_link
 
-__all__ = ["computation", "draw", "headline", "paragraphs"]
+__all__ = ["OURS", "THEIRS", "computation", "draw", "headline", "paragraphs"]
 
 Document = dict[str, Any]
 
@@ -21,8 +21,14 @@ MODELS = {
     "word_gpt": ("GPT of words", "1.12 million parameters", "AdamW", "bits per word"),
     "byte_model": ("model of bytes", "2.05 million parameters", "SGD with momentum", "bits per byte"),
 }
-#: PyTorch's own methods
-THEIRS = ("fp32", "fp16", "powersgd")
+#: PyTorch's own reduction and hooks, and codecs: the order of the tables
+THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
+OURS = (
+    *("minmax8", "minmax4+ef", "trellis4+ef", "trellis2+ef"),
+    *("topk:k=0.01+ef", "onebit:reconstruct=mean+ef"),
+)
+#: the last row of the headline
+BOUND = "the most, (c + n) / c"
 ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
 STEP = ("method", "link", "ms a step", "least ms", "least / time", "ms without a link")
 TIMES = (*STEP, "s to the target", "times sooner than fp32")
@@ -30,6 +36,7 @@ TIMES = (*STEP, "s to the target", "times sooner than fp32")
 
 def paragraphs(document: Document) -> Iterator[str]:
     """Paragraphs and tables in Markdown, of one model."""
+    document = _in_order(document)
     if "compute" in document:
         yield _what(document)
     unit = MODELS[document["model"]][3]
@@ -50,8 +57,8 @@ def paragraphs(document: Document) -> Iterator[str]:
         others = [each["digest"] for each in document.get("curves", []) if _same(each, row)]
         equal = "equal" if others == [row["digest"]] else "do not equal"
         yield (
-            f"With everything behind one link, {row['steps']} steps with {row['method']} took {row['seconds']:.0f} s; "
-            f"the parameters {equal} those of the run without a link."
+            f"With everything behind one link, {row['steps']} steps with {row['method']} took {row['seconds']:.0f} s"
+            + (f"; the parameters {equal} those of the run without a link." if others else ".")
         )
     if "scaling" in document:
         alone = {row["method"]: row["seconds"] for row in document["scaling"] if row["ranks"] == 1}
@@ -65,6 +72,7 @@ def paragraphs(document: Document) -> Iterator[str]:
 
 def headline(documents: Sequence[Document]) -> str:
     """How many times sooner than fp32 each method reaches the target behind the first link, by model."""
+    documents = [_in_order(document) for document in documents]
     links = {_behind_links(document)[0]["link"] for document in documents}
     ranks = {_behind_links(document)[0]["ranks"] for document in documents}
     (link,), (number,) = links, ranks
@@ -73,10 +81,29 @@ def headline(documents: Sequence[Document]) -> str:
     for document in documents:
         name, size, optimiser, _ = MODELS[document["model"]]
         head.append(f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step")
-        columns.append({**_sooner(document, link), "the most, (c + n) / c": f"{_ceiling(document, link):.1f}"})
-    rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in columns[0]]
+        columns.append({**_sooner(document, link), BOUND: f"{_ceiling(document, link):.1f}"})
+    keys = sorted(dict.fromkeys(key for column in columns for key in column), key=_place)
+    rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in keys]
     text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind a link of {link}:"
     return text + "\n\n" + "\n".join(table(head, rows))
+
+
+def _in_order(document: Document) -> Document:
+    """The document with the curves and the steps of a link in the order of the methods; others follow."""
+    found = {
+        section: sorted(document[section], key=lambda row: _place(row["method"]))
+        for section in ("curves", "steps")
+        if section in document
+    }
+    links = list(dict.fromkeys(row["link"] for row in document.get("steps", [])))
+    found.get("steps", []).sort(key=lambda row: links.index(row["link"]))
+    return document | found
+
+
+def _place(method: str) -> tuple[int, str]:
+    """The order of the methods; others follow."""
+    order, name = (*THEIRS, *OURS), method.partition("@")[0]
+    return (len(order) + 1 if method == BOUND else order.index(name) if name in order else len(order), method)
 
 
 def computation(document: Document) -> float:
@@ -118,15 +145,15 @@ def _ceiling(document: Document, link: str) -> float:
 def _sooner(document: Document, link: str) -> dict[str, str]:
     """By method: how many times sooner than fp32 it reaches the target behind a link."""
     rows = {row["method"]: row for row in _behind_links(document) if row["link"] == link}
-    first = _seconds_to_target(document, rows["fp32"])
-    found = {method: _seconds_to_target(document, row) for method, row in rows.items()}
+    found = {method: _seconds_to_target(document, row) for method, row in rows.items() if _steps(document, method)}
+    first = found["fp32"]
     return {method: f"{first / own:.1f}" if first and own else "not reached" for method, own in found.items()}
 
 
 def _titled(method: str) -> str:
-    if method.startswith("the most"):
+    if method == BOUND:
         return method
-    return f"{method} (PyTorch)" if method.partition(":")[0] in THEIRS else f"`{method}`"
+    return f"{method} (PyTorch)" if method in THEIRS else f"`{method}`"
 
 
 # -- the quality -------------------------------------------------------------------------------------------------------
@@ -218,40 +245,45 @@ def _seconds_to_target(document: Document, row: dict[str, Any]) -> float | None:
 
 
 def draw(documents: Sequence[Document], path: Path) -> None:
-    """Draw quality by time behind the first link, a panel for each model."""
+    """Draw quality by time behind the first link, a panel for each model; a method has one colour in all of them."""
     import matplotlib.pyplot as plt
 
+    documents = [_in_order(document) for document in documents]
+    methods = dict.fromkeys(row["method"] for document in documents for row in document["curves"])
+    colours = {method: f"C{number}" for number, method in enumerate(methods)}
     figure, panels = plt.subplots(len(documents), 1, figsize=(8, 4.6 * len(documents)), layout="constrained")
+    lines: dict[str, Any] = {}
     for axes, document in zip([panels] if len(documents) == 1 else panels, documents, strict=True):
-        _panel(axes, document)
+        lines |= _panel(axes, document, colours)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
     figure.suptitle("Quality by time behind a slow link: lower and further left is better")
     figure.savefig(path, dpi=120)
     print(f"wrote {path}")
 
 
-def _panel(axes: Any, document: Document) -> None:
-    """One model: the mean over the seeds, and the band of their extremes."""
+def _panel(axes: Any, document: Document, colours: dict[str, str]) -> dict[str, Any]:
+    """One model: the mean over the seeds, and the band of their extremes. Returns the lines by their labels."""
     first = _behind_links(document)[0]
     seconds = {row["method"]: row["seconds"] for row in _behind_links(document) if row["link"] == first["link"]}
-    for method in dict.fromkeys(row["method"] for row in document["curves"]):
-        if method not in seconds:
-            continue
+    lines, best = {}, math.inf
+    for method in dict.fromkeys(row["method"] for row in document["curves"] if row["method"] in seconds):
         curves = [row["curve"] for row in document["curves"] if row["method"] == method]
         at = [step * seconds[method] for step, _ in curves[0]]
         bits = list(zip(*[[b for _, b in curve] for curve in curves], strict=True))
-        is_ours = method.partition(":")[0] not in THEIRS
-        (line,) = axes.plot(
-            at, [statistics.fmean(each) for each in bits],
-            linestyle="-" if is_ours else "--", label=f"{'qccl' if is_ours else 'PyTorch'} {method}",
-        )  # fmt: skip
-        axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=line.get_color(), alpha=0.2)
+        is_ours = method not in THEIRS
+        name, colour = f"{'qccl' if is_ours else 'PyTorch'} {method}", colours[method]
+        means = [statistics.fmean(each) for each in bits]
+        (lines[name],) = axes.plot(at, means, color=colour, linestyle="-" if is_ours else "--")
+        axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=colour, alpha=0.2)
+        best = min(best, *means)
     mean, deviation = _target(document)
-    axes.axhline(mean + deviation, color="grey", linestyle=":", label="target")
+    lines["fp32's target"] = axes.axhline(mean + deviation, color="grey", linestyle=":")
     name, size, optimiser, unit = MODELS[document["model"]]
     label = f"seconds of training, {first['ranks']} ranks, {first['link']} per rank"
     axes.set(xscale="log", xlabel=label, ylabel=f"{unit} (validation)")
-    axes.set_ylim(top=mean + 1.5)  # the first steps, before the learning rate has risen, are of no interest
+    axes.set_ylim(best - 0.1, mean + 1.5)  # the first steps, before the learning rate has risen, are of no interest
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    axes.set_title(f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step")
-    axes.legend(fontsize="small", loc="lower left" if document["model"] == "word_gpt" else "best")
+    title = f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step"
+    axes.set_title(title, fontsize="medium")
+    return lines
