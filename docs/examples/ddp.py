@@ -23,7 +23,7 @@ def main() -> None:
     """Train as one rank of a launcher."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="word_gpt", choices=("word_gpt", "byte_model"))
-    parser.add_argument("--codec", default="minmax4+ef", help='such as "onebit:reconstruct=mean+ef", or "fp32"')
+    parser.add_argument("--codec", default="minmax2:bucket=256+ef", help='such as "minmax4+ef", or "fp32"')
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
