@@ -257,18 +257,18 @@ def test_steps_without_curves_have_a_table_of_their_own(tmp_path: Path, monkeypa
     def run_ranks(_script: str, ranks: int, task: dict[str, Any], *_: object, **__: object) -> list[dict[str, Any]]:
         started.append((ranks, task["measure"], task.get("link")))
         if task["measure"] == "compute":
-            return [task | {"forward": 0.005, "ready": [[1 << 20, 0.005]], "optimiser": 0.004, "summary": "14 ms"}]
+            return [task | {"forward": 0.005, "ready": [[[1024, 1024], 0.005]], "optimiser": 0.004, "summary": "14 ms"}]
         return [task | {"seconds": 0.25 if task["link"] else 0.02, "nbytes": 2.5e6, "summary": "a step"}]
 
     monkeypatch.setattr(bench, "run_ranks", run_ranks)
-    monkeypatch.setattr(bench, "_DOCS", tmp_path)
-    (tmp_path / "results").mkdir()
-    page = tmp_path / "page.md"
-    marks = [f"<!-- measured by python bench/train_slow_link.py{option} -->" for option in ("", " --ranks 2")]
+    monkeypatch.setattr(bench, "_ROOT", tmp_path)
+    results, page = tmp_path / "docs" / "results", tmp_path / "docs" / "results.md"
+    results.mkdir(parents=True)
+    marks = [f"<!-- measured by python bench/train_slow_link.py --model word_gpt{o} -->" for o in ("", " --ranks 2")]
     ends = [mark.replace("measured by", "end of") for mark in marks]
     page.write_text(f"{marks[0]}\n\nfour\n\n{ends[0]}\n{marks[1]}\n{ends[1]}\nafter\n")
     flags = ["--ranks", "2", "--sections", "steps", "--links", "100mbit", "--methods", "fp32,minmax4+ef", "--save"]
-    done = CliRunner().invoke(bench.main, [*flags, "--write", str(page)], catch_exceptions=False)
+    done = CliRunner().invoke(bench.main, [*flags, "--write"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     steps = [(2, "step", link) for link in ("100mbit", "100mbit", None, None)]
     assert started == [(1, "compute", None), *steps]
@@ -276,11 +276,11 @@ def test_steps_without_curves_have_a_table_of_their_own(tmp_path: Path, monkeypa
     assert found.startswith(f"{marks[0]}\n\nfour\n\n{ends[0]}\n{marks[1]}\n\n") and found.endswith("\nafter\n")
     # 5 ms forward, 5 ms to the only gradient, 2.5 MB at 12.5 MB/s, 4 ms optimiser
     assert "| minmax4+ef | 100mbit | 250.0 | 214.0 | 86% | 20.0 | 2.50 |" in found
-    (file,) = (tmp_path / "results").iterdir()
-    assert file.name.startswith("training-2-ranks-") and {
+    (file,) = results.iterdir()
+    assert file.name.startswith("training-word_gpt-2-ranks-") and {
         row["ranks"] for row in json.loads(file.read_text())["steps"]
     } == {2}
-    assert not list(tmp_path.glob("*.png"))
+    assert not list(results.parent.glob("*.png"))
 
     flags[7] = "fp32,minmax4+ef,onebit"
     done = CliRunner().invoke(bench.main, [*flags, "--resume"], catch_exceptions=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import subprocess
@@ -57,6 +58,26 @@ def test_the_short_form_of_jax_on_two_ranks(tmp_path: Path) -> None:
     for codec in ("none", "minmax8", "minmax4+ef", "onebit"):
         assert re.search(rf"^{re.escape(codec)}\S* +step +50 of 50", ended.output, re.M), ended.output
     assert ended.output.endswith(f"wrote {picture}\n") and picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_word_model_is_causal_and_its_embedding_is_tied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As docs/results.md describes it: 1.12 million parameters, and decay for matrices only."""
+    torch = pytest.importorskip("torch")
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    recipe = importlib.import_module("word_gpt")
+    torch.manual_seed(0)
+    model = recipe.make_model()
+    assert sum(p.numel() for p in model.parameters()) == 1_123_456
+    assert model.embedding.weight.shape == (recipe.VOCABULARY, recipe.WIDTH)
+    decayed, others = recipe.optimizer_of(model).param_groups
+    assert decayed["weight_decay"] > 0 == others["weight_decay"]
+    assert all(p.dim() == 2 for p in decayed["params"]) and all(p.dim() == 1 for p in others["params"])
+    words = torch.randint(recipe.VOCABULARY, (1, recipe.CONTEXT))
+    later = words.clone()
+    later[0, 20:] = (later[0, 20:] + 1) % recipe.VOCABULARY
+    scores, changed = model(words), model(later)
+    torch.testing.assert_close(changed[:, :20], scores[:, :20])
+    assert not torch.allclose(changed[:, 20], scores[:, 20])
 
 
 def test_the_page_lists_every_example_with_its_command() -> None:

@@ -1,18 +1,19 @@
-"""PyTorch's DistributedDataParallel with compressed gradients: 4 ranks train a language model of bytes.
+"""PyTorch's DistributedDataParallel with compressed gradients: 4 ranks train a language model.
 
     torchrun --standalone --nproc-per-node 4 docs/examples/ddp.py
 
-``--codec`` chooses the codec; "fp32" leaves the gradients to PyTorch, for comparison. The model has 2 million
-parameters (byte_model.py).
+``--codec`` chooses the codec; "fp32" leaves the gradients to PyTorch, for comparison. ``--model word_gpt`` is a GPT of
+1.1 million parameters with AdamW (word_gpt.py), ``--model byte_model`` a model of bytes with 2 million (byte_model.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 
 import torch
 import torch.distributed as dist
-from byte_model import ByteModel, draw, train
+from loop import draw, train
 from torch.nn.parallel import DistributedDataParallel
 
 import qccl.torch
@@ -21,7 +22,8 @@ import qccl.torch
 def main() -> None:
     """Train as one rank of a launcher."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--codec", default="minmax4+ef", help='such as "onebit:reconstruct=mean+ef", or "fp32"')
+    parser.add_argument("--model", default="word_gpt", choices=("word_gpt", "byte_model"))
+    parser.add_argument("--codec", default="minmax2:bucket=256+ef", help='such as "minmax4+ef", or "fp32"')
     parser.add_argument("--steps", type=int, default=800)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
@@ -31,16 +33,18 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     torch.manual_seed(options.seed)  # the same model on every rank
-    model = DistributedDataParallel(ByteModel(), bucket_cap_mb=0.5)  # several buckets: some travel during backward()
+    recipe = importlib.import_module(options.model)
+    # several buckets, so that some travel during backward()
+    model = DistributedDataParallel(recipe.make_model(), bucket_cap_mb=0.5)
     if options.codec != "fp32":
         compression = qccl.torch.compress(model, options.codec)
         if rank == 0:
             print(compression, flush=True)
     steps = 10 if options.quick else options.steps
-    curve = train(model, steps, rank, seed=options.seed, measures=rank == 0)
+    curve = train(model, recipe, steps, rank, seed=options.seed, measures=rank == 0)
     if rank == 0:
-        title = f"A byte model on {dist.get_world_size()} ranks"
-        draw(options.figure, curve, f"Short run: {title}" if options.quick else title, options.codec)
+        title = f"{options.model} on {dist.get_world_size()} ranks"
+        draw(options.figure, curve, f"Short run: {title}" if options.quick else title, options.codec, recipe.UNIT)
     dist.destroy_process_group()
 
 

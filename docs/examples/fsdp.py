@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 
+import byte_model
 import torch
 import torch.distributed as dist
-from byte_model import ByteModel, draw, train
+from loop import draw, train
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -33,7 +34,7 @@ def main() -> None:
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)  # the same model on every rank
-    model = ByteModel()
+    model = byte_model.ByteModel()
     for layer in (model.embedding, *model.layers):
         if any(True for _ in layer.parameters()):
             fully_shard(layer, mesh=mesh)
@@ -41,7 +42,8 @@ def main() -> None:
     with qccl.Communicator.from_torch(mesh.get_group()) as comm:
         qccl.torch.ReduceScatter(options.gradients, comm).install(model)
         qccl.torch.AllGather(options.weights, comm).install(model)
-        curve = train(model, 10 if options.quick else options.steps, comm.rank)  # all ranks measure: each has a part
+        steps = 10 if options.quick else options.steps
+        curve = train(model, byte_model, steps, comm.rank)  # all ranks measure: each has a part
         if comm.rank == 0:
             label = f"gradients {options.gradients}, weights {options.weights}"
             title = "A byte model with FSDP2"

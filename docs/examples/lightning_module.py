@@ -12,10 +12,11 @@ import argparse
 import os
 from typing import Any
 
+import byte_model
 import lightning
 import torch
-from byte_model import BATCH, ByteModel, bits_per_byte, corpus, draw, learning_rate, random_batch
 from lightning.pytorch.strategies import DDPStrategy
+from loop import draw
 from torch.utils.data import DataLoader
 
 import qccl.torch  # registers the backend
@@ -27,32 +28,31 @@ class ByteModule(lightning.LightningModule):  # type: ignore[misc]  # a class of
     def __init__(self, steps: int) -> None:
         super().__init__()
         torch.manual_seed(0)  # the same model on every rank
-        self.model, self.steps = ByteModel(), steps
-        self.text, self.validation = corpus()
+        self.model, self.steps = byte_model.ByteModel(), steps
+        self.text, self.validation = byte_model.corpus()
         self.curve: list[tuple[int, float]] = []
 
     def train_dataloader(self) -> Any:
         """Batches of random positions, other ones on every rank."""
         generator = torch.Generator().manual_seed(self.global_rank)
-        batches = (random_batch(self.text, BATCH, generator) for _ in range(self.steps))
+        batches = (byte_model.random_batch(self.text, generator) for _ in range(self.steps))
         return DataLoader(list(batches), batch_size=None)
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], number: int) -> torch.Tensor:
         """The loss of a batch."""
-        context, following = batch
-        return torch.nn.functional.cross_entropy(self.model(context), following)
+        return byte_model.loss_of(self.model, batch)
 
     def on_train_batch_end(self, *_: object) -> None:
         """Print the validation quality about ten times during the training."""
         step = self.global_step
         if step % max(5, self.steps // 10) == 0 and self.global_rank == 0:
-            self.curve.append((step, bits_per_byte(self.model, self.validation)))
+            self.curve.append((step, byte_model.quality(self.model, self.validation)))
             print(f"step {step:4} of {self.steps}: {self.curve[-1][1]:.3f} bits per byte", flush=True)
 
     def configure_optimizers(self) -> Any:
         """SGD with momentum."""
         optimizer = torch.optim.SGD(self.parameters(), lr=1.0, momentum=0.9, nesterov=True)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate(step + 1))
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: byte_model.learning_rate(step + 1))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 

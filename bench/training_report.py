@@ -1,0 +1,294 @@
+"""The tables, the headline and the figure of bench/train_slow_link.py, from its results files."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from runs import measured_on, table
+
+from qccl.bench.sizes import parse_link
+
+__all__ = ["OURS", "THEIRS", "computation", "draw", "headline", "paragraphs"]
+
+Document = dict[str, Any]
+
+#: by model: its name, its size and its optimiser, and the unit of its quality
+MODELS = {
+    "word_gpt": ("GPT of words", "1.12 million parameters", "AdamW", "bits per word"),
+    "byte_model": ("model of bytes", "2.05 million parameters", "SGD with momentum", "bits per byte"),
+}
+#: PyTorch's own reduction and hooks, and codecs: the order of the tables
+THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
+OURS = (
+    *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis4+ef", "trellis2+ef"),
+    *("topk:k=0.01+ef", "onebit:reconstruct=mean+ef"),
+)
+#: the last row of the headline
+BOUND = "the most, (c + n) / c"
+ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
+STEP = ("method", "link", "ms a step", "least ms", "least / time", "ms without a link")
+TIMES = (*STEP, "s to the target", "times sooner than fp32")
+
+
+def paragraphs(document: Document) -> Iterator[str]:
+    """Paragraphs and tables in Markdown, of one model."""
+    document = _in_order(document)
+    if "compute" in document:
+        yield _what(document)
+    unit = MODELS[document["model"]][3]
+    if "curves" in document:
+        mean, deviation = _target(document)
+        yield (
+            f"The target is {mean + deviation:.3f} {unit}: fp32 has {mean:.3f} +- {deviation:.3f} after "
+            f"{document['budget']} steps."
+        )
+        yield "\n".join(table([name.format(unit) for name in ACCURACY], _accuracy(document)))
+    if "curves" in document and "steps" in document:
+        yield "\n".join(table(TIMES, _times(document)))
+    elif "steps" in document:
+        sent = _sent(document)
+        rows = ((*_timed(document, row), f"{sent[row['method']]:.2f}") for row in _behind_links(document))
+        yield "\n".join(table((*STEP, "MB a step"), rows))
+    for row in document.get("whole", []):
+        others = [each["digest"] for each in document.get("curves", []) if _same(each, row)]
+        equal = "equal" if others == [row["digest"]] else "do not equal"
+        yield (
+            f"With everything behind one link, {row['steps']} steps with {row['method']} took {row['seconds']:.0f} s"
+            + (f"; the parameters {equal} those of the run without a link." if others else ".")
+        )
+    if "scaling" in document:
+        alone = {row["method"]: row["seconds"] for row in document["scaling"] if row["ranks"] == 1}
+        rows = (
+            (row["ranks"], row["method"], f"{row['seconds'] * 1e3:.1f}", f"{alone['fp32'] / row['seconds']:.0%}")
+            for row in document["scaling"]
+        )
+        yield "\n".join(table(("ranks", "method", "ms a step", "efficiency"), rows))
+    yield measured_on(document["machine"])
+
+
+def headline(documents: Sequence[Document]) -> str:
+    """How many times sooner than fp32 each method reaches the target behind the first link, by model."""
+    documents = [_in_order(document) for document in documents]
+    links = {_behind_links(document)[0]["link"] for document in documents}
+    ranks = {_behind_links(document)[0]["ranks"] for document in documents}
+    (link,), (number,) = links, ranks
+    head = ["gradients travel as"]
+    columns: list[dict[str, str]] = []
+    for document in documents:
+        name, size, optimiser, _ = MODELS[document["model"]]
+        head.append(f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step")
+        columns.append({**_sooner(document, link), BOUND: f"{_ceiling(document, link):.1f}"})
+    keys = sorted(dict.fromkeys(key for column in columns for key in column), key=_place)
+    rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in keys]
+    text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind a link of {link}:"
+    return text + "\n\n" + "\n".join(table(head, rows))
+
+
+def _in_order(document: Document) -> Document:
+    """The document with the curves and the steps of a link in the order of the methods; others follow."""
+    found = {
+        section: sorted(document[section], key=lambda row: _place(row["method"]))
+        for section in ("curves", "steps")
+        if section in document
+    }
+    links = list(dict.fromkeys(row["link"] for row in document.get("steps", [])))
+    found.get("steps", []).sort(key=lambda row: links.index(row["link"]))
+    return document | found
+
+
+def _place(method: str) -> tuple[int, str]:
+    """The order of the methods; others follow."""
+    order, name = (*THEIRS, *OURS), method.partition("@")[0]
+    return (len(order) + 1 if method == BOUND else order.index(name) if name in order else len(order), method)
+
+
+def computation(document: Document) -> float:
+    """The seconds that forward and backward pass and optimiser take one rank alone."""
+    compute = document["compute"]
+    return float(compute["forward"] + compute["ready"][-1][1] + compute["optimiser"])
+
+
+def _what(document: Document) -> str:
+    """The model, its optimiser and its computation, and the most that any method can gain."""
+    name, size, optimiser, _ = MODELS[document["model"]]
+    text = (
+        f"A {name} with {size}; {optimiser}. The computation of one rank alone takes {computation(document) * 1e3:.1f} "
+        f"ms: {document['compute']['summary']}."
+    )
+    for link in dict.fromkeys(row["link"] for row in _behind_links(document)):
+        network = _network(document, link)
+        if network:
+            text += (
+                f" At {link} the bytes of fp32 need n = {network * 1e3:.0f} ms, so that (c + n) / c = "
+                f"{_ceiling(document, link):.1f}."
+            )
+    return text
+
+
+def _network(document: Document, link: str) -> float | None:
+    """The seconds in which the link carries the bytes of a step in fp32."""
+    rate = parse_link(link).rate
+    found = (row for row in _behind_links(document) if row["method"] == "fp32" and row["link"] == link)
+    return next((row["nbytes"] / rate for row in found), None)
+
+
+def _ceiling(document: Document, link: str) -> float:
+    """The most times by which a method that changes only what is sent can shorten fp32's steps."""
+    network = _network(document, link)
+    return math.nan if network is None else (computation(document) + network) / computation(document)
+
+
+def _sooner(document: Document, link: str) -> dict[str, str]:
+    """By method: how many times sooner than fp32 it reaches the target behind a link."""
+    rows = {row["method"]: row for row in _behind_links(document) if row["link"] == link}
+    found = {method: _seconds_to_target(document, row) for method, row in rows.items() if _steps(document, method)}
+    first = found["fp32"]
+    return {method: f"{first / own:.1f}" if first and own else "not reached" for method, own in found.items()}
+
+
+def _titled(method: str) -> str:
+    if method == BOUND:
+        return method
+    return f"{method} (PyTorch)" if method in THEIRS else f"`{method}`"
+
+
+# -- the quality -------------------------------------------------------------------------------------------------------
+
+
+def _target(document: Document) -> tuple[float, float]:
+    """Mean and standard deviation of fp32's quality after the budget's steps."""
+    found = [dict(row["curve"])[document["budget"]] for row in document["curves"] if row["method"] == "fp32"]
+    return statistics.fmean(found), statistics.stdev(found) if len(found) > 1 else 0.0
+
+
+def _steps(document: Document, method: str) -> list[int | None]:
+    """The first step of each seed whose quality reaches the target."""
+    target = sum(_target(document))
+    curves = [row["curve"] for row in document["curves"] if row["method"] == method]
+    return [next((step for step, bits in curve if bits <= target), None) for curve in curves]
+
+
+def _accuracy(document: Document) -> Iterator[tuple[str, ...]]:
+    """Quality at the end, by seed compared with fp32's, and the steps to fp32's quality."""
+    ends: dict[str, dict[int, float]] = {}
+    for row in document["curves"]:
+        ends.setdefault(row["method"], {})[row["seed"]] = row["curve"][-1][1]
+    sent = _sent(document)
+    for method, bits in ends.items():
+        more = [end - ends["fp32"][seed] for seed, end in bits.items() if seed in ends["fp32"]]
+        steps = _steps(document, method)
+        known = [step for step in steps if step is not None]
+        yield (
+            method,
+            _spread(bits.values(), ""),
+            "" if method == "fp32" else _spread(more, "+"),
+            f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
+            f"{sent[method]:.2f}" if method in sent else "",
+        )
+
+
+def _spread(values: Collection[float], sign: str) -> str:
+    """Mean and standard deviation."""
+    deviation = f" +- {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{sign}.3f}{deviation}"
+
+
+def _same(a: Document, b: Document) -> bool:
+    return all(a[key] == b[key] for key in ("method", "seed", "steps", "ranks"))
+
+
+# -- the time ----------------------------------------------------------------------------------------------------------
+
+
+def _behind_links(document: Document) -> list[dict[str, Any]]:
+    """The rows of steps behind a link."""
+    return [row for row in document.get("steps", []) if row["link"]]
+
+
+def _sent(document: Document) -> dict[str, float]:
+    """The megabytes that a rank sends in a step, by method; of the first link."""
+    return {row["method"]: row["nbytes"] / 1e6 for row in reversed(_behind_links(document))}
+
+
+def _times(document: Document) -> Iterator[tuple[str, ...]]:
+    """The time of a step behind each link, its limit, and the time to fp32's quality."""
+    fp32 = {row["link"]: row for row in _behind_links(document) if row["method"] == "fp32"}
+    for row in _behind_links(document):
+        seconds, first = (_seconds_to_target(document, each) for each in (row, fp32[row["link"]]))
+        yield (
+            *_timed(document, row),
+            f"{seconds:.0f}" if seconds else "",
+            f"{first / seconds:.1f}" if seconds and first else "",
+        )
+
+
+def _timed(document: Document, row: dict[str, Any]) -> tuple[str, ...]:
+    """The columns STEP of a row of the section "steps"."""
+    alone = {each["method"]: each["seconds"] for each in document["steps"] if each["link"] is None}
+    return (
+        row["method"],
+        row["link"],
+        f"{row['seconds'] * 1e3:.1f}",
+        f"{row['limit'] * 1e3:.1f}",
+        f"{row['limit'] / row['seconds']:.0%}",
+        f"{alone[row['method']] * 1e3:.1f}" if row["method"] in alone else "",
+    )
+
+
+def _seconds_to_target(document: Document, row: dict[str, Any]) -> float | None:
+    """The median over the seeds; None unless most of them reach the target."""
+    steps = _steps(document, row["method"])
+    known = [step for step in steps if step is not None]
+    return statistics.median(known) * row["seconds"] if len(known) * 2 > len(steps) else None
+
+
+# -- the figure --------------------------------------------------------------------------------------------------------
+
+
+def draw(documents: Sequence[Document], path: Path) -> None:
+    """Draw quality by time behind the first link, a panel for each model; a method has one colour in all of them."""
+    import matplotlib.pyplot as plt
+
+    documents = [_in_order(document) for document in documents]
+    methods = dict.fromkeys(row["method"] for document in documents for row in document["curves"])
+    colours = {method: f"C{number}" for number, method in enumerate(methods)}
+    figure, panels = plt.subplots(len(documents), 1, figsize=(8, 4.6 * len(documents)), layout="constrained")
+    lines: dict[str, Any] = {}
+    for axes, document in zip([panels] if len(documents) == 1 else panels, documents, strict=True):
+        lines |= _panel(axes, document, colours)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
+    figure.suptitle("Quality by time behind a slow link: lower and further left is better")
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}")
+
+
+def _panel(axes: Any, document: Document, colours: dict[str, str]) -> dict[str, Any]:
+    """One model: the mean over the seeds, and the band of their extremes. Returns the lines by their labels."""
+    first = _behind_links(document)[0]
+    seconds = {row["method"]: row["seconds"] for row in _behind_links(document) if row["link"] == first["link"]}
+    lines, best = {}, math.inf
+    for method in dict.fromkeys(row["method"] for row in document["curves"] if row["method"] in seconds):
+        curves = [row["curve"] for row in document["curves"] if row["method"] == method]
+        at = [step * seconds[method] for step, _ in curves[0]]
+        bits = list(zip(*[[b for _, b in curve] for curve in curves], strict=True))
+        is_ours = method not in THEIRS
+        name, colour = f"{'qccl' if is_ours else 'PyTorch'} {method}", colours[method]
+        means = [statistics.fmean(each) for each in bits]
+        (lines[name],) = axes.plot(at, means, color=colour, linestyle="-" if is_ours else "--")
+        axes.fill_between(at, list(map(min, bits)), list(map(max, bits)), color=colour, alpha=0.2)
+        best = min(best, *means)
+    mean, deviation = _target(document)
+    lines["fp32's target"] = axes.axhline(mean + deviation, color="grey", linestyle=":")
+    name, size, optimiser, unit = MODELS[document["model"]]
+    label = f"seconds of training, {first['ranks']} ranks, {first['link']} per rank"
+    axes.set(xscale="log", xlabel=label, ylabel=f"{unit} (validation)")
+    axes.set_ylim(best - 0.1, mean + 1.5)  # the first steps, before the learning rate has risen, are of no interest
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.grid(alpha=0.3)
+    title = f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step"
+    axes.set_title(title, fontsize="medium")
+    return lines
