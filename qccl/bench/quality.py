@@ -12,14 +12,15 @@ _MOST_STEPS = 1.1
 # written by bench/quality.py
 STEPS: dict[str, dict[str, float | None]] = {
     "cast": {"byte_model": 1.0},
-    "minmax4+ef": {"byte_model": 1.0},
-    "minmax8": {"byte_model": 1.0},
-    "none": {"byte_model": 1.0},
-    "onebit:reconstruct=mean+ef": {"byte_model": 1.15},
+    "minmax4+ef": {"byte_model": 1.0, "word_gpt": 0.89},
+    "minmax8": {"byte_model": 1.0, "word_gpt": 0.96},
+    "none": {"byte_model": 1.0, "word_gpt": 1.0},
+    "onebit:reconstruct=mean+ef": {"byte_model": 1.15, "word_gpt": None},
     "powersgd:1": {"byte_model": None},
-    "powersgd:4": {"byte_model": 1.38},
+    "powersgd:4": {"byte_model": 1.38, "word_gpt": 1.48},
     "topk:k=0.01+ef": {"byte_model": None},
-    "trellis2+ef": {"byte_model": 1.0},
+    "trellis2+ef": {"byte_model": 1.0, "word_gpt": 1.26},
+    "trellis4+ef": {"word_gpt": 0.96},
 }
 # end of bench/quality.py
 
