@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import random
+import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -41,18 +43,27 @@ class Case:
         inputs, outputs: arrays; fill() writes both.
         start: makes a call, and returns its Work, or None if the call has ended.
         plan: the user's plan that it runs, or None.
+        work: the Work of the present call, as soon as the program has it.
     """
 
     def __init__(self, inputs, outputs, start: Callable[[], Any], plan: Any = None) -> None:
         self.inputs, self.outputs, self.start, self.plan = inputs, outputs, start, plan
+        self.work: Any = None
+
+    def run(self) -> None:
+        """Make a call, and wait for it."""
+        self.work = None
+        self.work = self.start() or self.work
+        if isinstance(self.work, qccl.Work):
+            self.work.wait()
 
     def fill(self, rank: int, number: int, variant: str) -> None:
         """The values of a call; ``variant`` "again" is for a call that rank 0 repeats."""
-        random = np.random.default_rng([rank, number, variant == "again"])
+        generator = np.random.default_rng([rank, number, variant == "again"])
         for array in self.outputs:
             array[:] = 12345
         for array in self.inputs:
-            array[:] = random.integers(-100, 100, array.size)
+            array[:] = generator.integers(-100, 100, array.size)
 
     def found(self) -> str:
         return b"".join(array.tobytes() for array in self.outputs).hex()
@@ -165,12 +176,12 @@ def with_callback(**options: Any) -> Callable[[Any], Case]:
     def make(comm: Any) -> Case:
         x, out = _two()
 
-        def start() -> Any:
-            work = comm.quantized_allreduce(x, out, async_op=True, **options)
-            work.add_done_callback(lambda work: None)
-            return work
+        def start() -> None:
+            case.work = comm.quantized_allreduce(x, out, async_op=True, **options)
+            case.work.add_done_callback(lambda work: None)
 
-        return Case([x], [out], start)
+        case = Case([x], [out], start)
+        return case
 
     return make
 
@@ -179,13 +190,13 @@ def polled(**options: Any) -> Callable[[Any], Case]:
     def make(comm: Any) -> Case:
         x, out = _two()
 
-        def start() -> Any:
-            work = comm.quantized_allreduce(x, out, async_op=True, **options)
+        def start() -> None:
+            case.work = comm.quantized_allreduce(x, out, async_op=True, **options)
             for _ in range(3):
-                work.is_completed()
-            return work
+                case.work.is_completed()
 
-        return Case([x], [out], start)
+        case = Case([x], [out], start)
+        return case
 
     return make
 
@@ -202,11 +213,14 @@ def gathered(comm: Any) -> Case:
     x, out = _two(FEW)
 
     def start() -> None:
-        comm.barrier()
         first, second = (np.frombuffer(each, np.float32) for each in comm.allgather(x.tobytes()))
         out[:] = first + 2 * second
 
     return Case([x], [out], start)
+
+
+def barrier(comm: Any) -> Case:
+    return Case([], [], comm.barrier)
 
 
 class Kind(NamedTuple):
@@ -254,7 +268,8 @@ KINDS: dict[str, Kind] = {
     "nonfinite": Kind(allreduce(nonfinite="error", **_EXACT), 2),
     "nonfinite, async": Kind(allreduce(nonfinite="error", async_op=True, **_EXACT), 2),
     "trace": Kind(traced(**_EXACT), 1),
-    "barrier and all-gather": Kind(gathered, 1),
+    "barrier": Kind(barrier, 1),
+    "allgather": Kind(gathered, 1),
 }
 
 
@@ -331,6 +346,34 @@ class AtEntry(Interrupter):
                 raise KeyboardInterrupt("injected again")
 
 
+class AtSignal(Interrupter):
+    """A signal whose handler raises in the main thread, some seconds after the begin, and ``times - 1`` times more."""
+
+    def __init__(self, seconds: float, times: int = 1) -> None:
+        self._seconds, self._left = seconds, times
+
+    @contextlib.contextmanager
+    def armed(self) -> Iterator[None]:
+        signal.signal(signal.SIGALRM, self._handle)  # which stays, because a signal may arrive late
+        signal.setitimer(signal.ITIMER_REAL, self._seconds)
+        try:
+            yield
+        finally:
+            self._left = 0
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        place = frame
+        while frame is not None and not frame.f_code.co_filename.startswith(QCCL):
+            frame = frame.f_back
+        if frame is not None and self._left:  # not while the test itself runs
+            self._left -= 1
+            self.place += f"{place.f_code.co_qualname}:{place.f_lineno} "
+            if self._left:
+                signal.setitimer(signal.ITIMER_REAL, max(self._seconds, 2e-4))
+            raise KeyboardInterrupt("from a signal")
+
+
 class AfterTime(Interrupter):
     """Raises in this thread after some seconds, as Python does for other threads."""
 
@@ -375,15 +418,17 @@ class Record:
     is_usable: bool = False
 
 
-def inject(parent: Any, kind: Kind, interrupter: Interrupter, variant: str = "") -> list[Record]:
-    """Collective: the records of both ranks."""
-    comm = parent.split(0)
+def inject(
+    parent: Any, kind: Kind, interrupter: Interrupter, variant: str = "", spare: list[Any] | None = None
+) -> list[Record]:
+    """Collective: the records of both ranks. ``spare``: communicators that may be used again, as they stayed usable."""
+    comm = spare.pop() if spare else parent.split(0)
     comm.timeout = TIMEOUT
     record = Record()
     case = kind.make(comm)
     for i in range(kind.warm):
         case.fill(comm.rank, i, "")
-        _finish(case.start())
+        case.run()
     record.states.append(_state(comm))
     parent.barrier()
     try:
@@ -392,7 +437,7 @@ def inject(parent: Any, kind: Kind, interrupter: Interrupter, variant: str = "")
         else:
             _disturb(comm, case, kind.warm, record, interrupter, variant)
         case.fill(comm.rank, kind.warm + 1, "")
-        _finish(case.start())
+        case.run()
         record.results.append(case.found())
         record.is_usable = True
     except qccl.QcclError as error:
@@ -400,31 +445,30 @@ def inject(parent: Any, kind: Kind, interrupter: Interrupter, variant: str = "")
     record.states.append(_state(comm))
     _inspect(comm, case, record)
     texts = parent.allgather(json.dumps(asdict(record)).encode())
-    comm.close() if record.is_usable else comm.abort("the end of the test")
-    comm.transport.close()
-    return [Record(**json.loads(text)) for text in texts]
-
-
-def _finish(work: Any) -> None:
-    if isinstance(work, qccl.Work):
-        work.wait()
+    records = [Record(**json.loads(text)) for text in texts]
+    if spare is not None and all(each.is_usable and not each.faults for each in records):
+        comm.reset()
+        spare.append(comm)
+    else:
+        comm.close() if record.is_usable else comm.abort("the end of the test")
+        comm.transport.close()
+    return records
 
 
 def _disturbed(comm: Any, case: Case, number: int, record: Record) -> None:
     case.fill(comm.rank, number, "")
-    _finish(case.start())
+    case.run()
     record.results.append(case.found())
     record.states.append(_state(comm))
 
 
 def _disturb(comm: Any, case: Case, number: int, record: Record, interrupter: Interrupter, variant: str) -> None:
-    calls, sequence, work = comm.calls, comm._session.sequence, None
+    calls, sequence = comm.calls, comm._session.sequence
     case.fill(0, number, variant)
     given = case.found()
     try:
         with interrupter.armed():
-            work = case.start()
-            _finish(work)
+            case.run()
     except KeyboardInterrupt:
         found, record.raised = case.found(), "KeyboardInterrupt"
     except BaseException as error:
@@ -433,7 +477,7 @@ def _disturb(comm: Any, case: Case, number: int, record: Record, interrupter: In
     record.states.append(_state(comm))
     try:
         if record.raised:
-            _go_on(comm, case, number, record, work, (calls, sequence), (given, found))
+            _go_on(comm, case, number, record, (calls, sequence), (given, found))
     except qccl.QcclError as error:
         record.story = "failed"
         time.sleep(0.002)
@@ -445,12 +489,10 @@ def _disturb(comm: Any, case: Case, number: int, record: Record, interrupter: In
     record.states.append(_state(comm))
 
 
-def _go_on(
-    comm: Any, case: Case, number: int, record: Record, work: Any, before: tuple[int, int], found: tuple[str, str]
-) -> None:
-    if isinstance(work, qccl.Work):
+def _go_on(comm: Any, case: Case, number: int, record: Record, before: tuple[int, int], found: tuple[str, str]) -> None:
+    if isinstance(case.work, qccl.Work):
         record.story = "started"
-        work.wait()
+        case.work.wait()
     elif comm._session.sequence == before[1] and comm._session.failure is None:
         record.story = "not made"
         if found[0] != found[1]:
@@ -458,7 +500,7 @@ def _go_on(
         if comm.calls != before[0]:
             record.faults.append(f"comm.calls is {comm.calls}, not {before[0]}")
         case.fill(0, number, "again")
-        _finish(case.start())
+        case.run()
     else:
         record.story = "made"
         comm.check()
@@ -490,7 +532,7 @@ def _inspect(comm: Any, case: Case, record: Record) -> None:
         return
     if case.plan is not None and case.plan.is_active():
         record.faults.append("the plan is busy")
-    if any(pool.busy for pool in comm._plans._pools.values()):
+    if record.story != "made" and any(pool.busy for pool in comm._plans._pools.values()):
         record.faults.append("a plan of the cache is busy")
     if engine._loop.wanted:
         record.faults.append("a thread seems to want to drive")
@@ -508,8 +550,8 @@ class Expected(NamedTuple):
     again: list[Record]
 
     @classmethod
-    def of(cls, parent: Any, kind: Kind) -> Expected:
-        return cls(*(inject(parent, kind, Interrupter(), variant) for variant in ("", "again")))
+    def of(cls, parent: Any, kind: Kind, spare: list[Any]) -> Expected:
+        return cls(*(inject(parent, kind, Interrupter(), variant, spare) for variant in ("", "again")))
 
 
 def problems(records: list[Record], expected: Expected) -> list[str]:
@@ -527,6 +569,8 @@ def problems(records: list[Record], expected: Expected) -> list[str]:
             elif result != truth[rank].results[number]:
                 found.append(f"rank {rank}, call {number}: a wrong value")
         allowed = {state for each in expected for state in each[rank].states}
+        if "" in allowed:  # before the first call, which begins with zeros
+            allowed |= {"0" * len(state) for state in allowed}
         if not set(record.states) <= allowed:
             found.append(f"rank {rank}: its residuals are neither those before nor those after a call")
     if mine.is_usable != other.is_usable:
@@ -556,18 +600,39 @@ class Tally(NamedTuple):
 
 
 def every_entry(
-    parent: Any, names: list[str], *, opcodes: bool = False, stride: int = 1, first: int = 0, again: int | None = None
+    parent: Any,
+    names: Sequence[str],
+    *,
+    opcodes: bool = False,
+    stride: int = 1,
+    first: int = 0,
+    again: int | None = None,
 ) -> Tally:
     """Collective: an exception at each ``stride``-th function entry (instruction) of a call of each kind."""
     tally = Tally(Counter(), [])
     for name in names:
-        kind = KINDS[name]
-        expected = Expected.of(parent, kind)
-        number = first
+        kind, number, spare = KINDS[name], first, []
+        expected = Expected.of(parent, kind, spare)
         while True:
-            records = inject(parent, kind, AtEntry(number, opcodes=opcodes, again=again))
+            records = inject(
+                parent, kind, AtEntry(number, opcodes=opcodes, again=again), spare=spare if kind.warm else None
+            )
             if not records[0].place:
                 break
             tally.add(name, records, expected)
             number += stride
+    return tally
+
+
+def at_random_times(parent: Any, seconds: float, seed: int, names: Sequence[str] = tuple(KINDS)) -> Tally:
+    """Collective: signals whose handler raises, at random times in calls of all kinds, for some seconds."""
+    tally, expected, spare = Tally(Counter(), []), {}, []
+    chosen, end = random.Random(seed), time.monotonic() + seconds
+    while parent.allgather(bytes([time.monotonic() < end]))[0] != b"\0":
+        name = chosen.choice(names)  # the same on both ranks
+        if name not in expected:
+            expected[name] = Expected.of(parent, KINDS[name], spare)
+        after = 2e-6 * 2000 ** chosen.random()
+        records = inject(parent, KINDS[name], AtSignal(after, chosen.choice([1, 1, 2])), spare=spare)
+        tally.add(name, records, expected[name])
     return tally

@@ -55,6 +55,8 @@ _HALT_SECONDS = 1.0
 #: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
 _YIELD_SECONDS = 1e-3
 
+_ENDED, _OVERDUE = _host.Outcome.ENDED, _host.Outcome.OVERDUE
+
 #: engines with posted receives. They are kept alive, because the transport holds addresses in their memory. Closed and
 #: failed engines are not kept: their transport keeps that memory
 _live: set[HostEngine] = set()
@@ -123,7 +125,8 @@ class HostEngine:
         if self._closed:
             raise ArgumentError("this engine is closed")
         execution = Execution(self, program, arguments)
-        self._take_turn()
+        if not self._lock.acquire(False):
+            self._take_turn()
         try:
             if self._failure is not None:
                 raise self._failure
@@ -218,7 +221,8 @@ class HostEngine:
     def run(self, execution: Execution, limit: float = math.inf) -> None:
         """Advance everything until ``execution`` is done, or time.monotonic() has reached ``limit``."""
         while not execution.done and (limit == math.inf or time.monotonic() < limit):
-            self._take_turn()
+            if not self._lock.acquire(False):
+                self._take_turn()
             try:
                 if self._failure is not None:
                     raise self._failure
@@ -245,7 +249,11 @@ class HostEngine:
             execution.renew(run)
             self._active[execution.sequence] = execution
             try:
-                self._act(execution.begin_again(self._loop, self._on_control))
+                outcome = execution.begin_again(self._loop, self._on_control)
+                if outcome is _ENDED and not self._queue:
+                    self._remove_ended()
+                else:
+                    self._act(outcome)
             except QcclError as error:
                 self._fail_all(error)
                 execution.raise_unless_done()
@@ -314,9 +322,9 @@ class HostEngine:
 
     def _act(self, outcome: _host.Outcome) -> None:
         """Handle the event that ended a turn of the loop."""
-        if outcome is _host.Outcome.ENDED:
+        if outcome is _ENDED:
             self._admit()
-        elif outcome is _host.Outcome.OVERDUE:
+        elif outcome is _OVERDUE:
             raise self._overdue(self._active[self._loop.overdue])
 
     def _submit(self, execution: Execution) -> None:
