@@ -48,9 +48,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test ends within its time: 120 s, 1000 s for those marked slow, lab or every_size."""
-    patient = any(request.node.get_closest_marker(name) for name in ("slow", "lab", "every_size"))
-    faulthandler.dump_traceback_later(1000 if patient else 120, exit=True, file=sys.__stderr__)
+    """Every test ends within its time: 120 s, or more by its marker."""
+    patience = {"slow": 1000, "lab": 1000, "every_size": 1000, "every_interruption": 4000}
+    seconds = max((patience[name] for name in patience if request.node.get_closest_marker(name)), default=120)
+    faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()
 

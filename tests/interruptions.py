@@ -321,6 +321,10 @@ class AtEntry(Interrupter):
         if not self._opcodes:
             self._count(frame)
             return None
+        if code.co_filename.endswith(
+            "loopback.py"
+        ):  # ranks share its lock; no signal can keep a "with" from releasing it
+            return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._trace_opcode
 

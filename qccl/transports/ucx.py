@@ -35,7 +35,7 @@ from functools import cache
 from pathlib import Path
 
 from qccl import _host
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, forked
 from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
 from qccl.transports.native import NativeTransport
@@ -103,6 +103,7 @@ class UcxTransport(NativeTransport):
     wire: _host.UcxWire
     eager_nbytes = 8 << 10
     is_threaded = True
+    _is_fork = False
 
     def __init__(
         self,
@@ -197,6 +198,8 @@ class UcxTransport(NativeTransport):
         return formed
 
     def _member(self) -> Membership:
+        if self._is_fork:
+            raise EngineError(forked(self.rank))
         if self.membership is None:
             raise EngineError("this communicator was closed, or replaced by another one; use that one")
         return self.membership
@@ -411,7 +414,7 @@ def _own_host(master: str | None) -> str:
 def _forked() -> None:
     """In the child of os.fork(): the connections belong to the parent, whose socket must close when it ends."""
     for transport in _open:
-        transport._gone = True
+        transport._gone = transport._is_fork = True
         if transport.membership is not None:
             transport.membership.close()
 
