@@ -508,6 +508,8 @@ def _go_on(comm: Any, case: Case, number: int, record: Record, before: tuple[int
     else:
         record.story = "made"
         comm.check()
+        if case.plan is not None:  # the exception came when start() had nothing left to do
+            case.plan.wait()
         comm._session.engine.wait_until_idle(TIMEOUT)
 
 
