@@ -39,7 +39,7 @@ class Session:
         failure: the first one; it ended the group.
         unsettled: what was begun and not settled, by guard.py; 0 between calls.
         unsettled_call: the number, among ``calls``, of the call that was marked so last.
-        lock: guards the plans and the ends of calls; no thread waits for anything but another thread while it holds it.
+        lock: guards the cache of plans, and the end of a call that two threads may find. Not held while a call waits.
     """
 
     def __init__(self, rank: int, size: int, backend: Backend, timeout: float) -> None:

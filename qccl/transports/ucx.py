@@ -35,7 +35,7 @@ from functools import cache
 from pathlib import Path
 
 from qccl import _host
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, forked
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, forked
 from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
 from qccl.transports.native import NativeTransport
@@ -150,6 +150,7 @@ class UcxTransport(NativeTransport):
         self.rank, self.size = membership.rank, len(membership.members)
         self.progress_hook = progress_hook
         self._set_up = 0  # transfers of allgather() so far
+        self._exchanged: object = None  # the memory of the last ones
         _open.add(self)
         try:
             self.wire.connect(self.rank, [bytes.fromhex(member.worker) for member in membership.members])
@@ -232,6 +233,7 @@ class UcxTransport(NativeTransport):
         mine = ctypes.create_string_buffer(item, max(len(item), 1))
         theirs = [ctypes.create_string_buffer(max(nbytes, 1)) for nbytes in sizes]
         token = _host.UcxWire.SET_UP
+        self._exchanged = mine, theirs  # kept until the wire is closed if an exception ends this
         try:
             for peer in range(self.size):
                 if peer != self.rank:
@@ -245,9 +247,9 @@ class UcxTransport(NativeTransport):
                     raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
                 self.progress_hook()
                 idle += 1
-        except BaseException as error:
-            self.abort(str(error))  # before the buffers are freed
-            raise
+        except QcclError as error:
+            self.abort(str(error))
+            raise  # after any other exception the engine first tells the other ranks, over this wire
         theirs[self.rank] = mine
         return [each.raw[:nbytes] for each, nbytes in zip(theirs, sizes, strict=True)]
 
