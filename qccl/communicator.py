@@ -5,13 +5,13 @@ from __future__ import annotations
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, setup_timeout, timeout_of
-from qccl.arrays import Values
+from qccl.arrays import Values, refuse_nonfinite, text_about_inputs
 from qccl.calls import Collectives, KnownCall
 from qccl.collectives import Binding, CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
@@ -429,12 +429,12 @@ class Communicator(Collectives):
         outputs = [values for name, values in arrays.items() if name.startswith("output")]
         if how["async_op"]:
             work._when_reusable(lambda: self._plans.give_back(plan))  # also if the check fails
-            work._check_result(lambda: self._refuse_nonfinite(outputs, own))
+            work._check_result(lambda: refuse_nonfinite(self._memory, outputs, own))
             return work
         work.synchronize()
         self._plans.give_back(plan)
         session.unsettled = before  # the call has ended well, and the communicator stays usable
-        self._refuse_nonfinite(outputs, own)
+        refuse_nonfinite(self._memory, outputs, own)
         return result
 
     def _rerun(self, known: KnownCall, binding: Binding, kept: object) -> bool:
@@ -490,27 +490,11 @@ class Communicator(Collectives):
             raise
 
     def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
-        """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.
+        """The text about this rank's input, before the call may overwrite it.
 
-        It is "" while other calls are under way, because they may be writing the input, and on CUDA, where the host
-        would have to wait for it.
+        It is "" while other calls are under way, which may be writing it, and on CUDA, where the host would wait.
         """
         if not self._session.engine.is_idle:
             return ""
         names = [name for name in spec.counts(self.rank, self.size) if name.startswith("input")]
-        for values in (arrays[name] for name in names):
-            first = self._memory.first_nonfinite(values)
-            if first is not None:
-                return f"; before the call, element {first} of {values.what} of rank {self.rank} was not finite"
-        return f"; before the call, the input of rank {self.rank} was finite" if names else ""
-
-    def _refuse_nonfinite(self, outputs: Iterable[Values], own: str) -> None:
-        """Raise ArgumentError if values are not all finite: on every rank, because all ranks have the same values."""
-        for values in outputs:
-            first = self._memory.first_nonfinite(values)
-            if first is not None:
-                raise ArgumentError(
-                    f"the result is not finite at element {first} of {values.what} (and perhaps later: one input that "
-                    f"is not finite spoils its whole bucket, and a sum may overflow){own}. The call has written the "
-                    f'output; nonfinite="error" requests this error'
-                )
+        return text_about_inputs(self._memory, [arrays[name] for name in names], self.rank)

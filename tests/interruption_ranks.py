@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import sys
 
-from interruptions import KINDS, at_random_times, every_entry
+from interruption_kinds import KINDS
+from interruptions import at_random_times, every_entry
 
 import qccl
 

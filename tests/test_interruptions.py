@@ -16,7 +16,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from interruptions import KINDS, AfterTime, Expected, Tally, every_entry, inject
+from interruption_kinds import KINDS
+from interruptions import AfterTime, Expected, Tally, every_entry, inject
 from plain_ranks import free_ports
 from start_ranks import needs_ucx
 
