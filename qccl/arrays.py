@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qccl import dtypes
 from qccl.dtypes import BFLOAT16, DType
-from qccl.errors import InvalidBufferError
+from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.scalars import as_integer
 from qccl.tensors import check_values, is_tensor, storage_of
 
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from qccl._host import CallTable
 
 __all__ = ["EXPONENT_BITS", "Form", "Memory", "Pointer", "Values", "check_disjoint", "check_pointer", "check_unmoved"]
-__all__ += ["from_known_form", "from_view", "is_part_of", "same_or_disjoint", "unreadable"]
+__all__ += ["from_known_form", "from_view", "is_part_of", "refuse_nonfinite", "same_or_disjoint", "text_about_inputs"]
+__all__ += ["unreadable"]
 
 #: by element type, the bits that are all set in a value that is NaN or infinite
 EXPONENT_BITS = {"float32": 0x7F800000, "float16": 0x7C00, "bfloat16": 0x7F80}
@@ -299,3 +300,26 @@ def _is_dense(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
             return False
         expected *= extent
     return True
+
+
+def text_about_inputs(memory: Memory, inputs: Iterable[Values], rank: int) -> str:
+    """For refuse_nonfinite(): the first element of a rank's inputs that is not finite. "" without inputs."""
+    text = ""
+    for values in inputs:
+        first = memory.first_nonfinite(values)
+        if first is not None:
+            return f"; before the call, element {first} of {values.what} of rank {rank} was not finite"
+        text = f"; before the call, the input of rank {rank} was finite"
+    return text
+
+
+def refuse_nonfinite(memory: Memory, outputs: Iterable[Values], about_inputs: str) -> None:
+    """Raise ArgumentError if values are not all finite: on every rank, because all ranks have the same values."""
+    for values in outputs:
+        first = memory.first_nonfinite(values)
+        if first is not None:
+            raise ArgumentError(
+                f"the result is not finite at element {first} of {values.what} (and perhaps later: one input that "
+                f"is not finite spoils its whole bucket, and a sum may overflow){about_inputs}. The call has written "
+                f'the output; nonfinite="error" requests this error'
+            )

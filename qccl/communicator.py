@@ -5,18 +5,19 @@ from __future__ import annotations
 import struct
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 from qccl.arguments import CodecLike, check_group, check_trace, count_of, setup_timeout, timeout_of
-from qccl.arrays import Values
+from qccl.arrays import Values, refuse_nonfinite, text_about_inputs
 from qccl.calls import Collectives, KnownCall
 from qccl.collectives import Binding, CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend, Progress
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
+from qccl.guard import guarded
 from qccl.host import HostBackend
 from qccl.meetings import connect, of_jax, of_torch
 from qccl.options import CallOptions
@@ -83,7 +84,7 @@ class Communicator(Collectives):
         self._make_backend = backend
         self._session = Session(self.rank, self.size, made, timeout_of(timeout, made.timeout))
         self._memory = made.memory
-        self._plans = PlanCache()
+        self._plans = PlanCache(self._session)
 
     @classmethod
     def _from_transport(
@@ -177,6 +178,7 @@ class Communicator(Collectives):
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
+    @guarded
     def plan(
         self,
         collective: str,
@@ -209,16 +211,19 @@ class Communicator(Collectives):
     def timeout(self, seconds: float) -> None:
         self._session.timeout = timeout_of(seconds)
 
+    @guarded
     def barrier(self) -> None:
         """Return when every rank has called barrier()."""
         self._session.run_collective("barrier()", lambda: None)
 
+    @guarded
     def allgather(self, item: bytes) -> list[bytes]:
         """Every rank's ``item`` in rank order; for set-up, not for speed."""
         if not isinstance(item, bytes):
             raise ArgumentError(f"an item of allgather() must be bytes, not {type(item).__name__}")
         return self._session.run_collective("allgather()", lambda: self.transport.allgather(item, self.timeout))
 
+    @guarded
     def check(self, stream: int | None = None, timeout: float | None = None) -> None:
         """Raise the first failure so far, if any.
 
@@ -245,6 +250,7 @@ class Communicator(Collectives):
         """
         return self._session.calls
 
+    @guarded
     def state_dict(self) -> dict[str, Any]:
         """This rank's state on which the results of later calls depend; waits for calls under way.
 
@@ -256,6 +262,7 @@ class Communicator(Collectives):
         session.engine.wait_until_idle(self.timeout)
         return {"calls": session.calls, "keys": session.state.save()}
 
+    @guarded
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore the state that state_dict() returned on the rank of this number in a group of this size.
 
@@ -276,6 +283,7 @@ class Communicator(Collectives):
         session.calls = calls
         self._plans.clear()  # on CUDA the ranks compared their old call numbers
 
+    @guarded
     def reset(self, key: str | None = None) -> None:
         """Delete the state under ``key`` (None: under all keys). Every rank must call it alike."""
         self._session.engine.wait_until_idle(self.timeout)
@@ -283,6 +291,7 @@ class Communicator(Collectives):
 
     # -- groups and the end ------------------------------------------------------------------------------------------
 
+    @guarded
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
         """Collective: a communicator of the ranks with this ``color``, ordered by (key, rank); None: in no group."""
         self._session.check_usable()
@@ -297,6 +306,7 @@ class Communicator(Collectives):
         """Where qccl.join() finds this rank: "host:port". Over UCX only."""
         return self._elastic("address").address
 
+    @guarded
     def shrink(self, timeout: float | None = None) -> Communicator:
         """Collective among the ranks that are left, usually after PeerLost or CollectiveTimeout: a group of them.
 
@@ -311,10 +321,12 @@ class Communicator(Collectives):
         others might make a group, too; EngineError for other transports. shrink() may then be called again.
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
+        self._session.check_process()
         transport = self._elastic("shrink()")
         self.abort("shrink() was called")
         return self._continue_on(*transport.regroup(self.calls, timeout, grows=False))
 
+    @guarded
     def grow(self, size: int | None = None, timeout: float | None = None) -> Communicator:
         """Collective, over UCX: a group with the processes that wait in qccl.join(), whose ranks follow the others'.
 
@@ -376,6 +388,7 @@ class Communicator(Collectives):
         comm._session.calls = comm._session.call_offset = calls
         return comm
 
+    @guarded
     def abort(self, reason: str = "abort() was called") -> None:
         """Give up, without waiting for the others.
 
@@ -384,6 +397,7 @@ class Communicator(Collectives):
         if not self._session.closed and self._session.failure is None:
             self._session.fail(PeerLost(f"rank {self.rank} gave up: {reason}"))
 
+    @guarded
     def close(self) -> None:
         """Release the group, after the last call on every rank. A second call does nothing."""
         self._session.check_thread()
@@ -395,7 +409,9 @@ class Communicator(Collectives):
 
     def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
         """Run a collective, and return its result or its Work."""
-        self._session.check_usable()
+        session = self._session
+        session.check_usable()
+        before = session.unsettled
         if how["nonfinite"] not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={how["nonfinite"]!r} is not "propagate" or "error"')
         timeout = None if how["timeout"] is None else timeout_of(how["timeout"])
@@ -411,9 +427,15 @@ class Communicator(Collectives):
         if how["nonfinite"] == "propagate":
             return self._deliver(plan, work, how["async_op"])
         outputs = [values for name, values in arrays.items() if name.startswith("output")]
-        work._when_reusable(lambda: self._plans.give_back(plan))  # also if the check fails
-        work._check_result(lambda: self._refuse_nonfinite(outputs, own))
-        return work if how["async_op"] else work.wait()
+        if how["async_op"]:
+            work._when_reusable(lambda: self._plans.give_back(plan))  # also if the check fails
+            work._check_result(lambda: refuse_nonfinite(self._memory, outputs, own))
+            return work
+        work.synchronize()
+        self._plans.give_back(plan)
+        session.unsettled = before  # the call has ended well, and the communicator stays usable
+        refuse_nonfinite(self._memory, outputs, own)
+        return result
 
     def _rerun(self, known: KnownCall, binding: Binding, kept: object) -> bool:
         self._session.check_usable()
@@ -442,7 +464,7 @@ class Communicator(Collectives):
         if async_op:
             work._when_reusable(lambda: self._plans.give_back(plan))
             return work
-        result = work.wait()
+        result = work._wait()
         self._plans.give_back(plan)
         return result
 
@@ -455,35 +477,24 @@ class Communicator(Collectives):
         binding: Binding | None = None,
     ) -> tuple[Plan, Work]:
         """A plan of this spec and the Work of a run; ``options``, ``binding``: see Plan._launch(), _prepare()."""
-        plan = self._plans.take(self._session, spec)
+        session = self._session
+        before, session.unsettled_call = session.unsettled, session.calls
+        session.unsettled = before + 1
+        plan = self._plans.take(spec)
         try:
             return plan, plan._launch(plan._prepare(arrays, result, binding), *options)
         except BaseException:
             self._plans.give_back(plan)
+            if session.unsettled == before + 1:  # the call was refused before it took its number
+                session.unsettled = before
             raise
 
     def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
-        """The part of _refuse_nonfinite()'s message about this rank's input, made before the call may overwrite it.
+        """The text about this rank's input, before the call may overwrite it.
 
-        It is "" while other calls are under way, because they may be writing the input, and on CUDA, where the host
-        would have to wait for it.
+        It is "" while other calls are under way, which may be writing it, and on CUDA, where the host would wait.
         """
         if not self._session.engine.is_idle:
             return ""
         names = [name for name in spec.counts(self.rank, self.size) if name.startswith("input")]
-        for values in (arrays[name] for name in names):
-            first = self._memory.first_nonfinite(values)
-            if first is not None:
-                return f"; before the call, element {first} of {values.what} of rank {self.rank} was not finite"
-        return f"; before the call, the input of rank {self.rank} was finite" if names else ""
-
-    def _refuse_nonfinite(self, outputs: Iterable[Values], own: str) -> None:
-        """Raise ArgumentError if values are not all finite: on every rank, because all ranks have the same values."""
-        for values in outputs:
-            first = self._memory.first_nonfinite(values)
-            if first is not None:
-                raise ArgumentError(
-                    f"the result is not finite at element {first} of {values.what} (and perhaps later: one input that "
-                    f"is not finite spoils its whole bucket, and a sum may overflow){own}. The call has written the "
-                    f'output; nonfinite="error" requests this error'
-                )
+        return text_about_inputs(self._memory, [arrays[name] for name in names], self.rank)

@@ -16,7 +16,7 @@ Each message says what was given, what is allowed, and what to do. Authors of co
 from __future__ import annotations
 
 __all__ = ["ArgumentError", "CodecError", "CollectiveTimeout", "EngineError", "InvalidBufferError", "MismatchError"]
-__all__ += ["PeerLost", "QcclError", "failure_text", "gave_up"]
+__all__ += ["PeerLost", "QcclError", "failure_text", "forked", "gave_up"]
 
 
 class QcclError(Exception):
@@ -71,3 +71,8 @@ def failure_text(rank: int, error: BaseException) -> str:
     except Exception:
         text = "<its str() failed>"
     return f"rank {rank} gave up: {type(error).__name__}: {text}"
+
+
+def forked(rank: int) -> str:
+    """The message in a child of os.fork()."""
+    return f"this process was forked by rank {rank}; only the process that made a communicator may use it"

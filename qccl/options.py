@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from qccl.arguments import CodecLike
 from qccl.dtypes import DType
+from qccl.guard import is_guard
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -78,7 +79,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def accepts(options: type) -> Callable[[_F], _F]:
     """Show ``options`` in the signature of a function that ends in ``**options: Unpack[...]``, and refuse others.
 
-    A wrong keyword raises the TypeError that Python raises for a function without ``**``.
+    A wrong keyword raises the TypeError that Python raises for a function without ``**``. The function is guarded as by
+    guard.guarded(), for the communicator that is its first argument or its argument ``comm``.
     """
 
     def decorate(function: _F) -> _F:
@@ -92,13 +94,33 @@ def accepts(options: type) -> Callable[[_F], _F]:
         signature = own.replace(parameters=[*list(own.parameters.values())[:-1], *shown])
         allowed = frozenset(signature.parameters)
 
+        names = list(own.parameters)
+        place = names.index("comm") if "comm" in names else 0
+
         @wraps(function)
         def checked(*args: Any, **given: Any) -> Any:
             if not allowed.issuperset(given):
                 wrong = next(name for name in given if name not in allowed)
                 raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {wrong!r}")
-            return function(*args, **given)
+            try:
+                session = args[place]._session
+            except (IndexError, AttributeError):
+                session = getattr(given.get("comm"), "_session", None)
+                if session is None:
+                    return function(*args, **given)  # it says that this is no communicator
+            if session.unsettled:
+                session.check_abandoned()
+            before = session.unsettled
+            try:
+                result = function(*args, **given)
+            except BaseException as error:
+                session.interrupted(error, before)
+                raise
+            if session.unsettled > before:
+                session.unsettled = before
+            return result
 
+        is_guard(checked)
         checked.__signature__ = signature  # type: ignore[attr-defined]
         return cast(_F, checked)
 

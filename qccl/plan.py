@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,6 +13,7 @@ from qccl.collectives import Binding, CollectiveSpec
 from qccl.collectives.feedback import sums_of
 from qccl.engine.base import Execution, Program, Progress
 from qccl.errors import ArgumentError
+from qccl.guard import guarded
 from qccl.schedule import Role, Schedule
 from qccl.session import Session
 from qccl.state import Parts, lr_of
@@ -69,7 +69,7 @@ class Plan:
         self._bound: _Bound | None = None
         self._work: Work | None = None  # of the last run, if start() has made it
         self._rerun_of: _Bound | None = None  # what the last run used, if _rerun() has made it
-        self._is_rerunning = False
+        self._running: Execution | None = None  # the last run that _rerun() has made
         #: runs that _rerun() may run again, by whether they are in place and by Session.call_offset
         self._ended: dict[tuple[bool, int], Execution] = {}
         self._users = 0  # calls under way, if the plan belongs to a cache
@@ -82,8 +82,12 @@ class Plan:
     def __repr__(self) -> str:
         return f"<Plan {self._text}>"
 
+    @guarded
     def bind(self, x: Any, out: Any = None) -> Plan:
         """Set the arrays of later runs, as in the collective's method; returns the plan."""
+        return self._bind(x, out)
+
+    def _bind(self, x: Any, out: Any) -> Plan:
         session, spec = self._session, self.spec
         session.check_usable()
         memory, dtype, has_output = session.memory, spec.dtype, "output" in self._names
@@ -123,6 +127,7 @@ class Plan:
             compiled = compiled._replace(state_owner=ordered.state_owner(compiled.algorithm))
         return _Bound(arrays, result, compiled, binding, text)
 
+    @guarded
     def start(
         self,
         *,
@@ -183,9 +188,8 @@ class Plan:
             text = f"{text}, key={key!r}" + ("" if lr is None else f", lr={lr!r}")
             keep = bound, state
         schedule = None if trace is None else self.schedule(in_place=compiled.in_place)
-        run = timeout, trace, schedule, streams, lr, progress
-        execution = session.start(compiled.program, addresses, text, self._pairs, *run)
-        return Work(session, execution, result, keep)
+        run = timeout, trace, schedule, streams, lr, progress, keep
+        return Work(session, session.start(compiled.program, addresses, text, self._pairs, *run), result)
 
     def _wait_and_keep(self, work: Work, *, in_place: bool) -> Any:
         """Wait for a run, and keep it for _rerun().
@@ -193,7 +197,7 @@ class Plan:
         Only for codecs without state, and for runs whose headers have this plan's own text.
         """
         execution = work._execution
-        result = work.wait()
+        result = work._wait()
         if execution is not None and work._execution is None:  # the run has ended, which on CUDA it may not have
             execution.kept = None
             self._ended = {key: each for key, each in self._ended.items() if key[1] == self._session.call_offset}
@@ -206,6 +210,7 @@ class Plan:
         ended = self._ended.get((binding.in_place, session.call_offset))
         if ended is None or self._users:
             return False
+        self._running = ended
         if session.rerun(ended, binding.addresses, timeout, kept):
             self._used = session.sequence
             return True
@@ -222,6 +227,7 @@ class Plan:
             timeout_of(timeout)
         return self._rerun_of.result
 
+    @guarded
     def run(self, *, lr: float | None = None) -> Any:
         """Run once on the bound arrays and return the output array; as start() and wait(), in less time.
 
@@ -233,27 +239,27 @@ class Plan:
                 check_unmoved(values)
         return self._run(lr)
 
+    @guarded
     def __call__(self, x: Any, out: Any = None, *, lr: float | None = None) -> Any:
         """Bind ``x`` (and ``out``), run once and return the output array."""
-        return self.bind(x, out)._run(lr)
+        return self._bind(x, out)._run(lr)
 
     def _run(self, lr: float | None) -> Any:
         bound = self._bound
         if bound is None or lr is not None or self.spec.codec.state_names or bound.text != self._text:
-            return self._start(lr=lr).wait()
+            return self._start(lr=lr)._wait()
         if not self.is_active():
-            self._work, self._rerun_of, self._is_rerunning = None, None, True
-            try:
-                if self._rerun(bound.binding, None, bound):
-                    self._rerun_of = bound
-                    return bound.result
-            finally:
-                self._is_rerunning = False
+            self._work = self._rerun_of = None
+            if self._rerun(bound.binding, None, bound):
+                self._rerun_of = bound
+                return bound.result
         return self._wait_and_keep(self._start(), in_place=bound.binding.in_place)
 
     def is_active(self) -> bool:
         """Whether a run is under way that must end before the next (never on CUDA). Makes no progress."""
-        return self._is_rerunning or (self._work is not None and self._work._holds_plan())
+        if self._running is not None and not self._running.done:
+            return True
+        return self._work is not None and self._work._holds_plan()
 
     def schedule(self, *, in_place: bool) -> Schedule:
         """The schedule of this rank."""
@@ -305,12 +311,13 @@ class PlanCache:
     give a plan back.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self._lock = session.lock
         self._pools: dict[CollectiveSpec, _Pool] = {}
         self._nbytes = 0  # of all workspaces of idle plans
 
-    def take(self, session: Session, spec: CollectiveSpec) -> Plan:
+    def take(self, spec: CollectiveSpec) -> Plan:
         """A plan of this spec for one call."""
         with self._lock:
             pool = self._pools.get(spec)
@@ -321,7 +328,7 @@ class PlanCache:
                 self._nbytes -= plan.nbytes
                 pool.busy.append(plan)
             elif len(pool.busy) < CACHE_PLANS_PER_SPEC:
-                plan = Plan(session, spec)
+                plan = Plan(self._session, spec)
                 pool.busy.append(plan)
             else:
                 plan = pool.busy[0]
@@ -339,7 +346,7 @@ class PlanCache:
         pool = self._pools.get(plan.spec)
         if plan._users or pool is None or plan not in pool.busy:  # clear() has removed the plan
             return
-        plan._used = plan._session.sequence
+        plan._used = self._session.sequence
         pool.busy.remove(plan)
         pool.idle.append(plan)
         self._nbytes += plan.nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,7 +12,8 @@ from typing import TypeVar
 from qccl.codecs.base import Codec
 from qccl.engine.base import Backend, Execution, Program, Progress, Rerun, RunArguments
 from qccl.engine.control import Header, Kind
-from qccl.errors import ArgumentError, QcclError, gave_up
+from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
+from qccl.guard import is_inside, is_under_way, release_all
 from qccl.schedule import Schedule
 from qccl.state import StateStore
 from qccl.trace import TraceEvent
@@ -19,6 +21,9 @@ from qccl.trace import TraceEvent
 __all__ = ["Session"]
 
 _T = TypeVar("_T")
+
+#: how often settling an exception begins anew when further exceptions interrupt it, as of impatient users
+_ATTEMPTS = 100
 
 
 class Session:
@@ -32,6 +37,9 @@ class Session:
         calls: collectives started. This keys the random numbers, so it does not count barriers, which change no result.
         call_offset: the number that load_state_dict() has added to ``calls``.
         failure: the first one; it ended the group.
+        unsettled: what was begun and not settled, by guard.py; 0 between calls.
+        unsettled_call: the number, among ``calls``, of the call that was marked so last.
+        lock: guards the cache of plans, and the end of a call that two threads may find. Not held while a call waits.
     """
 
     def __init__(self, rank: int, size: int, backend: Backend, timeout: float) -> None:
@@ -41,6 +49,9 @@ class Session:
         self.sequence = self.calls = self.call_offset = 0
         self.failure: QcclError | None = None
         self.closed = False
+        self.unsettled = self.unsettled_call = 0
+        self.lock = threading.RLock()
+        self._process = os.getpid()
         self._calling_back: list[int] = []  # the threads that call a function of Work.add_done_callback()
 
     def check_usable(self) -> None:
@@ -74,33 +85,27 @@ class Session:
         streams: tuple[int, ...],
         lr: float | None,
         progress: Progress,
+        kept: object,
     ) -> Execution:
         """Start the next call; ``text`` and ``pairs`` are those of Header, the others those of RunArguments."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         header, lr = Header(Kind.CALL, self.sequence, text, pairs), 1.0 if lr is None else lr
-        arguments = RunArguments(addresses, self.calls, header, deadline, trace, schedule, streams, lr, progress)
-        execution = self.engine.start(program, arguments)
-        self._take_number()
-        return execution
+        run = deadline, trace, schedule, streams, lr, progress, kept, self._take_number
+        return self.engine.start(program, RunArguments(addresses, self.calls, header, *run))
 
     def rerun(self, execution: Execution, addresses: Mapping[str, int], timeout: float | None, kept: object) -> bool:
         """Make the call of an execution that has ended once more, and wait. False: the engine cannot; use start()."""
         deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        sequence, call = self.sequence, self.calls
-        try:
-            if not self.engine.rerun(execution, Rerun(addresses, self._take_number, deadline, kept)):
-                return False
-        except BaseException as error:
-            if self.sequence == sequence:  # Ctrl-C before the run began: nothing was sent
-                raise
-            self.fail(error if isinstance(error, QcclError) else gave_up(self.rank, error), call)
-            raise
+        if not self.engine.rerun(execution, Rerun(addresses, self._take_number, deadline, kept)):
+            return False
         execution.kept = None
         return True
 
     def _take_number(self) -> tuple[int, int]:
-        """The numbers of the next call: in the group, and among those that key random numbers."""
+        """The numbers of the next call, in the group, and among those that key random numbers; before it sends."""
         numbers = self.sequence, self.calls
+        self.unsettled_call = self.calls
+        self.unsettled += 1
         self.sequence += 1
         self.calls += 1
         return numbers
@@ -108,14 +113,14 @@ class Session:
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
         """One call that moves no arrays: wait until every rank has made it, then ``act``."""
         self.check_usable()
+        before, self.unsettled_call = self.unsettled, self.calls
         header = Header(Kind.CALL, self.sequence, name)
+        self.unsettled = before + 1
         self.sequence += 1
-        try:
-            self.engine.barrier(header, self.timeout)
-            return act()
-        except BaseException as error:  # Ctrl-C, too: the other ranks would wait until their deadlines
-            self.fail(gave_up(self.rank, error))
-            raise
+        self.engine.barrier(header, self.timeout)
+        result = act()
+        self.unsettled = before
+        return result
 
     def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
         """Collective on engines that do not compare every call (CUDA): raise MismatchError if this one differs."""
@@ -135,7 +140,33 @@ class Session:
             self.calls = min(self.calls, call)  # not every rank has made it
         if self.failure is None:
             self.failure = error
-            self.engine.abort(str(error))
+        self.engine.abort(str(self.failure))  # again if an exception has ended it before
+
+    def interrupted(self, error: BaseException, before: int) -> None:
+        """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this."""
+        for _ in range(_ATTEMPTS):
+            try:
+                if self.unsettled > before:
+                    self.fail(gave_up(self.rank, error), self.unsettled_call)
+                    self.unsettled = before
+                if not is_inside(self, self.engine):
+                    release_all(self.lock)
+                    self.engine.recover()
+                return
+            except BaseException as another:
+                del another
+
+    def check_abandoned(self) -> None:
+        """End the group if an exception has ended a call, and another one has ended interrupted()."""
+        if self.unsettled and not is_under_way(self):
+            reason = f"rank {self.rank} gave up: exceptions have ended an earlier call at several points"
+            self.fail(PeerLost(reason), self.unsettled_call)
+            self.unsettled = 0
+
+    def check_process(self) -> None:
+        """Raise EngineError in a child of os.fork()."""
+        if os.getpid() != self._process:
+            raise EngineError(forked(self.rank))
 
     @contextmanager
     def no_calls(self) -> Iterator[None]:

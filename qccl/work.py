@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from qccl.arguments import timeout_of
 from qccl.engine.base import Execution
-from qccl.errors import ArgumentError, CollectiveTimeout, QcclError, gave_up
+from qccl.errors import ArgumentError, CollectiveTimeout, QcclError
+from qccl.guard import guarded
 from qccl.session import Session
 
 __all__ = ["Work"]
@@ -23,33 +23,45 @@ class Work:
     """
 
     __slots__ = (
-        *("__weakref__", "_call", "_checks", "_concluding", "_exception", "_execution", "_finish", "_result"),
-        "_session",
+        *(
+            "__weakref__",
+            "_call",
+            "_checks",
+            "_exception",
+            "_execution",
+            "_finish",
+            "_is_shared",
+            "_result",
+            "_session",
+        ),
     )
 
-    def __init__(self, session: Session, execution: Execution, result: Any, keep: Any) -> None:
+    def __init__(self, session: Session, execution: Execution, result: Any) -> None:
         self._session = session
         self._call = execution.call
         self._execution: Execution | None = execution
         self._result = result
-        execution.kept = keep  # the Work may be dropped before the run ends
         self._finish: tuple[Callable[[], None], ...] = ()
         self._checks: tuple[Callable[[], None], ...] = ()
         self._exception: Exception | None = None
-        self._concluding: threading.Lock | None = None  # where two threads may end the call
+        self._is_shared = False  # two threads may end the call
 
+    @guarded
     def is_completed(self) -> bool:
         """Whether the call has ended or failed. May make progress; never blocks for long."""
         if self._execution is not None:
+            before = self._unsettle()
             try:
                 if self._execution.step():
                     self._conclude()
             except ArgumentError:  # the query is forbidden now (a capture); the call continues
+                self._session.unsettled = before
                 raise
             except QcclError as error:
                 self._conclude(error)
         return self._execution is None
 
+    @guarded
     def wait(self, timeout: float | None = None) -> Any:
         """Return the output array as soon as the program may use it.
 
@@ -59,6 +71,10 @@ class Work:
         ``timeout`` is in seconds from now; None means the call's own, counted from its start (on CUDA from its first
         step). Raises the error of the call, or CollectiveTimeout, after which the communicator is unusable.
         """
+        return self._wait(timeout)
+
+    def _wait(self, timeout: float | None = None) -> Any:
+        """As wait(), in a method that is guarded."""
         execution = self._execution
         if execution is None or timeout is not None or self._checks or not execution.is_stream_ordered:
             return self._block(None if timeout is None else timeout_of(timeout))
@@ -69,34 +85,44 @@ class Work:
             raise
         return self._result
 
+    @guarded
     def synchronize(self) -> Any:
         """Block until the call has ended without an error, and return its output array. Raises as wait()."""
         return self._block(None)
 
     def _block(self, timeout: float | None) -> Any:
         if self._execution is not None:
+            before = self._unsettle()
             try:
                 if timeout is None:
                     self._execution.run()
                 elif not self._execution.run(time.monotonic() + timeout):
                     raise CollectiveTimeout(f"wait() ended after {timeout} s: {self._execution.waits_for()}")
             except ArgumentError:
+                self._session.unsettled = before
                 raise
             except QcclError as error:
                 self._conclude(error)
-            except BaseException as error:  # Ctrl-C or a bug: the engine has sent it to the other ranks
-                self._conclude(gave_up(self._session.rank, error))
-                raise
             else:
                 self._conclude()
+            self._session.unsettled = before
         if self._exception is not None:
             raise self._exception
         return self._result
 
+    def _unsettle(self) -> int:
+        """Let an exception end the group from now on (guard.py); the number of things that were unsettled before."""
+        session = self._session
+        before, session.unsettled_call = session.unsettled, self._call
+        session.unsettled = before + 1
+        return before
+
     def exception(self) -> Exception | None:
         """The error of the call, or None if the call succeeded or has not ended. Makes no progress."""
-        return self._exception
+        execution = self._execution
+        return self._exception if execution is None else execution.failure
 
+    @guarded
     def add_done_callback(self, fn: Callable[[Work], object]) -> None:
         """Call ``fn(work)`` once, when the call has ended or failed; now if it has. Nobody needs to wait for the call.
 
@@ -115,7 +141,8 @@ class Work:
         if execution is None:
             self._call_back(fn)
             return
-        self._concluding = self._concluding or threading.Lock()
+        self._unsettle()
+        self._is_shared = True
 
         def ended() -> None:
             self._conclude(execution.failure)
@@ -177,10 +204,10 @@ class Work:
 
     def _conclude(self, error: QcclError | None = None) -> None:
         """End the call, unless another thread has done it; return when it is done."""
-        if self._concluding is None:
+        if not self._is_shared:
             self._end(error)
         else:
-            with self._concluding:
+            with self._session.lock:
                 if self._execution is None:
                     return
                 self._end(error)

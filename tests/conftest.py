@@ -49,9 +49,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def deadline(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Every test ends within its time: 120 s, 1000 s for those marked slow, lab or every_size; more if all is busy."""
-    patient = any(request.node.get_closest_marker(name) for name in ("slow", "lab", "every_size"))
-    seconds = (1000 if patient else 120) * patience.factor()
+    """Every test ends within its time: 120 s, or more by its marker; longer if the machine is busy."""
+    limits = {"slow": 1000, "lab": 1000, "every_size": 1000, "every_interruption": 4000}
+    seconds = max((limits[name] for name in limits if request.node.get_closest_marker(name)), default=120)
+    seconds *= patience.factor()
     faulthandler.dump_traceback_later(seconds, exit=True, file=sys.__stderr__)
     yield
     faulthandler.cancel_dump_traceback_later()

@@ -92,7 +92,7 @@ def test_a_rank_that_cannot_start(environment, message):
     assert re.search(message, found[1][1]), found
 
 
-@pytest.mark.parametrize("name", ["other_size", "stays_away"])
+@pytest.mark.parametrize("name", ["other_size", "shrinks_in_a_fork", "stays_away"])
 def test_set_up_and_sizes(name):
     check(name, run(2, name))
 

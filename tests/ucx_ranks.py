@@ -301,6 +301,27 @@ def stays_away(*where) -> None:
         time.sleep(1)
 
 
+def shrinks_in_a_fork(*where) -> None:
+    """shrink() is refused in a child of os.fork(), as every other use is, also where the group has failed before."""
+    comm = connect(*where)
+    comm.quantized_allreduce(np.ones(10, np.float32))
+    for _ in range(2):
+        for use in (lambda: comm.shrink(timeout=1), lambda: comm.transport.regroup(0, 1, grows=False)):
+            if (pid := os.fork()) == 0:
+                try:
+                    use()
+                except qccl.EngineError as error:
+                    os._exit(0 if f"forked by rank {comm.rank}" in str(error) else 1)
+                except BaseException:
+                    os._exit(2)
+                os._exit(3)
+            _, status = os.waitpid(pid, 0)
+            assert status == 0, status
+        comm.barrier() if comm._session.failure is None else None
+        comm.abort("the next children are those of a failed group")
+    comm.close()
+
+
 if __name__ == "__main__":
     name = sys.argv[1]
     globals()[name](int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])

@@ -115,7 +115,7 @@ class CudaEngine:
 
     def start(self, program: CudaProgram, arguments: RunArguments) -> CudaRun:
         """Put a run on its streams; see engine.base.Engine."""
-        addresses, call, header, deadline, trace, _, streams, lr, _ = arguments
+        addresses, call, header, deadline, trace, _, streams, lr, _, kept, take_number = arguments
         streams = tuple(streams) or (0,)
         captured = self.device.is_capturing(streams[0])
         program.check(addresses, captured=captured, traced=trace is not None)
@@ -130,6 +130,8 @@ class CudaEngine:
             # an error here has no consequences for the group
             program.wait_for_streams(streams[:1] if captured else streams, queues)
             run.event = self.device.take_event()
+            run.kept = kept
+            take_number()
             if captured:
                 self._captured.append(program)  # the graph uses its memory for as long as it lives
             else:
@@ -232,6 +234,9 @@ class CudaEngine:
         finally:
             if acquired:
                 self._enqueuing.release()
+
+    def recover(self) -> None:
+        """Nothing: a ``with`` releases each lock, also where a handler of a signal raises."""
 
     def close(self, timeout: float) -> None:
         """Wait until no run is pending (at most ``timeout`` seconds), and leave. Idempotent."""

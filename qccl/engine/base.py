@@ -39,6 +39,8 @@ class RunArguments(NamedTuple):
         streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.
         lr: the learning rate that residuals are multiplied by (schedule.Reduce).
         progress: who advances the run.
+        kept: objects that must live until the run has ended.
+        take_number: called once before anything is sent, when the run is not refused any more.
     """
 
     addresses: Mapping[str, int]
@@ -50,6 +52,8 @@ class RunArguments(NamedTuple):
     streams: Sequence[int] = ()
     lr: float = 1.0
     progress: Progress = Progress.CALLER
+    kept: object = None
+    take_number: Callable[[], object] = lambda: None
 
 
 class Rerun(NamedTuple):
@@ -75,6 +79,7 @@ class Execution(Protocol):
             again, and the result may be used on the caller's stream, before the run has ended.
         stream: the caller's, if the run is stream-ordered.
         kept: objects that must live until the run has ended, such as the caller's arrays.
+        done: the run has ended well.
         failure: the error that has ended the run, or None.
     """
 
@@ -82,6 +87,7 @@ class Execution(Protocol):
     is_stream_ordered: bool
     stream: int
     kept: object
+    done: bool
     failure: QcclError | None
 
     def step(self) -> bool:
@@ -184,7 +190,10 @@ class Engine(Protocol):
         """Wait for all runs that progress without this rank's calls (on CUDA also for ``stream``); raise failures."""
 
     def abort(self, reason: str) -> None:
-        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks."""
+        """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent."""
+
+    def recover(self) -> None:
+        """Release the locks that an exception has left held which ended a call of this thread at any point."""
 
     def close(self, timeout: float) -> None:
         """Collective: leave the group. Idempotent."""

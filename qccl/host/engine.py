@@ -32,8 +32,10 @@ from qccl.errors import (
     PeerLost,
     QcclError,
     failure_text,
+    forked,
     gave_up,
 )
+from qccl.guard import release_all
 from qccl.host.execution import Execution
 from qccl.host.program import Program
 from qccl.schedule import Schedule
@@ -52,6 +54,8 @@ _MISMATCH_SECONDS = 1.0
 _HALT_SECONDS = 1.0
 #: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
 _YIELD_SECONDS = 1e-3
+
+_ENDED, _OVERDUE = _host.Outcome.ENDED, _host.Outcome.OVERDUE
 
 #: engines with posted receives. They are kept alive, because the transport holds addresses in their memory. Closed and
 #: failed engines are not kept: their transport keeps that memory
@@ -89,6 +93,7 @@ class HostEngine:
         self._over: list[Execution] = []  # ended or failed, with functions to call once the lock is released
         self._left: dict[int, str] = {}  # ranks that make no more calls, with the text of their last control message
         self._failure: QcclError | None = None
+        self._failure_broadcast = False
         self._failure_sent = False  # and the transport was released
         self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
@@ -120,10 +125,12 @@ class HostEngine:
         if self._closed:
             raise ArgumentError("this engine is closed")
         execution = Execution(self, program, arguments)
-        self._take_turn()
+        if not self._lock.acquire(False):
+            self._take_turn()
         try:
             if self._failure is not None:
                 raise self._failure
+            arguments.take_number()
             try:
                 self._submit(execution)
             except QcclError as error:  # not raised here: the run's wait() raises it
@@ -163,7 +170,9 @@ class HostEngine:
             raise self._failure
 
     def abort(self, reason: str) -> None:
-        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it."""
+        """Fail all runs under way with ``reason``; the other ranks raise PeerLost with it. Idempotent."""
+        if self._failure_sent:
+            return
         self._loop.halt()
         taken = False
         try:
@@ -174,6 +183,11 @@ class HostEngine:
                 self._release()
             elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
+
+    def recover(self) -> None:
+        """As in Engine. Only other threads that want to drive would need to say so again, and they get the lock now."""
+        release_all(self._lock)
+        self._loop.want(-self._loop.wanted)
 
     def close(self, timeout: float = 60.0) -> None:
         """Collective: leave when all other ranks do, at the latest after ``timeout`` seconds. Idempotent."""
@@ -207,7 +221,8 @@ class HostEngine:
     def run(self, execution: Execution, limit: float = math.inf) -> None:
         """Advance everything until ``execution`` is done, or time.monotonic() has reached ``limit``."""
         while not execution.done and (limit == math.inf or time.monotonic() < limit):
-            self._take_turn()
+            if not self._lock.acquire(False):
+                self._take_turn()
             try:
                 if self._failure is not None:
                     raise self._failure
@@ -234,7 +249,11 @@ class HostEngine:
             execution.renew(run)
             self._active[execution.sequence] = execution
             try:
-                self._act(execution.begin_again(self._loop, self._on_control))
+                outcome = execution.begin_again(self._loop, self._on_control)
+                if outcome is _ENDED and not self._queue:
+                    self._remove_ended()
+                else:
+                    self._act(outcome)
             except QcclError as error:
                 self._fail_all(error)
                 execution.raise_unless_done()
@@ -285,11 +304,15 @@ class HostEngine:
 
     def _release(self) -> bool:
         """Release the lock, then call what waits for runs that are over; whether there was any."""
-        over, self._over = self._over, []
         self._lock.release()
-        for execution in over:
-            execution.call_back()
-        return bool(over)
+        over = self._over
+        if not over:
+            return False
+        for execution in tuple(over):
+            execution.call_back()  # another thread may do the same: each function is called once
+            with contextlib.suppress(ValueError):
+                over.remove(execution)
+        return True
 
     def _end_progress_thread(self) -> None:
         if self._progress_thread is not None:
@@ -299,9 +322,9 @@ class HostEngine:
 
     def _act(self, outcome: _host.Outcome) -> None:
         """Handle the event that ended a turn of the loop."""
-        if outcome is _host.Outcome.ENDED:
+        if outcome is _ENDED:
             self._admit()
-        elif outcome is _host.Outcome.OVERDUE:
+        elif outcome is _OVERDUE:
             raise self._overdue(self._active[self._loop.overdue])
 
     def _submit(self, execution: Execution) -> None:
@@ -395,9 +418,9 @@ class HostEngine:
             self._fail(gave_up(self.rank, error), kind, failure_text(self.rank, error))
 
     def _fail(self, error: QcclError, kind: Kind, text: str) -> None:
+        """End the group. Called again if an exception has ended it before; it then repeats what is harmless."""
         if self._failure_sent or self._closed:
             return
-        self._failure_sent = True
         self._failure = self._failure or error
         if self._progress_thread is not None:
             self._progress_thread.stop()
@@ -407,13 +430,18 @@ class HostEngine:
             execution.failure = self._failure
             self._over.append(execution)
         self._loop.halt()
-        with contextlib.suppress(QcclError):
-            self._broadcast_control(kind, text)
-        self._flush()
-        if kind is Kind.MISMATCH:
-            self._hear_others()
-        self._transport.abort(str(error))
-        _live.discard(self)
+        if not self._failure_broadcast:
+            with contextlib.suppress(QcclError):
+                self._broadcast_control(kind, text)
+            self._failure_broadcast = True
+        try:
+            self._flush()
+            if kind is Kind.MISMATCH:
+                self._hear_others()
+        finally:
+            self._transport.abort(str(error))
+            _live.discard(self)
+            self._failure_sent = True
 
     def _broadcast_control(self, kind: Kind, text: str) -> None:
         self._loop.broadcast_control(Header(kind, 0, text).pack() + data_nbytes(0))
@@ -507,9 +535,7 @@ def _forked() -> None:
     for engine in _live:
         engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
         engine._failure_sent = True
-        engine._failure = EngineError(
-            f"this process was forked by rank {engine.rank}; only the process that made a communicator may use it"
-        )
+        engine._failure = EngineError(forked(engine.rank))
     _inherited.extend(_live)
     _live.clear()
 

@@ -58,10 +58,10 @@ class Execution(WithCallbacks):
     stream = 0
 
     def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
-        self._addresses, self.call, header, self.deadline, self._trace, schedule, _, self._lr, _ = arguments
+        self._addresses, self.call, header, self.deadline, self._trace, schedule, _, self._lr, _, kept, _ = arguments
         program.check(self._addresses)
         super().__init__()
-        self.kept: object = None
+        self.kept: object = kept
         self._engine, self._program = engine, program
         self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
         _, self.sequence, self._text, self._pairs = header
@@ -142,10 +142,11 @@ class Execution(WithCallbacks):
         return self._number == self._program.header_writes
 
     def renew(self, run: Rerun) -> None:
-        """Set the arguments of another run."""
-        self.done = False
-        self._addresses, take_number, self.deadline, self.kept = run
+        """Set the arguments of another run. Taking its number comes first: before it, nothing has changed."""
+        addresses, take_number, deadline, kept = run
         self.sequence, self.call = take_number()
+        self.done = False
+        self._addresses, self.deadline, self.kept = addresses, deadline, kept
 
     def begin_again(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> _host.Outcome:
         """Begin the run that renew() has set up, with the last one's headers; advance until a run has ended."""

@@ -36,7 +36,7 @@ from functools import cache
 from pathlib import Path
 
 from qccl import _host
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, forked
 from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
 from qccl.transports.native import NativeTransport
@@ -107,6 +107,7 @@ class UcxTransport(NativeTransport):
     wire: _host.UcxWire
     eager_nbytes = 8 << 10
     is_threaded = True
+    _is_fork = False
 
     def __init__(
         self,
@@ -154,6 +155,7 @@ class UcxTransport(NativeTransport):
         self.progress_hook = progress_hook
         self._watch = Watch([(member.host, member.port) for member in membership.members])
         self._set_up = 0  # transfers of allgather() so far
+        self._exchanged: object = None  # the memory of the last ones
         _open.add(self)
         try:
             workers = [bytes.fromhex(member.worker) for member in membership.members]
@@ -203,6 +205,8 @@ class UcxTransport(NativeTransport):
         return formed
 
     def _member(self) -> Membership:
+        if self._is_fork:
+            raise EngineError(forked(self.rank))
         if self.membership is None:
             raise EngineError("this communicator was closed, or replaced by another one; use that one")
         return self.membership
@@ -241,6 +245,7 @@ class UcxTransport(NativeTransport):
         mine = ctypes.create_string_buffer(item, max(len(item), 1))
         theirs = [ctypes.create_string_buffer(max(nbytes, 1)) for nbytes in sizes]
         token = _host.UcxWire.SET_UP
+        self._exchanged = mine, theirs  # kept until the wire is closed if an exception ends this
         try:
             for peer in range(self.size):
                 if peer != self.rank:
@@ -254,9 +259,9 @@ class UcxTransport(NativeTransport):
                     raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
                 self.progress_hook()
                 idle += 1
-        except BaseException as error:
-            self.abort(str(error))  # before the buffers are freed
-            raise
+        except QcclError as error:
+            self.abort(str(error))
+            raise  # after any other exception the engine first tells the other ranks, over this wire
         theirs[self.rank] = mine
         return [each.raw[:nbytes] for each, nbytes in zip(theirs, sizes, strict=True)]
 
@@ -425,7 +430,7 @@ def _own_host(master: str | None) -> str:
 def _forked() -> None:
     """In the child of os.fork(): the connections belong to the parent, whose socket must close when it ends."""
     for transport in _open:
-        transport._gone = True
+        transport._gone = transport._is_fork = True
         if transport.membership is not None:
             transport.membership.close()
 
