@@ -177,7 +177,7 @@ def test_another_process_at_the_port_of_a_rank_that_is_left_out(monkeypatch):
         group.agree(0, 1, timeout=0.5)
         port = group.ranks[2]._port
         group.ranks[2].close()
-        monkeypatch.setattr(membership, "listen", lambda: socket.create_server(("", port)))
+        monkeypatch.setattr(membership, "listen", lambda host: socket.create_server(("", port)))
         with closing(Membership("127.0.0.1")) as other:
             other.begin([other.member(b"here")])
             found = group.agree(0, 1)
@@ -233,7 +233,7 @@ def _ends_at(monkeypatch, victim: Membership, kind: str, number: int) -> None:
     sent = 0
     send = membership.Channel.send
 
-    def lossy(channel, message):
+    def lossy(channel, message, *seconds):
         nonlocal sent
         owner = victims.get(threading.get_ident())
         if owner is victim and message["kind"] == kind:
@@ -241,7 +241,7 @@ def _ends_at(monkeypatch, victim: Membership, kind: str, number: int) -> None:
             if sent >= number:
                 victim.close()
                 raise SystemExit
-        send(channel, message)
+        send(channel, message, *seconds)
 
     victims: dict[int, Membership] = {}
     agree = Membership.agree
@@ -363,7 +363,7 @@ def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
     with Group(3) as group, closing(Membership("127.0.0.1")) as away:
         port = group.ranks[ended]._port
         group.ranks[ended].close()
-        monkeypatch.setattr(membership, "listen", lambda: socket.create_server(("", port)))
+        monkeypatch.setattr(membership, "listen", lambda host: socket.create_server(("", port)))
         with closing(Membership("127.0.0.1")) as other:
             other._latest = Decision(5, (other.member(b"here"), away.member(b"away")), 3)
             left = sorted({0, 1, 2} - {ended})
