@@ -13,6 +13,8 @@ from qccl.cuda.libraries import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.launchers import Launcher, check_alone, check_size, detect, frameworks
 from qccl.meetings import Meeting, alone, connect, of_address, of_jax, of_launcher, of_torch, wanted_transport
+from qccl.transports.sockets import host_and_port
+from qccl.transports.strangers import printable
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -90,16 +92,11 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
     from qccl.transports.ucx import UcxTransport
 
     timeout = timeout_of(timeout)
-    host, port = _host_and_port(address) or ("", 0)
+    host, port = host_and_port(address) or ("", 0)
     if not host:
         raise ArgumentError(f'address={address!r} is not the "host:port" that comm.address of a rank has')
     transport, calls = UcxTransport.join((host, port), timeout)
     return Communicator._joined(transport, calls, timeout)
-
-
-def _host_and_port(address: object) -> tuple[str, int] | None:
-    host, _, port = str(address).rpartition(":")
-    return (host.strip("[]"), int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
 
 
 def _given(rank: int | None, size: int | None, address: str | None) -> Meeting | None:
@@ -108,7 +105,7 @@ def _given(rank: int | None, size: int | None, address: str | None) -> Meeting |
         return None
     from qccl.arguments import integer
 
-    place = _host_and_port(address)
+    place = host_and_port(address)
     if rank is None or size is None or place is None:
         raise ArgumentError(
             f'rank={rank!r}, size={size!r}, address={address!r}: give all three, the address as "host:port" of a free '
@@ -223,7 +220,7 @@ def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
         )
     for rank, note in enumerate(notes):
         if note[1:]:
-            return _NO, f"rank {rank}: {note[1:].decode(errors='replace')}"
+            return _NO, f"rank {rank}: {printable(note[1:])}"
     return _YES, ""
 
 

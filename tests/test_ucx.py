@@ -16,7 +16,8 @@ from plain_ranks import free_ports
 from start_ranks import NETWORKS, needs_ucx
 
 import qccl
-from qccl.transports import ucx
+from qccl.transports import network, ucx
+from qccl.transports.network import Network
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -138,17 +139,17 @@ def test_survivors_go_on_and_take_in_a_new_rank():
 
 def test_settings_of_the_environment_come_first(monkeypatch):
     monkeypatch.delenv("UCX_KEEPALIVE_INTERVAL", raising=False)
-    assert dict(ucx._config(None))["KEEPALIVE_INTERVAL"] == "1s"
+    assert dict(ucx._config(Network.towards(None)))["KEEPALIVE_INTERVAL"] == "1s"
     monkeypatch.setenv("UCX_KEEPALIVE_INTERVAL", "3s")
     monkeypatch.setenv("QCCL_NET", "lo")
-    config = dict(ucx._config("127.0.0.1"))
+    config = dict(ucx._config(Network.towards("127.0.0.1")))
     assert "KEEPALIVE_INTERVAL" not in config and config["NET_DEVICES"] == "lo"
     monkeypatch.setenv("QCCL_NET", "lo,eth77")
     with pytest.raises(qccl.ArgumentError, match=r"no network interface 'eth77'; it has .*lo"):
-        ucx._config(None)
+        ucx._config(Network.towards(None))
 
 
 def test_the_interface_to_this_machine_is_none():
     """UCX has no route over the loopback interface alone."""
-    assert ucx._interface_to("127.0.0.1") is None
-    assert ucx._interface_to("no-such-host.invalid") is None
+    assert network._interface_to("127.0.0.1") is None
+    assert network._interface_to("no-such-host.invalid") is None
