@@ -14,6 +14,7 @@ import itertools
 import logging
 import os
 import re
+import socket
 import sys
 import time
 import uuid
@@ -161,6 +162,7 @@ def _place(launcher: Launcher, environ: Mapping[str, str], job: str, *, is_local
         host = "127.0.0.1"
     elif hosts:
         host = first_host(hosts)
+        _check_name(host)
     else:
         return rendezvous.meeting_place(environ)  # says what to set
     own = environ.get("QCCL_PORT")
@@ -168,6 +170,17 @@ def _place(launcher: Launcher, environ: Mapping[str, str], job: str, *, is_local
         return rendezvous.meeting_place({"MASTER_ADDR": host, "QCCL_PORT": own})
     digest = hashlib.sha256(f"{job} {os.getuid()}".encode()).digest()
     return host, _FIRST_PORT + int.from_bytes(digest[:8], "little") % _PORTS
+
+
+def _check_name(host: str) -> None:
+    """Raise EngineError at once on all ranks where Slurm's name of a node is none of the network."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        raise EngineError(
+            f"the address of rank 0's node, {host!r}, cannot be found ({error}); set MASTER_ADDR to the host of rank 0 "
+            f"as the other nodes know it, and MASTER_PORT to a free port there"
+        ) from error
 
 
 def first_host(hosts: str) -> str:

@@ -50,6 +50,8 @@ _NONCE_NBYTES, _PROOF_NBYTES = 16, 32
 #: how long a connection may take to introduce itself, or to take an answer; to prove itself; and between a rank's tries
 _PATIENCE_SECONDS = 2.0
 _PROOF_SECONDS = 2.0
+#: ranks that proved themselves longer ago do so once more before the answer is made
+_FRESH_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 
 #: gather() numbers its calls in a process, so that a rank ahead of the others does not take part in their meeting
@@ -166,6 +168,7 @@ class _Caller:
     process: bytes = b""
     nonce: bytes = b""
     is_rank: bool = False
+    proved_at: float = 0.0
     has_answer: bool = False
 
 
@@ -210,22 +213,28 @@ class _Meeting:
                 raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s{refused}")
             for caller in [each for each in self._callers if each.until < now]:
                 self._drop(caller, "it says nothing, or too slowly")
+            if self._answer is None and len(self._ranks) == self._size - 1 and not self._rivals:
+                self._answer = self._make_answer()
+            if self._answer is not None:
+                self._send_answers(self._answer)
             until = min([deadline, *(caller.until for caller in self._callers)])
             for key, _ in self._selector.select(max(0.0, until - now)):
                 if key.data is None:
                     self._accept()
                 elif key.data in self._callers:
                     self._read(key.data)
-            if len(self._ranks) == self._size - 1 and not self._rivals:
-                self._answer = self._answer or self._make_answer()
-            if self._answer is not None:
-                self._send_answers(self._answer)
         notes = _part(self._answer or b"", self._size)
         assert notes is not None  # size > 1
         return notes
 
-    def _make_answer(self) -> bytes:
+    def _make_answer(self) -> bytes | None:
+        """The notes of all; None while it is not known whether all ranks are still there."""
         others = [self._ranks[rank] for rank in range(1, self._size)]
+        for each in others:
+            if not each.nonce and time.monotonic() > each.proved_at + _FRESH_SECONDS:
+                self._ask_for_proof(each)
+        if any(each.nonce for each in others) or len(self._ranks) < len(others):
+            return None
         self._answered = {each.rank: each.process for each in others}
         return _join([self._note, *(each.hello[_HELLO.size :] for each in others)])
 
@@ -302,7 +311,7 @@ class _Meeting:
         if not hmac.compare_digest(proof, _proof(self._job, b"rank", caller.nonce, caller.hello)):
             return self._drop(caller, "it does not know the job")
         del caller.received[:_PROOF_NBYTES]
-        caller.nonce, caller.until = b"", self._deadline
+        caller.nonce, caller.until, caller.proved_at = b"", self._deadline, time.monotonic()
         if not caller.is_rank:
             caller.is_rank = True
             self._came.add(caller.rank)

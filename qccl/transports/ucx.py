@@ -38,6 +38,7 @@ from pathlib import Path
 
 from qccl import _host
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.transports import descriptors
 from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
 from qccl.transports.messages import parse_member
@@ -152,10 +153,14 @@ class UcxTransport(NativeTransport):
                 gather(b"")  # otherwise the other ranks would wait for this one
                 raise
             on_failure.callback(wire.close, 0)
-            notes = gather(json.dumps(membership.member(wire.address())).encode())
+            member = json.dumps(membership.member(wire.address()))
+            notes = gather(f"{descriptors.left()} {member}".encode())
             if b"" in notes:
                 raise EngineError(f"UCX did not start on rank {notes.index(b'')}, whose own error says why")
-            membership.begin(_members(notes))
+            members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
+            if not network.is_local or "UCX_TLS" in os.environ:
+                _check_descriptors(lefts)
+            membership.begin(members)
             self._connect(wire, membership, network, timeout, progress_hook)
             on_failure.pop_all()
 
@@ -175,14 +180,15 @@ class UcxTransport(NativeTransport):
         self.progress_hook = progress_hook
         self._set_up = 0  # transfers of allgather() so far
         _open.add(self)
+        descriptors.allow(self.size)
         try:
             self.wire.connect(self.rank, [bytes.fromhex(member.worker) for member in membership.members])
             self._find_topology(timeout)
         except RuntimeError as error:
+            reason = descriptors.exhausted() or "see QCCL_NET and the settings UCX_* of the environment"
             self.abort(str(error))
             raise EngineError(
-                f"UCX has no network from rank {self.rank} to {error}; see QCCL_NET and the settings UCX_* of the "
-                f"environment"
+                f"UCX has no network from rank {self.rank} to {error}; {reason}; UCX_LOG_LEVEL=warn shows what UCX says"
             ) from error
         except BaseException as error:
             self.abort(str(error))
@@ -293,15 +299,21 @@ class UcxTransport(NativeTransport):
             raise EngineError("this transport was closed or given up; make another communicator")
 
 
-def _members(notes: Sequence[bytes]) -> list[Member]:
-    """The ranks, from what they brought to the meeting. Raises MismatchError."""
-    members = []
-    for rank, note in enumerate(notes):
-        try:
-            members.append(parse_member(note))
-        except NotARank as error:
-            raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl") from error
-    return members
+def _member(rank: int, note: bytes) -> tuple[Member, int]:
+    """A rank, and how many descriptors it may open, from what it brought to the meeting. Raises MismatchError."""
+    try:
+        left, _, member = note.partition(b" ")
+        return parse_member(member), int(left)
+    except (NotARank, ValueError) as error:
+        raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl") from error
+
+
+def _check_descriptors(lefts: Sequence[int]) -> None:
+    """Raise EngineError on all ranks where one of them may not open enough: UCX may end its process then."""
+    for rank, left in enumerate(lefts):
+        reason = descriptors.shortage(len(lefts), left)
+        if reason:
+            raise EngineError(f"rank {rank}: {reason}")
 
 
 def _start(network: Network, membership: Membership) -> _host.UcxWire:
@@ -311,8 +323,9 @@ def _start(network: Network, membership: Membership) -> _host.UcxWire:
     try:
         return _host.UcxWire(functions, _config(network), _Faults(membership))
     except RuntimeError as error:
+        reason = descriptors.exhausted() or "see the settings UCX_* of the environment"
         raise EngineError(
-            f"UCX {version()} did not start: {error}; see the settings UCX_* of the environment"
+            f"UCX {version()} did not start: {error}; {reason}; UCX_LOG_LEVEL=warn shows what UCX says"
         ) from error
 
 
