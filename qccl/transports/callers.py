@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from typing import Any
 
 from qccl.transports.channel import ANSWER_SECONDS, Channel
-from qccl.transports.sockets import seats
+from qccl.transports.sockets import BACKLOG, seats
 from qccl.transports.strangers import NotARank, report
 
 __all__ = ["Caller", "Callers"]
 
 #: how long a caller may take for its first message
 HELLO_SECONDS = 5.0
-#: connections that one hear() accepts, processes that wait to join, and bytes of incomplete messages, at most
-_MOST_ACCEPTED = 64
+#: connections that one hear() accepts (more than wait at the socket), processes that wait to join, and bytes of
+#: incomplete messages, at most
+_MOST_ACCEPTED = 2 * BACKLOG
 _MOST_KNOCKS = 1024
 _MOST_NBYTES = 8 << 20
 _NO_ROOM = "too many of them at once"
@@ -30,14 +31,14 @@ class Caller(Channel):
 
     Attributes:
         nonce: what its first message must repeat.
-        until: when it is dropped if it has not said what it wants; None once it has.
+        until: when it is dropped if it has not said what it wants.
         was_asked: it was asked for the decision that this rank has missed.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection)
         self.nonce = os.urandom(16).hex()
-        self.until: float | None = time.monotonic() + HELLO_SECONDS
+        self.until = time.monotonic() + HELLO_SECONDS
         self.is_greeted = self.was_asked = False
 
     @property
@@ -56,18 +57,19 @@ class Callers:
 
     def __init__(self, server: socket.socket, id: str) -> None:
         self._server, self._id = server, id
-        self._callers: list[Caller] = []
+        self._unknown: dict[Caller, None] = {}  # the oldest first
+        self._known: dict[Caller, None] = {}
         server.setblocking(False)
 
     def __iter__(self) -> Iterator[Caller]:
-        """Those that have said what they want; the list may change meanwhile."""
-        return iter([each for each in self._callers if each.until is None and each.inbox])
+        """Those that have said what they want; the others may change meanwhile."""
+        return iter([each for each in self._known if each.inbox])
 
     def close(self) -> None:
         self._server.close()
-        for each in self._callers:
+        for each in (*self._unknown, *self._known):
             each.close()
-        self._callers = []
+        self._unknown, self._known = {}, {}
 
     def knocks(self) -> list[tuple[Caller, Any]]:
         """The processes that wait to join, with their messages."""
@@ -75,47 +77,65 @@ class Callers:
 
     def take(self, caller: Caller) -> None:
         """From now on it is the caller of this method that reads and closes this connection."""
-        self._callers.remove(caller)
+        del self._known[caller]
 
     def dismiss(self, caller: Caller, seconds: float = ANSWER_SECONDS, **message: object) -> None:
         """Close a connection, after a last ``message``, for which it has some seconds."""
-        if caller in self._callers:
-            self._callers.remove(caller)
+        self._unknown.pop(caller, None)
+        self._known.pop(caller, None)
         with contextlib.suppress(OSError), caller:
             if message:
                 caller.send(message, seconds)
 
     def hear(self) -> None:
-        """Accept connections, and read what has come. Never blocks."""
-        self._accept()
-        for caller in list(self._callers):
-            try:
-                caller.hear()
-                self._judge(caller)
-            except NotARank as stranger:
-                report(str(stranger))
-                self.dismiss(caller)
-        self._make_room()
-
-    def _accept(self) -> None:
+        """Accept all connections, and read what has come before. Never blocks."""
         for _ in range(_MOST_ACCEPTED):
             try:
                 connection, _ = self._server.accept()
             except BlockingIOError:
-                return
+                break
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest():
-                    return
+                    break
             else:
-                self._callers.append(Caller(connection))
+                self._unknown[Caller(connection)] = None
+                if len(self._unknown) > seats():
+                    self._drop_oldest()
+        for caller in (*self._unknown, *self._known):
+            self._hear(caller)
+        while sum(each.nbytes for each in self._unknown) > _MOST_NBYTES:
+            report("too many bytes")
+            self.dismiss(max(self._unknown, key=lambda each: each.nbytes))
+
+    def _hear(self, caller: Caller) -> None:
+        try:
+            caller.hear()
+            self._judge(caller)
+        except NotARank as stranger:
+            report(str(stranger))
+            self.dismiss(caller)
+
+    def _drop_oldest(self) -> bool:
+        """Drop the caller of whom nobody knows for longest what it wants, if it has not said it; whether there is one.
+
+        A rank says it soon. One that waited at the socket of a stopped process has done so.
+        """
+        oldest = next(iter(self._unknown), None)
+        if oldest is None:
+            return False
+        self._hear(oldest)
+        if oldest in self._unknown:
+            report(_NO_ROOM)
+            self.dismiss(oldest)
+        return True
 
     def _judge(self, caller: Caller) -> None:
         """Find out what a caller wants. Raises NotARank."""
-        if caller.until is not None and caller.inbox:
+        if caller in self._unknown and caller.inbox:
             self._admit(caller, caller.inbox[0])
-        elif caller.until is not None and time.monotonic() > caller.until:
+        elif caller in self._unknown and time.monotonic() > caller.until:
             raise NotARank("it says nothing, or too slowly")
-        if caller not in self._callers:
+        if caller not in self._unknown and caller not in self._known:
             return
         if caller.is_knock and (len(caller.inbox) > 1 or caller.nbytes):
             raise NotARank("a message that no rank sends now")
@@ -137,22 +157,5 @@ class Callers:
         elif kind == "knock" and len(self.knocks()) == _MOST_KNOCKS:
             raise NotARank(_NO_ROOM)
         else:
-            caller.until = None
-
-    def _make_room(self) -> None:
-        """Drop callers of whom nobody knows what they want, the oldest first: a rank says it soon."""
-        unknown = [each for each in self._callers if each.until is not None]
-        for caller in unknown[: max(0, len(unknown) - seats())]:
-            report(_NO_ROOM)
-            self.dismiss(caller)
-        while sum(each.nbytes for each in self._callers) > _MOST_NBYTES:
-            report("too many bytes")
-            self.dismiss(max(self._callers, key=lambda each: each.nbytes))
-
-    def _drop_oldest(self) -> bool:
-        """Make a descriptor free; whether there was one."""
-        oldest = next((each for each in self._callers if each.until is not None), None)
-        if oldest is not None:
-            report(_NO_ROOM)
-            self.dismiss(oldest)
-        return oldest is not None
+            del self._unknown[caller]
+            self._known[caller] = None

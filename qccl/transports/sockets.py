@@ -8,9 +8,11 @@ import ipaddress
 import resource
 import socket
 
-__all__ = ["connect", "host_and_port", "host_of", "is_loopback", "listen", "place_text", "seats"]
+__all__ = ["BACKLOG", "connect", "host_and_port", "host_of", "is_loopback", "listen", "place_text", "seats"]
 
 Place = tuple[str, int]
+#: connections that wait until a process accepts them, at most
+BACKLOG = 1024
 
 
 def host_of(text: str) -> str:
@@ -70,13 +72,13 @@ def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.s
         family, _, _, _, found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
         if host and (is_local or is_loopback(host) or not is_loopback(str(found[0]))):
             try:
-                return socket.create_server(found[:2], family=family, backlog=1024)
+                return socket.create_server(found[:2], family=family, backlog=BACKLOG)
             except OSError as error:
                 if error.errno != errno.EADDRNOTAVAIL:
                     raise
     if socket.has_dualstack_ipv6():
-        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", port), backlog=1024)
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    return socket.create_server(("", port), backlog=BACKLOG)
 
 
 def seats() -> int:
