@@ -18,6 +18,7 @@ process that has ended, but was not waited for, to be alive.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import gc
 import json
 import os
@@ -42,7 +43,7 @@ import qccl.transports.ucx
 from qccl.transports.sockets import host_and_port
 
 #: of the calls, and of shrink(); how long a rank that is stopped for good stays so at least
-TIMEOUT = 4.0
+TIMEOUT = 6.0
 SETTLE = 60.0
 SMALLEST, LARGEST = 3, 5
 LEFT_OUT, NOT_TAKEN = 7, 8
@@ -71,7 +72,18 @@ class Sums:
                 if comm is None:
                     return
             except (qccl.PeerLost, qccl.CollectiveTimeout):
-                comm = comm.shrink(TIMEOUT)
+                comm = self.shrunk(comm)
+
+    def shrunk(self, comm: qccl.Communicator) -> qccl.Communicator:
+        """The next group. On a busy machine ranks may miss each other, and then try again."""
+        deadline = time.monotonic() + SETTLE
+        while True:
+            try:
+                return comm.shrink(TIMEOUT)
+            except qccl.CollectiveTimeout as error:
+                self.say(again=str(error))
+                if time.monotonic() > deadline:
+                    raise
 
     def in_group(self, comm: qccl.Communicator) -> qccl.Communicator | None:
         """The next group, if a process joins; None when it is over."""
@@ -170,6 +182,7 @@ class Chaos:
         self.network = network
         self.alive: dict[int, int] = {}  # number -> pid
         self.stopped: set[int] = set()  # they were, at least for a moment
+        self.killed: set[int] = set()
         self.expected_ends: dict[int, set[int]] = {}
         self.read: dict[int, int] = {}
         self.groups: dict[int, list[int]] = {}
@@ -187,6 +200,7 @@ class Chaos:
             status = 1
             try:
                 os.dup2(os.open(self.folder / "errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
+                faulthandler.register(signal.SIGUSR1)
                 os.environ |= {"OMP_NUM_THREADS": "1"} | ({"UCX_TLS": self.network} if self.network else {})
                 status = work()
                 sys.stderr.flush()
@@ -248,6 +262,7 @@ class Chaos:
                 self.last[number] = epoch, members
                 self.addresses[number] = line["address"]
             self.sums[number] = line.get("sums", self.sums[number])
+            self.events["tried again"] += "again" in line
             if "wrong" in line:
                 self.wrong.append(f"rank {number}: {line['wrong']}")
 
@@ -258,11 +273,14 @@ class Chaos:
             self.watch()
             wanted = ranks()
             groups = [self.last.get(number, (-1, []))[1] for number in wanted]
-            if wanted and all(set(group) == wanted for group in groups):
+            if wanted and all(set(group) == wanted for group in groups) and not self.killed & self.alive.keys():
                 return True
             time.sleep(0.005)
         if not self.wrong:
             self.wrong.append(f"{what}: {sorted(ranks())} are in the groups {self.last}")
+            for number in ranks():  # they say where they are
+                self.signal(number, signal.SIGUSR1)
+            self.pause(1)
         return False
 
     def pause(self, seconds: float) -> None:
@@ -280,11 +298,15 @@ class Chaos:
         if number in self.alive:
             os.kill(self.alive[number], which)
 
+    def kill_rank(self, number: int) -> None:
+        self.killed.add(number)
+        self.expected_ends[number] = {-signal.SIGKILL}
+        self.signal(number, signal.SIGKILL)
+
     def kill(self) -> None:
         victims = self.chosen.sample(sorted(self.alive), self.chosen.choice((1, 1, 2)) if len(self.alive) > 3 else 1)
         for victim in victims:
-            self.expected_ends[victim] = {-signal.SIGKILL}
-            self.signal(victim, signal.SIGKILL)
+            self.kill_rank(victim)
             self.events["killed"] += 1
             if len(victims) > 1:
                 self.pause(self.chosen.choice((0, 0.05, 0.5, 1.5)))
@@ -294,9 +316,8 @@ class Chaos:
         address = self.addresses[self.chosen.choice(sorted(self.addresses.keys() & self.alive.keys()))]
         new = self.start_rank(lambda: qccl.join(address, SETTLE))
         if self.chosen.random() < 0.2:
-            self.expected_ends[new] = {-signal.SIGKILL}
             self.pause(self.chosen.uniform(0, 0.8))
-            self.signal(new, signal.SIGKILL)
+            self.kill_rank(new)
             self.events["killed on its way"] += 1
             self.settle(lambda: self.running() - {new}, "killed on its way")
         else:

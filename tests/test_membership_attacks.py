@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import socket
 import subprocess
@@ -111,7 +112,7 @@ def test_silent_connections_take_no_descriptor_that_ranks_need():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
     )
     with ExitStack() as stack, process:
         stack.callback(process.kill)
@@ -158,6 +159,20 @@ def test_callers_beyond_the_room_go_the_oldest_first(monkeypatch):
             with suppress(ConnectionError):
                 while connection.recv(1000):
                     pass
+
+
+def test_a_decision_behind_many_strangers_is_read_before_anything_is_decided():
+    """It waits at the socket of a rank that was stopped; meanwhile the others end, and it could make a group alone."""
+    with Group(3) as group, ExitStack() as stack:
+        for _ in range(400):
+            stack.enter_context(connected(place(group.ranks[2])))
+        assert group.numbers(one_group(group.agree(0, 1, timeout=0.5))) == [0, 1]
+        for _ in range(100):
+            stack.enter_context(connected(place(group.ranks[2])))
+        for rank in (0, 1):
+            group.ranks[rank].close()
+        (late,) = group.agree(2, timeout=0.5)
+        assert isinstance(late, PeerLost) and "without this one" in str(late), late
 
 
 # -- decisions of strangers ------------------------------------------------------------------------------------------
