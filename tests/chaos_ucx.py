@@ -23,6 +23,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import sys
@@ -405,6 +406,8 @@ def main() -> None:
     errors = chaos.folder / "errors"
     if found["wrong"] and errors.exists():
         print(errors.read_text()[-20_000:], file=sys.stderr)
+    if not found["wrong"]:
+        shutil.rmtree(chaos.folder)
     print(json.dumps(found), flush=True)
     sys.exit(bool(found["wrong"]))
 

@@ -1,16 +1,11 @@
-"""Callers that are no ranks, for tests: what they send to a rank's socket, and threads that go on calling.
-
-``strangers.py SEED PLACE...`` calls these places until it is killed.
-"""
+"""Callers that are no ranks, for tests: what they send to a rank's socket, and threads that go on calling."""
 
 from __future__ import annotations
 
 import json
 import random
 import socket
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -152,9 +147,3 @@ def stream(place: Place, part: bytes, over: threading.Event, head: bytes = b"") 
             connection.sendall(head)
             while not over.is_set():
                 connection.sendall(part)
-
-
-if __name__ == "__main__":
-    found = [(each.rpartition(":")[0], int(each.rpartition(":")[2])) for each in sys.argv[2:]]
-    knock_for_ever(lambda: found, int(sys.argv[1]), threading.Event())
-    time.sleep(0)

@@ -37,9 +37,8 @@ NOTE_NBYTES = 64 << 10
 _REASON_NBYTES = 4096
 
 _MAGIC = b"qccl/rdv"
-_HELLO = struct.Struct(
-    "<8sIIII16s8sI"
-)  # magic, version, rank, size, number of the meeting, job, process, note's length
+#: magic, version, rank, size, number of the meeting, job, process, note's length
+_HELLO = struct.Struct("<8sIIII16s8sI")
 _REPLY = struct.Struct("<8sIII32s")  # magic, version, verdict, length of the content, SHA-256 of verdict and content
 _VERSION = 5
 _WELCOME, _LATER, _REFUSED, _PROVE = range(4)
