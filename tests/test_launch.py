@@ -12,6 +12,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,6 +242,31 @@ def test_ranks_of_a_launcher_find_each_other_without_mpi(port, launcher, transpo
     programs = (without.format(rank, number, INIT) for number in range(2))
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "QCCL_TRANSPORT": transport}
     assert outputs(*programs, **place, **{size: "2"}) == [f"rank {number} of 2\n" for number in range(2)]
+
+
+@needs("mpi4py")
+def test_ranks_of_srun_that_mpi_does_not_know_go_on_without_it():
+    """As with srun --mpi=none, or with another kind than the library's; or where mpi4py finds no library."""
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2"}
+    step |= {"SLURM_STEP_NODELIST": "no-such-host.invalid", "SLURM_STEP_NUM_NODES": "1"}
+    programs = (f"import os; os.environ['SLURM_PROCID'] = '{rank}'\n{INIT}" for rank in range(2))
+    assert outputs(*programs, **step) == [f"rank {rank} of 2\n" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("library", "advice"),
+    [("MPICH", "srun --mpi=pmi2 (srun"), ("Open MPI", "srun --mpi=pmix (srun"), (None, "--mpi=pmi2 for MPICH")],
+)
+@pytest.mark.parametrize("environ", [SRUN_4, SRUN_4 | MPICH_4 | {"PMI_JOBID": "7.0"}])
+def test_srun_is_told_what_the_library_needs(library, advice, environ, monkeypatch):
+    module = library and SimpleNamespace(get_vendor=lambda: (library, (5, 0, 0)))
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", module)
+    launcher = launchers.detect(environ)
+    assert launchers.is_of_srun(launcher, environ) and advice in launchers.remedy(launcher, environ)
+
+
+def test_mpiexec_in_an_allocation_of_slurm_is_not_srun():
+    assert not launchers.is_of_srun(launchers.detect(SRUN_1 | MPICH_4), SRUN_1 | MPICH_4)
 
 
 def test_a_launcher_of_one_rank_without_mpi():

@@ -7,83 +7,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
+from membership_groups import Group, one_group
 
 from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import membership
 from qccl.transports.membership import Decision, Membership
-
-
-class Group:
-    """Ranks of one process, each with its socket."""
-
-    def __init__(self, size: int) -> None:
-        self.ranks = [Membership("127.0.0.1") for _ in range(size)]
-        for rank in self.ranks:
-            rank.begin([each.member(b"first") for each in self.ranks])
-
-    def __enter__(self) -> Group:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        for rank in self.ranks:
-            rank.close()
-
-    def run(self, *works: Callable[[], Decision]) -> list[Decision | Exception]:
-        """The results of all, which run at once."""
-
-        def caught(work: Callable[[], Decision]) -> Decision | Exception:
-            try:
-                return work()
-            except (PeerLost, CollectiveTimeout) as error:
-                return error
-
-        with ThreadPoolExecutor(len(works)) as pool:
-            return [each.result(60) for each in [pool.submit(caught, work) for work in works]]
-
-    def agree(self, *ranks: int, timeout: float = 10.0) -> list[Decision | Exception]:
-        return self.run(*(self.work(rank, timeout) for rank in ranks))
-
-    def work(self, rank: int, timeout: float = 10.0, *, after: float = 0.0) -> Callable[[], Decision]:
-        def work() -> Decision:
-            time.sleep(after)
-            return self.ranks[rank].agree(b"worker %d" % rank, 100 + rank, timeout)
-
-        return work
-
-    def grow(self, rank: int) -> Callable[[], Decision]:
-        """As work(), with a process that joins at this rank."""
-
-        def work() -> Decision:
-            deadline = time.monotonic() + 10
-            while not self.ranks[rank].waiting() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            return self.ranks[rank].agree(b"worker", rank, 10.0, grows=True)
-
-        return work
-
-    def end(self, rank: int, after: float) -> Callable[[], None]:
-        def work() -> None:
-            time.sleep(after)
-            self.ranks[rank].close()
-
-        return work
-
-    def numbers(self, decision: Decision | Exception) -> list[int]:
-        """The old ranks in a group."""
-        assert isinstance(decision, Decision), decision
-        ids = [rank.member(b"").id for rank in self.ranks]
-        return [ids.index(member.id) for member in decision.members]
-
-
-def one_group(found: list[Decision | Exception]) -> Decision:
-    """The only group that ranks have ended in."""
-    groups = {each for each in found if isinstance(each, Decision)}
-    assert len(groups) == 1, found
-    return groups.pop()
 
 
 @pytest.mark.parametrize("lost", [{0}, {1}, {3}, {0, 1}, {1, 2, 3}, {0, 1, 2}, set()])
@@ -177,7 +108,7 @@ def test_another_process_at_the_port_of_a_rank_that_is_left_out(monkeypatch):
         group.agree(0, 1, timeout=0.5)
         port = group.ranks[2]._port
         group.ranks[2].close()
-        monkeypatch.setattr(membership, "listen", lambda: socket.create_server(("", port)))
+        monkeypatch.setattr(membership, "listen", lambda host: socket.create_server(("", port)))
         with closing(Membership("127.0.0.1")) as other:
             other.begin([other.member(b"here")])
             found = group.agree(0, 1)
@@ -233,7 +164,7 @@ def _ends_at(monkeypatch, victim: Membership, kind: str, number: int) -> None:
     sent = 0
     send = membership.Channel.send
 
-    def lossy(channel, message):
+    def lossy(channel, message, *seconds):
         nonlocal sent
         owner = victims.get(threading.get_ident())
         if owner is victim and message["kind"] == kind:
@@ -241,7 +172,7 @@ def _ends_at(monkeypatch, victim: Membership, kind: str, number: int) -> None:
             if sent >= number:
                 victim.close()
                 raise SystemExit
-        send(channel, message)
+        send(channel, message, *seconds)
 
     victims: dict[int, Membership] = {}
     agree = Membership.agree
@@ -363,7 +294,7 @@ def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
     with Group(3) as group, closing(Membership("127.0.0.1")) as away:
         port = group.ranks[ended]._port
         group.ranks[ended].close()
-        monkeypatch.setattr(membership, "listen", lambda: socket.create_server(("", port)))
+        monkeypatch.setattr(membership, "listen", lambda host: socket.create_server(("", port)))
         with closing(Membership("127.0.0.1")) as other:
             other._latest = Decision(5, (other.member(b"here"), away.member(b"away")), 3)
             left = sorted({0, 1, 2} - {ended})

@@ -17,7 +17,8 @@ from plain_ranks import free_ports
 from start_ranks import NETWORKS, needs_ucx
 
 import qccl
-from qccl.transports import ucx
+from qccl.transports import network, ucx
+from qccl.transports.network import Network
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -92,6 +93,30 @@ def test_a_rank_that_cannot_start(environment, message):
     assert re.search(message, found[1][1]), found
 
 
+@pytest.mark.parametrize("name", ["raises_its_limit", "has_too_few_descriptors"])
+def test_limits_of_descriptors(name):
+    check(name, run(6, name, UCX_TLS="tcp,self"))
+
+
+@pytest.mark.parametrize("over", NETWORKS)
+def test_ranks_of_one_machine_listen_on_its_loopback_interface(over):
+    check("listens_on_loopback", run(2, "listens_on_loopback", **NETWORKS[over]))
+
+
+def test_chaos():
+    """Some events of chaos_ucx.py, which --minutes 10 goes on with."""
+    command = [sys.executable, str(ROOT / "tests" / "chaos_ucx.py"), "--minutes", "0.15", "--seed", "4"]
+    ended = subprocess.run(
+        command,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=110 * patience.factor(),
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
 @pytest.mark.parametrize("name", ["other_size", "shrinks_in_a_fork", "stays_away"])
 def test_set_up_and_sizes(name):
     check(name, run(2, name))
@@ -152,17 +177,28 @@ def test_survivors_go_on_and_take_in_a_new_rank():
 
 def test_settings_of_the_environment_come_first(monkeypatch):
     monkeypatch.delenv("UCX_KEEPALIVE_INTERVAL", raising=False)
-    assert dict(ucx._config(None))["KEEPALIVE_INTERVAL"] == "1s"
+    assert dict(ucx._config(Network.towards(None)))["KEEPALIVE_INTERVAL"] == "1s"
     monkeypatch.setenv("UCX_KEEPALIVE_INTERVAL", "3s")
     monkeypatch.setenv("QCCL_NET", "lo")
-    config = dict(ucx._config("127.0.0.1"))
+    config = dict(ucx._config(Network.towards("127.0.0.1")))
     assert "KEEPALIVE_INTERVAL" not in config and config["NET_DEVICES"] == "lo"
     monkeypatch.setenv("QCCL_NET", "lo,eth77")
     with pytest.raises(qccl.ArgumentError, match=r"no network interface 'eth77'; it has .*lo"):
-        ucx._config(None)
+        ucx._config(Network.towards(None))
 
 
 def test_the_interface_to_this_machine_is_none():
     """UCX has no route over the loopback interface alone."""
-    assert ucx._interface_to("127.0.0.1") is None
-    assert ucx._interface_to("no-such-host.invalid") is None
+    assert network._interface_to("127.0.0.1") is None
+    assert network._interface_to("no-such-host.invalid") is None
+
+
+@pytest.mark.every_size
+@pytest.mark.parametrize("over", NETWORKS)
+def test_chaos_for_ten_minutes(over):
+    command = [sys.executable, str(ROOT / "tests" / "chaos_ucx.py"), "--minutes", "10", "--seed", str(time.time_ns())]
+    command += ["--network", NETWORKS[over].get("UCX_TLS", "")]
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=900, check=False
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -6,10 +6,12 @@ import contextlib
 import gc
 import json
 import os
+import resource
 import signal
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import patience
@@ -58,6 +60,60 @@ def cannot_start(*where) -> None:
     else:
         raise AssertionError("it started")
     assert time.monotonic() - begin < 20 * BUSY, "the other rank waited for the deadline"
+
+
+def limit_descriptors(rank: int, soft: int, hard: int) -> None:
+    """Rank 1 may open so many beside those that it has, with the soft limit, and when it has raised that."""
+    if rank == 1:
+        used = len(os.listdir("/proc/self/fd"))
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + soft, min(used + hard, most)))
+
+
+def raises_its_limit(*where) -> None:
+    """A soft limit that is too low for the connections does not matter."""
+    UcxTransport(lambda note: [note], 20.0).close()  # from now on UCX is loaded
+    limit_descriptors(where[0], 14, 1000)
+    with connect(*where) as comm:
+        assert (comm.quantized_allreduce(np.ones(1000, np.float32)) == comm.size).all()
+    if where[0] == 1:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        assert soft > len(os.listdir("/proc/self/fd")) + 14
+
+
+def has_too_few_descriptors(*where) -> None:
+    """All ranks learn which one may open too few, and by the name of the error."""
+    limit_descriptors(where[0], 15, 15)
+    try:
+        connect(*where)
+    except qccl.EngineError as error:
+        assert str(error).startswith("rank 1: EMFILE (too many open files): TCP needs 11 descriptors"), error
+    else:
+        raise AssertionError("it started")
+
+
+def listening() -> set[str]:
+    """The addresses at which this process listens."""
+    own = set()
+    for each in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the folder itself
+            own.add(os.readlink(each))
+    found = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
+                found.add(fields[1].partition(":")[0])
+    return found
+
+
+def listens_on_loopback(*where) -> None:
+    """Ranks of one machine open no port to others, not for the next group either."""
+    with connect(*where) as comm:
+        assert listening() == {"0100007F"}, listening()
+        comm = comm.shrink()
+        assert listening() == {"0100007F"}, listening()
+        assert comm.address.startswith("127.0.0.1:"), comm.address
 
 
 def closes_in_turn(*where) -> None:

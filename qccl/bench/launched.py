@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from qccl.errors import ArgumentError, QcclError
-from qccl.launch import has_mpi
+from qccl.launch import uses_mpi
 from qccl.launchers import Launcher, detect
 from qccl.meetings import of_launcher, wanted_transport
 
@@ -81,7 +81,7 @@ def check_other_ranks(launcher: Launcher) -> None:
 def _all_errors(launcher: Launcher, text: str) -> list[str]:
     """Collective: the ``text`` of every rank, by rank; only this rank's if it cannot reach the others."""
     try:
-        if has_mpi(launcher, wanted_transport()):
+        if uses_mpi(launcher, wanted_transport()):
             from mpi4py import MPI
 
             return MPI.COMM_WORLD.allgather(text)

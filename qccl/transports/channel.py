@@ -2,37 +2,40 @@
 
 from __future__ import annotations
 
-import json
+import hashlib
 import select
 import socket
 import struct
 import time
 from typing import Any
 
-__all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "Channel", "call", "listen"]
+from qccl.transports.messages import MOST_NBYTES, encode, parse
+from qccl.transports.sockets import connect
+from qccl.transports.strangers import NotARank
+
+__all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "Channel", "call"]
 
 #: how long the other side may take to take a message or to answer, and a machine to accept a connection
 ANSWER_SECONDS = 2.0
 CONNECT_SECONDS = 0.5
-#: how long a caller may take to say something
-_STRANGER_SECONDS = 10.0
-_HEAD = struct.Struct("<8sI")
-_MAGIC = b"qccl/mem"
-_MOST_NBYTES = 64 << 20
+#: messages that wait to be read, at most: each side waits for an answer after one or two
+_MOST_MESSAGES = 4
+_HEAD = struct.Struct("<8sI16s")  # magic, length of the content, its checksum
+_MAGIC = b"qccl/me2"
+_PART_NBYTES = 1 << 16
 
 
 class Channel:
-    """A connection with messages: JSON behind a magic number and a length.
+    """A connection with messages: JSON behind a magic number, a length and a checksum.
 
     Attributes:
         inbox: messages that hear() has read.
-        has_ended: the other side has closed the connection, or is lost.
+        has_ended: the other side has closed the connection, is lost, or is not a rank.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._received = b""
-        self._silent_until = time.monotonic() + _STRANGER_SECONDS
+        self._received = bytearray()
         self.inbox: list[Any] = []
         self.has_ended = False
 
@@ -42,17 +45,22 @@ class Channel:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
+    @property
+    def nbytes(self) -> int:
+        """What has come of a message that is not complete."""
+        return len(self._received)
+
     def close(self) -> None:
         self._connection.close()
 
-    def send(self, message: dict[str, Any]) -> None:
+    def send(self, message: dict[str, Any], seconds: float = ANSWER_SECONDS) -> None:
         """Raises OSError if the other side has ended, or does not take the message in time."""
-        content = json.dumps(message).encode()
-        self._connection.settimeout(ANSWER_SECONDS)
-        self._connection.sendall(_HEAD.pack(_MAGIC, len(content)) + content)
+        content = encode(message)
+        self._connection.settimeout(max(0.0, seconds))  # sendall's is for the whole
+        self._connection.sendall(_HEAD.pack(_MAGIC, len(content), _checksum(content)) + content)
 
     def receive(self, until: float) -> Any:
-        """The next message. Raises TimeoutError at ``until``, OSError if the other side has ended."""
+        """The next message. Raises TimeoutError at ``until``, another OSError if the other side has ended."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         self.hear()
@@ -67,48 +75,49 @@ class Channel:
         return self.inbox.pop(0)
 
     def hear(self) -> None:
-        """Put what has come into ``inbox``. Raises OSError for a caller that speaks another protocol, or nothing."""
+        """Put what has come into ``inbox``, of one message's size at most. Raises NotARank if it is something else."""
         self._connection.setblocking(False)
         try:
-            while part := self._connection.recv(1 << 16):
+            while not self.has_ended and len(self._received) < _HEAD.size + MOST_NBYTES:
+                part = self._connection.recv(_PART_NBYTES)
                 self._received += part
-                self._silent_until = float("inf")
-            self.has_ended = True
+                self.has_ended = not part
         except BlockingIOError:
             pass
         except OSError:
             self.has_ended = True
-        if time.monotonic() > self._silent_until:
-            raise ConnectionError("the caller says nothing")
+        try:
+            self._read()
+        except NotARank:
+            self.has_ended = True
+            self._received.clear()
+            raise
+
+    def _read(self) -> None:
+        """Take the messages that are complete."""
         while len(self._received) >= _HEAD.size:
-            magic, length = _HEAD.unpack_from(self._received)
-            if magic != _MAGIC or length > _MOST_NBYTES:
-                raise ConnectionError("the caller is not a rank")
+            magic, length, checksum = _HEAD.unpack_from(self._received)
+            if magic != _MAGIC:
+                raise NotARank("it speaks another protocol")
+            if length > MOST_NBYTES:
+                raise NotARank("a message that is too long")
             end = _HEAD.size + length
             if len(self._received) < end:
                 return
-            self.inbox.append(_message(self._received[_HEAD.size : end]))
-            self._received = self._received[end:]
+            if len(self.inbox) == _MOST_MESSAGES:
+                raise NotARank("too many messages")
+            content = bytes(self._received[_HEAD.size : end])
+            if checksum != _checksum(content):
+                raise NotARank("a damaged message")
+            self.inbox.append(parse(content))
+            del self._received[:end]
 
 
-def _message(content: bytes) -> dict[str, Any]:
-    try:
-        message = json.loads(content)
-    except ValueError as error:
-        raise ConnectionError("the caller is not a rank") from error
-    if not isinstance(message, dict) or "kind" not in message:
-        raise ConnectionError("the caller is not a rank")
-    return message
-
-
-def listen() -> socket.socket:
-    """A socket for connections to any port that is free."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024)
-    return socket.create_server(("", 0), backlog=1024)
+def _checksum(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=16, person=b"qccl message").digest()
 
 
 def call(place: tuple[str, int], until: float) -> Channel:
     """A connection. Raises ConnectionRefusedError if nobody listens, another OSError if the machine does not answer."""
     left = max(0.01, until - time.monotonic())
-    return Channel(socket.create_connection(place, timeout=min(left, CONNECT_SECONDS)))
+    return Channel(connect(place, min(left, CONNECT_SECONDS)))

@@ -34,7 +34,11 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from qccl.errors import CollectiveTimeout, PeerLost
-from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, call, listen
+from qccl.transports.callers import Caller, Callers
+from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, call
+from qccl.transports.messages import Decision, Member
+from qccl.transports.sockets import listen, place_text
+from qccl.transports.strangers import NotARank
 
 __all__ = ["Decision", "Member", "Membership"]
 
@@ -44,45 +48,10 @@ _RETRY_SECONDS = 0.05
 _MARGIN_SECONDS = 5.0
 
 
-class Member(NamedTuple):
-    """A process: its unique id, the address of its socket, and that of its UCX worker in hexadecimal digits."""
-
-    id: str
-    host: str
-    port: int
-    worker: str
-
-
-class Decision(NamedTuple):
-    """A group.
-
-    Attributes:
-        epoch: its number.
-        members: in the order of their ranks.
-        calls: the number of their next call.
-        left_out: ranks of earlier groups that have not ended, and perhaps do not know that they are left out.
-    """
-
-    epoch: int
-    members: tuple[Member, ...]
-    calls: int
-    left_out: tuple[Member, ...] = ()
-
-    @classmethod
-    def of(cls, found: Any) -> Decision:
-        """From JSON."""
-        epoch, members, calls, left_out = found
-        return cls(int(epoch), _members(members), int(calls), _members(left_out))
-
-
-def _members(found: Any) -> tuple[Member, ...]:
-    return tuple(Member(*each) for each in found)
-
-
 class _Own(NamedTuple):
-    """What a rank brings to the next group."""
+    """What a rank brings to the next group: itself with its new worker, its calls, and processes that wait at it."""
 
-    worker: str
+    member: Member
     calls: int
     newcomers: list[Member]
 
@@ -96,15 +65,14 @@ class Membership:
     """
 
     def __init__(self, host: str) -> None:
-        """``host``: the address of this machine, as the others reach it."""
-        self._callers: list[Channel] = []
-        self._server = listen()
-        self._server.setblocking(False)
-        self._host, self._port = host, int(self._server.getsockname()[1])
+        """``host``: the address of this machine, as the others reach it; if it is a number, no other is listened at."""
         self._id = os.urandom(16).hex()
+        server = listen(host)
+        self._callers = Callers(server, self._id)
+        self._host, self._port = host, int(server.getsockname()[1])
         self._latest = Decision(-1, (), 0)
-        self._promised: list[int] = [0, 0]  # ballot: number and coordinator
-        self._accepted: list[Any] | None = None  # ballot and list
+        self._promised = 0, 0  # ballot: number and coordinator
+        self._accepted: tuple[tuple[int, int], Decision] | None = None  # ballot and list
         self._patience = 0.0  # until when this rank follows the present coordinator
 
     @property
@@ -129,11 +97,11 @@ class Membership:
     @property
     def address(self) -> str:
         """For qccl.join()."""
-        return f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
+        return place_text((self._host, self._port))
 
     def member(self, worker: bytes) -> Member:
         """This process, with the address of its worker."""
-        return Member(self._id, self._host, self._port, worker.hex())
+        return Member.make(self._id, self._host, self._port, worker)
 
     def begin(self, members: Iterable[Member]) -> None:
         """The first group."""
@@ -141,10 +109,7 @@ class Membership:
 
     def close(self) -> None:
         """Leave: from now on this process counts as ended. Idempotent."""
-        self._server.close()
-        for channel in self._callers:
-            channel.close()
-        self._callers = []
+        self._callers.close()
 
     def find_ended(self, suspect: int) -> int | None:
         """A rank whose process has ended, ``suspect`` if it has; None if none ends within a moment.
@@ -156,9 +121,9 @@ class Membership:
         others = [rank for rank in range(len(self.members)) if rank not in (suspect, self.rank)]
         while time.monotonic() < deadline:
             for rank in (suspect, *others):
-                _, host, port, _ = self.members[rank]
+                member = self.members[rank]
                 try:
-                    call((host, port), deadline).close()
+                    call((member.host, member.port), deadline).close()
                 except ConnectionRefusedError:
                     return rank
                 except OSError:
@@ -167,7 +132,7 @@ class Membership:
         return None
 
     def __del__(self) -> None:
-        if hasattr(self, "_server"):  # otherwise there is no socket
+        if hasattr(self, "_callers"):  # otherwise there is no socket
             self.close()
 
     # -- the next group ----------------------------------------------------------------------------------------------
@@ -178,8 +143,8 @@ class Membership:
         The ranks that have not ended and do not come cost ``timeout`` seconds together, or each if they would have
         coordinated. Raises PeerLost if the group goes on without this rank, CollectiveTimeout if too many are silent.
         """
-        newcomers = [Member(*each["member"]) for _, each in self._knocks()] if grows else []
-        own = _Own(worker.hex(), calls, newcomers)
+        newcomers = [message["member"] for _, message in self._knocks()] if grows else []
+        own = _Own(self.member(worker), calls, list({each.id: each for each in newcomers}.values()))
         ended: set[int] = set()
         silent: set[int] = set()
         for rank in range(self.rank):
@@ -195,14 +160,16 @@ class Membership:
     def knock(self, address: tuple[str, int], worker: bytes, timeout: float) -> Decision:
         """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""
         deadline = time.monotonic() + timeout
-        hello = {"kind": "knock", "member": self.member(worker)}
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError), call(address, deadline) as channel:
+                hello = {"kind": "knock", "nonce": _greeting(channel, deadline), "member": self.member(worker)}
                 channel.send(hello)
-                return self._adopt(Decision.of(channel.receive(deadline)["decided"]))
+                decision = self._checked(_expect(channel.receive(deadline), "decided")["decided"])
+                if any(member.id == self._id for member in decision.members):
+                    return self._adopt(decision)
             time.sleep(_RETRY_SECONDS)
         raise CollectiveTimeout(
-            f"no group took this process in at {address[0]}:{address[1]} within {timeout} s; the address must be "
+            f"no group took this process in at {place_text(address)} within {timeout} s; the address must be "
             f"comm.address of one of its ranks, and all ranks must call comm.grow()"
         )
 
@@ -210,59 +177,49 @@ class Membership:
         """Number of the processes that wait at this rank's address."""
         return len(self._knocks())
 
-    def _knocks(self) -> list[tuple[Channel, Any]]:
-        self._hear()
-        return [(each, each.inbox[0]) for each in self._callers if each.inbox and each.inbox[0]["kind"] == "knock"]
+    def _knocks(self) -> list[tuple[Caller, Any]]:
+        self._callers.hear()
+        return self._callers.knocks()
+
+    def _checked(self, decision: Decision) -> Decision:
+        """A decision that came from outside. Raises NotARank if it is not one after this rank's group."""
+        own = [member for member in decision.members if member.id == self._id]
+        if decision.epoch <= self.epoch or any(member[1:3] != (self._host, self._port) for member in own):
+            raise NotARank("a decision on no group of this rank")
+        return decision
 
     def _adopt(self, decision: Decision) -> Decision:
         if decision.epoch > self.epoch:
-            self._latest, self._promised, self._accepted = decision, [0, 0], None
+            self._latest, self._promised, self._accepted = decision, (0, 0), None
             members = {member.id for member in decision.members}
-            for channel, hello in self._knocks():
-                if hello["member"][0] in members:
-                    self._dismiss(channel, kind="decided", decided=decision)
+            until = time.monotonic() + ANSWER_SECONDS
+            for caller, message in self._knocks():
+                if message["member"].id in members:
+                    self._tell(caller, message["member"].id, until - time.monotonic())
         _ = self.rank  # raises
         return self._latest
 
-    def _hear(self) -> None:
-        """Accept connections, and read what has come over them."""
-        with contextlib.suppress(OSError):
-            while True:
-                connection, _ = self._server.accept()
-                self._callers.append(Channel(connection))
-        for channel in list(self._callers):
-            try:
-                channel.hear()
-            except OSError:
-                self._dismiss(channel)
-            else:
-                if channel.has_ended and all(message["kind"] != "decided" for message in channel.inbox):
-                    self._dismiss(channel)
-
-    def _dismiss(self, channel: Channel, **message: object) -> None:
-        """Close a connection, after a last ``message``."""
-        self._callers.remove(channel)
-        with contextlib.suppress(OSError), channel:
-            if message:
-                channel.send(message)
+    def _tell(self, caller: Caller, to: str, seconds: float = ANSWER_SECONDS) -> None:
+        """Tell a caller of the latest group, and no more."""
+        self._callers.dismiss(caller, seconds, kind="decided", to=to, decided=self._latest)
 
     # -- followers ---------------------------------------------------------------------------------------------------
 
     def _follow(self, rank: int, own: _Own) -> Decision:
         """What rank ``rank`` decides. Raises ConnectionRefusedError if it has ended, TimeoutError if it is silent."""
-        to, host, port, _ = self.members[rank]
+        to, host, port = self.members[rank][:3]
         while time.monotonic() < self._patience:
             try:
                 with call((host, port), self._patience) as channel:
-                    channel.send(self._hello("join", own, to))
-                    return self._obey(channel)
+                    channel.send(self._hello("join", own, to, _greeting(channel, self._patience)))
+                    return self._obey(channel, to)
             except ConnectionRefusedError:
                 raise
             except OSError:  # it begins again, has ended, or is out of reach
                 time.sleep(_RETRY_SECONDS)
         raise TimeoutError
 
-    def _obey(self, channel: Channel) -> Decision:
+    def _obey(self, channel: Channel, to: str) -> Decision:
         while True:
             message = channel.receive(self._patience)
             match message["kind"]:
@@ -271,21 +228,33 @@ class Membership:
                 case "stranger":
                     raise ConnectionRefusedError
                 case "tell":
-                    channel.send({"kind": "decided", "decided": self._latest})
+                    channel.send({"kind": "decided", "to": to, "decided": self._latest})
                 case "prepare":
                     self._promised = message["ballot"]
                     channel.send({"kind": "promised"})
                 case "accept":
                     self._promised = message["ballot"]
-                    self._accepted = [message["ballot"], message["value"]]
+                    self._accepted = message["ballot"], self._checked(message["value"])
                     channel.send({"kind": "accepted"})
                 case _:
-                    return Decision.of(message["decided"])
+                    return self._checked(_expect(message, "decided")["decided"])
 
-    def _hello(self, kind: str, own: _Own, to: str) -> dict[str, Any]:
+    def _hello(self, kind: str, own: _Own, to: str, nonce: str) -> dict[str, Any]:
         """The first message to the process with the id ``to``: "join" makes this rank follow it, "probe" does not."""
         state = {"promised": self._promised, "accepted": self._accepted}
-        return {"kind": kind, "id": self._id, "to": to, "epoch": self.epoch, **own._asdict(), **state}
+        return {"kind": kind, "nonce": nonce, "to": to, "epoch": self.epoch, **own._asdict(), **state}
+
+
+def _expect(message: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The message, which must be of this kind."""
+    if message["kind"] != kind:
+        raise NotARank("a message that no rank sends now")
+    return message
+
+
+def _greeting(channel: Channel, until: float) -> str:
+    """What the called process wants to hear again."""
+    return str(_expect(channel.receive(until), "challenge")["nonce"])
 
 
 class _Coordinator:
@@ -342,25 +311,41 @@ class _Coordinator:
 
     def _hear(self) -> Decision | None:
         """Handle the messages that have come; a decision that this rank has missed, if one of them has it."""
-        self._me._hear()
+        me = self._me
+        me._callers.hear()
         for rank, (channel, _) in list(self._joined.items()):
             self._keep(self._joined, rank, channel)
-        for channel in list(self._me._callers):
-            if channel.inbox and channel.inbox[0]["kind"] != "knock":
-                decision = self._answer(channel, channel.inbox.pop(0))
+        for caller in me._callers:
+            if not caller.is_knock:
+                decision = self._answer(caller, caller.inbox.pop(0))
                 if decision is not None:
                     return decision
         for rank, probe in list(self._probes.items()):
             self._keep(self._probes, rank, probe)
             while probe.inbox:
-                message = probe.inbox.pop(0)
-                if message["kind"] == "decided":
-                    return Decision.of(message["decided"])
-                if message["kind"] == "stranger":
-                    self._ended.add(rank)
+                try:
+                    decision = self._hear_probe(rank, probe, probe.inbox.pop(0))
+                except OSError:
+                    probe.close()
+                    self._probes.pop(rank, None)
                     break
-                with contextlib.suppress(OSError):
-                    probe.send({"kind": "decided", "decided": self._me._latest})
+                if decision is not None:
+                    return decision
+        return None
+
+    def _hear_probe(self, rank: int, probe: Channel, message: Any) -> Decision | None:
+        """The answer of a process at a missing rank's socket. Raises OSError if it is of no use."""
+        me = self._me
+        to = me.members[rank].id
+        match message["kind"]:
+            case "challenge":
+                probe.send(me._hello("probe", self._own, to, message["nonce"]))
+            case "stranger":
+                self._ended.add(rank)
+            case "tell":
+                probe.send({"kind": "decided", "to": to, "decided": me._latest})
+            case _:
+                return me._checked(_expect(message, "decided")["decided"])
         return None
 
     def _keep(self, channels: dict[int, Any], rank: int, channel: Channel) -> None:
@@ -371,27 +356,31 @@ class _Coordinator:
             channel.close()
             del channels[rank]
 
-    def _answer(self, channel: Channel, message: Any) -> Decision | None:
+    def _answer(self, caller: Caller, message: Any) -> Decision | None:
         me = self._me
-        if message.get("to", me._id) != me._id:  # the process that had this port has ended
-            me._dismiss(channel, kind="stranger")
-            return None
         if message["kind"] == "decided":
-            me._dismiss(channel)
-            return Decision.of(message["decided"])
-        rank = next((r for r, member in enumerate(me.members) if member.id == message["id"]), None)
+            me._callers.dismiss(caller)
+            with contextlib.suppress(NotARank):
+                decision = me._checked(message["decided"])
+                # nobody sends it of his own accord but to those whom it leaves out
+                if caller.was_asked or any(member.id == me._id for member in decision.left_out):
+                    return decision
+            return None
+        member = message["member"]
+        rank = next((r for r, each in enumerate(me.members) if each[:3] == member[:3]), None)
         if message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
-            me._dismiss(channel, kind="decided", decided=me._latest)
+            me._tell(caller, member.id)
         elif message["epoch"] > me.epoch:
+            caller.was_asked = True
             with contextlib.suppress(OSError):
-                channel.send({"kind": "tell"})
+                caller.send({"kind": "tell"})
         elif message["kind"] == "join" and rank is not None:
             if rank in self._joined:
                 self._joined[rank][0].close()  # that connection was lost
-            me._callers.remove(channel)
-            self._joined[rank] = channel, message
+            me._callers.take(caller)
+            self._joined[rank] = caller, message
             with contextlib.suppress(OSError):
-                channel.send({"kind": "wait", "seconds": max(0.0, self._until - time.monotonic())})
+                caller.send({"kind": "wait", "seconds": max(0.0, self._until - time.monotonic())})
         return None
 
     def _probe(self, missing: list[int]) -> None:
@@ -403,10 +392,9 @@ class _Coordinator:
         for rank in missing:
             if rank in self._probes:
                 continue
-            to, host, port, _ = self._me.members[rank]
+            _, host, port = self._me.members[rank][:3]
             try:
                 self._probes[rank] = call((host, port), now + CONNECT_SECONDS)
-                self._probes[rank].send(self._me._hello("probe", self._own, to))
             except ConnectionRefusedError:
                 self._ended.add(rank)
             except OSError:
@@ -418,19 +406,18 @@ class _Coordinator:
         """Decide with the ranks that have joined. Raises OSError if one of them is lost in the middle."""
         me = self._me
         joins = [message for _, message in self._joined.values()]
-        ballot = [1 + max(each[0] for each in (me._promised, *(join["promised"] for join in joins))), self._rank]
+        ballot = 1 + max(each[0] for each in (me._promised, *(join["promised"] for join in joins))), self._rank
         me._promised = ballot
         self._ask({"kind": "prepare", "ballot": ballot}, "promised")
         accepted = [each for each in (me._accepted, *(join["accepted"] for join in joins)) if each]
         value = max(accepted, key=lambda each: each[0])[1] if accepted else self._next_group()
-        me._accepted = [ballot, value]
+        me._accepted = ballot, value
         self._ask({"kind": "accept", "ballot": ballot, "value": value}, "accepted")
-        decision = Decision.of(value)
-        _inform(decision.left_out, decision)
-        for channel, _ in self._joined.values():
+        _inform(value.left_out, value)
+        for channel, join in self._joined.values():
             with contextlib.suppress(OSError):
-                channel.send({"kind": "decided", "decided": decision})
-        return decision
+                channel.send({"kind": "decided", "to": join["member"].id, "decided": value})
+        return value
 
     def _ask(self, message: dict[str, Any], answer: str) -> None:
         for channel, _ in self._joined.values():
@@ -443,15 +430,25 @@ class _Coordinator:
     def _next_group(self) -> Decision:
         """The ranks that take part, in their present order, and the processes that wait at them."""
         brought = {self._rank: self._own} | {
-            rank: _Own(join["worker"], join["calls"], [Member(*each) for each in join["newcomers"]])
-            for rank, (_, join) in self._joined.items()
+            rank: _Own(join["member"], join["calls"], join["newcomers"]) for rank, (_, join) in self._joined.items()
         }
-        members = [self._me.members[rank]._replace(worker=brought[rank].worker) for rank in sorted(brought)]
-        newcomers = itertools.chain.from_iterable(brought[rank].newcomers for rank in sorted(brought))
+        present = [each.member for _, each in sorted(brought.items())]
+        newcomers = itertools.chain.from_iterable(each.newcomers for _, each in sorted(brought.items()))
         calls = max(each.calls for each in brought.values())
         latest = self._me._latest
         left_out = [*_inform(latest.left_out, latest), *(self._me.members[rank] for rank in self._missing())]
-        return Decision(latest.epoch + 1, (*members, *newcomers), calls, tuple(left_out))
+        return Decision(latest.epoch + 1, _distinct((*present, *newcomers)), calls, tuple(left_out))
+
+
+def _distinct(members: Iterable[Member]) -> tuple[Member, ...]:
+    """The first one with each id, and at each place."""
+    ids: dict[str, Member] = {}
+    places: set[tuple[str, int]] = set()
+    for member in members:
+        if member.id not in ids and (member.host, member.port) not in places:
+            ids[member.id] = member
+            places.add((member.host, member.port))
+    return tuple(ids.values())
 
 
 def _inform(processes: Iterable[Member], decision: Decision) -> list[Member]:

@@ -54,7 +54,7 @@ from qccl.errors import (  # noqa: E402
 from qccl.launchers import check_alone  # noqa: E402
 from qccl.transports.native import NativeTransport  # noqa: E402
 
-__all__ = ["MpiTransport"]
+__all__ = ["MpiTransport", "world_size"]
 
 #: tests in a row after which a wait in set-up, where latency does not matter, naps
 _YIELDS = 200
@@ -101,6 +101,13 @@ def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
     if peer >= 0:
         raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
     raise EngineError(_FINALIZED)
+
+
+def world_size() -> int:
+    """The ranks that MPI knows. It is initialized if it was not."""
+    if not MPI.Is_initialized():
+        MPI.Init_thread()
+    return int(MPI.COMM_WORLD.Get_size())
 
 
 def _bytes_of(handle: Any) -> bytes:
@@ -215,8 +222,7 @@ class MpiTransport(NativeTransport):
     @classmethod
     def world(cls, timeout: float = 60.0) -> MpiTransport:
         """Collective: all ranks of the job."""
-        if not MPI.Is_initialized():
-            MPI.Init_thread()
+        world_size()
         return cls.from_mpi(MPI.COMM_WORLD, timeout)
 
     def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:

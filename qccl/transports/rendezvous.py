@@ -4,12 +4,17 @@ torchrun sets MASTER_ADDR and MASTER_PORT, and so may scripts. torchrun's own st
 listens ``PORT_OFFSET`` above it, or at QCCL_PORT where that is set. Rank 0 answers when all ranks have called. It
 serves all connections at once, so that a slow or silent one delays nobody. Lengths, job and checksum of every message
 are checked, and nothing received is executed or unpickled. The deadline is that of the whole meeting.
+
+A caller is a rank when it has proved that it knows the job's name, with a nonce of rank 0 that makes old messages
+useless; rank 0 proves the same. If two processes want to be the same rank, the one that came first must prove it once
+more. If it does, the other is told that the rank exists, and otherwise it takes the place.
 """
 
 from __future__ import annotations
 
 import errno
 import hashlib
+import hmac
 import itertools
 import os
 import selectors
@@ -18,28 +23,34 @@ import struct
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.transports.sockets import connect, host_of, listen, place_text, seats
+from qccl.transports.strangers import printable, report
 
 __all__ = ["PORT_OFFSET", "gather", "meeting_place"]
 
 PORT_OFFSET = 17
-#: largest note of a rank, and of all ranks together
+#: largest note of a rank, and reason for a refusal
 NOTE_NBYTES = 64 << 10
-ANSWER_NBYTES = 256 << 20
+_REASON_NBYTES = 4096
 
 _MAGIC = b"qccl/rdv"
-_HELLO = struct.Struct(
-    "<8sIIII16s8sI"
-)  # magic, version, rank, size, number of the meeting, job, process, note's length
+#: magic, version, rank, size, number of the meeting, job, process, note's length
+_HELLO = struct.Struct("<8sIIII16s8sI")
 _REPLY = struct.Struct("<8sIII32s")  # magic, version, verdict, length of the content, SHA-256 of verdict and content
-_VERSION = 4
-_WELCOME, _LATER, _REFUSED = range(3)
+_VERSION = 5
+_WELCOME, _LATER, _REFUSED, _PROVE = range(4)
 _ACKNOWLEDGE = b"\x06"
+#: content of _PROVE: a nonce, and rank 0's own proof; a proof is a keyed hash
+_NONCE_NBYTES, _PROOF_NBYTES = 16, 32
 
-#: how long a connection may take to introduce itself, or to take an answer; and the pause between a rank's tries
+#: how long a connection may take to introduce itself, or to take an answer; to prove itself; and between a rank's tries
 _PATIENCE_SECONDS = 2.0
+_PROOF_SECONDS = 2.0
+#: ranks that proved themselves longer ago do so once more before the answer is made
+_FRESH_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 
 #: gather() numbers its calls in a process, so that a rank ahead of the others does not take part in their meeting
@@ -48,13 +59,16 @@ _numbers = itertools.count(1)
 
 def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     """Host and port from MASTER_ADDR, MASTER_PORT and QCCL_PORT. Raises ArgumentError where they do not say."""
-    host = environ.get("MASTER_ADDR")
+    host = host_of(environ.get("MASTER_ADDR", ""))
     text = environ.get("QCCL_PORT") or environ.get("MASTER_PORT")
     if not host or not text:
+        missing = " and ".join(
+            name for name, value in (("MASTER_ADDR", host), ("MASTER_PORT (or QCCL_PORT)", text)) if not value
+        )
         raise ArgumentError(
-            "the ranks cannot find each other: MASTER_ADDR and MASTER_PORT are not set. Set them on all ranks to the "
-            "host of rank 0 and a free port there; in a batch script of Slurm: export MASTER_ADDR=$(scontrol show "
-            "hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500"
+            f"the ranks cannot find each other: {missing} {'are' if not (host or text) else 'is'} not set. Set "
+            f"MASTER_ADDR and MASTER_PORT on all ranks to the host of rank 0 and a free port there; in a batch script "
+            f"of Slurm: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500"
         )
     name = "QCCL_PORT" if environ.get("QCCL_PORT") else "MASTER_PORT"
     port = int(text) if text.isdecimal() else 0
@@ -65,12 +79,22 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
     return host, port
 
 
-def gather(note: bytes, rank: int, size: int, place: tuple[str, int], timeout: float, job: str = "") -> list[bytes]:
+def gather(
+    note: bytes,
+    rank: int,
+    size: int,
+    place: tuple[str, int],
+    timeout: float,
+    job: str = "",
+    *,
+    is_local: bool = False,
+) -> list[bytes]:
     """Collective: the notes of all ranks, in rank order.
 
     A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job``, size or meeting
-    (this function's number of calls in the process) are told to go or to wait. Raises CollectiveTimeout, MismatchError
-    for a rank of another group, EngineError for another program at that port.
+    (this function's number of calls in the process) are told to go or to wait. ``is_local`` says that all ranks are on
+    this machine. Raises CollectiveTimeout, MismatchError for a rank of another group, EngineError for another program
+    at that port.
     """
     number = next(_numbers)
     if len(note) > NOTE_NBYTES:
@@ -81,33 +105,37 @@ def gather(note: bytes, rank: int, size: int, place: tuple[str, int], timeout: f
         return [note]
     if rank:
         hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, os.urandom(8), len(note)) + note
-        joined = _ask(hello, place, deadline, timeout)
-    else:
-        with _listen(place) as server, _Meeting(server, note, size, number, digest) as meeting:
-            joined = meeting.serve(deadline, timeout)
-    lengths = struct.unpack_from(f"<{size}I", joined)
-    ends = [4 * size + sum(lengths[: r + 1]) for r in range(size)]
-    return [joined[end - length : end] for end, length in zip(ends, lengths, strict=True)]
+        return _ask(hello, size, job.encode(), place, deadline, timeout)
+    with _listen(place, is_local) as server, _Meeting(server, note, size, number, job.encode()) as meeting:
+        return meeting.serve(deadline, timeout)
 
 
 def _join(notes: Sequence[bytes]) -> bytes:
     return struct.pack(f"<{len(notes)}I", *map(len, notes)) + b"".join(notes)
 
 
+def _part(joined: bytes, size: int) -> list[bytes] | None:
+    """The reverse of _join(); None if that is not what they are."""
+    if len(joined) < 4 * size:
+        return None
+    lengths = struct.unpack_from(f"<{size}I", joined)
+    ends = list(itertools.accumulate(lengths, initial=4 * size))
+    return [joined[begin:end] for begin, end in itertools.pairwise(ends)] if ends[-1] == len(joined) else None
+
+
+def _proof(job: bytes, who: bytes, *parts: bytes) -> bytes:
+    """That its author knows the job's name."""
+    return hmac.digest(hashlib.sha256(b"qccl" + job).digest(), who + b"".join(parts), "sha256")
+
+
 # -- rank 0 ----------------------------------------------------------------------------------------------------------
 
 
-def _listen(place: tuple[str, int]) -> socket.socket:
-    """A listening socket at the address that the others call, or where that is not an own one, at all own ones."""
+def _listen(place: tuple[str, int], is_local: bool) -> socket.socket:
+    """A listening socket at the address that the others call."""
     host, port = place
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise _in_use(port) from error
-    try:
-        return socket.create_server(("", port), backlog=1024)
+        return listen(host, port, is_local=is_local)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise _in_use(port) from error
@@ -123,13 +151,23 @@ def _in_use(port: int) -> EngineError:
 
 @dataclass(slots=True, eq=False)
 class _Caller:
-    """A connection to rank 0. It is closed at ``until``, a time.monotonic()."""
+    """A connection to rank 0. It is closed at ``until``, a time.monotonic().
+
+    Attributes:
+        hello: its first message with the note; nothing while that is not complete.
+        nonce: what it must prove to know; nothing if no proof is awaited.
+        is_rank: it has proved that it is rank ``rank`` of this job.
+    """
 
     connection: socket.socket
     until: float
-    received: bytes = b""
-    rank: int = 0  # 0 while unknown
+    received: bytearray = field(default_factory=bytearray)
+    hello: bytes = b""
+    rank: int = 0
     process: bytes = b""
+    nonce: bytes = b""
+    is_rank: bool = False
+    proved_at: float = 0.0
     has_answer: bool = False
 
 
@@ -140,12 +178,16 @@ class _Meeting:
     """
 
     def __init__(self, server: socket.socket, note: bytes, size: int, number: int, job: bytes) -> None:
-        self._server, self._size, self._number, self._job = server, size, number, job
-        self._notes = {0: note}
-        self._served: set[int] = set()
+        self._server, self._note, self._size, self._number, self._job = server, note, size, number, job
+        self._digest = hashlib.sha256(job).digest()[:16]
+        self._callers: dict[_Caller, None] = {}  # in the order in which they came
+        self._ranks: dict[int, _Caller] = {}
+        self._came: set[int] = set()  # perhaps they have gone again
+        self._rivals: list[_Caller] = []  # they say to be a rank that another process is, too
         self._answer: bytes | None = None
+        self._answered: dict[int, bytes] = {}  # the processes whose notes the answer has
+        self._served: set[int] = set()
         self._refusal = ""  # why the last caller was refused
-        self._callers: set[_Caller] = set()
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Meeting:
@@ -154,99 +196,167 @@ class _Meeting:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for caller in list(self._callers):
-            self._drop(caller)
+        for caller in self._callers:
+            caller.connection.close()
         self._selector.close()
 
-    def serve(self, deadline: float, timeout: float) -> bytes:
-        """The answer, when all ranks have it. Raises CollectiveTimeout at the deadline."""
+    def serve(self, deadline: float, timeout: float) -> list[bytes]:
+        """All notes, when all ranks have them. Raises CollectiveTimeout at the deadline."""
+        self._deadline = deadline
         while len(self._served) < self._size - 1:
             now = time.monotonic()
             if now > deadline:
-                missing = sorted(set(range(self._size)) - set(self._notes) or set(range(1, self._size)) - self._served)
                 refused = f"; rank 0 refused a caller: {self._refusal}" if self._refusal else ""
+                others = set(range(1, self._size))
+                missing = sorted(others - self._came or others - (self._served if self._answer else self._ranks.keys()))
                 raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s{refused}")
             for caller in [each for each in self._callers if each.until < now]:
-                self._drop(caller)
+                self._drop(caller, "it says nothing, or too slowly")
+            if self._answer is None and len(self._ranks) == self._size - 1 and not self._rivals:
+                self._answer = self._make_answer()
+            if self._answer is not None:
+                self._send_answers(self._answer)
             until = min([deadline, *(caller.until for caller in self._callers)])
             for key, _ in self._selector.select(max(0.0, until - now)):
                 if key.data is None:
                     self._accept()
-                else:
-                    self._read(key.data, deadline)
-            if len(self._notes) == self._size:
-                self._send_answers(deadline)
-        assert self._answer is not None  # size > 1
-        return self._answer
+                elif key.data in self._callers:
+                    self._read(key.data)
+        notes = _part(self._answer or b"", self._size)
+        assert notes is not None  # size > 1
+        return notes
+
+    def _make_answer(self) -> bytes | None:
+        """The notes of all; None while it is not known whether all ranks are still there."""
+        others = [self._ranks[rank] for rank in range(1, self._size)]
+        for each in others:
+            if not each.nonce and time.monotonic() > each.proved_at + _FRESH_SECONDS:
+                self._ask_for_proof(each)
+        if any(each.nonce for each in others) or len(self._ranks) < len(others):
+            return None
+        self._answered = {each.rank: each.process for each in others}
+        return _join([self._note, *(each.hello[_HELLO.size :] for each in others)])
 
     def _accept(self) -> None:
+        strangers = [each for each in self._callers if not each.is_rank]
+        if len(strangers) >= seats():
+            self._drop(strangers[0], "too many of them at once")
         with suppress(OSError):  # the caller has gone
             connection, _ = self._server.accept()
             connection.setblocking(False)
             caller = _Caller(connection, time.monotonic() + _PATIENCE_SECONDS)
-            self._callers.add(caller)
+            self._callers[caller] = None
             self._selector.register(connection, selectors.EVENT_READ, caller)
 
-    def _drop(self, caller: _Caller) -> None:
-        self._callers.discard(caller)
+    def _drop(self, caller: _Caller, cause: str = "") -> None:
+        if self._callers.pop(caller, caller) is caller:
+            return  # it was dropped before
+        if cause and not caller.is_rank:
+            report(cause)
         self._selector.unregister(caller.connection)
         caller.connection.close()
+        if caller in self._rivals:
+            self._rivals.remove(caller)
+        if self._ranks.get(caller.rank) is caller:
+            del self._ranks[caller.rank]
+            for rival in [each for each in self._rivals if each.rank == caller.rank]:
+                self._rivals.remove(rival)
+                self._claim(rival)
 
-    def _read(self, caller: _Caller, deadline: float) -> None:
-        """Read what has come: a part of the hello, the acknowledgement of an answer, or the end."""
+    def _read(self, caller: _Caller) -> None:
+        """Read what has come: a part of the hello, a proof, the acknowledgement of an answer, or the end."""
         try:
             part = caller.connection.recv(NOTE_NBYTES)
         except BlockingIOError:
             return
         except OSError:
             part = b""
-        if caller.rank and caller.has_answer and part == _ACKNOWLEDGE:
-            self._served.add(caller.rank)
-        if not part or caller.has_answer or caller.rank:
-            return self._drop(caller)  # a rank without the answer calls again
         caller.received += part
-        self._judge_caller(caller, deadline)
+        if not part:
+            return self._drop(caller)  # a rank without the answer calls again
+        if not caller.hello and not caller.has_answer:
+            self._judge_caller(caller)
+        if caller.nonce and len(caller.received) >= _PROOF_NBYTES:
+            self._check_proof(caller)
+        if caller.hello and not caller.nonce and caller.received:
+            if caller.has_answer and caller.is_rank and caller.received == _ACKNOWLEDGE:
+                self._served.add(caller.rank)
+            self._drop(caller)
 
-    def _judge_caller(self, caller: _Caller, deadline: float) -> None:
-        """Accept the caller as a rank, or refuse it, as soon as its hello is complete."""
+    def _judge_caller(self, caller: _Caller) -> None:
+        """Ask the caller for its proof, or refuse it, as soon as its hello is complete."""
         if len(caller.received) < _HELLO.size:
             return
-        rank, verdict, text = _judge(caller.received[: _HELLO.size], self._size, self._number, self._job)
+        head = bytes(caller.received[: _HELLO.size])
+        rank, verdict, text = _judge(head, self._size, self._number, self._digest)
         if verdict is None:
-            return self._drop(caller)
-        if verdict == _WELCOME:
-            *_, process, length = _HELLO.unpack_from(caller.received)
-            if length > NOTE_NBYTES or len(caller.received) > _HELLO.size + length:
-                return self._drop(caller)
-            if len(caller.received) == _HELLO.size + length:
-                others = [each for each in self._callers if each.rank == rank]
-                if any(each.process != process for each in others):
-                    text = f"another process is rank {rank}, too; give every process a rank of its own"
-                    return self._refuse(caller, _REFUSED, text)
-                for other in others:
-                    self._drop(other)  # that connection was lost
-                self._notes[rank] = caller.received[_HELLO.size :]
-                caller.rank, caller.process, caller.until = rank, process, deadline
-            return
-        self._refuse(caller, verdict, text)
+            return self._drop(caller, "it speaks another protocol")
+        if verdict != _WELCOME:
+            return self._refuse(caller, verdict, text)
+        *_, process, length = _HELLO.unpack(head)
+        if length > NOTE_NBYTES or len(caller.received) > _HELLO.size + length:
+            return self._drop(caller, "a message that is too long")
+        if len(caller.received) == _HELLO.size + length:
+            caller.hello, caller.rank, caller.process = bytes(caller.received), rank, process
+            caller.received.clear()
+            self._ask_for_proof(caller)
+
+    def _ask_for_proof(self, caller: _Caller) -> None:
+        caller.nonce, caller.until = os.urandom(_NONCE_NBYTES), time.monotonic() + _PROOF_SECONDS
+        self._send(caller, _PROVE, caller.nonce + _proof(self._job, b"rank 0", caller.nonce, caller.hello))
+
+    def _check_proof(self, caller: _Caller) -> None:
+        proof = bytes(caller.received[:_PROOF_NBYTES])
+        if not hmac.compare_digest(proof, _proof(self._job, b"rank", caller.nonce, caller.hello)):
+            return self._drop(caller, "it does not know the job")
+        del caller.received[:_PROOF_NBYTES]
+        caller.nonce, caller.until, caller.proved_at = b"", self._deadline, time.monotonic()
+        if not caller.is_rank:
+            caller.is_rank = True
+            self._came.add(caller.rank)
+            return self._claim(caller)
+        for rival in [each for each in self._rivals if each.rank == caller.rank]:
+            self._refuse_rival(rival)
+
+    def _claim(self, caller: _Caller) -> None:
+        """Give the caller its place, or find out whether the process is there that has it."""
+        holder = self._ranks.get(caller.rank)
+        if holder is not None and holder.process == caller.process:
+            self._drop(holder)  # that connection was lost
+            holder = self._ranks.get(caller.rank)
+        if self._answered.get(caller.rank, caller.process) != caller.process:
+            self._refuse_rival(caller)
+        elif holder is None:
+            self._ranks[caller.rank] = caller
+        else:
+            self._rivals.append(caller)
+            if not holder.nonce:
+                self._ask_for_proof(holder)
+
+    def _refuse_rival(self, caller: _Caller) -> None:
+        if caller in self._rivals:
+            self._rivals.remove(caller)
+        text = f"another process is rank {caller.rank}, too; give every process a rank of its own"
+        self._refuse(caller, _REFUSED, text)
 
     def _refuse(self, caller: _Caller, verdict: int, text: str) -> None:
         if verdict == _REFUSED:
             self._refusal = text
-        caller.has_answer = True
+        caller.has_answer, caller.is_rank, caller.hello = True, False, caller.hello or b"-"
+        caller.until = time.monotonic() + _PATIENCE_SECONDS
+        caller.received.clear()
         self._send(caller, verdict, text.encode())
 
-    def _send_answers(self, deadline: float) -> None:
-        if self._answer is None:
-            self._answer = _join([self._notes[rank] for rank in range(self._size)])
-        for caller in [each for each in self._callers if each.rank and not each.has_answer]:
+    def _send_answers(self, answer: bytes) -> None:
+        for caller in [each for each in self._ranks.values() if not each.has_answer]:
             caller.has_answer = True
-            self._send(caller, _WELCOME, self._answer)
+            self._send(caller, _WELCOME, answer)
 
     def _send(self, caller: _Caller, verdict: int, content: bytes) -> None:
         """Send a whole reply, or drop the caller, which then calls again."""
         try:
-            _send(caller.connection, _reply(verdict, content), time.monotonic() + _PATIENCE_SECONDS)
+            until = min(self._deadline, time.monotonic() + _PATIENCE_SECONDS)
+            _send(caller.connection, _reply(verdict, content), until)
             caller.connection.setblocking(False)
         except OSError:
             self._drop(caller)
@@ -281,9 +391,9 @@ def _some(ranks: list[int]) -> str:
 # -- the others ------------------------------------------------------------------------------------------------------
 
 
-def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) -> bytes:
+def _ask(hello: bytes, size: int, job: bytes, place: tuple[str, int], deadline: float, timeout: float) -> list[bytes]:
     """Call until rank 0 answers."""
-    where = f"{place[0]}:{place[1]}"
+    where = place_text(place)
     has_met = False
     while True:
         left = deadline - time.monotonic()
@@ -295,19 +405,12 @@ def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) 
                 f"closed by a firewall (QCCL_PORT chooses another)"
             )
         try:
-            with socket.create_connection(place, timeout=left) as server:
+            with connect(place, left) as server:
                 _send(server, hello, deadline)
                 has_met = True
-                head = _receive(server, _REPLY.size, deadline)
-                if len(head) == _REPLY.size:
-                    verdict, content = _receive_content(server, head, where, deadline)
-                    _send(server, _ACKNOWLEDGE, deadline)
-                    if verdict == _WELCOME:
-                        return content
-                    if verdict == _REFUSED:
-                        raise MismatchError(f"{content.decode(errors='replace')} (at {where})")
-                elif head:
-                    raise _stranger(where)
+                notes = _converse(server, hello, size, job, where, deadline)
+                if notes is not None:
+                    return notes
         except socket.gaierror as error:
             raise PeerLost(
                 f"the address of rank 0, {place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
@@ -317,10 +420,41 @@ def _ask(hello: bytes, place: tuple[str, int], deadline: float, timeout: float) 
         time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
 
-def _receive_content(server: socket.socket, head: bytes, where: str, deadline: float) -> tuple[int, bytes]:
+def _converse(
+    server: socket.socket, hello: bytes, size: int, job: bytes, where: str, deadline: float
+) -> list[bytes] | None:
+    """All ranks' notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
+    is_proven = False
+    while head := _receive(server, _REPLY.size, deadline):
+        if len(head) < _REPLY.size:
+            raise _stranger(where)
+        verdict, content = _receive_content(server, head, where, deadline, size * (4 + NOTE_NBYTES))
+        if verdict == _PROVE:
+            nonce, proof = content[:_NONCE_NBYTES], content[_NONCE_NBYTES:]
+            if not hmac.compare_digest(proof, _proof(job, b"rank 0", nonce, hello)):
+                raise _stranger(where)
+            is_proven = True
+            _send(server, _proof(job, b"rank", nonce, hello), deadline)
+            continue
+        _send(server, _ACKNOWLEDGE, deadline)
+        if verdict == _REFUSED:
+            raise MismatchError(f"{printable(content)} (at {where})")
+        if verdict == _LATER:
+            return None
+        notes = _part(content, size)
+        if verdict != _WELCOME or not is_proven or notes is None:
+            raise _stranger(where)
+        return notes
+    return None
+
+
+def _receive_content(
+    server: socket.socket, head: bytes, where: str, deadline: float, most: int = _REASON_NBYTES
+) -> tuple[int, bytes]:
     """Verdict and content of a reply. Raises OSError where the connection ends before it is complete."""
     magic, version, verdict, length, checksum = _REPLY.unpack(head)
-    if magic != _MAGIC or version != _VERSION or length > ANSWER_NBYTES:
+    limits = {_WELCOME: most, _LATER: _REASON_NBYTES, _REFUSED: _REASON_NBYTES, _PROVE: _NONCE_NBYTES + _PROOF_NBYTES}
+    if magic != _MAGIC or version != _VERSION or length > limits.get(verdict, -1):
         raise _stranger(where)
     content = _receive(server, length, deadline)
     if len(content) < length:
@@ -332,8 +466,8 @@ def _receive_content(server: socket.socket, head: bytes, where: str, deadline: f
 
 def _stranger(where: str) -> EngineError:
     return EngineError(
-        f"what answers at {where} is not rank 0 of this version of qccl; set QCCL_PORT to a free port, the same on all "
-        f"ranks"
+        f"what answers at {where} is not rank 0 of this job, or runs another version of qccl; set QCCL_PORT to a free "
+        f"port, the same on all ranks"
     )
 
 
@@ -348,14 +482,14 @@ def _send(connection: socket.socket, message: bytes, deadline: float) -> None:
 
 def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
     """``nbytes``, or fewer where the other side ends. Raises TimeoutError where they have not come by ``deadline``."""
-    received = b""
+    received = bytearray()
     while len(received) < nbytes:
         _set_timeout(connection, deadline)
-        part = connection.recv(nbytes - len(received))
+        part = connection.recv(min(nbytes - len(received), 1 << 20))
         if not part:
             break
         received += part
-    return received
+    return bytes(received)
 
 
 def _set_timeout(connection: socket.socket, deadline: float) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 from qccl.transports.base import numbered
 
-__all__ = ["Topology", "find_topology"]
+__all__ = ["Topology", "find_topology", "network_id"]
 
 
 class Topology(NamedTuple):
@@ -23,11 +24,24 @@ class Topology(NamedTuple):
 
 def find_topology(rank: int, allgather: Callable[[bytes], list[bytes]]) -> Topology:
     """Collective: find the topology from the host name and network namespace of each rank."""
-    try:
-        network = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        network = 0
-    found = allgather(f"{socket.gethostname()}\n{network}".encode())
+    found = allgather(f"{socket.gethostname()}\n{_network()}".encode())
     hosts = [each.split(b"\n")[0] for each in found]
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     return Topology(local_rank, local_size, numbered(found), len(set(found)) == 1)
+
+
+def network_id() -> str:
+    """Equal for two processes that reach each other by the loopback interface; empty if that is not known."""
+    try:
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+    return f"{machine} {_network()}" if machine and _network() else ""
+
+
+def _network() -> int:
+    """The number of this process's network namespace on its machine; 0: unknown."""
+    try:
+        return os.stat("/proc/self/ns/net").st_ino
+    except OSError:
+        return 0

@@ -14,6 +14,9 @@ When a rank fails:
   end of a connection counts as a loss only for ranks that still wait for a message.
 - The ranks that are left agree on a new group (membership.py), and each connects a new worker: regroup().
 
+Ranks that share a machine and its network open no port to other machines (``is_local``): they listen on the loopback
+interface, and UCX uses no other one beside shared memory. Otherwise each listens at the address that the others use.
+
 Settings in the environment (UCX_TLS, UCX_NET_DEVICES and all others) take precedence over those set here.
 """
 
@@ -23,11 +26,10 @@ import atexit
 import contextlib
 import ctypes
 import ctypes.util
-import fcntl
 import importlib.util
 import json
 import os
-import socket
+import re
 import struct
 import time
 import weakref
@@ -37,9 +39,13 @@ from pathlib import Path
 
 from qccl import _host
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, forked
+from qccl.transports import descriptors
 from qccl.transports.base import split_groups
 from qccl.transports.membership import Decision, Member, Membership
+from qccl.transports.messages import parse_member
 from qccl.transports.native import NativeTransport
+from qccl.transports.network import LOOPBACK, Network
+from qccl.transports.strangers import NotARank
 from qccl.transports.watch import Watch
 
 __all__ = ["UcxTransport", "load_library", "version"]
@@ -62,7 +68,8 @@ _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 0.1
 #: of one rank's item in an all-gather
 _MOST_NBYTES = (1 << 31) - 1
-_SIOCGIFADDR = 0x8915
+#: the first release that connects two processes by TCP over the loopback interface alone
+_LOOPBACK_TCP = (1, 22)
 
 _open: weakref.WeakSet[UcxTransport] = weakref.WeakSet()
 
@@ -100,6 +107,23 @@ def version() -> str:
     return str(get().decode())
 
 
+def _config(network: Network) -> list[tuple[str, str]]:
+    """The library's settings, without those that the environment has."""
+    settings = dict(_SETTINGS)
+    interfaces = network.interfaces
+    release = tuple(int(number) for number in re.findall(r"\d+", version())[:2])
+    if (
+        interfaces == LOOPBACK
+        and "UCX_TLS" in os.environ
+        and release < _LOOPBACK_TCP
+        and not os.environ.get("QCCL_NET")
+    ):
+        interfaces = None  # beside shared memory no TCP is needed
+    if interfaces:
+        settings["NET_DEVICES"] = interfaces
+    return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
+
+
 class UcxTransport(NativeTransport):
     """One rank of a group over UCX (interface: ElasticTransport)."""
 
@@ -115,41 +139,47 @@ class UcxTransport(NativeTransport):
         timeout: float,
         *,
         master: str | None = None,
+        is_local: bool = False,
         progress_hook: Callable[[], object] = lambda: None,
     ) -> None:
         """Collective: connect the ranks.
 
         ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' workers
         and sockets. ``master`` is a host that all ranks reach: TCP connections use the network interface that leads
-        there.
+        there. ``is_local`` says that all ranks, and those that join later, are on this machine.
         """
         with contextlib.ExitStack() as on_failure:
             try:
-                membership = Membership(_own_host(master))
+                network = Network.towards(master, is_local=is_local)
+                membership = Membership(network.own_host())
                 on_failure.callback(membership.close)
-                wire = _start(master, membership)
+                wire = _start(network, membership)
             except (EngineError, ArgumentError):
                 gather(b"")  # otherwise the other ranks would wait for this one
                 raise
             on_failure.callback(wire.close, 0)
-            notes = gather(json.dumps(membership.member(wire.address())).encode())
+            member = json.dumps(membership.member(wire.address()))
+            notes = gather(f"{descriptors.left()} {member}".encode())
             if b"" in notes:
                 raise EngineError(f"UCX did not start on rank {notes.index(b'')}, whose own error says why")
-            membership.begin(Member(*json.loads(note)) for note in notes)
-            self._connect(wire, membership, master, timeout, progress_hook)
+            members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
+            if not network.is_local or "UCX_TLS" in os.environ:
+                _check_descriptors(lefts)
+            membership.begin(members)
+            self._connect(wire, membership, network, timeout, progress_hook)
             on_failure.pop_all()
 
     def _connect(
         self,
         wire: _host.UcxWire,
         membership: Membership,
-        master: str | None,
+        network: Network,
         timeout: float,
         progress_hook: Callable[[], object] = lambda: None,
     ) -> None:
         """Collective: connect the members of a group, and own the wire, or close it."""
         self._own(wire)
-        self._master = master
+        self._network = network
         self.membership: Membership | None = membership
         self.rank, self.size = membership.rank, len(membership.members)
         self.progress_hook = progress_hook
@@ -157,15 +187,16 @@ class UcxTransport(NativeTransport):
         self._set_up = 0  # transfers of allgather() so far
         self._exchanged: object = None  # the memory of the last ones
         _open.add(self)
+        descriptors.allow(self.size)
         try:
             workers = [bytes.fromhex(member.worker) for member in membership.members]
             self.wire.connect(self.rank, workers, self._watch.ended)
             self._find_topology(timeout)
         except RuntimeError as error:
+            reason = descriptors.exhausted() or "see QCCL_NET and the settings UCX_* of the environment"
             self.abort(str(error))
             raise EngineError(
-                f"UCX has no network from rank {self.rank} to {error}; see QCCL_NET and the settings UCX_* of the "
-                f"environment"
+                f"UCX has no network from rank {self.rank} to {error}; {reason}; UCX_LOG_LEVEL=warn shows what UCX says"
             ) from error
         except BaseException as error:
             self.abort(str(error))
@@ -181,7 +212,7 @@ class UcxTransport(NativeTransport):
             addresses = self.allgather(address, timeout)
             return [addresses[rank] for rank in groups[color]]
 
-        return UcxTransport(gather, timeout, master=self._master, progress_hook=self.progress_hook)
+        return UcxTransport(gather, timeout, **self._network._asdict(), progress_hook=self.progress_hook)
 
     @property
     def address(self) -> str:
@@ -200,7 +231,7 @@ class UcxTransport(NativeTransport):
         def agree(worker: bytes) -> Decision:
             return membership.agree(worker, calls, timeout, grows=grows)
 
-        formed = _form(membership, self._master, agree, timeout)
+        formed = _form(membership, self._network, agree, timeout)
         self.membership = None  # it belongs to the new transport
         return formed
 
@@ -214,7 +245,8 @@ class UcxTransport(NativeTransport):
     @classmethod
     def join(cls, address: tuple[str, int], timeout: float) -> tuple[UcxTransport, int]:
         """The transport of the group that has a rank at ``address``, when it grows; with regroup()'s result."""
-        membership = Membership(_own_host(address[0]))
+        network = Network.towards(address[0])
+        membership = Membership(network.own_host())
 
         def agree(worker: bytes) -> Decision:
             if membership.epoch < 0:
@@ -222,7 +254,7 @@ class UcxTransport(NativeTransport):
             return membership.agree(worker, 0, timeout)
 
         try:
-            return _form(membership, address[0], agree, timeout)
+            return _form(membership, network, agree, timeout)
         except BaseException:
             membership.close()
             raise
@@ -286,25 +318,43 @@ class UcxTransport(NativeTransport):
             raise EngineError("this transport was closed or given up; make another communicator")
 
 
-def _start(master: str | None, membership: Membership) -> _host.UcxWire:
+def _member(rank: int, note: bytes) -> tuple[Member, int]:
+    """A rank, and how many descriptors it may open, from what it brought to the meeting. Raises MismatchError."""
+    try:
+        left, _, member = note.partition(b" ")
+        return parse_member(member), int(left)
+    except (NotARank, ValueError) as error:
+        raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl") from error
+
+
+def _check_descriptors(lefts: Sequence[int]) -> None:
+    """Raise EngineError on all ranks where one of them may not open enough: UCX may end its process then."""
+    for rank, left in enumerate(lefts):
+        reason = descriptors.shortage(len(lefts), left)
+        if reason:
+            raise EngineError(f"rank {rank}: {reason}")
+
+
+def _start(network: Network, membership: Membership) -> _host.UcxWire:
     """A worker that is not connected yet."""
     library = load_library()
     functions = [_address(library, name) for name in _host.UcxWire.function_names()]
     try:
-        return _host.UcxWire(functions, _config(master), _Faults(membership))
+        return _host.UcxWire(functions, _config(network), _Faults(membership))
     except RuntimeError as error:
+        reason = descriptors.exhausted() or "see the settings UCX_* of the environment"
         raise EngineError(
-            f"UCX {version()} did not start: {error}; see the settings UCX_* of the environment"
+            f"UCX {version()} did not start: {error}; {reason}; UCX_LOG_LEVEL=warn shows what UCX says"
         ) from error
 
 
 def _form(
-    membership: Membership, master: str | None, agree: Callable[[bytes], Decision], timeout: float
+    membership: Membership, network: Network, agree: Callable[[bytes], Decision], timeout: float
 ) -> tuple[UcxTransport, int]:
     """Agree on a group and connect it; again without the ranks that are lost meanwhile."""
     deadline = time.monotonic() + 2 * timeout
     while True:
-        wire = _start(master, membership)
+        wire = _start(network, membership)
         worker = wire.address()
         try:
             decision = agree(worker)
@@ -313,10 +363,12 @@ def _form(
             raise
         if membership.member(worker) not in decision.members:  # agreed on earlier, with a worker that was given up
             wire.close(0)
+            if time.monotonic() > deadline:
+                raise CollectiveTimeout(f"the ranks agreed on groups with workers that were given up for {timeout} s")
             continue
         transport = UcxTransport.__new__(UcxTransport)
         try:
-            transport._connect(wire, membership, master, timeout)
+            transport._connect(wire, membership, network, timeout)
         except (PeerLost, CollectiveTimeout, EngineError):
             if time.monotonic() > deadline:
                 raise
@@ -360,71 +412,6 @@ def _text(status: int) -> str:
     function = load_library().ucs_status_string
     function.restype, function.argtypes = ctypes.c_char_p, [ctypes.c_byte]
     return str(function(status).decode())
-
-
-def _config(master: str | None) -> list[tuple[str, str]]:
-    """UCX's settings, without those that the environment has."""
-    settings = dict(_SETTINGS)
-    interface = _wanted_interface() or (_interface_to(master) if master and not _rdma_devices() else None)
-    if interface:
-        settings["NET_DEVICES"] = interface
-    return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
-
-
-def _wanted_interface() -> str:
-    """The network interfaces that QCCL_NET names; nothing if it is not set. Raises ArgumentError for unknown ones."""
-    wanted = os.environ.get("QCCL_NET", "")
-    there = {name for _, name in socket.if_nameindex()} | set(_rdma_devices())
-    unknown = [name for name in wanted.split(",") if wanted and name.partition(":")[0] not in there]
-    if unknown:
-        raise ArgumentError(
-            f"QCCL_NET={wanted!r}: this machine has no network interface {unknown[0]!r}; it has "
-            f"{', '.join(sorted(there))}"
-        )
-    return wanted
-
-
-def _rdma_devices() -> list[str]:
-    return os.listdir("/sys/class/infiniband") if os.path.isdir("/sys/class/infiniband") else []
-
-
-def _interface_to(host: str) -> str | None:
-    """The network interface that leads to ``host``; None where that is this machine itself, or unknown."""
-    own = _address_towards(host)
-    if own and not own.startswith("127."):
-        for _, name in socket.if_nameindex():
-            if _address_of(name) == own:
-                return name
-    return None
-
-
-def _address_of(interface: str) -> str | None:
-    """The IPv4 address of a network interface."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
-        return socket.inet_ntoa(request[20:24])
-    return None
-
-
-def _address_towards(host: str) -> str | None:
-    """The address of this machine that ``host`` sees; None: unknown."""
-    with contextlib.suppress(OSError):
-        family, kind, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind) as probe:
-            probe.connect(place)  # sends nothing
-            return str(probe.getsockname()[0])
-    return None
-
-
-def _own_host(master: str | None) -> str:
-    """This machine's address for the other ranks, or a name of it."""
-    chosen = _address_of(_wanted_interface().partition(",")[0])
-    if chosen:
-        return chosen
-    host = master or socket.gethostname()
-    own = _address_towards(host)
-    # the loopback interface leads to this machine, whose name is known
-    return own if own and not own.startswith("127.") and own != "::1" else host
 
 
 def _forked() -> None:

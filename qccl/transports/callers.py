@@ -1,0 +1,161 @@
+"""The processes that call this one: a bounded number, of bounded size, each of which must say soon what it wants."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from qccl.transports.channel import ANSWER_SECONDS, Channel
+from qccl.transports.sockets import BACKLOG, seats
+from qccl.transports.strangers import NotARank, report
+
+__all__ = ["Caller", "Callers"]
+
+#: how long a caller may take for its first message
+HELLO_SECONDS = 5.0
+#: connections that one hear() accepts (more than wait at the socket), processes that wait to join, and bytes of
+#: incomplete messages, at most
+_MOST_ACCEPTED = 2 * BACKLOG
+_MOST_KNOCKS = 1024
+_MOST_NBYTES = 8 << 20
+_NO_ROOM = "too many of them at once"
+
+
+class Caller(Channel):
+    """A connection that this process has accepted.
+
+    Attributes:
+        nonce: what its first message must repeat.
+        until: when it is dropped if it has not said what it wants.
+        was_asked: it was asked for the decision that this rank has missed.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        super().__init__(connection)
+        self.nonce = os.urandom(16).hex()
+        self.until = time.monotonic() + HELLO_SECONDS
+        self.is_greeted = self.was_asked = False
+
+    @property
+    def is_knock(self) -> bool:
+        """Whether it is a process that wants to join."""
+        return bool(self.inbox) and self.inbox[0]["kind"] == "knock"
+
+
+class Callers:
+    """The connections to a listening socket of the process with the id ``id``.
+
+    A caller counts when its first message repeats the nonce that it was sent, and the id of this process. Only ranks
+    know the id, which is random. A process that wants to join does not, nor does a rank's push of a decision repeat the
+    nonce, because it waits in the socket of a process that is stopped.
+    """
+
+    def __init__(self, server: socket.socket, id: str) -> None:
+        self._server, self._id = server, id
+        self._unknown: dict[Caller, None] = {}  # the oldest first
+        self._known: dict[Caller, None] = {}
+        server.setblocking(False)
+
+    def __iter__(self) -> Iterator[Caller]:
+        """Those that have said what they want; the others may change meanwhile."""
+        return iter([each for each in self._known if each.inbox])
+
+    def close(self) -> None:
+        self._server.close()
+        for each in (*self._unknown, *self._known):
+            each.close()
+        self._unknown, self._known = {}, {}
+
+    def knocks(self) -> list[tuple[Caller, Any]]:
+        """The processes that wait to join, with their messages."""
+        return [(each, each.inbox[0]) for each in self if each.is_knock]
+
+    def take(self, caller: Caller) -> None:
+        """From now on it is the caller of this method that reads and closes this connection."""
+        del self._known[caller]
+
+    def dismiss(self, caller: Caller, seconds: float = ANSWER_SECONDS, **message: object) -> None:
+        """Close a connection, after a last ``message``, for which it has some seconds."""
+        self._unknown.pop(caller, None)
+        self._known.pop(caller, None)
+        with contextlib.suppress(OSError), caller:
+            if message:
+                caller.send(message, seconds)
+
+    def hear(self) -> None:
+        """Accept all connections, and read what has come before. Never blocks."""
+        for _ in range(_MOST_ACCEPTED):
+            try:
+                connection, _ = self._server.accept()
+            except BlockingIOError:
+                break
+            except OSError as error:
+                if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest():
+                    break
+            else:
+                self._unknown[Caller(connection)] = None
+                if len(self._unknown) > seats():
+                    self._drop_oldest()
+        for caller in (*self._unknown, *self._known):
+            self._hear(caller)
+        while sum(each.nbytes for each in self._unknown) > _MOST_NBYTES:
+            report("too many bytes")
+            self.dismiss(max(self._unknown, key=lambda each: each.nbytes))
+
+    def _hear(self, caller: Caller) -> None:
+        try:
+            caller.hear()
+            self._judge(caller)
+        except NotARank as stranger:
+            report(str(stranger))
+            self.dismiss(caller)
+
+    def _drop_oldest(self) -> bool:
+        """Drop the caller of whom nobody knows for longest what it wants, if it has not said it; whether there is one.
+
+        A rank says it soon. One that waited at the socket of a stopped process has done so.
+        """
+        oldest = next(iter(self._unknown), None)
+        if oldest is None:
+            return False
+        self._hear(oldest)
+        if oldest in self._unknown:
+            report(_NO_ROOM)
+            self.dismiss(oldest)
+        return True
+
+    def _judge(self, caller: Caller) -> None:
+        """Find out what a caller wants. Raises NotARank."""
+        if caller in self._unknown and caller.inbox:
+            self._admit(caller, caller.inbox[0])
+        elif caller in self._unknown and time.monotonic() > caller.until:
+            raise NotARank("it says nothing, or too slowly")
+        if caller not in self._unknown and caller not in self._known:
+            return
+        if caller.is_knock and (len(caller.inbox) > 1 or caller.nbytes):
+            raise NotARank("a message that no rank sends now")
+        if caller.has_ended and not any(message["kind"] == "decided" for message in caller.inbox):
+            self.dismiss(caller)
+        elif not (caller.is_greeted or caller.has_ended or caller.inbox):
+            caller.is_greeted = True
+            with contextlib.suppress(OSError):
+                caller.send({"kind": "challenge", "nonce": caller.nonce}, 0)
+
+    def _admit(self, caller: Caller, message: Any) -> None:
+        kind = message["kind"]
+        if kind not in ("knock", "join", "probe", "decided"):
+            raise NotARank("a message that no rank sends now")
+        if kind != "decided" and message["nonce"] != caller.nonce:
+            raise NotARank("an old message")
+        if kind != "knock" and message["to"] != self._id:  # the process that had this port has ended
+            self.dismiss(caller, 0, kind="stranger")
+        elif kind == "knock" and len(self.knocks()) == _MOST_KNOCKS:
+            raise NotARank(_NO_ROOM)
+        else:
+            del self._unknown[caller]
+            self._known[caller] = None

@@ -1,0 +1,87 @@
+"""TCP sockets of this package: addresses as text, listening only where the other ranks call, and safe connects."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import resource
+import socket
+
+__all__ = ["BACKLOG", "connect", "host_and_port", "host_of", "is_loopback", "listen", "place_text", "seats"]
+
+Place = tuple[str, int]
+#: connections that wait until a process accepts them, at most
+BACKLOG = 1024
+
+
+def host_of(text: str) -> str:
+    """A host of an address, without the brackets that IPv6 addresses have beside a port."""
+    return text[1:-1] if text.startswith("[") and text.endswith("]") else text
+
+
+def host_and_port(text: object) -> Place | None:
+    """The parts of "host:port" or "[address]:port"; None where ``text`` is neither."""
+    host, _, port = str(text).rpartition(":")
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+    return (host_of(host), int(port)) if host_of(host) and is_port else None
+
+
+def place_text(place: Place) -> str:
+    """The reverse of host_and_port()."""
+    host, port = place
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` is this machine for every machine: "localhost", or an address of the loopback interface.
+
+    A machine's own name is not, even if it resolves to such an address there (127.0.1.1 in Debian's /etc/hosts).
+    """
+    if host == "localhost":
+        return True
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return False
+
+
+def connect(place: Place, timeout: float) -> socket.socket:
+    """A connection to ``place``. Raises ConnectionRefusedError where nobody listens.
+
+    A socket that calls a port from which the system takes the ports of callers may get this very port, and is then
+    connected to itself. That counts as refused.
+    """
+    connection = socket.create_connection(place, timeout=timeout)
+    try:
+        if connection.getsockname() == connection.getpeername():
+            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: the socket called itself")
+    except OSError:
+        connection.close()
+        raise
+    return connection
+
+
+def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.socket:
+    """A socket for connections to ``host``: to this address alone, or to all where it is not one of this machine.
+
+    All are also used where ``host`` is a name for an address of the loopback interface, because the name may mean this
+    machine's network address on other machines. ``is_local`` says that there are none. Port 0: any that is free.
+    Raises OSError, with errno.EADDRINUSE where the port is used.
+    """
+    with contextlib.suppress(socket.gaierror):
+        family, _, _, _, found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
+        if host and (is_local or is_loopback(host) or not is_loopback(str(found[0]))):
+            try:
+                return socket.create_server(found[:2], family=family, backlog=BACKLOG)
+            except OSError as error:
+                if error.errno != errno.EADDRNOTAVAIL:
+                    raise
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+    return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def seats() -> int:
+    """How many callers that are not known yet may hold a connection at once: a part of the process's descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 256 if soft == resource.RLIM_INFINITY else max(8, min(256, soft // 8))

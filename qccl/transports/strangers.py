@@ -1,0 +1,34 @@
+"""Callers that are not ranks: port scanners, programs that use the same port by mistake, ranks of other jobs.
+
+They are dropped, and the log says so once per cause. Text that came over the network is printed without its control
+characters, which a terminal would obey.
+"""
+
+from __future__ import annotations
+
+import logging
+
+__all__ = ["NotARank", "printable", "report"]
+
+_log = logging.getLogger("qccl")
+#: the causes that the log has; they are texts of this program, so there are few
+_reported: set[str] = set()
+
+
+class NotARank(ConnectionError):
+    """What the other side sent is no message of a rank, or one that a rank does not send now. The text is the cause."""
+
+
+def report(cause: str) -> None:
+    """Log that a caller was dropped, once per ``cause`` in this process."""
+    if cause not in _reported:
+        _reported.add(cause)
+        _log.warning("dropped a connection that is not of a rank: %s (further ones are not reported)", cause)
+
+
+def printable(text: str | bytes, most: int = 1000) -> str:
+    """Text from the network, of at most ``most`` characters, with control characters and such escaped."""
+    if isinstance(text, bytes):
+        text = text.decode(errors="replace")
+    cut = text if len(text) <= most else text[:most] + "..."
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
