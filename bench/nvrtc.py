@@ -35,6 +35,9 @@ class Nvrtc:
         places.append(Path(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "lib64", name))
         found = next((path for path in places if path.is_file()), None)
         try:
+            # It looks for its built-in headers in the system's folders alone, unless they are loaded (NVRTC 13.0).
+            for builtins in found.parent.glob(f"libnvrtc-builtins.so.{cuda}.*") if found else ():
+                ctypes.CDLL(str(builtins))
             self.library = ctypes.CDLL(str(found or name))
         except OSError as error:
             raise FileNotFoundError(

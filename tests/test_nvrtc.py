@@ -233,7 +233,9 @@ def test_arithmetic_is_exact(library: Nvrtc) -> None:
     """Nothing is fused, approximate or flushed, and values move in steps of 16 bytes."""
     codec = MinMax(7)  # with 8 bits a decoder asks for fused operations, see value_of_byte()
     kernels = [*encode(codec, FLOAT32), *decode(codec, FLOAT32, False), *reduce(codec, BFLOAT16, "sum")]
-    ptx = Kernels(library, kernels, "compute_90").ptx()
+    program = Kernels(library, kernels, "compute_90")
+    assert not program.failed, program.log[:3000]
+    ptx = program.ptx()
     for inexact in (".ftz", ".approx", "fma.rn.f32", "div.full"):
         assert inexact not in ptx
     assert "div.rn.f32" in ptx
