@@ -123,6 +123,7 @@ def be_a_rank(number: int, folder: Path, connect: Callable[[], qccl.Communicator
     sums = Sums(number, folder)
     try:
         comm = connect()
+        comm.timeout = TIMEOUT  # a process that joins waits longer for the others
     except qccl.CollectiveTimeout as error:
         sums.say(error=str(error))
         return NOT_TAKEN
