@@ -201,6 +201,7 @@ class Chaos:
         if pid == 0:
             status = 1
             try:
+                os.setpgid(0, 0)  # the end of the shell that started this program would continue a stopped process
                 os.dup2(os.open(self.folder / "errors", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
                 faulthandler.register(signal.SIGUSR1)
                 os.environ |= {"OMP_NUM_THREADS": "1"} | ({"UCX_TLS": self.network} if self.network else {})
@@ -359,6 +360,14 @@ class Chaos:
         self.pause(self.chosen.uniform(0, 0.5))
 
     def run(self, seconds: float) -> dict[str, object]:
+        try:
+            return self.events_for(seconds)
+        finally:
+            for pid in (*self.alive.values(), *self.others):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+
+    def events_for(self, seconds: float) -> dict[str, object]:
         begin = time.monotonic()
         self.start(4)
         self.settle(self.running, "started")
@@ -388,9 +397,6 @@ class Chaos:
             self.pause(0.01)
         if self.alive and not self.wrong:
             self.wrong.append(f"ranks {sorted(self.alive)} did not end")
-        for pid in (*self.alive.values(), *self.others):
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 def main() -> None:
