@@ -227,6 +227,7 @@ def _disturbed(comm: Any, case: Case, number: int, record: Record) -> None:
 def _disturb(comm: Any, case: Case, number: int, record: Record, interrupter: Interrupter, variant: str) -> None:
     calls, sequence = comm.calls, comm._session.sequence
     case.fill(0, number, variant)
+    case.work = None  # of an earlier call: the exception may come before this one
     given = case.found()
     try:
         with interrupter.armed():

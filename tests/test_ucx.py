@@ -145,8 +145,9 @@ def test_a_rank_that_stops_meets_the_deadline(over):
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGSEGV])
 def test_signals_stay_the_programs(number):
     """UCX would otherwise show a debugger's prompt at SIGHUP, and the process would go on."""
-    program = (
-        "import os, sys; from qccl.transports import ucx; ucx.load_library(); os.kill(os.getpid(), int(sys.argv[1]))"
+    program = (  # begins with the default action, which nohup changes
+        "import os, signal, sys; from qccl.transports import ucx; number = int(sys.argv[1]); "
+        "signal.signal(number, signal.SIG_DFL); ucx.load_library(); os.kill(os.getpid(), number)"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(int(number))], capture_output=True, stdin=subprocess.DEVNULL, timeout=30

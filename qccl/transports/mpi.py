@@ -104,7 +104,9 @@ def _raise(rank: int, code: int, peer: int, got: int, expected: int) -> None:
 
 
 def world_size() -> int:
-    """The ranks that MPI knows. It is initialized if it was not."""
+    """The ranks that MPI knows. It is initialized if it was not. Raises EngineError if it has ended."""
+    if MPI.Is_finalized():
+        raise EngineError(_FINALIZED)
     if not MPI.Is_initialized():
         MPI.Init_thread()
     return int(MPI.COMM_WORLD.Get_size())
