@@ -11,16 +11,17 @@ _MOST_STEPS = 1.1
 #: to fp32's; None: it was not reached
 # written by bench/quality.py
 STEPS: dict[str, dict[str, float | None]] = {
-    "cast": {"byte_model": 1.0},
-    "minmax4+ef": {"byte_model": 1.0, "word_gpt": 0.89},
-    "minmax8": {"byte_model": 1.0, "word_gpt": 0.96},
+    "cast": {"byte_model": 1.0, "word_gpt": 1.0},
+    "minmax2:bucket=256+ef": {"byte_model": 1.0, "word_gpt": 1.0},
+    "minmax4+ef": {"byte_model": 1.0, "word_gpt": 1.0},
+    "minmax8": {"byte_model": 1.0, "word_gpt": 1.08},
     "none": {"byte_model": 1.0, "word_gpt": 1.0},
     "onebit:reconstruct=mean+ef": {"byte_model": 1.15, "word_gpt": None},
-    "powersgd:1": {"byte_model": None},
-    "powersgd:4": {"byte_model": 1.38, "word_gpt": 1.48},
-    "topk:k=0.01+ef": {"byte_model": None},
-    "trellis2+ef": {"byte_model": 1.0, "word_gpt": 1.26},
-    "trellis4+ef": {"word_gpt": 0.96},
+    "powersgd:1": {"byte_model": None, "word_gpt": None},
+    "powersgd:4": {"byte_model": 1.38, "word_gpt": None},
+    "topk:k=0.01+ef": {"byte_model": None, "word_gpt": None},
+    "trellis2+ef": {"byte_model": 1.0, "word_gpt": 1.15},
+    "trellis4+ef": {"byte_model": 1.0, "word_gpt": 1.08},
 }
 # end of bench/quality.py
 
