@@ -49,6 +49,7 @@ PAYLOADS: dict[str, Callable[[random.Random], bytes]] = {
     "nested objects": lambda chosen: frame(b'{"kind":' * 100_000),
     "not JSON": lambda chosen: frame(chosen.randbytes(100)),
     "no object": lambda chosen: frame(b"[1, 2]"),
+    "a watch": lambda chosen: message(kind="watch"),
     "strange kind": lambda chosen: message(kind=["join"]),
     "unknown kind": lambda chosen: message(kind="abort"),
     "no fields": lambda chosen: b"".join(message(kind=kind) for kind in ("join", "probe", "knock", "decided")),

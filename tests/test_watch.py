@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack, closing
 
 import pytest
 
+from qccl.transports import callers, strangers
+from qccl.transports.membership import Membership
+from qccl.transports.sockets import is_abandoned
 from qccl.transports.watch import Watch
 
 LISTENER = """
@@ -56,26 +61,165 @@ def test_a_process_that_ends_a_connection_lives():
         watch.close()
 
 
-def test_a_machine_that_does_not_answer_is_asked_once(monkeypatch):
-    asked = []
+def free_place(host="127.0.0.1"):
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()
 
-    def create_connection(place, timeout):
-        asked.append((place, timeout))
-        raise TimeoutError
 
-    monkeypatch.setattr(socket, "create_connection", create_connection)
-    watch = Watch([("192.0.2.1", 9)])
-    assert watch.ended([0]) == watch.ended([0]) == []
-    assert len(asked) == 1
+def test_a_process_of_this_machine_that_nobody_has_reached():
+    watch = Watch([free_place()])
+    assert ended_soon(watch, [0]) == [0]
+    watch.close()
+
+
+def looks(watch, seconds=0.3):
+    """What a rank finds that looks often for a moment."""
+    found = []
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        found += watch.ended([0])
+    watch.close()
+    return found
+
+
+def test_a_firewall_of_this_machine_refuses(monkeypatch):
+    """The port of a process that listens is not free, so its refusal does not count."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = Watch([server.getsockname()])
+
+        def check_connected(connection):
+            raise ConnectionRefusedError
+
+        monkeypatch.setattr("qccl.transports.watch.check_connected", check_connected)
+        assert looks(watch) == []
+
+
+def test_a_firewall_of_another_machine_refuses(monkeypatch):
+    """A refusal counts after its socket was reached once. A closed port here stands for such a machine."""
+    monkeypatch.setattr("qccl.transports.watch.is_abandoned", lambda *_: False)
+    assert looks(Watch([free_place()])) == []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        watch = Watch([server.getsockname()])
+        while not watch._reached:
+            assert watch.ended([0]) == []
+    assert ended_soon(watch, [0]) == [0]
+    watch.close()
+
+
+def test_a_name_may_mean_another_machine():
+    """Many machines have the name of this one, and "localhost" is one that all have."""
+    host, port = free_place()
+    assert host == "127.0.0.1" and looks(Watch([("localhost", port)], "localhost")) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "0.0.0.0"])
+def test_abandoned_places(host):
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as server:
+        place = server.getsockname()
+        assert not is_abandoned(family, place)
+        with socket.create_connection(place[:2]), server.accept()[0]:
+            server.close()  # what it accepted goes on
+            if host != "0.0.0.0":
+                assert is_abandoned(family, place)
+
+
+def test_the_port_of_another_machine_is_not_abandoned():
+    assert not is_abandoned(socket.AF_INET, ("192.0.2.1", 9))
+
+
+def test_names_of_other_machines_are_not_looked_up(monkeypatch):
+    """A name server that does not answer would hold up the set-up, once per machine."""
+    asked, lookup = [], socket.getaddrinfo
+
+    def getaddrinfo(host, *arguments, **named):
+        asked.append((host, named["flags"]))
+        return lookup(host, *arguments, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    watch = Watch([("other.invalid", 9), ("localhost", 9)], "localhost")
+    assert [host for host, flags in asked if flags != socket.AI_NUMERICHOST] == ["localhost"]
+    assert watch.ended([0]) == []
+    watch.close()
+
+
+def test_machines_that_do_not_answer_cost_one_look_a_moment(monkeypatch):
+    """A socket whose queue is full drops calls, as a firewall may. Nobody waits for each of them in turn."""
+    with socket.socket() as full, ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        place = full.getsockname()
+        for _ in range(4):  # the queue has room for one or two
+            caller = stack.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(place)
+        time.sleep(0.05)
+        clock = Clock()
+        monkeypatch.setattr("qccl.transports.watch.time", clock)
+        monkeypatch.setattr("qccl.transports.watch.select", clock)
+        watch = Watch([place] * 63)
+        for look in range(1, 4):
+            assert watch.ended(range(63)) == []
+            assert len(watch._calls) == 63, "the calls go on"
+            assert clock.now <= look * 0.05, "what a look waits does not grow with the number of ranks"
+        watch.close()
+        assert watch._calls == {}
+
+
+class Clock:
+    """The modules time and select in one, whose time only passes while poll() waits."""
+
+    POLLIN, POLLOUT = select.POLLIN, select.POLLOUT
+
+    def __init__(self):
+        self.now = 0.0
+
+    def monotonic(self):
+        return self.now
+
+    def poll(self):
+        real, clock = select.poll(), self
+
+        class Poll:
+            register, unregister = real.register, real.unregister
+
+            def poll(self, milliseconds):
+                clock.now += milliseconds / 1000
+                return real.poll(0)
+
+        return Poll()
 
 
 @pytest.mark.filterwarnings("error::ResourceWarning")
 def test_a_connection_to_itself_is_none():
     """TCP makes one where the port is free and the caller happens to get it."""
-    itself = socket.socket()
-    itself.bind(("127.0.0.1", 0))
-    itself.connect(itself.getsockname())
-    watch = Watch([itself.getsockname()])
+
+    class Itself(socket.socket):
+        def connect(self, address):
+            self.bind(address)
+            super().connect(address)
+
+    watch = Watch([free_place()])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(socket, "create_connection", lambda *_: itself)
+        patch.setattr(socket, "socket", Itself)
         assert watch.ended([0]) == [0]
+    assert watch._connections == {} and not watch._reached
+    watch.close()
+
+
+def test_a_watch_says_what_it_is(monkeypatch, caplog):
+    """The rank that it looked at drops it without a warning, however late it hears of it."""
+    monkeypatch.setattr(strangers, "_reported", set())
+    monkeypatch.setattr(callers, "HELLO_SECONDS", 0.05)
+    with closing(Membership("127.0.0.1")) as rank:
+        watch = Watch([(rank._host, rank._port)])
+        for _ in range(3):
+            while not watch._connections:
+                assert watch.ended([0]) == []
+            for _ in range(3):
+                assert rank.waiting() == 0
+                time.sleep(0.06)
+            assert not rank._callers._unknown and not rank._callers._known
+            assert watch.ended([0]) == [], "it is called again"
+        watch.close()
+    assert not caplog.records

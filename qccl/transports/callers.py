@@ -148,6 +148,8 @@ class Callers:
 
     def _admit(self, caller: Caller, message: Any) -> None:
         kind = message["kind"]
+        if kind == "watch":  # it has seen what it wanted, and may call again
+            return self.dismiss(caller)
         if kind not in ("knock", "join", "probe", "decided"):
             raise NotARank("a message that no rank sends now")
         if kind != "decided" and message["nonce"] != caller.nonce:

@@ -164,6 +164,8 @@ _FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "knock": {"nonce": _id, "member": Member.of},
     "join": _HELLO,
     "probe": _HELLO,
+    # of a Watch: it only wants to know whether this process lives
+    "watch": {},
     "wait": {"seconds": _seconds},
     "stranger": {},
     "tell": {},

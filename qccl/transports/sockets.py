@@ -5,10 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import os
 import resource
 import socket
 
-__all__ = ["BACKLOG", "connect", "host_and_port", "host_of", "is_loopback", "listen", "place_text", "seats"]
+__all__ = [
+    "BACKLOG",
+    "check_connected",
+    "connect",
+    "host_and_port",
+    "host_of",
+    "is_abandoned",
+    "is_loopback",
+    "listen",
+    "place_text",
+    "seats",
+]
 
 Place = tuple[str, int]
 #: connections that wait until a process accepts them, at most
@@ -46,19 +58,45 @@ def is_loopback(host: str) -> bool:
 
 
 def connect(place: Place, timeout: float) -> socket.socket:
-    """A connection to ``place``. Raises ConnectionRefusedError where nobody listens.
-
-    A socket that calls a port from which the system takes the ports of callers may get this very port, and is then
-    connected to itself. That counts as refused.
-    """
+    """A connection to ``place``. Raises ConnectionRefusedError where nobody listens."""
     connection = socket.create_connection(place, timeout=timeout)
     try:
-        if connection.getsockname() == connection.getpeername():
-            raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: the socket called itself")
+        check_connected(connection)
     except OSError:
         connection.close()
         raise
     return connection
+
+
+def check_connected(connection: socket.socket) -> None:
+    """Raise the error with which a connect has ended: ConnectionRefusedError where nobody listens.
+
+    A socket that calls a port from which the system takes the ports of callers may get this very port, and is then
+    connected to itself. That counts as refused.
+    """
+    error = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    if error:
+        raise OSError(error, os.strerror(error))  # of the class that belongs to the number
+    if connection.getsockname() == connection.getpeername():
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: the socket called itself")
+
+
+def is_abandoned(family: int, place: tuple[str, int] | tuple[str, int, int, int]) -> bool:
+    """Whether ``place`` is an address of this machine, and nobody listens there, whatever a firewall answers.
+
+    False for other machines, and for a second address of one network.
+    """
+    host = place[0]
+    with (
+        contextlib.suppress(OSError),
+        socket.socket(family, socket.SOCK_STREAM) as free,
+        socket.socket(family, socket.SOCK_DGRAM) as route,
+    ):
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections of the past do not keep a port
+        free.bind(place)
+        route.connect(place)  # sends nothing; systems may allow to bind addresses of others (ip_nonlocal_bind)
+        return is_loopback(host) or route.getsockname()[0] == host
+    return False
 
 
 def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.socket:

@@ -183,7 +183,8 @@ class UcxTransport(NativeTransport):
         self.membership: Membership | None = membership
         self.rank, self.size = membership.rank, len(membership.members)
         self.progress_hook = progress_hook
-        self._watch = Watch([(member.host, member.port) for member in membership.members])
+        places = [(member.host, member.port) for member in membership.members]
+        self._watch = Watch(places, places[self.rank][0])
         self._set_up = 0  # transfers of allgather() so far
         self._exchanged: object = None  # the memory of the last ones
         _open.add(self)

@@ -2,67 +2,140 @@
 
 The kernel closes the sockets of a process that ends, also if nobody reaps it. By its number such a process, a zombie,
 seems to be alive.
+
+A machine refuses connections to a closed socket. A firewall may refuse them, too, while UCX reaches the process over
+another port or network. So a refusal counts in two cases only:
+
+- The socket was reached before: then no firewall is in the way.
+- It was at a numeric address of this machine, where the port is free now. A name may mean another machine elsewhere.
+
+Otherwise the process is left to the deadline. That costs little: between machines UCX itself finds the ones that ended.
 """
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from qccl.transports.channel import CONNECT_SECONDS
+from qccl.transports.channel import Channel
+from qccl.transports.sockets import check_connected, is_abandoned
 
 __all__ = ["Watch"]
+
+#: how long one look waits for connections, all together: it holds up the thread that moves the data
+_LOOK_SECONDS = 0.02
+
+
+class _Place(NamedTuple):
+    """A listening socket: its address as the socket module has it, and whether that was given as a number."""
+
+    family: int
+    address: Any
+    is_numeric: bool
+
+    @classmethod
+    def of(cls, host: str, port: int, own_host: str | None) -> _Place | None:
+        """None for the name of another machine: looking it up may take long."""
+        for flags in (socket.AI_NUMERICHOST, 0) if host == own_host else (socket.AI_NUMERICHOST,):
+            with contextlib.suppress(OSError):
+                family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[0]
+                return cls(family, address, flags != 0)
+        return None
 
 
 class Watch:
     """Looks at the processes of a group, from the first call of ended() on. One thread at a time may call it.
 
-    The connection to each stays open, because a process that never accepts it has room for few.
+    The connection to each stays open, because a process that never accepts it has room for few. It begins with a
+    message that says whose it is.
     """
 
-    def __init__(self, places: Sequence[tuple[str, int]]) -> None:
-        """``places``: by rank, host and port of a socket on which the process listens until it ends."""
-        self._places = dict(enumerate(places))
+    def __init__(self, places: Sequence[tuple[str, int]], own_host: str | None = None) -> None:
+        """``places``: by rank, host and port of a socket on which the process listens until it ends.
+
+        ``own_host`` is this process's: the only name that is looked at. Hosts that are numbers all are.
+        """
+        found = ((rank, _Place.of(*place, own_host)) for rank, place in enumerate(places))
+        self._places = {rank: place for rank, place in found if place is not None}
+        self._calls: dict[int, socket.socket] = {}  # not answered yet
         self._connections: dict[int, socket.socket] = {}
+        self._reached: set[int] = set()
         self._lock = threading.Lock()
 
     def ended(self, ranks: Sequence[int]) -> list[int]:
-        """Those of ``ranks`` whose processes have ended. One that cannot be reached has not."""
+        """Those of ``ranks`` whose processes have ended, as far as their machines answer within some milliseconds.
+
+        A later answer counts at the next call. One that cannot be reached has not ended.
+        """
         with self._lock:
-            return [rank for rank in ranks if rank in self._places and self._has_ended(rank)]
+            for rank in ranks:
+                if rank in self._places and not self._is_connected(rank) and rank not in self._calls:
+                    self._call(rank)
+            ended = {rank for rank, connection in self._answered() if self._has_ended(rank, connection)}
+            return [rank for rank in ranks if rank in ended]
 
     def close(self) -> None:
         """From now on nothing is known to have ended. Idempotent."""
         with self._lock:
             self._places = {}
-            while self._connections:
-                self._connections.popitem()[1].close()
+            for sockets in (self._calls, self._connections):
+                while sockets:
+                    sockets.popitem()[1].close()
 
-    def _has_ended(self, rank: int) -> bool:
+    def _is_connected(self, rank: int) -> bool:
         connection = self._connections.get(rank)
-        if connection is not None:
-            if _is_silent(connection):
-                return False
-            connection.close()  # by its process, or only by the other side: a new one tells
-            del self._connections[rank]
-        return self._connect(rank)
+        if connection is None or _is_silent(connection):
+            return connection is not None
+        connection.close()  # by its process, or only by the other side: a new one tells
+        del self._connections[rank]
+        return False
 
-    def _connect(self, rank: int) -> bool:
-        """Whether the machine refuses a connection. One that does not answer is not asked again."""
+    def _call(self, rank: int) -> None:
+        """Begin to connect, without waiting."""
+        place = self._places[rank]
+        with contextlib.suppress(OSError):  # no descriptor is left: perhaps there is one at the next look
+            call = self._calls[rank] = socket.socket(place.family, socket.SOCK_STREAM)
+            call.setblocking(False)
+            # it may get the very port that it calls, which must then be free again at once for is_abandoned()
+            call.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            call.connect(place.address)  # raises BlockingIOError: it is under way
+
+    def _answered(self) -> Iterator[tuple[int, socket.socket]]:
+        """The calls that end within a moment, however many there are."""
+        deadline = time.monotonic() + _LOOK_SECONDS
+        poll = select.poll()
+        ranks = {call.fileno(): rank for rank, call in self._calls.items()}
+        for descriptor in ranks:
+            poll.register(descriptor, select.POLLOUT)
+        while ranks:
+            for descriptor, _ in poll.poll(1000 * max(0.0, deadline - time.monotonic())):
+                poll.unregister(descriptor)
+                rank = ranks.pop(descriptor)
+                yield rank, self._calls.pop(rank)
+            if time.monotonic() >= deadline:
+                return
+
+    def _has_ended(self, rank: int, connection: socket.socket) -> bool:
+        """Whether the answer to a call says so; keeps the connection if there is one."""
         try:
-            connection = socket.create_connection(self._places[rank], CONNECT_SECONDS)
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            del self._places[rank]
-            return False
-        if connection.getsockname() == connection.getpeername():  # TCP connects a free port to itself
+            check_connected(connection)
+            self._reached.add(rank)
+            Channel(connection).send({"kind": "watch"}, 0)
+        except OSError as error:
             connection.close()
-            return True
+            return isinstance(error, ConnectionRefusedError) and self._counts(rank)
         self._connections[rank] = connection
         return False
+
+    def _counts(self, rank: int) -> bool:
+        """Whether a refusal comes from the machine itself, and not from a firewall."""
+        place = self._places[rank]
+        return rank in self._reached or (place.is_numeric and is_abandoned(place.family, place.address))
 
 
 def _is_silent(connection: socket.socket) -> bool:
