@@ -16,6 +16,7 @@ from os import SEEK_END, PathLike
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from qccl.errors import ArgumentError
+from qccl.files import writing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,15 +32,17 @@ _DAMAGE += (EOFError, OSError, SyntaxError, ArithmeticError, zipfile.BadZipFile)
 def save_state(file: str | PathLike[str] | BinaryIO, state: Mapping[str, Any]) -> None:
     """Write a state_dict() of a communicator, of DiLoCo or of LowPrecisionDecentralized; load_state() reads it.
 
-    ``file`` is a path, whose file is replaced, or a binary file. Raises ArgumentError if the state contains anything
-    but dicts, lists, numbers, strings, bools, None, and arrays of numbers.
+    ``file`` is a path or a binary file. A path's file is replaced when the new one is complete: a program that is
+    killed before that leaves the old one. Raises ArgumentError if the state contains anything but dicts, lists,
+    numbers, strings, bools, None, and arrays of numbers, or keys other than numbers, strings, bools and None; OSError
+    if the file cannot be written, or no other file in its folder.
     """
     import numpy as np
 
     arrays: dict[str, np.ndarray] = {}
     structure = json.dumps(_described(state, arrays)).encode()
     arrays[_STRUCTURE] = np.frombuffer(structure, np.uint8)
-    with open(file, "wb") if isinstance(file, str | PathLike) else nullcontext(file) as to:
+    with writing(file) if isinstance(file, str | PathLike) else nullcontext(file) as to:
         cast(Any, np.savez)(to, **arrays)
 
 
@@ -70,7 +73,7 @@ def _described(value: Any, arrays: dict[str, np.ndarray]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Mapping):
-        return {"dict": [[_described(each, arrays) for each in pair] for pair in value.items()]}
+        return {"dict": [[_key(key), _described(each, arrays)] for key, each in value.items()]}
     if isinstance(value, list | tuple):
         return {"list": [_described(each, arrays) for each in value]}
     name = f"{len(arrays)}"
@@ -85,6 +88,16 @@ def _described(value: Any, arrays: dict[str, np.ndarray]) -> Any:
         f"the state contains {kind}; a state that save_state() writes has dicts, lists, numbers, strings, bools, None "
         f"and NumPy arrays of numbers"
     )
+
+
+def _key(key: Any) -> Any:
+    """A key of a dict for JSON, which reads no tuple, but only lists, which are no keys."""
+    if isinstance(key, tuple):
+        raise ArgumentError(
+            f"the state contains a tuple as a key, {key!r}; a state that save_state() writes has numbers, strings, "
+            f"bools and None as keys"
+        )
+    return _described(key, {})
 
 
 def _value(described: Any, arrays: Mapping[str, np.ndarray]) -> Any:
@@ -105,18 +118,27 @@ def _value(described: Any, arrays: Mapping[str, np.ndarray]) -> Any:
 
 def _read(archive: zipfile.ZipFile, nbytes: int) -> dict[str, np.ndarray]:
     """The arrays of an archive of ``nbytes`` by name. Raises one of _DAMAGE."""
+    if any(member.compress_type != zipfile.ZIP_STORED for member in archive.infolist()):
+        raise ValueError("its parts are compressed")
+    if sum(member.file_size for member in archive.infolist()) > nbytes:
+        raise ValueError("its parts share bytes")
+    return {member.filename.removesuffix(".npy"): _array(archive.read(member)) for member in archive.infolist()}
+
+
+def _array(content: bytes) -> np.ndarray:
+    """The array of an .npy file. Raises ValueError."""
     from numpy.lib import format as npy
 
-    if sum(member.file_size for member in archive.infolist()) > nbytes:
-        raise ValueError("its parts are compressed, or share bytes")
-    arrays = {}
-    for member in archive.infolist():
-        data = BytesIO(archive.read(member))
+    data = BytesIO(content)
+    try:
         version = npy.read_magic(data)
         shape, _, dtype = npy.read_array_header_1_0(data) if version == (1, 0) else npy.read_array_header_2_0(data)
-        found = len(data.getbuffer()) - data.tell()
-        if dtype.kind not in "biuf" or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != found:
-            raise ValueError(f"{member.filename!r} has not the elements that it announces")
+        # before read_array(), which allocates what the header announces
+        if dtype.kind not in "biuf" or min(shape, default=0) < 0:
+            raise ValueError(f"an array of {dtype} in the shape {shape}")
+        if math.prod(shape) * dtype.itemsize != len(content) - data.tell():
+            raise ValueError(f"not the elements of {dtype} in the shape {shape}")
         data.seek(0)
-        arrays[member.filename.removesuffix(".npy")] = npy.read_array(data, allow_pickle=False)
-    return arrays
+        return npy.read_array(data, allow_pickle=False)
+    except Exception as error:  # NumPy says nowhere what a header can raise; tokenize.TokenError, for example
+        raise ValueError(f"one of its arrays cannot be read: {error!r}") from error

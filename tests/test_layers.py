@@ -20,6 +20,7 @@ PACKAGE = Path(__file__).parent.parent / "qccl"
 #: part -> the other parts it may import; "" is qccl/__init__.py, which finds the public names when they are asked for
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
     "intervals": set(),
     "scalars": set(),
     "trace": set(),
@@ -30,7 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"arguments", "arrays", "codecs", "dtypes", "errors", "schedule"},
     "guard": set(),
     "launchers": {"errors"},
-    "saved": {"errors"},
+    "saved": {"errors", "files"},
     "tensors": {"errors"},
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
     "transports": {"_host", "dtypes", "errors", "launchers"},
@@ -40,7 +41,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("_host", "arrays", "codecs", "dtypes", "engine", "errors", "guard", "scalars", "schedule", "tensors"),
         *("trace", "transports"),
     },
-    "cuda": {"_host", "arrays", "codecs", "dtypes", "engine", "errors", "schedule", "tensors", "trace", "transports"},
+    "cuda": {
+        *("_host", "arrays", "codecs", "dtypes", "engine", "errors", "files", "schedule", "tensors", "trace"),
+        "transports",
+    },
     "arguments": {"codecs", "errors", "scalars"},
     "options": {"arguments", "dtypes", "guard", "trace"},
     "plan": {

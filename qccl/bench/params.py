@@ -14,12 +14,12 @@ from typing import Any
 import click
 
 from qccl import codecs
-from qccl.bench.files import is_special
 from qccl.bench.options import STDOUT
 from qccl.codecs import Codec
 from qccl.collectives.hierarchical import intra_of
 from qccl.dtypes import FLOAT32
 from qccl.errors import CodecError
+from qccl.files import is_special
 
 __all__ = [
     *("AT_LEAST_0", "AT_LEAST_1", "checked", "codec_list", "codec_of", "intra_codec"),

@@ -16,11 +16,12 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import stat
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+
+from qccl.files import replacing
 
 __all__ = ["compiled", "folder"]
 
@@ -98,15 +99,8 @@ def _read(place: int, digest: str) -> tuple[bytes, str] | None:
 
 def _write(place: int, digest: str, binary: bytes, name: str) -> None:
     head = json.dumps({"name": name, "sha256": _checksum(digest, binary, name)})
-    temporary = f"{secrets.token_hex(8)}.new"
-    with contextlib.suppress(OSError):
-        descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=place)
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(head.encode() + b"\n" + binary)
-            os.replace(temporary, _name(digest), src_dir_fd=place, dst_dir_fd=place)
-        except OSError:
-            os.unlink(temporary, dir_fd=place)
+    with contextlib.suppress(OSError), replacing(_name(digest), mode=0o600, folder=place) as file:
+        file.write(head.encode() + b"\n" + binary)
 
 
 def _name(digest: str) -> str:

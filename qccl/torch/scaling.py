@@ -4,6 +4,9 @@ GradScaler multiplies the loss by a factor S, so gradients and residuals are S t
 divides by S. So lr / S takes the place of the learning rate: a residual is what is still owed to the parameters,
 divided by that (see qccl.state). When a gradient is not finite, GradScaler skips the whole step; but a call of qccl
 keeps the old state only if its own result is not finite, and a step has several calls.
+
+Nothing tells when the scaler stepped, so each pass counts as a step: of several passes before one step that is skipped,
+those with finite gradients keep what they did. Under no_sync() all but one do not reduce.
 """
 
 from __future__ import annotations
