@@ -19,7 +19,7 @@ from strangers import PAYLOADS, connected, mutated, strangers
 
 from qccl import CollectiveTimeout, EngineError, MismatchError, launch, meetings
 from qccl.launchers import Launcher
-from qccl.transports import rendezvous, sockets, ucx
+from qccl.transports import rendezvous, sockets, timed, ucx
 from qccl.transports import strangers as dropped
 from qccl.transports.rendezvous import gather
 
@@ -124,7 +124,7 @@ def prove(connection: socket.socket, said: bytes, job: str = JOB) -> None:
     """Answer rank 0's demand for a proof."""
     deadline = time.monotonic() + 5
     connection.settimeout(5)
-    head = rendezvous._receive(connection, rendezvous._REPLY.size, deadline)
+    head = timed.receive(connection, rendezvous._REPLY.size, deadline)
     verdict, content = rendezvous._receive_content(connection, head, "there", deadline)
     assert verdict == rendezvous._PROVE
     connection.sendall(rendezvous._proof(job.encode(), b"rank", content[:16], said))
@@ -165,7 +165,7 @@ def test_a_proof_is_of_no_use_to_another_caller(port):
         wait_for(port)
         with connected(("127.0.0.1", port), hello(1)) as gone:
             gone.settimeout(5)
-            reply = rendezvous._receive(gone, rendezvous._REPLY.size + 48, time.monotonic() + 5)
+            reply = timed.receive(gone, rendezvous._REPLY.size + 48, time.monotonic() + 5)
             proof = rendezvous._proof(JOB.encode(), b"rank", reply[-48:-32], hello(1))
         with connected(("127.0.0.1", port), hello(1)) as again:
             time.sleep(0.1)

@@ -11,9 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
+from patience import factor
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
-from qccl.transports import rendezvous
+from qccl.transports import rendezvous, timed
 from qccl.transports.rendezvous import PORT_OFFSET, gather, meeting_place
 
 MESSAGE = bytes(range(128))
@@ -247,7 +248,7 @@ def test_a_damaged_message(damaged, port):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(reply)
-        head = rendezvous._receive(ours, rendezvous._REPLY.size, time.monotonic() + 5)
+        head = timed.receive(ours, rendezvous._REPLY.size, time.monotonic() + 5)
         with pytest.raises(EngineError, match="damaged"):
             rendezvous._receive_content(ours, head, "there", time.monotonic() + 5)
 
@@ -312,3 +313,41 @@ def test_a_rank_that_is_cut_off_calls_again(port):
         connection.close()
         found += [pool.submit(share, None, rank, 3, ("127.0.0.1", port), 10.0) for rank in (2, 1)]
         assert [each.result(timeout=10) for each in found] == [MESSAGE] * 3
+
+
+def test_ranks_that_come_one_after_the_other_and_prove_slowly_meet(port, monkeypatch):
+    """At each instant, one of them is being asked for a proof, or has given it too long ago."""
+    monkeypatch.setattr(rendezvous, "_FRESH_SECONDS", 0.2)
+    receive_content = rendezvous._receive_content
+
+    def slowly(*arguments):
+        found = receive_content(*arguments)
+        time.sleep(0.15 * (found[0] == rendezvous._PROVE))
+        return found
+
+    monkeypatch.setattr(rendezvous, "_receive_content", slowly)
+    with ThreadPoolExecutor(8) as pool:
+        found = []
+        for rank in range(8):
+            found.append(pool.submit(share, MESSAGE, rank, 8, ("127.0.0.1", port), 4.0 * factor()))
+            time.sleep(0.06)
+        assert [each.result(60) for each in found] == [MESSAGE] * 8
+
+
+def test_who_did_not_prove_that_it_is_still_there_is_named(port, monkeypatch):
+    """All have come, and one of them is stopped then."""
+    monkeypatch.setattr(rendezvous, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "_PROOF_SECONDS", 30.0)
+    receive_content, proofs = rendezvous._receive_content, []
+
+    def stopped(*arguments):
+        found = receive_content(*arguments)
+        if found[0] == rendezvous._PROVE:
+            proofs.append(found)
+        time.sleep(2.0 * (len(proofs) > 1))
+        return found
+
+    monkeypatch.setattr(rendezvous, "_receive_content", stopped)
+    first, other = ranks(2, port, timeout=1.0)
+    assert isinstance(first, CollectiveTimeout) and "ranks [1] did not come" in str(first)
+    assert isinstance(other, CollectiveTimeout)

@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports.sockets import connect, host_of, listen, place_text, seats
 from qccl.transports.strangers import printable, report
+from qccl.transports.timed import receive, send
 
 __all__ = ["PORT_OFFSET", "gather", "meeting_place"]
 
@@ -49,7 +50,7 @@ _NONCE_NBYTES, _PROOF_NBYTES = 16, 32
 #: how long a connection may take to introduce itself, or to take an answer; to prove itself; and between a rank's tries
 _PATIENCE_SECONDS = 2.0
 _PROOF_SECONDS = 2.0
-#: ranks that proved themselves longer ago do so once more before the answer is made
+#: when all ranks are there, those that proved themselves longer ago do so once more before the answer is made
 _FRESH_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 
@@ -183,6 +184,7 @@ class _Meeting:
         self._callers: dict[_Caller, None] = {}  # in the order in which they came
         self._ranks: dict[int, _Caller] = {}
         self._came: set[int] = set()  # perhaps they have gone again
+        self._complete_at: float | None = None  # since when no rank is missing
         self._rivals: list[_Caller] = []  # they say to be a rank that another process is, too
         self._answer: bytes | None = None
         self._answered: dict[int, bytes] = {}  # the processes whose notes the answer has
@@ -207,9 +209,9 @@ class _Meeting:
             now = time.monotonic()
             if now > deadline:
                 refused = f"; rank 0 refused a caller: {self._refusal}" if self._refusal else ""
-                others = set(range(1, self._size))
-                missing = sorted(others - self._came or others - (self._served if self._answer else self._ranks.keys()))
-                raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s{refused}")
+                raise CollectiveTimeout(
+                    f"ranks {_some(self._missing())} did not come to rank 0 within {timeout} s{refused}"
+                )
             for caller in [each for each in self._callers if each.until < now]:
                 self._drop(caller, "it says nothing, or too slowly")
             if self._answer is None and len(self._ranks) == self._size - 1 and not self._rivals:
@@ -227,15 +229,27 @@ class _Meeting:
         return notes
 
     def _make_answer(self) -> bytes | None:
-        """The notes of all; None while it is not known whether all ranks are still there."""
+        """The notes of all; None while it is not known whether all ranks are still there.
+
+        Once no rank is missing, each is asked once at most. If proofs expired, slow ranks would never meet.
+        """
+        self._complete_at = self._complete_at or time.monotonic()
         others = [self._ranks[rank] for rank in range(1, self._size)]
         for each in others:
-            if not each.nonce and time.monotonic() > each.proved_at + _FRESH_SECONDS:
+            if not each.nonce and each.proved_at < self._complete_at - _FRESH_SECONDS:
                 self._ask_for_proof(each)
         if any(each.nonce for each in others) or len(self._ranks) < len(others):
             return None
         self._answered = {each.rank: each.process for each in others}
         return _join([self._note, *(each.hello[_HELLO.size :] for each in others)])
+
+    def _missing(self) -> list[int]:
+        """The ranks for which it waits: they never came, have gone, do not prove themselves, or take no answer."""
+        others = set(range(1, self._size))
+        if self._answer is not None:
+            return sorted(others - self._served)
+        unproved = {rank for rank, caller in self._ranks.items() if caller.nonce}
+        return sorted(others - self._came or others - self._ranks.keys() or unproved or others)
 
     def _accept(self) -> None:
         strangers = [each for each in self._callers if not each.is_rank]
@@ -259,6 +273,7 @@ class _Meeting:
             self._rivals.remove(caller)
         if self._ranks.get(caller.rank) is caller:
             del self._ranks[caller.rank]
+            self._complete_at = None
             for rival in [each for each in self._rivals if each.rank == caller.rank]:
                 self._rivals.remove(rival)
                 self._claim(rival)
@@ -356,7 +371,7 @@ class _Meeting:
         """Send a whole reply, or drop the caller, which then calls again."""
         try:
             until = min(self._deadline, time.monotonic() + _PATIENCE_SECONDS)
-            _send(caller.connection, _reply(verdict, content), until)
+            send(caller.connection, _reply(verdict, content), until)
             caller.connection.setblocking(False)
         except OSError:
             self._drop(caller)
@@ -406,7 +421,7 @@ def _ask(hello: bytes, size: int, job: bytes, place: tuple[str, int], deadline: 
             )
         try:
             with connect(place, left) as server:
-                _send(server, hello, deadline)
+                send(server, hello, deadline)
                 has_met = True
                 notes = _converse(server, hello, size, job, where, deadline)
                 if notes is not None:
@@ -425,7 +440,7 @@ def _converse(
 ) -> list[bytes] | None:
     """All ranks' notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
     is_proven = False
-    while head := _receive(server, _REPLY.size, deadline):
+    while head := receive(server, _REPLY.size, deadline):
         if len(head) < _REPLY.size:
             raise _stranger(where)
         verdict, content = _receive_content(server, head, where, deadline, size * (4 + NOTE_NBYTES))
@@ -434,9 +449,9 @@ def _converse(
             if not hmac.compare_digest(proof, _proof(job, b"rank 0", nonce, hello)):
                 raise _stranger(where)
             is_proven = True
-            _send(server, _proof(job, b"rank", nonce, hello), deadline)
+            send(server, _proof(job, b"rank", nonce, hello), deadline)
             continue
-        _send(server, _ACKNOWLEDGE, deadline)
+        send(server, _ACKNOWLEDGE, deadline)
         if verdict == _REFUSED:
             raise MismatchError(f"{printable(content)} (at {where})")
         if verdict == _LATER:
@@ -456,7 +471,7 @@ def _receive_content(
     limits = {_WELCOME: most, _LATER: _REASON_NBYTES, _REFUSED: _REASON_NBYTES, _PROVE: _NONCE_NBYTES + _PROOF_NBYTES}
     if magic != _MAGIC or version != _VERSION or length > limits.get(verdict, -1):
         raise _stranger(where)
-    content = _receive(server, length, deadline)
+    content = receive(server, length, deadline)
     if len(content) < length:
         raise ConnectionError("rank 0 ended the connection in the middle of its answer")
     if checksum != _checksum(verdict, content):
@@ -469,31 +484,3 @@ def _stranger(where: str) -> EngineError:
         f"what answers at {where} is not rank 0 of this job, or runs another version of qccl; set QCCL_PORT to a free "
         f"port, the same on all ranks"
     )
-
-
-# -- messages --------------------------------------------------------------------------------------------------------
-
-
-def _send(connection: socket.socket, message: bytes, deadline: float) -> None:
-    """Raises TimeoutError where not all of it has left by ``deadline``."""
-    _set_timeout(connection, deadline)
-    connection.sendall(message)  # whose timeout is for the whole, unlike recv's
-
-
-def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """``nbytes``, or fewer where the other side ends. Raises TimeoutError where they have not come by ``deadline``."""
-    received = bytearray()
-    while len(received) < nbytes:
-        _set_timeout(connection, deadline)
-        part = connection.recv(min(nbytes - len(received), 1 << 20))
-        if not part:
-            break
-        received += part
-    return bytes(received)
-
-
-def _set_timeout(connection: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    connection.settimeout(left)
