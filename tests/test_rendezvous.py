@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +29,7 @@ def share(message, rank, *arguments):
 @pytest.fixture(autouse=True)
 def one_meeting_for_all(monkeypatch):
     """Ranks are processes, which number their own meetings; here they are threads of one."""
-    monkeypatch.setattr(rendezvous, "_numbers", itertools.repeat(1))
+    monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
 
 
 def ranks(size, port, *, timeout=10.0, host="127.0.0.1", jobs=None, sizes=None):
@@ -351,3 +352,18 @@ def test_who_did_not_prove_that_it_is_still_there_is_named(port, monkeypatch):
     first, other = ranks(2, port, timeout=1.0)
     assert isinstance(first, CollectiveTimeout) and "ranks [1] did not come" in str(first)
     assert isinstance(other, CollectiveTimeout)
+
+
+def test_a_process_that_met_others_elsewhere_meets_here(port):
+    """Each process numbers its meetings at each place: one has met another before, and a third comes to the next."""
+    script = """
+import sys
+from qccl.transports.rendezvous import gather
+for place, rank in eval(sys.argv[1]):
+    assert gather(b"", rank, 2, ("127.0.0.1", place), 20.0) == [b"", b""]
+"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        other = free.getsockname()[1]
+    both = [(port, 0), (other, 0)], [(port, 1)], [(other, 1)]
+    processes = [subprocess.Popen([sys.executable, "-c", script, repr(each)]) for each in both]
+    assert [process.wait(20) for process in processes] == [0, 0, 0]

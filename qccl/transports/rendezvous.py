@@ -21,7 +21,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -54,8 +54,9 @@ _PROOF_SECONDS = 2.0
 _FRESH_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 
-#: gather() numbers its calls in a process, so that a rank ahead of the others does not take part in their meeting
-_numbers = itertools.count(1)
+#: gather() numbers its calls for each place, size and job, so that a rank ahead of the others does not take part in
+#: their meeting
+_numbers: dict[tuple[tuple[str, int], int, str], Iterator[int]] = {}
 
 
 def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -92,12 +93,12 @@ def gather(
 ) -> list[bytes]:
     """Collective: the notes of all ranks, in rank order.
 
-    A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job``, size or meeting
-    (this function's number of calls in the process) are told to go or to wait. ``is_local`` says that all ranks are on
-    this machine. Raises CollectiveTimeout, MismatchError for a rank of another group, EngineError for another program
-    at that port.
+    A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job`` or
+    size are told to go, and those of another meeting (the number of calls with this place, size and job in the process)
+    to wait. ``is_local`` says that all ranks are on this machine. Raises CollectiveTimeout, MismatchError for a rank of
+    another group, EngineError for another program at that port.
     """
-    number = next(_numbers)
+    number = _number(place, size, job)
     if len(note) > NOTE_NBYTES:
         raise ArgumentError(f"a note of {len(note)} bytes; a meeting takes at most {NOTE_NBYTES} from each rank")
     deadline = time.monotonic() + timeout
@@ -109,6 +110,11 @@ def gather(
         return _ask(hello, size, job.encode(), place, deadline, timeout)
     with _listen(place, is_local) as server, _Meeting(server, note, size, number, job.encode()) as meeting:
         return meeting.serve(deadline, timeout)
+
+
+def _number(place: tuple[str, int], size: int, job: str) -> int:
+    """Which meeting of this process it is there."""
+    return next(_numbers.setdefault((place, size, job), itertools.count(1)))
 
 
 def _join(notes: Sequence[bytes]) -> bytes:
