@@ -54,6 +54,17 @@ def test_every_rank_gets_the_message(size, host, port):
     assert ranks(size, port, host=host) == [MESSAGE] * size
 
 
+def test_rank_0_waits_as_long_as_the_program_wants(port):
+    """Neither epoll() nor a socket's timeout takes more than 2**31 ms."""
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1e9)
+        assert share(None, 1, 2, ("127.0.0.1", port), 5.0) == first.result(10) == MESSAGE
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        timed.send(ours, b"a", time.monotonic() + 1e9)
+        assert 1000 * ours.gettimeout() < 2**31
+
+
 def test_again_at_the_same_port(port):
     for _ in range(3):
         assert ranks(3, port) == [MESSAGE] * 3

@@ -34,6 +34,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports import messages
 from qccl.transports.callers import Caller, Callers
 from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, call
 from qccl.transports.messages import Decision, Member
@@ -380,7 +381,8 @@ class _Coordinator:
             me._callers.take(caller)
             self._joined[rank] = caller, message
             with contextlib.suppress(OSError):
-                caller.send({"kind": "wait", "seconds": max(0.0, self._until - time.monotonic())})
+                left = max(0.0, self._until - time.monotonic())
+                caller.send({"kind": "wait", "seconds": min(left, messages.MOST_SECONDS)})
         return None
 
     def _probe(self, missing: list[int]) -> None:

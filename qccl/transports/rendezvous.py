@@ -26,7 +26,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
-from qccl.transports.sockets import connect, host_of, listen, place_text, seats
+from qccl.transports.sockets import LONGEST_SECONDS, connect, host_of, listen, place_text, seats
 from qccl.transports.strangers import printable, report
 from qccl.transports.timed import receive, send
 
@@ -225,7 +225,7 @@ class _Meeting:
             if self._answer is not None:
                 self._send_answers(self._answer)
             until = min([deadline, *(caller.until for caller in self._callers)])
-            for key, _ in self._selector.select(max(0.0, until - now)):
+            for key, _ in self._selector.select(min(max(0.0, until - now), LONGEST_SECONDS)):
                 if key.data is None:
                     self._accept()
                 elif key.data in self._callers:

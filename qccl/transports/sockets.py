@@ -8,11 +8,23 @@ import ipaddress
 import resource
 import socket
 
-__all__ = ["BACKLOG", "connect", "host_and_port", "host_of", "is_loopback", "listen", "place_text", "seats"]
+__all__ = [
+    "BACKLOG",
+    "LONGEST_SECONDS",
+    "connect",
+    "host_and_port",
+    "host_of",
+    "is_loopback",
+    "listen",
+    "place_text",
+    "seats",
+]
 
 Place = tuple[str, int]
 #: connections that wait until a process accepts them, at most
 BACKLOG = 1024
+#: one wait for a socket, at most: the system's calls take less than 2**31 ms
+LONGEST_SECONDS = 1e6
 
 
 def host_of(text: str) -> str:
@@ -51,7 +63,7 @@ def connect(place: Place, timeout: float) -> socket.socket:
     A socket that calls a port from which the system takes the ports of callers may get this very port, and is then
     connected to itself. That counts as refused.
     """
-    connection = socket.create_connection(place, timeout=timeout)
+    connection = socket.create_connection(place, timeout=min(timeout, LONGEST_SECONDS))
     try:
         if connection.getsockname() == connection.getpeername():
             raise ConnectionRefusedError(errno.ECONNREFUSED, "nobody listens there: the socket called itself")

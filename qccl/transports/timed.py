@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import time
 
+from qccl.transports.sockets import LONGEST_SECONDS
+
 __all__ = ["receive", "send"]
 
 
@@ -30,4 +32,4 @@ def _set_timeout(connection: socket.socket, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError
-    connection.settimeout(left)
+    connection.settimeout(min(left, LONGEST_SECONDS))
