@@ -183,10 +183,10 @@ class Membership:
         return self._callers.knocks()
 
     def _checked(self, decision: Decision) -> Decision:
-        """A decision that came from outside. Raises NotARank if it is not one after this rank's group."""
+        """``decision``, which came from outside. Raises NotARank if it is not for a later group than this rank's."""
         own = [member for member in decision.members if member.id == self._id]
         if decision.epoch <= self.epoch or any(member[1:3] != (self._host, self._port) for member in own):
-            raise NotARank("a decision on no group of this rank")
+            raise NotARank("a decision that is old, or of another group")
         return decision
 
     def _adopt(self, decision: Decision) -> Decision:
