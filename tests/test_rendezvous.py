@@ -65,6 +65,28 @@ def test_rank_0_waits_as_long_as_the_program_wants(port):
         assert 1000 * ours.gettimeout() < 2**31
 
 
+CROWD = """
+import resource, sys
+hard, port, size = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
+from qccl.transports.rendezvous import gather
+print(len(gather(b"", 0, size, ("127.0.0.1", port), 5.0)), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("hard", "is_met"), [(256, True), (32, False)])
+def test_rank_0_has_descriptors_for_all_ranks(hard, is_met, port):
+    """It raises its soft limit, and says what is missing where it must not."""
+    command = [sys.executable, "-c", CROWD, str(hard), str(port), "41"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with first, ThreadPoolExecutor(40) as pool:
+        others = [pool.submit(share, None, rank, 41, ("127.0.0.1", port), 5.0) for rank in range(1, 41)]
+        out, error = first.communicate(timeout=20)
+        assert all(is_met == (each.exception(20) is None) for each in others)
+    assert out == ("41\n" if is_met else "")
+    assert is_met or ("did not come to rank 0" in error and "EMFILE" in error), error
+
+
 def test_again_at_the_same_port(port):
     for _ in range(3):
         assert ranks(3, port) == [MESSAGE] * 3

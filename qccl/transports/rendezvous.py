@@ -22,10 +22,10 @@ import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.transports import descriptors
 from qccl.transports.sockets import LONGEST_SECONDS, connect, host_of, listen, place_text, seats
 from qccl.transports.strangers import printable, report
 from qccl.transports.timed import receive, send
@@ -108,6 +108,7 @@ def gather(
     if rank:
         hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, os.urandom(8), len(note)) + note
         return _ask(hello, size, job.encode(), place, deadline, timeout)
+    descriptors.allow(size)
     with _listen(place, is_local) as server, _Meeting(server, note, size, number, job.encode()) as meeting:
         return meeting.serve(deadline, timeout)
 
@@ -195,7 +196,7 @@ class _Meeting:
         self._answer: bytes | None = None
         self._answered: dict[int, bytes] = {}  # the processes whose notes the answer has
         self._served: set[int] = set()
-        self._refusal = ""  # why the last caller was refused
+        self._why = ""  # the last caller was refused, or could not be accepted
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Meeting:
@@ -214,10 +215,8 @@ class _Meeting:
         while len(self._served) < self._size - 1:
             now = time.monotonic()
             if now > deadline:
-                refused = f"; rank 0 refused a caller: {self._refusal}" if self._refusal else ""
-                raise CollectiveTimeout(
-                    f"ranks {_some(self._missing())} did not come to rank 0 within {timeout} s{refused}"
-                )
+                missing = _some(self._missing())
+                raise CollectiveTimeout(f"ranks {missing} did not come to rank 0 within {timeout} s{self._why}")
             for caller in [each for each in self._callers if each.until < now]:
                 self._drop(caller, "it says nothing, or too slowly")
             if self._answer is None and len(self._ranks) == self._size - 1 and not self._rivals:
@@ -261,12 +260,20 @@ class _Meeting:
         strangers = [each for each in self._callers if not each.is_rank]
         if len(strangers) >= seats():
             self._drop(strangers[0], "too many of them at once")
-        with suppress(OSError):  # the caller has gone
+        try:
             connection, _ = self._server.accept()
-            connection.setblocking(False)
-            caller = _Caller(connection, time.monotonic() + _PATIENCE_SECONDS)
-            self._callers[caller] = None
-            self._selector.register(connection, selectors.EVENT_READ, caller)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._why = f"; rank 0: {descriptors.exhausted() or error}"
+                if len(strangers) > 1:
+                    self._drop(strangers[0], "too many of them at once")
+                else:
+                    time.sleep(_RETRY_SECONDS)  # the caller goes on waiting
+            return  # otherwise the caller has gone
+        connection.setblocking(False)
+        caller = _Caller(connection, time.monotonic() + _PATIENCE_SECONDS)
+        self._callers[caller] = None
+        self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _drop(self, caller: _Caller, cause: str = "") -> None:
         if self._callers.pop(caller, caller) is caller:
@@ -362,7 +369,7 @@ class _Meeting:
 
     def _refuse(self, caller: _Caller, verdict: int, text: str) -> None:
         if verdict == _REFUSED:
-            self._refusal = text
+            self._why = f"; rank 0 refused a caller: {text}"
         caller.has_answer, caller.is_rank, caller.hello = True, False, caller.hello or b"-"
         caller.until = time.monotonic() + _PATIENCE_SECONDS
         caller.received.clear()
