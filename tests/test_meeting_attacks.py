@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from strangers import PAYLOADS, connected, mutated, strangers
 
-from qccl import CollectiveTimeout, EngineError, MismatchError, launch, meetings
+from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, launch, meetings
 from qccl.launchers import Launcher
 from qccl.transports import rendezvous, sockets, timed, ucx
 from qccl.transports import strangers as dropped
+from qccl.transports.messages import Member
 from qccl.transports.rendezvous import gather
 
 JOB = "the job"
@@ -351,6 +352,31 @@ def test_a_name_of_this_machine_for_its_loopback_interface(monkeypatch, port):
     for host in ("localhost", "127.0.0.1"):
         with sockets.listen(host, port) as server:
             assert server.getsockname()[0] == "127.0.0.1"
+
+
+NO_NAMES = ["a..b", ".a", "a" * 64, "a" * 64 + ".b", "a\0b"]
+
+
+@pytest.mark.parametrize("host", NO_NAMES)
+def test_what_is_no_name_of_a_host(host, port):
+    assert sockets.host_and_port(f"{host}:80") is None
+    with pytest.raises(ArgumentError, match="MASTER_ADDR"):
+        rendezvous.meeting_place({"MASTER_ADDR": host, "MASTER_PORT": "80"})
+    with pytest.raises(ArgumentError, match="address="):
+        launch._given(0, 2, f"{host}:80")
+    with pytest.raises(ArgumentError, match="address="):
+        launch.join(f"{host}:80", 1.0)
+    with pytest.raises(dropped.NotARank):
+        Member.of(list(Member.make("0" * 32, host, 1, b"")))
+    for call in (lambda: sockets.connect((host, port), 1.0), lambda: sockets.listen(host, port)):
+        with pytest.raises(socket.gaierror):
+            call()
+
+
+@pytest.mark.parametrize("host", ["a", "a.b.", "a" * 63, "127.0.0.1", "fd77::11", "fe80::1%eth0", "node_1.x-y"])
+def test_what_is_a_name_of_a_host(host):
+    assert sockets.host_and_port(sockets.place_text((host, 80))) == (host, 80)
+    assert Member.of(list(Member.make("0" * 32, host, 1, b""))).host == host
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback_interface(port, monkeypatch):

@@ -27,7 +27,8 @@ _MOST_WORKER_NBYTES = 8192
 _MOST_NUMBER = 1 << 62
 
 _ID = re.compile(r"[0-9a-f]{32}")
-_HOST = re.compile(r"[0-9A-Za-z.:%_-]{1,255}")
+#: the labels of a name have 1 to 63 bytes
+_HOST = re.compile(r"(?=.{1,255}\Z)[0-9A-Za-z:%_-]{1,63}(?:\.[0-9A-Za-z:%_-]{1,63})*\.?")
 _HEXADECIMAL = re.compile(r"(?:[0-9a-f]{2})*")
 
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import descriptors
-from qccl.transports.sockets import LONGEST_SECONDS, connect, host_of, listen, place_text, seats
+from qccl.transports.sockets import LONGEST_SECONDS, connect, host_of, is_host, listen, place_text, seats
 from qccl.transports.strangers import printable, report
 from qccl.transports.timed import receive, send
 
@@ -72,6 +72,8 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
             f"MASTER_ADDR and MASTER_PORT on all ranks to the host of rank 0 and a free port there; in a batch script "
             f"of Slurm: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500"
         )
+    if not is_host(host):
+        raise ArgumentError(f"MASTER_ADDR={host!r} is not the name or the address of a host")
     name = "QCCL_PORT" if environ.get("QCCL_PORT") else "MASTER_PORT"
     port = int(text) if text.isdecimal() else 0
     if not 0 < port < 65536:
@@ -146,15 +148,11 @@ def _listen(place: tuple[str, int], is_local: bool) -> socket.socket:
         return listen(host, port, is_local=is_local)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise _in_use(port) from error
+            raise EngineError(
+                f"rank 0 cannot listen on port {port}, which another program or a second rank 0 uses; set QCCL_PORT to "
+                f"a free port, the same on all ranks"
+            ) from error
         raise EngineError(f"rank 0 cannot listen on port {port} ({error}); set QCCL_PORT to another one") from error
-
-
-def _in_use(port: int) -> EngineError:
-    return EngineError(
-        f"rank 0 cannot listen on port {port}, which another program or a second rank 0 uses; set QCCL_PORT to a free "
-        f"port, the same on all ranks"
-    )
 
 
 @dataclass(slots=True, eq=False)

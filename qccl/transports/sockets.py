@@ -14,6 +14,7 @@ __all__ = [
     "connect",
     "host_and_port",
     "host_of",
+    "is_host",
     "is_loopback",
     "listen",
     "place_text",
@@ -36,7 +37,14 @@ def host_and_port(text: object) -> Place | None:
     """The parts of "host:port" or "[address]:port"; None where ``text`` is neither."""
     host, _, port = str(text).rpartition(":")
     is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-    return (host_of(host), int(port)) if host_of(host) and is_port else None
+    return (host_of(host), int(port)) if is_host(host_of(host)) and is_port else None
+
+
+def is_host(text: str) -> bool:
+    """Whether ``text`` may be a name or an address, though perhaps of no host: its labels have 1 to 63 bytes."""
+    with contextlib.suppress(UnicodeError):
+        return bool(text.encode("idna")) and text.isprintable()
+    return False
 
 
 def place_text(place: Place) -> str:
@@ -63,6 +71,7 @@ def connect(place: Place, timeout: float) -> socket.socket:
     A socket that calls a port from which the system takes the ports of callers may get this very port, and is then
     connected to itself. That counts as refused.
     """
+    _check_host(place[0])
     connection = socket.create_connection(place, timeout=min(timeout, LONGEST_SECONDS))
     try:
         if connection.getsockname() == connection.getpeername():
@@ -80,6 +89,8 @@ def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.s
     machine's network address on other machines. ``is_local`` says that there are none. Port 0: any that is free.
     Raises OSError, with errno.EADDRINUSE where the port is used.
     """
+    if host:
+        _check_host(host)
     with contextlib.suppress(socket.gaierror):
         family, _, _, _, found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
         if host and (is_local or is_loopback(host) or not is_loopback(str(found[0]))):
@@ -91,6 +102,12 @@ def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.s
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
     return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def _check_host(host: str) -> None:
+    """Raise socket.gaierror where the system's functions would raise a ValueError."""
+    if not is_host(host):
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} cannot be the name of a host")
 
 
 def seats() -> int:
