@@ -354,6 +354,29 @@ def test_a_name_of_this_machine_for_its_loopback_interface(monkeypatch, port):
             assert server.getsockname()[0] == "127.0.0.1"
 
 
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_name_with_addresses_of_both_families(is_local, port, monkeypatch):
+    """Other machines may have one of them only. Where all ranks are here, they try all addresses."""
+    getaddrinfo = socket.getaddrinfo
+
+    def both(host, *more, **kw):
+        if host != "both":
+            return getaddrinfo(host, *more, **kw)
+        return [*getaddrinfo("::1", *more, **kw), *getaddrinfo("127.0.0.1", *more, **kw)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)  # they stand for addresses of the network
+    with sockets.listen("both", port, is_local=is_local):
+        sockets.connect(("both", port), 5.0).close()
+        if is_local:
+            with pytest.raises(ConnectionRefusedError):
+                sockets.connect(("127.0.0.1", port), 5.0)
+        else:
+            sockets.connect(("127.0.0.1", port), 5.0).close()
+            sockets.connect(("::1", port), 5.0).close()
+
+
 NO_NAMES = ["a..b", ".a", "a" * 64, "a" * 64 + ".b", "a\0b"]
 
 

@@ -85,15 +85,18 @@ def connect(place: Place, timeout: float) -> socket.socket:
 def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.socket:
     """A socket for connections to ``host``: to this address alone, or to all where it is not one of this machine.
 
-    All are also used where ``host`` is a name for an address of the loopback interface, because the name may mean this
+    All are also used where ``host`` is a name with several addresses, as of IPv6 and IPv4, because another machine may
+    know one of them only; and where it is a name for an address of the loopback interface, because it may mean this
     machine's network address on other machines. ``is_local`` says that there are none. Port 0: any that is free.
     Raises OSError, with errno.EADDRINUSE where the port is used.
     """
     if host:
         _check_host(host)
     with contextlib.suppress(socket.gaierror):
-        family, _, _, _, found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-        if host and (is_local or is_loopback(host) or not is_loopback(str(found[0]))):
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
+        family, _, _, _, found = infos[0]
+        is_one = len({info[4][0] for info in infos}) == 1
+        if host and (is_local or is_loopback(host) or (is_one and not is_loopback(str(found[0])))):
             try:
                 return socket.create_server(found[:2], family=family, backlog=BACKLOG)
             except OSError as error:
