@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import selectors
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -148,3 +149,51 @@ def stream(place: Place, part: bytes, over: threading.Event, head: bytes = b"") 
             connection.sendall(head)
             while not over.is_set():
                 connection.sendall(part)
+
+
+def _knock(connection: socket.socket, seed: int) -> None:
+    """Answer the challenge as a process does that wants to join. Raises OSError where the other side has ended."""
+    received = connection.recv(1 << 16)
+    if not received:
+        raise ConnectionError
+    nonce = json.loads(received[channel._HEAD.size :])["nonce"]
+    connection.sendall(message(kind="knock", nonce=nonce, member=member(random.Random(seed))))
+
+
+@contextmanager
+def knockers(*places: Place, count: int) -> Iterator[None]:
+    """``count`` processes that want to join, over the places in turn: they answer the challenge, stay, and call again.
+
+    The block begins when all have called once.
+    """
+    over, called = threading.Event(), threading.Event()
+
+    def knock() -> None:
+        waiting = dict.fromkeys(range(count))
+        with selectors.DefaultSelector() as selector:
+            while not over.wait(0.01):
+                for number in [*waiting]:
+                    with suppress(OSError):
+                        connection = socket.create_connection(places[number % len(places)], timeout=2)
+                        selector.register(connection, selectors.EVENT_READ, number)
+                        del waiting[number]
+                called.set()
+                for key, _ in selector.select(0):
+                    connection = key.fileobj
+                    try:
+                        _knock(connection, key.data)
+                    except (OSError, ValueError):
+                        selector.unregister(connection)
+                        connection.close()
+                        waiting[key.data] = None
+            for key in [*selector.get_map().values()]:
+                key.fileobj.close()
+
+    thread = threading.Thread(target=knock)
+    thread.start()
+    try:
+        assert called.wait(30)
+        yield
+    finally:
+        over.set()
+        thread.join(30)

@@ -103,10 +103,9 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
     """One machine has too few GPUs: all ranks go to the host, or all say whose fault it is."""
     of_thread = threading.local()
 
-    class Numbers:  # ranks are processes, which number their own meetings; here they are threads of one
-        def __next__(self):
-            of_thread.number += 1
-            return of_thread.number
+    def number(*arguments):  # ranks are processes, which number their own meetings; here they are threads of one
+        of_thread.number += 1
+        return of_thread.number
 
     def inits(*arguments):
         with socket.socket() as probe:
@@ -129,7 +128,7 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
         with ThreadPoolExecutor(len(arguments)) as pool:
             return list(pool.map(run, range(len(arguments))))
 
-    monkeypatch.setattr(rendezvous, "_numbers", Numbers())
+    monkeypatch.setattr(rendezvous, "_number", number)
     monkeypatch.setattr(launch, "_too_few", lambda ranks: of_thread.reason)
     assert inits((False, None, ""), (False, None, "")) == [("cuda", 0, 0), ("cuda", 1, 1)]
     assert inits((True, 4, ""), (True, 7, "")) == [("cuda", 0, 4), ("cuda", 1, 7)]

@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 from strangers import PAYLOADS, connected, mutated, strangers
 
-from qccl import CollectiveTimeout, EngineError, MismatchError, launch, meetings
+from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, launch, meetings
 from qccl.launchers import Launcher
-from qccl.transports import rendezvous, sockets, ucx
+from qccl.transports import rendezvous, sockets, timed, ucx
 from qccl.transports import strangers as dropped
+from qccl.transports.messages import Member
 from qccl.transports.rendezvous import gather
 
 JOB = "the job"
@@ -30,7 +31,7 @@ NOTES = [b"zero", b"one", b"two"]
 @pytest.fixture(autouse=True)
 def one_meeting_for_all(monkeypatch):
     """Ranks are processes, which number their own meetings; here they are threads of one."""
-    monkeypatch.setattr(rendezvous, "_numbers", itertools.repeat(1))
+    monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
 
 
 def hello(rank: int, size: int = 3, note: bytes = b"stranger", job: str = JOB, process: bytes = b"stranger") -> bytes:
@@ -124,7 +125,7 @@ def prove(connection: socket.socket, said: bytes, job: str = JOB) -> None:
     """Answer rank 0's demand for a proof."""
     deadline = time.monotonic() + 5
     connection.settimeout(5)
-    head = rendezvous._receive(connection, rendezvous._REPLY.size, deadline)
+    head = timed.receive(connection, rendezvous._REPLY.size, deadline)
     verdict, content = rendezvous._receive_content(connection, head, "there", deadline)
     assert verdict == rendezvous._PROVE
     connection.sendall(rendezvous._proof(job.encode(), b"rank", content[:16], said))
@@ -165,7 +166,7 @@ def test_a_proof_is_of_no_use_to_another_caller(port):
         wait_for(port)
         with connected(("127.0.0.1", port), hello(1)) as gone:
             gone.settimeout(5)
-            reply = rendezvous._receive(gone, rendezvous._REPLY.size + 48, time.monotonic() + 5)
+            reply = timed.receive(gone, rendezvous._REPLY.size + 48, time.monotonic() + 5)
             proof = rendezvous._proof(JOB.encode(), b"rank", reply[-48:-32], hello(1))
         with connected(("127.0.0.1", port), hello(1)) as again:
             time.sleep(0.1)
@@ -351,6 +352,54 @@ def test_a_name_of_this_machine_for_its_loopback_interface(monkeypatch, port):
     for host in ("localhost", "127.0.0.1"):
         with sockets.listen(host, port) as server:
             assert server.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+@pytest.mark.parametrize("is_local", [False, True])
+def test_a_name_with_addresses_of_both_families(is_local, port, monkeypatch):
+    """Other machines may have one of them only. Where all ranks are here, they try all addresses."""
+    getaddrinfo = socket.getaddrinfo
+
+    def both(host, *more, **kw):
+        if host != "both":
+            return getaddrinfo(host, *more, **kw)
+        return [*getaddrinfo("::1", *more, **kw), *getaddrinfo("127.0.0.1", *more, **kw)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", both)
+    monkeypatch.setattr(sockets, "is_loopback", lambda host: False)  # they stand for addresses of the network
+    with sockets.listen("both", port, is_local=is_local):
+        sockets.connect(("both", port), 5.0).close()
+        if is_local:
+            with pytest.raises(ConnectionRefusedError):
+                sockets.connect(("127.0.0.1", port), 5.0)
+        else:
+            sockets.connect(("127.0.0.1", port), 5.0).close()
+            sockets.connect(("::1", port), 5.0).close()
+
+
+NO_NAMES = ["a..b", ".a", "a" * 64, "a" * 64 + ".b", "a\0b"]
+
+
+@pytest.mark.parametrize("host", NO_NAMES)
+def test_what_is_no_name_of_a_host(host, port):
+    assert sockets.host_and_port(f"{host}:80") is None
+    with pytest.raises(ArgumentError, match="MASTER_ADDR"):
+        rendezvous.meeting_place({"MASTER_ADDR": host, "MASTER_PORT": "80"})
+    with pytest.raises(ArgumentError, match="address="):
+        launch._given(0, 2, f"{host}:80")
+    with pytest.raises(ArgumentError, match="address="):
+        launch.join(f"{host}:80", 1.0)
+    with pytest.raises(dropped.NotARank):
+        Member.of(list(Member.make("0" * 32, host, 1, b"")))
+    for call in (lambda: sockets.connect((host, port), 1.0), lambda: sockets.listen(host, port)):
+        with pytest.raises(socket.gaierror):
+            call()
+
+
+@pytest.mark.parametrize("host", ["a", "a.b.", "a" * 63, "127.0.0.1", "fd77::11", "fe80::1%eth0", "node_1.x-y"])
+def test_what_is_a_name_of_a_host(host):
+    assert sockets.host_and_port(sockets.place_text((host, 80))) == (host, 80)
+    assert Member.of(list(Member.make("0" * 32, host, 1, b""))).host == host
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback_interface(port, monkeypatch):

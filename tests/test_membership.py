@@ -7,13 +7,15 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import pytest
 from membership_groups import Group, one_group
 
 from qccl.errors import CollectiveTimeout, PeerLost
-from qccl.transports import membership
+from qccl.transports import membership, messages
+from qccl.transports.channel import Channel
 from qccl.transports.membership import Decision, Membership
 
 
@@ -39,6 +41,24 @@ def test_groups_follow_each_other():
                 group.ranks[rank].close()
             decision = one_group(group.agree(*left))
             assert decision.epoch == epoch and group.numbers(decision) == left
+
+
+def test_a_timeout_may_be_longer_than_a_message_can_say(monkeypatch):
+    monkeypatch.setattr(messages, "MOST_SECONDS", 1.0)
+    with Group(3) as group:
+        group.ranks[1].close()
+        found = group.agree(0, 2, timeout=3.0)
+        assert group.numbers(one_group(found)) == [0, 2] and found[0] == found[1]
+
+
+def test_a_rank_waits_for_a_message_as_long_as_the_program_wants():
+    """poll() takes no more than 2**31 ms."""
+    ours, theirs = socket.socketpair()
+    with Channel(ours) as channel, Channel(theirs) as other, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(channel.receive, time.monotonic() + 1e9)
+        time.sleep(0.1)
+        other.send({"kind": "tell"})
+        assert found.result(10) == {"kind": "tell"}
 
 
 def test_a_rank_that_comes_late_is_waited_for():

@@ -15,7 +15,20 @@ from pathlib import Path
 
 import pytest
 from membership_groups import Group, one_group
-from strangers import PAYLOADS, UNKNOWN, connected, frame, hello, member, message, mutated, real, strangers, stream
+from strangers import (
+    PAYLOADS,
+    UNKNOWN,
+    connected,
+    frame,
+    hello,
+    knockers,
+    member,
+    message,
+    mutated,
+    real,
+    strangers,
+    stream,
+)
 
 from qccl.errors import PeerLost
 from qccl.transports import callers, channel, messages
@@ -93,22 +106,26 @@ def test_a_stranger_that_never_ends(head, part, monkeypatch):
 
 
 LIMITED = """
-import os, resource, sys
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+import os, resource, sys, time
+LIMIT = int(sys.argv[1])
+resource.setrlimit(resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
 from membership_groups import Group, one_group
 with Group(3) as group:
     group.ranks[0].close()
     print(*(rank._port for rank in group.ranks[1:]), flush=True)
     sys.stdin.readline()
+    for _ in range(100):
+        time.sleep(0.01)
+        [rank.waiting() for rank in group.ranks[1:]]
     decision = one_group(group.agree(1, 2))
-    print(group.numbers(decision), len(os.listdir("/proc/self/fd")) < 200, flush=True)
+    print(group.numbers(decision), len(os.listdir("/proc/self/fd")) < 0.8 * LIMIT, flush=True)
 """
 
 
 def test_silent_connections_take_no_descriptor_that_ranks_need():
     """600 of them, where a process may have 256 descriptors."""
     process = subprocess.Popen(
-        [sys.executable, "-c", LIMITED],
+        [sys.executable, "-c", LIMITED, "256"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -120,6 +137,24 @@ def test_silent_connections_take_no_descriptor_that_ranks_need():
         for number in range(600):
             connection = socket.create_connection(("127.0.0.1", ports[number % 2]), timeout=5)
             stack.callback(connection.close)
+        out, _ = process.communicate("\n", timeout=30)
+        assert out == "[1, 2] True\n"
+
+
+@pytest.mark.parametrize("limit", [64, 100])
+def test_processes_that_want_to_join_take_no_descriptor_that_ranks_need(limit):
+    """250 of them at each rank, which call again when they are dropped."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LIMITED, str(limit)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"},
+    )
+    with ExitStack() as stack, process:
+        stack.callback(process.kill)
+        ports = [int(port) for port in process.stdout.readline().split()]
+        stack.enter_context(knockers(*(("127.0.0.1", port) for port in ports), count=500))
         out, _ = process.communicate("\n", timeout=30)
         assert out == "[1, 2] True\n"
 

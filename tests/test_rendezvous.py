@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import socket
+import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
+from patience import factor
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
-from qccl.transports import rendezvous
+from qccl.transports import rendezvous, timed
 from qccl.transports.rendezvous import PORT_OFFSET, gather, meeting_place
 
 MESSAGE = bytes(range(128))
@@ -27,7 +29,7 @@ def share(message, rank, *arguments):
 @pytest.fixture(autouse=True)
 def one_meeting_for_all(monkeypatch):
     """Ranks are processes, which number their own meetings; here they are threads of one."""
-    monkeypatch.setattr(rendezvous, "_numbers", itertools.repeat(1))
+    monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
 
 
 def ranks(size, port, *, timeout=10.0, host="127.0.0.1", jobs=None, sizes=None):
@@ -50,6 +52,39 @@ def ranks(size, port, *, timeout=10.0, host="127.0.0.1", jobs=None, sizes=None):
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_every_rank_gets_the_message(size, host, port):
     assert ranks(size, port, host=host) == [MESSAGE] * size
+
+
+def test_rank_0_waits_as_long_as_the_program_wants(port):
+    """Neither epoll() nor a socket's timeout takes more than 2**31 ms."""
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1e9)
+        assert share(None, 1, 2, ("127.0.0.1", port), 5.0) == first.result(10) == MESSAGE
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        timed.send(ours, b"a", time.monotonic() + 1e9)
+        assert 1000 * ours.gettimeout() < 2**31
+
+
+CROWD = """
+import resource, sys
+hard, port, size = map(int, sys.argv[1:])
+resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
+from qccl.transports.rendezvous import gather
+print(len(gather(b"", 0, size, ("127.0.0.1", port), 5.0)), flush=True)
+"""
+
+
+@pytest.mark.parametrize(("hard", "is_met"), [(256, True), (32, False)])
+def test_rank_0_has_descriptors_for_all_ranks(hard, is_met, port):
+    """It raises its soft limit, and says what is missing where it must not."""
+    command = [sys.executable, "-c", CROWD, str(hard), str(port), "41"]
+    first = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with first, ThreadPoolExecutor(40) as pool:
+        others = [pool.submit(share, None, rank, 41, ("127.0.0.1", port), 5.0) for rank in range(1, 41)]
+        out, error = first.communicate(timeout=20)
+        assert all(is_met == (each.exception(20) is None) for each in others)
+    assert out == ("41\n" if is_met else "")
+    assert is_met or ("did not come to rank 0" in error and "EMFILE" in error), error
 
 
 def test_again_at_the_same_port(port):
@@ -247,7 +282,7 @@ def test_a_damaged_message(damaged, port):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(reply)
-        head = rendezvous._receive(ours, rendezvous._REPLY.size, time.monotonic() + 5)
+        head = timed.receive(ours, rendezvous._REPLY.size, time.monotonic() + 5)
         with pytest.raises(EngineError, match="damaged"):
             rendezvous._receive_content(ours, head, "there", time.monotonic() + 5)
 
@@ -312,3 +347,56 @@ def test_a_rank_that_is_cut_off_calls_again(port):
         connection.close()
         found += [pool.submit(share, None, rank, 3, ("127.0.0.1", port), 10.0) for rank in (2, 1)]
         assert [each.result(timeout=10) for each in found] == [MESSAGE] * 3
+
+
+def test_ranks_that_come_one_after_the_other_and_prove_slowly_meet(port, monkeypatch):
+    """At each instant, one of them is being asked for a proof, or has given it too long ago."""
+    monkeypatch.setattr(rendezvous, "_FRESH_SECONDS", 0.2)
+    receive_content = rendezvous._receive_content
+
+    def slowly(*arguments):
+        found = receive_content(*arguments)
+        time.sleep(0.15 * (found[0] == rendezvous._PROVE))
+        return found
+
+    monkeypatch.setattr(rendezvous, "_receive_content", slowly)
+    with ThreadPoolExecutor(8) as pool:
+        found = []
+        for rank in range(8):
+            found.append(pool.submit(share, MESSAGE, rank, 8, ("127.0.0.1", port), 4.0 * factor()))
+            time.sleep(0.06)
+        assert [each.result(60) for each in found] == [MESSAGE] * 8
+
+
+def test_who_did_not_prove_that_it_is_still_there_is_named(port, monkeypatch):
+    """All have come, and one of them is stopped then."""
+    monkeypatch.setattr(rendezvous, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(rendezvous, "_PROOF_SECONDS", 30.0)
+    receive_content, proofs = rendezvous._receive_content, []
+
+    def stopped(*arguments):
+        found = receive_content(*arguments)
+        if found[0] == rendezvous._PROVE:
+            proofs.append(found)
+        time.sleep(2.0 * (len(proofs) > 1))
+        return found
+
+    monkeypatch.setattr(rendezvous, "_receive_content", stopped)
+    first, other = ranks(2, port, timeout=1.0)
+    assert isinstance(first, CollectiveTimeout) and "ranks [1] did not come" in str(first)
+    assert isinstance(other, CollectiveTimeout)
+
+
+def test_a_process_that_met_others_elsewhere_meets_here(port):
+    """Each process numbers its meetings at each place: one has met another before, and a third comes to the next."""
+    script = """
+import sys
+from qccl.transports.rendezvous import gather
+for place, rank in eval(sys.argv[1]):
+    assert gather(b"", rank, 2, ("127.0.0.1", place), 20.0) == [b"", b""]
+"""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        other = free.getsockname()[1]
+    both = [(port, 0), (other, 0)], [(port, 1)], [(other, 1)]
+    processes = [subprocess.Popen([sys.executable, "-c", script, repr(each)]) for each in both]
+    assert [process.wait(20) for process in processes] == [0, 0, 0]

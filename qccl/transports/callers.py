@@ -18,10 +18,8 @@ __all__ = ["Caller", "Callers"]
 
 #: how long a caller may take for its first message
 HELLO_SECONDS = 5.0
-#: connections that one hear() accepts (more than wait at the socket), processes that wait to join, and bytes of
-#: incomplete messages, at most
+#: connections that one hear() accepts (more than wait at the socket), and bytes of incomplete messages, at most
 _MOST_ACCEPTED = 2 * BACKLOG
-_MOST_KNOCKS = 1024
 _MOST_NBYTES = 8 << 20
 _NO_ROOM = "too many of them at once"
 
@@ -51,8 +49,8 @@ class Callers:
     """The connections to a listening socket of the process with the id ``id``.
 
     A caller counts when its first message repeats the nonce that it was sent, and the id of this process. Only ranks
-    know the id, which is random. A process that wants to join does not, nor does a rank's push of a decision repeat the
-    nonce, because it waits in the socket of a process that is stopped.
+    know the id, which is random. There are two exceptions. A process that wants to join does not know the id. A rank
+    that sends a decision to a stopped process does not wait for the nonce.
     """
 
     def __init__(self, server: socket.socket, id: str) -> None:
@@ -98,7 +96,9 @@ class Callers:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest():
                     break
             else:
-                self._unknown[Caller(connection)] = None
+                caller = Caller(connection)
+                self._unknown[caller] = None
+                self._greet(caller)  # at once: its answer may be there before it is the oldest
                 if len(self._unknown) > seats():
                     self._drop_oldest()
         for caller in (*self._unknown, *self._known):
@@ -116,18 +116,27 @@ class Callers:
             self.dismiss(caller)
 
     def _drop_oldest(self) -> bool:
-        """Drop the caller of whom nobody knows for longest what it wants, if it has not said it; whether there is one.
+        """Make room: drop the oldest caller that has not said yet what it wants, or else the oldest that wants to join.
 
-        A rank says it soon. One that waited at the socket of a stopped process has done so.
+        Returns whether there was one. A caller of the first kind is heard once more before, because a rank that waited
+        at the socket of a stopped process has said what it wants. A process that wants to join calls again.
         """
         oldest = next(iter(self._unknown), None)
-        if oldest is None:
-            return False
-        self._hear(oldest)
-        if oldest in self._unknown:
+        if oldest is not None:
+            self._hear(oldest)
+            drops = oldest in self._unknown
+        else:
+            oldest = next((each for each, _ in self.knocks()), None)
+            drops = oldest is not None
+        if drops and oldest is not None:
             report(_NO_ROOM)
             self.dismiss(oldest)
-        return True
+        return oldest is not None
+
+    def _greet(self, caller: Caller) -> None:
+        caller.is_greeted = True
+        with contextlib.suppress(OSError):
+            caller.send({"kind": "challenge", "nonce": caller.nonce}, 0)
 
     def _judge(self, caller: Caller) -> None:
         """Find out what a caller wants. Raises NotARank."""
@@ -142,9 +151,7 @@ class Callers:
         if caller.has_ended and not any(message["kind"] == "decided" for message in caller.inbox):
             self.dismiss(caller)
         elif not (caller.is_greeted or caller.has_ended or caller.inbox):
-            caller.is_greeted = True
-            with contextlib.suppress(OSError):
-                caller.send({"kind": "challenge", "nonce": caller.nonce}, 0)
+            self._greet(caller)
 
     def _admit(self, caller: Caller, message: Any) -> None:
         kind = message["kind"]
@@ -156,7 +163,7 @@ class Callers:
             raise NotARank("an old message")
         if kind != "knock" and message["to"] != self._id:  # the process that had this port has ended
             self.dismiss(caller, 0, kind="stranger")
-        elif kind == "knock" and len(self.knocks()) == _MOST_KNOCKS:
+        elif kind == "knock" and len(self.knocks()) >= seats():
             raise NotARank(_NO_ROOM)
         else:
             del self._unknown[caller]

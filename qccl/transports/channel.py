@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 from qccl.transports.messages import MOST_NBYTES, encode, parse
-from qccl.transports.sockets import connect
+from qccl.transports.sockets import LONGEST_SECONDS, connect
 from qccl.transports.strangers import NotARank
 
 __all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "Channel", "call"]
@@ -70,7 +70,7 @@ class Channel:
                 raise ConnectionError("the other side has closed the connection")
             if left <= 0:
                 raise TimeoutError
-            poll.poll(1000 * left)
+            poll.poll(1000 * min(left, LONGEST_SECONDS))
             self.hear()
         return self.inbox.pop(0)
 

@@ -47,7 +47,10 @@ def shortage(ranks: int, of: int | None = None) -> str:
 def exhausted() -> str:
     """That this process has no descriptor left; nothing if it has some."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = _open()
+    try:
+        used = _open()
+    except OSError:
+        used = soft  # to list them takes one
     if soft == resource.RLIM_INFINITY or used + _FEW < soft:
         return ""
     return f"EMFILE (too many open files): {used} of the {soft} descriptors that ulimit -n allows are open; raise it"

@@ -34,6 +34,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports import messages
 from qccl.transports.callers import Caller, Callers
 from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, call
 from qccl.transports.messages import Decision, Member
@@ -182,10 +183,10 @@ class Membership:
         return self._callers.knocks()
 
     def _checked(self, decision: Decision) -> Decision:
-        """A decision that came from outside. Raises NotARank if it is not one after this rank's group."""
+        """``decision``, which came from outside. Raises NotARank if it is not for a later group than this rank's."""
         own = [member for member in decision.members if member.id == self._id]
         if decision.epoch <= self.epoch or any(member[1:3] != (self._host, self._port) for member in own):
-            raise NotARank("a decision on no group of this rank")
+            raise NotARank("a decision that is old, or of another group")
         return decision
 
     def _adopt(self, decision: Decision) -> Decision:
@@ -380,7 +381,8 @@ class _Coordinator:
             me._callers.take(caller)
             self._joined[rank] = caller, message
             with contextlib.suppress(OSError):
-                caller.send({"kind": "wait", "seconds": max(0.0, self._until - time.monotonic())})
+                left = max(0.0, self._until - time.monotonic())
+                caller.send({"kind": "wait", "seconds": min(left, messages.MOST_SECONDS)})
         return None
 
     def _probe(self, missing: list[int]) -> None:

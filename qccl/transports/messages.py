@@ -19,14 +19,16 @@ __all__ = ["Decision", "Member", "encode", "parse", "parse_member"]
 
 #: bytes of a message, at most
 MOST_NBYTES = 1 << 20
-#: processes in one list, bytes of a worker's address, and seconds of one wait, at most
+#: seconds that a coordinator may ask a rank to wait, at most
+MOST_SECONDS = 86400.0
+#: processes in one list, and bytes of a worker's address, at most
 _MOST_MEMBERS = 4096
 _MOST_WORKER_NBYTES = 8192
-_MOST_SECONDS = 86400.0
 _MOST_NUMBER = 1 << 62
 
 _ID = re.compile(r"[0-9a-f]{32}")
-_HOST = re.compile(r"[0-9A-Za-z.:%_-]{1,255}")
+#: the labels of a name have 1 to 63 bytes
+_HOST = re.compile(r"(?=.{1,255}\Z)[0-9A-Za-z:%_-]{1,63}(?:\.[0-9A-Za-z:%_-]{1,63})*\.?")
 _HEXADECIMAL = re.compile(r"(?:[0-9a-f]{2})*")
 
 
@@ -142,7 +144,7 @@ def _accepted(found: Any) -> tuple[tuple[int, int], Decision] | None:
 
 
 def _seconds(found: Any) -> float:
-    _require(type(found) in (int, float) and 0 <= found <= _MOST_SECONDS)
+    _require(type(found) in (int, float) and 0 <= found <= MOST_SECONDS)
     return float(found)
 
 

@@ -21,13 +21,14 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
-from qccl.transports.sockets import connect, host_of, listen, place_text, seats
+from qccl.transports import descriptors
+from qccl.transports.sockets import LONGEST_SECONDS, connect, host_of, is_host, listen, place_text, seats
 from qccl.transports.strangers import printable, report
+from qccl.transports.timed import receive, send
 
 __all__ = ["PORT_OFFSET", "gather", "meeting_place"]
 
@@ -49,12 +50,13 @@ _NONCE_NBYTES, _PROOF_NBYTES = 16, 32
 #: how long a connection may take to introduce itself, or to take an answer; to prove itself; and between a rank's tries
 _PATIENCE_SECONDS = 2.0
 _PROOF_SECONDS = 2.0
-#: ranks that proved themselves longer ago do so once more before the answer is made
+#: when all ranks are there, those that proved themselves longer ago do so once more before the answer is made
 _FRESH_SECONDS = 1.0
 _RETRY_SECONDS = 0.05
 
-#: gather() numbers its calls in a process, so that a rank ahead of the others does not take part in their meeting
-_numbers = itertools.count(1)
+#: gather() numbers its calls for each place, size and job, so that a rank ahead of the others does not take part in
+#: their meeting
+_numbers: dict[tuple[tuple[str, int], int, str], Iterator[int]] = {}
 
 
 def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
@@ -70,6 +72,8 @@ def meeting_place(environ: Mapping[str, str] = os.environ) -> tuple[str, int]:
             f"MASTER_ADDR and MASTER_PORT on all ranks to the host of rank 0 and a free port there; in a batch script "
             f"of Slurm: export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1) MASTER_PORT=29500"
         )
+    if not is_host(host):
+        raise ArgumentError(f"MASTER_ADDR={host!r} is not the name or the address of a host")
     name = "QCCL_PORT" if environ.get("QCCL_PORT") else "MASTER_PORT"
     port = int(text) if text.isdecimal() else 0
     if not 0 < port < 65536:
@@ -91,12 +95,12 @@ def gather(
 ) -> list[bytes]:
     """Collective: the notes of all ranks, in rank order.
 
-    A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job``, size or meeting
-    (this function's number of calls in the process) are told to go or to wait. ``is_local`` says that all ranks are on
-    this machine. Raises CollectiveTimeout, MismatchError for a rank of another group, EngineError for another program
-    at that port.
+    A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job`` or
+    size are told to go, and those of another meeting (the number of calls with this place, size and job in the process)
+    to wait. ``is_local`` says that all ranks are on this machine. Raises CollectiveTimeout, MismatchError for a rank of
+    another group, EngineError for another program at that port.
     """
-    number = next(_numbers)
+    number = _number(place, size, job)
     if len(note) > NOTE_NBYTES:
         raise ArgumentError(f"a note of {len(note)} bytes; a meeting takes at most {NOTE_NBYTES} from each rank")
     deadline = time.monotonic() + timeout
@@ -106,8 +110,14 @@ def gather(
     if rank:
         hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, os.urandom(8), len(note)) + note
         return _ask(hello, size, job.encode(), place, deadline, timeout)
+    descriptors.allow(size)
     with _listen(place, is_local) as server, _Meeting(server, note, size, number, job.encode()) as meeting:
         return meeting.serve(deadline, timeout)
+
+
+def _number(place: tuple[str, int], size: int, job: str) -> int:
+    """Which meeting of this process it is there."""
+    return next(_numbers.setdefault((place, size, job), itertools.count(1)))
 
 
 def _join(notes: Sequence[bytes]) -> bytes:
@@ -138,15 +148,11 @@ def _listen(place: tuple[str, int], is_local: bool) -> socket.socket:
         return listen(host, port, is_local=is_local)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            raise _in_use(port) from error
+            raise EngineError(
+                f"rank 0 cannot listen on port {port}, which another program or a second rank 0 uses; set QCCL_PORT to "
+                f"a free port, the same on all ranks"
+            ) from error
         raise EngineError(f"rank 0 cannot listen on port {port} ({error}); set QCCL_PORT to another one") from error
-
-
-def _in_use(port: int) -> EngineError:
-    return EngineError(
-        f"rank 0 cannot listen on port {port}, which another program or a second rank 0 uses; set QCCL_PORT to a free "
-        f"port, the same on all ranks"
-    )
 
 
 @dataclass(slots=True, eq=False)
@@ -183,11 +189,12 @@ class _Meeting:
         self._callers: dict[_Caller, None] = {}  # in the order in which they came
         self._ranks: dict[int, _Caller] = {}
         self._came: set[int] = set()  # perhaps they have gone again
+        self._complete_at: float | None = None  # since when no rank is missing
         self._rivals: list[_Caller] = []  # they say to be a rank that another process is, too
         self._answer: bytes | None = None
         self._answered: dict[int, bytes] = {}  # the processes whose notes the answer has
         self._served: set[int] = set()
-        self._refusal = ""  # why the last caller was refused
+        self._why = ""  # the last caller was refused, or could not be accepted
         self._selector = selectors.DefaultSelector()
 
     def __enter__(self) -> _Meeting:
@@ -206,10 +213,8 @@ class _Meeting:
         while len(self._served) < self._size - 1:
             now = time.monotonic()
             if now > deadline:
-                refused = f"; rank 0 refused a caller: {self._refusal}" if self._refusal else ""
-                others = set(range(1, self._size))
-                missing = sorted(others - self._came or others - (self._served if self._answer else self._ranks.keys()))
-                raise CollectiveTimeout(f"ranks {_some(missing)} did not come to rank 0 within {timeout} s{refused}")
+                missing = _some(self._missing())
+                raise CollectiveTimeout(f"ranks {missing} did not come to rank 0 within {timeout} s{self._why}")
             for caller in [each for each in self._callers if each.until < now]:
                 self._drop(caller, "it says nothing, or too slowly")
             if self._answer is None and len(self._ranks) == self._size - 1 and not self._rivals:
@@ -217,7 +222,7 @@ class _Meeting:
             if self._answer is not None:
                 self._send_answers(self._answer)
             until = min([deadline, *(caller.until for caller in self._callers)])
-            for key, _ in self._selector.select(max(0.0, until - now)):
+            for key, _ in self._selector.select(min(max(0.0, until - now), LONGEST_SECONDS)):
                 if key.data is None:
                     self._accept()
                 elif key.data in self._callers:
@@ -227,26 +232,46 @@ class _Meeting:
         return notes
 
     def _make_answer(self) -> bytes | None:
-        """The notes of all; None while it is not known whether all ranks are still there."""
+        """The notes of all; None while it is not known whether all ranks are still there.
+
+        Once no rank is missing, each is asked once at most. If proofs expired, slow ranks would never meet.
+        """
+        self._complete_at = self._complete_at or time.monotonic()
         others = [self._ranks[rank] for rank in range(1, self._size)]
         for each in others:
-            if not each.nonce and time.monotonic() > each.proved_at + _FRESH_SECONDS:
+            if not each.nonce and each.proved_at < self._complete_at - _FRESH_SECONDS:
                 self._ask_for_proof(each)
         if any(each.nonce for each in others) or len(self._ranks) < len(others):
             return None
         self._answered = {each.rank: each.process for each in others}
         return _join([self._note, *(each.hello[_HELLO.size :] for each in others)])
 
+    def _missing(self) -> list[int]:
+        """The ranks for which it waits: they never came, have gone, do not prove themselves, or take no answer."""
+        others = set(range(1, self._size))
+        if self._answer is not None:
+            return sorted(others - self._served)
+        unproved = {rank for rank, caller in self._ranks.items() if caller.nonce}
+        return sorted(others - self._came or others - self._ranks.keys() or unproved or others)
+
     def _accept(self) -> None:
         strangers = [each for each in self._callers if not each.is_rank]
         if len(strangers) >= seats():
             self._drop(strangers[0], "too many of them at once")
-        with suppress(OSError):  # the caller has gone
+        try:
             connection, _ = self._server.accept()
-            connection.setblocking(False)
-            caller = _Caller(connection, time.monotonic() + _PATIENCE_SECONDS)
-            self._callers[caller] = None
-            self._selector.register(connection, selectors.EVENT_READ, caller)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                self._why = f"; rank 0: {descriptors.exhausted() or error}"
+                if len(strangers) > 1:
+                    self._drop(strangers[0], "too many of them at once")
+                else:
+                    time.sleep(_RETRY_SECONDS)  # the caller goes on waiting
+            return  # otherwise the caller has gone
+        connection.setblocking(False)
+        caller = _Caller(connection, time.monotonic() + _PATIENCE_SECONDS)
+        self._callers[caller] = None
+        self._selector.register(connection, selectors.EVENT_READ, caller)
 
     def _drop(self, caller: _Caller, cause: str = "") -> None:
         if self._callers.pop(caller, caller) is caller:
@@ -259,6 +284,7 @@ class _Meeting:
             self._rivals.remove(caller)
         if self._ranks.get(caller.rank) is caller:
             del self._ranks[caller.rank]
+            self._complete_at = None
             for rival in [each for each in self._rivals if each.rank == caller.rank]:
                 self._rivals.remove(rival)
                 self._claim(rival)
@@ -341,7 +367,7 @@ class _Meeting:
 
     def _refuse(self, caller: _Caller, verdict: int, text: str) -> None:
         if verdict == _REFUSED:
-            self._refusal = text
+            self._why = f"; rank 0 refused a caller: {text}"
         caller.has_answer, caller.is_rank, caller.hello = True, False, caller.hello or b"-"
         caller.until = time.monotonic() + _PATIENCE_SECONDS
         caller.received.clear()
@@ -356,7 +382,7 @@ class _Meeting:
         """Send a whole reply, or drop the caller, which then calls again."""
         try:
             until = min(self._deadline, time.monotonic() + _PATIENCE_SECONDS)
-            _send(caller.connection, _reply(verdict, content), until)
+            send(caller.connection, _reply(verdict, content), until)
             caller.connection.setblocking(False)
         except OSError:
             self._drop(caller)
@@ -406,7 +432,7 @@ def _ask(hello: bytes, size: int, job: bytes, place: tuple[str, int], deadline: 
             )
         try:
             with connect(place, left) as server:
-                _send(server, hello, deadline)
+                send(server, hello, deadline)
                 has_met = True
                 notes = _converse(server, hello, size, job, where, deadline)
                 if notes is not None:
@@ -425,7 +451,7 @@ def _converse(
 ) -> list[bytes] | None:
     """All ranks' notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
     is_proven = False
-    while head := _receive(server, _REPLY.size, deadline):
+    while head := receive(server, _REPLY.size, deadline):
         if len(head) < _REPLY.size:
             raise _stranger(where)
         verdict, content = _receive_content(server, head, where, deadline, size * (4 + NOTE_NBYTES))
@@ -434,9 +460,9 @@ def _converse(
             if not hmac.compare_digest(proof, _proof(job, b"rank 0", nonce, hello)):
                 raise _stranger(where)
             is_proven = True
-            _send(server, _proof(job, b"rank", nonce, hello), deadline)
+            send(server, _proof(job, b"rank", nonce, hello), deadline)
             continue
-        _send(server, _ACKNOWLEDGE, deadline)
+        send(server, _ACKNOWLEDGE, deadline)
         if verdict == _REFUSED:
             raise MismatchError(f"{printable(content)} (at {where})")
         if verdict == _LATER:
@@ -456,7 +482,7 @@ def _receive_content(
     limits = {_WELCOME: most, _LATER: _REASON_NBYTES, _REFUSED: _REASON_NBYTES, _PROVE: _NONCE_NBYTES + _PROOF_NBYTES}
     if magic != _MAGIC or version != _VERSION or length > limits.get(verdict, -1):
         raise _stranger(where)
-    content = _receive(server, length, deadline)
+    content = receive(server, length, deadline)
     if len(content) < length:
         raise ConnectionError("rank 0 ended the connection in the middle of its answer")
     if checksum != _checksum(verdict, content):
@@ -469,31 +495,3 @@ def _stranger(where: str) -> EngineError:
         f"what answers at {where} is not rank 0 of this job, or runs another version of qccl; set QCCL_PORT to a free "
         f"port, the same on all ranks"
     )
-
-
-# -- messages --------------------------------------------------------------------------------------------------------
-
-
-def _send(connection: socket.socket, message: bytes, deadline: float) -> None:
-    """Raises TimeoutError where not all of it has left by ``deadline``."""
-    _set_timeout(connection, deadline)
-    connection.sendall(message)  # whose timeout is for the whole, unlike recv's
-
-
-def _receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
-    """``nbytes``, or fewer where the other side ends. Raises TimeoutError where they have not come by ``deadline``."""
-    received = bytearray()
-    while len(received) < nbytes:
-        _set_timeout(connection, deadline)
-        part = connection.recv(min(nbytes - len(received), 1 << 20))
-        if not part:
-            break
-        received += part
-    return bytes(received)
-
-
-def _set_timeout(connection: socket.socket, deadline: float) -> None:
-    left = deadline - time.monotonic()
-    if left <= 0:
-        raise TimeoutError
-    connection.settimeout(left)

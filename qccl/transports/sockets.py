@@ -11,11 +11,13 @@ import socket
 
 __all__ = [
     "BACKLOG",
+    "LONGEST_SECONDS",
     "check_connected",
     "connect",
     "host_and_port",
     "host_of",
     "is_abandoned",
+    "is_host",
     "is_loopback",
     "listen",
     "place_text",
@@ -25,6 +27,8 @@ __all__ = [
 Place = tuple[str, int]
 #: connections that wait until a process accepts them, at most
 BACKLOG = 1024
+#: one wait for a socket, at most: the system's calls take less than 2**31 ms
+LONGEST_SECONDS = 1e6
 
 
 def host_of(text: str) -> str:
@@ -36,7 +40,14 @@ def host_and_port(text: object) -> Place | None:
     """The parts of "host:port" or "[address]:port"; None where ``text`` is neither."""
     host, _, port = str(text).rpartition(":")
     is_port = port.isascii() and port.isdecimal() and 0 < int(port) < 65536
-    return (host_of(host), int(port)) if host_of(host) and is_port else None
+    return (host_of(host), int(port)) if is_host(host_of(host)) and is_port else None
+
+
+def is_host(text: str) -> bool:
+    """Whether ``text`` may be a name or an address, though perhaps of no host: its labels have 1 to 63 bytes."""
+    with contextlib.suppress(UnicodeError):
+        return bool(text.encode("idna")) and text.isprintable()
+    return False
 
 
 def place_text(place: Place) -> str:
@@ -59,7 +70,8 @@ def is_loopback(host: str) -> bool:
 
 def connect(place: Place, timeout: float) -> socket.socket:
     """A connection to ``place``. Raises ConnectionRefusedError where nobody listens."""
-    connection = socket.create_connection(place, timeout=timeout)
+    _check_host(place[0])
+    connection = socket.create_connection(place, timeout=min(timeout, LONGEST_SECONDS))
     try:
         check_connected(connection)
     except OSError:
@@ -102,13 +114,18 @@ def is_abandoned(family: int, place: tuple[str, int] | tuple[str, int, int, int]
 def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.socket:
     """A socket for connections to ``host``: to this address alone, or to all where it is not one of this machine.
 
-    All are also used where ``host`` is a name for an address of the loopback interface, because the name may mean this
+    All are also used where ``host`` is a name with several addresses, as of IPv6 and IPv4, because another machine may
+    know one of them only; and where it is a name for an address of the loopback interface, because it may mean this
     machine's network address on other machines. ``is_local`` says that there are none. Port 0: any that is free.
     Raises OSError, with errno.EADDRINUSE where the port is used.
     """
+    if host:
+        _check_host(host)
     with contextlib.suppress(socket.gaierror):
-        family, _, _, _, found = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)[0]
-        if host and (is_local or is_loopback(host) or not is_loopback(str(found[0]))):
+        infos = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM)
+        family, _, _, _, found = infos[0]
+        is_one = len({info[4][0] for info in infos}) == 1
+        if host and (is_local or is_loopback(host) or (is_one and not is_loopback(str(found[0])))):
             try:
                 return socket.create_server(found[:2], family=family, backlog=BACKLOG)
             except OSError as error:
@@ -117,6 +134,12 @@ def listen(host: str = "", port: int = 0, *, is_local: bool = False) -> socket.s
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
     return socket.create_server(("", port), backlog=BACKLOG)
+
+
+def _check_host(host: str) -> None:
+    """Raise socket.gaierror where the system's functions would raise a ValueError."""
+    if not is_host(host):
+        raise socket.gaierror(socket.EAI_NONAME, f"{host!r} cannot be the name of a host")
 
 
 def seats() -> int:
