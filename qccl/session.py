@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from threading import get_ident
 from typing import TypeVar
 
 from qccl.codecs.base import Codec
 from qccl.engine.base import Backend, Execution, Program, Progress, Rerun, RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
-from qccl.guard import is_inside, is_under_way, release_all
+from qccl.guard import Mark, abandoned, is_inside, release_all
 from qccl.schedule import Schedule
 from qccl.state import StateStore
 from qccl.trace import TraceEvent
@@ -37,8 +38,7 @@ class Session:
         calls: collectives started. This keys the random numbers, so it does not count barriers, which change no result.
         call_offset: the number that load_state_dict() has added to ``calls``.
         failure: the first one; it ended the group.
-        unsettled: what was begun and not settled, by guard.py; 0 between calls.
-        unsettled_call: the number, among ``calls``, of the call that was marked so last.
+        unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
         lock: guards the cache of plans, and the end of a call that two threads may find. Not held while a call waits.
     """
 
@@ -49,7 +49,7 @@ class Session:
         self.sequence = self.calls = self.call_offset = 0
         self.failure: QcclError | None = None
         self.closed = False
-        self.unsettled = self.unsettled_call = 0
+        self.unsettled: dict[int, Mark] = {}
         self.lock = threading.RLock()
         self._process = os.getpid()
         self._calling_back: list[int] = []  # the threads that call a function of Work.add_done_callback()
@@ -104,8 +104,7 @@ class Session:
     def _take_number(self) -> tuple[int, int]:
         """The numbers of the next call, in the group, and among those that key random numbers; before it sends."""
         numbers = self.sequence, self.calls
-        self.unsettled_call = self.calls
-        self.unsettled += 1
+        self.unsettled[get_ident()] = (self.calls,)
         self.sequence += 1
         self.calls += 1
         return numbers
@@ -113,13 +112,12 @@ class Session:
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
         """One call that moves no arrays: wait until every rank has made it, then ``act``."""
         self.check_usable()
-        before, self.unsettled_call = self.unsettled, self.calls
         header = Header(Kind.CALL, self.sequence, name)
-        self.unsettled = before + 1
+        before = self.unsettle(self.calls)
         self.sequence += 1
         self.engine.barrier(header, self.timeout)
         result = act()
-        self.unsettled = before
+        self.settle(before)
         return result
 
     def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
@@ -134,6 +132,25 @@ class Session:
         """Append the offset of the call numbers if the codec draws random numbers: it must be the same on all ranks."""
         return f"{text}, {self.call_offset:+} calls" if self.call_offset and codec.kernel().draws else text
 
+    def mark(self) -> Mark | None:
+        """What this thread has begun and not settled; see guard.py."""
+        return self.unsettled.get(get_ident())
+
+    def unsettle(self, call: int) -> Mark | None:
+        """Let an exception in this thread end the group from now on; returns what was unsettled before."""
+        thread = get_ident()
+        before = self.unsettled.get(thread)
+        self.unsettled[thread] = (call,)
+        return before
+
+    def settle(self, before: Mark | None) -> None:
+        """Nothing more is unsettled in this thread than ``before``."""
+        thread = get_ident()
+        if before is not None:
+            self.unsettled[thread] = before
+        elif thread in self.unsettled:
+            del self.unsettled[thread]
+
     def fail(self, error: QcclError, call: int | None = None) -> None:
         """Keep the first failure, of call number ``call``, and abort the engine (the host's tells the other ranks)."""
         if call is not None:
@@ -142,13 +159,14 @@ class Session:
             self.failure = error
         self.engine.abort(str(self.failure))  # again if an exception has ended it before
 
-    def interrupted(self, error: BaseException, before: int) -> None:
+    def interrupted(self, error: BaseException, before: Mark | None) -> None:
         """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this."""
         for _ in range(_ATTEMPTS):
             try:
-                if self.unsettled > before:
-                    self.fail(gave_up(self.rank, error), self.unsettled_call)
-                    self.unsettled = before
+                mark = self.mark()
+                if mark is not None and mark is not before:
+                    self.fail(gave_up(self.rank, error), mark[0])
+                self.settle(before)
                 if not is_inside(self, self.engine):
                     release_all(self.lock)
                     self.engine.recover()
@@ -158,10 +176,10 @@ class Session:
 
     def check_abandoned(self) -> None:
         """End the group if an exception has ended a call, and another one has ended interrupted()."""
-        if self.unsettled and not is_under_way(self):
+        for thread, mark in abandoned(self).items():
             reason = f"rank {self.rank} gave up: exceptions have ended an earlier call at several points"
-            self.fail(PeerLost(reason), self.unsettled_call)
-            self.unsettled = 0
+            self.fail(PeerLost(reason), mark[0])
+            self.unsettled.pop(thread, None)
 
     def check_process(self) -> None:
         """Raise EngineError in a child of os.fork()."""

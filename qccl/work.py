@@ -49,13 +49,14 @@ class Work:
     @guarded
     def is_completed(self) -> bool:
         """Whether the call has ended or failed. May make progress; never blocks for long."""
-        if self._execution is not None:
-            before = self._unsettle()
+        execution = self._execution
+        if execution is not None:
+            before = self._session.unsettle(self._call)
             try:
-                if self._execution.step():
+                if execution.step():
                     self._conclude()
             except ArgumentError:  # the query is forbidden now (a capture); the call continues
-                self._session.unsettled = before
+                self._session.settle(before)
                 raise
             except QcclError as error:
                 self._conclude(error)
@@ -91,31 +92,25 @@ class Work:
         return self._block(None)
 
     def _block(self, timeout: float | None) -> Any:
-        if self._execution is not None:
-            before = self._unsettle()
+        execution = self._execution  # which another thread may set to None
+        if execution is not None:
+            before = self._session.unsettle(self._call)
             try:
                 if timeout is None:
-                    self._execution.run()
-                elif not self._execution.run(time.monotonic() + timeout):
-                    raise CollectiveTimeout(f"wait() ended after {timeout} s: {self._execution.waits_for()}")
+                    execution.run()
+                elif not execution.run(time.monotonic() + timeout):
+                    raise CollectiveTimeout(f"wait() ended after {timeout} s: {execution.waits_for()}")
             except ArgumentError:
-                self._session.unsettled = before
+                self._session.settle(before)
                 raise
             except QcclError as error:
                 self._conclude(error)
             else:
                 self._conclude()
-            self._session.unsettled = before
+            self._session.settle(before)
         if self._exception is not None:
             raise self._exception
         return self._result
-
-    def _unsettle(self) -> int:
-        """Let an exception end the group from now on (guard.py); the number of things that were unsettled before."""
-        session = self._session
-        before, session.unsettled_call = session.unsettled, self._call
-        session.unsettled = before + 1
-        return before
 
     def exception(self) -> Exception | None:
         """The error of the call, or None if the call succeeded or has not ended. Makes no progress."""
@@ -141,7 +136,7 @@ class Work:
         if execution is None:
             self._call_back(fn)
             return
-        self._unsettle()
+        self._session.unsettle(self._call)
         self._is_shared = True
 
         def ended() -> None:
