@@ -421,7 +421,8 @@ class Communicator(Collectives):
         if how["async_op"]:
             self._memory.hold(arrays.values())
         own = self._own_input(spec, arrays) if how["nonfinite"] == "error" else ""
-        progress = Progress.NOW if how["async_op"] else Progress.CALLER
+        waits = Progress.CALLER if how["nonfinite"] == "propagate" else Progress.SYNCHRONOUS
+        progress = Progress.NOW if how["async_op"] else waits
         options = how["key"], how["stream"], timeout, how["trace"], how["lr"], progress
         plan, work = self._launch(spec, arrays, result, options)
         if how["nonfinite"] == "propagate":

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Mapping
 from threading import get_ident
 from typing import TypeVar
 
@@ -26,6 +26,8 @@ _T = TypeVar("_T")
 #: how often settling an exception begins anew when further exceptions interrupt it, as of impatient users
 _ATTEMPTS = 100
 
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
+
 
 class Session:
     """One rank's engine with everything that its calls have in common.
@@ -39,7 +41,9 @@ class Session:
         call_offset: the number that load_state_dict() has added to ``calls``.
         failure: the first one; it ended the group.
         unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
-        lock: guards the cache of plans, and the end of a call that two threads may find. Not held while a call waits.
+        lock: guards the cache of plans; never held while anything waits.
+        ending: the Works that a thread is ending, which may check their results; and that thread's number.
+        calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
     def __init__(self, rank: int, size: int, backend: Backend, timeout: float) -> None:
@@ -50,9 +54,11 @@ class Session:
         self.failure: QcclError | None = None
         self.closed = False
         self.unsettled: dict[int, Mark] = {}
+        self.calling: dict[object, tuple[int]] = {}
+        self.ending: dict[object, tuple[int]] = {}
         self.lock = threading.RLock()
         self._process = os.getpid()
-        self._calling_back: list[int] = []  # the threads that call a function of Work.add_done_callback()
+        _sessions.add(self)
 
     def check_usable(self) -> None:
         """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
@@ -62,12 +68,12 @@ class Session:
         if self.failure is None:
             self.failure = self.engine.failure
         if self.failure is not None:
-            error = type(self.failure)(f"this communicator failed earlier and is unusable: {self.failure}")
-            raise error from self.failure
+            text = f"this communicator failed earlier and is unusable: {self.failure}"
+            raise type(self.failure)(text) from self.failure  # a variable would keep this call's arrays alive
 
     def check_thread(self) -> None:
         """Raise ArgumentError in a function of a Work."""
-        if self._calling_back and threading.get_ident() in self._calling_back:
+        if self.calling and any(thread == get_ident() for (thread,) in self.calling.copy().values()):
             raise ArgumentError(
                 "a function that was passed to Work.add_done_callback() cannot make calls on the communicator or close "
                 "it, because another thread may be making a call; let it wake the thread that makes the program's calls"
@@ -169,6 +175,10 @@ class Session:
                 self.settle(before)
                 if not is_inside(self, self.engine):
                     release_all(self.lock)
+                    for turns in (self.ending, self.calling):
+                        for work, (thread,) in turns.copy().items():
+                            if thread == get_ident():
+                                turns.pop(work, None)
                     self.engine.recover()
                 return
             except BaseException as another:
@@ -186,15 +196,6 @@ class Session:
         if os.getpid() != self._process:
             raise EngineError(forked(self.rank))
 
-    @contextmanager
-    def no_calls(self) -> Iterator[None]:
-        """Refuse calls of this thread inside."""
-        self._calling_back.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._calling_back.remove(threading.get_ident())
-
     def close(self) -> bool:
         """Leave the group. False if that was done before, or if a failure has ended the group."""
         if self.closed:
@@ -203,3 +204,14 @@ class Session:
         if self.failure is None:
             self.engine.close(self.timeout)
         return self.failure is None
+
+
+def _forked() -> None:
+    """In the child of os.fork(): threads that held locks, or were making calls, are not there."""
+    for session in list(_sessions):
+        session.lock = threading.RLock()
+        for each in (session.unsettled, session.ending, session.calling):
+            each.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
