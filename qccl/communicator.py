@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -480,7 +481,7 @@ class Communicator(Collectives):
         """A plan of this spec and the Work of a run; ``options``, ``binding``: see Plan._launch(), _prepare()."""
         session = self._session
         before = session.unsettle(session.calls)
-        mark = session.mark()
+        mark = session.unsettled[get_ident()]
         plan = self._plans.take(spec)
         try:
             return plan, plan._launch(plan._prepare(arrays, result, binding), *options)
