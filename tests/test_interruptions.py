@@ -223,6 +223,7 @@ def quick_switches():
 def test_functions_of_a_work_that_look_at_it_while_calls_are_made(quick_switches):
     def run(comm):
         xs, y = [np.ones(256, np.float32) for _ in range(4)], np.ones(64, np.float32)
+        looked = threading.Semaphore(0)
 
         def look(work):
             for _ in range(20):
@@ -230,6 +231,7 @@ def test_functions_of_a_work_that_look_at_it_while_calls_are_made(quick_switches
                 assert work.is_completed()
             with pytest.raises(qccl.ArgumentError, match="add_done_callback"):
                 comm.barrier()
+            looked.release()
 
         for _ in range(60):
             works = [comm.quantized_allreduce(x, async_op=True) for x in xs]
@@ -239,6 +241,8 @@ def test_functions_of_a_work_that_look_at_it_while_calls_are_made(quick_switches
             comm.quantized_allreduce(y)
             for work in works:
                 work.wait()
+            for _ in works:
+                assert looked.acquire(timeout=20)
         return comm.calls
 
     assert qccl.run_ranks(2, run) == [360, 360]
