@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
+from threading import get_ident
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -411,7 +412,7 @@ class Communicator(Collectives):
         """Run a collective, and return its result or its Work."""
         session = self._session
         session.check_usable()
-        before = session.unsettled
+        before = session.mark()
         if how["nonfinite"] not in ("propagate", "error"):
             raise ArgumentError(f'nonfinite={how["nonfinite"]!r} is not "propagate" or "error"')
         timeout = None if how["timeout"] is None else timeout_of(how["timeout"])
@@ -421,7 +422,8 @@ class Communicator(Collectives):
         if how["async_op"]:
             self._memory.hold(arrays.values())
         own = self._own_input(spec, arrays) if how["nonfinite"] == "error" else ""
-        progress = Progress.NOW if how["async_op"] else Progress.CALLER
+        waits = Progress.CALLER if how["nonfinite"] == "propagate" else Progress.SYNCHRONOUS
+        progress = Progress.NOW if how["async_op"] else waits
         options = how["key"], how["stream"], timeout, how["trace"], how["lr"], progress
         plan, work = self._launch(spec, arrays, result, options)
         if how["nonfinite"] == "propagate":
@@ -433,7 +435,7 @@ class Communicator(Collectives):
             return work
         work.synchronize()
         self._plans.give_back(plan)
-        session.unsettled = before  # the call has ended well, and the communicator stays usable
+        session.settle(before)  # the call has ended well, and the communicator stays usable
         refuse_nonfinite(self._memory, outputs, own)
         return result
 
@@ -478,15 +480,15 @@ class Communicator(Collectives):
     ) -> tuple[Plan, Work]:
         """A plan of this spec and the Work of a run; ``options``, ``binding``: see Plan._launch(), _prepare()."""
         session = self._session
-        before, session.unsettled_call = session.unsettled, session.calls
-        session.unsettled = before + 1
+        before = session.unsettle(session.calls)
+        mark = session.unsettled[get_ident()]
         plan = self._plans.take(spec)
         try:
             return plan, plan._launch(plan._prepare(arrays, result, binding), *options)
         except BaseException:
             self._plans.give_back(plan)
-            if session.unsettled == before + 1:  # the call was refused before it took its number
-                session.unsettled = before
+            if session.mark() is mark:  # the call was refused before it took its number
+                session.settle(before)
             raise
 
     def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:

@@ -4,14 +4,16 @@ Python runs the handlers of signals between almost any two instructions of the m
 exceptions there, too. No ``try`` in the functions below covers the moment at which it is entered or left. So every
 method with which a program uses a communicator is guarded:
 
-- ``Session.unsettled`` counts what was begun and not settled. It grows before a call takes its number, so before
-  anything is sent. Only the guard sets it back: with its last statement, when the caller has the result or the Work, or
-  when the other ranks were told. Code that refuses a call sets it back, too, because nothing has happened then.
-- An exception that reaches the guard while something is unsettled ends the group (Session.interrupted). Here every
-  later use raises an error, and the others raise PeerLost now. If nothing is unsettled, nothing was sent.
-- The guard releases the locks that the exception has left held.
-- If another exception ends the guard's own work, the next use of the communicator finds something unsettled that no
-  thread is working on, and ends the group (Session.check_abandoned).
+- ``Session.unsettled`` has a mark for each thread that has begun something and not settled it. A thread sets its mark
+  before its call takes a number, so before anything is sent. Only its guard sets the mark back: with its last
+  statement, when the caller has the result or the Work, or when the other ranks were told. Code that refuses a call
+  sets it back, too, because nothing has happened then. No thread changes the mark of another one: one may wait for a
+  Work, or call its functions, while another one makes calls.
+- An exception that reaches the guard after the thread has set a mark ends the group (Session.interrupted). Here every
+  later use raises an error, and the others raise PeerLost now. If there is no mark, nothing was sent.
+- The guard releases the locks that the exception has left held by its thread.
+- If another exception ends the guard's own work, the next use of the communicator, in any thread, finds a mark on which
+  its thread is not working, or whose thread has ended, and ends the group (Session.check_abandoned).
 
 No statement after the guard's last one can be interrupted by a signal: CPython runs handlers when a function begins,
 after a call, and at the end of a loop's body.
@@ -19,30 +21,37 @@ after a call, and at the end of a loop's body.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from functools import wraps
+from threading import get_ident
 from types import CodeType, FrameType
 from typing import Any, Protocol, TypeVar, cast
 
-__all__ = ["Guarded", "guarded", "is_guard", "is_inside", "is_under_way", "release_all"]
+__all__ = ["Guarded", "Mark", "abandoned", "guarded", "is_guard", "is_inside", "release_all"]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: guards: their frames have the variables ``session`` and ``before``
+#: what a thread has begun: the number of the call. Each is another object, so that ``is`` tells one from the next
+Mark = tuple[int]
+
+_IS_GENERATOR = inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+#: guards: their frames have the variable ``session``, and ``before`` if they settle marks
 _guards: set[CodeType] = set()
 
 
 class Guarded(Protocol):
     """What a guard needs of a session."""
 
-    unsettled: int
+    unsettled: dict[int, Mark]
 
     def check_abandoned(self) -> None:
-        """End the group if something is unsettled that no thread is working on."""
+        """End the group if there is a mark that no thread is working on."""
 
-    def interrupted(self, error: BaseException, before: int) -> None:
-        """Settle what an exception has left, where ``before`` things were unsettled at the begin of the call."""
+    def interrupted(self, error: BaseException, before: Mark | None) -> None:
+        """Settle what an exception has left, where ``before`` was this thread's mark at the begin of the call."""
 
 
 class Lock(Protocol):
@@ -58,16 +67,19 @@ def guarded(method: _F) -> _F:
     @wraps(method)
     def call(self: Any, /, *args: Any, **options: Any) -> Any:
         session = self._session
-        if session.unsettled:
+        unsettled, thread = session.unsettled, get_ident()
+        if unsettled:
             session.check_abandoned()
-        before = session.unsettled
+        before = unsettled.get(thread)
         try:
             result = method(self, *args, **options)
         except BaseException as error:
             session.interrupted(error, before)
             raise
-        if session.unsettled > before:
-            session.unsettled = before
+        if before is not None:
+            unsettled[thread] = before
+        elif thread in unsettled:
+            del unsettled[thread]
         return result
 
     is_guard(call)
@@ -79,14 +91,29 @@ def is_guard(function: Any) -> None:
     _guards.add(function.__code__)
 
 
-def is_under_way(session: Guarded) -> bool:
-    """Whether a call of some thread is still working on what is unsettled."""
+def abandoned(session: Guarded) -> dict[int, Mark]:
+    """The marks on which their threads are not working, by thread.
+
+    A thread has its mark only while its guard is on its stack. So a mark was abandoned if it was there before and after
+    the moment at which the stacks were taken, and its guard was not. Other threads go on meanwhile: a generator has no
+    caller while it is suspended, so where one is on the stack of another thread, a later check must tell.
+    """
+    marks = session.unsettled.copy()
+    stacks = sys._current_frames()
+    try:
+        idle = {thread: mark for thread, mark in marks.items() if not _settles(thread, stacks, session, mark)}
+    finally:
+        stacks.clear()  # which has this function's own frame
+    return {thread: mark for thread, mark in idle.items() if session.unsettled.get(thread) is mark}
+
+
+def _settles(thread: int, stacks: dict[int, FrameType], session: Guarded, mark: Mark) -> bool:
+    """Whether a guard on the stack of a thread will, or may, set back the mark."""
+    is_other = thread != get_ident()
     return any(
-        frame.f_code in _guards
-        and frame.f_locals.get("session") is session
-        and frame.f_locals.get("before", session.unsettled) < session.unsettled
-        for top in sys._current_frames().values()
-        for frame in _stack(top)
+        (is_other and frame.f_code.co_flags & _IS_GENERATOR)
+        or (_guards_session(frame, session) and frame.f_locals.get("before", mark) is not mark)
+        for frame in _stack(stacks.get(thread))
     )
 
 
@@ -94,7 +121,7 @@ def is_inside(session: Guarded, engine: object) -> bool:
     """Whether the present guarded call was made in the middle of another one, or of a method of the engine."""
     frames = _stack(sys._getframe())
     for frame in frames:
-        if _guards_session(frame, session):
+        if frame.f_code in _guards:  # the present one; reading its f_locals would keep its objects, and itself, alive
             break
     return any(_guards_session(frame, session) or _is_method_of(frame, engine) for frame in frames)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from functools import wraps
+from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from qccl.arguments import CodecLike
@@ -108,16 +109,19 @@ def accepts(options: type) -> Callable[[_F], _F]:
                 session = getattr(given.get("comm"), "_session", None)
                 if session is None:
                     return function(*args, **given)  # it says that this is no communicator
-            if session.unsettled:
+            unsettled, thread = session.unsettled, get_ident()
+            if unsettled:
                 session.check_abandoned()
-            before = session.unsettled
+            before = unsettled.get(thread)
             try:
                 result = function(*args, **given)
             except BaseException as error:
                 session.interrupted(error, before)
                 raise
-            if session.unsettled > before:
-                session.unsettled = before
+            if before is not None:
+                unsettled[thread] = before
+            elif thread in unsettled:
+                del unsettled[thread]
             return result
 
         is_guard(checked)

@@ -313,32 +313,41 @@ class PlanCache:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._lock = session.lock
         self._pools: dict[CollectiveSpec, _Pool] = {}
         self._nbytes = 0  # of all workspaces of idle plans
 
     def take(self, spec: CollectiveSpec) -> Plan:
         """A plan of this spec for one call."""
-        with self._lock:
-            pool = self._pools.get(spec)
-            if pool is None:
-                pool = self._pools[spec] = _Pool()
-            if pool.idle:
-                plan = pool.idle.pop()
-                self._nbytes -= plan.nbytes
-                pool.busy.append(plan)
-            elif len(pool.busy) < CACHE_PLANS_PER_SPEC:
-                plan = Plan(self._session, spec)
-                pool.busy.append(plan)
-            else:
-                plan = pool.busy[0]
-                pool.busy.rotate(-1)
-            plan._users += 1
+        with self._session.lock:
+            plan = self._find(spec)
+        if plan is not None:
             return plan
+        plan = Plan(self._session, spec)  # without the lock: on CUDA this may wait for the other ranks
+        with self._session.lock:
+            self._pools.setdefault(spec, _Pool()).busy.append(plan)
+            plan._users += 1
+        return plan
+
+    def _find(self, spec: CollectiveSpec) -> Plan | None:
+        """A plan that is idle, or that calls share if there are as many as may be."""
+        pool = self._pools.get(spec)
+        if pool is None:
+            return None
+        if pool.idle:
+            plan = pool.idle.pop()
+            self._nbytes -= plan.nbytes
+            pool.busy.append(plan)
+        elif len(pool.busy) < CACHE_PLANS_PER_SPEC:
+            return None
+        else:
+            plan = pool.busy[0]
+            pool.busy.rotate(-1)
+        plan._users += 1
+        return plan
 
     def give_back(self, plan: Plan) -> None:
         """The call of a plan has ended, or was refused."""
-        with self._lock:
+        with self._session.lock:
             self._give_back(plan)
 
     def _give_back(self, plan: Plan) -> None:
@@ -358,7 +367,7 @@ class PlanCache:
 
     def clear(self) -> None:
         """Drop every plan, also those whose calls have ended but were not waited for."""
-        with self._lock:
+        with self._session.lock:
             self._pools.clear()
             self._nbytes = 0
 

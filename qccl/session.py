@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import weakref
+from collections.abc import Callable, Mapping
+from threading import get_ident
 from typing import TypeVar
 
 from qccl.codecs.base import Codec
 from qccl.engine.base import Backend, Execution, Program, Progress, Rerun, RunArguments
 from qccl.engine.control import Header, Kind
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
-from qccl.guard import is_inside, is_under_way, release_all
+from qccl.guard import Mark, abandoned, is_inside, release_all
 from qccl.schedule import Schedule
 from qccl.state import StateStore
 from qccl.trace import TraceEvent
@@ -24,6 +25,8 @@ _T = TypeVar("_T")
 
 #: how often settling an exception begins anew when further exceptions interrupt it, as of impatient users
 _ATTEMPTS = 100
+
+_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
 
 
 class Session:
@@ -37,9 +40,10 @@ class Session:
         calls: collectives started. This keys the random numbers, so it does not count barriers, which change no result.
         call_offset: the number that load_state_dict() has added to ``calls``.
         failure: the first one; it ended the group.
-        unsettled: what was begun and not settled, by guard.py; 0 between calls.
-        unsettled_call: the number, among ``calls``, of the call that was marked so last.
-        lock: guards the cache of plans, and the end of a call that two threads may find. Not held while a call waits.
+        unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
+        lock: guards the cache of plans; never held while anything waits.
+        ending: the Works that a thread is ending, which may check their results; and that thread's number.
+        calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
     def __init__(self, rank: int, size: int, backend: Backend, timeout: float) -> None:
@@ -49,10 +53,12 @@ class Session:
         self.sequence = self.calls = self.call_offset = 0
         self.failure: QcclError | None = None
         self.closed = False
-        self.unsettled = self.unsettled_call = 0
+        self.unsettled: dict[int, Mark] = {}
+        self.calling: dict[object, tuple[int]] = {}
+        self.ending: dict[object, tuple[int]] = {}
         self.lock = threading.RLock()
         self._process = os.getpid()
-        self._calling_back: list[int] = []  # the threads that call a function of Work.add_done_callback()
+        _sessions.add(self)
 
     def check_usable(self) -> None:
         """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
@@ -62,12 +68,12 @@ class Session:
         if self.failure is None:
             self.failure = self.engine.failure
         if self.failure is not None:
-            error = type(self.failure)(f"this communicator failed earlier and is unusable: {self.failure}")
-            raise error from self.failure
+            text = f"this communicator failed earlier and is unusable: {self.failure}"
+            raise type(self.failure)(text) from self.failure  # a variable would keep this call's arrays alive
 
     def check_thread(self) -> None:
         """Raise ArgumentError in a function of a Work."""
-        if self._calling_back and threading.get_ident() in self._calling_back:
+        if self.calling and any(thread == get_ident() for (thread,) in self.calling.copy().values()):
             raise ArgumentError(
                 "a function that was passed to Work.add_done_callback() cannot make calls on the communicator or close "
                 "it, because another thread may be making a call; let it wake the thread that makes the program's calls"
@@ -104,8 +110,7 @@ class Session:
     def _take_number(self) -> tuple[int, int]:
         """The numbers of the next call, in the group, and among those that key random numbers; before it sends."""
         numbers = self.sequence, self.calls
-        self.unsettled_call = self.calls
-        self.unsettled += 1
+        self.unsettled[get_ident()] = (self.calls,)
         self.sequence += 1
         self.calls += 1
         return numbers
@@ -113,13 +118,12 @@ class Session:
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
         """One call that moves no arrays: wait until every rank has made it, then ``act``."""
         self.check_usable()
-        before, self.unsettled_call = self.unsettled, self.calls
         header = Header(Kind.CALL, self.sequence, name)
-        self.unsettled = before + 1
+        before = self.unsettle(self.calls)
         self.sequence += 1
         self.engine.barrier(header, self.timeout)
         result = act()
-        self.unsettled = before
+        self.settle(before)
         return result
 
     def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
@@ -134,6 +138,25 @@ class Session:
         """Append the offset of the call numbers if the codec draws random numbers: it must be the same on all ranks."""
         return f"{text}, {self.call_offset:+} calls" if self.call_offset and codec.kernel().draws else text
 
+    def mark(self) -> Mark | None:
+        """What this thread has begun and not settled; see guard.py."""
+        return self.unsettled.get(get_ident())
+
+    def unsettle(self, call: int) -> Mark | None:
+        """Let an exception in this thread end the group from now on; returns what was unsettled before."""
+        thread = get_ident()
+        before = self.unsettled.get(thread)
+        self.unsettled[thread] = (call,)
+        return before
+
+    def settle(self, before: Mark | None) -> None:
+        """Nothing more is unsettled in this thread than ``before``."""
+        thread = get_ident()
+        if before is not None:
+            self.unsettled[thread] = before
+        elif thread in self.unsettled:
+            del self.unsettled[thread]
+
     def fail(self, error: QcclError, call: int | None = None) -> None:
         """Keep the first failure, of call number ``call``, and abort the engine (the host's tells the other ranks)."""
         if call is not None:
@@ -142,15 +165,20 @@ class Session:
             self.failure = error
         self.engine.abort(str(self.failure))  # again if an exception has ended it before
 
-    def interrupted(self, error: BaseException, before: int) -> None:
+    def interrupted(self, error: BaseException, before: Mark | None) -> None:
         """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this."""
         for _ in range(_ATTEMPTS):
             try:
-                if self.unsettled > before:
-                    self.fail(gave_up(self.rank, error), self.unsettled_call)
-                    self.unsettled = before
+                mark = self.mark()
+                if mark is not None and mark is not before:
+                    self.fail(gave_up(self.rank, error), mark[0])
+                self.settle(before)
                 if not is_inside(self, self.engine):
                     release_all(self.lock)
+                    for turns in (self.ending, self.calling):
+                        for work, (thread,) in turns.copy().items():
+                            if thread == get_ident():
+                                turns.pop(work, None)
                     self.engine.recover()
                 return
             except BaseException as another:
@@ -158,24 +186,15 @@ class Session:
 
     def check_abandoned(self) -> None:
         """End the group if an exception has ended a call, and another one has ended interrupted()."""
-        if self.unsettled and not is_under_way(self):
+        for thread, mark in abandoned(self).items():
             reason = f"rank {self.rank} gave up: exceptions have ended an earlier call at several points"
-            self.fail(PeerLost(reason), self.unsettled_call)
-            self.unsettled = 0
+            self.fail(PeerLost(reason), mark[0])
+            self.unsettled.pop(thread, None)
 
     def check_process(self) -> None:
         """Raise EngineError in a child of os.fork()."""
         if os.getpid() != self._process:
             raise EngineError(forked(self.rank))
-
-    @contextmanager
-    def no_calls(self) -> Iterator[None]:
-        """Refuse calls of this thread inside."""
-        self._calling_back.append(threading.get_ident())
-        try:
-            yield
-        finally:
-            self._calling_back.remove(threading.get_ident())
 
     def close(self) -> bool:
         """Leave the group. False if that was done before, or if a failure has ended the group."""
@@ -185,3 +204,14 @@ class Session:
         if self.failure is None:
             self.engine.close(self.timeout)
         return self.failure is None
+
+
+def _forked() -> None:
+    """In the child of os.fork(): threads that held locks, or were making calls, are not there."""
+    for session in list(_sessions):
+        session.lock = threading.RLock()
+        for each in (session.unsettled, session.ending, session.calling):
+            each.clear()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from threading import get_ident
 from typing import Any
 
 from qccl.arguments import timeout_of
 from qccl.engine.base import Execution
 from qccl.errors import ArgumentError, CollectiveTimeout, QcclError
-from qccl.guard import guarded
+from qccl.guard import guarded, is_guard
 from qccl.session import Session
 
 __all__ = ["Work"]
+
+#: pauses of a thread that waits for another one that ends the same call
+_NAP_SECONDS, _LONGEST_NAP_SECONDS = 20e-6, 1e-3
 
 
 class Work:
@@ -26,11 +30,11 @@ class Work:
         *(
             "__weakref__",
             "_call",
+            "_callbacks",
             "_checks",
             "_exception",
             "_execution",
             "_finish",
-            "_is_shared",
             "_result",
             "_session",
         ),
@@ -44,18 +48,19 @@ class Work:
         self._finish: tuple[Callable[[], None], ...] = ()
         self._checks: tuple[Callable[[], None], ...] = ()
         self._exception: Exception | None = None
-        self._is_shared = False  # two threads may end the call
+        self._callbacks: list[Callable[[Work], object]] = []  # that were not called yet
 
     @guarded
     def is_completed(self) -> bool:
         """Whether the call has ended or failed. May make progress; never blocks for long."""
-        if self._execution is not None:
-            before = self._unsettle()
+        execution = self._execution
+        if execution is not None:
+            before = self._session.unsettle(self._call)
             try:
-                if self._execution.step():
+                if execution.step():
                     self._conclude()
             except ArgumentError:  # the query is forbidden now (a capture); the call continues
-                self._session.unsettled = before
+                self._session.settle(before)
                 raise
             except QcclError as error:
                 self._conclude(error)
@@ -91,31 +96,25 @@ class Work:
         return self._block(None)
 
     def _block(self, timeout: float | None) -> Any:
-        if self._execution is not None:
-            before = self._unsettle()
+        execution = self._execution  # which another thread may set to None
+        if execution is not None:
+            before = self._session.unsettle(self._call)
             try:
                 if timeout is None:
-                    self._execution.run()
-                elif not self._execution.run(time.monotonic() + timeout):
-                    raise CollectiveTimeout(f"wait() ended after {timeout} s: {self._execution.waits_for()}")
+                    execution.run()
+                elif not execution.run(time.monotonic() + timeout):
+                    raise CollectiveTimeout(f"wait() ended after {timeout} s: {execution.waits_for()}")
             except ArgumentError:
-                self._session.unsettled = before
+                self._session.settle(before)
                 raise
             except QcclError as error:
                 self._conclude(error)
             else:
                 self._conclude()
-            self._session.unsettled = before
+            self._session.settle(before)
         if self._exception is not None:
             raise self._exception
         return self._result
-
-    def _unsettle(self) -> int:
-        """Let an exception end the group from now on (guard.py); the number of things that were unsettled before."""
-        session = self._session
-        before, session.unsettled_call = session.unsettled, self._call
-        session.unsettled = before + 1
-        return before
 
     def exception(self) -> Exception | None:
         """The error of the call, or None if the call succeeded or has not ended. Makes no progress."""
@@ -132,21 +131,23 @@ class Work:
         not make calls: methods of the communicator raise ArgumentError there. An exception that ``fn`` raises goes to
         sys.unraisablehook.
 
-        Functions of one call run in the order in which they were added. On the host, a transport without a progress
+        Functions of one call run in the order in which they were added, one at a time: while one runs, the thread that
+        runs it also calls those that are added. On the host, a transport without a progress
         thread (MPI without MPI_THREAD_MULTIPLE) ends calls only while somebody waits for one.
         """
         if not callable(fn):
             raise ArgumentError(f"add_done_callback() takes a function of the Work, not {fn!r}")
         execution = self._execution
+        if execution is not None:
+            self._session.unsettle(self._call)
+        self._callbacks.append(fn)
         if execution is None:
-            self._call_back(fn)
+            self._call_back()
             return
-        self._unsettle()
-        self._is_shared = True
 
         def ended() -> None:
             self._conclude(execution.failure)
-            self._call_back(fn)
+            self._call_back()
 
         execution.add_done_callback(ended)
 
@@ -178,15 +179,25 @@ class Work:
             else:
                 future.set_exception(work._exception)
 
-        self.add_done_callback(complete)
+        if self._execution is None:  # now, also in a function that was passed to add_done_callback()
+            complete(self)
+        else:
+            self.add_done_callback(complete)
         return future
 
-    def _call_back(self, fn: Callable[[Work], object]) -> None:
-        with self._session.no_calls():
+    def _call_back(self) -> None:
+        """Call the functions that were not called yet; nothing if a thread is doing that, which will see new ones."""
+        session, turn = self._session, (get_ident(),)
+        while self._callbacks and session.calling.setdefault(self, turn) is turn:
             try:
-                fn(self)
-            except BaseException as error:
-                _Unraisable(error)
+                while self._callbacks:
+                    function = self._callbacks.pop(0)
+                    try:
+                        function(self)
+                    except BaseException as error:
+                        _Unraisable(error)
+            finally:
+                session.calling.pop(self, None)
 
     def _when_reusable(self, finish: Callable[[], None]) -> None:
         """Call ``finish`` when the plan may run again: after this run succeeded, or now if it is stream-ordered."""
@@ -204,17 +215,27 @@ class Work:
 
     def _conclude(self, error: QcclError | None = None) -> None:
         """End the call, unless another thread has done it; return when it is done."""
-        if not self._is_shared:
-            self._end(error)
+        ending, turn, nap = self._session.ending, (get_ident(),), 0.0
+        while self._execution is not None:
+            found = ending.setdefault(self, turn)
+            if found is turn:
+                try:
+                    self._end(error)
+                finally:
+                    ending.pop(self, None)
+                break
+            if found == turn:  # this is a signal's handler, in the middle of the end
+                return
+            time.sleep(nap)
+            nap = min(nap + _NAP_SECONDS, _LONGEST_NAP_SECONDS)
         else:
-            with self._session.lock:
-                if self._execution is None:
-                    return
-                self._end(error)
+            return
         if error is not None:
             self._session.fail(error, self._call)
 
     def _end(self, error: QcclError | None) -> None:
+        if self._execution is None:  # another thread has ended it before this one had its turn
+            return
         self._exception = error
         try:
             if error is None:
@@ -227,6 +248,9 @@ class Work:
         finally:
             self._execution = None
             self._finish = self._checks = ()
+
+
+is_guard(Work._call_back)
 
 
 class _Unraisable:

@@ -283,7 +283,7 @@ def _inspect(comm: Any, case: Case, record: Record) -> None:
     held: list[str] = []
 
     def try_locks() -> None:
-        for name, lock in (("engine", engine._lock), ("plans", comm._plans._lock)):
+        for name, lock in (("engine", engine._lock), ("plans", comm._session.lock)):
             if not lock.acquire(timeout=5):
                 held.append(name)
             else:
@@ -301,8 +301,10 @@ def _inspect(comm: Any, case: Case, record: Record) -> None:
         record.faults.append("a plan of the cache is busy")
     if engine._loop.wanted:
         record.faults.append("a thread seems to want to drive")
-    if getattr(comm._session, "unsettled", 0):
+    if comm._session.unsettled:
         record.faults.append("something is unsettled")
+    if comm._session.calling or comm._session.ending:
+        record.faults.append("a thread seems to be at the end of a Work")
 
 
 # -- what must hold --------------------------------------------------------------------------------------------------

@@ -555,3 +555,40 @@ def test_closing(world, cupy):
     assert ranks(2, run) == qccl.run_ranks(2, on_host)
     assert {("destroy", 0), ("destroy", 1)} <= set(world.calls)
     assert not [t for t in threading.enumerate() if t.name.startswith("qccl watchdog")]
+
+
+def test_a_plan_is_made_while_another_thread_ends_a_call(cupy):
+    """To make one, a rank waits for the others, which here wait for the end of a call."""
+    ended = threading.Event()
+
+    def run(comm):
+        x, y = (fake_cuda.array(values(comm.rank, count), comm.rank) for count in (100, 256))
+        work = comm.quantized_allreduce(x, async_op=True)
+        if comm.rank == 0:
+            work.add_done_callback(lambda work: ended.set())
+        elif not ended.wait(8):
+            return "rank 0 did not end its call"
+        comm.quantized_allreduce(y)
+        comm.check()
+        return "ok"
+
+    assert ranks(2, run) == ["ok"] * 2
+
+
+def test_a_call_that_cannot_be_captured_changes_nothing(cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        calls = comm.calls
+
+        def call(stream):
+            with pytest.raises(qccl.ArgumentError, match=r'nonfinite="error" waits .* stream capture'):
+                comm.quantized_allreduce(x, out, stream=stream, nonfinite="error")
+
+        captured(cupy, comm, call)
+        comm.check()
+        assert comm.calls == calls and not any(pool.busy for pool in comm._plans._pools.values())
+        comm.quantized_allreduce(x, out, nonfinite="error")
+        comm.check()
+
+    one(run)

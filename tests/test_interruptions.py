@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +23,7 @@ from plain_ranks import free_ports
 from start_ranks import needs_ucx
 
 import qccl
+from qccl.guard import guarded
 from qccl.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,3 +191,150 @@ def test_an_exception_that_a_handler_of_a_signal_catches(monkeypatch):
         return x[0], refused
 
     assert qccl.run_ranks(2, run) == [(2.0**5, [True])] * 2
+
+
+# -- several threads -------------------------------------------------------------------------------------------------
+
+
+class Guarded:
+    """Has a method that is guarded, as those of a communicator are."""
+
+    def __init__(self, comm):
+        self._session = comm._session
+
+    @guarded
+    def run(self, function):
+        return function()
+
+
+def in_thread(function):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result(20)
+
+
+@pytest.fixture
+def quick_switches():
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(usual)
+
+
+def test_functions_of_a_work_that_look_at_it_while_calls_are_made(quick_switches):
+    def run(comm):
+        xs, y = [np.ones(256, np.float32) for _ in range(4)], np.ones(64, np.float32)
+        looked = threading.Semaphore(0)
+
+        def look(work):
+            for _ in range(20):
+                work.wait()
+                assert work.is_completed()
+            with pytest.raises(qccl.ArgumentError, match="add_done_callback"):
+                comm.barrier()
+            looked.release()
+
+        for _ in range(60):
+            works = [comm.quantized_allreduce(x, async_op=True) for x in xs]
+            for work in works:
+                work.add_done_callback(look)
+            comm.quantized_allreduce(y)
+            comm.quantized_allreduce(y)
+            for work in works:
+                work.wait()
+            for _ in works:
+                assert looked.acquire(timeout=20)
+        return comm.calls
+
+    assert qccl.run_ranks(2, run) == [360, 360]
+
+
+def test_a_thread_that_waits_while_another_one_makes_calls():
+    def run(comm):
+        x, y = np.ones(1 << 18, np.float32), np.ones(64, np.float32)
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(20):
+                work = comm.quantized_allreduce(x, codec="none", async_op=True)
+                waited = pool.submit(work.wait)
+                for _ in range(3):
+                    comm.quantized_allreduce(y, codec="none")
+                assert waited.result(20) is x
+        return x[0]
+
+    assert qccl.run_ranks(2, run) == [2.0**20] * 2
+
+
+def test_a_guard_leaves_the_marks_of_other_threads():
+    """One that began before the mark was set, and one that began and ended meanwhile."""
+
+    def run(comm):
+        session, guards, begun, go = comm._session, Guarded(comm), threading.Event(), threading.Event()
+        waits = threading.Thread(target=guards.run, args=(lambda: begun.set() or go.wait(20),))
+
+        def call():
+            session.unsettle(0)
+            mark = session.mark()
+            go.set()
+            waits.join()
+            in_thread(lambda: guards.run(lambda: session.unsettle(0)))
+            assert session.mark() is mark
+
+        waits.start()
+        assert begun.wait(20)
+        guards.run(call)
+        assert not session.unsettled
+        comm.check()
+
+    qccl.run_ranks(1, run)
+
+
+def test_an_exception_in_one_thread_ends_the_group_for_another_one_that_waits():
+    def run(comm):
+        guards = Guarded(comm)
+
+        def fails():
+            comm._session.unsettle(0)
+            raise KeyboardInterrupt
+
+        def call():
+            comm._session.unsettle(0)
+            with pytest.raises(KeyboardInterrupt):
+                in_thread(lambda: guards.run(fails))
+            assert comm._session.mark() is not None
+            comm.check()
+
+        with pytest.raises(qccl.PeerLost, match="gave up: KeyboardInterrupt"):
+            guards.run(call)
+
+    qccl.run_ranks(1, run)
+
+
+@pytest.mark.parametrize("is_alive", [False, True])
+def test_a_mark_that_another_thread_has_abandoned(monkeypatch, is_alive):
+    """A new thread may have the number of one that has ended, so a mark alone does not tell that its thread works."""
+
+    def run(comm):
+        ended, go = threading.Event(), threading.Event()
+
+        def abandon():
+            comm._session.unsettle(0)
+            raise KeyboardInterrupt
+
+        def work():
+            with pytest.raises(KeyboardInterrupt):
+                Guarded(comm).run(abandon)
+            ended.set()
+            go.wait(20 * is_alive)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Session, "interrupted", lambda *arguments: None)
+            thread = threading.Thread(target=work)
+            thread.start()
+            ended.wait(20) if is_alive else thread.join()
+        assert comm._session.unsettled
+        for use in (comm.check, comm.check, comm.barrier):
+            with pytest.raises(qccl.PeerLost, match="exceptions have ended an earlier call"):
+                in_thread(use)
+        go.set()
+        thread.join()
+
+    qccl.run_ranks(1, run)

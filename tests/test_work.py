@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import os
+import signal
 import sys
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
 
 import qccl
+import qccl.communicator
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost
 
 COUNT = 100_000
@@ -300,3 +306,167 @@ def test_futures():
 
     begun = threading.Event()
     qccl.run_ranks(2, run)
+
+
+def test_functions_run_one_at_a_time_in_the_order_in_which_they_were_added():
+    """Though the program's thread makes calls, and adds functions, while the progress thread runs one."""
+
+    def run(comm):
+        log, begun, go = [], threading.Event(), threading.Event()
+        work = comm.quantized_allreduce(np.ones(COUNT, np.float32), async_op=True)
+
+        def first(work):
+            log.append("first")
+            begun.set()
+            go.wait(SECONDS)
+            work.add_done_callback(lambda work: log.append("fourth"))
+            log.append("end of first")
+
+        last = Called()
+        adds = threading.Thread(target=work.add_done_callback, args=(first,))
+        adds.start()
+        assert begun.wait(SECONDS)
+        work.add_done_callback(lambda work: log.append("second"))
+        for _ in range(3):
+            comm.quantized_allreduce(np.ones(10, np.float32))
+        work.add_done_callback(lambda work: log.append("third"))
+        assert log == ["first"]
+        go.set()
+        deadline = time.monotonic() + SECONDS
+        while "fourth" not in log and time.monotonic() < deadline:
+            time.sleep(0.001)
+        work.add_done_callback(last)
+        last.wait()
+        adds.join(SECONDS)
+        return log
+
+    assert qccl.run_ranks(2, run) == [["first", "end of first", "second", "third", "fourth"]] * 2
+
+
+def test_an_exception_while_functions_are_called_leaves_the_others_to_the_next_thread():
+    def run(comm):
+        work, called = comm.quantized_allreduce(np.ones(10, np.float32), async_op=True), Called()
+        work.wait()
+
+        class Interrupts(list):
+            def pop(self, place):
+                work._callbacks = list(self)
+                raise KeyboardInterrupt
+
+            def __bool__(self):
+                return True
+
+        work._callbacks = Interrupts()
+        with pytest.raises(KeyboardInterrupt):
+            work.add_done_callback(called)
+        comm._session.calling[work] = (threading.get_ident(),)  # an exception came before it was removed
+        with pytest.raises(ArgumentError):
+            comm.quantized_allreduce(np.ones(10, np.float32), codec=7)  # its guard removes it
+        late = Called()
+        thread = threading.Thread(target=work.add_done_callback, args=(late,))
+        thread.start()
+        thread.join(SECONDS)
+        assert called.works == late.works == [work]
+        comm.barrier()
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_thread_that_waits_returns_only_when_the_result_was_checked(monkeypatch):
+    """And calls can be made meanwhile: a check may wait for a GPU, and other ranks for these calls."""
+    usual, checking, go = qccl.communicator.refuse_nonfinite, threading.Event(), threading.Event()
+
+    def refuse(*arguments):
+        checking.set()
+        assert go.wait(SECONDS)
+        usual(*arguments)
+
+    def run(comm):
+        x = np.full(10, np.inf, np.float32)
+        work = comm.quantized_allreduce(x, async_op=True, nonfinite="error", codec="none")
+        ends = threading.Thread(target=work.add_done_callback, args=(lambda work: None,))
+        ends.start()
+        assert checking.wait(SECONDS)
+        waiting, errors = threading.Event(), []
+
+        def wait():
+            waiting.set()
+            try:
+                work.wait()
+            except ArgumentError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        waiting.wait(SECONDS)
+        assert comm._session.lock.acquire(timeout=SECONDS)
+        comm._session.lock.release()
+        assert not errors and thread.is_alive()
+        comm.quantized_allreduce(np.ones(20, np.float32))
+        go.set()
+        thread.join(SECONDS)
+        ends.join(SECONDS)
+        assert len(errors) == 1 and "finite" in str(errors[0])
+
+    monkeypatch.setattr(qccl.communicator, "refuse_nonfinite", refuse)
+    qccl.run_ranks(1, run)
+
+
+def test_calls_that_are_refused_keep_no_array():
+    """Without the cyclic garbage collector, which may come late."""
+
+    class Array(np.ndarray):
+        pass
+
+    def run(comm):
+        plan = comm.plan("allreduce", 10)
+        refused = [
+            lambda x: comm.quantized_allreduce(x, timeout=-1),
+            lambda x: comm.quantized_allreduce(x, codec=7),
+            lambda x: comm.quantized_allreduce(x[:100], x[50:150]),
+            plan.bind,
+            lambda x: comm.abort() or comm.quantized_allreduce(x),
+        ]
+        alive = []
+        for call in refused:
+            x = np.ones(1000, np.float32).view(Array)
+            kept = weakref.ref(x)
+            with contextlib.suppress(qccl.QcclError):
+                call(x)
+            del x
+            alive.append(kept() is not None)
+        return alive
+
+    gc.disable()
+    try:
+        assert qccl.run_ranks(1, run) == [[False] * 5]
+    finally:
+        gc.enable()
+
+
+def test_a_fork_while_another_thread_holds_the_locks():
+    def run(comm):
+        work = comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
+        work.wait()
+        held, go = threading.Event(), threading.Event()
+
+        def hold():
+            with comm._session.lock:
+                held.set()
+                go.wait(SECONDS)
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        assert held.wait(SECONDS)
+        child = os.fork()
+        if not child:
+            signal.alarm(5)
+            try:
+                comm.close()
+            finally:
+                os._exit(0)
+        go.set()
+        thread.join()
+        return os.waitpid(child, 0)[1]
+
+    assert qccl.run_ranks(1, run) == [0]

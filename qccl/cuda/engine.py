@@ -39,7 +39,7 @@ from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
 from qccl.cuda.watchdog import Watchdog
-from qccl.engine.base import Rerun, RunArguments
+from qccl.engine.base import Progress, Rerun, RunArguments
 from qccl.engine.control import Header
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError, gave_up
 from qccl.schedule import Queue, Schedule
@@ -115,9 +115,14 @@ class CudaEngine:
 
     def start(self, program: CudaProgram, arguments: RunArguments) -> CudaRun:
         """Put a run on its streams; see engine.base.Engine."""
-        addresses, call, header, deadline, trace, _, streams, lr, _, kept, take_number = arguments
+        addresses, call, header, deadline, trace, _, streams, lr, progress, kept, take_number = arguments
         streams = tuple(streams) or (0,)
         captured = self.device.is_capturing(streams[0])
+        if captured and progress is Progress.SYNCHRONOUS:
+            raise ArgumentError(
+                f'nonfinite="error" waits for the result of {header.call_text}, and a call in a stream capture has '
+                f"none yet; leave it out, and check the result after a replay"
+            )
         program.check(addresses, captured=captured, traced=trace is not None)
         limit = Deadline(deadline - time.monotonic())  # counts from the run's first step
         run = CudaRun(self._pending, header.call_text, call, limit, streams[0], captured=captured)

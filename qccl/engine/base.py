@@ -20,6 +20,8 @@ class Progress(Enum):
 
     #: only callers that wait
     CALLER = 0
+    #: the same; and on CUDA, too, the host waits for the run at once, so it cannot become part of a graph
+    SYNCHRONOUS = 3
     #: the progress thread, too, if the caller does not wait for the run within some milliseconds
     SOON = 1
     #: the progress thread, too, from the start

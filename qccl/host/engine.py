@@ -139,7 +139,7 @@ class HostEngine:
             except BaseException as error:
                 self._fail_all(error)
                 raise
-            if arguments.progress is not Progress.CALLER:
+            if arguments.progress in (Progress.SOON, Progress.NOW):
                 self._detach(execution)
         finally:
             self._release()
@@ -300,7 +300,7 @@ class HostEngine:
         try:
             return self._lock.acquire(timeout=timeout)
         finally:
-            self._loop.want(-1)
+            self._loop.want(-min(1, self._loop.wanted))  # another thread's recover() may have set it to 0
 
     def _release(self) -> bool:
         """Release the lock, then call what waits for runs that are over; whether there was any."""
