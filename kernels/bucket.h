@@ -1,4 +1,4 @@
-// The interface of a codec, and the layout of its wire.
+// The interface of a codec, and the format of its wire.
 //
 // A codec is a struct of static functions that a *team* runs on one bucket: on the host one thread (host/team.h), on the
 // device a block of threads (cuda/team.h). The functions access memory only through the team and their arguments, so
@@ -60,13 +60,14 @@ QCCL_FN FloatPair operator+(const FloatPair& a, const FloatPair& b) { return {a.
 // Where the meta section begins if the codes section has `codes_nbytes` bytes.
 QCCL_FN u64 meta_offset(u64 codes_nbytes) { return (codes_nbytes + 3) / 4 * 4; }
 
-// The layout of one call's wire: the codes section of all buckets, zeros up to a multiple of four bytes, the meta section.
+// Where the parts of a wire lie, which is the encoded bytes of one chunk: the codes section of all buckets, zeros up to a
+// multiple of four bytes, the meta section.
 template <class Codec, class T>
-struct BucketWire {
+struct WireFormat {
   BucketOptions options;
   u64 count, bucket, buckets, codes_stride, meta_stride, codes_end, meta_begin;
 
-  QCCL_FN BucketWire make(const BucketOptions& options, u64 count) {
+  QCCL_FN WireFormat make(const BucketOptions& options, u64 count) {
     const u64 bucket = options.bucket ? options.bucket : count;
     const u64 buckets = (count + bucket - 1) / bucket, last = count - (buckets - 1) * bucket;
     const u64 codes = Codec::template codes_nbytes<T>(options, bucket);
@@ -75,16 +76,16 @@ struct BucketWire {
     return {options, count, bucket, buckets, codes, meta, end, meta ? meta_offset(end) : end};
   }
 
-  QCCL_FN u64 first_of(const BucketWire& wire, u64 b) { return b * wire.bucket; }
-  QCCL_FN u64 size_of(const BucketWire& wire, u64 b) {
-    const u64 rest = wire.count - b * wire.bucket;
-    return rest < wire.bucket ? rest : wire.bucket;
+  QCCL_FN u64 first_of(const WireFormat& format, u64 b) { return b * format.bucket; }
+  QCCL_FN u64 size_of(const WireFormat& format, u64 b) {
+    const u64 rest = format.count - b * format.bucket;
+    return rest < format.bucket ? rest : format.bucket;
   }
-  QCCL_FN u64 codes_of(const BucketWire& wire, u64 b) { return b * wire.codes_stride; }
-  QCCL_FN u64 meta_of(const BucketWire& wire, u64 b) { return wire.meta_begin + b * wire.meta_stride; }
-  QCCL_FN u64 nbytes(const BucketWire& wire) {
-    const u64 last = wire.buckets - 1;
-    return meta_of(wire, last) + Codec::template meta_nbytes<T>(wire.options, size_of(wire, last));
+  QCCL_FN u64 codes_of(const WireFormat& format, u64 b) { return b * format.codes_stride; }
+  QCCL_FN u64 meta_of(const WireFormat& format, u64 b) { return format.meta_begin + b * format.meta_stride; }
+  QCCL_FN u64 nbytes(const WireFormat& format) {
+    const u64 last = format.buckets - 1;
+    return meta_of(format, last) + Codec::template meta_nbytes<T>(format.options, size_of(format, last));
   }
 };
 

@@ -28,6 +28,22 @@ using u32 = unsigned int;
 using u64 = unsigned long long;
 using i32 = int;
 
+// A if `first`, otherwise B.
+template <bool first, class A, class B>
+struct ChosenType {
+  using Type = A;
+};
+template <class A, class B>
+struct ChosenType<false, A, B> {
+  using Type = B;
+};
+template <bool first, class A, class B>
+using Choose = typename ChosenType<first, A, B>::Type;
+
+// The unsigned integer of 1, 2, 4 or 8 bytes.
+template <u32 Nbytes>
+using UnsignedOf = Choose<Nbytes == 1, u8, Choose<Nbytes == 2, u16, Choose<Nbytes == 4, u32, u64>>>;
+
 constexpr u32 kQuietNan = 0x7fc00000u;  // the only NaN that arithmetic here ever stores
 
 #ifdef __CUDACC__

@@ -27,31 +27,31 @@ QCCL_FN typename T::Storage* elements(u8* base, u64 first) {
 }
 
 template <class Codec, class T, class Take>
-QCCL_FN void decode_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const RngCounter& counter,
+QCCL_FN void decode_bucket(const WireFormat<Codec, T>& format, const u8* wire, u64 b, const RngCounter& counter,
                            const Take& take) {
-  using Wire = BucketWire<Codec, T>;
-  Codec::template decode<T>(BlockTeam(), layout.options, counter, wire + Wire::codes_of(layout, b),
-                            wire + Wire::meta_of(layout, b), Wire::size_of(layout, b), take);
+  using Format = WireFormat<Codec, T>;
+  Codec::template decode<T>(BlockTeam(), format.options, counter, wire + Format::codes_of(format, b),
+                            wire + Format::meta_of(format, b), Format::size_of(format, b), take);
 }
 
 template <class Codec, class T, class Values>
-QCCL_FN void encode_bucket(const BucketWire<Codec, T>& layout, const Values& x, u64 b, const RngCounter& counter, u8* wire) {
-  using Wire = BucketWire<Codec, T>;
-  Codec::template encode<T>(BlockTeam(), layout.options, counter, x, Wire::size_of(layout, b),
-                            wire + Wire::codes_of(layout, b), wire + Wire::meta_of(layout, b));
-  if (b == 0 && threadIdx.x < layout.meta_begin - layout.codes_end) wire[layout.codes_end + threadIdx.x] = 0;
+QCCL_FN void encode_bucket(const WireFormat<Codec, T>& format, const Values& x, u64 b, const RngCounter& counter, u8* wire) {
+  using Format = WireFormat<Codec, T>;
+  Codec::template encode<T>(BlockTeam(), format.options, counter, x, Format::size_of(format, b),
+                            wire + Format::codes_of(format, b), wire + Format::meta_of(format, b));
+  if (b == 0 && threadIdx.x < format.meta_begin - format.codes_end) wire[format.codes_end + threadIdx.x] = 0;
 }
 
 // Decodes a bucket to elements, with the zeros of a sparse codec.
 template <class Codec, class T>
-QCCL_FN void store_bucket(const BucketWire<Codec, T>& layout, const u8* wire, u64 b, const RngCounter& counter,
+QCCL_FN void store_bucket(const WireFormat<Codec, T>& format, const u8* wire, u64 b, const RngCounter& counter,
                           typename T::Storage* to) {
   const BlockTeam team;
   if constexpr (Codec::sparse) {
-    team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { to[i] = T::from_float(0.0f); });
+    team.each(WireFormat<Codec, T>::size_of(format, b), [&](u32 i) { to[i] = T::from_float(0.0f); });
     team.sync();
   }
-  decode_bucket(layout, wire, b, counter,
+  decode_bucket(format, wire, b, counter,
                 [&](u32 i, float value) { to[i] = T::from_float(Codec::sparse ? 0.0f + value : value); });
 }
 
@@ -62,10 +62,10 @@ bucket_encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ P
   const BlockOfJob block = this_block(parameters);
   const EncodeJob job = jobs[block.job];
   const u64 b = block.number;
-  const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
-  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
+  const auto format = WireFormat<Codec, T>::make(bucket_options(parameters), job.count);
+  const u64 first = WireFormat<Codec, T>::first_of(format, b);
   const Elements<T> x = {elements<T>(resolve(memory, job.src), first)};
-  encode_bucket(layout, x, b, RngCounter{*memory.call, job.index + first, job.round, job.rank}, resolve(memory, job.wire));
+  encode_bucket(format, x, b, RngCounter{*memory.call, job.index + first, job.round, job.rank}, resolve(memory, job.wire));
 }
 
 template <class Codec, class T, bool Accumulate>
@@ -75,30 +75,30 @@ bucket_decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ P
   const BlockOfJob block = this_block(parameters);
   const DecodeJob job = jobs[block.job];
   const u64 b = block.number;
-  const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
-  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
+  const auto format = WireFormat<Codec, T>::make(bucket_options(parameters), job.count);
+  const u64 first = WireFormat<Codec, T>::first_of(format, b);
   const u8* wire = resolve(memory, job.wire);
   auto* dst = elements<T>(resolve(memory, job.dst), first);
   const RngCounter counter = {*memory.call, job.index + first, job.round, job.rank};
   if constexpr (Accumulate) {
     if constexpr (Codec::sparse) {  // elements without a code: every NaN becomes the quiet one, as on the host
       const BlockTeam team;
-      team.each(BucketWire<Codec, T>::size_of(layout, b), [&](u32 i) { dst[i] = T::from_float(T::to_float(dst[i])); });
+      team.each(WireFormat<Codec, T>::size_of(format, b), [&](u32 i) { dst[i] = T::from_float(T::to_float(dst[i])); });
       team.sync();
     }
-    decode_bucket(layout, wire, b, counter, [&](u32 i, float value) { dst[i] = T::from_float(T::to_float(dst[i]) + value); });
+    decode_bucket(format, wire, b, counter, [&](u32 i, float value) { dst[i] = T::from_float(T::to_float(dst[i]) + value); });
   } else {
-    store_bucket(layout, wire, b, counter, dst);
+    store_bucket(format, wire, b, counter, dst);
   }
 }
 
 // Combines the sources and the own values of a bucket in order in `total`.
 template <class Codec, class T, Combine Op, class Own>
-QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob& job, const BufferRef* sources, u64 b,
+QCCL_FN void combine_bucket(const WireFormat<Codec, T>& format, const ReduceJob& job, const BufferRef* sources, u64 b,
                             const Memory& memory, const Own& own, float* total) {
   const BlockTeam team;
-  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
-  const u32 n = BucketWire<Codec, T>::size_of(layout, b);
+  const u64 first = WireFormat<Codec, T>::first_of(format, b);
+  const u32 n = WireFormat<Codec, T>::size_of(format, b);
   const bool begins_with_own = job.own_index == 0;
   team.each(n, [&](u32 i) { total[i] = begins_with_own ? own[i] : Codec::sparse ? 0.0f : neutral<Op>(); });
   team.sync();
@@ -110,7 +110,7 @@ QCCL_FN void combine_bucket(const BucketWire<Codec, T>& layout, const ReduceJob&
     if (k == job.source_count) break;
     const BufferRef& source = sources[job.first_source + k];
     const RngCounter counter = {*memory.call, job.index + first, job.source_round, source.rank};
-    decode_bucket(layout, resolve(memory, source), b, counter,
+    decode_bucket(format, resolve(memory, source), b, counter,
                   [&](u32 i, float value) { total[i] = combine<Op>(total[i], value); });
     team.sync();
   }
@@ -123,13 +123,13 @@ bucket_reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_cons
   const BlockOfJob block = this_block(parameters);
   const ReduceJob& job = jobs[block.job];
   const u64 b = block.number;
-  const auto layout = BucketWire<Codec, T>::make(bucket_options(parameters), job.count);
-  const u64 first = BucketWire<Codec, T>::first_of(layout, b);
-  const u32 n = BucketWire<Codec, T>::size_of(layout, b);
+  const auto format = WireFormat<Codec, T>::make(bucket_options(parameters), job.count);
+  const u64 first = WireFormat<Codec, T>::first_of(format, b);
+  const u32 n = WireFormat<Codec, T>::size_of(format, b);
   const BlockTeam team;
   float* total = reinterpret_cast<float*>(parameters.scratch) + (job.scratch + b) * parameters.bucket;
   const Elements<T> own = {elements<T>(resolve(memory, job.own), first)};
-  combine_bucket<Codec, T, Op>(layout, job, sources, b, memory, own, total);
+  combine_bucket<Codec, T, Op>(format, job, sources, b, memory, own, total);
   if (job.scale != 1.0f) {
     team.each(n, [&](u32 i) { total[i] *= job.scale; });
     team.sync();
@@ -141,10 +141,10 @@ bucket_reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_cons
     return;
   }
   const RngCounter counter = {*memory.call, job.index + first, job.round, job.rank};
-  encode_bucket(layout, total, b, counter, wire);
+  encode_bucket(format, total, b, counter, wire);
   if (!out) return;
   team.sync();
-  store_bucket(layout, wire, b, counter, elements<T>(out, first));
+  store_bucket(format, wire, b, counter, elements<T>(out, first));
 }
 
 }  // namespace QCCL_NAMESPACE

@@ -11,31 +11,12 @@
 
 namespace QCCL_NAMESPACE {
 
-template <u32 Nbytes>
-struct IntegerOf;
-template <>
-struct IntegerOf<1> {
-  using type = u8;
-};
-template <>
-struct IntegerOf<2> {
-  using type = u16;
-};
-template <>
-struct IntegerOf<4> {
-  using type = u32;
-};
-template <>
-struct IntegerOf<8> {
-  using type = u64;
-};
-
 template <int Bits, class T>
 struct Piece {
   static constexpr u32 bits = Bits * kPerVector<T>;
   static constexpr bool shares_byte = bits % 8 != 0;  // with the piece of the neighbouring lane
   static constexpr bool direct = bits == 8 || bits == 16 || bits == 32 || bits == 64;
-  using Word = typename IntegerOf<(bits > 32 ? 8 : 4)>::type;
+  using Word = UnsignedOf<(bits > 32 ? 8 : 4)>;
 };
 
 template <int Bits, class T, class S>
@@ -143,7 +124,7 @@ QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& p
   using P = Piece<Bits, T>;
   if constexpr (P::direct && !kTransposed<Bits, T, S>) {
     if (is_whole<T>(unit) && is_aligned(wire, P::bits / 8)) {
-      using Direct = typename IntegerOf<P::bits / 8>::type;
+      using Direct = UnsignedOf<P::bits / 8>;
       Direct* to = reinterpret_cast<Direct*>(wire + piece_offset<Bits, T, S>(unit));
 #pragma unroll
       for (u32 j = 0; j < S::vectors; ++j) {
@@ -178,7 +159,7 @@ QCCL_FN void load_codes(const u8* wire, const Unit& unit, Pieces<Bits, T, S>& pi
   using P = Piece<Bits, T>;
   if constexpr (P::direct && !kTransposed<Bits, T, S>) {
     if (is_aligned(wire, P::bits / 8)) {
-      using Direct = typename IntegerOf<P::bits / 8>::type;
+      using Direct = UnsignedOf<P::bits / 8>;
       const Direct* from = reinterpret_cast<const Direct*>(wire + piece_offset<Bits, T, S>(unit));
 #pragma unroll
       for (u32 j = 0; j < S::vectors; ++j) pieces[j] = j < unit.vectors ? from[j * 32] : 0;

@@ -33,19 +33,19 @@ template <class Codec, class T>
 __global__ void __launch_bounds__(kThreads, 2)
 bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                 const __grid_constant__ Memory memory) {
-  using Wire = BucketWire<Codec, T>;
+  using Format = WireFormat<Codec, T>;
   const BlockOfJob block = this_block(parameters);
   const StateJob& job = jobs[block.job];
   const ReduceJob& reduce = job.reduce;
   const u64 b = block.number;
-  const auto layout = Wire::make(bucket_options(parameters), reduce.count);
-  const u64 first = Wire::first_of(layout, b);
-  const u32 n = Wire::size_of(layout, b);
+  const auto format = Format::make(bucket_options(parameters), reduce.count);
+  const u64 first = Format::first_of(format, b);
+  const u32 n = Format::size_of(format, b);
   const BlockTeam team;
   float* total = reinterpret_cast<float*>(parameters.scratch) + (reduce.scratch + b) * parameters.bucket;
   const OwnValues<T> own = {elements<T>(resolve(memory, reduce.own), first), floats_of(memory, job.momentum, first),
                             floats_of(memory, job.new_momentum, first), job.mu};
-  combine_bucket<Codec, T, Combine::sum>(layout, reduce, sources, b, memory, own, total);
+  combine_bucket<Codec, T, Combine::sum>(format, reduce, sources, b, memory, own, total);
   const float* residual = floats_of(memory, job.residual, first);
   float* new_residual = floats_of(memory, job.new_residual, first);
   const float lr = memory.lr, inverse_lr = 1.0f / lr;
@@ -62,10 +62,10 @@ bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const _
     return;
   }
   const RngCounter counter = {*memory.call, reduce.index + first, reduce.round, reduce.rank};
-  encode_bucket(layout, total, b, counter, wire);
+  encode_bucket(format, total, b, counter, wire);
   team.sync();
   if (out) {
-    store_bucket(layout, wire, b, counter, out);
+    store_bucket(format, wire, b, counter, out);
     team.sync();
     if (residual) team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], T::to_float(out[i]), lr); });
   } else if (residual) {
@@ -73,7 +73,7 @@ bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const _
       team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], 0.0f, lr); });
       team.sync();
     }
-    decode_bucket(layout, wire, b, counter, [&](u32 i, float value) {
+    decode_bucket(format, wire, b, counter, [&](u32 i, float value) {
       new_residual[i] = next_residual(total[i], Codec::sparse ? 0.0f + value : value, lr);
     });
   }

@@ -10,6 +10,7 @@
 #include "loop.h"
 #include "mpi.h"
 #include "ucx.h"
+#include "wan.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -45,14 +46,30 @@ std::shared_ptr<MpiWire> make_mpi(const nb::dict& functions, const nb::dict& han
   });
 }
 
-std::shared_ptr<UcxWire> make_ucx(const UcxFunctions& functions,
-                                  const std::vector<std::pair<std::string, std::string>>& config,
-                                  nb::callable fault) {
-  return make_ucx_wire(functions, config, [fault = std::move(fault)](const UcxFault& found) {
+OnFault python_fault(nb::callable fault) {
+  return [fault = std::move(fault)](const WireFault& found) {
     const nb::gil_scoped_acquire held;
-    fault(found.rank, found.status, found.peer, found.lost, found.got, found.expected);
+    fault(found.rank, found.status, found.reason, found.peer, found.lost, found.got, found.expected);
     throw std::logic_error("a fault was not raised");
-  });
+  };
+}
+
+std::shared_ptr<GroupWire> make_ucx(const UcxFunctions& functions,
+                                    const std::vector<std::pair<std::string, std::string>>& config, nb::callable fault) {
+  return make_ucx_wire(functions, config, python_fault(std::move(fault)));
+}
+
+std::shared_ptr<GroupWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
+                                    const std::optional<nb::bytes>& secret, const std::string& congestion_control,
+                                    int connections, double away_seconds, nb::callable fault) {
+  WanSettings settings;
+  settings.listener = listener;
+  settings.address = text(address);
+  if (secret) settings.tls = make_tls_context(functions, text(*secret));
+  settings.congestion_control = congestion_control;
+  settings.connections = connections;
+  settings.away_seconds = away_seconds;
+  return make_wan_wire(settings, python_fault(std::move(fault)));
 }
 
 // A transport written in Python.
@@ -138,24 +155,21 @@ std::vector<std::string> texts(const nb::sequence& headers) {
   return found;
 }
 
-// `headers`: one for all ranks, as bytes, or a list with one for each.
-bool begin(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std::uint64_t sequence, double deadline,
-           bool traced, const nb::callable& on_control) {
+// Begins a run, and advances until any run has ended if the caller `waits`. `headers`: one for all ranks, as bytes, or a
+// list with one for each; None for those of the last run.
+Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std::uint64_t sequence, double deadline,
+              bool traced, bool waits, const nb::callable& on_control) {
   nb::bytes common;
-  const bool is_common = nb::try_cast(headers, common);
-  const std::vector<std::string> packed = is_common ? std::vector{text(common)} : texts(nb::cast<nb::sequence>(headers));
+  if (nb::try_cast(headers, common)) {
+    run->set_headers({text(common)});
+  } else if (!headers.is_none()) {
+    run->set_headers(texts(nb::cast<nb::sequence>(headers)));
+  }
   const nb::gil_scoped_release released;
-  run->set_headers(packed);
-  loop.begin(std::move(run), sequence, deadline, traced, python_function(on_control));
-  return loop.has_ended();
-}
-
-// Runs it with the headers of last time, and advances until a run has ended.
-Outcome rerun(Loop& loop, std::shared_ptr<Run> run, std::uint64_t sequence, double deadline,
-              const nb::callable& on_control) {
   const OnControl function = python_function(on_control);
-  loop.begin(std::move(run), sequence, deadline, false, function);
+  loop.begin(std::move(run), sequence, deadline, traced, function);
   if (loop.has_ended()) return Outcome::ended;
+  if (!waits) return Outcome::pause;
   Turn turn;
   turn.check_signals = &check_signals;
   return loop.advance(turn, function);
@@ -190,7 +204,7 @@ std::optional<std::pair<bool, int>> transfer(const Steps& steps, Number i) {
   return std::pair(steps[i].is_send, steps[i].peer);
 }
 
-const Token kSetUp = UcxWire::kSetUp;
+const Token kSetUp = GroupWire::kSetUp;
 
 void bind_wires(nb::module_& m) {
   nb::class_<Wire>(m, "Wire", "Transfers between ranks.")
@@ -223,19 +237,17 @@ void bind_wires(nb::module_& m) {
       .def_rw("spins", &MpiWire::spins)
       .def_prop_ro("under_way", &MpiWire::under_way)
       .def("cancel", &MpiWire::cancel, Release());
-  nb::class_<UcxWire, Wire>(m, "UcxWire", "Transfers by UCX.")
-      .def(nb::new_(&make_ucx), "functions"_a, "config"_a, "fault"_a)
-      .def_static("function_names", &UcxWire::function_names)
+  nb::class_<GroupWire, Wire>(m, "GroupWire", "Transfers of a group that connects itself.")
       .def_ro_static("SET_UP", &kSetUp)
-      .def_rw("spins", &UcxWire::spins)
-      .def_prop_ro("set_up_completed", &UcxWire::set_up_completed)
+      .def_rw("spins", &GroupWire::spins)
+      .def_prop_ro("set_up_completed", &GroupWire::set_up_completed)
       .def("address",
-           [](UcxWire& wire) {
+           [](GroupWire& wire) {
              const std::string found = wire.address();
              return nb::bytes(found.data(), found.size());
            })
       .def("connect",
-           [](UcxWire& wire, int rank, const std::vector<nb::bytes>& addresses, nb::callable ended) {
+           [](GroupWire& wire, int rank, const std::vector<nb::bytes>& addresses, nb::callable ended) {
              std::vector<std::string> found;
              for (const nb::bytes& address : addresses) found.push_back(text(address));
              wire.connect(rank, found, [ended = std::move(ended)](const std::vector<int>& ranks) {
@@ -243,13 +255,17 @@ void bind_wires(nb::module_& m) {
                return nb::cast<std::vector<int>>(ended(ranks));
              });
            })
-      .def("progress", &UcxWire::progress, "idle"_a, Release())
-      .def("close", &UcxWire::close, "seconds"_a, Release());
+      .def("progress", &GroupWire::progress, "idle"_a, Release())
+      .def("close", &GroupWire::close, "seconds"_a, Release());
+  m.def("ucx_function_names", &ucx_function_names);
+  m.def("ucx_wire", &make_ucx, "functions"_a, "config"_a, "fault"_a);
+  m.def("wan_wire", &make_wan, "listener"_a, "address"_a, "functions"_a, "secret"_a.none(), "congestion_control"_a,
+        "connections"_a, "away_seconds"_a, "fault"_a);
 }
 
 void bind_runs(nb::module_& m) {
   nb::class_<Steps>(m, "Steps", "A compiled schedule: operations, transfers, and their dependencies.")
-      .def(nb::init<int, int, std::size_t>(), "rank"_a, "size"_a, "most_eager"_a)
+      .def(nb::init<int, int, std::size_t, bool>(), "rank"_a, "size"_a, "most_eager"_a, "sends_ahead"_a = false)
       .def("__len__", &Steps::count)
       .def("add_operation", &Steps::add_operation, "operation"_a, "needs"_a, "writes_output"_a)
       .def("add_transfer", &Steps::add_transfer, "is_send"_a, "peer"_a, "tag"_a, "address"_a, "nbytes"_a, "needs"_a)
@@ -281,8 +297,7 @@ void bind_loop(nb::module_& m) {
       .def_prop_ro("early", &Loop::early)
       .def_prop_ro("control_sends", &Loop::control_sends)
       .def_prop_ro("refused", &Loop::refused)
-      .def("begin", &begin)
-      .def("rerun", &rerun, Release())
+      .def("start", &start, "run"_a, "headers"_a.none(), "sequence"_a, "deadline"_a, "traced"_a, "waits"_a, "on_control"_a)
       .def("run", &run_until, Release())
       .def("drive", &drive, Release())
       .def("step", &step, Release())
@@ -311,6 +326,7 @@ void bind_loop(nb::module_& m) {
 void bind_engine(nb::module_& m) {
   nb::register_exception_translator(&translate);
   bind_wires(m);
+  bind_tls(m);
   bind_runs(m);
   bind_loop(m);
 }

@@ -1,4 +1,4 @@
-// The Python side of the run loop.
+// The Python side of the run loop and of its connections.
 #pragma once
 
 #include <nanobind/nanobind.h>
@@ -6,5 +6,6 @@
 namespace qccl {
 
 void bind_engine(nanobind::module_& m);
+void bind_tls(nanobind::module_& m);
 
 }  // namespace qccl

@@ -44,7 +44,8 @@ class Run {
   // A transfer of this run has completed.
   void completed(Wire& wire, Number step);
 
-  bool can_compute() const { return !ready_.empty(); }
+  // Whether an operation is ready. A Commit also waits until this rank's headers were sent.
+  bool can_compute() const { return !ready_.empty() && (left_ == 1 || ready_.front() != steps_->commit()); }
   // Runs the first operation that is ready.
   void compute(Wire& wire);
 

@@ -9,6 +9,7 @@ namespace qccl {
 void Steps::add_operation(const Operation& operation, const std::vector<Number>& needs, bool writes_output) {
   Step step;
   step.operation = operation.copy();
+  if (dynamic_cast<const Commit*>(&operation)) commit_ = count();
   add(std::move(step), needs, writes_output);
 }
 
@@ -34,7 +35,7 @@ void Steps::add(Step step, const std::vector<Number>& needs, bool writes_output)
   bool follows = false;
   for (const Number j : needs) {
     if (j >= count()) throw std::invalid_argument("a step can only need earlier ones");
-    follows = follows || is_transfer(j);
+    follows = follows || (is_transfer(j) && !(sends_ahead_ && steps_[j].is_send));
   }
   gated_.push_back(size > 1 && (follows || writes_output));
   needs_.insert(needs_.end(), needs.begin(), needs.end());
@@ -43,6 +44,7 @@ void Steps::add(Step step, const std::vector<Number>& needs, bool writes_output)
 }
 
 void Steps::link() {
+  if (commit_ != kNone && commit_ + 1 != count()) throw std::invalid_argument("a Commit must be the last operation");
   const std::vector<std::pair<Number, Number>> from_to = edges();
   counts_.assign(all(), 0);
   offsets_.assign(all() + 1, 0);

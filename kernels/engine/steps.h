@@ -9,6 +9,9 @@
 // - A step that writes the caller's output or depends on a transfer waits for the headers of all ranks (the gate). So
 //   received data is not used before, and a rank that has not made the call yet gets at most one window of messages.
 //   Otherwise a library that buffers small messages could run out of memory for the message that this rank gave up.
+//   Where the transport limits that itself (`sends_ahead`), an earlier send is no reason to wait: on a long way the
+//   headers come later than a window of messages is sent.
+// - A Commit waits for all steps, and until this rank's own headers were sent, so that no run fails after it.
 #pragma once
 
 #include <cstddef>
@@ -44,8 +47,10 @@ struct EagerData {
 // one number for each rank's header.
 class Steps {
  public:
-  // `most_eager`: bytes of data that may be sent with a header.
-  Steps(int rank, int size, std::size_t most_eager) : rank(rank), size(size), most_eager_(most_eager) {}
+  // `most_eager`: bytes of data that may be sent with a header. `sends_ahead`: the transport limits what it keeps for a rank
+  // that has not made the call yet, so a send need not wait for the headers where it only waits for an earlier send.
+  Steps(int rank, int size, std::size_t most_eager, bool sends_ahead)
+      : rank(rank), size(size), most_eager_(most_eager), sends_ahead_(sends_ahead) {}
   Steps(const Steps&) = delete;
 
   // Adds a copy of `operation`. `needs` are earlier steps; `writes_output`: whether it writes the caller's output.
@@ -74,6 +79,9 @@ class Steps {
   const Number* successors_begin(Number i) const { return successors_.data() + offsets_[i]; }
   const Number* successors_end(Number i) const { return successors_.data() + offsets_[i + 1]; }
 
+  // The operation that replaces the caller's state, or kNone. It waits for all other steps.
+  Number commit() const { return commit_; }
+
   const std::vector<EagerData>& eager() const { return eager_; }
   bool gets_data(int peer) const { return gets_data_[peer]; }  // with its header
   // The receive whose data the header of `peer` may bring.
@@ -87,6 +95,8 @@ class Steps {
   void find_eager();
 
   std::size_t most_eager_;
+  bool sends_ahead_;
+  Number commit_ = kNone;
   std::vector<Step> steps_;
   std::vector<bool> gated_;
   std::vector<Number> needs_, needs_ends_;  // only until link()

@@ -7,10 +7,10 @@
 #include <chrono>
 #include <deque>
 #include <mutex>
-#include <optional>
 #include <stdexcept>
 #include <utility>
 
+#include "reports.h"
 #include "ucx_api.h"
 
 namespace qccl {
@@ -80,11 +80,11 @@ void check_started(int status, const char* function) {
   if (status) throw std::runtime_error(std::string(function) + " failed with UCX status " + std::to_string(status));
 }
 
-class Worker final : public UcxWire {
+class Worker final : public GroupWire {
  public:
   Worker(const UcxFunctions& functions, const std::vector<std::pair<std::string, std::string>>& config,
-         std::function<void(const UcxFault&)> fault)
-      : ucp_(functions_at(functions)), raise_(std::move(fault)), process_(getpid()) {
+         OnFault fault)
+      : ucp_(functions_at(functions)), reports_(std::move(fault)), process_(getpid()) {
     try {
       start(config);
     } catch (...) {
@@ -123,7 +123,7 @@ class Worker final : public UcxWire {
   void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
     const Lock lock(mutex_);
     if (!worker_) return fail({});
-    if (at(peer).status) return fail({at(peer).status, peer, true});
+    if (at(peer).status) return fail({at(peer).status, "", peer, true});
     if (!at(peer).endpoint) throw std::invalid_argument("rank " + std::to_string(peer) + " is not connected to itself");
     Posted* posted = take({token, kSend, peer, nullptr});
     RequestParams params = params_of(posted);
@@ -131,7 +131,7 @@ class Worker final : public UcxWire {
     void* request = ucp_.tag_send_nbx(at(peer).endpoint, data, nbytes, tag_of(rank_, tag), &params);
     if (ucx::is_error(request)) {
       release(posted);
-      fail({ucx::error_of(request), peer, true});
+      fail({ucx::error_of(request), "", peer, true});
     } else if (request) {
       posted->request = request;
     } else {
@@ -149,7 +149,7 @@ class Worker final : public UcxWire {
     void* request = ucp_.tag_recv_nbx(worker_, data, nbytes, tag_of(peer, tag), kAllBits, &params);
     if (ucx::is_error(request)) {
       release(posted);
-      fail({ucx::error_of(request), peer, false});
+      fail({ucx::error_of(request), "", peer, false});
     } else {
       posted->request = request;
     }
@@ -163,20 +163,21 @@ class Worker final : public UcxWire {
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
     Lock lock(mutex_);
     advance(idle, lock);
-    if (completed_.empty()) return raise_any_fault(lock);  // after everything that had come before it
-    completed.insert(completed.end(), completed_.begin(), completed_.end());
-    completed_.clear();
+    if (reports_.has_completed()) return reports_.take_completed(completed);
+    has_fault();  // after everything that had come before it
+    reports_.raise_any(rank_, lock);
   }
 
   void progress(std::uint64_t idle) override {
     Lock lock(mutex_);
     advance(idle, lock);
-    raise_fault(lock);
+    has_fault();
+    reports_.raise_fault(rank_, lock);
   }
 
   std::uint64_t set_up_completed() override {
     const Lock lock(mutex_);
-    return set_up_completed_;
+    return reports_.set_up_completed();
   }
 
   void close(double seconds) override {
@@ -188,7 +189,7 @@ class Worker final : public UcxWire {
   }
 
  private:
-  using Lock = std::unique_lock<std::mutex>;
+  using Lock = Reports::Lock;
 
   struct Peer {
     int rank = 0;
@@ -264,7 +265,7 @@ class Worker final : public UcxWire {
   // Progresses the worker, and where nothing has completed leaves the processor to others, or sleeps.
   void advance(std::uint64_t idle, Lock& lock) {
     if (!worker_) return;
-    if (exhaust() || !idle || !completed_.empty() || find_fault()) return;
+    if (exhaust() || !idle || reports_.has_completed() || has_fault()) return;
     if (spins && idle < spins && spins_left_) {
       --spins_left_;
     } else if (!spins && idle < kYields) {
@@ -275,17 +276,14 @@ class Worker final : public UcxWire {
       ::poll(&waited, 1, kSleepMilliseconds);
       lock.lock();
       if (worker_) exhaust();
-      if (worker_ && completed_.empty()) look_for_ended(lock);
+      if (worker_ && !reports_.has_completed()) look_for_ended(lock);
     }
   }
 
   // After kQuiet without a completion, marks the connections to processes that have ended. What they sent before counts
   // first: a rank may have left in order.
   void look_for_ended(Lock& lock) {
-    const auto now = std::chrono::steady_clock::now();
-    if (!std::exchange(is_quiet_, true)) next_look_ = now + kQuiet;
-    if (now < next_look_ || find_fault()) return;
-    next_look_ = now + kBetweenLooks;
+    if (!quiet_.is_over() || has_fault()) return;
     std::vector<int> waited;
     for (const Peer& peer : peers_)
       if (peer.endpoint && peer.under_way) waited.push_back(peer.rank);
@@ -321,12 +319,8 @@ class Worker final : public UcxWire {
   }
 
   void complete(Posted* posted) {
-    is_quiet_ = false;
-    if (posted->token & kSetUp) {
-      ++set_up_completed_;
-    } else {
-      completed_.push_back(posted->token);
-    }
+    quiet_.interrupt();
+    reports_.complete(posted->token);
     release(posted);
   }
 
@@ -336,39 +330,19 @@ class Worker final : public UcxWire {
     if (status == ucx::kOk && (posted->expected == kSend || posted->arrived || got == posted->expected))
       return complete(posted);
     if (status == ucx::kOk || status == ucx::kTruncated) {
-      if (!mismatch_) mismatch_ = UcxFault{0, posted->peer, false, got, posted->expected};
+      reports_.mismatch(posted->peer, got, posted->expected);
     } else if (status != ucx::kCanceled) {
-      fail({status, posted->peer, true});
+      fail({status, "", posted->peer, true});
     }
     release(posted);
   }
 
-  void fail(const UcxFault& fault) {
-    if (!fault_) fault_ = fault;
-  }
+  void fail(const WireFault& fault) { reports_.fail(fault); }
 
-  // Raises a message of the wrong size once, because the other transfers go on; other faults are raised again and again.
-  void raise_any_fault(Lock& lock) {
-    if (!mismatch_) return raise_fault(lock);
-    UcxFault fault = *mismatch_;
-    fault.rank = rank_;
-    mismatch_.reset();
-    lock.unlock();
-    raise_(fault);
-  }
-
-  const std::optional<UcxFault>& find_fault() {
+  bool has_fault() {
     for (const Peer& peer : peers_)
-      if (!fault_ && peer.status && peer.under_way) fault_ = UcxFault{peer.status, peer.rank, true};
-    return fault_;
-  }
-
-  void raise_fault(Lock& lock) {
-    if (!find_fault()) return;
-    UcxFault fault = *fault_;
-    fault.rank = rank_;
-    lock.unlock();  // Python's error handling may use the wire
-    raise_(fault);
+      if (peer.status && peer.under_way) fail({peer.status, "", peer.rank, true});
+    return reports_.has_fault();
   }
 
   void flush(double seconds) {
@@ -408,7 +382,7 @@ class Worker final : public UcxWire {
   }
 
   const Functions ucp_;
-  const std::function<void(const UcxFault&)> raise_;
+  Reports reports_;
   const pid_t process_;
   int rank_ = -1;
   std::mutex mutex_;
@@ -418,23 +392,18 @@ class Worker final : public UcxWire {
   int descriptor_ = -1;
   std::uint64_t spins_left_ = 0;
   FindEnded find_ended_;
-  bool is_quiet_ = false;  // nothing has completed since a poll that slept
-  std::chrono::steady_clock::time_point next_look_;
+  QuietTime quiet_{kQuiet, kBetweenLooks};
   std::deque<Posted> posted_;
   std::vector<Posted*> free_;
-  std::vector<Token> completed_;
-  std::uint64_t set_up_completed_ = 0;
-  std::optional<UcxFault> fault_, mismatch_;
 };
 
 }  // namespace
 
-const std::vector<const char*>& UcxWire::function_names() { return kNames; }
+const std::vector<const char*>& ucx_function_names() { return kNames; }
 
-std::unique_ptr<UcxWire> make_ucx_wire(const UcxFunctions& functions,
-                                       const std::vector<std::pair<std::string, std::string>>& config,
-                                       std::function<void(const UcxFault&)> fault) {
-  return std::make_unique<Worker>(functions, config, std::move(fault));
+std::shared_ptr<GroupWire> make_ucx_wire(const UcxFunctions& functions,
+                                         const std::vector<std::pair<std::string, std::string>>& config, OnFault fault) {
+  return std::make_shared<Worker>(functions, config, std::move(fault));
 }
 
 }  // namespace qccl

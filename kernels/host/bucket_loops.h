@@ -21,10 +21,10 @@ static inline RngCounter counter_at(const RngCounter& counter, u64 first) {
 }
 
 // The thread that encodes the last bucket stores the zeros behind its codes.
-template <class Wire>
-void clear_padding(const Wire& layout, u8* wire, const BucketRange& buckets) {
-  if (buckets.last != layout.buckets) return;
-  for (u64 i = layout.codes_end; i < layout.meta_begin; ++i) wire[i] = 0;
+template <class Format>
+void clear_padding(const Format& format, u8* wire, const BucketRange& buckets) {
+  if (buckets.last != format.buckets) return;
+  for (u64 i = format.codes_end; i < format.meta_begin; ++i) wire[i] = 0;
 }
 
 // n elements as fp32: in place if they are fp32, otherwise converted into `scratch`.
@@ -111,50 +111,34 @@ QCCL_LOOP static inline void keep_residual(const StateCall& state, u64 first, u3
   for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
 }
 
-// Functions that decode() calls for each value.
-struct PutTo {
-  float* at;
-  QCCL_MEMBER void operator()(i32 i, float value) const { at[i] = value; }
-};
-struct PutQuiet {
-  float* at;
-  QCCL_MEMBER void operator()(i32 i, float value) const { at[i] = is_nan(value) ? float_of(kQuietNan) : value; }
-};
-struct AddTo {
-  float* at;
-  QCCL_MEMBER void operator()(i32 i, float value) const { at[i] += value; }
-};
-
 // Encodes and decodes one bucket. `T` is the call's element type for typed codecs, and Float32 for the others, so that
 // these are compiled once for all types.
 template <class Codec, class T>
 struct OneBucket {
-  using Wire = BucketWire<Codec, T>;
+  using Format = WireFormat<Codec, T>;
 
   // Decodes bucket b to y; with `add`, adds the elements that a sparse codec has to y.
-  QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, bool add, float* y) {
-    const u32 n = Wire::size_of(layout, b);
-    const HostTeam team(wire + Wire::nbytes(layout));
-    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+  QCCL_LOOP static void decode(const Format& format, const u8* wire, u64 b, const RngCounter& counter, bool add, float* y) {
+    const u32 n = Format::size_of(format, b);
+    const HostTeam team(wire + Format::nbytes(format));
+    const u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
     if (Codec::sparse && !add) __builtin_memset(y, 0, n * sizeof *y);
-    if constexpr (Codec::sparse) {
-      Codec::template decode<T>(team, layout.options, counter, codes, meta, n, AddTo{y});
-    } else {
-      Codec::template decode<T>(team, layout.options, counter, codes, meta, n, PutTo{y});
-    }
+    const auto take = [y](i32 i, float value) QCCL_INLINE { y[i] = Codec::sparse ? y[i] + value : value; };
+    Codec::template decode<T>(team, format.options, counter, codes, meta, n, take);
   }
 
   // The same to the caller's output, where every NaN becomes the quiet one.
-  QCCL_LOOP static void decode_to_values(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, float* y) {
-    const HostTeam team(wire + Wire::nbytes(layout));
-    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    Codec::template decode<T>(team, layout.options, counter, codes, meta, Wire::size_of(layout, b), PutQuiet{y});
+  QCCL_LOOP static void decode_to_values(const Format& format, const u8* wire, u64 b, const RngCounter& counter, float* y) {
+    const HostTeam team(wire + Format::nbytes(format));
+    const u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
+    const auto take = [y](i32 i, float value) QCCL_INLINE { y[i] = is_nan(value) ? float_of(kQuietNan) : value; };
+    Codec::template decode<T>(team, format.options, counter, codes, meta, Format::size_of(format, b), take);
   }
 
-  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
+  QCCL_LOOP static void encode(const Format& format, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
     const HostTeam team(nullptr, scratch);
-    Codec::template encode<T>(team, layout.options, counter, x, Wire::size_of(layout, b), wire + Wire::codes_of(layout, b),
-                              wire + Wire::meta_of(layout, b));
+    Codec::template encode<T>(team, format.options, counter, x, Format::size_of(format, b), wire + Format::codes_of(format, b),
+                              wire + Format::meta_of(format, b));
   }
 };
 
@@ -162,92 +146,83 @@ struct OneBucket {
 template <class Codec, class T>
 struct BucketOfElements {
   using Storage = typename T::Storage;
-  template <class Bucket, class Wire>
-  static void encode(const Wire& layout, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values,
+  template <class Bucket, class Format>
+  static void encode(const Format& format, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values,
                      float* scratch) {
-    Bucket::encode(layout, as_floats<T>(from, Wire::size_of(layout, b), values), b, counter, wire, scratch);
+    Bucket::encode(format, as_floats<T>(from, Format::size_of(format, b), values), b, counter, wire, scratch);
   }
-  template <class Bucket, class Wire>
-  static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, [[maybe_unused]] float* scratch,
+  template <class Bucket, class Format>
+  static void decode(const Format& format, const u8* wire, u64 b, const RngCounter& counter, [[maybe_unused]] float* scratch,
                      Storage* to) {
     if constexpr (T::code == Float32::code && !Codec::sparse) {
-      Bucket::decode_to_values(layout, wire, b, counter, to);
+      Bucket::decode_to_values(format, wire, b, counter, to);
     } else {
-      Bucket::decode(layout, wire, b, counter, false, scratch);
-      to_elements<T>(scratch, Wire::size_of(layout, b), to);
+      Bucket::decode(format, wire, b, counter, false, scratch);
+      to_elements<T>(scratch, Format::size_of(format, b), to);
     }
   }
-};
-
-template <bool Typed, class T>
-struct TypeOnWire {
-  using Type = Float32;
-};
-template <class T>
-struct TypeOnWire<true, T> {
-  using Type = T;
 };
 
 template <class Codec, class T>
 struct BucketLoops {
   using Storage = typename T::Storage;
-  using Bucket = OneBucket<Codec, typename TypeOnWire<Codec::typed, T>::Type>;
-  using Wire = typename Bucket::Wire;
+  using Bucket = OneBucket<Codec, Choose<Codec::typed, T, Float32>>;
+  using Format = typename Bucket::Format;
   using Elements = BucketOfElements<Codec, T>;
 
   // The parts of the scratch, each with space for a bucket.
-  static float* part(const Wire& layout, float* scratch, u32 number) {
-    return scratch + number * (smaller(layout.bucket, layout.count) + 64);
+  static float* part(const Format& format, float* scratch, u32 number) {
+    return scratch + number * (smaller(format.bucket, format.count) + 64);
   }
 
   static void encode(const BucketOptions& options, const EncodeCall& call) {
-    const Wire layout = Wire::make(options, call.count);
-    float *values = part(layout, call.scratch, 0), *scratch = part(layout, call.scratch, 2);
+    const Format format = Format::make(options, call.count);
+    float *values = part(format, call.scratch, 0), *scratch = part(format, call.scratch, 2);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-      const u64 first = Wire::first_of(layout, b);
-      Elements::template encode<Bucket>(layout, element<T>(call.src, first), b, counter_at(call.counter, first), call.wire,
+      const u64 first = Format::first_of(format, b);
+      Elements::template encode<Bucket>(format, element<T>(call.src, first), b, counter_at(call.counter, first), call.wire,
                                         values, scratch);
     }
-    clear_padding(layout, call.wire, call.buckets);
+    clear_padding(format, call.wire, call.buckets);
   }
 
   static void decode(const BucketOptions& options, const DecodeCall& call) {
-    const Wire layout = Wire::make(options, call.count);
-    float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
+    const Format format = Format::make(options, call.count);
+    float *total = part(format, call.scratch, 0), *term = part(format, call.scratch, 1);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-      const u64 first = Wire::first_of(layout, b);
-      const u32 n = Wire::size_of(layout, b);
+      const u64 first = Format::first_of(format, b);
+      const u32 n = Format::size_of(format, b);
       Storage* dst = element<T>(call.dst, first);
       const RngCounter counter = counter_at(call.counter, first);
       if (!call.accumulate) {
-        Elements::template decode<Bucket>(layout, call.wire, b, counter, total, dst);
+        Elements::template decode<Bucket>(format, call.wire, b, counter, total, dst);
         continue;
       }
       Total sum(total, n, Combine::sum);
       sum.add(as_floats<T>(dst, n, term));
-      add_bucket(layout, call.wire, b, counter, sum, total, term);
+      add_bucket(format, call.wire, b, counter, sum, total, term);
       to_elements<T>(total, n, dst);
     }
   }
 
-  static void add_bucket(const Wire& layout, const u8* wire, u64 b, const RngCounter& counter, Total& sum, float* total,
+  static void add_bucket(const Format& format, const u8* wire, u64 b, const RngCounter& counter, Total& sum, float* total,
                          float* term) {
     if (sum.empty()) {
-      Bucket::decode(layout, wire, b, counter, false, sum.put());
+      Bucket::decode(format, wire, b, counter, false, sum.put());
     } else if (Codec::sparse) {
-      Bucket::decode(layout, wire, b, counter, true, total);
+      Bucket::decode(format, wire, b, counter, true, total);
     } else {
-      Bucket::decode(layout, wire, b, counter, false, term);
+      Bucket::decode(format, wire, b, counter, false, term);
       sum.add(term);
     }
   }
 
   static void reduce(const BucketOptions& options, const ReduceCall& call) {
-    const Wire layout = Wire::make(options, call.count);
-    float *total = part(layout, call.scratch, 0), *term = part(layout, call.scratch, 1);
+    const Format format = Format::make(options, call.count);
+    float *total = part(format, call.scratch, 0), *term = part(format, call.scratch, 1);
     for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-      const u64 first = Wire::first_of(layout, b);
-      const u32 n = Wire::size_of(layout, b);
+      const u64 first = Format::first_of(format, b);
+      const u32 n = Format::size_of(format, b);
       Total sum(total, n, call.op);
       for (u32 s = 0; s <= call.source_count; ++s) {
         if (call.own && s == call.own_index) {
@@ -261,15 +236,15 @@ struct BucketLoops {
         if (s == call.source_count) break;
         const u32 rank = call.source_ranks ? call.source_ranks[s] : 0;
         const RngCounter counter = counter_at({call.counter.call, call.counter.index, call.source_round, rank}, first);
-        add_bucket(layout, call.sources[s], b, counter, sum, total, term);
+        add_bucket(format, call.sources[s], b, counter, sum, total, term);
       }
-      finish(layout, call, b, first, n, total, term);
+      finish(format, call, b, first, n, total, term);
     }
-    if (call.wire) clear_padding(layout, call.wire, call.buckets);
+    if (call.wire) clear_padding(format, call.wire, call.buckets);
   }
 
   // Scales the total and stores it to the wire and the output.
-  static void finish(const Wire& layout, const ReduceCall& call, u64 b, u64 first, u32 n, float* total, float* term) {
+  static void finish(const Format& format, const ReduceCall& call, u64 b, u64 first, u32 n, float* total, float* term) {
     if (call.scale != 1.0f) {
       for (u32 i = 0; i < n; ++i) total[i] *= call.scale;
     }
@@ -278,10 +253,10 @@ struct BucketLoops {
     const bool residual = call.state && call.state->residual;
     if (residual) add_residual(*call.state, first, n, total);
     const RngCounter counter = counter_at(call.counter, first);
-    float* scratch = part(layout, call.scratch, 2);
-    BucketOfElements<Codec, Float32>::template encode<Bucket>(layout, total, b, counter, call.wire, total, scratch);
+    float* scratch = part(format, call.scratch, 2);
+    BucketOfElements<Codec, Float32>::template encode<Bucket>(format, total, b, counter, call.wire, total, scratch);
     if (!out && !residual) return;
-    Bucket::decode(layout, call.wire, b, counter, false, term);
+    Bucket::decode(format, call.wire, b, counter, false, term);
     if (out) to_elements<T>(term, n, out);
     if (residual) keep_residual(*call.state, first, n, total, out ? as_floats<T>(out, n, term) : term);
   }

@@ -18,7 +18,7 @@ namespace {
 // fill the memory. An array takes almost a kilobyte, with what its call's payload holds for it.
 constexpr std::size_t kMostEntries = 4096, kMostArrays = 65536;
 
-// The arguments of a call: the forms of its arrays (not their addresses), and its options.
+// The arguments of a call: the addresses and forms of its arrays, and its options.
 struct Key {
   std::vector<std::uint64_t> words;
   std::vector<nb::object> values;
@@ -27,12 +27,20 @@ struct Key {
 
   // False for a value that may change, or that may equal another one that does not mean the same. An instance of
   // `constant` equals only itself: its own comparison would be Python code.
-  bool add_option(PyObject* value, PyTypeObject* constant) {
+  bool add_option(PyObject* value, PyTypeObject* constant, bool is_element = false) {
     PyTypeObject* type = Py_TYPE(value);
     add_pointer(type);
-    values.push_back(nb::borrow(value));
+    const bool is_list = type == &PyTuple_Type || type == &PyList_Type;
+    if (!is_list) values.push_back(nb::borrow(value));
     if (PyType_IsSubtype(type, constant)) {
       add_pointer(value);
+      return true;
+    }
+    if (is_list && is_element) return false;
+    if (is_list) {  // its elements are compared, so that it may change later
+      words.push_back(static_cast<std::uint64_t>(PySequence_Fast_GET_SIZE(value)));
+      for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(value); ++i)
+        if (!add_option(PySequence_Fast_GET_ITEM(value, i), constant, true)) return false;
       return true;
     }
     if (value != Py_None && type != &PyUnicode_Type && type != &PyLong_Type && type != &PyBool_Type &&
@@ -45,6 +53,7 @@ struct Key {
   void add_array(PyTypeObject* type, const View& view) {
     const nb::dlpack::dtype dtype = view.array.dtype();
     add_pointer(type);
+    words.push_back(view.address());
     words.push_back(dtype.code | dtype.bits << 8 | static_cast<std::uint64_t>(dtype.lanes) << 16 |
                     static_cast<std::uint64_t>(view.readonly) << 32 |
                     static_cast<std::uint64_t>(view.device_type()) << 40);
@@ -70,6 +79,12 @@ struct Key {
     return true;
   }
 };
+
+// Whether it is a number such as numpy.int64. It may be a raw address, and then its value counts, not its own memory.
+bool is_integer(const View& view) {
+  const auto code = static_cast<nb::dlpack::dtype_code>(view.array.dtype().code);
+  return view.array.ndim() == 0 && (code == nb::dlpack::dtype_code::Int || code == nb::dlpack::dtype_code::UInt);
+}
 
 struct HashOfKey {
   std::size_t operator()(const Key& key) const { return key.hash(); }
@@ -127,10 +142,17 @@ class CallTable {
     for (const nb::handle array : arrays) {
       key.words.push_back(!array.is_none());
       if (array.is_none()) continue;
+      if (PyLong_CheckExact(array.ptr())) {  // a raw address
+        if (!key.add_option(array.ptr(), constant)) return false;
+        views.append(array);
+        continue;
+      }
       try {
         nb::object view = describe_.is_none() ? nb::cast(describe(array)) : describe_(array);
         if (view.is_none()) return false;
-        key.add_array(Py_TYPE(array.ptr()), nb::cast<const View&>(view));
+        const auto& described = nb::cast<const View&>(view);
+        if (is_integer(described)) return false;
+        key.add_array(Py_TYPE(array.ptr()), described);
         views.append(std::move(view));
       } catch (const nb::builtin_exception&) {  // the usual path says what is wrong
         return false;
@@ -168,6 +190,7 @@ PyType_Slot kSlots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&visit_table)},
 void bind_call_table(nb::module_& m) {
   nb::class_<CallTable>(m, "CallTable", nb::type_slots(kSlots), "What earlier calls with equal arguments have proved.")
       .def(nb::init<nb::type_object, nb::object>(), "constant"_a, "describe"_a = nb::none())
+      .def("clear", &CallTable::clear)
       .def("add", &CallTable::add, "arrays"_a, "options"_a, "keywords"_a, "make"_a)
       .def("find", &CallTable::find, "arrays"_a, "options"_a, "keywords"_a);
 }

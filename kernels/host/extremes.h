@@ -6,24 +6,17 @@
 
 namespace QCCL_NAMESPACE {
 
-template <class T>
-struct IntegersOf {
-  using Signed = short;
-  using Unsigned = u16;
-};
-template <>
-struct IntegersOf<Float32> {
-  using Signed = i32;
-  using Unsigned = u32;
-};
+// The signed integer of 2 or 4 bytes.
+template <u32 Nbytes>
+using SignedOf = Choose<Nbytes == 2, short, i32>;
 
 // Compares the values' bits without computing keys. As signed integers the bits of positive values are in order and above
 // all others; as unsigned integers those of negative values are in reverse order and above all others.
 template <class T>
 struct Extremes {
   using Storage = typename T::Storage;
-  using Signed = typename IntegersOf<T>::Signed;
-  using Unsigned = typename IntegersOf<T>::Unsigned;
+  using Signed = SignedOf<sizeof(Storage)>;
+  using Unsigned = UnsignedOf<sizeof(Storage)>;
   static constexpr u32 at_once = sizeof(Lanes<Unsigned>) / sizeof(Unsigned);
   static constexpr Signed least_signed = (Signed)((Unsigned)1 << (8 * sizeof(Unsigned) - 1));
 

@@ -34,8 +34,8 @@ struct Entry {
   static std::uint64_t wire_nbytes(const BucketOptions& options, std::uint64_t count, std::uint32_t dtype) {
     u64 nbytes = 0;
     with_dtype(dtype, [&](auto type) {
-      using Wire = BucketWire<Codec, decltype(type)>;
-      if (count) nbytes = Wire::nbytes(Wire::make(options, count));
+      using Format = WireFormat<Codec, decltype(type)>;
+      if (count) nbytes = Format::nbytes(Format::make(options, count));
     });
     return nbytes;
   }

@@ -154,12 +154,8 @@ QCCL_FN i32xN subtract_where(Mask which, const i32xN& a, const i32xN& b) {
 }
 #else
 using Mask = i32xN;
-QCCL_FN Mask is_less(const f32xN& a, const f32xN& b) {
-  Mask m;
-  QCCL_EACH_PART m.part[p] = a.part[p] < b.part[p];
-  return m;
-}
-QCCL_FN Mask is_less(const i32xN& a, const i32xN& b) {
+template <class E>
+QCCL_FN Mask is_less(const Lanes<E>& a, const Lanes<E>& b) {
   Mask m;
   QCCL_EACH_PART m.part[p] = a.part[p] < b.part[p];
   return m;

@@ -10,9 +10,11 @@
 #include <cstring>
 
 #include "../engine/bind.h"
+#include "../lab/bind.h"
 #include "call_table.h"
 #include "choose_isa.h"
 #include "dlpack.h"
+#include "mappings.h"
 #include "operations.h"
 #include "threads.h"
 
@@ -35,6 +37,15 @@ void bind_memory(nb::module_& m) {
       .def("__getitem__", [](qccl::Memory& memory, std::size_t buffer) { return slot(memory, buffer); })
       .def("__setitem__",
            [](qccl::Memory& memory, std::size_t buffer, std::uintptr_t address) { slot(memory, buffer) = address; })
+      .def(
+          "add_caller",
+          [](qccl::Memory& memory, std::size_t buffer, std::size_t nbytes, bool is_written) {
+            slot(memory, buffer);  // raises IndexError where there is none
+            memory.callers.push_back({buffer, nbytes, is_written});
+          },
+          "buffer"_a, "nbytes"_a, "is_written"_a, "Buffer whose address the caller gives for each run.")
+      .def("conflicts", &qccl::Memory::conflicts, "other"_a,
+           "Whether one of two runs with these memories writes memory of the caller that both use.")
       .def_rw("call", &qccl::Memory::call, "Number of the collective call; keys the random numbers.")
       .def_rw("lr", &qccl::Memory::lr, "Learning rate of the call, for residuals; 1 if there is none.")
       .def_rw("threads", &qccl::Memory::threads, "Threads that may share an operation.");
@@ -126,7 +137,10 @@ NB_MODULE(_host, m) {
   qccl::bind_dlpack(m);
   qccl::bind_call_table(m);
   qccl::bind_engine(m);
+  qccl::lab::bind_lab(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");
+  m.def("may_access", &qccl::may_access, "address"_a, "nbytes"_a, "writes"_a);
+  m.def("forget_mappings", &qccl::forget_mappings);
   m.def("most_threads", &qccl::most_threads, "Threads that an operation may have, by OMP_NUM_THREADS and processors.");
   m.attr("isa") = qccl::loops().name;
   nb::list usable;

@@ -41,6 +41,20 @@ unsigned char* resolve(const Memory& memory, const std::optional<BufferRef>& ref
   return ref ? resolve(memory, *ref) : nullptr;
 }
 
+// Memory from one address to another, not empty.
+struct Extent {
+  std::uintptr_t start, stop;
+  bool is_written;
+  int side;  // whose it is, 0 or 1
+};
+
+void add_extents(const Memory& memory, int side, std::vector<Extent>& extents) {
+  for (const Memory::Caller& caller : memory.callers) {
+    const std::uintptr_t start = memory.addresses[caller.buffer];
+    if (caller.nbytes) extents.push_back({start, start + caller.nbytes, caller.is_written, side});
+  }
+}
+
 // This thread's scratch, which grows to the largest call's.
 float* scratch(std::uint64_t wanted) {
   thread_local std::vector<float> memory;
@@ -78,6 +92,24 @@ bool all_finite(const unsigned char* values, std::uint64_t count, Bits exponent)
 }
 
 }  // namespace
+
+// In ascending order of their starts, each extent is compared with the furthest ends before it. Calls have thousands of
+// buffers where they are coalesced, so all pairs would be too many.
+bool Memory::conflicts(const Memory& other) const {
+  thread_local std::vector<Extent> extents;
+  extents.clear();
+  add_extents(*this, 0, extents);
+  add_extents(other, 1, extents);
+  std::sort(extents.begin(), extents.end(), [](const Extent& a, const Extent& b) { return a.start < b.start; });
+  std::uintptr_t ends[2] = {0, 0}, written_ends[2] = {0, 0};
+  for (const Extent& extent : extents) {
+    const int side = extent.side;
+    if (extent.start < (extent.is_written ? ends : written_ends)[1 - side]) return true;
+    ends[side] = std::max(ends[side], extent.stop);
+    if (extent.is_written) written_ends[side] = std::max(written_ends[side], extent.stop);
+  }
+  return false;
+}
 
 const Isa& loops() {
   static const Isa& chosen = choose_isa();

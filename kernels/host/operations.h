@@ -17,8 +17,16 @@ namespace qccl {
 // The base addresses of a program's buffers, and the number of the current call. Storing an address rebinds the buffer
 // for every operation of the program.
 struct Memory {
+  // A buffer whose address the caller gives for each run.
+  struct Caller {
+    std::size_t buffer, nbytes;
+    bool is_written;
+  };
   explicit Memory(std::size_t buffers) : addresses(buffers, 0) {}
+  // Whether one of two runs, with this memory and with `other`, writes memory of the caller that both use.
+  bool conflicts(const Memory& other) const;
   std::vector<std::uintptr_t> addresses;
+  std::vector<Caller> callers;
   std::uint64_t call = 0;
   float lr = 1.0f;            // learning rate of the call, for residuals
   std::uint32_t threads = 1;  // threads that may share an operation

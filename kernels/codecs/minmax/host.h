@@ -7,7 +7,7 @@
 
 namespace QCCL_NAMESPACE {
 
-using MinMaxWire = BucketWire<MinMax, Float32>;
+using MinMaxFormat = WireFormat<MinMax, Float32>;
 
 QCCL_FN bool is_stochastic(const BucketOptions& options) { return options.options[1] != 0; }
 
@@ -23,30 +23,30 @@ QCCL_FN void store_range(u8* meta, Range range) {
 
 template <class T>
 struct OneBucket<MinMax, T> {
-  using Wire = BucketWire<MinMax, T>;
+  using Format = WireFormat<MinMax, T>;
 
-  static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter&, bool, float* y) {
-    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    with_bits(layout.options.options[0], [&](auto bits) {
+  static void decode(const Format& format, const u8* wire, u64 b, const RngCounter&, bool, float* y) {
+    const u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
+    with_bits(format.options.options[0], [&](auto bits) {
       Dequantizer<bits.value> dequantizer;
       dequantizer.set(load_scale<bits.value>(meta));
-      for_blocks(Wire::size_of(layout, b), [&](u64 at, u32 n) {
+      for_blocks(Format::size_of(format, b), [&](u64 at, u32 n) {
         decode_block<Float32, bits.value>(codes + code_offset(at, bits.value), n, dequantizer, false, y + at);
       });
     });
   }
 
-  static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float*) {
-    u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    const u64 size = Wire::size_of(layout, b);
+  static void encode(const Format& format, const float* x, u64 b, const RngCounter& counter, u8* wire, float*) {
+    u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
+    const u64 size = Format::size_of(format, b);
     Extremes<Float32> extremes;
     for_blocks(size, [&](u64 at, u32 n) { extremes.extend(x + at, n); });
     store_range(meta, extremes.range());
-    RandomBlock random(layout.options.seed, counter);
-    with_bits(layout.options.options[0], [&](auto bits) {
+    RandomBlock random(format.options.seed, counter);
+    with_bits(format.options.options[0], [&](auto bits) {
       const MinMaxScale scale = minmax_scale(extremes.range(), (1u << bits.value) - 1);
       for_blocks(size, [&](u64 at, u32 n) {
-        encode_values<Float32, bits.value>(x + at, n, scale, is_stochastic(layout.options) ? &random : nullptr, at,
+        encode_values<Float32, bits.value>(x + at, n, scale, is_stochastic(format.options) ? &random : nullptr, at,
                                            codes + code_offset(at, bits.value));
       });
     });
@@ -55,43 +55,43 @@ struct OneBucket<MinMax, T> {
 
 template <class T, int Bits>
 void minmax_encode(const BucketOptions& options, const EncodeCall& call) {
-  const MinMaxWire layout = MinMaxWire::make(options, call.count);
+  const MinMaxFormat format = MinMaxFormat::make(options, call.count);
   const bool stochastic = is_stochastic(options);
   RandomBlock random(options.seed, call.counter);
   const auto range_of = [&](u64 b) {
     Extremes<T> extremes;
-    const auto* x = element<T>(call.src, MinMaxWire::first_of(layout, b));
-    for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) { extremes.extend(x + at, n); });
+    const auto* x = element<T>(call.src, MinMaxFormat::first_of(format, b));
+    for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) { extremes.extend(x + at, n); });
     return extremes.range();
   };
   // Stochastic encoding is slow, and its first code waits for the range. If a bucket fits L1, find the next bucket's range
   // before encoding this one, so that the two overlap.
-  const bool early = stochastic && layout.bucket <= kBlock;
+  const bool early = stochastic && format.bucket <= kBlock;
   const u64 end = call.buckets.last;
   Range next = {};
   for (u64 b = call.buckets.first; b < end; ++b) {
-    const u64 first = MinMaxWire::first_of(layout, b);
+    const u64 first = MinMaxFormat::first_of(format, b);
     const Range range = early && b > call.buckets.first ? next : range_of(b);
     const MinMaxScale scale = minmax_scale(range, (1u << Bits) - 1);
     if (early && b + 1 < end) next = range_of(b + 1);
-    store_range(call.wire + MinMaxWire::meta_of(layout, b), range);
-    for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) {
+    store_range(call.wire + MinMaxFormat::meta_of(format, b), range);
+    for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) {
       const u64 begin = first + at;
       encode_values<T, Bits>(element<T>(call.src, begin), n, scale, stochastic ? &random : nullptr, begin,
                              call.wire + code_offset(begin, Bits));
     });
   }
-  clear_padding(layout, call.wire, call.buckets);
+  clear_padding(format, call.wire, call.buckets);
 }
 
 template <class T, int Bits>
 void minmax_decode(const BucketOptions& options, const DecodeCall& call) {
-  const MinMaxWire layout = MinMaxWire::make(options, call.count);
+  const MinMaxFormat format = MinMaxFormat::make(options, call.count);
   Dequantizer<Bits> dequantizer;
   for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-    const u64 first = MinMaxWire::first_of(layout, b);
-    dequantizer.set(load_scale<Bits>(call.wire + MinMaxWire::meta_of(layout, b)));
-    for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) {
+    const u64 first = MinMaxFormat::first_of(format, b);
+    dequantizer.set(load_scale<Bits>(call.wire + MinMaxFormat::meta_of(format, b)));
+    for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) {
       const u8* codes = call.wire + code_offset(first + at, Bits);
       decode_block<T, Bits>(codes, n, dequantizer, call.accumulate, element<T>(call.dst, first + at));
     });
@@ -100,7 +100,7 @@ void minmax_decode(const BucketOptions& options, const DecodeCall& call) {
 
 // The scaled total of n elements from `begin`, all in bucket b.
 template <class T, int Bits>
-void minmax_total(const MinMaxWire& layout, const ReduceCall& call, u64 b, u64 begin, u32 n, float* total) {
+void minmax_total(const MinMaxFormat& format, const ReduceCall& call, u64 b, u64 begin, u32 n, float* total) {
   ManySources<Bits> sources;
   const auto* own = element<T>(call.own, begin);
   u32 done = 0;
@@ -109,7 +109,7 @@ void minmax_total(const MinMaxWire& layout, const ReduceCall& call, u64 b, u64 b
     for (u32 i = 0; i < count; ++i) {
       const u8* source = call.sources[done + i];
       sources.codes[i] = source + code_offset(begin, Bits);
-      sources.dequantizers[i].set(load_scale<Bits>(source + MinMaxWire::meta_of(layout, b)));
+      sources.dequantizers[i].set(load_scale<Bits>(source + MinMaxFormat::meta_of(format, b)));
     }
     const bool last = done + count == call.source_count;
     const bool has_own = call.own && call.own_index >= done && call.own_index < done + count + last;
@@ -122,11 +122,11 @@ void minmax_total(const MinMaxWire& layout, const ReduceCall& call, u64 b, u64 b
 
 // A reduction without a wire: only the values are stored.
 template <class T, int Bits>
-void minmax_reduce_to_values(const MinMaxWire& layout, const ReduceCall& call, float* total) {
+void minmax_reduce_to_values(const MinMaxFormat& format, const ReduceCall& call, float* total) {
   for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-    const u64 first = MinMaxWire::first_of(layout, b);
-    for_blocks(MinMaxWire::size_of(layout, b), [&](u64 at, u32 n) {
-      minmax_total<T, Bits>(layout, call, b, first + at, n, total);
+    const u64 first = MinMaxFormat::first_of(format, b);
+    for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) {
+      minmax_total<T, Bits>(format, call, b, first + at, n, total);
       auto* out = element<T>(call.out, first + at);
       for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE {
         store_values<T>(quiet_nans(load_lanes<float>(total + i)), out + i, lanes);
@@ -138,21 +138,21 @@ void minmax_reduce_to_values(const MinMaxWire& layout, const ReduceCall& call, f
 // A bucket that fits a block takes one pass over memory. A larger bucket is summed twice: for its range, then for its codes.
 template <class T, int Bits>
 void minmax_reduce(const BucketOptions& options, const ReduceCall& call) {
-  const MinMaxWire layout = MinMaxWire::make(options, call.count);
+  const MinMaxFormat format = MinMaxFormat::make(options, call.count);
   alignas(64) float total[kBlock];
-  if (!call.wire) return minmax_reduce_to_values<T, Bits>(layout, call, total);
+  if (!call.wire) return minmax_reduce_to_values<T, Bits>(format, call, total);
   RandomBlock random(options.seed, call.counter);
   Dequantizer<Bits> dequantizer;
   for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
-    const u64 first = MinMaxWire::first_of(layout, b), size = MinMaxWire::size_of(layout, b);
+    const u64 first = MinMaxFormat::first_of(format, b), size = MinMaxFormat::size_of(format, b);
     Extremes<Float32> extremes;
     for_blocks(size, [&](u64 at, u32 n) {
-      minmax_total<T, Bits>(layout, call, b, first + at, n, total);
+      minmax_total<T, Bits>(format, call, b, first + at, n, total);
       extremes.extend(total, n);
     });
     const Range range = extremes.range();
     const MinMaxScale scale = minmax_scale(range, (1u << Bits) - 1);
-    store_range(call.wire + MinMaxWire::meta_of(layout, b), range);
+    store_range(call.wire + MinMaxFormat::meta_of(format, b), range);
     dequantizer.set(scale);
     for_blocks(size, [&](u64 at, u32 n) {
       const u64 begin = first + at;
@@ -163,7 +163,7 @@ void minmax_reduce(const BucketOptions& options, const ReduceCall& call) {
         if (out) decode_block<T, Bits>(to, n, dequantizer, false, out);
         return;
       }
-      if (size > kBlock) minmax_total<T, Bits>(layout, call, b, begin, n, total);
+      if (size > kBlock) minmax_total<T, Bits>(format, call, b, begin, n, total);
       if (is_stochastic(options)) {
         finish_block<T, Bits>(total, n, Stochastic(scale, random.of(begin, n)), dequantizer, to, out);
       } else {
@@ -171,7 +171,7 @@ void minmax_reduce(const BucketOptions& options, const ReduceCall& call) {
       }
     });
   }
-  clear_padding(layout, call.wire, call.buckets);
+  clear_padding(format, call.wire, call.buckets);
 }
 
 template <>

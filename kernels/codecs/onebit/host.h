@@ -70,7 +70,7 @@ QCCL_LOOP void onebit_tile(const typename T::Storage* x, u32 rows, bool begins, 
 // order up to its end, so the processor prefetches the next bucket.
 template <class T>
 QCCL_LOOP i32 greatest_magnitude(const typename T::Storage* x, u32 n) {
-  using Signed = typename IntegersOf<T>::Signed;
+  using Signed = SignedOf<sizeof *x>;
   constexpr u32 at_once = sizeof(Lanes<Signed>) / sizeof(Signed);
   constexpr Signed most = (Signed)(((u64)1 << (8 * sizeof(Signed) - 1)) - 1);
   Lanes<Signed> sizes = all_lanes((Signed)0);
@@ -175,15 +175,6 @@ bool onebit_encode(const BucketOptions& options, const typename T::Storage* x, u
   return done;
 }
 
-template <u32 Bytes>
-struct UnsignedOf {
-  using Type = u16;
-};
-template <>
-struct UnsignedOf<4> {
-  using Type = u32;
-};
-
 // For each of n bits, stores `lower` if it is set, otherwise `upper`.
 template <class Storage>
 QCCL_LOOP void choose_by_bits(const u8* codes, u32 n, Storage lower, Storage upper, Storage* to) {
@@ -205,7 +196,7 @@ QCCL_LOOP void choose_by_bits(const u8* codes, u32 n, Storage lower, Storage upp
   }
 #else
   // each lane tests one bit
-  using Bits = typename UnsignedOf<sizeof(Storage)>::Type;
+  using Bits = UnsignedOf<sizeof(Storage)>;
   typedef Bits Some __attribute__((vector_size(kRegisterBytes)));
   constexpr u32 step = kRegisterBytes / sizeof(Storage);
   static_assert(step <= 8 * sizeof(Bits) && (step % 8 == 0 || step == 4), "a register's bits are in few bytes");
@@ -231,37 +222,37 @@ void onebit_decode(const BucketOptions& options, const u8* codes, const u8* meta
 
 template <class T>
 struct OneBucket<OneBit, T> {
-  using Wire = BucketWire<OneBit, T>;
+  using Format = WireFormat<OneBit, T>;
 
-  QCCL_LOOP static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter&, bool, float* y) {
-    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    onebit_decode<Float32>(layout.options, codes, meta, Wire::size_of(layout, b), y);
+  QCCL_LOOP static void decode(const Format& format, const u8* wire, u64 b, const RngCounter&, bool, float* y) {
+    const u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
+    onebit_decode<Float32>(format.options, codes, meta, Format::size_of(format, b), y);
   }
 
   // The scalar functions: BucketOfElements calls this if the loops above cannot.
-  QCCL_LOOP static void encode(const Wire& layout, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
-    u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    OneBit::encode<T>(HostTeam(nullptr, scratch), layout.options, counter, x, Wire::size_of(layout, b), codes, meta);
+  QCCL_LOOP static void encode(const Format& format, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
+    u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
+    OneBit::encode<T>(HostTeam(nullptr, scratch), format.options, counter, x, Format::size_of(format, b), codes, meta);
   }
 };
 
 template <class T>
 struct BucketOfElements<OneBit, T> {
   using Storage = typename T::Storage;
-  template <class Bucket, class Wire>
-  static void encode(const Wire& layout, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values,
+  template <class Bucket, class Format>
+  static void encode(const Format& format, const Storage* from, u64 b, const RngCounter& counter, u8* wire, float* values,
                      float* scratch) {
-    const u32 n = Wire::size_of(layout, b);
-    u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
+    const u32 n = Format::size_of(format, b);
+    u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
     // The scalar functions read fp32 in order, which is 1.3 times as fast at 16 MiB; with two sums (kMean) they are slower.
-    const bool in_order = T::code == Float32::code && layout.options.options[0] != OneBit::kMean;
-    if (!in_order && onebit_encode<T>(layout.options, from, n, codes, meta)) return;
-    Bucket::encode(layout, as_floats<T>(from, n, values), b, counter, wire, scratch);
+    const bool in_order = T::code == Float32::code && format.options.options[0] != OneBit::kMean;
+    if (!in_order && onebit_encode<T>(format.options, from, n, codes, meta)) return;
+    Bucket::encode(format, as_floats<T>(from, n, values), b, counter, wire, scratch);
   }
-  template <class Bucket, class Wire>
-  static void decode(const Wire& layout, const u8* wire, u64 b, const RngCounter&, float*, Storage* to) {
-    const u8 *codes = wire + Wire::codes_of(layout, b), *meta = wire + Wire::meta_of(layout, b);
-    onebit_decode<T>(layout.options, codes, meta, Wire::size_of(layout, b), to);
+  template <class Bucket, class Format>
+  static void decode(const Format& format, const u8* wire, u64 b, const RngCounter&, float*, Storage* to) {
+    const u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
+    onebit_decode<T>(format.options, codes, meta, Format::size_of(format, b), to);
   }
 };
 

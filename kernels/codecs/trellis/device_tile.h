@@ -70,7 +70,7 @@ struct TrellisTile {
     const u32 bit = to.first * Bits;
     const u8* own = codes + bit / 8;
     if constexpr (P::direct) {
-      using Direct = typename IntegerOf<P::bits / 8>::type;
+      using Direct = UnsignedOf<P::bits / 8>;
       const auto load = [](const u8* at) { return *reinterpret_cast<const Direct*>(at); };
       if (is_aligned(codes, P::bits / 8)) {
         // a constant number of vectors needs no predicates, which are scarce

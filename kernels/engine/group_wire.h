@@ -1,0 +1,48 @@
+// Wires that connect a group of processes themselves: over UCX, and between sites.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "wire.h"
+
+namespace qccl {
+
+// An error of the library (`status`, its number), the loss of a rank, a message of another size than was posted, or none of
+// these: the wire is closed.
+struct WireFault {
+  int status = 0;
+  std::string reason;  // in words, where the wire knows it
+  int peer = -1;      // the rank whose connection failed, or that sent the message; -1: none
+  bool lost = false;  // the connection to `peer` failed
+  std::int64_t got = 0, expected = 0;
+  int rank = -1;  // this rank
+};
+// Throws.
+using OnFault = std::function<void(const WireFault&)>;
+
+// Returns those of some ranks whose processes have ended; a wire asks when nothing has completed for a while.
+using FindEnded = std::function<std::vector<int>(const std::vector<int>& ranks)>;
+
+// Several threads may call it at once.
+struct GroupWire : Wire {
+  // Transfers with this bit in their token set the group up: poll() does not report them, set_up_completed() counts them.
+  static constexpr Token kSetUp = Token{1} << 63;
+
+  // Polls in a row without a completion in which the processor is kept (0: yielded). wan, made for long ways, sleeps at once.
+  std::uint64_t spins = 0;
+
+  // What another rank needs to connect to this wire.
+  virtual std::string address() = 0;
+  // Connect rank `rank` to all others, once; `addresses` by rank. Throws std::runtime_error that names a rank.
+  virtual void connect(int rank, const std::vector<std::string>& addresses, FindEnded find_ended) = 0;
+  // Advance transfers without reporting the completed ones, as poll() does.
+  virtual void progress(std::uint64_t idle) = 0;
+  virtual std::uint64_t set_up_completed() = 0;
+  // Deliver what was sent, for at most `seconds`; then close the connections. From then on no transfer touches the
+  // caller's memory.
+  virtual void close(double seconds) = 0;
+};
+
+}  // namespace qccl

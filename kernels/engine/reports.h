@@ -1,0 +1,91 @@
+// What a wire that connects a group tells its callers: transfers that have completed, and faults.
+#pragma once
+
+#include <chrono>
+#include <mutex>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "group_wire.h"
+
+namespace qccl {
+
+// Used with the wire's lock.
+class Reports {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+
+  explicit Reports(OnFault raise) : raise_(std::move(raise)) {}
+
+  void complete(Token token) {
+    if (token & GroupWire::kSetUp) {
+      ++set_up_completed_;
+    } else {
+      completed_.push_back(token);
+    }
+  }
+  bool has_completed() const { return !completed_.empty(); }
+  // Appends the tokens of completed transfers.
+  void take_completed(std::vector<Token>& tokens) {
+    tokens.insert(tokens.end(), completed_.begin(), completed_.end());
+    completed_.clear();
+  }
+  std::uint64_t set_up_completed() const { return set_up_completed_; }
+
+  // The first of each kind is kept.
+  void fail(const WireFault& fault) {
+    if (!fault_) fault_ = fault;
+  }
+  void mismatch(int peer, std::int64_t got, std::int64_t expected) {
+    if (!mismatch_) mismatch_ = WireFault{0, "", peer, false, got, expected};
+  }
+  bool has_fault() const { return fault_.has_value(); }
+
+  // Raises a message of the wrong size once, because the other transfers go on; other faults are raised again and again.
+  void raise_any(int rank, Lock& lock) {
+    if (!mismatch_) return raise_fault(rank, lock);
+    const WireFault fault = *mismatch_;
+    mismatch_.reset();
+    raise(fault, rank, lock);
+  }
+  void raise_fault(int rank, Lock& lock) {
+    if (fault_) raise(*fault_, rank, lock);
+  }
+
+ private:
+  void raise(WireFault fault, int rank, Lock& lock) {
+    fault.rank = rank;
+    lock.unlock();  // Python's error handling may use the wire
+    raise_(fault);
+  }
+
+  const OnFault raise_;
+  std::vector<Token> completed_;
+  std::uint64_t set_up_completed_ = 0;
+  std::optional<WireFault> fault_, mismatch_;
+};
+
+// When to look for ended processes: after a time without a completion, and then again and again.
+class QuietTime {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  QuietTime(Clock::duration quiet, Clock::duration between) : quiet_(quiet), between_(between) {}
+
+  void interrupt() { is_quiet_ = false; }
+  bool is_over() {
+    const auto now = Clock::now();
+    if (!std::exchange(is_quiet_, true)) next_ = now + quiet_;
+    if (now < next_) return false;
+    next_ = now + between_;
+    return true;
+  }
+
+ private:
+  const Clock::duration quiet_, between_;
+  bool is_quiet_ = false;
+  Clock::time_point next_;
+};
+
+}  // namespace qccl

@@ -1,0 +1,64 @@
+// What ranks between sites write to their connections: frames, each a head and some bytes of one message.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <deque>
+#include <memory>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+namespace qccl::wan {
+
+// Bytes of a message in one frame, with whose head it fills one record of TLS. Small, because it is decided late which
+// connection carries a frame: the fastest takes most.
+constexpr std::size_t kPartNbytes = (16 << 10) - 40;
+// A message up to this size does not wait behind longer ones.
+constexpr std::size_t kShortNbytes = kPartNbytes;
+
+enum class Kind : std::uint32_t {
+  hello = 1,  // the first frame of a connection: `tag` is its number, `index` and `offset` the ranks from and to
+  data,       // of message `index` with `tag`, which has `total` bytes, those from `offset` on
+  ack,        // `index` frames have come on this connection; `total` bytes wait for receives, says acknowledgement `offset`
+              // of this rank, counted over its connections to the other one
+  announce,   // message `index` with `tag` waits, because too many bytes wait for receives
+  posted,     // the receive of that message is there
+  bye,        // the rank has closed the group, and everything that it sent has come
+};
+
+// Little-endian on every machine that qccl runs on.
+struct Head {
+  std::uint32_t nbytes = 0;
+  Kind kind = Kind::data;
+  std::int32_t tag = 0;
+  std::uint32_t zero = 0;
+  std::uint64_t index = 0, total = 0, offset = 0;
+};
+static_assert(sizeof(Head) + kPartNbytes == 16 << 10, "no padding");
+
+// Something that no rank sends. Nothing of it was used.
+struct FrameError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+// A head and its bytes, as they are written.
+struct Frame {
+  std::vector<unsigned char> bytes;
+  bool is_short = false;
+  // Where it was sent: connections that carry it, and the slot of the first. It has come if one of them says so.
+  int copies = 0, slot = -1;
+  double sent_at = 0;
+  bool has_come = false;
+
+  Frame(const Head& head, const void* data) : bytes(sizeof head + head.nbytes) {
+    std::memcpy(bytes.data(), &head, sizeof head);
+    if (head.nbytes) std::memcpy(bytes.data() + sizeof head, data, head.nbytes);
+  }
+  std::size_t nbytes() const { return bytes.size(); }
+};
+using FramePointer = std::shared_ptr<Frame>;
+using Frames = std::deque<FramePointer>;
+
+}  // namespace qccl::wan
