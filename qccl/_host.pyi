@@ -28,6 +28,11 @@ class Memory:
     def __len__(self) -> int: ...
     def __getitem__(self, buffer: int, /) -> int: ...
     def __setitem__(self, buffer: int, address: int, /) -> None: ...
+    def add_caller(self, buffer: int, nbytes: int, is_written: bool) -> None:
+        """Say that the caller gives the buffer's address for each run."""
+
+    def conflicts(self, other: Memory) -> bool:
+        """Whether one of two runs with these memories writes memory of the caller that both use."""
 
 class Codec:
     """A codec's loops with its parameters."""
@@ -120,11 +125,11 @@ def describe(array: object, stream: int | None = None) -> View:
     """
 
 class CallTable:
-    """What earlier calls with equal arguments have proved: a payload, by the forms of arrays and by options.
+    """What earlier calls with equal arguments have proved: a payload, by options, and addresses and forms of arrays.
 
-    Options are texts, numbers, booleans, None, or instances of the type ``constant``, which never change and equal only
+    An array may also be a raw address, if it is an int and no other integer. Options are texts, numbers, booleans,
+    None, lists and tuples of these, or instances of the type ``constant``, which never change and equal only
     themselves. Calls with other options, or with arrays that ``describe`` refuses, are neither added nor found.
-    Addresses are not compared.
     """
 
     def __init__(self, constant: type, describe: Callable[[Any], View | None] | None = None) -> None:
@@ -141,8 +146,17 @@ class CallTable:
 
     def find(
         self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object]
-    ) -> tuple[Any, list[View]] | None:
-        """The payload, and a view of each array that is not None."""
+    ) -> tuple[Any, list[View | int]] | None:
+        """The payload, and a view of each array that is not None (for a raw address: the address)."""
+
+    def clear(self) -> None:
+        """Forget all calls."""
+
+def may_access(address: int, nbytes: int, writes: bool) -> bool:
+    """Whether so many bytes (at least one) may be read, or written; asks the kernel. No value changes. Linux only."""
+
+def forget_mappings() -> None:
+    """Forget which pages may_access() has looked up."""
 
 def memcpy(dst: int, src: int, nbytes: int) -> None:
     """Copy between addresses, without the GIL; the two may not overlap."""
@@ -186,46 +200,114 @@ class MpiWire(Wire):
     def under_way(self) -> int: ...
     def cancel(self) -> None: ...
 
-class UcxWire(Wire):
-    """Transfers by UCX, by the addresses of its functions (in the order of function_names()).
+class GroupWire(Wire):
+    """Transfers of a group that connects itself.
 
-    ``config``: UCX's settings by name. ``fault(rank, status, peer, lost, got, expected)`` raises an error of
-    UCX (``status``), of the connection to ``peer`` if it is ``lost``, a message of the wrong size, or, without status
-    and peer, that the wire is closed. ``spins``: number of empty polls during which the thread keeps the processor; 0:
-    it yields. Then it sleeps until a message arrives. Several threads may use it.
+    ``spins``: number of empty polls during which the thread keeps the processor; 0: it yields. Then it sleeps until a
+    message arrives. Several threads may use it.
     """
 
     SET_UP: int
     spins: int
-    def __init__(
-        self,
-        functions: Sequence[int],
-        config: Sequence[tuple[str, str]],
-        fault: Callable[[int, int, int, bool, int, int], None],
-    ) -> None: ...
-    @staticmethod
-    def function_names() -> list[str]: ...
     @property
     def set_up_completed(self) -> int: ...
     def address(self) -> bytes: ...
     def connect(self, rank: int, addresses: Sequence[bytes], ended: Callable[[list[int]], list[int]], /) -> None:
         """Connect a rank to the others. ``ended`` returns those of some ranks whose processes have ended; it is called
-        when nothing has completed for two seconds, and then each second.
+        when nothing has completed for a while, and then each second.
         """
 
     def progress(self, idle: int) -> None: ...
     def close(self, seconds: float) -> None: ...
 
+#: (rank, status, reason, peer, lost, got, expected): raises an error of the library (``status``), of the connection to
+#: ``peer`` if it is ``lost`` (``reason``: in words, if the wire knows it), a message of the wrong size, or, without
+#: status and peer, that the wire is closed
+_Fault = Callable[[int, int, str, int, bool, int, int], None]
+
+def ucx_function_names() -> list[str]: ...
+def ucx_wire(functions: Sequence[int], config: Sequence[tuple[str, str]], fault: _Fault) -> GroupWire:
+    """By UCX. ``functions``: addresses, in the order of ucx_function_names(); ``config``: settings by name."""
+
+def wan_wire(
+    listener: int,
+    address: bytes,
+    functions: Sequence[int],
+    secret: bytes | None,
+    congestion_control: str,
+    connections: int,
+    away_seconds: float,
+    fault: _Fault,
+) -> GroupWire:
+    """Between sites (kernels/engine/wan.h). ``listener``: a socket's descriptor, which the wire owns. Encrypted with a
+    ``secret``, by OpenSSL's ``functions``.
+    """
+
+class StreamError(ConnectionError):
+    """A broken connection, a failed handshake, or bytes that were changed on the way; the text says which."""
+
+class TlsStream:
+    """Bytes over one connection by TLS 1.3, with a secret of 32 bytes that both sides have in place of certificates.
+
+    ``functions``: the addresses of OpenSSL's (transports.tls.functions()). The stream owns the socket ``descriptor``
+    from the call on, even if it raises. Nothing blocks: wait with select() until the stream, which has a fileno(), can
+    be read, or also written if ``wants_write``. One thread at a time may use it. It changes its key after
+    ``records_per_key`` records of up to 16 KiB. All methods raise ValueError once it is closed; those that transfer
+    raise StreamError, each time again.
+    """
+
+    def __init__(
+        self,
+        functions: Sequence[int],
+        secret: bytes,
+        descriptor: int,
+        is_server: bool,
+        records_per_key: int = 1 << 22,
+    ) -> None: ...
+    @staticmethod
+    def function_names() -> list[str]: ...
+    def handshake(self) -> bool:
+        """Whether both sides have proved that they have the secret; read() and write() wait for that, too."""
+
+    def read(self, nbytes: int) -> bytes | None:
+        """The bytes that have come, at most ``nbytes``; b"": the peer has closed in order; None: wait."""
+
+    def write(self, data: bytes) -> int | None:
+        """How many bytes were taken; None: wait.
+
+        The next call must begin with the bytes that were not taken, and have no fewer: they may be encrypted already.
+        """
+
+    def shut(self) -> None:
+        """Tell the peer that nothing more comes; receiving goes on.
+
+        If ``wants_write`` afterwards, the system has not taken the notice yet: call again when the socket is writable.
+        """
+
+    def close(self) -> None:
+        """Close the socket. Without shut() before, the peer takes the connection to be cut."""
+
+    def fileno(self) -> int:
+        """The socket's descriptor; -1 once it is closed."""
+
+    @property
+    def wants_write(self) -> bool:
+        """Bytes of the handshake, of the last write(), or of shut() wait for the socket to be writable."""
+
+    @property
+    def has_pending(self) -> bool:
+        """More has been received than the last read() had room for, which select() may not tell."""
+
 class Steps:
     """A compiled schedule: operations and transfers in program order, each with the earlier steps that it needs.
 
-    Call ``link()`` after the last one. ``most_eager``: bytes of data that may be sent with a header. ``nbytes``: of
-    memory, after link().
+    Call ``link()`` after the last one. ``most_eager``: bytes of data that may be sent with a header. ``sends_ahead``:
+    the transport limits what it keeps for a rank that has not made the call yet. ``nbytes``: of memory, after link().
     """
 
     @property
     def nbytes(self) -> int: ...
-    def __init__(self, rank: int, size: int, most_eager: int) -> None: ...
+    def __init__(self, rank: int, size: int, most_eager: int, sends_ahead: bool = False) -> None: ...
     def __len__(self) -> int: ...
     def add_operation(self, operation: Operation, needs: Sequence[int], writes_output: bool) -> None:
         """Add a copy of ``operation``."""
@@ -278,20 +360,22 @@ class Loop:
     def early(self) -> int:
         """Number of headers of calls that this rank has not made yet."""
 
-    def begin(
+    def start(
         self,
         run: Run,
-        headers: bytes | Sequence[bytes],
+        headers: bytes | Sequence[bytes] | None,
         sequence: int,
         deadline: float,
         traced: bool,
+        waits: bool,
         on_control: Callable[[int, bytes], None],
         /,
-    ) -> bool:
-        """Begin a run; ``headers`` are one for all ranks, or one for each. Whether take_ended() has any."""
+    ) -> Outcome:
+        """Begin a run; if the caller ``waits``, advance as run() does, until any run has ended.
 
-    def rerun(self, run: Run, sequence: int, deadline: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
-        """Begin a run again with its last headers and a new number in them, then advance as run() does."""
+        ``headers``: one for all ranks, or one for each; None for those of the last run, with a new number in them.
+        ENDED: take_ended() has some.
+        """
 
     def run(self, limit: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Advance until a run has ended, or ``limit``; signal handlers run meanwhile."""
@@ -332,3 +416,36 @@ class Loop:
 
     def drain(self, idle: int, on_control: Callable[[int, bytes], None], /) -> None:
         """Poll for control messages after the last run."""
+
+class LabNetwork:
+    """A model of a network between sites (kernels/lab/network.h): packets go in with times, and come out with times.
+
+    ``sites`` are tuples of bytes per second and the longest wait in seconds, up and down; ``counters`` is the address
+    of one structure for each path, and outlives the network.
+    """
+
+    def __init__(self, sites: Sequence[tuple[float, float, float, float]], seed: int, counters: int) -> None: ...
+    def set_path(self, source: int, to: int, delay: float, jitter: float, loss: float) -> None:
+        """Delay and jitter in seconds, and the probability of a loss, of packets from one site to another."""
+
+    def send(self, source: int, to: int, nbytes: int, now: float, tag: int) -> bool:
+        """Take a packet of a site; False if it was dropped, and will not come out."""
+
+    def take(self, now: float) -> tuple[int, int, int, float, bool] | None:
+        """The next packet that comes out until ``now``: its tag, both sites, when, and whether it has arrived."""
+
+    def next(self) -> float:
+        """When take() has something to do; infinite if nothing is under way."""
+
+class LabForwarder:
+    """Forwards packets between network interfaces: to the network's sites, and after them to machines outside of it.
+
+    ``lapses`` is an address, and ``grain`` the seconds between two rounds. RuntimeError: an interface cannot be used.
+    """
+
+    def __init__(self, interfaces: Sequence[str], network: LabNetwork, lapses: int, grain: float) -> None: ...
+    def run(self, stop: int) -> None:
+        """Forward until the descriptor ``stop`` can be read or its other end is closed."""
+
+def lab_port_address(port: int) -> bytes:
+    """The Ethernet address of what is behind the interface number ``port``."""

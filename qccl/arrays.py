@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from qccl import dtypes
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qccl._host import CallTable
 
 __all__ = ["EXPONENT_BITS", "Form", "Memory", "Pointer", "Values", "check_disjoint", "check_pointer", "check_unmoved"]
-__all__ += ["from_known_form", "from_view", "is_part_of", "refuse_nonfinite", "same_or_disjoint", "text_about_inputs"]
+__all__ += ["from_view", "is_part_of", "refuse_nonfinite", "same_or_disjoint", "text_about_inputs"]
 __all__ += ["unreadable"]
 
 #: by element type, the bits that are all set in a value that is NaN or infinite
@@ -29,7 +29,7 @@ Pointer = int | ctypes.c_void_p | ctypes.Array[Any]
 
 _ADDRESSES = 1 << 64
 
-_Layout = tuple[tuple[int, ...], tuple[int, ...]]
+_ShapeAndStrides = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Form(NamedTuple):
@@ -37,7 +37,7 @@ class Form(NamedTuple):
 
     dtype: DType
     elements: int
-    layout: _Layout
+    shape_and_strides: _ShapeAndStrides
     order: str
 
 
@@ -46,36 +46,35 @@ class Values:
     """``count`` elements of ``dtype`` at ``address``.
 
     Attributes:
-        layout: shape, and strides in elements.
+        shape_and_strides: the shape, and strides in elements.
         what: its name in messages, such as "x" or "xs[2]".
         array: the caller's object; None for a raw pointer.
         view: the description of ``array``'s memory.
         owner: keeps the memory alive if the array itself may release it: a tensor's storage, an array of ctypes.
         order: which element follows which in memory: "C" (row-major), or the axes, the slowest first, and the shape.
+        writable: whether the call may write it.
     """
 
     address: int
     count: int
     dtype: DType
-    layout: _Layout
+    shape_and_strides: _ShapeAndStrides
     what: str
     array: Any = None
     view: Any = None
     owner: Any = None
     order: str = "C"
-
-    @property
-    def form(self) -> Form:
-        return Form(self.dtype, self.count, self.layout, self.order)
+    writable: bool = False
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.count * self.dtype.itemsize
 
     def part(self, first: int, count: int) -> Values:
         """``count`` of the elements (of a row-major array), from ``first`` on."""
         address = self.address + first * self.dtype.itemsize
-        return Values(address, count, self.dtype, ((count,), (1,)), self.what, self.array, self.view, self.owner)
+        return replace(self, address=address, count=count, shape_and_strides=((count,), (1,)))
 
 
 class Memory(Protocol):
@@ -88,7 +87,7 @@ class Memory(Protocol):
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
         """The memory of ``array``, which is named ``what`` in errors; ``dtype`` reinterprets uint16 as bfloat16.
 
-        Raises InvalidBufferError for another device, a layout with gaps, an element type other than float32, float16
+        Raises InvalidBufferError for another device, strides with gaps, an element type other than float32, float16
         and bfloat16, and for read-only memory where it is to be written.
         """
 
@@ -98,6 +97,10 @@ class Memory(Protocol):
         On the host also for read-only memory where it is to be written.
         """
 
+    @property
+    def has_streams(self) -> bool:
+        """Whether streams() must be asked in each call."""
+
     def hold(self, values: Iterable[Values]) -> None:
         """Keep the arrays' memory in place for a run during which the caller may use the arrays.
 
@@ -105,8 +108,14 @@ class Memory(Protocol):
         from then on.
         """
 
-    def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
-        """The stream of a call on these values, and others whose work they may still wait for; () on the host.
+    def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
+        """Check again what equal arguments do not prove: pointers, and tensors (whose numbers in ``arrays`` are given).
+
+        With ``hold``: as hold(). Returns objects that keep the memory alive.
+        """
+
+    def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
+        """The stream of a call on these arrays, and others whose work they may still wait for; () on the host.
 
         ``stream`` is the caller's argument, or None. Raises ArgumentError for anything but a stream.
         """
@@ -141,19 +150,13 @@ def from_view(view: Any, array: Any, wanted: DType | None, *, writable: bool, wh
             f"{what} is read-only, and the result would be written into it; pass a writable array as out= "
             f"(for an immutable framework such as JAX: out=numpy.empty_like(x), then convert){number}"
         )
-    return from_known_form(view, array, form, what)
-
-
-def from_known_form(view: Any, array: Any, form: Form, what: str) -> Values:
-    """As from_view(), of a view whose form, device and read-only flag passed the checks before."""
-    dtype, count, layout, order = form
+    dtype, count, shape_and_strides, order = form
     address, owner = view.address, None
     if count and not address:
         raise InvalidBufferError(f"{what} has {count} elements but no memory (its address is null); allocate it first")
     if is_tensor(array):
-        check_values(array, what)
         owner = storage_of(array, address, count * dtype.itemsize, what)
-    return Values(address, count, dtype, layout, what, array, view, owner, order)
+    return Values(address, count, dtype, shape_and_strides, what, array, view, owner, order, writable)
 
 
 def unreadable(array: Any, what: str, allowed: str, reason: str) -> InvalidBufferError:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Unpack
+from dataclasses import replace
+from typing import Any, NamedTuple, Unpack
 
-from qccl.arguments import CodecLike, OpLike
-from qccl.arrays import Form, Memory, Values, from_known_form
+from qccl.arguments import CodecLike, OpLike, check_trace, timeout_of
+from qccl.arrays import Memory, Values, refuse_nonfinite, text_about_inputs
 from qccl.collectives import (
     AllGatherSpec,
     AllReduceSpec,
     AllToAllSpec,
-    Binding,
     BroadcastSpec,
     CoalescedSpec,
     CollectiveSpec,
@@ -24,56 +22,55 @@ from qccl.collectives import (
     spec_of,
 )
 from qccl.dtypes import FLOAT32
+from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
+from qccl.guard import guarded
 from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, StateArrayOptions, accepts, complete
+from qccl.programs import Compiled, ProgramCache
+from qccl.schedule import Role
+from qccl.session import Session
+from qccl.state import check_key, lr_of
 from qccl.tensors import is_tensor
+from qccl.work import Work
 
-if TYPE_CHECKING:
-    from qccl.plan import Plan
+__all__ = ["Collectives"]
 
-__all__ = ["Collectives", "KnownCall"]
+_NOW = Progress.NOW
+#: what a call was given: its arrays, or its other arguments
+_Given = tuple[Any, ...]
+#: checks a call's arguments: its spec, and its arrays by the names of the schedule's buffers
+_Prepare = Callable[[CallOptions], tuple[CollectiveSpec, dict[str, Values]]]
 
-#: arrays, the method's own options, and the shared ones
-_Arguments = tuple[tuple[Any, ...], tuple[Any, ...], Mapping[str, Any]]
 
-
-@dataclass(slots=True)
-class KnownCall:
-    """What follows from the options of a call and from the forms of its arrays, and the binding of the last such call.
+class _Prepared(NamedTuple):
+    """What follows from the arguments of a call, and is the same in every call with equal ones.
 
     Attributes:
-        given: form and name of each array that the caller gave.
-        buffers: the schedule's buffers, each with the number of its array.
-        key, stream, timeout, async_op: options.
-        bound: the addresses of the last call's arrays, and what CollectiveSpec.bind() returned for them.
-        has_tensors: whether PyTorch's tensors are among the arrays; they are looked at in each call.
-        can_rerun: whether Plan._rerun() may run the call again, with the plan of the last one.
-        plan: finds that plan, as long as it exists.
+        checked: pointers (None) and tensors (their numbers among the arrays), which each call checks again.
+        inputs, outputs: for ``nonfinite="error"``; without the arrays themselves, which are not kept alive.
     """
 
-    spec: CollectiveSpec
-    given: tuple[tuple[Form, str], ...]
-    buffers: tuple[tuple[str, int], ...]
-    key: str | None
-    stream: int | None
-    timeout: float | None
-    async_op: bool
-    bound: tuple[list[int], Binding]
-    has_tensors: bool
-    can_rerun: bool
-    plan: Callable[[], Plan | None] = lambda: None
+    compiled: Compiled
+    bound: Bound
+    request: Request
+    checked: tuple[tuple[int | None, Values], ...]
+    inputs: tuple[Values, ...]
+    outputs: tuple[Values, ...]
 
 
-class Collectives(ABC):
+class Collectives:
     """A Communicator's collectives on arrays."""
 
     rank: int
     size: int
     backend: str
     nodes: tuple[int, ...]
+    _session: Session
     _memory: Memory
+    _programs: ProgramCache
 
     @accepts(CallOptions)
+    @guarded
     def quantized_allreduce(
         self, x: Any, out: Any = None, *, op: OpLike = "sum", algorithm: str = "auto", **options: Unpack[CallOptions]
     ) -> Any:
@@ -91,7 +88,7 @@ class Collectives(ABC):
                 other communicators do not. On the host, a PyTorch tensor can never be resized again, as after
                 ``x.numpy()``, and NumPy refuses to resize ``x`` until the call has ended, unless told not to check
                 (``refcheck=False``).
-            chunk: elements of a step of the pipeline; None means a default by size.
+            chunk: the most elements of a chunk, the unit of the pipeline; None means a default by size.
             timeout: seconds for this call; None means the communicator's.
             nonfinite: "propagate" passes NaN and infinity on (their whole bucket becomes NaN); "error" raises
                 ArgumentError on every rank if the result has any, and names the first such element. On the host, if no
@@ -119,22 +116,19 @@ class Collectives(ABC):
             PeerLost: another rank failed, left or gave up.
             EngineError: the library of the transport (MPI, UCX, gloo, NCCL) or CUDA failed.
         """
-        lr = options.pop("lr", None)  # may be another one in each call
-        arguments = (x, out), ("allreduce", op, algorithm), options
-        found = self._find(arguments)
-        if found is not None:
-            return self._repeat(*found, (x, out), x if out is None else out, lr)
-        how = complete(options, lr=lr)
-        source, target, result = self._pair(x, out, how)
-        if target.count != source.count:
-            raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
-        spec = spec_of(AllReduceSpec.from_arguments, source, how, source.order, op=op, algorithm=algorithm)
-        arrays = {"input": source, "output": target}
-        ended = self._run(spec, arrays, result, how)
-        self._remember(arguments, spec, arrays, how)
-        return ended
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            source, target = self._pair(x, out, how)
+            if target.count != source.count:
+                raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
+            spec = spec_of(AllReduceSpec.from_arguments, source, how, source.order, op=op, algorithm=algorithm)
+            return spec, {"input": source, "output": target}
+
+        name, result = "quantized_allreduce", x if out is None else out
+        return self._call(CallOptions, name, (x, out), (op, algorithm), options, prepare, result)
 
     @accepts(CallOptions)
+    @guarded
     def quantized_allreduce_coalesced(
         self,
         xs: Sequence[Any],
@@ -155,32 +149,25 @@ class Collectives(ABC):
             raise ArgumentError(f"xs and outs must be lists of arrays, not {type(xs).__name__}, {type(outs).__name__}")
         if len(targets) != len(xs):
             raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
-        lr = options.pop("lr", None)  # may be another one in each call
-        given = tuple(xs) if outs is None else tuple(array for pair in zip(xs, outs, strict=True) for array in pair)
-        arguments = given, ("allreduce_coalesced", outs is None, op, algorithm), options
-        found = self._find(arguments)
-        if found is not None:
-            return self._repeat(*found, given, targets, lr)
-        how, memory = complete(options, lr=lr), self._memory
-        arrays: dict[str, Values] = {}
-        dtype = how["dtype"]
-        for i, (x, out) in enumerate(zip(xs, targets, strict=True)):
-            source = arrays[f"input {i}"] = memory.from_array(x, dtype=dtype, writable=outs is None, what=f"xs[{i}]")
-            dtype = source.dtype
-            arrays[f"output {i}"] = (
-                source if outs is None else memory.from_array(out, dtype=dtype, writable=True, what=f"outs[{i}]")
-            )
-        each = [arrays[f"input {i}"].count for i in range(len(xs))]
-        spec = CoalescedSpec.from_arguments(
-            *(sum(each), dtype or FLOAT32, how["codec"], how["chunk"]), each=each, op=op, algorithm=algorithm
-        )
-        order = spec.order_of(arrays)
-        spec = spec if order == "C" else replace(spec, order=order)
-        ended = self._run(spec, arrays, targets, how)
-        self._remember(arguments, spec, arrays, how)
-        return ended
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            memory, dtype = self._memory, how["dtype"]
+            arrays: dict[str, Values] = {}
+            for i, (x, out) in enumerate(zip(xs, targets, strict=True)):
+                source = memory.from_array(x, dtype=dtype, writable=outs is None, what=f"xs[{i}]")
+                dtype = source.dtype
+                arrays[f"input {i}"] = arrays[f"output {i}"] = source
+                if outs is not None:
+                    arrays[f"output {i}"] = memory.from_array(out, dtype=dtype, writable=True, what=f"outs[{i}]")
+            each = [arrays[f"input {i}"].count for i in range(len(xs))]
+            shared = sum(each), dtype or FLOAT32, how["codec"], how["chunk"]
+            return CoalescedSpec.from_arguments(*shared, each=each, op=op, algorithm=algorithm), arrays
+
+        name, given = "quantized_allreduce_coalesced", tuple(xs) if outs is None else (*xs, *outs)
+        return self._call(CallOptions, name, given, (outs is None, op, algorithm), options, prepare, targets)
 
     @accepts(StateArrayOptions)
+    @guarded
     def quantized_reduce_scatter(
         self,
         x: Any,
@@ -197,17 +184,21 @@ class Collectives(ABC):
         what it sends; a rank changes its state if its ``x`` and its part of the result are finite. Other arguments: see
         quantized_allreduce. Returns ``out`` (or ``x``), or its Work.
         """
-        how = complete(options)
-        source = self._memory.from_array(x, dtype=how["dtype"], writable=out is None, what="x")
-        spec = spec_of(ReduceScatterSpec.from_arguments, source, how, op=op, counts=counts)
-        if out is None:
-            target = spec.output_in(source, self.rank, self.size)
-        else:
-            target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
-        arrays = {"input": source, "output": target}
-        return self._run(spec, arrays, x if out is None else out, how)
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            source = self._memory.from_array(x, dtype=how["dtype"], writable=out is None, what="x")
+            spec = spec_of(ReduceScatterSpec.from_arguments, source, how, op=op, counts=counts)
+            if out is None:
+                target = spec.output_in(source, self.rank, self.size)
+            else:
+                target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
+            return spec, {"input": source, "output": target}
+
+        name, result = "quantized_reduce_scatter", x if out is None else out
+        return self._call(StateArrayOptions, name, (x, out), (op, counts), options, prepare, result)
 
     @accepts(ResultArrayOptions)
+    @guarded
     def quantized_all_gather(
         self, x: Any, out: Any, *, counts: Sequence[int] | None = None, **options: Unpack[ResultArrayOptions]
     ) -> Any:
@@ -217,12 +208,17 @@ class Collectives(ABC):
         ``out`` itself. All ranks get the same bits: each replaces its own part by the values that the others decode.
         Other arguments: see quantized_allreduce. Returns ``out``, or its Work.
         """
-        how = complete(options)
-        source, target = self._two(x, out, how)
-        spec = spec_of(AllGatherSpec.from_arguments, target, how, counts=counts)
-        return self._run(spec, {"input": source, "output": target}, out, how)
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            source, target = self._two(x, out, how)
+            spec = spec_of(AllGatherSpec.from_arguments, target, how, counts=counts)
+            return spec, {"input": source, "output": target}
+
+        name, parameters = "quantized_all_gather", (counts,)
+        return self._call(ResultArrayOptions, name, (x, out), parameters, options, prepare, out)
 
     @accepts(ArrayOptions)
+    @guarded
     def quantized_all_to_all(
         self,
         x: Any,
@@ -238,12 +234,17 @@ class Collectives(ABC):
         means equal parts. A rank's part for itself is copied exactly. Other arguments: see quantized_allreduce. Returns
         ``out``, or its Work.
         """
-        how = complete(options)
-        source, target = self._two(x, out, how)
-        spec = spec_of(AllToAllSpec.from_arguments, source, how, send_counts=send_counts, recv_counts=recv_counts)
-        return self._run(spec, {"input": source, "output": target}, out, how)
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            source, target = self._two(x, out, how)
+            spec = spec_of(AllToAllSpec.from_arguments, source, how, send_counts=send_counts, recv_counts=recv_counts)
+            return spec, {"input": source, "output": target}
+
+        name, parameters = "quantized_all_to_all", (send_counts, recv_counts)
+        return self._call(ArrayOptions, name, (x, out), parameters, options, prepare, out)
 
     @accepts(ResultArrayOptions)
+    @guarded
     def quantized_broadcast(
         self, x: Any, out: Any = None, *, root: int = 0, algorithm: str = "auto", **options: Unpack[ResultArrayOptions]
     ) -> Any:
@@ -253,16 +254,21 @@ class Collectives(ABC):
         ``out``, only the root needs ``x``. ``algorithm`` is "chain", "binomial" or "auto" (by size). Other arguments:
         see quantized_allreduce. Returns the output array, or its Work.
         """
-        how = complete(options)
-        if self.rank == root or out is None:
-            source, target, result = self._pair(x, out, how)
-        else:
-            source = target = self._memory.from_array(out, dtype=how["dtype"], writable=True, what="out")
-            result = out
-        spec = spec_of(BroadcastSpec.from_arguments, source, how, source.order, root=root, algorithm=algorithm)
-        return self._run(spec, {"input": source, "output": target}, result, how)
+        has_input = self.rank == root or out is None
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            if has_input:
+                source, target = self._pair(x, out, how)
+            else:
+                source = target = self._memory.from_array(out, dtype=how["dtype"], writable=True, what="out")
+            spec = spec_of(BroadcastSpec.from_arguments, source, how, source.order, root=root, algorithm=algorithm)
+            return spec, {"input": source, "output": target}
+
+        name, arrays, result = "quantized_broadcast", (x if has_input else None, out), x if out is None else out
+        return self._call(ResultArrayOptions, name, arrays, (root, algorithm), options, prepare, result)
 
     @accepts(ArrayOptions)
+    @guarded
     def quantized_reduce(
         self,
         x: Any,
@@ -278,17 +284,24 @@ class Collectives(ABC):
         The other ranks do not change ``x`` and do not use ``out``. Other arguments: see quantized_allreduce. Returns
         the output array on the root, None on the other ranks; or the Work.
         """
-        how = complete(options)
-        if self.rank == root:
-            source, target, result = self._pair(x, out, how)
-            arrays = {"input": source, "output": target}
-        else:
-            source, result = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x"), None
-            arrays = {"input": source}
-        spec = spec_of(ReduceSpec.from_arguments, source, how, source.order, op=op, root=root, algorithm=algorithm)
-        return self._run(spec, arrays, result, how)
+        is_root = self.rank == root
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            if is_root:
+                source, target = self._pair(x, out, how)
+                arrays = {"input": source, "output": target}
+            else:
+                source = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
+                arrays = {"input": source}
+            own = {"op": op, "root": root, "algorithm": algorithm}
+            return spec_of(ReduceSpec.from_arguments, source, how, source.order, **own), arrays
+
+        name, given = "quantized_reduce", (x, out if is_root else None)
+        result = None if not is_root else x if out is None else out
+        return self._call(ArrayOptions, name, given, (op, root, algorithm), options, prepare, result)
 
     @accepts(CallOptions)
+    @guarded
     def hierarchical_allreduce(
         self,
         x: Any,
@@ -321,24 +334,21 @@ class Collectives(ABC):
 
         Other arguments: see quantized_allreduce; avg is the mean over all ranks. Returns the output array, or its Work.
         """
-        how = complete(options)
-        source, target, result = self._pair(x, out, how)
-        spec = spec_of(
-            HierarchicalSpec.from_arguments,
-            source,
-            how,
-            source.order,
-            op=op,
-            intra=intra,
-            layout=layout,
-            node_ids=self.nodes if node_ids is None else node_ids,
-            algorithm=algorithm,
-            inter=inter,
-            exact=exact,
-        )
-        return self._run(spec, {"input": source, "output": target}, result, how)
+        node_ids = self.nodes if node_ids is None else node_ids
+
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            source, target = self._pair(x, out, how)
+            own = {"op": op, "intra": intra, "layout": layout, "node_ids": node_ids, "algorithm": algorithm}
+            own |= {"inter": inter, "exact": exact}
+            spec = spec_of(HierarchicalSpec.from_arguments, source, how, source.order, **own)
+            return spec, {"input": source, "output": target}
+
+        name, result = "hierarchical_allreduce", x if out is None else out
+        parameters = op, intra, layout, node_ids, algorithm, inter, exact
+        return self._call(CallOptions, name, (x, out), parameters, options, prepare, result)
 
     @accepts(StateArrayOptions)
+    @guarded
     def peer_exchange(
         self,
         z: Any,
@@ -365,101 +375,118 @@ class Collectives(ABC):
         """
         if not isinstance(replicas, Mapping):
             raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")
-        how, memory = complete(options), self._memory
-        own = memory.from_array(z, dtype=how["dtype"], writable=False, what="z")
-        arrays = {"input": own}
-        if applied is not None:
-            arrays["applied"] = memory.from_array(applied, dtype=own.dtype, writable=True, what="applied")
-        for peer, array in replicas.items():
-            what = f"replicas[{peer}]"
-            arrays[f"replica {peer}"] = memory.from_array(array, dtype=own.dtype, writable=True, what=what)
-        spec = spec_of(
-            PeerExchangeSpec.from_arguments,
-            own,
-            how,
-            own.order,
-            send_to=send_to,
-            receive_from=replicas.keys(),
-            applied=applied is not None,
-        )
-        return self._run(spec, arrays, applied, how)
+        peers = tuple(replicas)
 
-    def _pair(self, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values, Any]:
-        """The memory of both arrays (the same if ``out`` is None), and the array that the call returns."""
+        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+            memory = self._memory
+            own = memory.from_array(z, dtype=how["dtype"], writable=False, what="z")
+            arrays = {"input": own}
+            if applied is not None:
+                arrays["applied"] = memory.from_array(applied, dtype=own.dtype, writable=True, what="applied")
+            for peer, array in replicas.items():
+                what = f"replicas[{peer}]"
+                arrays[f"replica {peer}"] = memory.from_array(array, dtype=own.dtype, writable=True, what=what)
+            edges = {"send_to": send_to, "receive_from": peers, "applied": applied is not None}
+            return spec_of(PeerExchangeSpec.from_arguments, own, how, own.order, **edges), arrays
+
+        name, given, parameters = "peer_exchange", (z, applied, *replicas.values()), (send_to, peers)
+        return self._call(StateArrayOptions, name, given, parameters, options, prepare, applied)
+
+    def _pair(self, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
+        """The memory of both arrays, which is the same if ``out`` is None."""
         if out is not None:
-            return *self._two(x, out, how), out
+            return self._two(x, out, how)
         source = self._memory.from_array(x, dtype=how["dtype"], writable=True, what="x")
-        return source, source, x
+        return source, source
 
     def _two(self, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
         """The memory of an input and of an output."""
         source = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
         return source, self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
 
-    def _find(self, arguments: _Arguments) -> tuple[KnownCall, list[Any]] | None:
-        """An earlier call with these options on arrays of these forms, and views of the arrays."""
-        return self._memory.calls.find(*arguments)
+    # -- the way of every call ---------------------------------------------------------------------------------------
 
-    def _remember(
-        self, arguments: _Arguments, spec: CollectiveSpec, arrays: Mapping[str, Values], how: CallOptions
-    ) -> None:
-        """Let _find() find this call, which was accepted, unless some option must be looked at in each call."""
-        if how["nonfinite"] != "propagate" or how["trace"] is not None:
-            return
-        if all(values.count for values in arrays.values()):
-            self._memory.calls.add(*arguments, lambda: self._known(spec, arrays, how))
-
-    def _known(self, spec: CollectiveSpec, arrays: Mapping[str, Values], how: CallOptions) -> KnownCall:
-        """What _repeat() needs of a call that was accepted."""
-        given = list(dict.fromkeys(arrays.values()))
-        numbers = {values: number for number, values in enumerate(given)}
-        return KnownCall(
-            spec,
-            tuple((values.form, values.what) for values in given),
-            tuple((name, numbers[values]) for name, values in arrays.items()),
-            how["key"],
-            how["stream"],
-            how["timeout"],
-            how["async_op"],
-            ([values.address for values in given], spec.bind(arrays, self.rank, self.size)),
-            has_tensors=any(is_tensor(values.array) for values in given),
-            can_rerun=not how["async_op"] and not spec.codec.state_names,
-        )
-
-    def _repeat(self, known: KnownCall, views: list[Any], given: Sequence[Any], result: Any, lr: float | None) -> Any:
-        """Run a call again, on other arrays or the same; checks what may have changed."""
-        addresses = [view.address for view in views]
-        last_addresses, binding = known.bound
-        is_unmoved, may_rerun = addresses == last_addresses, known.can_rerun and lr is None
-        if is_unmoved and may_rerun and not known.has_tensors:
-            if self._rerun(known, binding, (given, views)):
-                return result
-            may_rerun = False
-        values = [
-            from_known_form(view, array, form, what)
-            for view, array, (form, what) in zip(views, given, known.given, strict=False)  # out may be None
-        ]
-        arrays = {name: values[number] for name, number in known.buffers}
-        if not is_unmoved:
-            binding = known.spec.bind(arrays, self.rank, self.size)
-            known.bound = addresses, binding
-        if may_rerun and self._rerun(known, binding, values):
-            return result
-        return self._run_known(known, binding, arrays, result, lr)
-
-    @abstractmethod
-    def _rerun(self, known: KnownCall, binding: Binding, kept: object) -> bool:
-        """Run a collective whose arguments were checked and bound, and wait for it, if its last run can be repeated.
-
-        ``kept``: objects that must live until it has ended.
-        """
-
-    @abstractmethod
-    def _run_known(
-        self, known: KnownCall, binding: Binding, arrays: Mapping[str, Values], result: Any, lr: float | None
+    def _call(
+        self, kind: type, name: str, arrays: _Given, parameters: _Given, options: Any, prepare: _Prepare, result: Any
     ) -> Any:
-        """Run a collective whose arguments were checked and bound, and return its result or its Work."""
+        """Make a call, and return ``result`` or its Work. Only the first call with equal arguments is prepared.
 
-    @abstractmethod
-    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
-        """Run a collective, and return its result or its Work."""
+        ``kind`` are the options that the function ``name`` takes, ``options`` those of this call, ``parameters`` its
+        own; ``prepare`` checks them. An array may also be an address.
+        """
+        session, memory = self._session, self._memory
+        if session.closed or session.calling or session.failure is not None or session.engine.failure is not None:
+            session.check_usable()
+        # may be another one in each call
+        lr = options.pop("lr") if "lr" in options and "lr" in kind.__annotations__ else None
+        found = memory.calls.find(arrays, (name, *parameters), options)
+        kept: object
+        prepared, kept = found or self._prepare(kind, name, arrays, parameters, options, prepare)
+        compiled, bound, request, checked, _, _ = prepared
+        is_async = request.progress is _NOW
+        if checked:
+            kept = kept, memory.recheck(checked, arrays, hold=is_async)
+        if lr is not None:
+            request = request._replace(lr=lr_of(lr))
+        streams = memory.streams(request.stream, arrays) if memory.has_streams else ()
+        if request.nonfinite == "error":
+            return self._checked(prepared, request, (arrays, kept), streams, result)
+        execution = session.start(compiled, bound, request, (arrays, kept), streams)
+        return Work(session, execution, result) if is_async else result
+
+    def _checked(
+        self, prepared: _Prepared, request: Request, kept: object, streams: tuple[int, ...], result: Any
+    ) -> Any:
+        """Make a call whose result must be finite; ``request`` has its learning rate."""
+        session, memory, before = self._session, self._memory, self._session.mark()
+        # "" while other calls are under way, which may be writing the input, and on CUDA, where the host would wait
+        own = text_about_inputs(memory, prepared.inputs, self.rank) if session.engine.is_idle else ""
+        execution = session.start(prepared.compiled, prepared.bound, request, kept, streams)
+        if request.progress is _NOW:
+            work = Work(session, execution, result)
+            work._check_result(lambda: refuse_nonfinite(memory, prepared.outputs, own))
+            return work
+        session.settle(before)  # the call has ended well, and the communicator stays usable
+        refuse_nonfinite(memory, prepared.outputs, own)
+        return result
+
+    def _prepare(
+        self, kind: type, name: str, arrays: _Given, parameters: _Given, options: Any, prepare: _Prepare
+    ) -> tuple[_Prepared, list[Values]]:
+        """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
+        session, how = self._session, complete(kind, name, options)
+        spec, by_name = prepare(how)
+        request = _request(how)
+        self._memory.streams(how["stream"], ())
+        spec.check_counts(by_name, self.rank, self.size)
+        check_key(spec.codec, how["key"])
+        spec, binding, bound = session.bind(spec, by_name, how["key"])
+        values = list(dict.fromkeys(by_name.values()))
+        bare = {each: replace(each, array=None, view=None, owner=None) for each in values}
+        of_tensors = [(number, array) for number, array in enumerate(arrays) if is_tensor(array)]
+        checked: list[tuple[int | None, Values]] = [(None, bare[each]) for each in values if each.array is None]
+        checked += [(number, bare[each]) for number, array in of_tensors for each in values if each.array is array]
+        prepared = _Prepared(
+            self._programs.get(spec, in_place=binding.in_place),
+            bound,
+            request,
+            tuple(checked),
+            tuple(bare[each] for each in spec.arrays_of(Role.INPUT, by_name, self.rank, self.size)),
+            tuple(bare[each] for each in spec.arrays_of(Role.OUTPUT, by_name, self.rank, self.size)),
+        )
+        if request.trace is None and all(each.count for each in values):
+            memory = self._memory
+            memory.calls.add(arrays, (name, *parameters), options, lambda: prepared)
+        return prepared, values
+
+
+def _request(how: CallOptions) -> Request:
+    """The request of a call with these options, which it checks."""
+    nonfinite, trace = how["nonfinite"], how["trace"]
+    if nonfinite not in ("propagate", "error"):
+        raise ArgumentError(f'nonfinite={nonfinite!r} is not "propagate" or "error"')
+    check_trace(trace)
+    timeout = None if how["timeout"] is None else timeout_of(how["timeout"])
+    waits = Progress.CALLER if nonfinite == "propagate" else Progress.SYNCHRONOUS
+    progress = _NOW if how["async_op"] else waits
+    return Request(progress, timeout, how["key"], None, how["stream"], trace, nonfinite)

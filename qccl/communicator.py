@@ -1,35 +1,31 @@
-"""The communicator: checks the arguments once, finds or makes the plan, runs it, and turns faults into errors."""
+"""The communicator: a group of ranks, with its plans, its state between calls, its sub-groups and its end."""
 
 from __future__ import annotations
 
 import struct
 import time
-import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
-from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from qccl.arguments import CodecLike, check_group, check_trace, count_of, setup_timeout, timeout_of
-from qccl.arrays import Values, refuse_nonfinite, text_about_inputs
-from qccl.calls import Collectives, KnownCall
-from qccl.collectives import Binding, CollectiveSpec, HierarchicalSpec, spec_of_plan
+from qccl.arguments import CodecLike, check_group, count_of, setup_timeout, timeout_of
+from qccl.calls import Collectives
+from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
-from qccl.engine.base import Backend, Progress
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
+from qccl.engine.base import Backend
+from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
 from qccl.guard import guarded
 from qccl.host import HostBackend
 from qccl.meetings import connect, of_jax, of_torch
-from qccl.options import CallOptions
-from qccl.plan import Plan, PlanCache
+from qccl.plan import Plan
+from qccl.programs import ProgramCache
 from qccl.session import Session
 from qccl.state import check_key
-from qccl.work import Work
 
 if TYPE_CHECKING:
     from qccl.cuda.nccl import NcclTransport
-    from qccl.transports.base import ElasticTransport, Group, Transport
+    from qccl.transports.base import Group, Transport
 
 __all__ = ["Communicator"]
 
@@ -85,7 +81,7 @@ class Communicator(Collectives):
         self._make_backend = backend
         self._session = Session(self.rank, self.size, made, timeout_of(timeout, made.timeout))
         self._memory = made.memory
-        self._plans = PlanCache(self._session)
+        self._programs = ProgramCache(made.engine, (self.rank, self.size), made.memory.calls)
 
     @classmethod
     def _from_transport(
@@ -115,15 +111,10 @@ class Communicator(Collectives):
 
         if backend not in ("host", "cuda"):
             raise ArgumentError(f'backend {backend!r} does not exist; there are "host" and "cuda"')
-        setup = setup_timeout(timeout)
-        transport = MpiTransport.from_mpi(comm, setup)
+        transport = MpiTransport.from_mpi(comm, setup_timeout(timeout))
         if backend == "host":
             return cls._from_transport(transport, timeout)
-        try:
-            return cls._on_cuda(lambda nccl: nccl.from_group(transport, device, setup), timeout)
-        except BaseException:
-            transport.close()
-            raise
+        return cls._over(transport, device, timeout)
 
     @classmethod
     def from_nccl(cls, comm: Any, rank: int, size: int, timeout: float | None = None) -> Communicator:
@@ -163,6 +154,15 @@ class Communicator(Collectives):
 
         return cls._from_transport(make(NcclTransport), timeout, CudaBackend)
 
+    @classmethod
+    def _over(cls, group: Transport, device: int | None, timeout: float | None) -> Communicator:
+        """The ranks of a host group on their GPUs; the group is theirs, too, or is closed where that fails."""
+        try:
+            return cls._on_cuda(lambda nccl: nccl.from_group(group, device, setup_timeout(timeout)), timeout)
+        except BaseException:
+            group.close()
+            raise
+
     def __enter__(self) -> Communicator:
         return self
 
@@ -199,18 +199,26 @@ class Communicator(Collectives):
         self._session.check_usable()
         if collective == HierarchicalSpec.name:
             parameters = {"node_ids": self.nodes, **parameters}
-        spec = spec_of_plan(collective, count, dtype, codec, chunk, parameters)
+        return self.plan_of(spec_of_plan(collective, count, dtype, codec, chunk, parameters), key)
+
+    @guarded
+    def plan_of(self, spec: CollectiveSpec, key: str | None = None) -> Plan:
+        """Collective: a plan of any call, from its spec (qccl.collectives), to time or inspect it.
+
+        Calls of several arrays, for which plan() has no name, are bound with Plan.bind_buffers().
+        """
+        self._session.check_usable()
         check_key(spec.codec, key)
         return Plan(self._session, spec, key)
 
     @property
     def timeout(self) -> float:
         """Seconds until a call that does not finish raises CollectiveTimeout; may be set between calls."""
-        return self._session.timeout
+        return self._session.engine.timeout
 
     @timeout.setter
     def timeout(self, seconds: float) -> None:
-        self._session.timeout = timeout_of(seconds)
+        self._session.engine.timeout = timeout_of(seconds)
 
     @guarded
     def barrier(self) -> None:
@@ -249,7 +257,7 @@ class Communicator(Collectives):
 
         Random numbers depend on it.
         """
-        return self._session.calls
+        return self._session.numbers.calls
 
     @guarded
     def state_dict(self) -> dict[str, Any]:
@@ -261,7 +269,7 @@ class Communicator(Collectives):
         """
         session = self._session
         session.engine.wait_until_idle(self.timeout)
-        return {"calls": session.calls, "keys": session.state.save()}
+        return {"calls": session.numbers.calls, "keys": session.state.save()}
 
     @guarded
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -280,9 +288,9 @@ class Communicator(Collectives):
             raise ArgumentError(f'the state\'s "calls" must be a number of calls, less than 2**63, not {calls}')
         session.engine.wait_until_idle(self.timeout)
         session.state.load(saved["keys"])
-        session.call_offset += calls - session.calls
-        session.calls = calls
-        self._plans.clear()  # on CUDA the ranks compared their old call numbers
+        session.numbers.offset += calls - session.numbers.calls
+        session.numbers.calls = calls
+        self._programs.clear()  # whose headers have the old offset
 
     @guarded
     def reset(self, key: str | None = None) -> None:
@@ -304,18 +312,21 @@ class Communicator(Collectives):
 
     @property
     def address(self) -> str:
-        """Where qccl.join() finds this rank: "host:port". Over UCX only."""
-        return self._elastic("address").address
+        """For qccl.join(): "host:port#secret" of this rank, or "wan://host:port#secret". Over UCX and wan only.
+
+        Who has it can join the group, so keep it from others.
+        """
+        return self.transport.address
 
     @guarded
     def shrink(self, timeout: float | None = None) -> Communicator:
         """Collective among the ranks that are left, usually after PeerLost or CollectiveTimeout: a group of them.
 
-        They keep their order. Over UCX any rank may be lost, and several; on MPI the library must support it (ULFM).
-        The ranks first agree on who is left. They wait ``timeout`` seconds (None: the communicator's) for a rank that
-        has not ended and does not call shrink(); then it is lost, too, and cannot come back but by qccl.join().
-        Senders keep their residuals and momenta, owners begin with new ones. ``calls`` is the largest of all ranks'.
-        This communicator is unusable afterwards; those that split() made of it are not changed.
+        They keep their order. Over UCX and wan any rank may be lost, and several; on MPI the library must support it
+        (ULFM). The ranks first agree on who is left. They wait ``timeout`` seconds (None: the communicator's) for a
+        rank that has not ended and does not call shrink(); then it is lost, too, and cannot come back but by
+        qccl.join(). Senders keep their residuals and momenta, owners begin with new ones. ``calls`` is the largest of
+        all ranks'. This communicator is unusable afterwards; those that split() made of it are not changed.
 
         Raises PeerLost on a rank without which the others go on; CollectiveTimeout if the ranks that answer are
         neither all that have not ended, nor more than half of this communicator's, nor half with rank 0, because the
@@ -323,56 +334,48 @@ class Communicator(Collectives):
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         self._session.check_process()
-        transport = self._elastic("shrink()")
+        if not self.transport.can_regroup:
+            raise self.transport.impossible("shrink()")
         self.abort("shrink() was called")
-        return self._continue_on(*transport.regroup(self.calls, timeout, grows=False))
+        return self._continue_on(*self.transport.regroup(self.calls, timeout, grows=False))
 
     @guarded
     def grow(self, size: int | None = None, timeout: float | None = None) -> Communicator:
-        """Collective, over UCX: a group with the processes that wait in qccl.join(), whose ranks follow the others'.
+        """Collective, over UCX or wan: a group with the processes that wait in qccl.join().
 
-        Without ``size`` it takes those that wait now; if there are none, it returns this communicator. Otherwise it
-        first waits until there are at least ``size`` ranks, and raises CollectiveTimeout after ``timeout`` seconds
-        (None: the communicator's). Calls under way end first. State and call numbers continue as with shrink(). A rank
-        that is lost meanwhile is not in the new group. If it raises an error, call shrink().
+        Their ranks follow the others'. Without ``size`` it takes those that wait now; if there are none, it returns
+        this communicator. Otherwise it first waits until there are at least ``size`` ranks, and raises
+        CollectiveTimeout after ``timeout`` seconds (None: the communicator's). Calls under way end first. State and
+        call numbers continue as with shrink(). A rank that is lost meanwhile is not in the new group. If it raises an
+        error, call shrink().
         """
         timeout = self.timeout if timeout is None else timeout_of(timeout)
         size = None if size is None else count_of(size, "size")
-        transport = self._elastic("grow()")
-        newcomers = self._await_newcomers(transport, size, timeout)
+        newcomers = self._await_newcomers(size, timeout)
         if not newcomers:
             return self
         self._session.engine.wait_until_idle(timeout)
-        self._plans.clear()
+        self._programs.clear()
         self._session.close()
-        return self._continue_on(*transport.regroup(self.calls, timeout, grows=True))
+        return self._continue_on(*self.transport.regroup(self.calls, timeout, grows=True))
 
-    def _await_newcomers(self, transport: ElasticTransport, size: int | None, timeout: float) -> int:
+    def _await_newcomers(self, size: int | None, timeout: float) -> int:
         """The number of processes that wait to join, when they are enough."""
-        deadline = time.monotonic() + timeout
+        deadline, before = time.monotonic() + timeout, self._session.mark()
         while True:
-            note = struct.pack("<q?", transport.waiting(), time.monotonic() > deadline)
-            notes = self._session.run_collective(f"grow(size={size})", partial(transport.allgather, note, timeout))
+            note = struct.pack("<q?", self.transport.waiting(), time.monotonic() > deadline)
+            notes = self._session.run_collective(f"grow(size={size})", partial(self.transport.allgather, note, timeout))
             found = [struct.unpack("<q?", each) for each in notes]
             newcomers: int = sum(count for count, _ in found)
             if size is None or self.size + newcomers >= size:
                 return newcomers
             if any(late for _, late in found):
+                self._session.settle(before)  # all ranks raise this, and the group goes on
                 raise CollectiveTimeout(
                     f"{newcomers} processes called qccl.join() within {timeout} s, and {self.size} ranks wait for "
                     f"{size - self.size}"
                 )
             time.sleep(_NAP_SECONDS)
-
-    def _elastic(self, what: str) -> ElasticTransport:
-        """The transport, which must be able to make groups of other ranks."""
-        name = "regroup" if what == "shrink()" else "waiting"
-        if not hasattr(self.transport, name):
-            raise EngineError(
-                f"{what} is not possible over {self.transport.name}; use UCX: pip install qccl[ucx], and start the "
-                f"program without MPI or set QCCL_TRANSPORT=ucx"
-            )
-        return cast("ElasticTransport", self.transport)
 
     def _continue_on(self, transport: Transport, calls: int) -> Communicator:
         """The communicator that follows this one, with the state of this rank."""
@@ -386,7 +389,8 @@ class Communicator(Collectives):
     ) -> Communicator:
         """A communicator whose next call has the number ``calls``."""
         comm = cls._from_transport(transport, timeout, backend)
-        comm._session.calls = comm._session.call_offset = calls
+        numbers = comm._session.numbers
+        numbers.calls = numbers.offset = calls
         return comm
 
     @guarded
@@ -402,101 +406,6 @@ class Communicator(Collectives):
     def close(self) -> None:
         """Release the group, after the last call on every rank. A second call does nothing."""
         self._session.check_thread()
-        self._plans.clear()
+        self._programs.clear()
         self._session.close()
         self.transport.close()
-
-    # -- running a call ----------------------------------------------------------------------------------------------
-
-    def _run(self, spec: CollectiveSpec, arrays: Mapping[str, Values], result: Any, how: CallOptions) -> Any:
-        """Run a collective, and return its result or its Work."""
-        session = self._session
-        session.check_usable()
-        before = session.mark()
-        if how["nonfinite"] not in ("propagate", "error"):
-            raise ArgumentError(f'nonfinite={how["nonfinite"]!r} is not "propagate" or "error"')
-        timeout = None if how["timeout"] is None else timeout_of(how["timeout"])
-        check_trace(how["trace"])
-        spec.check_counts(arrays, self.rank, self.size)
-        check_key(spec.codec, how["key"])
-        if how["async_op"]:
-            self._memory.hold(arrays.values())
-        own = self._own_input(spec, arrays) if how["nonfinite"] == "error" else ""
-        waits = Progress.CALLER if how["nonfinite"] == "propagate" else Progress.SYNCHRONOUS
-        progress = Progress.NOW if how["async_op"] else waits
-        options = how["key"], how["stream"], timeout, how["trace"], how["lr"], progress
-        plan, work = self._launch(spec, arrays, result, options)
-        if how["nonfinite"] == "propagate":
-            return self._deliver(plan, work, how["async_op"])
-        outputs = [values for name, values in arrays.items() if name.startswith("output")]
-        if how["async_op"]:
-            work._when_reusable(lambda: self._plans.give_back(plan))  # also if the check fails
-            work._check_result(lambda: refuse_nonfinite(self._memory, outputs, own))
-            return work
-        work.synchronize()
-        self._plans.give_back(plan)
-        session.settle(before)  # the call has ended well, and the communicator stays usable
-        refuse_nonfinite(self._memory, outputs, own)
-        return result
-
-    def _rerun(self, known: KnownCall, binding: Binding, kept: object) -> bool:
-        self._session.check_usable()
-        plan = known.plan()
-        return plan is not None and plan._rerun(binding, known.timeout, kept)
-
-    def _run_known(
-        self, known: KnownCall, binding: Binding, arrays: Mapping[str, Values], result: Any, lr: float | None
-    ) -> Any:
-        self._session.check_usable()
-        progress = Progress.CALLER
-        if known.async_op:
-            self._memory.hold(arrays.values())
-            progress = Progress.NOW
-        options = known.key, known.stream, known.timeout, None, lr, progress
-        plan, work = self._launch(known.spec, arrays, result, options, binding)
-        if not known.can_rerun:
-            return self._deliver(plan, work, known.async_op)
-        plan._wait_and_keep(work, in_place=binding.in_place)
-        self._plans.give_back(plan)
-        known.plan = weakref.ref(plan)
-        return result
-
-    def _deliver(self, plan: Plan, work: Work, async_op: bool) -> Any:
-        """The result of a call, or its Work; the plan is given back when the call has ended."""
-        if async_op:
-            work._when_reusable(lambda: self._plans.give_back(plan))
-            return work
-        result = work._wait()
-        self._plans.give_back(plan)
-        return result
-
-    def _launch(
-        self,
-        spec: CollectiveSpec,
-        arrays: Mapping[str, Values],
-        result: Any,
-        options: tuple[Any, ...],
-        binding: Binding | None = None,
-    ) -> tuple[Plan, Work]:
-        """A plan of this spec and the Work of a run; ``options``, ``binding``: see Plan._launch(), _prepare()."""
-        session = self._session
-        before = session.unsettle(session.calls)
-        mark = session.unsettled[get_ident()]
-        plan = self._plans.take(spec)
-        try:
-            return plan, plan._launch(plan._prepare(arrays, result, binding), *options)
-        except BaseException:
-            self._plans.give_back(plan)
-            if session.mark() is mark:  # the call was refused before it took its number
-                session.settle(before)
-            raise
-
-    def _own_input(self, spec: CollectiveSpec, arrays: Mapping[str, Values]) -> str:
-        """The text about this rank's input, before the call may overwrite it.
-
-        It is "" while other calls are under way, which may be writing it, and on CUDA, where the host would wait.
-        """
-        if not self._session.engine.is_idle:
-            return ""
-        names = [name for name in spec.counts(self.rank, self.size) if name.startswith("input")]
-        return text_about_inputs(self._memory, [arrays[name] for name in names], self.rank)

@@ -28,6 +28,9 @@ class LowPrecisionDecentralized:
     A rank adds the decoded change to its own model, as its peers do, so replicas always equal models bit for bit.
     With ``codec="none"`` this is decentralised SGD in full precision.
 
+    Sources: Tang et al. 2018, arXiv 1803.06443 (DCD-PSGD); Bagua's "Low Precision Decentralized SGD", section
+    "Algorithm".
+
     Attributes:
         model: the caller's array, with the current model.
         weights: the matrix W.

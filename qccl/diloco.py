@@ -23,7 +23,7 @@ _Form = tuple[str, tuple[int, ...]]
 
 
 class DiLoCo:
-    """Local training with a compressed outer step (DiLoCo, Douillard et al. 2023, arXiv 2311.08105).
+    """Local training with a compressed outer step (DiLoCo, Douillard et al. 2023, arXiv 2311.08105, algorithm 1).
 
     All ranks have the same common parameters. Each trains its own copy of them for as many steps as it likes, with any
     optimizer. Then ``step()`` averages the changes over the ranks, with the codec and its error feedback, and takes a
@@ -235,7 +235,7 @@ def _plain(array: Any) -> Any:
 
 
 def _form(values: Values) -> _Form:
-    return str(values.dtype), values.layout[0]
+    return str(values.dtype), values.shape_and_strides[0]
 
 
 def _copy(array: Any) -> Any:

@@ -3,7 +3,7 @@
     QcclError
     +-- ArgumentError      also ValueError       an argument is out of range or does not fit the others
     |   +-- CodecError                           a codec's name, key or value is not one that exists
-    |   +-- InvalidBufferError                   wrong device, layout, dtype; null or foreign pointer
+    |   +-- InvalidBufferError                   wrong device, strides, dtype; null or foreign pointer
     +-- MismatchError                            the ranks do not agree
     +-- CollectiveTimeout  also TimeoutError     a wait reached its deadline
     +-- PeerLost           also ConnectionError  another rank failed, left, or cannot be reached
@@ -32,7 +32,7 @@ class CodecError(ArgumentError):
 
 
 class InvalidBufferError(ArgumentError):
-    """A buffer has the wrong device, layout or dtype, or is null or foreign memory."""
+    """A buffer has the wrong device, strides or dtype, or is null or foreign memory."""
 
 
 class MismatchError(QcclError):

@@ -1,22 +1,21 @@
 """What keeps a group sound when an exception ends a call at any point: Ctrl-C, or a signal handler that raises.
 
-Python runs the handlers of signals between almost any two instructions of the main thread, and other threads can raise
-exceptions there, too. No ``try`` in the functions below covers the moment at which it is entered or left. So every
-method with which a program uses a communicator is guarded:
+Python runs the handlers of signals in the main thread when a function begins, after a call, and at the end of a loop's
+body. Other threads can raise exceptions there, too. No ``try`` in the functions below covers the moment at which it is
+entered or left. So every method with which a program uses a communicator is guarded:
 
 - ``Session.unsettled`` has a mark for each thread that has begun something and not settled it. A thread sets its mark
   before its call takes a number, so before anything is sent. Only its guard sets the mark back: with its last
   statement, when the caller has the result or the Work, or when the other ranks were told. Code that refuses a call
-  sets it back, too, because nothing has happened then. No thread changes the mark of another one: one may wait for a
-  Work, or call its functions, while another one makes calls.
+  sets it back, too, because nothing has happened then. No thread changes the mark of another one that is at work:
+  one may wait for a Work, or call its functions, while another one makes calls.
 - An exception that reaches the guard after the thread has set a mark ends the group (Session.interrupted). Here every
   later use raises an error, and the others raise PeerLost now. If there is no mark, nothing was sent.
 - The guard releases the locks that the exception has left held by its thread.
 - If another exception ends the guard's own work, the next use of the communicator, in any thread, finds a mark on which
   its thread is not working, or whose thread has ended, and ends the group (Session.check_abandoned).
 
-No statement after the guard's last one can be interrupted by a signal: CPython runs handlers when a function begins,
-after a call, and at the end of a loop's body.
+No handler runs after the guard's last statement.
 """
 
 from __future__ import annotations

@@ -9,16 +9,30 @@ import socket
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from qccl.arguments import integer, setup_timeout, timeout_of
 from qccl.cuda.libraries import device_count, pick_device
 from qccl.errors import ArgumentError, EngineError, MismatchError, QcclError
 from qccl.launchers import Launcher, check_alone, check_size, detect, frameworks, is_of_srun, remedy
-from qccl.meetings import Meeting, alone, connect, obstacle, of_address, of_jax, of_launcher, of_torch, wanted_transport
-from qccl.transports.sockets import host_and_port
+from qccl.meetings import (
+    Meeting,
+    alone,
+    connect,
+    connected_transport,
+    obstacle,
+    of_address,
+    of_jax,
+    of_launcher,
+    of_torch,
+    wanted_transport,
+)
+from qccl.transports.choice import TRUSTED_NETWORK
+from qccl.transports.join_address import JoinAddress
+from qccl.transports.secret import is_insecure
+from qccl.transports.sockets import host_and_port, place_text
 from qccl.transports.strangers import printable
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
-    from qccl.transports.base import Transport
 
 __all__ = ["has_mpi", "init", "join", "uses_mpi"]
 
@@ -40,8 +54,9 @@ def init(
 ) -> Communicator:
     """The communicator of all ranks that the launcher started (one rank, if none did).
 
-    On the host MPI carries the bytes if the program runs under it, otherwise UCX, otherwise PyTorch's gloo. The logger
-    "qccl" says at level INFO which one, and why.
+    On the host MPI carries the bytes if the program runs under it, otherwise UCX, otherwise PyTorch's gloo; and wan,
+    which encrypts, among several machines with a token (QCCL_TOKEN). The logger "qccl" says at level INFO which one,
+    and why.
 
     Args:
         backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
@@ -52,7 +67,8 @@ def init(
         rank: number of this process. ``rank``, ``size`` and ``address`` are for processes that no launcher started.
         size: number of processes.
         address: "host:port", a free port on the machine of rank 0.
-        transport: "mpi", "ucx" or "gloo", for host memory; "auto" means QCCL_TRANSPORT, or the choice described above.
+        transport: "mpi", "ucx", "wan" or "gloo", for host memory; "auto" means QCCL_TRANSPORT, or the choice described
+            above.
 
     Raises:
         ArgumentError: a value is not allowed; MPI has another number of ranks than the launcher; or this is a single
@@ -62,7 +78,6 @@ def init(
         EngineError: the backend cannot be used on this machine, or the ranks have no transport in common; the message
             says why.
     """
-    from qccl.arguments import integer, setup_timeout
     from qccl.communicator import Communicator
 
     setup = setup_timeout(timeout)
@@ -84,18 +99,23 @@ def join(address: str, timeout: float = 60.0) -> Communicator:
     """The communicator of a group that this process joins as a new rank, when the group calls Communicator.grow().
 
     Args:
-        address: "host:port", the ``address`` of a rank's communicator.
+        address: the ``address`` of a rank's communicator, as a whole: it has the job's secret.
         timeout: seconds until CollectiveTimeout is raised if the group does not grow, and the communicator's timeout.
+
+    Raises ArgumentError for something else, and for an address without a secret, unless QCCL_INSECURE=1 is set.
     """
-    from qccl.arguments import timeout_of
     from qccl.communicator import Communicator
-    from qccl.transports.ucx import UcxTransport
 
     timeout = timeout_of(timeout)
-    host, port = host_and_port(address) or ("", 0)
-    if not host:
-        raise ArgumentError(f'address={address!r} is not the "host:port" that comm.address of a rank has')
-    transport, calls = UcxTransport.join((host, port), timeout)
+    found = JoinAddress.of(address)
+    if found.secret is None and not is_insecure():
+        raise ArgumentError(
+            f"the address {place_text(found.place)!r} has no secret: pass all of a rank's comm.address, with the part "
+            f"behind the #; for a group that has none, set QCCL_INSECURE=1"
+        )
+    transport, calls = connected_transport(found.transport).join(
+        found.place, timeout, found.secret, encrypts=found.encrypts
+    )
     return Communicator._joined(transport, calls, timeout)
 
 
@@ -103,7 +123,6 @@ def _given(rank: int | None, size: int | None, address: str | None) -> Meeting |
     """The ranks that the program names; None if it names none."""
     if rank is None and size is None and address is None:
         return None
-    from qccl.arguments import integer
 
     place = host_and_port(address)
     if rank is None or size is None or place is None:
@@ -145,9 +164,10 @@ def has_mpi(launcher: Launcher, wanted: str | None) -> bool:
 
 
 def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
-    """As has_mpi(); but MPI is started to see whether it knows the ranks, if srun has started them.
+    """Whether MPI brings the ranks together, after it was started where srun has started the ranks.
 
-    srun starts programs of every MPI library, and does not know whether it fits. Then the ranks use another transport.
+    srun starts programs of every MPI library, and does not know whether the library fits. If MPI then does not know the
+    ranks, they use another transport. Otherwise as has_mpi(), which looks only at the environment.
     """
     if wanted or not has_mpi(launcher, wanted) or not is_of_srun(launcher):
         return has_mpi(launcher, wanted)
@@ -169,7 +189,6 @@ def uses_mpi(launcher: Launcher, wanted: str | None) -> bool:
 
 def _by_mpi(backend: str, device: int | None, timeout: float | None, *, must: bool) -> Communicator:
     """The ranks of MPI's world: on GPUs if all have one, otherwise on the host."""
-    from qccl.arguments import setup_timeout
     from qccl.communicator import Communicator
     from qccl.transports.mpi import MpiTransport
 
@@ -184,8 +203,10 @@ def _by_mpi(backend: str, device: int | None, timeout: float | None, *, must: bo
             transport.close()
             raise MismatchError(text)
         if kind == _YES:
-            return _over(transport, device, timeout)
-    _log.info("rank %d of %d uses the transport mpi: %s started it", transport.rank, transport.size, launcher.name)
+            return Communicator._over(transport, device, timeout)
+    trusted = f"; {TRUSTED_NETWORK}" if len(set(transport.nodes)) > 1 else ""
+    who = transport.rank, transport.size
+    _log.info("rank %d of %d uses the transport mpi: %s started it%s", *who, launcher.name, trusted)
     return Communicator._from_transport(transport, timeout=timeout)
 
 
@@ -194,7 +215,6 @@ def _on_gpus(meeting: Meeting, device: int | None, timeout: float | None, *, mus
 
     Each says what it was asked for, and what keeps it from a GPU, so that all do the same.
     """
-    from qccl.arguments import setup_timeout
     from qccl.communicator import Communicator
     from qccl.cuda.nccl import get_unique_id
 
@@ -245,18 +265,3 @@ def _verdict(notes: Sequence[bytes]) -> tuple[bytes, str]:
         if note[1:]:
             return _NO, f"rank {rank}: {printable(note[1:])}"
     return _YES, ""
-
-
-def _over(group: Transport, device: int | None, timeout: float | None) -> Communicator:
-    """The ranks of a host group on their GPUs; the group is theirs, too, or is given up where that fails."""
-    from qccl.arguments import setup_timeout
-    from qccl.communicator import Communicator
-    from qccl.cuda import CudaBackend
-    from qccl.cuda.nccl import NcclTransport
-
-    try:
-        transport = NcclTransport.from_group(group, device, setup_timeout(timeout))
-    except BaseException:
-        group.close()
-        raise
-    return Communicator._from_transport(transport, timeout, CudaBackend)

@@ -28,12 +28,7 @@ __all__ = ["Launcher", "check_alone", "check_size", "detect", "frameworks", "is_
 
 #: launcher -> its variables for rank, size, rank on this machine and ranks on this machine ("" where it has none)
 _VARIABLES = {
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
+    "Open MPI": tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
     "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     "Kubernetes": ("JOB_COMPLETION_INDEX", "WORLD_SIZE", "", ""),

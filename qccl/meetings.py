@@ -2,7 +2,7 @@
 
 A meeting needs a place that all ranks know: a TCP address (from the launcher's environment or from the program), the
 store of torch.distributed, or the key-value store of jax.distributed. connect() then makes the transport that all
-ranks can use.
+ranks can use (choice.py).
 """
 
 from __future__ import annotations
@@ -24,19 +24,23 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
-from qccl.transports import rendezvous
+from qccl.transports import rendezvous, tls
+from qccl.transports.choice import Offer, choose
+from qccl.transports.secret import derive, draw, is_insecure, job_secret, token_key
 from qccl.transports.strangers import printable
-from qccl.transports.topology import network_id
+from qccl.transports.topology import memory_id, network_id
 
 if TYPE_CHECKING:
     from qccl.transports.base import Transport
+    from qccl.transports.connected import ConnectedTransport
 
 __all__ = [
     "Meeting",
     "alone",
     "connect",
+    "connected_transport",
     "first_host",
     "obstacle",
     "of_address",
@@ -88,10 +92,17 @@ def alone() -> Meeting:
 def of_address(
     name: str, rank: int, size: int, place: tuple[str, int], job: str = "", *, is_local: bool = False
 ) -> Meeting:
-    """A meeting over TCP at ``place``, host and port of rank 0; ``is_local``: all ranks are on this machine."""
+    """A meeting over TCP at ``place``, host and port of rank 0; ``is_local``: all ranks are on this machine.
+
+    With a token (secret.py) it is encrypted. Raises ArgumentError for one that cannot be used, EngineError where there
+    is no OpenSSL.
+    """
+    key = None if (token := token_key()) is None else derive(token, "meeting")
+    if key:
+        tls.load_library()
 
     def gather(note: bytes, timeout: float) -> list[bytes]:
-        return rendezvous.gather(note, rank, size, place, timeout, job, is_local=is_local)
+        return rendezvous.gather(note, rank, size, place, timeout, job, is_local=is_local, key=key)
 
     return Meeting(name, rank, size, gather, *place)
 
@@ -323,58 +334,68 @@ def _collect(get: Callable[[int, float], bytes], ranks: Iterable[int], deadline:
 
 # -- transports ------------------------------------------------------------------------------------------------------
 
-_TRANSPORTS = ("mpi", "ucx", "gloo")
+_TRANSPORTS = ("mpi", "ucx", "gloo", "wan")
 
 
 def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Transport:
-    """Collective: the fastest transport that all ranks have: UCX, otherwise PyTorch's gloo.
+    """Collective: the transport that choice.py chooses by what all ranks have, connected.
 
     ``wanted`` is the only one allowed (see wanted_transport()). Raises EngineError with a rank's reason where they have
-    none in common.
+    none in common, MismatchError where their tokens differ.
     """
     if meeting.size == 1:
         from qccl.transports.loopback import LoopbackGroup
 
         return LoopbackGroup(1).transport(0)
-    wanted = wanted or wanted_transport()
-    reasons = {
-        name: obstacle(name, meeting) if wanted in (None, name) else f"the rank allows only {wanted}"
-        for name in ("ucx", "gloo")
-    }
-    # where a rank names its network, processes of other machines may join later
-    network = "" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id()
-    own = [network.encode(), *(printable(reason).encode()[:1500] for reason in reasons.values())]
-    answers = [_lines(note, rank, len(own)) for rank, note in enumerate(meeting.gather(b"\n".join(own), timeout))]
-    networks, *found_reasons = zip(*answers, strict=True)
-    is_local = len({*networks}) == 1 and bool(networks[0])
-    against: list[str] = []
-    for name, found in zip(reasons, found_reasons, strict=True):
-        rank = next((r for r, reason in enumerate(found) if reason), None)
-        if rank is None:
-            why = "; ".join(against) or "it is the fastest"
-            _log.info(
-                "rank %d of %d (%s) uses the transport %s: %s", meeting.rank, meeting.size, meeting.name, name, why
-            )
-            return _over_ucx(meeting, timeout, is_local) if name == "ucx" else _over_gloo(meeting, timeout)
-        against.append(f"{name}: rank {rank}: {found[rank]}")
-    raise EngineError(f"the {meeting.size} ranks of {meeting.name} have no transport in common. {'; '.join(against)}")
+    token = token_key()
+    own = _offer(meeting, token, wanted or wanted_transport() or "")
+    notes = meeting.gather(own.note(), timeout)
+    offers = [Offer.of(rank, note) for rank, note in enumerate(notes)]
+    offers[meeting.rank] = own._replace(drawn=offers[meeting.rank].drawn)
+    chosen = choose(offers, meeting.name)
+    who = meeting.rank, meeting.size, meeting.name
+    _log.info("rank %d of %d (%s) uses the transport %s: %s", *who, chosen.name, chosen.why)
+    if chosen.name == "gloo":
+        return _over_gloo(meeting, timeout)
+    secret = job_secret(bytes.fromhex(offers[0].drawn), token) if chosen.has_secret else None
+    transport = connected_transport(chosen.name)
+    return transport(
+        lambda note: meeting.gather(note, timeout),
+        timeout,
+        master=meeting.host,
+        is_local=chosen.is_local,
+        shares_memory=chosen.shares_memory,
+        secret=secret,
+        encrypts=chosen.encrypts,
+    )
 
 
-def _lines(note: bytes, rank: int, count: int) -> list[str]:
-    """The lines of a rank's note. Raises MismatchError if they are not so many."""
-    lines = [printable(line, 2000) for line in note.split(b"\n")]
-    if len(lines) != count:
-        raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl")
-    return lines
+def _offer(meeting: Meeting, token: bytes | None, wanted: str) -> Offer:
+    """What this rank has."""
+    return Offer(
+        # where a rank names its network, processes of other machines may join later
+        network="" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id(),
+        memory=memory_id(),
+        wanted=wanted,
+        token=derive(token, "check").hex()[:16] if token else "",
+        insecure="1" if is_insecure() else "",
+        drawn=draw().hex() if meeting.rank == 0 else "",
+        no_tls=_no_tls(),
+        ucx=obstacle("ucx"),
+        wan=obstacle("wan"),
+        gloo=obstacle("gloo", meeting),
+    )
 
 
-def _over_ucx(meeting: Meeting, timeout: float, is_local: bool) -> Transport:
+def connected_transport(name: str) -> type[ConnectedTransport]:
+    """The class of "ucx" or "wan"."""
+    if name == "wan":
+        from qccl.transports.wan import WanTransport
+
+        return WanTransport
     from qccl.transports.ucx import UcxTransport
 
-    def gather(note: bytes) -> list[bytes]:
-        return meeting.gather(note, timeout)
-
-    return UcxTransport(gather, timeout, master=meeting.host, is_local=is_local)
+    return UcxTransport
 
 
 def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
@@ -391,7 +412,9 @@ def _over_gloo(meeting: Meeting, timeout: float) -> Transport:
 
 
 def obstacle(transport: str, meeting: Meeting | None = None) -> str:
-    """Why this process cannot use "ucx" or "gloo" (for the ranks of ``meeting``); nothing if it can."""
+    """Why this process cannot use "ucx", "wan" or "gloo" (for the ranks of ``meeting``); nothing if it can."""
+    if transport == "wan":
+        return _no_tls() if token_key() else ""
     if transport == "gloo":
         if meeting is not None and meeting.port is meeting.group is meeting.store is None:
             return f"{meeting.name} has no port for it"
@@ -400,6 +423,15 @@ def obstacle(transport: str, meeting: Meeting | None = None) -> str:
 
     try:
         load_library()
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def _no_tls() -> str:
+    """Why this process has no TLS; nothing if it has."""
+    try:
+        tls.load_library()
     except EngineError as error:
         return str(error)
     return ""

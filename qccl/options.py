@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from functools import wraps
-from threading import get_ident
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from qccl.arguments import CodecLike
 from qccl.dtypes import DType
-from qccl.guard import is_guard
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -78,59 +75,29 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def accepts(options: type) -> Callable[[_F], _F]:
-    """Show ``options`` in the signature of a function that ends in ``**options: Unpack[...]``, and refuse others.
-
-    A wrong keyword raises the TypeError that Python raises for a function without ``**``. The function is guarded as by
-    guard.guarded(), for the communicator that is its first argument or its argument ``comm``.
-    """
+    """Show ``options`` in the signature of a function that ends in ``**options: Unpack[...]``."""
 
     def decorate(function: _F) -> _F:
-        own = inspect.signature(function)
+        signature = inspect.signature(function)
         shown = [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=_DEFAULTS[name], annotation=hint.__forward_arg__
             )
             for name, hint in options.__annotations__.items()
         ]
-        signature = own.replace(parameters=[*list(own.parameters.values())[:-1], *shown])
-        allowed = frozenset(signature.parameters)
-
-        names = list(own.parameters)
-        place = names.index("comm") if "comm" in names else 0
-
-        @wraps(function)
-        def checked(*args: Any, **given: Any) -> Any:
-            if not allowed.issuperset(given):
-                wrong = next(name for name in given if name not in allowed)
-                raise TypeError(f"{function.__qualname__}() got an unexpected keyword argument {wrong!r}")
-            try:
-                session = args[place]._session
-            except (IndexError, AttributeError):
-                session = getattr(given.get("comm"), "_session", None)
-                if session is None:
-                    return function(*args, **given)  # it says that this is no communicator
-            unsettled, thread = session.unsettled, get_ident()
-            if unsettled:
-                session.check_abandoned()
-            before = unsettled.get(thread)
-            try:
-                result = function(*args, **given)
-            except BaseException as error:
-                session.interrupted(error, before)
-                raise
-            if before is not None:
-                unsettled[thread] = before
-            elif thread in unsettled:
-                del unsettled[thread]
-            return result
-
-        is_guard(checked)
-        checked.__signature__ = signature  # type: ignore[attr-defined]
-        return cast(_F, checked)
+        parameters = [*list(signature.parameters.values())[:-1], *shown]
+        function.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
+        return function
 
     return decorate
 
 
-def complete(options: Mapping[str, object], **others: Any) -> CallOptions:
-    """All options: the defaults, replaced by those of a call."""
-    return cast(CallOptions, {**_DEFAULTS, **options, **others})
+def complete(kind: type, function: str, given: Mapping[str, object]) -> CallOptions:
+    """All options: the defaults, replaced by those of a call of ``function``, which takes those of ``kind``.
+
+    A wrong keyword raises the TypeError that Python raises for a function without ``**``.
+    """
+    for name in given:
+        if name not in kind.__annotations__ and name != "stream":  # which functions on pointers have by its place
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
+    return cast(CallOptions, {**_DEFAULTS, **given})

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from qccl import dtypes
 from qccl.arguments import CodecLike, OpLike, count_of
-from qccl.arrays import Memory, Pointer, Values
+from qccl.arrays import Pointer, Values
 from qccl.calls import Collectives
 from qccl.collectives import AllReduceSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec, spec_of
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.options import CallOptions, PointerOptions, StateOptions, accepts, complete
+from qccl.guard import guarded
+from qccl.options import CallOptions, PointerOptions, StateOptions, accepts
 
 if TYPE_CHECKING:
     from qccl.communicator import Communicator
@@ -40,10 +41,16 @@ def quantized_allreduce(
     ``stream`` 0 is CUDA's legacy default stream, and the only one on the host. The memory must stay valid until the
     call has ended. Returns the Work with ``async_op``, otherwise None.
     """
-    source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
-    how = complete(options, stream=stream)
-    spec = spec_of(AllReduceSpec.from_arguments, source, how, op=op, algorithm=algorithm)
-    return _run(comm, spec, {"input": source, "output": target}, how)
+
+    def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+        source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
+        spec = spec_of(AllReduceSpec.from_arguments, source, how, op=op, algorithm=algorithm)
+        return spec, {"input": source, "output": target}
+
+    name, parameters = "pointers.quantized_allreduce", (count, datatype, op, algorithm)
+    call = PointerOptions, name, (sendbuf, recvbuf), parameters, options | {"stream": stream}, prepare, None
+    work: Work | None = _guarded_call(comm if isinstance(comm, Collectives) else _refuse(comm), *call)
+    return work
 
 
 @accepts(PointerOptions)
@@ -65,21 +72,19 @@ def hierarchical_allreduce(
     **options: Unpack[PointerOptions],
 ) -> Work | None:
     """All-reduce in two levels (Communicator.hierarchical_allreduce) on raw pointers; see quantized_allreduce here."""
-    source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
-    how = complete(options, stream=stream)
-    spec = spec_of(
-        HierarchicalSpec.from_arguments,
-        source,
-        how,
-        op=op,
-        intra=intra,
-        layout=layout,
-        node_ids=comm.nodes if node_ids is None else node_ids,
-        algorithm=algorithm,
-        inter=inter,
-        exact=exact,
-    )
-    return _run(comm, spec, {"input": source, "output": target}, how)
+
+    def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+        source, target = _pair(comm, sendbuf, recvbuf, count, datatype)
+        own: dict[str, Any] = {"op": op, "intra": intra, "layout": layout, "algorithm": algorithm}
+        own |= {"inter": inter, "exact": exact, "node_ids": comm.nodes if node_ids is None else node_ids}
+        spec = spec_of(HierarchicalSpec.from_arguments, source, how, **own)
+        return spec, {"input": source, "output": target}
+
+    parameters = count, datatype, op, intra, layout, node_ids, inter, exact, algorithm
+    name, pointers = "pointers.hierarchical_allreduce", (sendbuf, recvbuf)
+    call = PointerOptions, name, pointers, parameters, options | {"stream": stream}, prepare, None
+    work: Work | None = _guarded_call(comm if isinstance(comm, Collectives) else _refuse(comm), *call)
+    return work
 
 
 @accepts(StateOptions)
@@ -98,39 +103,37 @@ def peer_exchange(
     """Communicator.peer_exchange on raw pointers, each to ``count`` elements; ``replicas`` has one for each peer."""
     if not isinstance(replicas, Mapping):
         raise ArgumentError(f"replicas must be a dict of pointers by rank, not {type(replicas).__name__}")
-    how, memory, count, dtype = complete(options, stream=stream), _memory(comm), count_of(count), dtypes.get(datatype)
-    given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
-    given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
-    arrays = {
-        name: memory.from_pointer(pointer, count, dtype, writable=name != "input", what=what)
-        for name, pointer, what in given
-    }
-    spec = spec_of(
-        PeerExchangeSpec.from_arguments,
-        arrays["input"],
-        how,
-        send_to=send_to,
-        receive_from=replicas.keys(),
-        applied=applied is not None,
-    )
-    return _run(comm, spec, arrays, how)
+    peers = tuple(replicas)
+
+    def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
+        memory, elements, dtype = comm._memory, count_of(count), dtypes.get(datatype)
+        given = [("input", sendbuf, "sendbuf")] + ([] if applied is None else [("applied", applied, "applied")])
+        given += [(f"replica {peer}", pointer, f"replicas[{peer}]") for peer, pointer in replicas.items()]
+        arrays = {
+            name: memory.from_pointer(pointer, elements, dtype, writable=name != "input", what=what)
+            for name, pointer, what in given
+        }
+        edges: dict[str, Any] = {"send_to": send_to, "receive_from": peers, "applied": applied is not None}
+        return spec_of(PeerExchangeSpec.from_arguments, arrays["input"], how, **edges), arrays
+
+    name, pointers = "pointers.peer_exchange", (sendbuf, applied, *replicas.values())
+    parameters = count, datatype, send_to, peers
+    call = StateOptions, name, pointers, parameters, options | {"stream": stream}, prepare, None
+    work: Work | None = _guarded_call(comm if isinstance(comm, Collectives) else _refuse(comm), *call)
+    return work
 
 
 def _pair(
     comm: Communicator, sendbuf: Pointer, recvbuf: Pointer, count: int, datatype: str | int | DType
 ) -> tuple[Values, Values]:
     """The memory at both pointers."""
-    memory, count, dtype = _memory(comm), count_of(count), dtypes.get(datatype)
+    memory, count, dtype = comm._memory, count_of(count), dtypes.get(datatype)
     source = memory.from_pointer(sendbuf, count, dtype, writable=False, what="sendbuf")
     return source, memory.from_pointer(recvbuf, count, dtype, writable=True, what="recvbuf")
 
 
-def _memory(comm: Communicator) -> Memory:
-    if not isinstance(comm, Collectives):
-        raise ArgumentError(f"comm must be a Communicator, such as qccl.init() returns, not {comm!r}")
-    return comm._memory
+def _refuse(comm: object) -> NoReturn:
+    raise ArgumentError(f"comm must be a Communicator, such as qccl.init() returns, not {comm!r}")
 
 
-def _run(comm: Communicator, spec: CollectiveSpec, arrays: Mapping[str, Values], how: CallOptions) -> Work | None:
-    work: Any = comm._run(spec, arrays, None, how)
-    return work if how["async_op"] else None
+_guarded_call: Any = guarded(Collectives._call)

@@ -20,7 +20,7 @@ from qccl.dtypes import DType
 from qccl.errors import ArgumentError, QcclError
 from qccl.intervals import IntervalMap
 
-__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "NativeCollective", "Node", "Op", "Queue", "Reduce"]
+__all__ = ["Buffer", "Commit", "Decode", "Encode", "Exchange", "NativeCollective", "Op", "Queue", "Reduce", "Task"]
 __all__ += [
     "Role",
     "Schedule",
@@ -29,9 +29,10 @@ __all__ += [
     "StateBuffer",
     "Transfer",
     "VerificationError",
+    "buffer_name",
     "dependencies",
-    "nodes",
     "reads",
+    "tasks",
     "writes",
 ]
 
@@ -71,19 +72,31 @@ class Role(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A named piece of memory: ``size`` elements of ``dtype``; ``dtype=None`` means bytes (a wire buffer)."""
+    """A named piece of memory: ``size`` elements of ``dtype``; ``dtype=None`` means bytes (a wire buffer).
+
+    ``index`` is that of the caller's array, where a call has several, or the rank whose replica it is. A buffer's name
+    identifies it in a schedule, and says nothing else.
+    """
 
     size: int
     dtype: DType | None
     role: Role
+    index: int | None = None
 
     @property
     def itemsize(self) -> int:
+        """Bytes of an element; 1 for a wire buffer."""
         return 1 if self.dtype is None else self.dtype.itemsize
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements."""
         return self.size * self.itemsize
+
+
+def buffer_name(what: str, index: int | None) -> str:
+    """The name of a buffer, such as "input", or "input 3"."""
+    return what if index is None else f"{what} {index}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +204,8 @@ class Reduce:
 class Commit:
     """If all of ``guard`` is finite, copy each ``new`` to its ``old``; otherwise do nothing.
 
-    It waits for everything before it in the program, transfers included: a run that fails changes no state.
+    It is the last operation. It waits for all others, transfers included, and on the host until this rank has sent its
+    headers. So an error that ends a run there leaves the state as it was.
     """
 
     guard: tuple[Span, ...]
@@ -217,7 +231,7 @@ class NativeCollective:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """Transfers that form one group: an NCCL group, or MPI's Isend and Irecv.
+    """Transfers that start together: an NCCL group, or MPI's Isend and Irecv.
 
     With ``native`` it is a collective: ``sends`` are the adjacent parts of what it reads, ``recvs`` of what it writes.
     Only an alternative schedule (Schedule.native) has such.
@@ -244,7 +258,6 @@ class Schedule:
         staged_peers: peers with which transfers go through host memory, if the engine's buffers are elsewhere.
         native: an alternative with collectives of the library, for an engine that has them. Its sums may differ in the
             last bits.
-        native_groups: the ranks of these collectives. All ranks make all groups, also those that are in none.
     """
 
     name: str
@@ -254,7 +267,6 @@ class Schedule:
     ops: tuple[Op, ...]
     staged_peers: frozenset[int] = frozenset()
     native: Schedule | None = None
-    native_groups: tuple[tuple[int, ...], ...] = ()
 
     def check_rank(self, rank: int, size: int) -> None:
         """Raise ArgumentError unless this is the schedule of ``rank`` among ``size`` ranks."""
@@ -267,7 +279,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class Task:
     """The unit that an engine starts and completes: a compute operation, a transfer, or a whole Exchange.
 
     ``sequence`` numbers the transfers of this rank with one peer in one direction, so that both ends number a message
@@ -283,14 +295,17 @@ class Node:
 
     @property
     def queue(self) -> Queue:
+        """Communication for an Exchange or a transfer, computation for everything else."""
         return Queue.COMM if isinstance(self.op, Exchange) else Queue.COMPUTE
 
     def reads(self) -> tuple[Span, ...]:
+        """The spans that it reads: of a send its slot, and its source if it has one; of a receive none."""
         if self.transfer is not None:
             return _present((self.transfer.span, self.source)) if self.is_send else ()
         return reads(self.op)
 
     def writes(self) -> tuple[Span, ...]:
+        """The spans that it writes: of a receive its slot, of a send none."""
         if self.transfer is not None:
             return () if self.is_send else (self.transfer.span,)
         return writes(self.op)
@@ -334,23 +349,23 @@ def writes(op: Op) -> tuple[Span, ...]:
             return tuple(transfer.span for transfer in op.recvs)
 
 
-def nodes(schedule: Schedule, *, per_transfer: bool) -> Iterator[Node]:
-    """The nodes of a schedule in program order; ``per_transfer`` splits an Exchange into transfers, receives first."""
+def tasks(schedule: Schedule, *, per_transfer: bool) -> Iterator[Task]:
+    """The tasks of a schedule in program order; ``per_transfer`` splits an Exchange into transfers, receives first."""
     counters: dict[tuple[int, bool], int] = {}
     for i, op in enumerate(schedule.ops):
         if not (per_transfer and isinstance(op, Exchange)):
-            yield Node(i, op)
+            yield Task(i, op)
             continue
         for transfers, is_send in ((op.recvs, False), (op.sends, True)):
             for transfer in transfers:
                 sequence = counters.get((transfer.peer, is_send), 0)
                 counters[transfer.peer, is_send] = sequence + 1
-                yield Node(i, op, transfer, is_send, sequence)
+                yield Task(i, op, transfer, is_send, sequence)
 
 
 @dataclass(slots=True)
 class _History:
-    """A range of a buffer with one history: the node that last wrote it, and the nodes that have read it since."""
+    """A range of a buffer with one history: the task that last wrote it, and the tasks that have read it since."""
 
     start: int
     stop: int
@@ -363,40 +378,40 @@ class _History:
         return rest
 
 
-def _read(history: IntervalMap[_History], span: Span, node: int, found: set[int]) -> None:
+def _read(history: IntervalMap[_History], span: Span, task: int, found: set[int]) -> None:
     position = span.start
     for segment in history.covered(span.start, span.stop):
         if segment.writer is not None:
             found.add(segment.writer)
-        segment.readers.append(node)
+        segment.readers.append(task)
         if position < segment.start:
-            history.put(_History(position, segment.start, None, [node]))
+            history.put(_History(position, segment.start, None, [task]))
         position = segment.stop
     if position < span.stop:
-        history.put(_History(position, span.stop, None, [node]))
+        history.put(_History(position, span.stop, None, [task]))
 
 
-def _write(history: IntervalMap[_History], span: Span, node: int, found: set[int]) -> None:
-    for segment in history.put(_History(span.start, span.stop, node, [])):
+def _write(history: IntervalMap[_History], span: Span, task: int, found: set[int]) -> None:
+    for segment in history.put(_History(span.start, span.stop, task, [])):
         found.update(segment.readers)
         if segment.writer is not None:
             found.add(segment.writer)
 
 
-def dependencies(program: Sequence[Node]) -> list[tuple[int, ...]]:
-    """For each node, the earlier nodes that must have completed before it may start (RAW, WAR, WAW), ascending."""
+def dependencies(program: Sequence[Task]) -> list[tuple[int, ...]]:
+    """For each task, the earlier tasks that must have completed before it may start (RAW, WAR, WAW), ascending."""
     histories: defaultdict[str, IntervalMap[_History]] = defaultdict(IntervalMap)
     result: list[tuple[int, ...]] = []
-    for i, node in enumerate(program):
+    for i, task in enumerate(program):
         found: set[int] = set()
-        for span in node.reads():
+        for span in task.reads():
             if span.start < span.stop:
                 _read(histories[span.buffer], span, i, found)
-        for span in node.writes():
+        for span in task.writes():
             if span.start < span.stop:
                 _write(histories[span.buffer], span, i, found)
         found.discard(i)
-        if isinstance(node.op, Commit):
+        if isinstance(task.op, Commit):
             found = set(range(i))
         result.append(tuple(sorted(found)))
     return result

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
-import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from threading import get_ident
 from typing import TypeVar
 
-from qccl.codecs.base import Codec
-from qccl.engine.base import Backend, Execution, Program, Progress, Rerun, RunArguments
-from qccl.engine.control import Header, Kind
+from qccl.arrays import Values
+from qccl.collectives import Binding, CollectiveSpec
+from qccl.engine.base import Backend, Bound, Execution, Request
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
-from qccl.guard import Mark, abandoned, is_inside, release_all
-from qccl.schedule import Schedule
+from qccl.guard import Mark, abandoned, is_inside
+from qccl.lifetime import Registry
+from qccl.programs import Compiled
 from qccl.state import StateStore
-from qccl.trace import TraceEvent
 
 __all__ = ["Session"]
 
@@ -26,8 +24,6 @@ _T = TypeVar("_T")
 #: how often settling an exception begins anew when further exceptions interrupt it, as of impatient users
 _ATTEMPTS = 100
 
-_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
 
 class Session:
     """One rank's engine with everything that its calls have in common.
@@ -35,28 +31,23 @@ class Session:
     Attributes:
         engine, memory: of the backend.
         state: the state of stateful codecs, by key.
-        timeout: seconds until a call that does not finish fails, where the caller gives no other number.
-        sequence: number of the group's next call, barriers included.
-        calls: collectives started. This keys the random numbers, so it does not count barriers, which change no result.
-        call_offset: the number that load_state_dict() has added to ``calls``.
+        numbers: of the group's next call.
         failure: the first one; it ended the group.
         unsettled: by thread, what it has begun and not settled (guard.py); empty between calls.
-        lock: guards the cache of plans; never held while anything waits.
         ending: the Works that a thread is ending, which may check their results; and that thread's number.
         calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
     def __init__(self, rank: int, size: int, backend: Backend, timeout: float) -> None:
-        self.rank, self.size, self.timeout = rank, size, timeout
+        self.rank, self.size = rank, size
         self.engine, self.memory = backend.engine, backend.memory
         self.state = StateStore(rank, size, self.engine.persistent)
-        self.sequence = self.calls = self.call_offset = 0
+        self.numbers, self.engine.timeout = self.engine.numbers, timeout
         self.failure: QcclError | None = None
         self.closed = False
         self.unsettled: dict[int, Mark] = {}
         self.calling: dict[object, tuple[int]] = {}
         self.ending: dict[object, tuple[int]] = {}
-        self.lock = threading.RLock()
         self._process = os.getpid()
         _sessions.add(self)
 
@@ -80,63 +71,103 @@ class Session:
             )
 
     def start(
-        self,
-        program: Program,
-        addresses: Mapping[str, int],
-        text: str,
-        pairs: tuple[str, ...],
-        timeout: float | None,
-        trace: list[TraceEvent] | None,
-        schedule: Schedule | None,
-        streams: tuple[int, ...],
-        lr: float | None,
-        progress: Progress,
-        kept: object,
+        self, compiled: Compiled, bound: Bound, request: Request, kept: object = None, streams: Sequence[int] = ()
     ) -> Execution:
-        """Start the next call; ``text`` and ``pairs`` are those of Header, the others those of RunArguments."""
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        header, lr = Header(Kind.CALL, self.sequence, text, pairs), 1.0 if lr is None else lr
-        run = deadline, trace, schedule, streams, lr, progress, kept, self._take_number
-        return self.engine.start(program, RunArguments(addresses, self.calls, header, *run))
+        """Start the next call, of a program that is idle if there is one; see Engine.start().
 
-    def rerun(self, execution: Execution, addresses: Mapping[str, int], timeout: float | None, kept: object) -> bool:
-        """Make the call of an execution that has ended once more, and wait. False: the engine cannot; use start()."""
-        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
-        if not self.engine.rerun(execution, Rerun(addresses, self._take_number, deadline, kept)):
-            return False
-        execution.kept = None
-        return True
+        This thread's mark is set before the call takes its number (guard.py). An error of the call ends the group; a
+        call that is refused has changed nothing.
+        """
+        if compiled.keeps_state and request.key is not None:
+            bound, kept = self._with_state(request.key, compiled, bound, request.lr, kept)
+        program = compiled.programs[0]
+        if program.users:
+            program = compiled.another()
+        if request.trace is not None:
+            program.label(compiled.schedule())
+        numbers, thread = self.numbers, get_ident()
+        compiled.used = number = numbers.sequence
+        before = self.unsettled.get(thread)
+        self.unsettled[thread] = mark = (numbers.calls,)
+        try:
+            return self.engine.start(program, bound, request, kept, streams)
+        except QcclError as error:
+            if numbers.sequence != number:
+                self.fail(error, mark[0])
+            self.settle(before)
+            raise
+        except BaseException:
+            if numbers.sequence == number:
+                self.settle(before)
+            raise
 
-    def _take_number(self) -> tuple[int, int]:
-        """The numbers of the next call, in the group, and among those that key random numbers; before it sends."""
-        numbers = self.sequence, self.calls
-        self.unsettled[get_ident()] = (self.calls,)
-        self.sequence += 1
-        self.calls += 1
-        return numbers
+    def bind(
+        self, spec: CollectiveSpec, arrays: Mapping[str, Values], key: str | None
+    ) -> tuple[CollectiveSpec, Binding, Bound]:
+        """Check how a call's arrays lie in memory; the spec with the order of their elements, and what its runs need.
+
+        Collective on CUDA, where the ranks compare each new call, and make the groups that it needs: raises
+        MismatchError if theirs differ.
+        """
+        order = spec.order_of(arrays)
+        if order != spec.order:
+            spec = replace(spec, order=order)
+        binding = spec.bind(arrays, self.rank, self.size)
+        text, pairs = self.text_of(spec), spec.pairs(self.rank, self.size)
+        self.check_consistent(text, pairs)
+        if groups := spec.native_groups():
+            self._with_mark(lambda: self.engine.make_groups(groups))
+        if key is not None and spec.codec.state_names:
+            text = f"{text}, key={key!r}"
+        return spec, binding, Bound(binding.addresses, text, pairs)
+
+    def _with_state(
+        self, key: str, compiled: Compiled, bound: Bound, lr: float | None, kept: object
+    ) -> tuple[Bound, object]:
+        """The call's memory with that of the codec's state; with a learning rate the ranks must agree on that, too."""
+        entry = self.state.entries.get(key)
+        if entry is None or entry.bound is not bound or entry.lr is not (lr is not None):
+            entry = self.state.take(key, compiled.owner, compiled.state, lr, compiled.sums)
+            own = {name: memory.address for name, (memory, _) in entry.memory.items()}
+            entry.bound, entry.whole = bound, bound._replace(addresses={**bound.addresses, **own})
+        whole: Bound = entry.whole
+        if lr is not None:
+            whole = whole._replace(text=f"{whole.text}, lr={lr!r}")
+        return whole, (kept, entry.memory)
 
     def run_collective(self, name: str, act: Callable[[], _T]) -> _T:
-        """One call that moves no arrays: wait until every rank has made it, then ``act``."""
+        """One call that moves no arrays: wait until every rank has made it, then ``act``.
+
+        The guard of the communicator's method sets the mark back, when the program has the result.
+        """
         self.check_usable()
-        header = Header(Kind.CALL, self.sequence, name)
-        before = self.unsettle(self.calls)
-        self.sequence += 1
-        self.engine.barrier(header, self.timeout)
-        result = act()
-        self.settle(before)
-        return result
+        self.unsettle(self.numbers.calls)
+        self.engine.barrier(name)
+        try:
+            return act()
+        except EngineError:
+            self.engine.check(self.engine.timeout)  # if the group has failed meanwhile, its failure says why
+            raise
 
     def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
         """Collective on engines that do not compare every call (CUDA): raise MismatchError if this one differs."""
+        self._with_mark(lambda: self.engine.check_consistent(text, pairs))
+
+    def _with_mark(self, act: Callable[[], None]) -> None:
+        """Collective: an exception during ``act`` ends the group, because other ranks may go on without this one."""
+        before = self.unsettle(self.numbers.calls)
         try:
-            self.engine.check_consistent(Header(Kind.CALL, self.sequence, text, pairs), self.timeout)
+            act()
         except QcclError as error:
             self.fail(error)
+            self.settle(before)
             raise
+        self.settle(before)
 
-    def with_offset(self, text: str, codec: Codec) -> str:
-        """Append the offset of the call numbers if the codec draws random numbers: it must be the same on all ranks."""
-        return f"{text}, {self.call_offset:+} calls" if self.call_offset and codec.kernel().draws else text
+    def text_of(self, spec: CollectiveSpec) -> str:
+        """What the ranks compare, with the offset of the call numbers if the codec draws random numbers."""
+        text, offset = spec.text(), self.numbers.offset
+        return f"{text}, {offset:+} calls" if offset and spec.codec.kernel().draws else text
 
     def mark(self) -> Mark | None:
         """What this thread has begun and not settled; see guard.py."""
@@ -160,7 +191,7 @@ class Session:
     def fail(self, error: QcclError, call: int | None = None) -> None:
         """Keep the first failure, of call number ``call``, and abort the engine (the host's tells the other ranks)."""
         if call is not None:
-            self.calls = min(self.calls, call)  # not every rank has made it
+            self.numbers.calls = min(self.numbers.calls, call)  # not every rank has made it
         if self.failure is None:
             self.failure = error
         self.engine.abort(str(self.failure))  # again if an exception has ended it before
@@ -174,7 +205,6 @@ class Session:
                     self.fail(gave_up(self.rank, error), mark[0])
                 self.settle(before)
                 if not is_inside(self, self.engine):
-                    release_all(self.lock)
                     for turns in (self.ending, self.calling):
                         for work, (thread,) in turns.copy().items():
                             if thread == get_ident():
@@ -202,16 +232,14 @@ class Session:
             return False
         self.closed = True
         if self.failure is None:
-            self.engine.close(self.timeout)
+            self.engine.close(self.engine.timeout)
         return self.failure is None
 
 
-def _forked() -> None:
-    """In the child of os.fork(): threads that held locks, or were making calls, are not there."""
-    for session in list(_sessions):
-        session.lock = threading.RLock()
-        for each in (session.unsettled, session.ending, session.calling):
-            each.clear()
+def _forked(session: Session) -> None:
+    """In a child of os.fork(): threads that held locks, or were making calls, are not there."""
+    for each in (session.unsettled, session.ending, session.calling):
+        each.clear()
 
 
-os.register_at_fork(after_in_child=_forked)
+_sessions = Registry(at_fork=_forked)

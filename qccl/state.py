@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
     from qccl.engine.base import Persistent
 
-__all__ = ["Parts", "StateStore", "check_key", "lr_of"]
+__all__ = ["Entry", "Parts", "StateStore", "check_key", "lr_of"]
 
 #: parts of state buffers: the buffer's name, and its floats from start to stop
 Parts = Iterable[tuple[str, int, int]]
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """The state under one key.
 
     Attributes:
@@ -31,6 +31,8 @@ class _Entry:
         memory: by the name of the schedule's buffer, with its number of floats.
         sums: the parts (buffer, start, stop) that have residuals of sums, which this rank owns; None before a call.
         is_carried: it comes from another group, and no call has used it yet.
+        counts: the floats of each buffer that take() has found to be those of ``memory``.
+        bound, whole: the memory of the last call with this key (engine.base.Bound), without the state and with it.
     """
 
     call: str
@@ -38,8 +40,12 @@ class _Entry:
     memory: dict[str, tuple[Persistent, int]] = field(default_factory=dict)
     sums: Parts | None = None
     is_carried: bool = False
+    counts: Mapping[str, int] | None = None
+    bound: Any = None
+    whole: Any = None
 
-    def counts(self) -> dict[str, int]:
+    def held(self) -> dict[str, int]:
+        """The floats of each buffer."""
         return {name: count for name, (_, count) in self.memory.items()}
 
     def clear(self, parts: Parts) -> None:
@@ -53,41 +59,40 @@ class _Entry:
 
 
 class StateStore:
-    """The state of one rank, by key."""
+    """The state of one rank.
+
+    Attributes:
+        entries: by key.
+    """
 
     def __init__(self, rank: int, size: int, allocate: Callable[[int], Persistent]) -> None:
         self._rank, self._size, self._allocate = rank, size, allocate
-        self._entries: dict[str, _Entry] = {}
+        self.entries: dict[str, Entry] = {}
 
     @property
     def nbytes(self) -> int:
         """Bytes of all state."""
-        return sum(4 * count for entry in self._entries.values() for _, count in entry.memory.values())
+        return sum(4 * count for entry in self.entries.values() for _, count in entry.memory.values())
 
-    def take(
-        self, key: str, call: str, counts: Mapping[str, int], lr: float | None, sums: Parts = ()
-    ) -> dict[str, Persistent]:
-        """The memory of a call's state buffers (with ``counts`` floats each); zeros for a new key.
+    def take(self, key: str, call: str, counts: Mapping[str, int], lr: float | None, sums: Parts = ()) -> Entry:
+        """The state of a call with ``counts`` floats in each buffer; zeros for a new key.
 
         ``sums`` are the parts for residuals of sums, which this rank owns.
         Raises ArgumentError if the state under this key belongs to another call, or if only some calls give a learning
         rate.
         """
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is not None and entry.is_carried:
             entry = self._settle(entry, call, counts, sums)
         if entry is None:
-            entry = _Entry(call)
-            for name, count in counts.items():
-                entry.memory[name] = self._allocate(4 * count), count
-            self._entries[key] = entry
+            entry = Entry(call, memory={name: (self._allocate(4 * count), count) for name, count in counts.items()})
+            self.entries[key] = entry
         if entry.call != call:
             raise ArgumentError(
                 f"the state under key={key!r} belongs to {entry.call}, and this is {call}; use another key for "
                 f"each array, or forget the state with reset({key!r})"
             )
-        held = entry.counts()
-        if held != counts:  # only a loaded state can differ
+        if entry.counts is not counts and (held := entry.held()) != counts:  # only a loaded state can differ
             raise ArgumentError(
                 f"the loaded state under key={key!r} has the numbers of floats {held}, but this call needs "
                 f"{dict(counts)}; load what state_dict() returned, or forget the state with reset({key!r})"
@@ -99,10 +104,10 @@ class StateStore:
                 f"earlier calls with key={key!r} were made {'with' if entry.lr else 'without'} lr, and this one is "
                 f"not; give lr in all calls or in none, or forget the state with reset({key!r})"
             )
-        entry.sums = sums
-        return {name: memory for name, (memory, _) in entry.memory.items()}
+        entry.sums, entry.counts = sums, counts
+        return entry
 
-    def _settle(self, entry: _Entry, call: str, counts: Mapping[str, int], sums: Parts) -> _Entry | None:
+    def _settle(self, entry: Entry, call: str, counts: Mapping[str, int], sums: Parts) -> Entry | None:
         """The state of another group, as the first call with its key needs it; None if it does not fit the call.
 
         A rank alone keeps no residuals, so the call may need fewer buffers than there are, or more.
@@ -113,7 +118,7 @@ class StateStore:
             name: entry.memory.get(name) or (self._allocate(4 * count), count) for name, count in counts.items()
         }
         entry.clear(sums)
-        entry.call, entry.is_carried = call, False
+        entry.call, entry.is_carried, entry.bound = call, False, None
         return entry
 
     def carry_over(self, other: StateStore) -> None:
@@ -121,10 +126,10 @@ class StateStore:
 
         The residuals of its own values stay, and its momenta. Those of sums are zero: another rank may own them now.
         """
-        for key, old in other._entries.items():
+        for key, old in other.entries.items():
             if old.sums is None:
                 continue
-            entry = self._entries[key] = _Entry(old.call, old.lr, is_carried=True)
+            entry = self.entries[key] = Entry(old.call, old.lr, is_carried=True)
             for name, (memory, count) in old.memory.items():
                 entry.memory[name] = self._allocate(4 * count), count
                 entry.memory[name][0].write(memory.read(0, 4 * count))
@@ -133,22 +138,22 @@ class StateStore:
     def reset(self, key: str | None) -> None:
         """Forget the state under a key (None: all). Raises ArgumentError for a key that has none."""
         if key is None:
-            self._entries.clear()
-        elif not isinstance(key, str) or self._entries.pop(key, None) is None:
-            raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self._entries)}")
+            self.entries.clear()
+        elif not isinstance(key, str) or self.entries.pop(key, None) is None:
+            raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self.entries)}")
 
     def keep(self, key: str) -> Callable[[], object]:
         """A function that puts back the present state under ``key``, when no run uses it."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         if entry is None:
-            return lambda: self._entries.pop(key, None)
-        before = replace(entry, memory=dict(entry.memory))
+            return lambda: self.entries.pop(key, None)
+        before = replace(entry, memory=dict(entry.memory), bound=None)
         contents = [(memory, memory.read(0, 4 * count)) for memory, count in entry.memory.values()]
 
         def put_back() -> None:
             for memory, content in contents:
                 memory.write(content)
-            self._entries[key] = before
+            self.entries[key] = before
 
         return put_back
 
@@ -167,7 +172,7 @@ class StateStore:
                 **place,
                 "values": {n: values(*m) for n, m in entry.memory.items()},
             }
-            for key, entry in self._entries.items()
+            for key, entry in self.entries.items()
         }
 
     def load(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
@@ -175,9 +180,9 @@ class StateStore:
         if not isinstance(saved, Mapping):
             raise ArgumentError(f"the keys' state is a dict by key, not {type(saved).__name__}")
         entries = {key: self._loaded(key, each) for key, each in saved.items()}
-        self._entries = entries
+        self.entries = entries
 
-    def _loaded(self, key: str, saved: Mapping[str, Any]) -> _Entry:
+    def _loaded(self, key: str, saved: Mapping[str, Any]) -> Entry:
         try:
             place = as_integer(saved["rank"]), as_integer(saved["size"])
             call, lr = saved["call"], None if saved["lr"] is None else as_bool(saved["lr"])
@@ -193,7 +198,7 @@ class StateStore:
                 f"the state of key={key!r} belongs to rank {place[0]} of {place[1]}, and this is rank {self._rank} of "
                 f"{self._size}; residuals belong to a rank and its shard, so load each rank's own, or none"
             )
-        entry = _Entry(call, lr)
+        entry = Entry(call, lr)
         for name, array in arrays.items():
             memory = self._allocate(array.nbytes)
             memory.write(array.tobytes())
@@ -230,7 +235,7 @@ def check_key(codec: Codec, key: str | None) -> None:
 
 def lr_of(lr: float) -> float:
     """A learning rate: a positive number, in fp32 as well. Raises ArgumentError for anything else."""
-    value = as_real(lr)
+    value = lr if type(lr) is float else as_real(lr)
     if value is None or not 2.0**-120 <= value <= 2.0**120:
         raise ArgumentError(f"lr must be a positive number (2**-120 to 2**120), the present learning rate, not {lr!r}")
     return float(value)

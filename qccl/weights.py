@@ -55,7 +55,8 @@ def _check(w: Matrix) -> None:
 def spectral_gap(w: Matrix) -> float:
     """1 minus the second largest absolute eigenvalue: the fraction by which the ranks' differences shrink in a step.
 
-    It is 0 if the graph is not connected.
+    It is 0 if the graph is not connected. Decentralised SGD converges the faster the larger it is (Lian et al. 2017,
+    arXiv 1705.09056).
     """
     values = np.sort(np.abs(np.linalg.eigvalsh(w)))
     return float(1.0 - values[-2]) if len(values) > 1 else 1.0
@@ -64,11 +65,7 @@ def spectral_gap(w: Matrix) -> float:
 def _shifts(size: int, shifts: Sequence[int]) -> Matrix:
     """Equal weights for a rank and the ranks at ``shifts`` in both directions; each rank counts once."""
     peers = {shift % size for distance in shifts for shift in (distance, -distance)} | {0}
-    w = np.zeros((size, size))
-    for rank in range(size):
-        for shift in peers:
-            w[rank, (rank + shift) % size] = 1 / len(peers)
-    return w
+    return np.asarray(np.mean([np.roll(np.eye(size), shift, axis=1) for shift in peers], axis=0))
 
 
 def _exponential(size: int) -> Matrix:
@@ -78,11 +75,8 @@ def _exponential(size: int) -> Matrix:
 def _hypercube(size: int) -> Matrix:
     if size & (size - 1):
         raise ArgumentError(f"a hypercube has a power of two of ranks, not {size}")
-    w, steps = np.eye(size), [1 << j for j in range(size.bit_length() - 1)]
-    for rank in range(size):
-        for step in steps:
-            w[rank, rank ^ step] = 1
-    return w / (len(steps) + 1)
+    distances = [0, *(1 << j for j in range(size.bit_length() - 1))]
+    return np.asarray(np.mean([np.eye(size)[np.arange(size) ^ distance] for distance in distances], axis=0))
 
 
 def _torus(size: int) -> Matrix:

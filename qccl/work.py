@@ -26,26 +26,13 @@ class Work:
     call completes by itself.
     """
 
-    __slots__ = (
-        *(
-            "__weakref__",
-            "_call",
-            "_callbacks",
-            "_checks",
-            "_exception",
-            "_execution",
-            "_finish",
-            "_result",
-            "_session",
-        ),
-    )
+    __slots__ = ("__weakref__", "_call", "_callbacks", "_checks", "_exception", "_execution", "_result", "_session")
 
     def __init__(self, session: Session, execution: Execution, result: Any) -> None:
         self._session = session
         self._call = execution.call
         self._execution: Execution | None = execution
         self._result = result
-        self._finish: tuple[Callable[[], None], ...] = ()
         self._checks: tuple[Callable[[], None], ...] = ()
         self._exception: Exception | None = None
         self._callbacks: list[Callable[[Work], object]] = []  # that were not called yet
@@ -76,10 +63,6 @@ class Work:
         ``timeout`` is in seconds from now; None means the call's own, counted from its start (on CUDA from its first
         step). Raises the error of the call, or CollectiveTimeout, after which the communicator is unusable.
         """
-        return self._wait(timeout)
-
-    def _wait(self, timeout: float | None = None) -> Any:
-        """As wait(), in a method that is guarded."""
         execution = self._execution
         if execution is None or timeout is not None or self._checks or not execution.is_stream_ordered:
             return self._block(None if timeout is None else timeout_of(timeout))
@@ -98,7 +81,9 @@ class Work:
     def _block(self, timeout: float | None) -> Any:
         execution = self._execution  # which another thread may set to None
         if execution is not None:
-            before = self._session.unsettle(self._call)
+            session, thread = self._session, get_ident()
+            before = session.unsettled.get(thread)
+            session.unsettled[thread] = (self._call,)
             try:
                 if timeout is None:
                     execution.run()
@@ -199,18 +184,12 @@ class Work:
             finally:
                 session.calling.pop(self, None)
 
-    def _when_reusable(self, finish: Callable[[], None]) -> None:
-        """Call ``finish`` when the plan may run again: after this run succeeded, or now if it is stream-ordered."""
-        if self._holds_plan():
-            self._finish += (finish,)
-        else:
-            finish()
-
     def _check_result(self, check: Callable[[], None]) -> None:
         """Call ``check`` after the call succeeded; an error that it raises is the call's."""
         self._checks += (check,)
 
-    def _holds_plan(self) -> bool:
+    def _is_under_way(self) -> bool:
+        """Whether the call has not ended, or nobody has found that; never if it is ordered by streams."""
         return self._execution is not None and not self._execution.is_stream_ordered
 
     def _conclude(self, error: QcclError | None = None) -> None:
@@ -239,15 +218,13 @@ class Work:
         self._exception = error
         try:
             if error is None:
-                for finish in self._finish:
-                    finish()
                 for check in self._checks:
                     check()
         except QcclError as refused:
             self._exception = refused
         finally:
             self._execution = None
-            self._finish = self._checks = ()
+            self._checks = ()
 
 
 is_guard(Work._call_back)

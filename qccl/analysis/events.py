@@ -5,11 +5,12 @@ The verifier asks whether every event of the graph can happen, the simulator whe
 - a ``Computation``: a compute operation of one rank;
 - a ``Rendezvous``: a send of one rank and the matching receive of another. Neither ends before both have begun, which
   is the least that MPI and NCCL promise;
-- a ``Gate``: the opening or closing of an Exchange on one rank, if an engine runs the Exchange as one group.
+- a ``Gate``: the opening or closing of an Exchange on one rank, if an engine runs the Exchange as one NCCL group.
 
 **MPI's rules**: each transfer and each compute operation starts when the operations that it depends on have completed.
-**NCCL's rules**: each queue of a rank runs in order. An Exchange is one group: it opens when the previous operation of
-the communication queue has closed, its transfers progress independently, and it closes when all have ended.
+**NCCL's rules**: each queue of a rank runs in order. An Exchange is one NCCL group: it opens when the previous
+operation of the communication queue has closed, its transfers progress independently, and it closes when all have
+ended.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from heapq import heapify, heappop, heappush
 from itertools import groupby, zip_longest
 from typing import Literal
 
-from qccl.schedule import Exchange, Node, Queue, Schedule, Span, VerificationError, dependencies, nodes
+from qccl.schedule import Exchange, Queue, Schedule, Span, Task, VerificationError, dependencies, tasks
 
 __all__ = ["Computation", "Ensemble", "Event", "EventGraph", "Gate", "Rendezvous", "Rules", "in_order"]
 
@@ -147,14 +148,14 @@ class _Local:
 
     def __init__(self, schedule: Schedule) -> None:
         self.rank = schedule.rank
-        self.program = list(nodes(schedule, per_transfer=True))
+        self.program = list(tasks(schedule, per_transfer=True))
         self.before = dependencies(self.program)
         #: (peer, is_send) -> the transfers, in order
         self.transfers: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
 
-    def transfer(self, node: Node) -> int | None:
+    def transfer(self, task: Task) -> int | None:
         """The event of a transfer; None for a compute operation."""
-        return None if node.transfer is None else self.transfers[node.transfer.peer, node.is_send][node.sequence]
+        return None if task.transfer is None else self.transfers[task.transfer.peer, task.is_send][task.sequence]
 
 
 _Pair = tuple[int, int]
@@ -194,9 +195,9 @@ def _check_match(
 def _connect_transfers(graph: EventGraph, local: _Local) -> None:
     """MPI's rules, for one rank."""
     events: list[int] = []
-    for node, before in zip(local.program, local.before, strict=True):
-        transfer = local.transfer(node)
-        event = graph.add(Computation(local.rank, node.op_index)) if transfer is None else transfer
+    for task, before in zip(local.program, local.before, strict=True):
+        transfer = local.transfer(task)
+        event = graph.add(Computation(local.rank, task.op_index)) if transfer is None else transfer
         for earlier in {events[i] for i in before}:
             graph.order(earlier, event)
         events.append(event)
@@ -204,7 +205,7 @@ def _connect_transfers(graph: EventGraph, local: _Local) -> None:
 
 def _connect_queues(graph: EventGraph, local: _Local) -> None:
     """NCCL's rules, for one rank. An operation depends on everything that one of its transfers depends on."""
-    ends: list[int] = []  # for each node, the end of its operation
+    ends: list[int] = []  # for each task, the end of its operation
     last: dict[Queue, int] = {}
     pairs = zip(local.program, local.before, strict=True)
     for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):
@@ -217,8 +218,8 @@ def _connect_queues(graph: EventGraph, local: _Local) -> None:
             start = stop = graph.add(Computation(local.rank, i))
         else:
             start, stop = (graph.add(Gate(local.rank, i, opens)) for opens in (True, False))
-            for node, _ in members:
-                transfer = local.transfer(node)
+            for task, _ in members:
+                transfer = local.transfer(task)
                 assert transfer is not None
                 graph.order(start, transfer)
                 graph.order(transfer, stop)

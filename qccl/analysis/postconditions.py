@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 
 from qccl.analysis.symbolic import Postcondition, Precondition
-from qccl.schedule import Schedule, Span
+from qccl.schedule import Role, Schedule, Span, buffer_name
 
 __all__ = ["all_gather", "all_to_all", "allreduce", "broadcast", "exchanged", "given_parts", "given_replicas"]
 __all__ += ["reduce", "reduce_scatter"]
@@ -18,7 +18,7 @@ def allreduce(schedule: Schedule, *, op: str = "sum", scale: float = 1.0) -> Ite
     """All outputs together, as one vector, hold the combination of all ranks."""
     first = 0
     for name, buffer in schedule.buffers.items():
-        if name.startswith("output"):
+        if buffer.role is Role.OUTPUT:
             yield Postcondition(Span(name, 0, buffer.size), range(schedule.size), first, op, scale)
             first += buffer.size
 
@@ -62,7 +62,7 @@ def broadcast(schedule: Schedule, *, root: int) -> Iterator[Postcondition]:
 
 
 def reduce(schedule: Schedule, *, root: int, op: str = "sum", scale: float = 1.0) -> Iterator[Postcondition]:
-    """As for an all-reduce, but on the root only."""
+    """The sum, minimum or maximum of all ranks' values, times ``scale``, on the root; nothing on the others."""
     if schedule.rank == root:
         yield from allreduce(schedule, op=op, scale=scale)
 
@@ -70,11 +70,9 @@ def reduce(schedule: Schedule, *, root: int, op: str = "sum", scale: float = 1.0
 def given_replicas(schedule: Schedule) -> Iterator[Precondition]:
     """Before a peer exchange: the values to send, and models that equal their replicas on other ranks."""
     yield Precondition("input", (schedule.rank,))
-    for name in schedule.buffers:
-        if name == "applied":
-            yield Precondition(name, (schedule.size + schedule.rank,))
-        elif name.startswith("replica "):
-            yield Precondition(name, (schedule.size + int(name.split()[1]),))
+    for name, buffer in schedule.buffers.items():
+        if buffer.role is Role.OUTPUT:  # "applied", or a replica
+            yield Precondition(name, (schedule.size + (schedule.rank if buffer.index is None else buffer.index),))
 
 
 def exchanged(schedule: Schedule, *, receive_from: Sequence[Collection[int]]) -> Iterator[Postcondition]:
@@ -83,4 +81,4 @@ def exchanged(schedule: Schedule, *, receive_from: Sequence[Collection[int]]) ->
     if "applied" in schedule.buffers:
         yield Postcondition(Span("applied", 0, count), (schedule.rank, n + schedule.rank))
     for peer in receive_from[schedule.rank]:
-        yield Postcondition(Span(f"replica {peer}", 0, count), (peer, n + peer))
+        yield Postcondition(Span(buffer_name("replica", peer), 0, count), (peer, n + peer))

@@ -453,13 +453,11 @@ def _given(schedule: Schedule) -> Iterator[Precondition]:
 
 
 def _states(schedule: Schedule) -> Iterator[tuple[str, int, int]]:
-    """Name, size and first element of each state buffer; those of several arrays form one vector."""
-    first: defaultdict[str, int] = defaultdict(int)
+    """Name, size and first element of each state buffer: those of the caller's array that has its index."""
+    first = {schedule.buffers[each.buffer].index: each.first for each in _given(schedule)}
     for name, buffer in schedule.buffers.items():
         if buffer.role is Role.STATE:
-            kind = name.split()[0]
-            yield name, buffer.size, first[kind]
-            first[kind] += buffer.size
+            yield name, buffer.size, first.get(buffer.index, 0)
 
 
 def _is_padding(cell: _Cell) -> bool:

@@ -14,6 +14,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl import dtypes
+from qccl.codecs.operations import Operations
 from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError, CodecError
 from qccl.scalars import as_integer
@@ -152,16 +153,13 @@ class Codec(ABC):
         """
         import numpy as np
 
-        from qccl import _host
-
         values = np.ascontiguousarray(x)
         given = dtypes.get(values.dtype.name if dtype is None else dtype)
         allowed = (given.name, "uint16" if given is dtypes.BFLOAT16 else given.name)
         if values.dtype.name not in allowed or not values.dtype.isnative:  # the name does not tell the byte order
             raise ArgumentError(f"an array of {values.dtype} cannot be read as {given}; convert it first")
         wire = np.empty(self.encoded_nbytes(values.size, given), np.uint8)
-        memory = _memory(call, values, wire)
-        _host.Encode(memory, self.host(), given.code, (0, 0), (1, 0), values.size, 0, 0, 0)()
+        Operations(self, given, call=call).encode(values, wire)()
         return wire
 
     def decode(self, wire: np.ndarray, count: int, dtype: DTypeLike, call: int = 0) -> np.ndarray:
@@ -172,8 +170,6 @@ class Codec(ABC):
         """
         import numpy as np
 
-        from qccl import _host
-
         data = np.ascontiguousarray(wire)
         given = dtypes.get(dtype)
         expected = self.encoded_nbytes(count, given)
@@ -182,8 +178,7 @@ class Codec(ABC):
                 f"{self!r}: the wire of {count} {given} is {expected} bytes of uint8, not {data.size} of {data.dtype}"
             )
         values = np.empty(count, np.uint16 if given is dtypes.BFLOAT16 else given.name)
-        memory = _memory(call, data, values)
-        _host.Decode(memory, self.host(), given.code, (0, 0), (1, 0), count, False)()
+        Operations(self, given, call=call).decode(data, values)()
         return values
 
 
@@ -194,6 +189,7 @@ class BucketCodec(Codec):
 
     @property
     def granule(self) -> int:
+        """The bucket: buckets are encoded independently, so a vector may be divided between any two."""
         return self.bucket
 
     @abstractmethod
@@ -216,6 +212,7 @@ class BucketCodec(Codec):
         return -(-codes // 4) * 4 + meta if meta else codes
 
     def host(self) -> Any:
+        """The compiled loops for these parameters; objects with equal parameters share one."""
         return _compiled(self)
 
 
@@ -229,16 +226,3 @@ def _compiled(codec: BucketCodec) -> Any:
 
 def _spelled(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _memory(call: int, *arrays: np.ndarray) -> Any:
-    from qccl import _host
-
-    number = as_integer(call)
-    if number is None or not 0 <= number < 1 << 64:
-        raise ArgumentError(f"call={call!r} is not possible; the number of a collective is an integer, 0 to 2**64 - 1")
-    memory = _host.Memory(len(arrays))
-    memory.call = number
-    for i, array in enumerate(arrays):
-        memory[i] = array.ctypes.data
-    return memory

@@ -1,5 +1,7 @@
 """Conversion to a shorter type: two of 16 bits, two of 8 bits with a scale per bucket.
 
+Source of the types of 8 bits: FP8 formats (Micikevicius et al. 2022, arXiv 2209.05433).
+
 The arithmetic is ``kernels/codecs/cast/``; the bytes are ``docs/wire-format.md``.
 """
 
@@ -58,6 +60,10 @@ class Cast(BucketCodec):
         return (count, 4) if self._is_scaled else (2 * count, 0)
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/cast/``, and its arguments.
+
+        Types of 16 bits have no scales, so their device code works across buckets.
+        """
         number = _TYPES.index(self.dtype)
         tile = Tile(f"CastTile<{number}>", f"CastTile<{number}>", by_bucket=self._is_scaled)
         return Kernel("Cast", bucket=self.bucket, options=(number,), tile=tile)

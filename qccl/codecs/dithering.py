@@ -1,5 +1,8 @@
 """Unbiased random rounding to one of the two levels around each value (QSGD, BytePS).
 
+Sources: QSGD (Alistarh et al. 2017, arXiv 1610.02132), section 3, for "linear"; natural dithering (Horvath et al. 2019,
+arXiv 1905.10988) for "natural".
+
 The arithmetic is ``kernels/codecs/dithering/``; the bytes are ``docs/wire-format.md``.
 """
 
@@ -67,6 +70,7 @@ class Dithering(BucketCodec):
         return -(-count * self.bits // 8), 4
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/dithering/``, and its arguments. Every element draws a random number."""
         options = (self.k, _PARTITIONS.index(self.partition), _NORMS.index(self.norm))
         return Kernel("Dithering", bucket=self.bucket, seed=self.seed, options=options, draws=True)
 

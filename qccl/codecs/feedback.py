@@ -36,26 +36,32 @@ class Decorator(Codec):
 
     @property
     def plain(self) -> Codec:
+        """The codec inside, without any decorator."""
         return self.codec.plain
 
     @property
     def granule(self) -> int:
+        """That of the codec inside."""
         return self.codec.granule
 
     @property
     def splittable(self) -> bool:
+        """As the codec inside: state is kept for each element, so chunks do not change it."""
         return self.codec.splittable
 
     def _nbytes(self, count: int, dtype: DType) -> int:
         return self.codec._nbytes(count, dtype)
 
     def spec(self) -> str:
+        """The specification of the codec inside, with the decorator's name behind it, such as "onebit+ef"."""
         return f"{self.codec.spec()}+{self.name}"
 
     def kernel(self) -> Kernel:
+        """That of the codec inside; the schedule adds the state (``collectives/feedback.py``)."""
         return self.codec.kernel()
 
     def host(self) -> Any:
+        """That of the codec inside; the schedule adds the state (``collectives/feedback.py``)."""
         return self.codec.host()
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
@@ -69,6 +75,9 @@ class ErrorFeedback(Decorator):
 
     Every rank keeps the errors of the wires that it encodes: of its own values, and in an all-reduce those of its shard
     of the sum.
+
+    Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv 1901.09847; BytePS's design of gradient
+    compression, "Compressor - Development API".
     """
 
     name: ClassVar[str] = "ef"
@@ -83,6 +92,7 @@ class ErrorFeedback(Decorator):
 
     @property
     def state_names(self) -> tuple[str, ...]:
+        """The residual alone: +ef directly follows a codec without state."""
         return ("residual",)
 
 
@@ -91,6 +101,9 @@ class Momentum(Decorator):
     """Nesterov momentum of each rank's own values before encoding: ``m = mu m + x``, then ``x + mu m``.
 
     The optimiser must not use momentum too.
+
+    Sources: dist-EF-SGDM (Zheng, Huang and Kwok 2019, arXiv 1905.10936); BytePS's design of gradient
+    compression, "Precautions", item 4.
 
     Attributes:
         mu: decay of the momentum, 0 <= mu < 1.
@@ -111,9 +124,11 @@ class Momentum(Decorator):
 
     @property
     def state_names(self) -> tuple[str, ...]:
+        """Those of the codec inside, then "momentum"."""
         return (*self.codec.state_names, "momentum")
 
     def spec(self) -> str:
+        """With the value of mu, such as "topk:k=0.01+ef+nesterov:mu=0.9"."""
         return f"{super().spec()}:mu={self.mu}"
 
 

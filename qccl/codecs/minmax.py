@@ -1,5 +1,8 @@
 """Codes of 1 to 8 bits, evenly spaced from the least to the greatest value of a bucket (QSGD-TF, ByteGrad, CGX).
 
+Sources: the code guide of QSGD-TF, section 2, "Quantization"; ByteGrad of Bagua, section "Algorithm"; CGX (Markov et
+al. 2021, arXiv 2111.08617).
+
 The arithmetic is ``kernels/codecs/minmax/``; the bytes are ``docs/wire-format.md``.
 """
 
@@ -49,10 +52,12 @@ class MinMax(BucketCodec):
 
     @property
     def granule(self) -> int:
+        """The bucket; with bucket="shard" a fixed number of elements, because the range is that of the whole shard."""
         return PLAIN_GRANULE if self.bucket == "shard" else int(self.bucket)
 
     @property
     def splittable(self) -> bool:
+        """False with bucket="shard": chunks would have ranges of their own."""
         return self.bucket != "shard"
 
     def _bucket_of(self, count: int) -> int:
@@ -62,6 +67,7 @@ class MinMax(BucketCodec):
         return -(-count * self.bits // 8), 8
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/minmax/``, and its arguments. Stochastic rounding draws random numbers."""
         stochastic = self.rounding == "stochastic"
         return Kernel(
             "MinMax",

@@ -25,16 +25,19 @@ class NoCodec(BucketCodec):
 
     @property
     def bucket(self) -> int:  # type: ignore[override]
+        """A fixed number of elements, at whose multiples vectors are divided; nothing is shared in it."""
         return PLAIN_GRANULE
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         return count * dtype.itemsize, 0
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/none/``, and its arguments. A copy encodes and decodes."""
         tile = Tile("NoCodecTile", "NoCodecTile", by_bucket=False)
         return Kernel("NoCodec", bucket=self.bucket, tile=tile, copies=True)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
+        """Zeros: nothing is lost."""
         import numpy as np
 
         return np.zeros(np.shape(x))

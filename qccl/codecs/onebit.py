@@ -1,5 +1,8 @@
 """One bit for the sign of each value, and the values that a bucket's two signs decode to (CNTK, BytePS).
 
+Sources: 1-bit SGD (Seide et al. 2014, Interspeech) for "mean"; "Notes on 1bit SGD", section 2, for "midpoint"; BytePS
+and signSGD (Bernstein et al. 2018, arXiv 1802.04434) for "sign" and "scale".
+
 The arithmetic is ``kernels/codecs/onebit/``; the bytes are ``docs/wire-format.md``.
 """
 
@@ -48,6 +51,10 @@ class OneBit(BucketCodec):
         return -(-count // 8), 8 if self.reconstruct in ("mean", "midpoint") else 4
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/onebit/``, and its arguments.
+
+        The device code for sums keeps a bucket in the registers of a warp, so larger buckets have none.
+        """
         number = _RECONSTRUCTIONS.index(self.reconstruct)
         sums = self.reconstruct in ("scale", "mean")
         tile = Tile(f"OneBitTile<{number}>", f"OneBitTile<{number}>", by_bucket=True)

@@ -39,9 +39,11 @@ class PythonCodec(Codec):
         """The ``count`` values (float32) of ``wire`` (uint8, read only)."""
 
     def kernel(self) -> Kernel:
+        """The class's name; there is no C++ type, so CUDA refuses the codec."""
         return Kernel(type(self).__name__)
 
     def host(self) -> Any:
+        """An object of the extension that calls encode_values() and decode_values()."""
         from qccl import _host
 
         calls = _Calls(self)  # not cached: a cycle through an object of the extension would never be freed

@@ -1,5 +1,7 @@
 """Sparse codecs: the greatest values of each block, or random ones; the others decode to zero (BytePS).
 
+Source: sparsified SGD with memory (Stich et al. 2018, arXiv 1809.07599), which needs error feedback (``+ef``), too.
+
 The arithmetic is ``kernels/codecs/topk/`` and ``kernels/codecs/randomk/``; the bytes are ``docs/wire-format.md``.
 """
 
@@ -42,6 +44,7 @@ class _Sparse(BucketCodec):
 
     @property
     def bucket(self) -> int:  # type: ignore[override]
+        """The block: its elements are chosen together."""
         return self.block
 
     @property
@@ -83,6 +86,7 @@ class TopK(_Sparse):
         return self.kept(count) * dtype.itemsize, self.kept(count) * index_nbytes
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/topk/``, and its arguments."""
         return Kernel("TopK", bucket=self.block, options=self._options)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
@@ -130,6 +134,10 @@ class RandomK(_Sparse):
         return self.kept(count) * dtype.itemsize, 0
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/randomk/``, and its arguments.
+
+        Encoder and decoder draw the same random numbers.
+        """
         options = (*self._options, int(self.scale))
         return Kernel("RandomK", bucket=self.block, seed=self.seed, options=options, draws=True)
 

@@ -1,5 +1,8 @@
 """Trellis-coded quantisation: codes are chosen together for the least squared error; outliers are stored apart.
 
+Source: trellis-coded quantization (Marcellin and Fischer 1990, IEEE Transactions on Communications 38(1)), with four
+states.
+
 The arithmetic is ``kernels/codecs/trellis/``; the bytes are ``docs/wire-format.md``.
 """
 
@@ -64,6 +67,10 @@ class Trellis(BucketCodec):
         return -(-count * self.bits // 8), 8 + 4 * self.outliers + -(-blocks // 4) * 4
 
     def kernel(self) -> Kernel:
+        """The C++ type in ``kernels/codecs/trellis/``, and its arguments.
+
+        Device code of its own decodes; encoding takes the general kernel.
+        """
         decoder = f"TrellisTile<{self.bits}, {self.bucket}, {self.block}, {self.outliers}>"
         return Kernel(
             "Trellis",

@@ -1,6 +1,6 @@
 """The collectives, one file each: the arguments and their checks, the choice of algorithm, the schedule.
 
-``layout`` and ``rounds`` have the parts that several algorithms are built from.
+``partitions`` and ``rounds`` have the parts that several algorithms are built from.
 """
 
 from __future__ import annotations

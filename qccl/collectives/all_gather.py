@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from qccl.arrays import Values, is_part_of
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition_as_given
 from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import AllGather, alone, assemble, pipeline
 from qccl.collectives.spec import Binding, common
 from qccl.collectives.wire import Encoding
-from qccl.schedule import Op, Schedule
+from qccl.schedule import Schedule
 
 __all__ = ["AllGatherSpec", "all_gather"]
 
@@ -30,47 +32,32 @@ class AllGatherSpec(PartsSpec):
         """Check the arguments; ``shared`` are those of common()."""
         return cls(**common(*shared), parts=parts_of(counts))
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
-        return {"input": self.lengths(size)[rank], "output": self.count}
+        return CallerBuffers.gathered(self.lengths(size), rank, self.dtype, in_place=in_place)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
-        """See CollectiveSpec."""
+        """In place, the input is this rank's part of the output; any other overlap is refused."""
         source, target = arrays["input"], arrays["output"]
         if is_part_of(source, target, sum(self.lengths(size)[:rank])):
             return Binding(True, {"output": target.address})
         return Binding(False, {"input": source.address, "output": target.address})
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """See CollectiveSpec."""
-        return all_gather(
-            Group.of_all(rank, size),
-            CallerBuffers.gathered(self.lengths(size), rank, self.dtype, in_place=in_place),
-            self.codec,
-            chunking=self._chunking(default_chunk),
-        )
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        return all_gather(group, buffers, self.codec, chunking=chunking)
 
 
-def all_gather(
-    group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: Chunking = DEFAULT_CHUNKING
-) -> Schedule:
+def all_gather(group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: ChunkPolicy = NETWORK) -> Schedule:
     """All ranks get all parts; part r, of ``buffers.counts[r]`` elements, is rank r's.
 
     A rank keeps the decoded values of its own part, as the others get them: all hold the same bits. Each rank sends
-    size - 1 times its encoded part in one step.
+    size - 1 times its encoded part in one hop.
     """
-    encoding = Encoding(
-        partition_as_given(buffers.counts, codec, chunking.elements), codec, buffers.dtype, chunking.depth
-    )
+    encoding = Encoding(partition_as_given(buffers.counts, codec, chunking), codec, buffers.dtype, chunking.depth)
     if group.size == 1:
         return assemble("all_gather", group, buffers, alone(buffers, codec))
     gather = AllGather(group, encoding)
-
-    def encode_own(k: int) -> Iterator[Op]:
-        return gather.encode(k, buffers.source, buffers.target)
-
-    def decode_others(k: int) -> Iterator[Op]:
-        return gather.decode(k, buffers.target)
-
+    encode_own = partial(gather.encode, source=buffers.source, keep=buffers.target)
+    decode_others = partial(gather.decode, target=buffers.target)
     stages = ((0, encode_own), (0, gather.exchange), (encoding.lag, decode_others))
-    return assemble("all_gather", group, buffers, pipeline(encoding.layout.chunks, *stages), gather)
+    return assemble("all_gather", group, buffers, pipeline(encoding.partition.chunks, *stages), gather)

@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from qccl.arrays import Values, check_disjoint
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition_as_given
-from qccl.collectives.operands import Arrays, CallerBuffers, Group
+from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import equal_parts, parts_of, row_major
 from qccl.collectives.rounds import assemble, copy_values, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import Binding, CollectiveSpec, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Op, Role, Schedule, Span
+from qccl.schedule import Op, Schedule, Span
 
 __all__ = ["AllToAllSpec", "all_to_all"]
 
@@ -48,7 +49,7 @@ class AllToAllSpec(CollectiveSpec):
         return shown
 
     def pairs(self, rank: int, size: int) -> tuple[str, ...]:
-        """See CollectiveSpec: how many elements go each way."""
+        """With given counts: how many elements go each way, for each pair of ranks."""
         if self.sends is None or self.receives is None:
             return ()
         return tuple(
@@ -71,24 +72,21 @@ class AllToAllSpec(CollectiveSpec):
             )
         return self.sends, self.receives
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
-        sends, receives = self.lengths(rank, size)
-        return {"input": sum(sends), "output": sum(receives)}
+        return CallerBuffers.exchanged(*self.lengths(rank, size), self.dtype)
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
-        """See CollectiveSpec."""
+        """Row-major alone, because parts are ranges of elements."""
         return row_major(arrays, self.name)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
-        """See CollectiveSpec."""
+        """Never in place: input and output must not overlap."""
         check_disjoint([arrays["output"]], [arrays["input"]])
         return Binding(False, {name: values.address for name, values in arrays.items()})
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """See CollectiveSpec."""
-        sends, receives = self.lengths(rank, size)
-        group, chunking = Group.of_all(rank, size), self._chunking(default_chunk)
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        sends, receives = self.lengths(group.rank, group.size)
         return all_to_all(group, sends, receives, self.dtype, self.codec, chunking=chunking)
 
 
@@ -99,21 +97,16 @@ def all_to_all(
     dtype: DType,
     codec: Codec,
     *,
-    chunking: Chunking = DEFAULT_CHUNKING,
+    chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
     """Rank r's part j goes to rank j, where it is part r; counts are this rank's, by peer, and may differ.
 
-    Everything is sent once, in one step; the own part is copied as it is.
+    Everything is sent once, in one hop; the own part is copied as it is.
     """
     rank, peers = group.rank, group.others
-    source, target = Arrays(("input",)), Arrays(("output",))
-    declared = {
-        "input": Buffer(sum(send_counts), dtype, Role.INPUT),
-        "output": Buffer(sum(recv_counts), dtype, Role.OUTPUT),
-    }
-    buffers = CallerBuffers(dtype, (*send_counts, *recv_counts), source, target, declared)
+    buffers = CallerBuffers.exchanged(send_counts, recv_counts, dtype)
     out, back = (
-        Encoding(partition_as_given(counts, codec, chunking.elements), codec, dtype, chunking.depth)
+        Encoding(partition_as_given(counts, codec, chunking), codec, dtype, chunking.depth)
         for counts in (send_counts, recv_counts)
     )
     send, recv = out.slots("send", len(peers)), back.slots("recv", len(peers))
@@ -121,7 +114,7 @@ def all_to_all(
     # Both ranks number an element by its position in the part. The receiver's rank stands for the round, so that no
     # random number is used twice.
     def first_of(encoding: Encoding, peer: int) -> int:
-        return next((segment.index for segment in encoding.layout.segments(peer, 0)), 0)
+        return next((segment.index for segment in encoding.partition.segments(peer, 0)), 0)
 
     def copy_own(k: int) -> Iterator[Op]:
         start, first, count = sum(send_counts[:rank]), sum(recv_counts[:rank]), send_counts[rank]
@@ -134,13 +127,13 @@ def all_to_all(
     def encode_and_exchange(k: int) -> Iterator[Op]:
         wires = {peer: send.span(k, i, out.nbytes(peer, k)) for i, peer in enumerate(peers)}
         for peer, wire in wires.items():
-            yield from encode_chunk(out, peer, k, source, wire, peer, origin=first_of(out, peer))
+            yield from encode_chunk(out, peer, k, buffers.source, wire, peer, origin=first_of(out, peer))
         yield from exchange(wires, received(k))
 
     def decode_all(k: int) -> Iterator[Op]:
         for peer, wire in received(k).items():
-            yield from decode_chunk(back, peer, k, wire, target, peer, rank, origin=first_of(back, peer))
+            yield from decode_chunk(back, peer, k, wire, buffers.target, peer, rank, origin=first_of(back, peer))
 
-    chunks = max(out.layout.chunks, back.layout.chunks)
+    chunks = max(out.partition.chunks, back.partition.chunks)
     ops = pipeline(chunks, (0, encode_and_exchange), (0, copy_own), (out.lag, decode_all))
     return assemble("all_to_all", group, buffers, ops, send, recv)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
 from qccl.arguments import OpLike, one_of, op_of
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, ChunkSize, partition_together
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.partitions import STEP_NBYTES, partition_together
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
@@ -40,21 +42,12 @@ class AllReduceSpec(CollectiveSpec):
         one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
         return cls(**common(*shared), op=op_of(op), algorithm=algorithm)
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """See CollectiveSpec."""
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         algorithm = self.algorithm
         if algorithm == "auto":
-            algorithm = choose_allreduce(self.count, size, self.dtype, self.codec)
-        return ALLREDUCE[algorithm](
-            Group.of_all(rank, size),
-            self._buffers(in_place),
-            self.codec,
-            Combine.of(self.op, size),
-            chunking=self._chunking(default_chunk),
-        )
-
-    def _buffers(self, in_place: bool) -> CallerBuffers:
-        return CallerBuffers.alike((self.count,), self.dtype, in_place=in_place)
+            algorithm = choose_allreduce(self.count, group.size, self.dtype, self.codec)
+        combine = Combine.of(self.op, group.size)
+        return ALLREDUCE[algorithm](group, buffers, self.codec, combine, chunking=chunking)
 
 
 def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
@@ -71,9 +64,11 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
 
 
 def two_round(
-    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: Chunking = DEFAULT_CHUNKING
+    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
 ) -> Schedule:
-    """Scatter-reduce, then all-gather. QSGD's TensorFlow port and CNTK's 1-bit SGD do the same.
+    """Scatter-reduce, then all-gather.
+
+    Sources: the code guide of QSGD-TF, section 1, "Communication"; "Notes on 1bit SGD", sections 3 and 5 (CNTK).
 
     Rank r reduces shard r. Each rank sends 2 (size-1)/size of the encoded vector; an element is quantised twice. The
     workspace is (3 size - 2) x depth wire slots of one chunk each, whatever the count.
@@ -87,17 +82,14 @@ def two_round(
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, gather.wire(k), buffers.target)
 
-    def decode(k: int) -> Iterator[Op]:
-        return gather.decode(k, buffers.target)
-
-    lag = encoding.lag
+    lag, decode = encoding.lag, partial(gather.decode, target=buffers.target)
     stages = ((0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))
-    ops = pipeline(encoding.layout.chunks, *stages)
+    ops = pipeline(encoding.partition.chunks, *stages)
     return assemble("two_round", group, buffers, ops, scatter, gather)
 
 
 def one_shot(
-    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: Chunking = DEFAULT_CHUNKING
+    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
 ) -> Schedule:
     """Each rank sends its whole encoded vector to all others, and combines all codes, its own included.
 
@@ -108,24 +100,19 @@ def one_shot(
         return assemble("one_shot", group, buffers, alone(buffers, codec, combine))
     encoding = _encoding(buffers, 1, codec, chunking)
     gather = AllGather(group, encoding, common=True)
-
-    def encode(k: int) -> Iterator[Op]:
-        return gather.encode(k, buffers.source)
-
-    def reduce(k: int) -> Iterator[Op]:
-        return gather.reduce(k, combine, buffers.target)
-
-    ops = pipeline(encoding.layout.chunks, (0, encode), (0, gather.exchange), (encoding.lag, reduce))
+    encode = partial(gather.encode, source=buffers.source)
+    reduce = partial(gather.reduce, combine=combine, target=buffers.target)
+    ops = pipeline(encoding.partition.chunks, (0, encode), (0, gather.exchange), (encoding.lag, reduce))
     return assemble("one_shot", group, buffers, ops, gather)
 
 
-def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunking: Chunking) -> Encoding:
+def _encoding(buffers: CallerBuffers, parts: int, codec: Codec, chunking: ChunkPolicy) -> Encoding:
     """How the caller's arrays are divided and encoded.
 
     Several arrays share messages but not buckets: each array begins a new bucket.
     """
-    layout = partition_together(buffers.counts, parts, codec, chunking.elements)
-    return Encoding(layout, codec, buffers.dtype, chunking.depth)
+    together = partition_together(buffers.counts, parts, codec, chunking)
+    return Encoding(together, codec, buffers.dtype, chunking.depth)
 
 
 #: the algorithms of all-reduce by name

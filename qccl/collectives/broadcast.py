@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from qccl.arguments import integer, one_of
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, STEP_NBYTES, Chunking, ChunkSize, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
+from qccl.collectives.partitions import STEP_NBYTES, partition
 from qccl.collectives.rounds import alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
 from qccl.collectives.wire import Encoding, exchange
@@ -41,32 +42,23 @@ class BroadcastSpec(CollectiveSpec):
         one_of(algorithm, ("auto", *TREES), "algorithm")
         return cls(**common(*shared), root=integer(root, "root"), algorithm=algorithm)
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec; only the root has an input."""
         check_root(self.root, size)
-        both = {"input": self.count, "output": self.count}
-        return both if rank == self.root else {"output": self.count}
+        return CallerBuffers.alike((self.count,), self.dtype, in_place=in_place or rank != self.root)
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """See CollectiveSpec."""
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         tree = self.algorithm
         if tree == "auto":
-            tree = choose_tree(self.count, size, self.dtype, self.codec)
-        return broadcast(
-            Group.of_all(rank, size),
-            CallerBuffers.alike((self.count,), self.dtype, in_place=in_place or rank != self.root),
-            self.codec,
-            root=self.root,
-            tree=tree,
-            chunking=self._chunking(default_chunk),
-        )
+            tree = choose_tree(self.count, group.size, self.dtype, self.codec)
+        return broadcast(group, buffers, self.codec, root=self.root, tree=tree, chunking=chunking)
 
 
 def choose_tree(count: int, size: int, dtype: DType, codec: Codec) -> str:
     """The tree that "auto" stands for, by the bytes that pass before the last rank has everything.
 
     In a binomial tree the encoded vector is sent log2(size) times, one after the other; in a chain it is sent once, and
-    then a chunk of it size - 2 times. Each step adds the bytes that a link carries in that time.
+    then a chunk of it size - 2 times. Each hop adds the bytes that a link carries in its time.
     """
     nbytes, depth = codec.encoded_nbytes(count, dtype), (size - 1).bit_length()
     chunk = min(nbytes, _CHUNK_NBYTES)
@@ -81,22 +73,22 @@ def broadcast(
     *,
     root: int = 0,
     tree: str = "chain",
-    chunking: Chunking = DEFAULT_CHUNKING,
+    chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
     """The root encodes once; the codes go down a "chain" of ranks, chunk by chunk, or a "binomial" tree.
 
     The root keeps the values that the others decode, so that all hold the same bits. In a chain each rank sends the
-    encoded vector at most once, and the last one has it size - 1 steps of a chunk later; in a tree the root sends it
-    log2(size) times, in as many steps. Only the root may have an "input".
+    encoded vector at most once, and the last one has it size - 1 hops of a chunk later; in a tree the root sends it
+    log2(size) times, in as many hops. Only the root may have an "input".
     """
     check_root(root, group.size)
     (count,) = buffers.counts
-    encoding = Encoding(partition(count, 1, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
+    encoding = Encoding(partition(count, 1, codec, chunking), codec, buffers.dtype, chunking.depth)
     if group.size == 1 or count == 0:
         return assemble(tree, group, buffers, alone(buffers, codec))
     parent, children = _family(group, root, tree)
     relay = _Relay(root, parent, children, encoding)
-    chunks = encoding.layout.chunks
+    chunks = encoding.partition.chunks
     if parent is None:
 
         def encode_own(k: int) -> Iterator[Op]:
@@ -121,8 +113,8 @@ def _family(group: Group, root: int, tree: str) -> tuple[int | None, list[int]]:
     if tree == "chain":
         parent, children = index - 1, [index + 1]
     else:
-        steps = [1 << j for j in range(index.bit_length(), size.bit_length())]
-        parent, children = index - (1 << max(index.bit_length() - 1, 0)), [index + step for step in steps]
+        distances = [1 << j for j in range(index.bit_length(), size.bit_length())]
+        parent, children = index - (1 << max(index.bit_length() - 1, 0)), [index + distance for distance in distances]
     return (
         None if index == 0 else (parent + root) % size,
         [(child + root) % size for child in children if child < size],
@@ -144,10 +136,10 @@ class _Relay:
         """The wire of chunk ``k``."""
         return self._slots.span(k, 0, self._encoding.nbytes(0, k))
 
-    def exchange(self, step: int) -> Iterator[Op]:
-        """Receive chunk ``step`` and pass on the one before; the root sends chunk ``step``."""
-        passed, received = (step, step) if self._parent is None else (step - 1, step)
-        chunks = range(self._encoding.layout.chunks)
+    def exchange(self, k: int) -> Iterator[Op]:
+        """Receive chunk ``k`` and pass on the one before; the root sends chunk ``k``."""
+        passed, received = (k, k) if self._parent is None else (k - 1, k)
+        chunks = range(self._encoding.partition.chunks)
         sends = dict.fromkeys(self._children, self.wire(passed)) if passed in chunks else {}
         receives = {self._parent: self.wire(received)} if self._parent is not None and received in chunks else {}
         yield from exchange(sends, receives)

@@ -12,6 +12,7 @@ from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec
 from qccl.collectives.operands import CallerBuffers
 from qccl.collectives.spec import Binding, common, common_order
 from qccl.errors import ArgumentError
+from qccl.schedule import buffer_name
 
 __all__ = ["CoalescedSpec"]
 
@@ -37,31 +38,29 @@ class CoalescedSpec(AllReduceSpec):
         last = {name: shown.pop(name) for name in ("op", "algorithm")}  # saved state belongs to the text in this order
         return shown | last
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
-        return {f"{name} {i}": count for i, count in enumerate(self.each) for name in ("input", "output")}
+        return CallerBuffers.alike(self.each, self.dtype, in_place=in_place, numbered=True)
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
         """See CollectiveSpec; a text of all orders if not all arrays are row-major."""
-        numbers = range(len(self.each))
-        pairs = [{name: arrays[name] for name in (f"input {i}", f"output {i}")} for i in numbers]
-        orders = [common_order(pair) for pair in pairs]
+        orders = [common_order({name: arrays[name] for name in pair}) for pair in self._pairs()]
         return "C" if all(order == "C" for order in orders) else "; ".join(orders)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
         """See CollectiveSpec."""
-        numbers = range(len(self.each))
-        sources = {f"input {i}": arrays[f"input {i}"] for i in numbers}
-        targets = {f"output {i}": arrays[f"output {i}"] for i in numbers}
-        same = {same_or_disjoint(arrays[f"input {i}"], arrays[f"output {i}"]) for i in numbers if self.each[i]}
+        pairs = self._pairs()
+        same = {same_or_disjoint(arrays[i], arrays[o]) for (i, o), n in zip(pairs, self.each, strict=True) if n}
         if len(same) > 1:
             raise ArgumentError(
                 "some arrays are given as their own outputs and some are not; pass all in place or none"
             )
         in_place = not same or same.pop()
-        read = {} if in_place else sources
+        targets = {name: arrays[name] for _, name in pairs}
+        read = {} if in_place else {name: arrays[name] for name, _ in pairs}
         check_disjoint(targets.values(), read.values())
         return Binding(in_place, {name: values.address for name, values in (targets | read).items()})
 
-    def _buffers(self, in_place: bool) -> CallerBuffers:
-        return CallerBuffers.alike(self.each, self.dtype, in_place=in_place, numbered=True)
+    def _pairs(self) -> list[tuple[str, str]]:
+        """The names of each input and its output."""
+        return [(buffer_name("input", i), buffer_name("output", i)) for i in range(len(self.each))]

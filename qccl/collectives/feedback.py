@@ -7,18 +7,32 @@ its own values outside its shard and the sums inside it, so one vector holds the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import momentum_of
 from qccl.dtypes import FLOAT32
-from qccl.schedule import Buffer, Commit, Decode, Encode, Exchange, Op, Reduce, Role, Schedule, Span, State, StateBuffer
+from qccl.schedule import (
+    Buffer,
+    Commit,
+    Decode,
+    Encode,
+    Exchange,
+    Op,
+    Reduce,
+    Role,
+    Schedule,
+    Span,
+    State,
+    StateBuffer,
+    buffer_name,
+)
 
-__all__ = ["NEXT", "sums_of", "with_feedback"]
+__all__ = ["residuals_of", "sums_of", "with_feedback"]
 
 #: suffix of the buffer with the new values of a state buffer
-NEXT = ".next"
+_NEXT = ".next"
 
 
 def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
@@ -30,17 +44,15 @@ def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
     """
     if not any(op.codec.state_names for op in schedule.ops if not isinstance(op, Exchange | Commit)):
         return schedule
-    ops = tuple(_with_state(op) for op in schedule.ops)
+    ops = tuple(_with_state(op, schedule.buffers) for op in schedule.ops)
     used = [each for kind in ("residual", "momentum") for each in _used(ops, kind)]
     if not used:
         return replace(schedule, ops=ops)
     arrays = {span.buffer: own.buffer for span, own in used}
     names = [*schedule.buffers]
-    sizes = {
-        name: schedule.buffers[array].size for name, array in sorted(arrays.items(), key=lambda e: names.index(e[1]))
-    }
-    buffers = {name: Buffer(size, FLOAT32, Role.STATE) for name, size in sizes.items()}
-    buffers |= {name + NEXT: Buffer(size, FLOAT32, Role.WORK) for name, size in sizes.items()}
+    owners = {name: schedule.buffers[array] for name, array in sorted(arrays.items(), key=lambda e: names.index(e[1]))}
+    buffers = {name: Buffer(owner.size, FLOAT32, Role.STATE, owner.index) for name, owner in owners.items()}
+    buffers |= {name + _NEXT: Buffer(owner.size, FLOAT32, Role.WORK) for name, owner in owners.items()}
     spans = _joined(span for span, _ in used)
     guarded = tuple(Span(name, 0, size) for name in guard if (size := schedule.buffers[name].size))
     commit = Commit(guarded, tuple(map(_state_buffer, spans)))
@@ -54,40 +66,44 @@ def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
     """
     own = [span for span, _ in _used((op for op in schedule.ops if isinstance(op, Reduce) and not op.srcs), "residual")]
     parts = []
-    for name, buffer in schedule.buffers.items():
-        if buffer.role is Role.STATE and name.startswith("residual"):
-            here = 0
-            for span in (*_joined(span for span in own if span.buffer == name), Span(name, buffer.size, buffer.size)):
-                if here < span.start:
-                    parts.append((name, here, span.start))
-                here = span.stop
+    for name in residuals_of(schedule):
+        here, size = 0, schedule.buffers[name].size
+        for span in (*_joined(span for span in own if span.buffer == name), Span(name, size, size)):
+            if here < span.start:
+                parts.append((name, here, span.start))
+            here = span.stop
     return parts
 
 
-def _with_state(op: Op) -> Op:
+def residuals_of(schedule: Schedule) -> list[str]:
+    """The buffers that hold residuals."""
+    used = {span.buffer for span, _ in _used(schedule.ops, "residual")}
+    return [name for name in schedule.buffers if name in used]
+
+
+def _with_state(op: Op, buffers: Mapping[str, Buffer]) -> Op:
     """The operation with the plain codec, and with its part of the state if it reads own values."""
     match op:
         case Encode(codec, src, wire, index, round_) if codec.state_names:
-            state = _state(src, codec, encodes=True)
+            state = _state(src, buffers[src.buffer], codec, encodes=True)
             return Reduce(codec.plain, (), src, 0, wire, None, index=index, round=round_, state=state)
         case Reduce(codec=codec, own=own, wire=wire) if codec.state_names:
-            state = None if own is None else _state(own, codec, encodes=wire is not None)
+            state = None if own is None else _state(own, buffers[own.buffer], codec, encodes=wire is not None)
             return replace(op, codec=codec.plain, state=state)
         case Decode(codec=codec) if codec.state_names:
             return replace(op, codec=codec.plain)
     return op
 
 
-def _state(values: Span, codec: Codec, *, encodes: bool) -> State | None:
-    """The state of an operation on own values; only one that encodes has a residual."""
-    suffix = values.buffer.removeprefix("input").removeprefix("output")
-    kinds = [kind for kind in codec.state_names if encodes or kind != "residual"]
-    found = {kind: _state_buffer(Span(kind + suffix, values.start, values.stop)) for kind in kinds}
+def _state(values: Span, buffer: Buffer, codec: Codec, *, encodes: bool) -> State | None:
+    """The state of an operation on own values in a buffer; only one that encodes has a residual."""
+    names = {kind: buffer_name(kind, buffer.index) for kind in codec.state_names if encodes or kind != "residual"}
+    found = {kind: _state_buffer(Span(name, values.start, values.stop)) for kind, name in names.items()}
     return State(**found, mu=momentum_of(codec)) if found else None
 
 
 def _state_buffer(old: Span) -> StateBuffer:
-    return StateBuffer(old, Span(old.buffer + NEXT, old.start, old.stop))
+    return StateBuffer(old, Span(old.buffer + _NEXT, old.start, old.stop))
 
 
 def _used(ops: Iterable[Op], kind: str) -> Iterator[tuple[Span, Span]]:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Self
 
 from qccl import codecs
 from qccl.arguments import CodecLike, OpLike, integers, one_of, op_of
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, Coarsened, Layout, Subset, partition_for_all
 from qccl.collectives.native import NativeAllGather, NativeScatterReduce
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.partitions import Coarsened, EvenParts, Subset, partition_for_all
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
@@ -132,17 +134,17 @@ class HierarchicalSpec(CollectiveSpec):
         return shown
 
     def state_owner(self, algorithm: str) -> str:
-        """See CollectiveSpec: ``algorithm`` is the schedule's name, not the algorithm between nodes."""
+        """With the algorithm between nodes; ``algorithm`` is the schedule's name, and ``exact`` does not count."""
         return CollectiveSpec.state_owner(replace(self, exact=True), self.levels().algorithm)
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
         if len(self.node_ids) != size:
             raise ArgumentError(
                 f"node_ids has {len(self.node_ids)} numbers; there must be {size}, one for each rank, equal for ranks "
                 f"of one node"
             )
-        return CollectiveSpec.counts(self, rank, size)
+        return CollectiveSpec.buffers(self, rank, size, in_place=in_place)
 
     def nodes(self) -> list[list[int]]:
         """The ranks of each node, in the order of the nodes' first ranks."""
@@ -160,27 +162,21 @@ class HierarchicalSpec(CollectiveSpec):
             algorithm = choose_inter(self.count, len(nodes), parts, self.dtype, self.codec)
         return Levels(nodes, parts, algorithm, self.intra)
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
+    def native_groups(self) -> tuple[tuple[int, ...], ...]:
         """See CollectiveSpec."""
-        levels = self.levels()
+        return () if self.exact or not self.count else self.levels().native_groups()
+
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        levels, combine, here = self.levels(), Combine.of(self.op, group.size), self.node_ids[group.rank]
 
         def make(native: bool) -> Schedule:
-            made = hierarchical(
-                Group.of_all(rank, size),
-                CallerBuffers.alike((self.count,), self.dtype, in_place=in_place),
-                self.codec,
-                Combine.of(self.op, size),
-                levels=levels,
-                chunking=self._chunking(default_chunk),
-                native=native,
-            )
+            made = hierarchical(group, buffers, self.codec, combine, levels=levels, chunking=chunking, native=native)
             if self.inter is None:
                 return made
-            elsewhere = (other for other, node in enumerate(self.node_ids) if node != self.node_ids[rank])
+            elsewhere = (other for other, node in enumerate(self.node_ids) if node != here)
             return replace(made, staged_peers=frozenset(elsewhere))
 
-        groups = () if self.exact or not self.count else levels.native_groups()
-        return replace(make(False), native=make(True), native_groups=groups) if groups else make(False)
+        return replace(make(False), native=make(True)) if self.native_groups() else make(False)
 
 
 def intra_of(intra: CodecLike, dtype: DType) -> Codec:
@@ -220,10 +216,13 @@ def hierarchical(
     combine: Combine = SUM,
     *,
     levels: Levels,
-    chunking: Chunking = DEFAULT_CHUNKING,
+    chunking: ChunkPolicy = NETWORK,
     native: bool = False,
 ) -> Schedule:
     """Reduce each part to its owner in each node, all-reduce it among the owners, gather all parts in each node.
+
+    Sources: ByteGrad of Bagua, section "Algorithm" (one owner in each node, "leader"); BytePS's design of gradient
+    compression, "Design Overview" (two levels).
 
     With ``native`` the nodes of levels.native_groups() do the first and the last by collectives of the library.
 
@@ -236,7 +235,7 @@ def hierarchical(
     if group.size == 1 or count == 0:
         return assemble("hierarchical", group, buffers, alone(buffers, codec, combine))
     splits = len(levels.nodes) if levels.algorithm == "two_round" else 1
-    fine = partition_for_all(count, levels.parts * splits, (levels.intra, codec), chunking.elements)
+    fine = partition_for_all(count, levels.parts * splits, (levels.intra, codec), chunking)
     stages = _Stages(group, buffers, codec, combine, levels, fine, chunking.depth, native=native)
     ops = pipeline(fine.chunks, *stages.in_order())
     return assemble("hierarchical", group, buffers, ops, stages)
@@ -246,7 +245,7 @@ _Stage = Callable[[int], Iterator[Op]]
 
 
 class _Stages:
-    """The stages of one rank; each lags a step behind the stage whose transfer it waits for."""
+    """The stages of one rank; each lags an iteration behind the stage whose transfer it waits for."""
 
     def __init__(
         self,
@@ -255,7 +254,7 @@ class _Stages:
         codec: Codec,
         combine: Combine,
         levels: Levels,
-        fine: Layout,
+        fine: EvenParts,
         depth: int,
         *,
         native: bool,
@@ -272,7 +271,7 @@ class _Stages:
         self._target = buffers.target
         self._between = buffers.target if self._several else buffers.source  # the values that go between nodes
         self._coarse = Encoding(Coarsened(fine, levels.parts), levels.intra, buffers.dtype, depth)
-        up = Encoding(self._coarse.layout, own, buffers.dtype, depth)
+        up = Encoding(self._coarse.partition, own, buffers.dtype, depth)
         self._up: ScatterReduce | NativeScatterReduce
         self._down: AllGather | NativeAllGather
         if native and ranks in levels.native_groups():
@@ -308,7 +307,8 @@ class _Stages:
         if self._rounds:
             stages += [(lag, self._round)]
         if self._several:
-            stages += [(lag, self._share), (lag, self._down.exchange), (lag + step, self._take)]
+            take = partial(self._down.decode, target=self._target)
+            stages += [(lag, self._share), (lag, self._down.exchange), (lag + step, take)]
         return stages
 
     def _reduce_in_node(self, k: int) -> Iterator[Op]:
@@ -319,9 +319,6 @@ class _Stages:
     def _share(self, k: int) -> Iterator[Op]:
         return self._down.encode(k, self._target, None if self._exact else self._target)
 
-    def _take(self, k: int) -> Iterator[Op]:
-        return self._down.decode(k, self._target)
-
     def _round(self, k: int) -> Iterator[Op]:
         """On a rank alone in its node: encode and decode the result as the other nodes do, to get the same bits."""
         wire = self._slot.span(k, 0, self._coarse.nbytes(0, k))
@@ -331,13 +328,8 @@ class _Stages:
     def _one_shot(self, step: int) -> list[tuple[int, _Stage]]:
         gather = AllGather(*self._among_owners(1), name="inter", round_number=1, common=True)
         self._wires |= gather.buffers()
-
-        def encode_own(k: int) -> Iterator[Op]:
-            return gather.encode(k, self._between)
-
-        def reduce(k: int) -> Iterator[Op]:
-            return gather.reduce(k, self._combine, self._target)
-
+        encode_own = partial(gather.encode, source=self._between)
+        reduce = partial(gather.reduce, combine=self._combine, target=self._target)
         return [(0, encode_own), (0, gather.exchange), (step, reduce)]
 
     def _two_round(self, step: int) -> list[tuple[int, _Stage]]:
@@ -349,9 +341,7 @@ class _Stages:
         def reduce(k: int) -> Iterator[Op]:
             return scatter.reduce(k, self._combine, gather.wire(k), self._target)
 
-        def decode_others(k: int) -> Iterator[Op]:
-            return gather.decode(k, self._target)
-
+        decode_others = partial(gather.decode, target=self._target)
         return [(0, scatter.send), (step, reduce), (step, gather.exchange), (2 * step, decode_others)]
 
     def _among_owners(self, parts: int) -> tuple[Group, Encoding]:

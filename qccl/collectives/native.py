@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from qccl.collectives.operands import Arrays, Combine, Group
-from qccl.collectives.rounds import decode_chunk, encode_chunk
+from qccl.collectives.rounds import Round, decode_chunk, encode_chunk
 from qccl.collectives.wire import Encoding, Slots
-from qccl.schedule import Buffer, Exchange, NativeCollective, Op, Reduce, Span, Transfer
+from qccl.schedule import Exchange, NativeCollective, Op, Reduce, Span, Transfer
 
 __all__ = ["NativeAllGather", "NativeScatterReduce"]
 
 
-class NativeScatterReduce:
+class NativeScatterReduce(Round):
     """Each rank copies all parts of a chunk into adjacent slots, and receives the library's sum of its own part.
 
     Rank ``i`` of the group owns part ``i``, and all ranks own one.
@@ -26,10 +26,6 @@ class NativeScatterReduce:
         self._group, self._encoding, self._source = group, encoding, source
         self._send, self._recv = encoding.slots(f"{name}.send", group.size), encoding.slots(f"{name}.recv", 1)
         self._native = NativeCollective(tuple(group.ranks), encoding.dtype, op)
-
-    def buffers(self) -> dict[str, Buffer]:
-        """The wire buffers."""
-        return self._send.buffers() | self._recv.buffers()
 
     def send(self, k: int) -> Iterator[Op]:
         """Copy chunk ``k`` of every part to its slot, and let the library sum the slots."""
@@ -49,17 +45,13 @@ class NativeScatterReduce:
             yield Reduce(self._encoding.codec, tuple(spans), None, 0, None, out, combine.op, combine.scale)
 
 
-class NativeAllGather:
+class NativeAllGather(Round):
     """The library gathers the ranks' slots, and each rank copies the others' parts from there."""
 
     def __init__(self, group: Group, encoding: Encoding, *, name: str) -> None:
         self._group, self._encoding = group, encoding
         self._send, self._recv = encoding.slots(f"{name}.send", 1), encoding.slots(f"{name}.recv", group.size)
         self._native = NativeCollective(tuple(group.ranks), encoding.dtype)
-
-    def buffers(self) -> dict[str, Buffer]:
-        """The wire buffers."""
-        return self._send.buffers() | self._recv.buffers()
 
     def encode(self, k: int, source: Arrays, keep: Arrays | None = None) -> Iterator[Op]:
         """Copy chunk ``k`` of the own part to its slot; the values are exact, so there is nothing to ``keep``."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from qccl.collectives.layout import Segment
+from qccl.collectives.partitions import Segment
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Role, Span
+from qccl.schedule import Buffer, Role, Span, buffer_name
 
 __all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group"]
 
@@ -31,6 +31,7 @@ class Group:
 
     @property
     def size(self) -> int:
+        """Number of its ranks."""
         return len(self.ranks)
 
     @property
@@ -112,14 +113,16 @@ class CallerBuffers:
 
         ``numbered``: the buffers are "output 0", "output 1", and so on. Without ``result`` there is only "input".
         """
-        numbers = [f" {i}" for i in range(len(counts))] if numbered else [""]
-        target = Arrays(tuple(f"output{number}" for number in numbers))
-        source = target if in_place and result else Arrays(tuple(f"input{number}" for number in numbers))
-        declared = {}
+        indices: Sequence[int | None] = range(len(counts)) if numbered else [None]
+        target = Arrays(tuple(buffer_name("output", i) for i in indices))
+        source = target if in_place and result else Arrays(tuple(buffer_name("input", i) for i in indices))
+
+        def declare(arrays: Arrays, role: Role) -> dict[str, Buffer]:
+            return {name: Buffer(n, dtype, role, i) for name, n, i in zip(arrays.names, counts, indices, strict=True)}
+
+        declared = declare(source, Role.INPUT) if source != target else {}
         if result:
-            declared = {name: Buffer(n, dtype, Role.OUTPUT) for name, n in zip(target.names, counts, strict=True)}
-        if source != target:
-            declared |= {name: Buffer(n, dtype, Role.INPUT) for name, n in zip(source.names, counts, strict=True)}
+            declared |= declare(target, Role.OUTPUT)
         return CallerBuffers(dtype, tuple(counts), source, target, declared)
 
     @staticmethod
@@ -140,8 +143,17 @@ class CallerBuffers:
     def gathered(counts: Sequence[int], rank: int, dtype: DType, *, in_place: bool = False) -> CallerBuffers:
         """Part ``rank`` as input and the whole vector as output; in place, the part is already in the output."""
         target = Arrays(("output",))
-        declared = {"output": Buffer(sum(counts), dtype, Role.OUTPUT)}
+        output = {"output": Buffer(sum(counts), dtype, Role.OUTPUT)}
         if in_place:
-            return CallerBuffers(dtype, tuple(counts), target, target, declared)
-        declared["input"] = Buffer(counts[rank], dtype, Role.INPUT)
+            return CallerBuffers(dtype, tuple(counts), target, target, output)
+        declared = {"input": Buffer(counts[rank], dtype, Role.INPUT), **output}
         return CallerBuffers(dtype, tuple(counts), Arrays(("input",), sum(counts[:rank])), target, declared)
+
+    @staticmethod
+    def exchanged(send_counts: Sequence[int], recv_counts: Sequence[int], dtype: DType) -> CallerBuffers:
+        """Parts for all ranks as input, and parts from all ranks as output."""
+        declared = {
+            "input": Buffer(sum(send_counts), dtype, Role.INPUT),
+            "output": Buffer(sum(recv_counts), dtype, Role.OUTPUT),
+        }
+        return CallerBuffers(dtype, (*send_counts, *recv_counts), Arrays(("input",)), Arrays(("output",)), declared)

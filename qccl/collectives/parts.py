@@ -31,7 +31,7 @@ class PartsSpec(CollectiveSpec):
         return self.parts
 
     def order_of(self, arrays: Mapping[str, Values]) -> str:
-        """See CollectiveSpec; parts of an array are row-major."""
+        """Row-major alone, because parts are ranges of elements."""
         return row_major(arrays, self.name)
 
 
@@ -56,6 +56,6 @@ def row_major(arrays: Mapping[str, Values], name: str) -> str:
         if values.order != "C":
             raise ArgumentError(
                 f"{name} takes the elements of row-major arrays, and {values.what} is not: shape and strides in "
-                f"elements are {values.layout}; pass a row-major copy"
+                f"elements are {values.shape_and_strides}; pass a row-major copy"
             )
     return "C"

@@ -8,15 +8,16 @@ from typing import Any, Self
 
 from qccl.arguments import integer, integers
 from qccl.arrays import Values, check_disjoint
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
+from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import Binding, CollectiveSpec, common
 from qccl.collectives.wire import Encoding, exchange
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
-from qccl.schedule import Buffer, Op, Role, Schedule, Span
+from qccl.schedule import Buffer, Op, Role, Schedule, Span, buffer_name
 
 __all__ = ["PeerExchangeSpec", "peer_buffers", "peer_exchange"]
 
@@ -47,11 +48,11 @@ class PeerExchangeSpec(CollectiveSpec):
         return shown
 
     def state_owner(self, algorithm: str) -> str:
-        """See CollectiveSpec: the residual is what these receivers lack."""
+        """With the receivers, because the residual is what these ranks lack."""
         return f"{CollectiveSpec.state_owner(self, algorithm)} to {list(self.send_to)}, applied={self.applied}"
 
     def pairs(self, rank: int, size: int) -> tuple[str, ...]:
-        """See CollectiveSpec: which of the two sends to the other."""
+        """Which of the two sends to the other."""
 
         def edges(peer: int) -> str:
             sends = {rank: peer in self.send_to, peer: peer in self.receive_from}
@@ -60,7 +61,7 @@ class PeerExchangeSpec(CollectiveSpec):
 
         return tuple("" if peer == rank else edges(peer) for peer in range(size))
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
         for keyword, peers in (("send_to", self.send_to), ("replicas", self.receive_from)):
             for peer in peers:
@@ -72,26 +73,16 @@ class PeerExchangeSpec(CollectiveSpec):
                     )
             if len(set(peers)) < len(peers):
                 raise ArgumentError(f"{keyword} names a rank twice: {list(peers)}")
-        return dict.fromkeys(("input", *_updated(self.receive_from, self.applied)), self.count)
+        return peer_buffers(self.count, self.dtype, self.receive_from, applied=self.applied)
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
-        """See CollectiveSpec."""
+        """Never in place: the arrays that are added to must not overlap ``z`` or each other."""
         check_disjoint([values for name, values in arrays.items() if name != "input"], [arrays["input"]])
         return Binding(False, {name: values.address for name, values in arrays.items()})
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """See CollectiveSpec."""
-        return peer_exchange(
-            Group.of_all(rank, size),
-            self._buffers(),
-            self.codec,
-            send_to=self.send_to,
-            receive_from=self.receive_from,
-            chunking=self._chunking(default_chunk),
-        )
-
-    def _buffers(self) -> CallerBuffers:
-        return peer_buffers(self.count, self.dtype, self.receive_from, applied=self.applied)
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        peers = {"send_to": self.send_to, "receive_from": self.receive_from}
+        return peer_exchange(group, buffers, self.codec, chunking=chunking, **peers)
 
 
 def _sends(yes: bool) -> str:
@@ -100,15 +91,12 @@ def _sends(yes: bool) -> str:
 
 def peer_buffers(count: int, dtype: DType, receive_from: Sequence[int], *, applied: bool = True) -> CallerBuffers:
     """The buffers of peer_exchange(): "input", "applied" if it is wanted, and "replica j" for each peer j."""
-    names = _updated(receive_from, applied)
     declared = {"input": Buffer(count, dtype, Role.INPUT)}
-    declared |= {name: Buffer(count, dtype, Role.OUTPUT) for name in names}
-    return CallerBuffers(dtype, (count,), Arrays(("input",)), Arrays(names), declared, guard=("input",))
-
-
-def _updated(receive_from: Sequence[int], applied: bool) -> tuple[str, ...]:
-    """The names of the arrays that codes are added to."""
-    return (*(["applied"] if applied else []), *(f"replica {peer}" for peer in receive_from))
+    if applied:
+        declared["applied"] = Buffer(count, dtype, Role.OUTPUT)
+    declared |= {buffer_name("replica", peer): Buffer(count, dtype, Role.OUTPUT, peer) for peer in receive_from}
+    source, updated = Arrays(("input",)), Arrays(tuple(declared)[1:])
+    return CallerBuffers(dtype, (count,), source, updated, declared, guard=("input",))
 
 
 def peer_exchange(
@@ -118,15 +106,15 @@ def peer_exchange(
     *,
     send_to: Sequence[int],
     receive_from: Sequence[int],
-    chunking: Chunking = DEFAULT_CHUNKING,
+    chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
     """Encode "input" once, add the code to "applied", send it to some ranks, and add received codes to "replica j".
 
-    There is one step. Each rank sends the encoded vector to each of ``send_to``, whatever the number of ranks. A rank's
+    There is one hop. Each rank sends the encoded vector to each of ``send_to``, whatever the number of ranks. A rank's
     "applied" and its replicas elsewhere get the same code added: if they were equal to the bit, they still are.
     """
     (count,), applied = buffers.counts, "applied" in buffers.declared
-    encoding = Encoding(partition(count, 1, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
+    encoding = Encoding(partition(count, 1, codec, chunking), codec, buffers.dtype, chunking.depth)
     send = encoding.slots("send", 1 if applied or send_to else 0)
     recv = encoding.slots("recv", len(receive_from))
 
@@ -147,8 +135,10 @@ def peer_exchange(
         if applied:
             yield from decode_chunk(encoding, 0, k, wire(k), Arrays(("applied",)), group.rank, accumulate=True)
         for peer, code in received(k).items():
-            yield from decode_chunk(encoding, 0, k, code, Arrays((f"replica {peer}",)), peer, accumulate=True)
+            yield from decode_chunk(
+                encoding, 0, k, code, Arrays((buffer_name("replica", peer),)), peer, accumulate=True
+            )
 
     stages = ((0, encode_own), (0, exchange_all), (encoding.lag, add))
-    ops = pipeline(encoding.layout.chunks, *stages) if count else ()
+    ops = pipeline(encoding.partition.chunks, *stages) if count else ()
     return assemble("peer_exchange", group, buffers, ops, send, recv)

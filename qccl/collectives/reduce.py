@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Self
 
 from qccl.arguments import OpLike, integer, one_of, op_of
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.allreduce import choose_allreduce
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.partitions import partition
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, decode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
 from qccl.collectives.wire import Encoding, exchange
@@ -37,31 +39,23 @@ class ReduceSpec(CollectiveSpec):
         one_of(algorithm, ("auto", *REDUCE), "algorithm")
         return cls(**common(*shared), op=op_of(op), root=integer(root, "root"), algorithm=algorithm)
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec; only the root has an output."""
         check_root(self.root, size)
-        both = {"input": self.count, "output": self.count}
-        return both if rank == self.root else {"input": self.count}
+        return CallerBuffers.alike((self.count,), self.dtype, in_place=in_place, result=rank == self.root)
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """See CollectiveSpec."""
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
         algorithm = self.algorithm
         if algorithm == "auto":
-            algorithm = choose_reduce(self.count, size, self.dtype, self.codec)
-        return REDUCE[algorithm](
-            Group.of_all(rank, size),
-            CallerBuffers.alike((self.count,), self.dtype, in_place=in_place, result=rank == self.root),
-            self.codec,
-            Combine.of(self.op, size),
-            root=self.root,
-            chunking=self._chunking(default_chunk),
-        )
+            algorithm = choose_reduce(self.count, group.size, self.dtype, self.codec)
+        combine = Combine.of(self.op, group.size)
+        return REDUCE[algorithm](group, buffers, self.codec, combine, root=self.root, chunking=chunking)
 
 
 def choose_reduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     """The algorithm that "auto" stands for, by the bytes that the root receives.
 
-    These are (size-1) E in one_shot, and 2 (size-1)/size E in two_round, which takes one more step. With two ranks
+    These are (size-1) E in one_shot, and 2 (size-1)/size E in two_round, which takes one more hop. With two ranks
     one_shot is never worse.
     """
     return "one_shot" if size <= 2 else choose_allreduce(count, size, dtype, codec)
@@ -74,24 +68,21 @@ def reduce_one_shot(
     combine: Combine = SUM,
     *,
     root: int = 0,
-    chunking: Chunking = DEFAULT_CHUNKING,
+    chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
     """Each rank sends the root its encoded vector, and the root combines the codes and its own values.
 
-    There is one step, in which the root receives size - 1 encoded vectors. An element is quantised once, the root's own
+    There is one hop, in which the root receives size - 1 encoded vectors. An element is quantised once, the root's own
     one not.
     """
     check_root(root, group.size)
     (count,) = buffers.counts
-    encoding = Encoding(partition(count, 1, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
+    encoding = Encoding(partition(count, 1, codec, chunking), codec, buffers.dtype, chunking.depth)
     if group.size == 1 or count == 0:
         return assemble("one_shot", group, buffers, alone(buffers, codec, combine))
     scatter = ScatterReduce(group, encoding, buffers.source, owners=(root,))
-
-    def reduce(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, None, buffers.target)
-
-    ops = pipeline(encoding.layout.chunks, (0, scatter.send), (encoding.lag, reduce))
+    reduce = partial(scatter.reduce, combine=combine, wire=None, target=buffers.target)
+    ops = pipeline(encoding.partition.chunks, (0, scatter.send), (encoding.lag, reduce))
     return assemble("one_shot", group, buffers, ops, scatter)
 
 
@@ -102,7 +93,7 @@ def reduce_two_round(
     combine: Combine = SUM,
     *,
     root: int = 0,
-    chunking: Chunking = DEFAULT_CHUNKING,
+    chunking: ChunkPolicy = NETWORK,
 ) -> Schedule:
     """Scatter-reduce, after which every rank sends its shard of the sum to the root.
 
@@ -111,7 +102,7 @@ def reduce_two_round(
     """
     check_root(root, group.size)
     (count,) = buffers.counts
-    encoding = Encoding(partition(count, group.size, codec, chunking.elements), codec, buffers.dtype, chunking.depth)
+    encoding = Encoding(partition(count, group.size, codec, chunking), codec, buffers.dtype, chunking.depth)
     if group.size == 1 or count == 0:
         return assemble("two_round", group, buffers, alone(buffers, codec, combine))
     is_root = group.rank == root
@@ -137,7 +128,7 @@ def reduce_two_round(
 
     lag = encoding.lag
     stages = ((0, scatter.send), (lag, reduce), (lag, gather), (lag + lag, decode_others))
-    return assemble("two_round", group, buffers, pipeline(encoding.layout.chunks, *stages), scatter, slots)
+    return assemble("two_round", group, buffers, pipeline(encoding.partition.chunks, *stages), scatter, slots)
 
 
 #: the algorithms of reduce by name

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from qccl.arguments import OpLike, op_of
 from qccl.arrays import Values, is_part_of
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_CHUNKING, Chunking, ChunkSize, partition_as_given
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
 from qccl.collectives.spec import Binding, common
 from qccl.collectives.wire import Encoding
-from qccl.schedule import Op, Schedule
+from qccl.schedule import Schedule
 
 __all__ = ["ReduceScatterSpec", "reduce_scatter"]
 
@@ -34,49 +36,37 @@ class ReduceScatterSpec(PartsSpec):
         """Check the arguments; ``shared`` are those of common()."""
         return cls(**common(*shared), op=op_of(op), parts=parts_of(counts))
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
-        return {"input": self.count, "output": self.lengths(size)[rank]}
+        return CallerBuffers.scattered(self.lengths(size), rank, self.dtype, in_place=in_place)
 
     def output_in(self, source: Values, rank: int, size: int) -> Values:
-        """See CollectiveSpec: the own part."""
+        """This rank's part of ``source``."""
         lengths = self.lengths(size)
         return source.part(sum(lengths[:rank]), lengths[rank])
 
     def bind(self, arrays: Mapping[str, Values], rank: int, size: int) -> Binding:
-        """See CollectiveSpec."""
+        """In place, the output is this rank's part of the input; any other overlap is refused."""
         source, target = arrays["input"], arrays["output"]
         if is_part_of(target, source, sum(self.lengths(size)[:rank])):
             return Binding(True, {"output": source.address})
         return Binding(False, {"input": source.address, "output": target.address})
 
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """See CollectiveSpec."""
-        return reduce_scatter(
-            Group.of_all(rank, size),
-            CallerBuffers.scattered(self.lengths(size), rank, self.dtype, in_place=in_place),
-            self.codec,
-            Combine.of(self.op, size),
-            chunking=self._chunking(default_chunk),
-        )
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        return reduce_scatter(group, buffers, self.codec, Combine.of(self.op, group.size), chunking=chunking)
 
 
 def reduce_scatter(
-    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: Chunking = DEFAULT_CHUNKING
+    group: Group, buffers: CallerBuffers, codec: Codec, combine: Combine = SUM, *, chunking: ChunkPolicy = NETWORK
 ) -> Schedule:
     """Rank r gets part r, of ``buffers.counts[r]`` elements, combined from all ranks.
 
-    Each rank sends (size-1)/size of the encoded vector in one step; an element is quantised once, the own one not.
+    Each rank sends (size-1)/size of the encoded vector in one hop; an element is quantised once, the own one not.
     """
-    encoding = Encoding(
-        partition_as_given(buffers.counts, codec, chunking.elements), codec, buffers.dtype, chunking.depth
-    )
+    encoding = Encoding(partition_as_given(buffers.counts, codec, chunking), codec, buffers.dtype, chunking.depth)
     if group.size == 1:
         return assemble("reduce_scatter", group, buffers, alone(buffers, codec, combine))
     scatter = ScatterReduce(group, encoding, buffers.source)
-
-    def reduce(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, None, buffers.target)
-
-    ops = pipeline(encoding.layout.chunks, (0, scatter.send), (encoding.lag, reduce))
+    reduce = partial(scatter.reduce, combine=combine, wire=None, target=buffers.target)
+    ops = pipeline(encoding.partition.chunks, (0, scatter.send), (encoding.lag, reduce))
     return assemble("reduce_scatter", group, buffers, ops, scatter)

@@ -13,13 +13,25 @@ from typing import Protocol
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
 from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
-from qccl.collectives.wire import Encoding, exchange
+from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 
-__all__ = ["AllGather", "ScatterReduce", "alone", "assemble", "copy_values", "decode_chunk", "encode_chunk", "pipeline"]
+__all__ = ["AllGather", "Round", "ScatterReduce", "alone", "assemble", "copy_values", "decode_chunk", "encode_chunk"]
+__all__ += ["pipeline"]
 
 
-class ScatterReduce:
+class Round:
+    """A round with two wire buffers, one for sends and one for receives."""
+
+    _send: Slots
+    _recv: Slots
+
+    def buffers(self) -> dict[str, Buffer]:
+        """The wire buffers."""
+        return self._send.buffers() | self._recv.buffers()
+
+
+class ScatterReduce(Round):
     """Each rank sends every owner its part, and the owners reduce the codes that they receive and their own values.
 
     ``owners`` are the ranks that own parts 0, 1, ... (by default the first ranks of the group). There is one wire slot
@@ -38,17 +50,13 @@ class ScatterReduce:
     ) -> None:
         self._encoding, self._source, self._round = encoding, source, round_number
         self._index = group.index
-        part_of = {owner: part for part, owner in enumerate(owners or group.ranks[: encoding.layout.parts])}
+        part_of = {owner: part for part, owner in enumerate(owners or group.ranks[: encoding.partition.parts])}
         self._part = part_of.get(group.rank)
         self._owners = {other: part_of[other] for other in group.others if other in part_of}
         self._senders = () if self._part is None else group.others
         self._in_order = tuple(other for other in group.ranks if other != group.rank)
         self._send = encoding.slots(f"{name}.send", len(self._owners))
         self._recv = encoding.slots(f"{name}.recv", len(self._senders))
-
-    def buffers(self) -> dict[str, Buffer]:
-        """The wire buffers."""
-        return self._send.buffers() | self._recv.buffers()
 
     def send(self, k: int) -> Iterator[Op]:
         """Encode chunk ``k`` of every owner's part and exchange."""
@@ -88,7 +96,7 @@ class ScatterReduce:
         return {other: self._recv.span(k, i, nbytes) for i, other in enumerate(self._senders)}
 
 
-class AllGather:
+class AllGather(Round):
     """Each owner sends its wire to all other ranks, and each rank receives the wires of all owners.
 
     With ``common`` there is one part, and every rank sends a code of it. ``round_number`` is the round in which the
@@ -101,16 +109,12 @@ class AllGather:
     ) -> None:
         self._encoding, self._round = encoding, round_number
         self._rank, self._ranks = group.rank, group.ranks
-        owners = group.ranks if common else group.ranks[: encoding.layout.parts]
+        owners = group.ranks if common else group.ranks[: encoding.partition.parts]
         self._part_of = {owner: 0 if common else part for part, owner in enumerate(owners)}
         self._owners = [other for other in group.others if other in self._part_of]
         self._receivers = group.others if group.rank in self._part_of else ()
         self._send = encoding.slots(f"{name}.send", 1 if self._receivers else 0)
         self._recv = encoding.slots(f"{name}.recv", len(self._owners))
-
-    def buffers(self) -> dict[str, Buffer]:
-        """The wire buffers."""
-        return self._send.buffers() | self._recv.buffers()
 
     def wire(self, k: int) -> Span:
         """The slot of the own wire of chunk ``k``, from which it is sent."""
@@ -208,16 +212,16 @@ def copy_values(codec: Codec, source: Span, target: Span, combine: Combine = SUM
 
 
 def pipeline(chunks: int, *stages: tuple[int, Callable[[int], Iterator[Op]]]) -> tuple[Op, ...]:
-    """The program order of a pipeline: in step ``s`` each stage ``(lag, make)`` in turn does chunk ``s - lag``.
+    """The program order of a pipeline: in iteration ``i`` each stage ``(lag, make)`` in turn does chunk ``i - lag``.
 
     On the host the order is only a priority. On CUDA the queues keep it, so it decides what can overlap: an operation
     that waits for chunk ``k`` must have a lag that puts it behind the encode of chunk ``k + 1``.
     """
     ops: list[Op] = []
-    for step in range(chunks + max(lag for lag, _ in stages)):
+    for i in range(chunks + max(lag for lag, _ in stages)):
         for lag, make in stages:
-            if 0 <= step - lag < chunks:
-                ops.extend(make(step - lag))
+            if 0 <= i - lag < chunks:
+                ops.extend(make(i - lag))
     return tuple(ops)
 
 

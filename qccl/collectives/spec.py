@@ -5,16 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 from qccl import codecs, dtypes
 from qccl.arguments import CodecLike, chunk_of, count_of
 from qccl.arrays import Values, same_or_disjoint
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import Chunking, ChunkSize
+from qccl.collectives.operands import CallerBuffers, Group
 from qccl.dtypes import DType, DTypeLike
 from qccl.errors import ArgumentError
-from qccl.schedule import Schedule
+from qccl.schedule import Buffer, Role, Schedule
 
 __all__ = ["Binding", "CollectiveSpec", "check_root", "common", "common_order", "spec_of"]
 
@@ -39,7 +41,7 @@ class Binding(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CollectiveSpec(ABC):
-    """The checked arguments of a call: the key of its plan, and the text that the ranks compare.
+    """The checked arguments of a call: the key of its programs, and the text that the ranks compare.
 
     A subclass adds its own parameters and a class method ``from_arguments(count, dtype, codec, chunk, order, *, ...)``
     that checks all of them. The caller's arrays have the names of the schedule's buffers: "input", "output".
@@ -94,14 +96,25 @@ class CollectiveSpec(ABC):
         """For each rank, the text on which this rank and that one must agree beside text(); () for nothing."""
         return ()
 
-    def counts(self, rank: int, size: int) -> dict[str, int]:
-        """Elements that each array of this rank must have. Raises ArgumentError if ``size`` ranks cannot call it."""
-        return {"input": self.count, "output": self.count}
+    def native_groups(self) -> tuple[tuple[int, ...], ...]:
+        """The ranks of the collectives in Schedule.native. All ranks make all groups, also those that are in none."""
+        return ()
+
+    def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
+        """This rank's buffers; in place without those that are another's memory.
+
+        Raises ArgumentError if ``size`` ranks cannot make the call.
+        """
+        return CallerBuffers.alike((self.count,), self.dtype, in_place=in_place)
+
+    def arrays_of(self, role: Role, arrays: Mapping[str, Values], rank: int, size: int) -> list[Values]:
+        """The arrays of a call that it reads (Role.INPUT), or those that it writes (Role.OUTPUT)."""
+        return [arrays[name] for name, buffer in _declared(self, rank, size).items() if buffer.role is role]
 
     def check_counts(self, arrays: Mapping[str, Values], rank: int, size: int) -> None:
         """Raise ArgumentError if an array does not have the number of elements that the call needs."""
-        for name, count in self.counts(rank, size).items():
-            if arrays[name].count != count:
+        for name, buffer in _declared(self, rank, size).items():
+            if arrays[name].count != (count := buffer.size):
                 other = arrays.get({"input": "output", "output": "input"}.get(name, ""), arrays[name])
                 beside = "" if other is arrays[name] else f"; {other.what} has {other.count}"
                 raise ArgumentError(
@@ -130,12 +143,20 @@ class CollectiveSpec(ABC):
             return Binding(True, {"output": target.address})
         return Binding(False, {"input": source.address, "output": target.address})
 
-    @abstractmethod
-    def schedule(self, rank: int, size: int, *, in_place: bool, default_chunk: ChunkSize = None) -> Schedule:
-        """The schedule of one rank; ``default_chunk`` is used if the caller gave no chunk size."""
+    def schedule(self, rank: int, size: int, *, in_place: bool, chunking: ChunkPolicy = NETWORK) -> Schedule:
+        """The schedule of one rank; ``chunking`` is used if the caller gave no chunk size."""
+        own = chunking if self.chunk is None else ChunkPolicy.of_elements(self.chunk)
+        return self._schedule(Group.of_all(rank, size), self.buffers(rank, size, in_place=in_place), own)
 
-    def _chunking(self, default: ChunkSize) -> Chunking:
-        return Chunking(default if self.chunk is None else self.chunk)
+    @abstractmethod
+    def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        """The schedule of the group's rank, on its buffers."""
+
+
+@lru_cache(512)
+def _declared(spec: CollectiveSpec, rank: int, size: int) -> Mapping[str, Buffer]:
+    """The buffers of a call that is not in place."""
+    return spec.buffers(rank, size).declared
 
 
 def spec_of(make: Callable[..., _Spec], values: Values, how: Mapping[str, Any], order: str = "C", **own: Any) -> _Spec:
@@ -193,6 +214,7 @@ def common_order(arrays: Mapping[str, Values]) -> str:
         if other is not first and other.order != order:
             raise ArgumentError(
                 f"{first.what} and {other.what} lie differently in memory (shape, strides in elements): "
-                f"{first.layout} and {other.layout}; pass arrays of one shape and one order of axes"
+                f"{first.shape_and_strides} and {other.shape_and_strides}; pass arrays of one shape and one order of "
+                f"axes"
             )
     return order

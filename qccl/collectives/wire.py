@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from qccl.codecs.base import Codec
-from qccl.collectives.layout import DEFAULT_DEPTH, Partition, Segment
+from qccl.collectives.partitions import Partition, Segment
 from qccl.dtypes import DType
-from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Exchange, Role, Span, Transfer
 
 __all__ = ["ALIGNMENT", "SEGMENT_ALIGNMENT", "Encoding", "Slots", "exchange"]
@@ -47,16 +46,14 @@ class Encoding:
         depth: wire slots per peer, and so the chunks that may be on the wire at the same time.
     """
 
-    def __init__(self, layout: Partition, codec: Codec, dtype: DType, depth: int = DEFAULT_DEPTH) -> None:
-        if depth < 1:
-            raise ArgumentError(f"depth is {depth}; there must be 1 wire slot per peer or more (2 or more to overlap)")
-        self.layout, self.codec, self.dtype, self.depth = layout, codec, dtype, depth
+    def __init__(self, partition: Partition, codec: Codec, dtype: DType, depth: int) -> None:
+        self.partition, self.codec, self.dtype, self.depth = partition, codec, dtype, depth
         self._sizes: dict[int, int] = {}
         self._chunks: dict[tuple[int, int], list[tuple[Segment, int, int]]] = {}
 
     @property
     def lag(self) -> int:
-        """Steps by which a stage that waits for a transfer follows the stage that started it; see pipeline().
+        """Iterations by which a stage that waits for a transfer follows the stage that started it; see pipeline().
 
         An in-order compute queue then never delays the encode of chunk k+1 for the transfers of chunk k. The lag must
         be less than the depth.
@@ -75,16 +72,16 @@ class Encoding:
 
     def slots(self, name: str, width: int, least_depth: int = 1) -> Slots:
         """A ring of slots, each large enough for any chunk, with no more rows than there are chunks."""
-        layout = self.layout
-        largest = max(self.nbytes(part, k) for part in range(layout.parts) for k in range(layout.chunks))
-        return Slots(name, width, min(max(self.depth, least_depth), layout.chunks), _aligned(largest, ALIGNMENT))
+        partition = self.partition
+        largest = max(self.nbytes(part, k) for part in range(partition.parts) for k in range(partition.chunks))
+        return Slots(name, width, min(max(self.depth, least_depth), partition.chunks), _aligned(largest, ALIGNMENT))
 
     def _codes(self, part: int, k: int) -> list[tuple[Segment, int, int]]:
         """The segments of a chunk, each with the first byte and the end of its code."""
         found = self._chunks.get((part, k))
         if found is None:
             found, start = [], 0
-            for segment in self.layout.segments(part, k):
+            for segment in self.partition.segments(part, k):
                 stop = start + self._size(len(segment))
                 found.append((segment, start, stop))
                 start = _aligned(stop, SEGMENT_ALIGNMENT)

@@ -34,7 +34,7 @@ class Consistency:
                 raise mismatch_error(for_peers[peer], for_me, rank, peer)
 
     def compare_once(self, header: Header, timeout: float) -> None:
-        """As compare(), unless the ranks have compared this call before."""
+        """Compare a call the first time that it is made; later ones with equal text are known to agree."""
         call = header.text + "".join(header.pairs)
         if call not in self._checked:
             self.compare(header, timeout)

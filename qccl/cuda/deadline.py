@@ -1,4 +1,4 @@
-"""Time limits that count from the moment when a run's first step is on the device."""
+"""Time limits that count from the moment when a run's first task is on the device."""
 
 from __future__ import annotations
 

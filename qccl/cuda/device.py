@@ -75,7 +75,7 @@ class Device:
         """Whether calls on ``stream`` become part of a graph."""
         if stream in (0, 1):  # the legacy default stream cannot be captured
             return False
-        with translated():
+        with translated:
             return bool(cuda_libraries().runtime.streamIsCapturing(stream))
 
     def current(self) -> AbstractContextManager[None]:

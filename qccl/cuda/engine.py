@@ -1,4 +1,4 @@
-"""The CUDA engine: puts the steps of schedules on streams, and makes failures and deadlines end all runs.
+"""The CUDA engine: puts the tasks of schedules on streams, and makes failures and deadlines end all runs.
 
 The host waits in a call only if the runs under way fill half a stream's queue. A run's work is ordered behind the
 caller's stream, on one stream for computation and one for communication (streams.py derives the events between them),
@@ -13,22 +13,21 @@ runs are.
 Transfers through host memory use two more streams, which wait for messages without the host; a host proxy
 (proxy.py) moves the messages. On failure the proxy releases these streams first, or they would wait for ever.
 
-In a stream capture the same steps go on streams of their own, which join the capture by the caller's event. A captured
+In a stream capture the same tasks go on streams of their own, which join the capture by the caller's event. A captured
 call allocates nothing and waits for nothing, so it becomes part of a CUDA graph. The watchdog does not see replays:
 Communicator.check() does.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 
+from qccl.chunks import GPU
 from qccl.cuda import source as cuda_source
-from qccl.cuda.chunks import default_chunks
 from qccl.cuda.consistency import Consistency
 from qccl.cuda.deadline import Deadline
 from qccl.cuda.device import Device
@@ -39,9 +38,11 @@ from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
 from qccl.cuda.watchdog import Watchdog
-from qccl.engine.base import Progress, Rerun, RunArguments
-from qccl.engine.control import Header
+from qccl.engine.base import Bound, Numbers, Progress, Request
+from qccl.engine.checks import check_addresses
+from qccl.engine.control import Header, Kind
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError, gave_up
+from qccl.lifetime import Registry, Stage
 from qccl.schedule import Queue, Schedule
 from qccl.transports.base import DeviceTransport
 
@@ -54,9 +55,6 @@ _GRACE_SECONDS = 1.0
 #: how long the end of the process waits for pending runs
 _EXIT_SECONDS = 10.0
 
-_process = os.getpid()
-#: engines that may have pending runs when the process ends
-_live: weakref.WeakSet[CudaEngine] = weakref.WeakSet()
 #: engines that failed with pending runs: they keep memory that the device may still use
 _failed: list[CudaEngine] = []
 
@@ -64,11 +62,13 @@ _failed: list[CudaEngine] = []
 class CudaEngine:
     """Runs schedules on one GPU of a transport (interface: engine.base.Engine). One thread at a time may use it."""
 
-    default_chunk = staticmethod(default_chunks)
+    chunking = GPU
 
     def __init__(self, transport: DeviceTransport) -> None:
         self.transport = transport
         self.rank, self.size = transport.rank, transport.size
+        self.numbers = Numbers()
+        self.timeout = 60.0
         self.device = Device(transport.device, transport.stream)
         fail = weakref.WeakMethod(self.fail)
         self._fail_weakly = lambda error: (method := fail()) and method(error)
@@ -80,9 +80,6 @@ class CudaEngine:
         self._releases = False
         self._proxy: HostProxy | None = None
         _failed[:] = [engine for engine in _failed if engine.device.is_busy()]
-        if not _live:  # registered again, so that it runs before the exit handlers of the transport
-            atexit.unregister(_leave_at_exit)
-            atexit.register(_leave_at_exit)
         _live.add(self)
 
     @property
@@ -100,43 +97,48 @@ class CudaEngine:
         self._check_usable()
         schedule.check_rank(self.rank, self.size)
         if schedule.native is not None:
-            self.transport.make_groups(schedule.native_groups)
             schedule = schedule.native
         cuda_source.check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
-        with translated(), on_device(self.device.number):
+        with translated, on_device(self.device.number):
             return CudaProgram(self.device, self.transport, schedule, proxy)
 
     def persistent(self, nbytes: int) -> DeviceState:
         """Allocate memory that keeps its contents from run to run."""
         self._check_usable()
-        with translated(), on_device(self.device.number):
+        with translated, on_device(self.device.number):
             return DeviceState(self.device, nbytes)
 
-    def start(self, program: CudaProgram, arguments: RunArguments) -> CudaRun:
+    def start(
+        self, program: CudaProgram, bound: Bound, request: Request, kept: object = None, streams: Sequence[int] = ()
+    ) -> CudaRun:
         """Put a run on its streams; see engine.base.Engine."""
-        addresses, call, header, deadline, trace, _, streams, lr, progress, kept, take_number = arguments
-        streams = tuple(streams) or (0,)
-        captured = self.device.is_capturing(streams[0])
+        streams, numbers = tuple(streams) or (0,), self.numbers
+        captured, trace, progress = self.device.is_capturing(streams[0]), request.trace, request.progress
+        header = Header(Kind.CALL, numbers.sequence, bound.text, bound.pairs)
         if captured and progress is Progress.SYNCHRONOUS:
             raise ArgumentError(
                 f'nonfinite="error" waits for the result of {header.call_text}, and a call in a stream capture has '
                 f"none yet; leave it out, and check the result after a replay"
             )
-        program.check(addresses, captured=captured, traced=trace is not None)
-        limit = Deadline(deadline - time.monotonic())  # counts from the run's first step
-        run = CudaRun(self._pending, header.call_text, call, limit, streams[0], captured=captured)
+        check_addresses(bound.addresses, program.callers)
+        if captured:
+            program.check_capture(traced=trace is not None)
+        # counts from the run's first task
+        limit = Deadline(self.timeout if request.timeout is None else request.timeout)
+        run = CudaRun(self._pending, header.call_text, numbers.calls, limit, streams[0], captured=captured)
         queues = self.device.capture_queues if captured else self.device.queues
         if not captured:
             run.entries = program.entries
             self._pending.wait_for_room(run)
-        with self._enqueuing, translated(), self.device.current():
+        with self._enqueuing, translated, self.device.current():
             self._check_usable()
             # an error here has no consequences for the group
             program.wait_for_streams(streams[:1] if captured else streams, queues)
             run.event = self.device.take_event()
             run.kept = kept
-            take_number()
+            numbers.sequence += 1
+            numbers.calls += 1
             if captured:
                 self._captured.append(program)  # the graph uses its memory for as long as it lives
             else:
@@ -144,7 +146,8 @@ class CudaEngine:
                 self._pending.add(run)
                 self._watchdog.start()
             try:
-                program.enqueue(run, queues, addresses, sequence=header.sequence, lr=lr, trace=trace)
+                lr = 1.0 if request.lr is None else request.lr
+                program.enqueue(run, queues, bound.addresses, sequence=header.sequence, lr=lr, trace=trace)
             except BaseException as error:  # part of the run may be on its streams
                 ours = error if isinstance(error, QcclError) else as_qccl_error(error)
                 self.fail(ours or gave_up(self.rank, error))
@@ -152,26 +155,33 @@ class CudaEngine:
                     raise
                 raise (self.failure or ours) from error  # an earlier failure, such as the deadline, is the reason
             run.on_stream = True
+        if progress is Progress.CALLER:
+            run.make_stream_wait()
+        elif progress is Progress.SYNCHRONOUS:
+            run.run()
         return run
-
-    def rerun(self, execution: CudaRun, run: Rerun) -> bool:
-        """False: runs are not waited for, and each is recorded anew; see engine.base.Engine."""
-        return False
 
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no run is pending; see engine.base.Engine."""
         if self.failure is None:
             self.check(timeout)
 
-    def barrier(self, header: Header, timeout: float) -> None:
+    def barrier(self, text: str) -> None:
         """Collective: return when all ranks have made this call."""
         self._check_usable()
-        self._consistency.compare(header, timeout)
+        header = Header(Kind.CALL, self.numbers.sequence, text)
+        self.numbers.sequence += 1
+        self._consistency.compare(header, self.timeout)
 
-    def check_consistent(self, header: Header, timeout: float) -> None:
-        """Collective on the first use of a signature: raise MismatchError unless all ranks mean the same call."""
+    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
+        """Collective on the first use of a text: raise MismatchError unless all ranks mean the same call."""
         self._check_usable()
-        self._consistency.compare_once(header, timeout)
+        self._consistency.compare_once(Header(Kind.CALL, self.numbers.sequence, text, pairs), self.timeout)
+
+    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Collective: split the NCCL communicator by groups of ranks, where that was not done before."""
+        self._check_usable()
+        self.transport.make_groups(groups)
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all pending runs, and for ``stream``; raise their failures."""
@@ -185,7 +195,7 @@ class CudaEngine:
 
     def _wait_for_stream(self, stream: int, deadline: float) -> None:
         event = self.device.take_event()
-        with translated(), on_device(self.device.number):
+        with translated, on_device(self.device.number):
             record(event.ptr, stream)
             try:
                 wait_for(event.ptr, deadline, "the stream", self._check_usable)
@@ -212,7 +222,7 @@ class CudaEngine:
                 "here it was initialised for less; leave inter out, or mpi4py.rc.thread_level as it is"
             )
         if self._proxy is None:
-            with translated(), on_device(self.device.number):
+            with translated, on_device(self.device.number):
                 self.device.add_staged_queues()
                 check_stream_flags(self.device.queues[Queue.OUT])
             self._proxy = HostProxy(host, self._fail_weakly)
@@ -295,7 +305,7 @@ class CudaEngine:
         return not self._pending.closed and self.failure is None
 
     def has_pending_runs(self) -> bool:
-        """See Watched."""
+        """Whether a run has not ended on its streams. The watchdog keeps the engine for as long."""
         return bool(self._pending)
 
     def on_watchdog_end(self) -> None:
@@ -304,7 +314,5 @@ class CudaEngine:
             self.transport.close()
 
 
-def _leave_at_exit() -> None:
-    """Finish pending runs before the process ends, because other ranks wait for them."""
-    for engine in list(_live) if os.getpid() == _process else ():  # a forked child cannot use CUDA
-        engine.leave()
+#: engines that may have pending runs when the process ends, for which other ranks wait
+_live = Registry((CudaEngine.leave,), Stage.ENGINES)

@@ -223,7 +223,7 @@ def raise_translated(error: BaseException) -> NoReturn:
 
 
 class _Translated:
-    """See translated(). Not a generator: every call enters it, and that would take three times as long."""
+    """Raises exceptions of CuPy as qccl's. Not a generator, with which entering it would take three times as long."""
 
     def __enter__(self) -> None:
         pass
@@ -234,12 +234,8 @@ class _Translated:
             raise ours from error
 
 
-_TRANSLATED = _Translated()
-
-
-def translated() -> _Translated:
-    """Raise exceptions of CuPy as qccl's."""
-    return _TRANSLATED
+#: inside, exceptions of CuPy are raised as qccl's
+translated = _Translated()
 
 
 def check_status(answer: tuple[Any]) -> None:

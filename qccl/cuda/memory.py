@@ -9,7 +9,7 @@ work before a stream that it is given, and then that is CUDA's legacy default st
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from qccl.codecs.base import Codec
 from qccl.cuda.libraries import cuda_libraries, on_device
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
-from qccl.tensors import is_tensor
+from qccl.tensors import check_values, is_tensor, storage_of
 
 __all__ = ["CudaMemory"]
 
@@ -50,11 +50,17 @@ class _View:
 class CudaMemory:
     """Memory of one GPU (interface: Memory)."""
 
+    has_streams = True
+
     def __init__(self, device: int) -> None:
         self.device = device
         self.calls = _host.CallTable(Codec, _view)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
+        """An array on this rank's GPU, by DLPack or by ``__cuda_array_interface__``.
+
+        The latter does not name the GPU, so the driver is asked.
+        """
         wanted = None if dtype is None else dtypes.get(dtype)
         view: Any = None
         refusal = "it has neither __dlpack__ nor __cuda_array_interface__"
@@ -78,20 +84,31 @@ class CudaMemory:
         return values
 
     def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
-        """As in Memory; the driver knows which addresses are whose."""
+        """An address that the driver knows to be memory of this rank's GPU."""
         address = check_pointer(pointer, count, dtype, what)
         if count:
             self._check_memory(address, count * dtype.itemsize, what)
-        return Values(address, count, dtype, ((count,), (1,)), what, owner=pointer)
+        return Values(address, count, dtype, ((count,), (1,)), what, owner=pointer, writable=writable)
 
     def hold(self, values: Iterable[Values]) -> None:
-        """As in Memory; a tensor of a GPU can still be resized."""
+        """Check that no tensor's memory was replaced; PyTorch cannot forbid to resize tensors of a GPU."""
         for each in values:
             check_unmoved(each)
 
-    def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
-        """As in Memory: the call's stream, then the producers' own where those are others."""
-        arrays = [v.array for v in dict.fromkeys(values) if v.array is not None]
+    def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
+        """As in Memory; a tensor of a GPU can still be resized."""
+        owners = []
+        for number, values in checked:
+            if number is None:
+                self._check_memory(values.address, values.nbytes, values.what)
+            else:
+                check_values(arrays[number], values.what)
+                owners.append(storage_of(arrays[number], values.address, values.nbytes, values.what))
+        return owners
+
+    def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
+        """The call's stream, then the current streams of the libraries that made the arrays, where those are others."""
+        arrays = [array for array in arrays if array is not None and not isinstance(array, int)]
         own, by_type = [], dict[type, int]()
         for array in arrays:
             found = by_type.get(type(array))
@@ -108,7 +125,7 @@ class CudaMemory:
         return (call, *(s for s in dict.fromkeys(known) if (s or _LEGACY) != (call or _LEGACY)))
 
     def first_nonfinite(self, values: Values) -> int | None:
-        """As in Memory; with a flag per element of temporary memory."""
+        """Computed on the GPU, with a flag for each element in temporary memory."""
         if values.count == 0:
             return None
         cupy = cuda_libraries().cupy

@@ -36,7 +36,7 @@ from qccl.cuda.libraries import (
 )
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, EngineError, QcclError
-from qccl.transports.base import Call, DeviceTransfer, Transport, split_groups
+from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
 from qccl.transports.topology import find_topology
 
 __all__ = ["NcclTransport", "get_unique_id"]
@@ -55,8 +55,8 @@ def get_unique_id() -> bytes:
     return bytes(cuda_libraries().nccl.get_unique_id())
 
 
-class NcclTransport:
-    """One rank of an NCCL communicator (interface: DeviceTransport)."""
+class NcclTransport(DeviceTransport):
+    """One rank of an NCCL communicator."""
 
     name = "nccl"
 
@@ -168,6 +168,7 @@ class NcclTransport:
         return [(_grouped, (calls,))]
 
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Collective: split the NCCL communicator by groups. Does nothing for groups that exist."""
         if groups in self._made or groups == (tuple(range(self.size)),):
             return
         self._check_alive()
@@ -188,12 +189,14 @@ class NcclTransport:
         receive: DeviceTransfer,
         stream: int,
     ) -> list[Call]:
+        """One call: ncclReduceScatter with ``op``, ncclAllGather without."""
         comm, count = self._groups[ranks], min(send.nbytes, receive.nbytes) // dtype.itemsize
         if op is None:
             return [(comm.allGather, (send.address, receive.address, count, dtype.nccl, stream))]
         return [(comm.reduceScatter, (send.address, receive.address, count, dtype.nccl, _OPS[op], stream))]
 
     def check(self) -> None:
+        """Raise the asynchronous error of any of its NCCL communicators, unless it was aborted here."""
         try:
             with self._asking:
                 if not self._gone:
@@ -206,6 +209,7 @@ class NcclTransport:
     # -- set-up ------------------------------------------------------------------------------------------------------
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        """Over the GPUs, in two rounds: the lengths of the items, then the items, padded to the longest."""
         self._check_alive()
         deadline = time.monotonic() + timeout
         try:
@@ -217,6 +221,7 @@ class NcclTransport:
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
     def split(self, color: int | None, key: int, timeout: float) -> NcclTransport | None:
+        """By ncclCommSplit, for the host transport, too. Raises CollectiveTimeout if a rank does not take part."""
         groups = split_groups(self, color, key, timeout)
         arguments = (-1, 0) if color is None else (sorted(groups).index(color), groups[color].index(self.rank))
         comm = bounded(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
@@ -270,16 +275,10 @@ class NcclTransport:
         gpu = cuda_libraries()
         with self._stream:
             memory = gpu.cupy.cuda.alloc(_ALIGNMENT * (self.size + 1))
-        transfers = [
-            DeviceTransfer(p, memory.ptr + _ALIGNMENT * (p + 1), 1) for p in range(self.size) if p != self.rank
-        ]
-        calls = (
-            self.exchange(
-                [DeviceTransfer(transfer.peer, memory.ptr, 1) for transfer in transfers], transfers, self.stream
-            )
-            if transfers
-            else []
-        )
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        sends = [DeviceTransfer(peer, memory.ptr, 1) for peer in peers]
+        receives = [DeviceTransfer(peer, memory.ptr + _ALIGNMENT * (peer + 1), 1) for peer in peers]
+        calls = self.exchange(sends, receives, self.stream) if peers else []
         calls += [(self.comm.allGather, (memory.ptr, memory.ptr + _ALIGNMENT, 1, _UINT8, self.stream))]
         for function, arguments in calls:
             function(*arguments)

@@ -23,11 +23,12 @@ from qccl.cuda.proxy import HostProxy
 from qccl.cuda.run import CudaRun
 from qccl.cuda.source import Launch
 from qccl.cuda.staging import Staging
-from qccl.cuda.streams import HOME, Step, steps
+from qccl.cuda.streams import HOME, StreamTask, stream_tasks
 from qccl.dtypes import DType
-from qccl.engine.labels import group_label
+from qccl.engine.checks import caller_buffers
+from qccl.engine.labels import launch_label
 from qccl.errors import ArgumentError, EngineError
-from qccl.schedule import Commit, Node, Op, Queue, Reduce, Role, Schedule, Span, Transfer, reads, writes
+from qccl.schedule import Commit, Op, Queue, Reduce, Role, Schedule, Span, Task, Transfer, reads, writes
 from qccl.trace import TraceEvent
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport
 
@@ -44,7 +45,11 @@ class CudaProgram:
 
     Attributes:
         workspace_nbytes: bytes of the workspace, tables included.
+        callers: the buffers whose addresses each run is given, by name.
+        users: always 0: streams order the runs.
     """
+
+    users = 0
 
     def __init__(
         self, device: Device, transport: DeviceTransport, schedule: Schedule, proxy: HostProxy | None = None
@@ -52,11 +57,11 @@ class CudaProgram:
         """``proxy`` moves the messages of transfers through host memory; schedules with staged peers need it."""
         self._device, self._transport = device, transport
         self._schedule = schedule
-        self._steps = steps(schedule)
+        self._tasks = stream_tasks(schedule)
         works = [name for name, buffer in schedule.buffers.items() if buffer.role is Role.WORK]
-        self._bound = dict.fromkeys(name for name, buffer in schedule.buffers.items() if buffer.role is not Role.WORK)
-        self._addresses = Addresses([*works, *self._bound])
-        self._launches = {s: self._launch(step.ops) for s, step in enumerate(self._steps) if _is_launch(step)}
+        self.callers = caller_buffers(schedule)
+        self._addresses = Addresses([*works, *self.callers])
+        self._launches = {s: self._launch(task.ops) for s, task in enumerate(self._tasks) if _is_launch(task)}
         self._call, self._run = ctypes.c_uint64(), ctypes.c_uint32()  # arguments of the first and the last kernel
         self._is_replay = ctypes.c_uint32()
         self._kept: list[Any] = []  # objects that launches' arguments point to
@@ -69,21 +74,22 @@ class CudaProgram:
         self._begin_arguments, self._end_arguments = self._pack_ends(draws=draws)
         cuda = cuda_libraries().cupy.cuda
         self._arrival = cuda.Event(disable_timing=True)
-        self._events = {s: cuda.Event(disable_timing=True) for s, step in enumerate(self._steps) if step.records}
+        self._events = {s: cuda.Event(disable_timing=True) for s, task in enumerate(self._tasks) if task.records}
         self._calls: dict[bool, list[Call]] = {}
         self._entries = 0
         self._staging: Staging | None = None
-        if proxy is not None and any(step.queue in (Queue.OUT, Queue.IN) for step in self._steps):
-            self._staging = Staging(schedule, self._steps, self._transfer_address, proxy)
+        if proxy is not None and any(task.queue in (Queue.OUT, Queue.IN) for task in self._tasks):
+            self._staging = Staging(schedule, self._tasks, self._address, proxy)
             self.workspace_nbytes += self._staging.nbytes
 
-    def check(self, addresses: Mapping[str, int], *, captured: bool, traced: bool) -> None:
-        """Raise ArgumentError if a run with these addresses cannot be started."""
-        if addresses.keys() != self._bound.keys():
-            raise ArgumentError(f"addresses are needed for {sorted(self._bound)}, not for {sorted(addresses)}")
-        if captured and traced:
+    def label(self, schedule: Schedule) -> None:
+        """Nothing: the program keeps what traces need."""
+
+    def check_capture(self, *, traced: bool) -> None:
+        """Raise ArgumentError if a run cannot be put into a graph."""
+        if traced:
             raise ArgumentError("a call that is put into a graph cannot be traced; leave trace out")
-        if captured and self._schedule.staged_peers:
+        if self._schedule.staged_peers:
             raise ArgumentError(
                 "a call with inter='host' cannot be put into a graph: the host must move its messages in every run; "
                 "leave inter out"
@@ -94,9 +100,9 @@ class CudaProgram:
         """The number of entries that a run makes in the fullest queue of a stream."""
         if not self._entries:
             count = Counter[Queue]()
-            for number, step in enumerate(self._steps):
-                group = _GROUP_ENTRIES * (step.exchange is not None)
-                count[step.queue] += group + sum(len(part) for part in self._step(number, self._device.queues))
+            for number, task in enumerate(self._tasks):
+                exchange = _GROUP_ENTRIES * (task.exchange is not None)
+                count[task.queue] += exchange + sum(len(part) for part in self._calls_of(number, self._device.queues))
             self._entries = max(count.values())
         return self._entries
 
@@ -135,24 +141,26 @@ class CudaProgram:
 
     def _calls_on(self, queues: Mapping[Queue, int], captured: bool) -> list[Call]:
         if captured not in self._calls:
-            self._calls[captured] = [c for s in range(len(self._steps)) for part in self._step(s, queues) for c in part]
+            self._calls[captured] = [
+                c for s in range(len(self._tasks)) for part in self._calls_of(s, queues) for c in part
+            ]
         return self._calls[captured]
 
-    def _step(self, number: int, queues: Mapping[Queue, int]) -> tuple[list[Call], list[Call], list[Call]]:
-        """The calls of a step: waits, work, and the record of its event."""
+    def _calls_of(self, number: int, queues: Mapping[Queue, int]) -> tuple[list[Call], list[Call], list[Call]]:
+        """The calls of a task: waits, work, and the record of its event."""
         runtime = cuda_libraries().runtime
-        step = self._steps[number]
-        stream = queues[step.queue]
-        waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in step.waits]
+        task = self._tasks[number]
+        stream = queues[task.queue]
+        waits: list[Call] = [(runtime.streamWaitEvent, (stream, self._events[w].ptr)) for w in task.waits]
         done: list[Call] = []
-        if step.records and number < len(self._steps) - 1:
+        if task.records and number < len(self._tasks) - 1:
             done.append((record, (self._events[number].ptr, stream)))
         return waits, self._work(number, stream), done
 
     def _work(self, number: int, stream: int) -> list[Call]:
-        step = self._steps[number]
-        if not step.ops:
-            return [*self._table_calls(stream), self._begin_call(stream)] if number == 0 else [self._end_call(stream)]
+        task = self._tasks[number]
+        if not task.ops:
+            return self._begin_calls(stream) if number == 0 else [self._end_call(stream)]
         if number in self._prepared:
             gpu, prepared = cuda_libraries(), self._prepared[number]
             calls: list[Call] = []
@@ -160,33 +168,26 @@ class CudaProgram:
                 calls.append((gpu.runtime.memsetAsync, (prepared.scratch, 0, prepared.scratch_nbytes, stream)))
             launch = gpu.driver.launchKernel
             return calls + [(launch, (*kernel, stream, arguments, 0)) for kernel, arguments in prepared.launches]
-        if self._staging is not None and step.queue in (Queue.OUT, Queue.IN):
+        if self._staging is not None and task.queue in (Queue.OUT, Queue.IN):
             return self._staging.calls(number, stream)
-        if step.exchange is None:
+        if task.exchange is None:
             return []
-        sends, receives = (self._transfers(transfers) for transfers in (step.exchange.sends, step.exchange.recvs))
-        if (native := step.exchange.native) is not None:
+        sends, receives = (self._transfers(transfers) for transfers in (task.exchange.sends, task.exchange.recvs))
+        if (native := task.exchange.native) is not None:
             return self._transport.collective(native.ranks, native.dtype, native.op, sends[0], receives[0], stream)
         return self._transport.exchange(sends, receives, stream)
 
     def _transfers(self, transfers: Sequence[Transfer]) -> list[DeviceTransfer]:
         return [
-            DeviceTransfer(transfer.peer, self._transfer_address(transfer.span), self._nbytes(transfer.span))
+            DeviceTransfer(transfer.peer, self._address(transfer.span), self._nbytes(transfer.span))
             for transfer in transfers
         ]
 
-    def _transfer_address(self, span: Span) -> int:
-        if self._schedule.buffers[span.buffer].role is not Role.WORK:
-            raise EngineError(f"a transfer is in {span.buffer!r}; transfers must be in work buffers")
-        return self._address(span)
-
-    def _table_calls(self, stream: int) -> list[Call]:
-        """The launches that write the table of addresses, for buffers whose addresses launches do not pass."""
-        name = cuda_source.ADDRESS_KERNEL
-        return [self._call_of(name, cuda_source.THREADS, arguments, stream) for arguments in self._table_arguments]
-
-    def _begin_call(self, stream: int) -> Call:
-        return self._call_of(cuda_source.BEGIN_KERNEL, 1, self._begin_arguments, stream)
+    def _begin_calls(self, stream: int) -> list[Call]:
+        """The first kernel, after those that write the addresses which launches do not pass into a table."""
+        name, threads = cuda_source.ADDRESS_KERNEL, cuda_source.THREADS
+        table = [self._call_of(name, threads, arguments, stream) for arguments in self._table_arguments]
+        return [*table, self._call_of(cuda_source.BEGIN_KERNEL, 1, self._begin_arguments, stream)]
 
     def _end_call(self, stream: int) -> Call:
         return self._call_of(cuda_source.END_KERNEL, cuda_source.THREADS, self._end_arguments, stream)
@@ -199,22 +200,22 @@ class CudaProgram:
     # -- a traced run ------------------------------------------------------------------------------------------------
 
     def _traced_calls(self, queues: Mapping[Queue, int], run: CudaRun, trace: list[TraceEvent]) -> list[Call]:
-        """The same calls, with an event before and after each step; ``trace`` is filled when the run is done."""
+        """The same calls, with an event before and after each task; ``trace`` is filled when the run is done."""
         gpu = cuda_libraries()
         begin, now = gpu.cupy.cuda.Event(), time.perf_counter()
         calls: list[Call] = [(record, (begin.ptr, queues[HOME]))]
         events = []
-        for s, step in enumerate(self._steps):
-            waits, work, done = self._step(s, queues)
-            if not step.ops:
+        for s, task in enumerate(self._tasks):
+            waits, work, done = self._calls_of(s, queues)
+            if not task.ops:
                 calls += [*waits, *work, *done]
                 continue
             start, stop = gpu.cupy.cuda.Event(), gpu.cupy.cuda.Event()
-            stream = queues[step.queue]
+            stream = queues[task.queue]
             calls += [*waits, (record, (start.ptr, stream)), *work, (record, (stop.ptr, stream)), *done]
-            group = [Node(i, step.exchange or self._schedule.ops[i]) for i in step.ops]
-            label = group_label(group, self._schedule.buffers)
-            events.append((step.queue.value, label.name, label.args, start, stop))
+            launched = [Task(i, task.exchange or self._schedule.ops[i]) for i in task.ops]
+            label = launch_label(launched, self._schedule.buffers)
+            events.append((task.queue.value, label.name, label.args, start, stop))
 
         def finish() -> None:
             def at(event: Any) -> float:
@@ -261,19 +262,19 @@ class CudaProgram:
         return len(span) * self._schedule.buffers[span.buffer].itemsize
 
     def _upload(self) -> dict[int, _Prepared]:
-        """Allocate the workspace, write the tables into it, and prepare the launches of each step."""
-        layout = _Layout()
-        works = {n: layout.take(b.nbytes) for n, b in self._schedule.buffers.items() if b.role is Role.WORK}
-        counter = layout.take(cuda_source.CALL_NBYTES)
-        layout.content[counter] = bytes(cuda_source.CALL_NBYTES)
-        table, sizes = layout.take(self._addresses.table_nbytes), layout.put(self._sizes_of_results())
-        scratch = {s: layout.take(launch.scratch_nbytes) for s, launch in self._launches.items()}
+        """Allocate the workspace, write the tables into it, and prepare the launches of each task."""
+        arena = _Arena()
+        works = {n: arena.take(b.nbytes) for n, b in self._schedule.buffers.items() if b.role is Role.WORK}
+        counter = arena.take(cuda_source.CALL_NBYTES)
+        arena.content[counter] = bytes(cuda_source.CALL_NBYTES)
+        table, sizes = arena.take(self._addresses.table_nbytes), arena.put(self._sizes_of_results())
+        scratch = {s: arena.take(launch.scratch_nbytes) for s, launch in self._launches.items()}
         tables = {
-            s: [layout.put(table.tobytes()) for table in (launch.jobs, launch.sources, launch.blocks)]
+            s: [arena.put(table.tobytes()) for table in (launch.jobs, launch.sources, launch.blocks)]
             for s, launch in self._launches.items()
         }
-        self._workspace = self._device.allocate(max(layout.nbytes, 1))
-        self.workspace_nbytes = layout.nbytes
+        self._workspace = self._device.allocate(max(arena.nbytes, 1))
+        self.workspace_nbytes = arena.nbytes
         base = self._workspace.ptr
         for name, offset in works.items():
             self._addresses[name] = base + offset
@@ -282,7 +283,7 @@ class CudaProgram:
         self._addresses.words[cuda_source.FAILED_WORD] = self._device.flags.address
         self._result_sizes = ctypes.c_uint64(base + sizes)
         self._counter = ctypes.c_uint64(base + counter)
-        self._kept += self._device.write({base + offset: content for offset, content in layout.content.items()})
+        self._kept += self._device.write({base + offset: content for offset, content in arena.content.items()})
         return {
             s: self._prepare(launch, *(base + offset for offset in (*tables[s], scratch[s])))
             for s, launch in self._launches.items()
@@ -322,14 +323,14 @@ class CudaProgram:
 
 
 class _Prepared(NamedTuple):
-    """The launches of a step, each a function with its geometry, and its arguments; and memory to clear before them."""
+    """The launches of a task, each a function with its geometry, and its arguments; and memory to clear before them."""
 
     launches: list[tuple[tuple[int, ...], int]]
     scratch: int
     scratch_nbytes: int
 
 
-class _Layout:
+class _Arena:
     """Offsets of consecutive blocks of memory, and the initial contents of some."""
 
     def __init__(self) -> None:
@@ -348,5 +349,5 @@ class _Layout:
         return offset
 
 
-def _is_launch(step: Step) -> bool:
-    return bool(step.ops) and step.queue is Queue.COMPUTE
+def _is_launch(task: StreamTask) -> bool:
+    return bool(task.ops) and task.queue is Queue.COMPUTE

@@ -85,6 +85,7 @@ class TransferBatch:
         self.left = len(messages)
 
     def may_start(self, message: Message) -> bool:
+        """Whether all flags that the message waits for have been reached."""
         return all(reached(self.flags[flag], self.number - back) for flag, back in message.gates)
 
     def release(self) -> None:

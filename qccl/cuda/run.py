@@ -27,7 +27,7 @@ class CudaRun(WithCallbacks):
     Attributes:
         call_text: the call with its number, for messages.
         call: the number that keys its random numbers.
-        deadline: counts from the run's first step on the device.
+        deadline: counts from the run's first task on the device.
         stream: the caller's.
         captured: the run became part of a graph, which has not been launched.
         number: of the run among those of its engine, which the flags show; 0 if it is captured.
@@ -56,6 +56,7 @@ class CudaRun(WithCallbacks):
         self.finish: Callable[[], None] | None = None
 
     def step(self) -> bool:
+        """Look at the flags and ask CUDA for errors; the GPU makes progress by itself."""
         self._check()
         self._pending.sweep()
         if not self.done:
@@ -64,6 +65,7 @@ class CudaRun(WithCallbacks):
         return self.done
 
     def run(self, limit: float | None = None) -> bool:
+        """Block until the run has ended on the GPU. Raises ArgumentError for a captured run, which has not begun."""
         if self.captured:
             raise ArgumentError(f"{self.call_text} was put into a graph and has not run; synchronize after a replay")
         text = f"reached the deadline of {self.call_text}"
@@ -72,11 +74,12 @@ class CudaRun(WithCallbacks):
         return self.done
 
     def make_stream_wait(self) -> None:
+        """Let the caller's stream wait for the run's event; the host goes on."""
         self._check()
         self._pending.make_stream_wait(self)
 
     def has_begun(self) -> bool:
-        """Whether the run's first step is on the device, as far as PendingRuns.sweep() has found."""
+        """Whether the run's first task is on the device, as far as PendingRuns.sweep() has found."""
         return self.deadline.counts or self.done
 
     def has_ended(self) -> bool:
@@ -84,6 +87,7 @@ class CudaRun(WithCallbacks):
         return self.done
 
     def waits_for(self) -> str:
+        """The call, without more: the host does not know which task a GPU is at."""
         return f"{self.call_text} has not ended"
 
     def _check(self) -> None:
@@ -166,7 +170,7 @@ class PendingRuns:
         """Make the caller's stream wait for the run. Blocks while the stream's queue is full."""
         event = run.event  # None once the run has ended; without the lock, because the watchdog must not wait for it
         if event is not None:
-            with translated(), self._device.current():  # stream 0 is the current device's default stream
+            with translated, self._device.current():  # stream 0 is the current device's default stream
                 cuda_libraries().runtime.streamWaitEvent(run.stream, event.ptr)
 
     def sweep(self) -> None:

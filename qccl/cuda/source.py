@@ -56,39 +56,27 @@ MANY_BUFFERS = "-DQCCL_MANY_BUFFERS"
 ADDRESS_KERNEL = "qccl_addresses"
 ADDRESSES = 480
 
-BUFFER_REF = np.dtype([("offset", "<u8"), ("buffer", "<u4"), ("rank", "<u4")])
-ENCODE_JOB = np.dtype(
-    [
-        *(("src", BUFFER_REF), ("wire", BUFFER_REF), ("count", "<u8"), ("index", "<u8")),
-        *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
-    ]
+
+def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
+    """A structured type: names of fields with spaces between them, and the type that these have."""
+    return np.dtype([(name, kind) for names, kind in fields for name in names.split()])
+
+
+BUFFER_REF = _record(("offset", "<u8"), ("buffer rank", "<u4"))
+ENCODE_JOB = _record(("src wire", BUFFER_REF), ("count index", "<u8"), ("round rank units scratch", "<u4"))
+DECODE_JOB = _record(("wire dst", BUFFER_REF), ("count index", "<u8"), ("round rank units unused", "<u4"))
+REDUCE_JOB = _record(
+    *(("own wire out", BUFFER_REF), ("count index", "<u8"), ("round rank units scratch", "<u4")),
+    *(("first_source source_count own_index", "<u4"), ("scale", "<f4"), ("source_round unused", "<u4")),
 )
-DECODE_JOB = np.dtype(
-    [
-        *(("wire", BUFFER_REF), ("dst", BUFFER_REF), ("count", "<u8"), ("index", "<u8")),
-        *((name, "<u4") for name in ("round", "rank", "units", "unused")),
-    ]
+STATE_JOB = _record(
+    *(("reduce", REDUCE_JOB), ("residual new_residual momentum new_momentum", BUFFER_REF)),
+    *(("mu", "<f4"), ("unused", "<u4")),
 )
-REDUCE_JOB = np.dtype(
-    [
-        *(("own", BUFFER_REF), ("wire", BUFFER_REF), ("out", BUFFER_REF), ("count", "<u8"), ("index", "<u8")),
-        *((name, "<u4") for name in ("round", "rank", "units", "scratch")),
-        *((name, "<u4") for name in ("first_source", "source_count", "own_index")),
-        *(("scale", "<f4"), ("source_round", "<u4"), ("unused", "<u4")),
-    ]
-)
-STATE_JOB = np.dtype(
-    [
-        *(("reduce", REDUCE_JOB), ("residual", BUFFER_REF), ("new_residual", BUFFER_REF), ("momentum", BUFFER_REF)),
-        *(("new_momentum", BUFFER_REF), ("mu", "<f4"), ("unused", "<u4")),
-    ]
-)
-BLOCK_OF_JOB = np.dtype([("job", "<u4"), ("number", "<u4")])
-PARAMETERS = np.dtype(
-    [
-        *(("seed", "<u8"), ("bucket", "<u8"), ("scratch", "<u8")),
-        *(("units_per_bucket", "<u4"), ("options", "<u4", 6), ("unused", "<u4"), ("blocks", "<u8")),
-    ]
+BLOCK_OF_JOB = _record(("job number", "<u4"))
+PARAMETERS = _record(
+    *(("seed bucket scratch", "<u8"), ("units_per_bucket", "<u4"), ("options", ("<u4", 6)), ("unused", "<u4")),
+    ("blocks", "<u8"),
 )
 
 #: elements that a block of threads handles in commit()
@@ -284,11 +272,7 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, locate: Locate) -> L
 
 
 def _reduce_with_state(
-    ops: Sequence[Reduce],
-    reductions: np.ndarray[Any, Any],
-    sources: np.ndarray[Any, Any],
-    dtype: DType,
-    locate: Locate,
+    ops: Sequence[Reduce], reductions: np.ndarray[Any, Any], sources: np.ndarray[Any, Any], dtype: DType, locate: Locate
 ) -> Launch:
     """Reductions with state."""
     codec, states = ops[0].codec, [op.state or State() for op in ops]

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 from qccl.cuda.deadline import Deadline
 from qccl.cuda.libraries import check_status, cuda_libraries
 from qccl.cuda.proxy import HostProxy, Message, TransferBatch
-from qccl.cuda.streams import Step
+from qccl.cuda.streams import StreamTask
 from qccl.errors import EngineError
-from qccl.schedule import Exchange, Node, Queue, Schedule, Span, Transfer, dependencies
+from qccl.schedule import Exchange, Queue, Schedule, Span, Task, Transfer, dependencies
 from qccl.transports.base import Call
 
 __all__ = ["Staging", "check_stream_flags"]
@@ -51,15 +51,15 @@ class Staging:
     """
 
     def __init__(
-        self, schedule: Schedule, steps: Sequence[Step], address: Callable[[Span], int], proxy: HostProxy
+        self, schedule: Schedule, tasks: Sequence[StreamTask], address: Callable[[Span], int], proxy: HostProxy
     ) -> None:
         """``address`` gives the address of a span on the device."""
         self._address, self._proxy, self._number = address, proxy, 0
         self._count = 0  # of flags
         self._copies = {
-            s: list(self._copies_of(step)) for s, step in enumerate(steps) if step.queue in (Queue.OUT, Queue.IN)
+            s: list(self._copies_of(task)) for s, task in enumerate(tasks) if task.queue in (Queue.OUT, Queue.IN)
         }
-        self._queues = {s: steps[s].queue for s in self._copies}
+        self._queues = {s: tasks[s].queue for s in self._copies}
         self._offsets: dict[tuple[Queue, str], int] = {}  # of each buffer, in each direction
         self.nbytes = _aligned(_FLAG_NBYTES * self._count)
         for s, copies in self._copies.items():
@@ -83,13 +83,13 @@ class Staging:
         )
         self._proxy.begin(batch)
 
-    def calls(self, step: int, stream: int) -> list[Call]:
-        """The calls of a step, for the run that began last."""
+    def calls(self, task: int, stream: int) -> list[Call]:
+        """The calls of a task, for the run that began last."""
         copy, calls = cuda_libraries().runtime.memcpyAsync, list[Call]()
-        for number, copied in enumerate(self._copies[step]):
-            here, there, nbytes = self._host_address(step, copied.span), self._address(copied.span), len(copied.span)
-            if self._queues[step] is Queue.OUT:
-                for before, back in self._before[step, number]:
+        for number, copied in enumerate(self._copies[task]):
+            here, there, nbytes = self._host_address(task, copied.span), self._address(copied.span), len(copied.span)
+            if self._queues[task] is Queue.OUT:
+                for before, back in self._before[task, number]:
                     calls += [(self._wait, (stream, flag, back)) for _, flag in before.transfers]
                 calls.append((copy, (here, there, nbytes, _DEVICE_TO_HOST, stream)))
             else:
@@ -100,10 +100,10 @@ class Staging:
 
     # -- prepared once -----------------------------------------------------------------------------------------------
 
-    def _copies_of(self, step: Step) -> Iterator[_Copy]:
-        """The copies of a step; each transfer and each copy gets a flag."""
-        assert step.exchange is not None
-        transfers = (*step.exchange.sends, *step.exchange.recvs)
+    def _copies_of(self, task: StreamTask) -> Iterator[_Copy]:
+        """The copies of a task; each transfer and each copy gets a flag."""
+        assert task.exchange is not None
+        transfers = (*task.exchange.sends, *task.exchange.recvs)
         for span in dict.fromkeys(transfer.span for transfer in transfers):
             ours = tuple((transfer, self._new_flag()) for transfer in transfers if transfer.span == span)
             yield _Copy(span, ours, self._new_flag())
@@ -113,28 +113,28 @@ class Staging:
         return self._count - 1
 
     def _uses(self, queue: Queue) -> dict[tuple[int, int], list[tuple[_Copy, int]]]:
-        """For each copy of a queue, by step and number: the last ones that used its slot, and how many runs ago."""
+        """For each copy of a queue, by task and number: the last ones that used its slot, and how many runs ago."""
         keys = [(s, i) for s, copies in self._copies.items() if self._queues[s] is queue for i in range(len(copies))]
         copies = [self._copies[s][i] for s, i in keys]
-        twice = [Node(i, Exchange((), (Transfer(0, copied.span),))) for i, copied in enumerate([*copies, *copies])]
+        twice = [Task(i, Exchange((), (Transfer(0, copied.span),))) for i, copied in enumerate([*copies, *copies])]
         found = dependencies(twice)[len(keys) :]
         return {
             key: [(copies[i % len(keys)], int(i < len(keys))) for i in before]
             for key, before in zip(keys, found, strict=True)
         }
 
-    def _messages_of(self, step: int) -> Iterator[Message]:
-        is_send = self._queues[step] is Queue.OUT
-        for number, copied in enumerate(self._copies[step]):
-            address, nbytes = self._host_address(step, copied.span), len(copied.span)
-            before = [(copied, 0)] if is_send else self._before[step, number]
+    def _messages_of(self, task: int) -> Iterator[Message]:
+        is_send = self._queues[task] is Queue.OUT
+        for number, copied in enumerate(self._copies[task]):
+            address, nbytes = self._host_address(task, copied.span), len(copied.span)
+            before = [(copied, 0)] if is_send else self._before[task, number]
             gates = tuple((each.flag, back) for each, back in before)
             for transfer, flag in copied.transfers:
                 yield Message(transfer.peer, is_send, address, nbytes, gates, flag)
 
-    def _host_address(self, step: int, span: Span) -> int:
+    def _host_address(self, task: int, span: Span) -> int:
         """The address in pinned memory."""
-        return self._base + self._offsets[self._queues[step], span.buffer] + span.start
+        return self._base + self._offsets[self._queues[task], span.buffer] + span.start
 
     # -- flags -------------------------------------------------------------------------------------------------------
 

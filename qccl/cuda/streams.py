@@ -1,4 +1,4 @@
-"""A schedule's steps on streams: kernel launches and NCCL groups, each on a queue, and the events between queues.
+"""A schedule's tasks on streams: kernel launches and NCCL groups, each on a queue, and the events between queues.
 
 A queue is a stream, whose work runs in order. An event makes one queue wait for a point on another. Both are data here,
 derived from the schedule's dependencies without a GPU library, so tests need no GPU.
@@ -16,37 +16,24 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from qccl.dtypes import DType
-from qccl.schedule import (
-    Commit,
-    Decode,
-    Encode,
-    Exchange,
-    Node,
-    Op,
-    Queue,
-    Reduce,
-    Schedule,
-    Span,
-    dependencies,
-    nodes,
-)
+from qccl.schedule import Commit, Decode, Encode, Exchange, Op, Queue, Reduce, Schedule, Span, Task, dependencies, tasks
 
-__all__ = ["HOME", "Step", "queues_of", "steps"]
+__all__ = ["HOME", "StreamTask", "stream_tasks"]
 
 #: the queue on which a run begins and ends
 HOME = Queue.COMPUTE
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StreamTask:
     """One launch (Encodes, Decodes or Reduces), one group of transfers, or an end of the run.
 
     Attributes:
         queue: its stream.
-        ops: the numbers of its operations in the schedule; none for the first and the last step. Several steps may
+        ops: the numbers of its operations in the schedule; none for the first and the last task. Several tasks may
             share an Exchange.
-        waits: the steps of other queues whose events it waits for.
-        records: an event is recorded after it, because a later step or the caller waits for it.
+        waits: the tasks of other queues whose events it waits for.
+        records: an event is recorded after it, because a later task or the caller waits for it.
         exchange: its transfers: those of an Exchange that go on this queue.
     """
 
@@ -57,34 +44,29 @@ class Step:
     exchange: Exchange | None = None
 
 
-def steps(schedule: Schedule) -> tuple[Step, ...]:
-    """The steps of a run in the order in which they are put on their streams.
+def stream_tasks(schedule: Schedule) -> tuple[StreamTask, ...]:
+    """The tasks of a run in the order in which they are put on their streams.
 
     The first and the last have no operations. The first stands for the work before the run: the caller's data, and the
     previous run, which used the same workspace. The last is complete when all others are.
     """
-    program = tuple(_nodes(schedule))
+    program = tuple(_tasks(schedule))
     needed = dependencies(program)
     batches = _batches(schedule, program, needed)
-    step_of = {i: s for s, batch in enumerate(batches, 1) for i in batch}
+    task_of = {i: s for s, batch in enumerate(batches, 1) for i in batch}
     queues = [HOME, *(program[batch[0]].queue for batch in batches), HOME]
     required = [set[int]()]
-    required += [{0} | {step_of[j] for i in batch for j in needed[i]} for batch in batches]
+    required += [{0} | {task_of[j] for i in batch for j in needed[i]} for batch in batches]
     required.append(set(range(len(queues) - 1)))
     waits = _events(queues, required)
-    recorded = {step for each in waits for step in each} | {len(queues) - 1}
+    recorded = {task for each in waits for task in each} | {len(queues) - 1}
     ops = [(), *(tuple(program[i].op_index for i in batch) for batch in batches), ()]
     moved = [None, *(_exchange(program[batch[0]]) for batch in batches), None]
-    return tuple(Step(queues[s], ops[s], waits[s], s in recorded, moved[s]) for s in range(len(queues)))
-
-
-def queues_of(program: Sequence[Step]) -> tuple[Queue, ...]:
-    """The queues that have steps, HOME first."""
-    return tuple(dict.fromkeys(step.queue for step in program))
+    return tuple(StreamTask(queues[s], ops[s], waits[s], s in recorded, moved[s]) for s in range(len(queues)))
 
 
 @dataclass(frozen=True, slots=True)
-class _Half(Node):
+class _Half(Task):
     """The sends of an Exchange to staged peers, or its receives from them; ``op`` has no others."""
 
     @property
@@ -92,23 +74,23 @@ class _Half(Node):
         return Queue.OUT if isinstance(self.op, Exchange) and self.op.sends else Queue.IN
 
 
-def _nodes(schedule: Schedule) -> Iterator[Node]:
+def _tasks(schedule: Schedule) -> Iterator[Task]:
     """The operations, with each Exchange divided by queue.
 
     Sends precede the receives of the same Exchange. So no wait precedes the work that it waits for on another rank,
     even if the hardware maps several streams to one queue.
     """
-    for node in nodes(schedule, per_transfer=False):
-        if not (schedule.staged_peers and isinstance(node.op, Exchange)) or node.op.native is not None:
-            yield node
+    for task in tasks(schedule, per_transfer=False):
+        if not (schedule.staged_peers and isinstance(task.op, Exchange)) or task.op.native is not None:
+            yield task
             continue
-        near, far = _parted(node.op, schedule.staged_peers)
+        near, far = _parted(task.op, schedule.staged_peers)
         if far.sends:
-            yield _Half(node.op_index, Exchange(far.sends, ()))
+            yield _Half(task.op_index, Exchange(far.sends, ()))
         if near.sends or near.recvs:
-            yield Node(node.op_index, near)
+            yield Task(task.op_index, near)
         if far.recvs:
-            yield _Half(node.op_index, Exchange((), far.recvs))
+            yield _Half(task.op_index, Exchange((), far.recvs))
 
 
 def _parted(op: Exchange, staged_peers: Collection[int]) -> tuple[Exchange, Exchange]:
@@ -124,11 +106,11 @@ def _parted(op: Exchange, staged_peers: Collection[int]) -> tuple[Exchange, Exch
     return chosen(False), chosen(True)
 
 
-def _exchange(node: Node) -> Exchange | None:
-    return node.op if isinstance(node.op, Exchange) else None
+def _exchange(task: Task) -> Exchange | None:
+    return task.op if isinstance(task.op, Exchange) else None
 
 
-def _batches(schedule: Schedule, program: Sequence[Node], needed: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+def _batches(schedule: Schedule, program: Sequence[Task], needed: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
     """Neighbouring operations that share a launch.
 
     They are of one kind, independent of each other, and wait for the same operation of another queue, so a chunk that
@@ -136,10 +118,10 @@ def _batches(schedule: Schedule, program: Sequence[Node], needed: Sequence[tuple
     """
     batches: list[list[int]] = []
     last: object = None
-    for i, node in enumerate(program):
-        kind = _kind(schedule, node.op)
+    for i, task in enumerate(program):
+        kind = _kind(schedule, task.op)
         if kind is not None:
-            kind = kind, max((j for j in needed[i] if program[j].queue is not node.queue), default=None)
+            kind = kind, max((j for j in needed[i] if program[j].queue is not task.queue), default=None)
         if kind is not None and kind == last and not set(needed[i]) & set(batches[-1]):
             batches[-1].append(i)
         else:
@@ -168,28 +150,28 @@ def _kind(schedule: Schedule, op: Op) -> object:
 
 
 def _events(queues: Sequence[Queue], required: Sequence[set[int]]) -> list[tuple[int, ...]]:
-    """For each step the steps of other queues that it must wait for, without implied ones.
+    """For each task the tasks of other queues that it must wait for, without implied ones.
 
-    Each step has a vector clock: the last step of each queue that is complete before it. The clock follows from its
-    predecessor on its own queue and from the steps it waits for. Earlier steps are implied.
+    Each task has a vector clock: the last task of each queue that is complete before it. The clock follows from its
+    predecessor on its own queue and from the tasks it waits for. Earlier tasks are implied.
     """
     known: list[Mapping[Queue, int]] = []
     latest: dict[Queue, int] = {}
     result = []
-    for step, queue in enumerate(queues):
+    for task, queue in enumerate(queues):
         clock = dict(known[latest[queue]]) if queue in latest else {}
         furthest: dict[Queue, int] = {}
-        for other in required[step]:
+        for other in required[task]:
             if queues[other] is not queue:
                 furthest[queues[other]] = max(other, furthest.get(queues[other], -1))
         waits = []
-        for other in sorted(furthest.values(), reverse=True):  # only a later step can imply another
+        for other in sorted(furthest.values(), reverse=True):  # only a later task can imply another
             if clock.get(queues[other], -1) < other:
                 waits.append(other)
                 for each, reached in known[other].items():
                     clock[each] = max(reached, clock.get(each, -1))
-        clock[queue] = step
-        latest[queue] = step
+        clock[queue] = task
+        latest[queue] = task
         known.append(clock)
         result.append(tuple(sorted(waits)))
     return result

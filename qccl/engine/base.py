@@ -7,18 +7,18 @@ from enum import Enum
 from typing import Any, NamedTuple, Protocol
 
 from qccl.arrays import Memory
-from qccl.engine.control import Header
+from qccl.chunks import ChunkPolicy
 from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
 
-__all__ = ["Backend", "Engine", "Execution", "Persistent", "Program", "Progress", "Rerun", "RunArguments"]
+__all__ = ["Backend", "Bound", "Engine", "Execution", "Numbers", "Persistent", "Program", "Progress", "Request"]
 
 
 class Progress(Enum):
     """Who advances a run whose engine does not advance all runs by itself (on the host)."""
 
-    #: only callers that wait
+    #: the caller, which waits in start()
     CALLER = 0
     #: the same; and on CUDA, too, the host waits for the run at once, so it cannot become part of a graph
     SYNCHRONOUS = 3
@@ -28,52 +28,59 @@ class Progress(Enum):
     NOW = 2
 
 
-class RunArguments(NamedTuple):
-    """The arguments of one run.
+class Request(NamedTuple):
+    """How a caller wants one call to run. It is made once, and passed unchanged from the method to the engine.
 
     Attributes:
-        addresses: of the caller's buffers, by their names in the schedule.
-        call: the number that keys the random numbers.
-        header: all ranks must send an equal one; its sequence number is the next one of the group.
-        deadline: in time.monotonic() seconds. On CUDA the time that is left counts from the run's first step.
-        trace: a list that gets an event for each operation and transfer.
-        schedule: with ``trace``, the one that was compiled: a program on the host does not keep it.
-        streams: on CUDA, the caller's stream, and other streams whose work so far the run must wait for.
-        lr: the learning rate that residuals are multiplied by (schedule.Reduce).
         progress: who advances the run.
-        kept: objects that must live until the run has ended.
-        take_number: called once before anything is sent, when the run is not refused any more.
+        timeout: seconds that it may take (on CUDA from its first step); None means the engine's.
+        key: the name of the codec's state; None for none.
+        lr: the learning rate that residuals are multiplied by (schedule.Reduce), checked; None where callers give none.
+        stream: on CUDA, the stream that the caller named, or None.
+        trace: a list that gets an event for each operation and transfer.
+        nonfinite: "error" if a result with NaN or infinity is to raise an error, otherwise "propagate".
     """
 
-    addresses: Mapping[str, int]
-    call: int
-    header: Header
-    deadline: float
-    trace: list[TraceEvent] | None = None
-    schedule: Schedule | None = None
-    streams: Sequence[int] = ()
-    lr: float = 1.0
     progress: Progress = Progress.CALLER
-    kept: object = None
-    take_number: Callable[[], object] = lambda: None
+    timeout: float | None = None
+    key: str | None = None
+    lr: float | None = None
+    stream: Any = None
+    trace: list[TraceEvent] | None = None
+    nonfinite: str = "propagate"
 
 
-class Rerun(NamedTuple):
-    """The arguments of a run that differ from those of the last one; see RunArguments.
+class Bound(NamedTuple):
+    """The memory of a run, and what the ranks must agree on.
 
     Attributes:
-        take_number: returns the header's sequence number, and the call's. Called once if the run begins.
-        kept: objects that must live until the run has ended.
+        addresses: of the caller's buffers and of the state, by their names in the schedule.
+        text: all ranks must send it in their headers.
+        pairs: by peer, text that this rank and the peer must agree on; () for none.
     """
 
     addresses: Mapping[str, int]
-    take_number: Callable[[], tuple[int, int]]
-    deadline: float
-    kept: object
+    text: str
+    pairs: tuple[str, ...] = ()
+
+
+class Numbers:
+    """The numbers of a group's next call. The engine takes them when it has accepted a run, before it sends anything.
+
+    Attributes:
+        sequence: the number in the group, barriers included.
+        calls: the number that keys the random numbers; it does not count barriers, which change no result.
+        offset: what load_state_dict() has added to ``calls``.
+    """
+
+    __slots__ = ("calls", "offset", "sequence")
+
+    def __init__(self) -> None:
+        self.sequence = self.calls = self.offset = 0
 
 
 class Execution(Protocol):
-    """One run of a program. Only the methods that wait raise its failures.
+    """One run of a program. Only the methods that wait raise its failures, and start() where the caller waits.
 
     Attributes:
         call: number of the call, which keys its random numbers.
@@ -135,28 +142,38 @@ class Program(Protocol):
 
     Attributes:
         workspace_nbytes: bytes of the workspace.
+        users: runs that have not ended, behind which another one would wait (always 0 on CUDA: streams order the runs).
     """
 
     workspace_nbytes: int
+    users: int
+
+    def label(self, schedule: Schedule) -> None:
+        """Before the first run with a trace: keep what traces need of the schedule that was compiled."""
 
 
 class Engine(Protocol):
     """Runs schedules on one rank.
 
     Attributes:
-        failure: the error that ended the group outside any call (found by a watchdog), or None.
-        is_idle: no run is under way, and the host can read the caller's memory without waiting (never on CUDA).
+        numbers: of the next call.
+        timeout: seconds that a run may take whose request does not say; the session sets it.
     """
 
-    @property
-    def default_chunk(self) -> int | Callable[[int, int], int] | None:
-        """The size of a chunk if the caller gives none, as collectives.layout.ChunkSize."""
+    numbers: Numbers
+    timeout: float
 
     @property
-    def failure(self) -> QcclError | None: ...
+    def chunking(self) -> ChunkPolicy:
+        """The size of chunks where the caller gives none."""
 
     @property
-    def is_idle(self) -> bool: ...
+    def failure(self) -> QcclError | None:
+        """The error that ended the group outside any call (found by a watchdog), or None."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No run is under way, and the host can read the caller's memory without waiting (never on CUDA)."""
 
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError if this engine cannot run it."""
@@ -164,29 +181,30 @@ class Engine(Protocol):
     def persistent(self, nbytes: int) -> Persistent:
         """Allocate memory that keeps its contents from run to run."""
 
-    def start(self, program: Any, arguments: RunArguments) -> Execution:
+    def start(
+        self, program: Any, bound: Bound, request: Request, kept: object = None, streams: Sequence[int] = ()
+    ) -> Execution:
         """Start a run of a Program of this engine; on the host it waits for earlier runs of the program.
 
-        Raises ArgumentError for a run that cannot be started. Later failures come from the Execution.
-        """
+        ``kept`` are objects that must live until the run has ended. ``streams`` are, on CUDA, the caller's stream, and
+        others whose work so far the run must wait for.
 
-    def rerun(self, execution: Any, run: Rerun) -> bool:
-        """Run an Execution that has ended once more, without a trace or callbacks, and wait. Raises as its run().
-
-        False, and nothing has changed, if the engine cannot do that now: use start().
+        If the request says that the caller waits, it returns when the result may be used (on CUDA: on the caller's
+        stream), and raises the run's failures. Otherwise they come from the Execution. Raises ArgumentError for a run
+        that cannot be started, and then has taken no number.
         """
 
     def wait_until_idle(self, timeout: float) -> None:
         """Wait until no run is under way. Returns after an earlier failure; raises one that occurs while waiting."""
 
-    def barrier(self, header: Header, timeout: float) -> None:
-        """Collective: return when all ranks have made this call. Raises as a run does."""
+    def barrier(self, text: str) -> None:
+        """Collective: return when all ranks have made this call, which ``text`` describes. Raises as a run does."""
 
-    def check_consistent(self, header: Header, timeout: float) -> None:
-        """Collective on the first use of a signature, on engines that do not compare every call.
+    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
+        """Collective on the first use of a text, on engines that do not compare every call. Raises MismatchError."""
 
-        Raises MismatchError.
-        """
+    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Collective on CUDA: prepare the library's collectives in groups of ranks, where that was not done before."""
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Wait for all runs that progress without this rank's calls (on CUDA also for ``stream``); raise failures."""

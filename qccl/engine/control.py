@@ -21,7 +21,7 @@ from qccl.errors import EngineError, MismatchError
 
 __all__ = ["CALL", "HEADER_NBYTES", "Block", "Header", "Kind"]
 
-#: bytes of a control message: the layout below, zero-padded text in UTF-8, and the number of bytes of data that follow.
+#: bytes of a control message: the fields below, zero-padded text in UTF-8, and the number of bytes of data that follow.
 #: Only that number may differ between ranks that agree
 HEADER_NBYTES = _host.HEADER_NBYTES
 CONTROL_TAG = _host.CONTROL_TAG

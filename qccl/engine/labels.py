@@ -1,4 +1,4 @@
-"""Labels of a schedule's nodes in a trace: queue, name and arguments."""
+"""Labels of a schedule's tasks in a trace: queue, name and arguments."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from qccl.intervals import IntervalMap
-from qccl.schedule import Buffer, Commit, Decode, Encode, Exchange, Node, Op, Reduce
+from qccl.schedule import Buffer, Commit, Decode, Encode, Exchange, Op, Reduce, Task
 
-__all__ = ["Label", "group_label", "labels"]
+__all__ = ["Label", "labels", "launch_label"]
 
 Args = dict[str, int | str]
 
@@ -25,36 +25,36 @@ class Label(NamedTuple):
 
 @dataclass(slots=True)
 class _Written:
-    """A range of a buffer, and the last node that wrote it."""
+    """A range of a buffer, and the last task that wrote it."""
 
     start: int
     stop: int
-    node: int
+    task: int
 
     def split(self, at: int) -> _Written:
-        rest = _Written(at, self.stop, self.node)
+        rest = _Written(at, self.stop, self.task)
         self.stop = at
         return rest
 
 
-def labels(program: Sequence[Node], buffers: Mapping[str, Buffer]) -> list[Label]:
-    """A label for each node; each transfer of an Exchange must be a node of its own.
+def labels(program: Sequence[Task], buffers: Mapping[str, Buffer]) -> list[Label]:
+    """A label for each task; each transfer of an Exchange must be a task of its own.
 
     A schedule does not number chunks, so this counts messages: of those with one peer, direction and round, message k
     carries chunk k. A computation gets the chunk of the first message that it encodes or decodes.
     """
     sources, readers = _flow(program)
-    args = [_arguments(node, buffers) for node in program]
+    args = [_arguments(task, buffers) for task in program]
     _describe_messages(program, args, sources, readers)
     _number_chunks(program, args, sources, readers)
-    return [_label(node, each) for node, each in zip(program, args, strict=True)]
+    return [_label(task, each) for task, each in zip(program, args, strict=True)]
 
 
 def _describe_messages(
-    program: Sequence[Node], args: list[Args], sources: Sequence[list[int]], readers: Sequence[list[int]]
+    program: Sequence[Task], args: list[Args], sources: Sequence[list[int]], readers: Sequence[list[int]]
 ) -> None:
     """Copy codec, round and elements to each transfer from the operation that encodes or decodes its message."""
-    transfers = [i for i, node in enumerate(program) if node.transfer is not None]
+    transfers = [i for i, task in enumerate(program) if task.transfer is not None]
     for i in sorted(transfers, key=lambda i: program[i].is_send):  # receives first: a send may forward a message
         is_send = program[i].is_send
         near = sources[i] if is_send else readers[i]
@@ -66,42 +66,42 @@ def _describe_messages(
 
 
 def _number_chunks(
-    program: Sequence[Node], args: list[Args], sources: Sequence[list[int]], readers: Sequence[list[int]]
+    program: Sequence[Task], args: list[Args], sources: Sequence[list[int]], readers: Sequence[list[int]]
 ) -> None:
     seen: Counter[tuple[int, bool, int | str | None]] = Counter()
-    for i, node in enumerate(program):
-        if node.transfer is not None:
-            key = node.transfer.peer, node.is_send, args[i].get("round")
+    for i, task in enumerate(program):
+        if task.transfer is not None:
+            key = task.transfer.peer, task.is_send, args[i].get("round")
             args[i]["chunk"] = seen[key]
             seen[key] += 1
-    for i, node in enumerate(program):
+    for i, task in enumerate(program):
         messages = [j for j in (*sources[i], *readers[i]) if program[j].transfer is not None]
-        if node.transfer is None and messages:
+        if task.transfer is None and messages:
             args[i]["chunk"] = args[messages[0]]["chunk"]
 
 
-def _flow(program: Sequence[Node]) -> tuple[list[list[int]], list[list[int]]]:
-    """For each node, the nodes that wrote its inputs, and the nodes that read its outputs."""
+def _flow(program: Sequence[Task]) -> tuple[list[list[int]], list[list[int]]]:
+    """For each task, the tasks that wrote its inputs, and the tasks that read its outputs."""
     written: defaultdict[str, IntervalMap[_Written]] = defaultdict(IntervalMap)
     sources: list[list[int]] = [[] for _ in program]
     readers: list[list[int]] = [[] for _ in program]
-    for i, node in enumerate(program):
-        for span in node.reads():
+    for i, task in enumerate(program):
+        for span in task.reads():
             for cell in written[span.buffer].covered(span.start, span.stop) if len(span) else ():
-                sources[i].append(cell.node)
-                readers[cell.node].append(i)
-        for span in node.writes():
+                sources[i].append(cell.task)
+                readers[cell.task].append(i)
+        for span in task.writes():
             if len(span):
                 written[span.buffer].put(_Written(span.start, span.stop, i))
     return sources, readers
 
 
-def _arguments(node: Node, buffers: Mapping[str, Buffer]) -> Args:
-    args: Args = {"operation": node.op_index}
-    if node.transfer is not None:
-        nbytes = len(node.transfer.span) * buffers[node.transfer.span.buffer].itemsize
-        return args | {"peer": node.transfer.peer, "bytes": nbytes, "message": node.sequence}
-    match node.op:
+def _arguments(task: Task, buffers: Mapping[str, Buffer]) -> Args:
+    args: Args = {"operation": task.op_index}
+    if task.transfer is not None:
+        nbytes = len(task.transfer.span) * buffers[task.transfer.span.buffer].itemsize
+        return args | {"peer": task.transfer.peer, "bytes": nbytes, "message": task.sequence}
+    match task.op:
         case Encode(codec, src, wire, round=number):
             return args | {"codec": codec.spec(), "round": number, "elements": len(src), "bytes": len(wire)}
         case Decode(codec, wire, dst, round=number):
@@ -126,21 +126,22 @@ def _message(op: Op, known: Args, *, is_send: bool) -> Args:
     return found
 
 
-def _label(node: Node, args: Args) -> Label:
-    if node.transfer is not None:
-        queue, kind = ("send", "send") if node.is_send else ("recv", "receive")
+def _label(task: Task, args: Args) -> Label:
+    if task.transfer is not None:
+        queue, kind = ("send", "send") if task.is_send else ("recv", "receive")
     else:
-        queue, kind = node.queue.value, type(node.op).__name__.lower()
+        queue, kind = task.queue.value, type(task.op).__name__.lower()
     return Label(queue, f"{kind} chunk {args['chunk']}" if "chunk" in args else kind, args)
 
 
-def group_label(group: Sequence[Node], buffers: Mapping[str, Buffer]) -> Label:
+def launch_label(launched: Sequence[Task], buffers: Mapping[str, Buffer]) -> Label:
     """One label for operations that a device runs in one launch: the first one's, with the sums of all sizes."""
-    each = [_arguments(node, buffers) for node in group]
+    each = [_arguments(task, buffers) for task in launched]
     sums = {
         key: sum(value for args in each if isinstance(value := args.get(key), int))
         for key in ("elements", "bytes", "received bytes")
         if key in each[0]
     }
-    kind = type(group[0].op).__name__.lower()
-    return Label(group[0].queue.value, f"{kind} {group[0].op_index}", each[0] | sums | {"operations": len(group)})
+    kind = type(launched[0].op).__name__.lower()
+    args = each[0] | sums | {"operations": len(launched)}
+    return Label(launched[0].queue.value, f"{kind} {launched[0].op_index}", args)

@@ -11,7 +11,6 @@ One thread at a time drives the loop: the caller that waits, or the engine's pro
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
@@ -19,9 +18,12 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 
 from qccl import _host
-from qccl.engine.base import Progress, Rerun, RunArguments
+from qccl.chunks import NETWORK, shared_memory
+from qccl.engine.base import Bound, Numbers, Progress, Request
+from qccl.engine.checks import check_addresses
 from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
 from qccl.engine.progress import ProgressThread
 from qccl.errors import (
@@ -38,13 +40,12 @@ from qccl.errors import (
 from qccl.guard import release_all
 from qccl.host.execution import Execution
 from qccl.host.program import Program
+from qccl.lifetime import Registry, Stage, keep
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
 
 __all__ = ["HostEngine"]
 
-#: bytes of wire slots where ranks share memory: transfers there are fast, so overlap gains less than more steps cost
-_SHARED_SLOTS_NBYTES = 3 << 20
 #: how long a failing rank tries to send its last control message
 _FLUSH_SECONDS = 0.1
 #: how long a rank whose call differs waits until the others have heard of it: the end of its connections may overtake
@@ -55,15 +56,9 @@ _HALT_SECONDS = 1.0
 #: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
 _YIELD_SECONDS = 1e-3
 
+# constants of this module: looking up an enumeration's members takes long
 _ENDED, _OVERDUE = _host.Outcome.ENDED, _host.Outcome.OVERDUE
-
-#: engines with posted receives. They are kept alive, because the transport holds addresses in their memory. Closed and
-#: failed engines are not kept: their transport keeps that memory
-_live: set[HostEngine] = set()
-#: engines closed before those of other ranks, whose messages may still arrive
-_unfinished: list[HostEngine] = []
-#: in a child of os.fork(): the parent's engines, which the child must not use or free
-_inherited: list[HostEngine] = []
+_CALLER, _SYNCHRONOUS, _NOW = Progress.CALLER, Progress.SYNCHRONOUS, Progress.NOW
 
 
 class HostEngine:
@@ -73,6 +68,8 @@ class HostEngine:
     the other ranks have been sent a message, and every further use raises that failure.
 
     Attributes:
+        numbers: of the next call.
+        timeout: seconds that a run may take whose request does not say.
         detached: runs under way that progress without their caller.
         threads: number of threads that may share an operation.
     """
@@ -84,12 +81,16 @@ class HostEngine:
         self._transport = transport
         self.rank = transport.rank
         self.threads = _threads(transport.local_size)
-        self.default_chunk = _shared_chunk(transport.size) if transport.shares_memory else None
+        self.chunking = shared_memory(transport.size) if transport.shares_memory else NETWORK
+        self.numbers = Numbers()
+        self.timeout = 60.0
         self.detached = 0
         self._lock = threading.RLock()  # held by the thread that drives; guards the attributes below
         self._progress_thread = ProgressThread(self) if transport.is_threaded else None
         self._active: dict[int, Execution] = {}  # by sequence number, in the order of their calls
         self._queue: deque[Execution] = deque()
+        #: for runs that begin when no other is under way, and that their callers wait for in start(): none outlives it
+        self._spare = Execution(self)
         self._over: list[Execution] = []  # ended or failed, with functions to call once the lock is released
         self._left: dict[int, str] = {}  # ranks that make no more calls, with the text of their last control message
         self._failure: QcclError | None = None
@@ -100,16 +101,13 @@ class HostEngine:
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         self._barrier: Program | None = None
         transport.progress_hook = self.step
-        # registered again for each engine, so that it runs before the exit handlers of this transport's module
-        atexit.unregister(_leave_at_exit)
-        atexit.register(_leave_at_exit)
         _live.add(self)
 
     def compile(self, schedule: Schedule) -> Program:
         """Prepare a schedule of this rank. Raises EngineError for what this engine cannot run."""
         transport = self._transport
         schedule.check_rank(transport.rank, transport.size)
-        return Program(schedule, self.threads, transport.eager_nbytes)
+        return Program(schedule, self.threads, transport.eager_nbytes, transport.sends_ahead)
 
     def persistent(self, nbytes: int) -> Block:
         """Allocate memory that keeps its contents from run to run."""
@@ -120,31 +118,53 @@ class HostEngine:
         """Whether no run is under way."""
         return not self._under_way()
 
-    def start(self, program: Program, arguments: RunArguments) -> Execution:
-        """Begin a run, or queue it behind others; see engine.base.Engine."""
-        if self._closed:
-            raise ArgumentError("this engine is closed")
-        execution = Execution(self, program, arguments)
+    def start(
+        self, program: Program, bound: Bound, request: Request, kept: object = None, streams: Sequence[int] = ()
+    ) -> Execution:
+        """Begin a run, or queue it behind others, and wait for it if the caller waits; see engine.base.Engine.
+
+        With an idle engine and a waiting caller this is one turn of the native loop.
+        """
+        waits = request.progress is _CALLER or request.progress is _SYNCHRONOUS
+        deadline = time.monotonic() + (self.timeout if request.timeout is None else request.timeout)
         if not self._lock.acquire(False):
             self._take_turn()
         try:
+            if self._closed:
+                raise ArgumentError("this engine is closed")
             if self._failure is not None:
                 raise self._failure
-            arguments.take_number()
+            if bound.addresses is not program.addresses:
+                check_addresses(bound.addresses, program.callers)
+            is_idle = not self._active and not self._queue
+            execution = self._spare if waits and is_idle else Execution(self)
+            execution.set(program, bound, request, kept, deadline, self.numbers)
+            program.users += 1
             try:
-                self._submit(execution)
-            except QcclError as error:  # not raised here: the run's wait() raises it
+                if not is_idle:
+                    self._queue.append(execution)
+                    self._admit()
+                elif (outcome := self._begin(execution, waits)) is _ENDED:
+                    self._remove_ended()
+                elif outcome is _OVERDUE:
+                    raise self._overdue(execution)
+            except QcclError as error:
                 self._fail_all(error)
-                execution.failure = self._failure
+                if waits:
+                    execution.raise_unless_done()
             except BaseException as error:
                 self._fail_all(error)
                 raise
-            if arguments.progress in (Progress.SOON, Progress.NOW):
+            if not waits:
                 self._detach(execution)
         finally:
-            self._release()
+            self._lock.release()
+            if self._over:
+                self._call_back()
+        if waits and not execution.done:
+            execution.run()
         if execution.detached and self._progress_thread is not None:
-            self._progress_thread.wake(at_once=arguments.progress is Progress.NOW)
+            self._progress_thread.wake(at_once=request.progress is _NOW)
         return execution
 
     def wait_until_idle(self, timeout: float) -> None:
@@ -155,14 +175,19 @@ class HostEngine:
             if time.monotonic() >= limit:
                 raise CollectiveTimeout(f"{under_way[-1].call_text} did not end within {timeout} s")
 
-    def barrier(self, header: Header, timeout: float) -> None:
+    def barrier(self, text: str) -> None:
         """Collective: return when all ranks have made this call."""
         if self._barrier is None:
             self._barrier = self.compile(Schedule("barrier", self.rank, self._transport.size, {}, ()))
-        self.start(self._barrier, RunArguments({}, 0, header, time.monotonic() + timeout)).run()
+        calls = self.numbers.calls
+        self.start(self._barrier, Bound({}, text), Request())
+        self.numbers.calls = calls
 
-    def check_consistent(self, header: Header, timeout: float) -> None:
+    def check_consistent(self, text: str, pairs: tuple[str, ...]) -> None:
         """Nothing: the headers of every call are compared."""
+
+    def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        """Nothing: the host runs no collectives of a library."""
 
     def check(self, timeout: float, stream: int | None = None) -> None:
         """Raise the failure of the group, if it has failed."""
@@ -239,31 +264,6 @@ class HostEngine:
             if self._loop.halted:
                 time.sleep(_YIELD_SECONDS)
 
-    def rerun(self, execution: Execution, run: Rerun) -> bool:
-        """Run an Execution once more, and wait; see engine.base.Engine."""
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            if self._failure is not None or self._active or self._queue or self._left or not execution.owns_headers:
-                return False
-            execution.renew(run)
-            self._active[execution.sequence] = execution
-            try:
-                outcome = execution.begin_again(self._loop, self._on_control)
-                if outcome is _ENDED and not self._queue:
-                    self._remove_ended()
-                else:
-                    self._act(outcome)
-            except QcclError as error:
-                self._fail_all(error)
-                execution.raise_unless_done()
-            except BaseException as error:
-                self._fail_all(error)
-                raise
-        finally:
-            self._release()
-        return execution.done or execution.run()
-
     def drive(self) -> bool:
         """Advance detached runs in the progress thread; see progress.Driven."""
         drove = False
@@ -305,13 +305,14 @@ class HostEngine:
     def _release(self) -> bool:
         """Release the lock, then call what waits for runs that are over; whether there was any."""
         self._lock.release()
-        over = self._over
-        if not over:
-            return False
-        for execution in tuple(over):
-            execution.call_back()  # another thread may do the same: each function is called once
+        return bool(self._over) and self._call_back()
+
+    def _call_back(self) -> bool:
+        """Call the functions of runs that are over; another thread may do the same, and each is called once."""
+        for execution in tuple(self._over):
+            execution.call_back()
             with contextlib.suppress(ValueError):
-                over.remove(execution)
+                self._over.remove(execution)
         return True
 
     def _end_progress_thread(self) -> None:
@@ -327,14 +328,6 @@ class HostEngine:
         elif outcome is _OVERDUE:
             raise self._overdue(self._active[self._loop.overdue])
 
-    def _submit(self, execution: Execution) -> None:
-        """Begin a run, or queue it."""
-        if self._queue or not self._may_begin(execution):
-            self._queue.append(execution)
-        elif not self._begin(execution):
-            return
-        self._admit()
-
     def _detach(self, execution: Execution) -> None:
         """Let the progress thread advance a run."""
         if self._progress_thread is not None and not execution.done and self._failure is None:
@@ -349,13 +342,17 @@ class HostEngine:
         """
         self._remove_ended()
         while self._queue and self._may_begin(self._queue[0]):
-            self._begin(self._queue.popleft())
+            self._begin(self._queue.popleft(), waits=False)
             self._remove_ended()
 
     def _remove_ended(self) -> None:
         for sequence in self._loop.take_ended():
             execution = self._active.pop(sequence)
-            execution.end()
+            execution.program.running = False
+            execution.program.users -= 1
+            execution.kept = None
+            if execution.request.trace is not None:
+                execution.add_trace(execution.request.trace)
             execution.done = True  # at last: a thread that waits for the run looks at it without the lock
             if execution.callbacks:
                 self._over.append(execution)
@@ -364,22 +361,31 @@ class HostEngine:
 
     def _may_begin(self, execution: Execution) -> bool:
         """Whether its program is free, its tags differ from those under way, and no memory is shared and written."""
-        active = self._active
-        if not active:
-            return execution.bind()
-        return (
-            execution.sequence - next(iter(active)) < _host.RUNS_IN_FLIGHT
-            and execution.bind()
-            and not any(execution.conflicts(other) for other in active.values())
-        )
+        active, program = self._active, execution.program
+        if program.running or (active and execution.sequence - next(iter(active)) >= _host.RUNS_IN_FLIGHT):
+            return False
+        program.bind(execution.bound.addresses)
+        return not any(program.memory.conflicts(other.program.memory) for other in active.values())
 
-    def _begin(self, execution: Execution) -> bool:
-        """Begin a run; whether any run has ended."""
+    def _begin(self, execution: Execution, waits: bool) -> _host.Outcome:
+        """Begin a run of a program that is free; if the caller ``waits``, advance until any run has ended."""
+        program, request, bound = execution.program, execution.request, execution.bound
+        if bound.addresses is not program.addresses:
+            program.bind(bound.addresses)
+        program.memory.call = execution.call
+        program.memory.lr = 1.0 if request.lr is None else request.lr
+        headers = None
+        if program.header_text != bound.text:
+            headers = execution.pack_headers(self._transport.size)
+            program.header_text = bound.text
+        execution.begun = program.running = True
         self._active[execution.sequence] = execution
-        ended = execution.begin(self._loop, self._on_control)
+        numbers, is_traced = (execution.sequence, execution.deadline), request.trace is not None
+        waits = waits and not self._left  # a rank that has left may have sent its header before
+        outcome = self._loop.start(program.run, headers, *numbers, is_traced, waits, self._on_control)
         if self._left:
             self._check_present(execution)
-        return ended
+        return outcome
 
     def _on_control(self, peer: int, message: bytes) -> None:
         """Handle a control message that is not the expected header of a call.
@@ -425,7 +431,8 @@ class HostEngine:
         if self._progress_thread is not None:
             self._progress_thread.stop()
         for execution in self._active.values():
-            execution.end()
+            if execution.request.trace is not None:
+                execution.add_trace(execution.request.trace)
         for execution in (*self._active.values(), *self._queue):
             execution.failure = self._failure
             self._over.append(execution)
@@ -475,7 +482,7 @@ class HostEngine:
             idle += 1
             self._loop.drain(idle, self._on_control)
             if time.monotonic() > deadline:  # the others are busy elsewhere, which is no failure
-                _unfinished.append(self)
+                keep(self)
                 return
 
     def _leave_at_exit(self) -> None:
@@ -501,11 +508,6 @@ class HostEngine:
         self._lock.release()
 
 
-def _shared_chunk(size: int) -> int:
-    """Elements in a chunk where ranks share memory: the 8-bit codes that fit in each slot of an all-reduce."""
-    return max(40 * 1024, _SHARED_SLOTS_NBYTES // (3 * (3 * size - 2)))
-
-
 def _threads(local_size: int) -> int:
     """Threads for each of the machine's ``local_size`` ranks: OMP_NUM_THREADS, or the processors over the ranks."""
     if "OMP_NUM_THREADS" in os.environ:
@@ -525,19 +527,13 @@ def _unhandled() -> BaseException | None:
     return error if error.__traceback__.tb_frame.f_back is None else None
 
 
-def _leave_at_exit() -> None:
-    for engine in list(_live):
-        engine._leave_at_exit()
+def _forked(engine: HostEngine) -> None:
+    """In a child of os.fork(): the group and the progress thread belong to the parent."""
+    engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
+    engine._failure_sent = True
+    engine._failure = EngineError(forked(engine.rank))
 
 
-def _forked() -> None:
-    """In the child of os.fork(): the group and the progress thread belong to the parent."""
-    for engine in _live:
-        engine._lock, engine._progress_thread, engine.detached = threading.RLock(), None, 0
-        engine._failure_sent = True
-        engine._failure = EngineError(forked(engine.rank))
-    _inherited.extend(_live)
-    _live.clear()
-
-
-os.register_at_fork(after_in_child=_forked)
+#: engines with posted receives. They are kept alive, because the transport holds addresses in their memory. Closed and
+#: failed engines are not kept: their transport keeps that memory
+_live = Registry((HostEngine._leave_at_exit,), Stage.ENGINES, _forked, keeps=True)

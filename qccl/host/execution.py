@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from qccl import _host
-from qccl.engine.base import Rerun, RunArguments
+from qccl.engine.base import Bound, Numbers, Request
 from qccl.engine.callbacks import WithCallbacks
 from qccl.engine.control import Header, Kind, data_nbytes_of, mismatch_error
 from qccl.errors import MismatchError, QcclError
-from qccl.host.program import Program, conflict
+from qccl.host.program import Program
 from qccl.trace import TraceEvent
 
 __all__ = ["Driver", "Execution"]
@@ -31,42 +30,37 @@ class Execution(WithCallbacks):
     """One run of a Program (interface: engine.base.Execution).
 
     Attributes:
-        sequence, deadline, call: as given to Engine.start().
+        program: what it runs.
+        bound, request, kept: as given to Engine.start().
+        sequence, call: the numbers that the run has taken.
+        deadline: in time.monotonic() seconds.
         begun: False while the run is queued behind others.
         detached: the progress thread advances the run.
     """
 
     __slots__ = (
-        "_addresses",
-        "_engine",
-        "_labels",
-        "_lr",
-        "_number",
-        "_pairs",
-        "_program",
-        "_text",
-        "_trace",
-        "begun",
-        "call",
-        "deadline",
-        "detached",
-        "kept",
-        "sequence",
+        *("_engine", "begun", "bound", "call", "deadline", "detached", "kept", "program", "request", "sequence"),
     )
 
     is_stream_ordered = False
     stream = 0
 
-    def __init__(self, engine: Driver, program: Program, arguments: RunArguments) -> None:
-        self._addresses, self.call, header, self.deadline, self._trace, schedule, _, self._lr, _, kept, _ = arguments
-        program.check(self._addresses)
+    def __init__(self, engine: Driver) -> None:
         super().__init__()
-        self.kept: object = kept
-        self._engine, self._program = engine, program
-        self._labels = program.labels(schedule) if self._trace is not None and schedule is not None else []
-        _, self.sequence, self._text, self._pairs = header
-        self.begun = self.detached = False
-        self._number = 0
+        self._engine = engine
+
+    def set(
+        self, program: Program, bound: Bound, request: Request, kept: object, deadline: float, numbers: Numbers
+    ) -> None:  # fmt: skip
+        """Set up a run, and take its numbers; may be called again when the run has ended, if nobody else refers to it.
+
+        Taking the numbers comes last: before, nothing has happened.
+        """
+        self.program, self.bound, self.request, self.kept, self.deadline = program, bound, request, kept, deadline
+        self.done = self.begun = self.detached = False
+        self.sequence, self.call = numbers.sequence, numbers.calls
+        numbers.sequence += 1
+        numbers.calls += 1
 
     def step(self) -> bool:
         """Advance all runs of the engine a little; whether this run has ended. Never blocks for long."""
@@ -94,13 +88,14 @@ class Execution(WithCallbacks):
         """Nothing: the host has no streams."""
 
     @property
-    def call_text(self) -> str:
-        """The call with its number, for messages."""
-        return self._header.call_text
+    def header(self) -> Header:
+        """What this rank sends to the others first."""
+        return Header(Kind.CALL, self.sequence, self.bound.text, self.bound.pairs)
 
     @property
-    def _header(self) -> Header:
-        return Header(Kind.CALL, self.sequence, self._text, self._pairs)
+    def call_text(self) -> str:
+        """The call with its number, for messages."""
+        return self.header.call_text
 
     def waits_for(self) -> str:
         """Why this run has not ended, for messages."""
@@ -108,75 +103,39 @@ class Execution(WithCallbacks):
             return "it is queued behind calls that have not ended"
         if missing := self.missing_ranks():
             return f"{_ranks(missing)} did not make this call"
-        run = self._program.run
+        run = self.program.run
         waits = [(run.waits_for(True), "send to"), (run.waits_for(False), "receive from")]
         if parts := [f"{verb} {_ranks(ranks)}" for ranks, verb in waits if ranks]:
             return f"waiting to {' and to '.join(parts)}"
         return "every rank has made this call, and this rank has not ended its own part"
 
-    def bind(self) -> bool:
-        """Give the program this run's memory; False while another run of the program is under way."""
-        if self._program.running:
-            return False
-        self._program.bind(self._addresses, self.call, self._lr)
-        return True
-
-    def conflicts(self, other: Execution) -> bool:
-        """Whether one of the two, which are bound, writes memory of the caller that the other reads or writes."""
-        return conflict(self._program.extents, other._program.extents)
-
     # -- used by the engine ------------------------------------------------------------------------------------------
 
-    def begin(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> bool:
-        """Send the header, and start all steps that depend on nothing; whether any run has ended."""
-        self.begun = self._program.running = True
-        self._program.header_writes += 1
-        self._number = self._program.header_writes
-        header = self._header
-        headers = [header.pack(peer) for peer in range(loop.size)] if header.pairs else header.pack()
-        return loop.begin(self._program.run, headers, self.sequence, self.deadline, self._trace is not None, on_control)
-
-    @property
-    def owns_headers(self) -> bool:
-        """Whether the program still has the headers that begin() wrote for this Execution."""
-        return self._number == self._program.header_writes
-
-    def renew(self, run: Rerun) -> None:
-        """Set the arguments of another run. Taking its number comes first: before it, nothing has changed."""
-        addresses, take_number, deadline, kept = run
-        self.sequence, self.call = take_number()
-        self.done = False
-        self._addresses, self.deadline, self.kept = addresses, deadline, kept
-
-    def begin_again(self, loop: _host.Loop, on_control: Callable[[int, bytes], None]) -> _host.Outcome:
-        """Begin the run that renew() has set up, with the last one's headers; advance until a run has ended."""
-        self._program.bind(self._addresses, self.call, self._lr)
-        self._program.running = True
-        return loop.rerun(self._program.run, self.sequence, self.deadline, on_control)
+    def pack_headers(self, size: int) -> bytes | list[bytes]:
+        """The headers for the native run: one for all ranks, or one for each."""
+        header = self.header
+        return [header.pack(peer) for peer in range(size)] if header.pairs else header.pack()
 
     def missing_ranks(self) -> list[int]:
         """The ranks whose header has not arrived."""
-        return self._program.run.missing_ranks()
+        return self.program.run.missing_ranks()
 
     def header_mismatch(self, peer: int, message: bytes) -> MismatchError:
         """The error for a header from ``peer`` that differs from this rank's."""
-        rank, mine = self._program.rank, self._header.pack(peer)
+        rank, mine = self.program.rank, self.header.pack(peer)
         if not message.startswith(mine):
             return mismatch_error(mine, message, rank, peer)
-        expected = self._program.run.data_nbytes(peer) or "none"
+        expected = self.program.run.data_nbytes(peer) or "none"
         return MismatchError(
             f"rank {peer} sent {data_nbytes_of(message)} bytes with the header of a call, but rank {rank} expected "
             f"{expected}"
         )
 
-    def end(self) -> None:
-        """Release the program: the run has ended, or failed."""
-        self._program.running = False
-        if self._trace is not None:
-            for i, start, stop in self._program.run.trace():
-                queue, name, args = self._labels[i]
-                args = {**args, "call": self.sequence}
-                self._trace.append(TraceEvent(self._program.rank, queue, name, start, stop, args))
+    def add_trace(self, trace: list[TraceEvent]) -> None:
+        """After the run: append its events."""
+        for i, start, stop in self.program.run.trace():
+            queue, name, args = self.program.labels[i]
+            trace.append(TraceEvent(self.program.rank, queue, name, start, stop, {**args, "call": self.sequence}))
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
 
 from qccl import _host, dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
 from qccl.codecs.base import Codec
 from qccl.dtypes import BFLOAT16, DType
 from qccl.errors import ArgumentError, InvalidBufferError
-from qccl.host.mappings import is_readable, is_writable
 from qccl.scalars import as_integer
-from qccl.tensors import forbid_resizing, is_tensor
+from qccl.tensors import check_values, forbid_resizing, is_tensor, storage_of
 
 __all__ = ["HostMemory"]
 
@@ -29,10 +28,16 @@ _DLPACK_DEVICES = {2: "CUDA", 3: "CUDA pinned host", 7: "Vulkan", 8: "Metal", 10
 class HostMemory:
     """Memory of this process (interface: Memory)."""
 
+    has_streams = False
+
     def __init__(self) -> None:
         self.calls = _host.CallTable(Codec)
 
     def from_array(self, array: Any, *, dtype: DType | str | None = None, writable: bool, what: str) -> Values:
+        """An array in memory of the host, by DLPack or by the buffer protocol; NumPy's bfloat16 by its bits.
+
+        A masked array is refused, because its masked values would be combined.
+        """
         wanted = None if dtype is None else dtypes.get(dtype)
         try:
             view = _host.describe(array)
@@ -55,29 +60,54 @@ class HostMemory:
         return from_view(view, array, wanted, writable=writable, what=what)
 
     def from_pointer(self, pointer: Pointer, count: int, dtype: DType, *, writable: bool, what: str) -> Values:
-        """As in Memory; null, unaligned, unmapped and read-only addresses are refused."""
+        """An address; null, unaligned, unmapped and read-only ones are refused."""
         address = check_pointer(pointer, count, dtype, what)
-        nbytes = count * dtype.itemsize
-        if nbytes and not (is_writable if writable else is_readable)(address, nbytes):
-            place = f"{what}: the {count} elements of {dtype} at [{address:#x}, {address + nbytes:#x}) are"
-            if writable and is_readable(address, nbytes):
-                raise InvalidBufferError(
-                    f"{place} read-only, at least in part, and the result would be written there; pass memory that may "
-                    f"be written"
-                )
+        values = Values(address, count, dtype, ((count,), (1,)), what, owner=pointer, writable=writable)
+        if count and not _host.may_access(address, values.nbytes, writable):
+            self._refuse(values)
+        return values
+
+    def _refuse(self, values: Values) -> NoReturn:
+        """Raise InvalidBufferError for a raw address that may not be used."""
+        address, nbytes = values.address, values.nbytes
+        place = (
+            f"{values.what}: the {values.count} elements of {values.dtype} at [{address:#x}, {address + nbytes:#x}) are"
+        )
+        if values.writable and _host.may_access(address, nbytes, False):
             raise InvalidBufferError(
-                f"{place} not all memory of this process (a device pointer, or a count too large?)"
+                f"{place} read-only, at least in part, and the result would be written there; pass memory that may be "
+                f"written"
             )
-        return Values(address, count, dtype, ((count,), (1,)), what, owner=pointer)
+        raise InvalidBufferError(f"{place} not all memory of this process (a device pointer, or a count too large?)")
 
     def hold(self, values: Iterable[Values]) -> None:
-        """As in Memory. Other arrays refuse to be resized while their memory is in use (NumPy unless told not to)."""
+        """PyTorch's tensors cannot be resized from now on.
+
+        Other arrays refuse it by themselves while their memory is in use (NumPy unless told not to).
+        """
         for each in dict.fromkeys(values):  # in place, each is the input and the output
             if is_tensor(each.array):
                 check_unmoved(each)
                 forbid_resizing(each.array)
 
-    def streams(self, stream: Any, *values: Values) -> tuple[int, ...]:
+    def recheck(self, checked: Iterable[tuple[int | None, Values]], arrays: Sequence[Any], *, hold: bool) -> list[Any]:
+        """Ask the kernel about pointers, and look at the tensors' negation and storage."""
+        owners = []
+        for number, values in checked:
+            if number is None:
+                nbytes = values.count * values.dtype.itemsize
+                if nbytes and not _host.may_access(values.address, nbytes, values.writable):
+                    self._refuse(values)
+            else:
+                tensor = arrays[number]
+                check_values(tensor, values.what)
+                owners.append(storage_of(tensor, values.address, values.nbytes, values.what))
+                if hold:
+                    forbid_resizing(tensor)
+        return owners
+
+    def streams(self, stream: Any, arrays: Iterable[Any]) -> tuple[int, ...]:
+        """The empty tuple: the host has no streams. Raises ArgumentError for any stream but 0."""
         if stream is not None and as_integer(stream) != 0:
             raise ArgumentError(
                 f"stream={stream} was given, but the host backend has no streams; pass 0, or leave it out"
@@ -85,7 +115,7 @@ class HostMemory:
         return ()
 
     def first_nonfinite(self, values: Values) -> int | None:
-        """As in Memory; works in blocks, without a copy."""
+        """Searched block by block, without a copy."""
         import numpy as np
 
         exponent = EXPONENT_BITS[values.dtype.name]

@@ -13,12 +13,11 @@ The structures are those of XLA's ``xla/ffi/api/c_api.h``; fields after the last
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -27,6 +26,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from qccl.errors import ArgumentError
+from qccl.lifetime import Stage, at_exit
 
 __all__ = ["call_on_host"]
 
@@ -38,11 +38,14 @@ _METADATA = 1  # XLA_FFI_Extension_Metadata
 _INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 
 
-class _Version(ctypes.Structure):
-    _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)),
-        *(("major", ctypes.c_int), ("minor", ctypes.c_int)),
-    )
+class _Sized(ctypes.Structure):
+    """The first fields of most structures."""
+
+    _fields_: ClassVar[Any] = (("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p))
+
+
+class _Version(_Sized):
+    _fields_ = (("major", ctypes.c_int), ("minor", ctypes.c_int))
 
 
 class _Metadata(ctypes.Structure):
@@ -56,31 +59,25 @@ class _Extension(ctypes.Structure):
     )
 
 
-class _ErrorArguments(ctypes.Structure):
+class _ErrorArguments(_Sized):
+    _fields_ = (("message", ctypes.c_char_p), ("code", ctypes.c_int))
+
+
+class _Api(_Sized):
     _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)),
-        *(("message", ctypes.c_char_p), ("code", ctypes.c_int)),
+        *(("version", _Version), ("internal", ctypes.c_void_p)),
+        ("create_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)),
     )
 
 
-class _Api(ctypes.Structure):
+class _Buffer(_Sized):
+    _fields_ = (("dtype", ctypes.c_int), ("data", ctypes.c_void_p))
+
+
+class _Buffers(_Sized):
     _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("version", _Version)),
-        *(("internal", ctypes.c_void_p), ("create_error", ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))),
-    )
-
-
-class _Buffer(ctypes.Structure):
-    _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p)),
-        *(("dtype", ctypes.c_int), ("data", ctypes.c_void_p)),
-    )
-
-
-class _Buffers(ctypes.Structure):
-    _fields_ = (
-        *(("struct_size", ctypes.c_size_t), ("extension", ctypes.c_void_p), ("size", ctypes.c_int64)),
-        *(("types", ctypes.c_void_p), ("buffers", ctypes.POINTER(ctypes.POINTER(_Buffer)))),
+        *(("size", ctypes.c_int64), ("types", ctypes.c_void_p)),
+        ("buffers", ctypes.POINTER(ctypes.POINTER(_Buffer))),
     )
 
 
@@ -117,8 +114,7 @@ def call_on_host(function: HostFunction, xs: Sequence[Any]) -> list[Any]:
     None of ``xs`` may be empty. An error of the function becomes an error of the program, with its text.
     """
     _check_place()
-    atexit.unregister(_finish_calls)
-    atexit.register(_finish_calls)  # last, to run first: at exit the communicator's engine leaves its group
+    at_exit(Stage.CALLS, _finish_calls)
     # all arrays together: a transformation of JAX that moves a part of a program then moves enter, FFI call and leave
     xs = jax.lax.optimization_barrier(list(xs))
     call = _Pending(function, xs)

@@ -56,14 +56,12 @@ class Reduction:
         exact = by_type.pop("", [])
         for numbers in by_type.values():
             if self.keys is None:
-                self._reduce_together([xs[i] for i in numbers], [outs[i] for i in numbers])
+                given, taken = [xs[i] for i in numbers], [outs[i] for i in numbers]
+                self.comm.quantized_allreduce_coalesced(given, taken, op=self.op, codec=self.codec, **self.options)
             else:
                 self._reduce_each([(self.keys[i], xs[i], outs[i]) for i in numbers])
         if exact:
             self._reduce_exactly([np.asarray(xs[i]) for i in exact], [outs[i] for i in exact])
-
-    def _reduce_together(self, xs: list[Any], outs: list[np.ndarray]) -> None:
-        self.comm.quantized_allreduce_coalesced(xs, outs, op=self.op, codec=self.codec, **self.options)
 
     def _reduce_each(self, arrays: list[tuple[str, Any, np.ndarray]]) -> None:
         """One call for each array, all under way together: state belongs to one array."""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from qccl.errors import EngineError
-from qccl.torch.groups import Group
+from qccl.torch.groups import ParameterGroup
 
 __all__ = ["BackwardPass", "Bucket", "ExactWork", "gradients_of"]
 
@@ -47,6 +47,7 @@ class Bucket:
         return True
 
     def complete(self) -> None:
+        """Let DDP continue with the bucket, or with the first error."""
         self._promise.set_result(self._buffer)
 
     def future(self) -> Any:
@@ -70,7 +71,7 @@ class BackwardPass:
 
     lr: float | None = None
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.gradients: list[list[Any]] = [[None] * len(group.parameters) for group in groups]
         self.buckets: list[list[Bucket]] = [[] for _ in groups]
         self._missing = [len(group.parameters) for group in groups]
@@ -79,11 +80,7 @@ class BackwardPass:
         self.is_under_way = False
 
     def add(
-        self,
-        bucket: Bucket,
-        parameters: Sequence[Any],
-        gradients: Sequence[Any],
-        places: Mapping[Any, tuple[int, int]],
+        self, bucket: Bucket, parameters: Sequence[Any], gradients: Sequence[Any], places: Mapping[Any, tuple[int, int]]
     ) -> list[int]:
         """A bucket has arrived: the groups to start now, in order."""
         self.is_under_way = True
@@ -126,10 +123,12 @@ class ExactWork:
         self._works = [dist.all_reduce(gradient, group=process_group, async_op=True) for gradient in gradients]
 
     def add_done_callback(self, fn: Callable[[ExactWork], object]) -> None:
+        """Call ``fn(work)`` when the sums of all gradients have ended."""
         self._future = torch.futures.collect_all([work.get_future() for work in self._works])
         self._future.add_done_callback(lambda future: fn(self))
 
     def exception(self) -> Exception | None:
+        """The first error of the sums, after they have ended; None if all succeeded."""
         try:
             self._future.value()
         except RuntimeError as error:
@@ -137,5 +136,6 @@ class ExactWork:
         return None
 
     def wait(self) -> None:
+        """Wait until all gradients hold their sums. Raises the error of the process group's library."""
         for work in self._works:
             work.wait()

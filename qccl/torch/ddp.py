@@ -28,15 +28,14 @@ from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError
 from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
-from qccl.torch.full_state import FullState
-from qccl.torch.groups import Group, Policy, form_groups, table
+from qccl.torch.groups import ParameterGroup, Policy, form_groups, table
 from qccl.torch.scaling import LossScaling
 from qccl.torch.state import from_saved, to_full, to_saved
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
 
-__all__ = ["Compression", "compress"]
+__all__ = ["Compression", "FullState", "compress"]
 
 #: the default of torch.distributed: a rank may evaluate or save for a while before its next step
 _TIMEOUT_SECONDS = 1800.0
@@ -147,7 +146,7 @@ class Compression:
     def __init__(
         self,
         process_group: Any,
-        groups: Sequence[Group],
+        groups: Sequence[ParameterGroup],
         comm: Communicator,
         is_own: bool,
         warmup_steps: int,
@@ -286,7 +285,7 @@ class Compression:
                 f"the model is on {self._device}, and the communicator has the backend {comm.backend}; pass a comm of "
                 f"the model's device"
             )
-        if comm.backend == "host" and not getattr(comm.transport, "is_threaded", True):
+        if not comm.transport.is_threaded:
             raise ArgumentError(
                 "the hook never waits, so it needs a progress thread, which MPI allows with MPI_THREAD_MULTIPLE only; "
                 "leave mpi4py.rc.thread_level as it is, or comm out"
@@ -340,7 +339,7 @@ class Compression:
             self._launch(group, gradients).wait()
             self._ended(gradients, buckets, None)
 
-    def _launch(self, group: Group, gradients: list[Any]) -> Any:
+    def _launch(self, group: ParameterGroup, gradients: list[Any]) -> Any:
         """Start a call; returns its Work."""
         if group.codec is None:
             return ExactWork(gradients, self._process_group)
@@ -368,6 +367,25 @@ class Compression:
             complete = [bucket for bucket in buckets if bucket.group_ended(error)]
         for bucket in complete:
             bucket.complete()
+
+
+class FullState:
+    """``compression.full``: for frameworks that save one state for all ranks, which may then be another number.
+
+    For torch.distributed.checkpoint, Accelerate's register_for_checkpointing() and others that call state_dict() on
+    every rank and keep one result.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: full_state_dict()."""
+        return self._compression.full_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """load_state_dict() of the compression; every rank must call it."""
+        self._compression.load_state_dict(state)
 
 
 def _parameters_of(model: Any) -> dict[str, Any]:

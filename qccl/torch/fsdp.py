@@ -171,11 +171,7 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
         return self._exact.allocate(size, dtype=dtype, device=device)
 
     def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """FSDP2 calls it, on the stream of its all-gathers; ``input_tensor`` is a part of ``output_tensor``."""
         if not _encodes(self.codec, input_tensor) or not _same_ranks(self._comm, group):

@@ -15,7 +15,7 @@ from qccl.codecs import Codec, Momentum, NoCodec
 from qccl.codecs.feedback import momentum_of
 from qccl.errors import ArgumentError
 
-__all__ = ["Group", "Policy", "form_groups", "table"]
+__all__ = ["ParameterGroup", "Policy", "form_groups", "table"]
 
 #: element types that codecs encode; the process group itself reduces the others
 _ENCODED = (torch.float32, torch.float16, torch.bfloat16)
@@ -24,7 +24,7 @@ _FIRST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, eq=False)
-class Group:
+class ParameterGroup:
     """Parameters of one element type whose gradients are reduced by one call.
 
     Attributes:
@@ -45,6 +45,7 @@ class Group:
 
     @property
     def codec_spec(self) -> str:
+        """The specification of the codec, or the word "exact", for tables."""
         return "exact" if self.codec is None else self.codec.spec()
 
     @property
@@ -118,7 +119,7 @@ class Policy:
         return Momentum(NoCodec(), mu) if mu else NoCodec()
 
 
-def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: int) -> list[Group]:
+def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: int) -> list[ParameterGroup]:
     """The groups of these parameters, in the order in which a backward pass usually completes them.
 
     It runs from the last parameter to the first. A group has one element type and one codec, and at most
@@ -138,7 +139,7 @@ def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: i
         part.nbytes += nbytes
         part.last = position
     parts.sort(key=lambda part: part.last)
-    return [Group(f"group {i}", part.codec, *zip(*part.members, strict=True)) for i, part in enumerate(parts)]
+    return [ParameterGroup(f"group {i}", part.codec, *zip(*part.members, strict=True)) for i, part in enumerate(parts)]
 
 
 @dataclass
@@ -152,7 +153,7 @@ class _Part:
     last: int = 0
 
 
-def table(groups: Sequence[Group]) -> str:
+def table(groups: Sequence[ParameterGroup]) -> str:
     """A line for each group: its codec, element type, elements, bytes before and after encoding, and parameters."""
     rows: list[tuple[str, ...]] = [("group", "codec", "dtype", "elements", "bytes", "encoded", "parameters")]
     for i, group in enumerate(groups):

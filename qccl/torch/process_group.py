@@ -146,14 +146,20 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
             group._set_default_backend(kind)
 
     def getBackendName(self) -> str:
+        """The name by which init_process_group() makes it: "qccl"."""
         return "qccl"
 
     def get_group_store(self) -> Any:
+        """The store by which its ranks have met."""
         return self._store
 
     # -- collectives that may be compressed --------------------------------------------------------------------------
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None) -> Any:
+        """Reduce each of ``tensors`` in place; a single tensor is compressed if the policy allows it.
+
+        The mean of integers is their sum, divided. Returns a Work of torch.distributed.
+        """
         tensors, opts = _as_list(tensors), _options_of(dist.AllreduceOptions, opts, op, timeout)
         codec = self._codec_of_sum(opts, tensors) if len(tensors) == 1 else None
         if codec is None and _is_mean_of_integers(tensors, opts):
@@ -166,6 +172,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return _Work([work], opts, tensors, copies)
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Any:
+        """Reduce all tensors in place, in one compressed call if the policy allows it for all of them."""
         opts = _options_of(dist.AllreduceCoalescedOptions, opts)
         codec = self._codec_of_sum(opts, tensors)
         if codec is None:
@@ -178,6 +185,10 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
     def reduce_scatter(
         self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None, *, op: Any = None
     ) -> Any:
+        """Reduce lists of parts; ``outputs`` receive this rank's part.
+
+        Compressed if there is one list, whose parts are first joined.
+        """
         opts = _options_of(dist.ReduceScatterOptions, opts, op, timeout)
         if isinstance(outputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -188,6 +199,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return self._reduce_scatter(outputs, [x], codec, opts, counts=[part.numel() for part in inputs[0]])
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """Reduce ``input``, which has all ranks' parts one after another; ``output`` receives this rank's part."""
         opts = _options_of(dist.ReduceScatterOptions, opts)
         codec = self._codec_of_sum(opts, [input], [output])
         if codec is None:
@@ -199,6 +211,7 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
+        """The same for several pairs of tensors, compressed if the policy allows it for all of them."""
         opts = _options_of(dist.ReduceScatterOptions, opts)
         codec = self._codec_of_sum(opts, inputs, outputs)
         if codec is None:
@@ -206,6 +219,10 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return self._reduce_scatter(outputs, inputs, codec, opts)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: timedelta | None = None) -> Any:
+        """Gather one tensor of each rank into a list of tensors.
+
+        Compressed if there is one list; its tensors are copied from a joined one.
+        """
         opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts, None, timeout)
         if isinstance(inputs, torch.Tensor):
             outputs, inputs = [outputs], [inputs]
@@ -221,22 +238,24 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         return _Work([work], opts, outputs[0], list(zip(outputs[0], parts, strict=True)))
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Any:
+        """Gather one tensor of each rank, one after another, into ``output``."""
         opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts)
         codec = self._codec_of(self._gather_codec, [output], [input])
         if codec is None:
             return self._plain.all_gather_single(output, input, opts)
-        return self._all_gather([output], [input], codec, opts)
+        return self._call_each("quantized_all_gather", [output], [input], codec, opts)
 
     _allgather_base = all_gather_single  # its name before PyTorch 2.13
 
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Any:
+        """The same for several pairs of tensors, compressed if the policy allows it for all of them."""
         opts = _options_of(dist.distributed_c10d.AllgatherOptions, opts)
         codec = self._codec_of(self._gather_codec, outputs, inputs)
         if codec is None:
             return self._plain.all_gather_single_coalesced(outputs, inputs, opts)
-        return self._all_gather(outputs, inputs, codec, opts)
+        return self._call_each("quantized_all_gather", outputs, inputs, codec, opts)
 
     # -- collectives that are exact ----------------------------------------------------------------------------------
 
@@ -249,12 +268,14 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
     # -- the end -----------------------------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
+        """Close its communicators, waiting a short time for other ranks, and then the plain groups."""
         for comm in self._comms.values():
             comm.timeout = min(comm.timeout, _LEAVE_SECONDS)
             comm.close()
         super().shutdown()
 
     def abort(self) -> None:
+        """Give up: other ranks raise an error in their current or next call."""
         for comm in self._comms.values():
             comm.abort("the process group was aborted")
         super().abort()
@@ -313,25 +334,21 @@ class ProcessGroupQccl(dist.ProcessGroup):  # type: ignore[misc]  # a class of t
         unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", timeout)[0]
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=device.index)
 
+    def _call_each(
+        self, name: str, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any, **more: Any
+    ) -> _Work:
+        """A call of the communicator's method ``name`` for each pair of tensors."""
+        targets, copies = _contiguous(outputs)
+        method = getattr(self._comm(targets[0]), name)
+        how = self._how(targets[0], codec, opts)
+        pairs = zip(inputs, targets, strict=True)
+        works = [method(x.detach().contiguous(), out, **more, **how) for x, out in pairs]
+        return _Work(works, opts, outputs, copies)
+
     def _reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any, **counts: Any
     ) -> _Work:
-        targets, copies = _contiguous(outputs)
-        comm, how = self._comm(targets[0]), self._how(targets[0], codec, opts)
-        works = [
-            comm.quantized_reduce_scatter(x.detach().contiguous(), out, op=opts.reduceOp, **counts, **how)
-            for x, out in zip(inputs, targets, strict=True)
-        ]
-        return _Work(works, opts, outputs, copies)
-
-    def _all_gather(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], codec: Codec, opts: Any) -> _Work:
-        targets, copies = _contiguous(outputs)
-        comm, how = self._comm(targets[0]), self._how(targets[0], codec, opts)
-        works = [
-            comm.quantized_all_gather(x.detach().contiguous(), out, **how)
-            for x, out in zip(inputs, targets, strict=True)
-        ]
-        return _Work(works, opts, outputs, copies)
+        return self._call_each("quantized_reduce_scatter", outputs, inputs, codec, opts, op=opts.reduceOp, **counts)
 
     def _then_divide(self, work: Any) -> Any:
         """A Work that makes a sum of integers their mean, rounded towards zero as by NCCL."""

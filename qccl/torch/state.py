@@ -25,11 +25,11 @@ import torch.distributed as dist
 from qccl.arguments import count_of
 from qccl.codecs import Codec
 from qccl.collectives import CoalescedSpec
-from qccl.collectives.feedback import sums_of
+from qccl.collectives.feedback import residuals_of, sums_of
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
-from qccl.schedule import Role, Schedule
-from qccl.torch.groups import Group
+from qccl.schedule import Role, Schedule, buffer_name
+from qccl.torch.groups import ParameterGroup
 
 __all__ = ["from_saved", "to_full", "to_saved"]
 
@@ -40,7 +40,7 @@ _FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
 _PLACE = {"rank", "size"}
 
 
-def to_saved(comm: Communicator, groups: Sequence[Group], step: int) -> dict[str, Any]:
+def to_saved(comm: Communicator, groups: Sequence[ParameterGroup], step: int) -> dict[str, Any]:
     """This rank's state. What no call has used yet is zeros, because some checkpoints load into what they are given."""
     kept = comm.state_dict()
     saved: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "step": step, "calls": kept["calls"], "lr": None}
@@ -49,27 +49,27 @@ def to_saved(comm: Communicator, groups: Sequence[Group], step: int) -> dict[str
     for group in groups:
         entry = kept["keys"].get(group.key, {"lr": saved["lr"], "values": {}})
         saved["lr"] = entry["lr"]
-        for kind, i, name, parameter in _members(group):
-            values = entry["values"].get(f"{kind} {i}", np.zeros(parameter.numel(), np.float32))
+        for kind, buffer, name, parameter in _members(group):
+            values = entry["values"].get(buffer, np.zeros(parameter.numel(), np.float32))
             saved[_KINDS[kind]][name] = _shaped(values, parameter)
     return saved
 
 
-def to_full(comm: Communicator, groups: Sequence[Group], step: int, process_group: Any) -> dict[str, Any]:
+def to_full(comm: Communicator, groups: Sequence[ParameterGroup], step: int, process_group: Any) -> dict[str, Any]:
     """Collective: the state of all ranks, the same on each of them."""
     own = to_saved(comm, groups, step)
     full = {name: value for name, value in own.items() if name not in _PLACE}
     full |= {kind: {} for kind in _KINDS.values()}
     for group in groups:
         share = _share(_values_of(own, group), group, comm.rank, comm.size)
-        for kind, i, name, parameter in _members(group):
-            total = torch.from_numpy(share[f"{kind} {i}"]).to(parameter.device)
+        for kind, buffer, name, parameter in _members(group):
+            total = torch.from_numpy(share[buffer]).to(parameter.device)
             dist.all_reduce(total, group=process_group)
             full[_KINDS[kind]][name] = _shaped(total.float().cpu().numpy(), parameter)
     return full
 
 
-def from_saved(comm: Communicator, groups: Sequence[Group], given: Any) -> int:
+def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any) -> int:
     """Restore to_saved() of this rank, to_full(), or a list of to_saved() of all ranks of a group; returns the step.
 
     Raises ArgumentError for anything else, and then changes nothing.
@@ -92,7 +92,7 @@ def from_saved(comm: Communicator, groups: Sequence[Group], given: Any) -> int:
 
 
 def _fitting(
-    comm: Communicator, groups: Sequence[Group], given: Any
+    comm: Communicator, groups: Sequence[ParameterGroup], given: Any
 ) -> tuple[Mapping[str, Any], list[dict[str, np.ndarray]]]:
     """The state to restore here, and the values of each group in it."""
     states = [given] if isinstance(given, Mapping) else list(given)
@@ -118,7 +118,7 @@ def _fitting(
     ]
 
 
-def _share(values: Mapping[str, np.ndarray], group: Group, rank: int, size: int) -> dict[str, np.ndarray]:
+def _share(values: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, size: int) -> dict[str, np.ndarray]:
     """What a rank contributes to the total of its group, from its own state, in double precision."""
     if not values:
         return {}
@@ -131,28 +131,27 @@ def _share(values: Mapping[str, np.ndarray], group: Group, rank: int, size: int)
     return shares
 
 
-def _total(states: Sequence[Mapping[str, Any]], group: Group) -> dict[str, np.ndarray]:
+def _total(states: Sequence[Mapping[str, Any]], group: ParameterGroup) -> dict[str, np.ndarray]:
     """The total of a group, from the states of its ranks."""
     shares = [_share(_values_of(state, group), group, rank, len(states)) for rank, state in enumerate(states)]
     return {name: np.sum([share[name] for share in shares], axis=0).astype(np.float32) for name in shares[0]}
 
 
-def _divided(total: Mapping[str, np.ndarray], group: Group, rank: int, size: int) -> dict[str, np.ndarray]:
+def _divided(total: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, size: int) -> dict[str, np.ndarray]:
     """The state of ``rank`` of ``size`` whose ranks together have this total."""
     if not total:
         return {}
     schedule = _schedule(group, rank, size)
     has_owners = any(True for r in range(size) for _ in sums_of(_schedule(group, r, size)))
     found = {name: values for name, values in total.items() if name in schedule.buffers}
-    for name, values in found.items():
-        if name.startswith("residual") and has_owners:
-            found[name] = np.zeros_like(values)
-            for part in _owned(schedule, name):
-                found[name][part] = values[part]
+    for name in found.keys() & set(residuals_of(schedule)) if has_owners else ():
+        found[name] = np.zeros_like(total[name])
+        for part in _owned(schedule, name):
+            found[name][part] = total[name][part]
     return found
 
 
-def _buffers(group: Group, rank: int, size: int) -> set[str]:
+def _buffers(group: ParameterGroup, rank: int, size: int) -> set[str]:
     """The buffers that have state."""
     buffers = _schedule(group, rank, size).buffers if group.codec is not None else {}
     return {name for name, buffer in buffers.items() if buffer.role is Role.STATE}
@@ -163,32 +162,32 @@ def _owned(schedule: Schedule, name: str) -> Iterator[slice]:
     return (slice(start, stop) for buffer, start, stop in sums_of(schedule) if buffer == name)
 
 
-def _spec(group: Group) -> CoalescedSpec:
+def _spec(group: ParameterGroup) -> CoalescedSpec:
     """The spec of the group's calls."""
     counts = group.counts
     return CoalescedSpec.from_arguments(sum(counts), group.dtype, group.codec, None, each=counts, op="avg")
 
 
-def _schedule(group: Group, rank: int, size: int) -> Schedule:
+def _schedule(group: ParameterGroup, rank: int, size: int) -> Schedule:
     return _spec(group).schedule(rank, size, in_place=True)
 
 
-def _members(group: Group) -> Iterator[tuple[str, int, str, Any]]:
-    """For each kind of state of the codec, and each parameter that has elements: kind, index, name, parameter."""
+def _members(group: ParameterGroup) -> Iterator[tuple[str, str, str, Any]]:
+    """For each kind of state of the codec, and each parameter that has elements: kind, buffer, name, parameter."""
     kinds = group.codec.state_names if isinstance(group.codec, Codec) else ()
     for kind in kinds:
         for i, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
             if parameter.numel():
-                yield kind, i, name, parameter
+                yield kind, buffer_name(kind, i), name, parameter
 
 
-def _values_of(state: Mapping[str, Any], group: Group) -> dict[str, np.ndarray]:
+def _values_of(state: Mapping[str, Any], group: ParameterGroup) -> dict[str, np.ndarray]:
     """The values of a group's state by the buffers of its schedule; empty if the group had no state yet."""
     values: dict[str, np.ndarray] = {}
-    for kind, i, name, parameter in _members(group):
+    for kind, buffer, name, parameter in _members(group):
         tensor = state[_KINDS[kind]].get(name)
         if tensor is not None:
-            values[f"{kind} {i}"] = _flat(tensor, parameter, f"{_KINDS[kind]}[{name!r}]")
+            values[buffer] = _flat(tensor, parameter, f"{_KINDS[kind]}[{name!r}]")
     return values
 
 
@@ -209,7 +208,7 @@ def _flat(tensor: Any, parameter: Any, what: str) -> np.ndarray:
     return flat
 
 
-def _check(state: Any, groups: Sequence[Group], fields: set[str]) -> None:
+def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str]) -> None:
     if not isinstance(state, Mapping) or set(state) != fields:
         raise ArgumentError(
             f"a state is the dict that state_dict() returned, with {', '.join(sorted(_FULL | _PLACE))}, a list of "
@@ -250,7 +249,7 @@ def _difference(saved: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, A
 
 
 def _shown(parameter: Sequence[Any] | None) -> str:
-    """A parameter of Group.description()."""
+    """A parameter of ParameterGroup.description()."""
     if parameter is None:
         return "nothing"
     name, shape, strides = parameter

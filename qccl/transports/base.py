@@ -8,15 +8,17 @@ group of transfers on a stream. A transport knows nothing of codecs, schedules, 
 from __future__ import annotations
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from qccl.errors import EngineError
 
 if TYPE_CHECKING:
     from qccl._host import Wire
     from qccl.dtypes import DType
 
-__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "ElasticTransport", "Group", "Transport", "numbered"]
-__all__ += ["split_groups"]
+__all__ = ["Call", "DeviceTransfer", "DeviceTransport", "Group", "Transport", "numbered", "split_groups"]
 
 
 def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
@@ -25,7 +27,7 @@ def numbered(names: Sequence[Hashable]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(name, len(numbers)) for name in names)
 
 
-class Group(Protocol):
+class Group(ABC):
     """The ranks of a group, and the collective operations that set-up needs.
 
     Attributes:
@@ -33,6 +35,8 @@ class Group(Protocol):
         rank, size: of this process (thread) in the group.
         local_rank, local_size: among the ranks of the same machine.
         nodes: for each rank, the number of its machine. Network namespaces on one machine count as machines.
+        is_threaded: any thread may use it (one at a time), whatever other threads do with the library underneath.
+        can_regroup: the ranks that are left after a loss can make another group.
     """
 
     name: str
@@ -41,21 +45,53 @@ class Group(Protocol):
     local_rank: int
     local_size: int
     nodes: tuple[int, ...]
+    is_threaded: bool = True
+    can_regroup: bool = False
 
+    @abstractmethod
     def split(self, color: int | None, key: int, timeout: float) -> Group | None:
         """Collective: a transport of the ranks with the same ``color``, ordered by (key, rank); None for color None."""
 
+    @abstractmethod
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
         """Collective, for set-up: every rank's ``item``, in rank order. Raises CollectiveTimeout and PeerLost."""
 
+    @abstractmethod
     def abort(self, reason: str) -> None:
         """After a failure: cancel the transfers under way, so that the process can exit. Never blocks."""
 
+    @abstractmethod
     def close(self) -> None:
         """Release the group; collective if the library demands it. Idempotent.
 
         Keeps the memory of transfers that are still under way because other ranks have not closed.
         """
+
+    # -- for groups that change: a library without this keeps these methods, which raise EngineError -----------------
+
+    @property
+    def address(self) -> str:
+        """Where new processes find this rank: "host:port"."""
+        raise self.impossible("address")
+
+    def waiting(self) -> int:
+        """Number of the processes that wait to join at this rank."""
+        raise self.impossible("grow()")
+
+    def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Transport, int]:
+        """Collective among the ranks that are left: their new transport, and the largest of their numbers ``calls``.
+
+        With ``grows`` the processes that wait are in it, too, after the others. This transport is of no use afterwards.
+        Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
+        """
+        raise self.impossible("grow()" if grows else "shrink()")
+
+    def impossible(self, what: str) -> EngineError:
+        """The error of a method of Communicator that needs another library."""
+        return EngineError(
+            f"{what} is not possible over {self.name}; use UCX: pip install qccl[ucx], and start the program without "
+            f"MPI or set QCCL_TRANSPORT=ucx"
+        )
 
 
 _COLOR_AND_KEY = struct.Struct("<?qq")
@@ -71,28 +107,29 @@ def split_groups(group: Group, color: int | None, key: int, timeout: float) -> d
     return found
 
 
-class Transport(Group, Protocol):
+class Transport(Group):
     """Tagged non-blocking transfers between the ranks of one group, on the host.
 
     Attributes:
-        is_threaded: any thread may use it (one at a time), whatever other threads do with the library underneath.
         progress_hook: allgather() and split() call it while they wait, and raise its errors. The engine sets it.
         eager_nbytes: bytes that a message may be shorter than its receive; so much data may be sent with a header.
+        sends_ahead: it limits what it keeps for a rank that has not made a call yet, so a call may send all that it can
+            before it has the others' headers. Otherwise it sends one window of messages.
         shares_memory: all ranks are on one machine and in one network namespace, so no link is slower than they are.
+        wire: send, receive and poll in native code; None: the run loop calls the methods of this class.
     """
 
-    is_threaded: bool
     progress_hook: Callable[[], object]
-    eager_nbytes: int
-    shares_memory: bool
+    eager_nbytes: int = 0
+    sends_ahead: bool = False
+    shares_memory: bool = False
+    wire: Wire | None = None
 
-    @property
-    def wire(self) -> Wire | None:
-        """Send, receive and poll in native code; None: the run loop calls the methods of this class."""
-
+    @abstractmethod
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
         """Start sending; poll() returns ``token`` when the memory may be written again. The caller keeps it alive."""
 
+    @abstractmethod
     def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
         """Start receiving ``nbytes``; poll() returns ``token`` when the bytes have arrived.
 
@@ -101,6 +138,7 @@ class Transport(Group, Protocol):
         exactly ``nbytes``.
         """
 
+    @abstractmethod
     def poll(self, *, idle: int) -> Sequence[Hashable]:
         """Tokens of the transfers that have ended since the last poll. Blocks for a millisecond at most.
 
@@ -111,28 +149,9 @@ class Transport(Group, Protocol):
         other failures of the library.
         """
 
-    def split(self, color: int | None, key: int, timeout: float) -> Transport | None: ...
-
-
-class ElasticTransport(Transport, Protocol):
-    """A transport whose ranks can make another group, without lost ranks and with new ones.
-
-    A library that only finds the ranks that are left (MPI's ULFM) has regroup() alone, and refuses ``grows``.
-    """
-
-    @property
-    def address(self) -> str:
-        """Where new processes find this rank."""
-
-    def waiting(self) -> int:
-        """Number of the processes that wait to join at this rank."""
-
-    def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Transport, int]:
-        """Collective among the ranks that are left: their new transport, and the largest of their numbers ``calls``.
-
-        With ``grows`` the processes that wait are in it, too, after the others. This transport is of no use afterwards.
-        Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
-        """
+    @abstractmethod
+    def split(self, color: int | None, key: int, timeout: float) -> Transport | None:
+        """Collective: as in Group, with a transport for host memory."""
 
 
 #: a function and its arguments, prepared once; each run calls it to put work on a stream
@@ -147,7 +166,7 @@ class DeviceTransfer(NamedTuple):
     nbytes: int
 
 
-class DeviceTransport(Group, Protocol):
+class DeviceTransport(Group):
     """Transfers between the GPUs of one group's ranks, in the order of a stream.
 
     Attributes:
@@ -161,12 +180,15 @@ class DeviceTransport(Group, Protocol):
     stream: int
     host: Transport | None
 
+    @abstractmethod
     def exchange(self, sends: Sequence[DeviceTransfer], receives: Sequence[DeviceTransfer], stream: int) -> list[Call]:
         """The calls that put one group of transfers on ``stream``. They neither block nor allocate."""
 
+    @abstractmethod
     def make_groups(self, groups: tuple[tuple[int, ...], ...]) -> None:
         """Collective: prepare collective() among the ranks of each group, where that was not done before."""
 
+    @abstractmethod
     def collective(
         self,
         ranks: tuple[int, ...],
@@ -182,5 +204,6 @@ class DeviceTransport(Group, Protocol):
         the order of ``ranks``, which is one of make_groups().
         """
 
+    @abstractmethod
     def check(self) -> None:
         """Raise the error that the library has found asynchronously, if any."""

@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from qccl.transports.channel import ANSWER_SECONDS, Channel
+from qccl.transports.channel import ANSWER_SECONDS, Channel, Keys
+from qccl.transports.secure_socket import SecureSocket
 from qccl.transports.sockets import BACKLOG, seats
 from qccl.transports.strangers import NotARank, report
 
@@ -22,6 +23,8 @@ HELLO_SECONDS = 5.0
 _MOST_ACCEPTED = 2 * BACKLOG
 _MOST_NBYTES = 8 << 20
 _NO_ROOM = "too many of them at once"
+#: the first byte of every TLS connection
+_HANDSHAKE = b"\x16"
 
 
 class Caller(Channel):
@@ -30,14 +33,40 @@ class Caller(Channel):
     Attributes:
         nonce: what its first message must repeat.
         until: when it is dropped if it has not said what it wants.
-        was_asked: it was asked for the decision that this rank has missed.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        super().__init__(connection)
+    def __init__(self, connection: socket.socket, keys: Keys) -> None:
+        super().__init__(connection, keys.seal)
+        self._plain: socket.socket | None = connection if keys.tls else None  # until it is known how it speaks
+        self._keys = keys
         self.nonce = os.urandom(16).hex()
         self.until = time.monotonic() + HELLO_SECONDS
-        self.is_greeted = self.was_asked = False
+        self.is_greeted = False
+
+    @property
+    def is_proved(self) -> bool:
+        """It has proved over TLS that it has the job's secret."""
+        return isinstance(self._connection, SecureSocket) and self._connection.is_proved
+
+    @property
+    def is_sealed(self) -> bool:
+        """It speaks without TLS, in a group that has a secret."""
+        return bool(self._keys.tls) and not isinstance(self._connection, SecureSocket)
+
+    def hear(self) -> None:
+        """As of a Channel. Where there is a secret, first find out whether the caller begins with TLS."""
+        if self._plain is not None:
+            self._plain.setblocking(False)
+            try:
+                first = self._plain.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                return
+            except OSError:
+                first = b""
+            if first == _HANDSHAKE:
+                self._connection = SecureSocket(self._plain, self._keys.tls, is_server=True)
+            self._plain = None
+        super().hear()
 
     @property
     def is_knock(self) -> bool:
@@ -51,10 +80,13 @@ class Callers:
     A caller counts when its first message repeats the nonce that it was sent, and the id of this process. Only ranks
     know the id, which is random. There are two exceptions. A process that wants to join does not know the id. A rank
     that sends a decision to a stopped process does not wait for the nonce.
+
+    In a group that has a secret all of this runs inside TLS, except sealed messages (channel.py), and nothing of a
+    message is read before the caller has proved that it has the secret.
     """
 
-    def __init__(self, server: socket.socket, id: str) -> None:
-        self._server, self._id = server, id
+    def __init__(self, server: socket.socket, id: str, keys: Keys) -> None:
+        self._server, self._id, self._keys = server, id, keys
         self._unknown: dict[Caller, None] = {}  # the oldest first
         self._known: dict[Caller, None] = {}
         server.setblocking(False)
@@ -63,7 +95,11 @@ class Callers:
         """Those that have said what they want; the others may change meanwhile."""
         return iter([each for each in self._known if each.inbox])
 
+    def __del__(self) -> None:
+        self.close()
+
     def close(self) -> None:
+        """Close the listening socket and all connections."""
         self._server.close()
         for each in (*self._unknown, *self._known):
             each.close()
@@ -96,9 +132,12 @@ class Callers:
                 if error.errno in (errno.EMFILE, errno.ENFILE) and not self._drop_oldest():
                     break
             else:
-                caller = Caller(connection)
+                caller = Caller(connection, self._keys)
                 self._unknown[caller] = None
-                self._greet(caller)  # at once: its answer may be there before it is the oldest
+                if self._keys.tls:
+                    self._hear(caller)
+                else:
+                    self._greet(caller)  # at once: its answer may be there before it is the oldest
                 if len(self._unknown) > seats():
                     self._drop_oldest()
         for caller in (*self._unknown, *self._known):
@@ -119,9 +158,10 @@ class Callers:
         """Make room: drop the oldest caller that has not said yet what it wants, or else the oldest that wants to join.
 
         Returns whether there was one. A caller of the first kind is heard once more before, because a rank that waited
-        at the socket of a stopped process has said what it wants. A process that wants to join calls again.
+        at the socket of a stopped process has said what it wants. A process that wants to join calls again. Those that
+        have proved that they have the secret stay longer than others.
         """
-        oldest = next(iter(self._unknown), None)
+        oldest = next((each for each in self._unknown if not each.is_proved), next(iter(self._unknown), None))
         if oldest is not None:
             self._hear(oldest)
             drops = oldest in self._unknown
@@ -150,14 +190,14 @@ class Callers:
             raise NotARank("a message that no rank sends now")
         if caller.has_ended and not any(message["kind"] == "decided" for message in caller.inbox):
             self.dismiss(caller)
-        elif not (caller.is_greeted or caller.has_ended or caller.inbox):
+        elif not (caller.is_greeted or caller.has_ended or caller.inbox) and (caller.is_proved or not self._keys.tls):
             self._greet(caller)
 
     def _admit(self, caller: Caller, message: Any) -> None:
         kind = message["kind"]
         if kind == "watch":  # it has seen what it wanted, and may call again
             return self.dismiss(caller)
-        if kind not in ("knock", "join", "probe", "decided"):
+        if kind not in ("knock", "join", "probe", "decided") or (caller.is_sealed and kind != "decided"):
             raise NotARank("a message that no rank sends now")
         if kind != "decided" and message["nonce"] != caller.nonce:
             raise NotARank("an old message")

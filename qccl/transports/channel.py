@@ -1,19 +1,26 @@
-"""Connections between processes that agree on their next group: messages in JSON over TCP."""
+"""Connections between processes that agree on their next group: messages in JSON over TCP, encrypted where they can be.
+
+With a secret a connection runs inside TLS. Two messages cannot, because the other side does not answer: a decision for
+a process that is stopped, and the greeting of a Watch. They are sent without TLS, and **sealed**: the checksum of every
+message is made with a key that follows from the secret, so nobody else can make one.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import select
-import socket
 import struct
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from qccl.transports.messages import MOST_NBYTES, encode, parse
+from qccl.transports.secret import derive
+from qccl.transports.secure_socket import Connection, SecureSocket
 from qccl.transports.sockets import LONGEST_SECONDS, connect
 from qccl.transports.strangers import NotARank
 
-__all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "Channel", "call"]
+__all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "Channel", "Keys", "call", "frame"]
 
 #: how long the other side may take to take a message or to answer, and a machine to accept a connection
 ANSWER_SECONDS = 2.0
@@ -25,16 +32,30 @@ _MAGIC = b"qccl/me2"
 _PART_NBYTES = 1 << 16
 
 
+class Keys(NamedTuple):
+    """Of a job's secret: for TLS, and for the checksums of messages; empty: the job has no secret."""
+
+    tls: bytes
+    seal: bytes
+
+    @classmethod
+    def of(cls, secret: bytes | None) -> Keys:
+        """Derived from a job's secret."""
+        return cls(derive(secret, "membership"), derive(secret, "sealed message")) if secret else cls(b"", b"")
+
+
 class Channel:
     """A connection with messages: JSON behind a magic number, a length and a checksum.
+
+    ``seal`` is the key of the checksums, which without one tell damaged messages only.
 
     Attributes:
         inbox: messages that hear() has read.
         has_ended: the other side has closed the connection, is lost, or is not a rank.
     """
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._connection = connection
+    def __init__(self, connection: Connection, seal: bytes = b"") -> None:
+        self._connection, self._seal = connection, seal
         self._received = bytearray()
         self.inbox: list[Any] = []
         self.has_ended = False
@@ -50,14 +71,18 @@ class Channel:
         """What has come of a message that is not complete."""
         return len(self._received)
 
+    def fileno(self) -> int:
+        """For select."""
+        return self._connection.fileno()
+
     def close(self) -> None:
+        """Close the connection."""
         self._connection.close()
 
     def send(self, message: dict[str, Any], seconds: float = ANSWER_SECONDS) -> None:
         """Raises OSError if the other side has ended, or does not take the message in time."""
-        content = encode(message)
         self._connection.settimeout(max(0.0, seconds))  # sendall's is for the whole
-        self._connection.sendall(_HEAD.pack(_MAGIC, len(content), _checksum(content)) + content)
+        self._connection.sendall(frame(encode(message), self._seal))
 
     def receive(self, until: float) -> Any:
         """The next message. Raises TimeoutError at ``until``, another OSError if the other side has ended."""
@@ -84,6 +109,9 @@ class Channel:
                 self.has_ended = not part
         except BlockingIOError:
             pass
+        except NotARank:
+            self.has_ended = True
+            raise
         except OSError:
             self.has_ended = True
         try:
@@ -107,17 +135,28 @@ class Channel:
             if len(self.inbox) == _MOST_MESSAGES:
                 raise NotARank("too many messages")
             content = bytes(self._received[_HEAD.size : end])
-            if checksum != _checksum(content):
-                raise NotARank("a damaged message")
+            if not hmac.compare_digest(checksum, _checksum(content, self._seal)):
+                raise NotARank("a message that is damaged, or of another job")
             self.inbox.append(parse(content))
             del self._received[:end]
 
 
-def _checksum(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=16, person=b"qccl message").digest()
+def frame(content: bytes, seal: bytes = b"") -> bytes:
+    """A message as it is sent."""
+    return _HEAD.pack(_MAGIC, len(content), _checksum(content, seal)) + content
 
 
-def call(place: tuple[str, int], until: float) -> Channel:
-    """A connection. Raises ConnectionRefusedError if nobody listens, another OSError if the machine does not answer."""
+def _checksum(content: bytes, seal: bytes = b"") -> bytes:
+    return hashlib.blake2b(content, digest_size=16, key=seal, person=b"qccl message").digest()
+
+
+def call(place: tuple[str, int], until: float, keys: Keys, *, is_sealed: bool = False) -> Channel:
+    """A connection. Raises ConnectionRefusedError if nobody listens, another OSError if the machine does not answer.
+
+    It is encrypted if there are ``keys``, unless its only message will be a sealed one.
+    """
     left = max(0.01, until - time.monotonic())
-    return Channel(connect(place, min(left, CONNECT_SECONDS)))
+    connection = connect(place, min(left, CONNECT_SECONDS))
+    if keys.tls and not is_sealed:
+        return Channel(SecureSocket(connection, keys.tls, is_server=False), keys.seal)
+    return Channel(connection, keys.seal)

@@ -25,7 +25,7 @@ def left() -> int:
 
 
 def allow(ranks: int) -> None:
-    """Raise the soft limit, if it is too low for connections to so many ranks."""
+    """Raise the soft limit, if it is too low for the library itself and connections to so many ranks."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _open() + 2 * ranks + _MORE
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
+from qccl.transports.base import Transport
 
 __all__ = ["LoopbackGroup", "LoopbackTransport"]
 
@@ -143,14 +144,11 @@ class LoopbackGroup:
         return gathered
 
 
-class LoopbackTransport:
-    """One rank of a LoopbackGroup (interface: Transport)."""
+class LoopbackTransport(Transport):
+    """One rank of a LoopbackGroup. The larger chunks of shared memory gain nothing here."""
 
     name = "loopback"
     eager_nbytes = 8 << 10
-    is_threaded = True
-    shares_memory = False  # the larger chunks of shared memory gain nothing here
-    wire = None
 
     def __init__(self, group: LoopbackGroup, rank: int) -> None:
         self.rank = self.local_rank = rank
@@ -161,13 +159,15 @@ class LoopbackTransport:
         self._gone = False
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        """Post a send; it completes when the receiver has taken its bytes."""
         self._group.post((self.rank, peer, tag), _Transfer(address, nbytes, token), is_send=True)
 
     def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
+        """Post a receive; it takes the bytes of a send that waits for it."""
         self._group.post((peer, self.rank, tag), _Transfer(address, nbytes, token, arrived=arrived), is_send=False)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """As in Transport. Completed transfers are returned before the failure of the group is raised."""
+        """Completed transfers are returned before the failure of the group is raised."""
         group, rank = self._group, self.rank
         with group.lock:
             if idle and not group.completed[rank] and group.faults[rank] is None and group.failure is None:
@@ -184,6 +184,7 @@ class LoopbackTransport:
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> LoopbackTransport | None:
+        """Collective: a new LoopbackGroup for each color, in the same process."""
         gathered = self._group.gather(self.rank, (color, key), timeout, self.progress_hook)
         if color is None:
             return None
@@ -195,15 +196,18 @@ class LoopbackTransport:
         return group.transport(members.index((key, self.rank)))
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        """Collective: the items are passed in memory."""
         items = self._group.gather(self.rank, item, timeout, self.progress_hook).items
         return [items[r] for r in range(self.size)]
 
     def abort(self, reason: str) -> None:
+        """Withdraw this rank's transfers; the others raise PeerLost with ``reason``, after its last small messages."""
         if not self._gone:
             self._gone = True
             self._group.withdraw(self.rank, f"rank {self.rank} gave up: {reason}")
 
     def close(self) -> None:
+        """Withdraw this rank's transfers; small messages that it has sent still arrive. Never waits."""
         if not self._gone:
             self._gone = True
             self._group.withdraw(self.rank, None)

@@ -1,4 +1,6 @@
-"""Who is in a group after some ranks were lost or others came: the ranks agree over TCP.
+"""Who is in a group after some ranks were lost or others came: the protocol, without sockets, threads or a clock.
+
+Events go in (a message came, a connection was lost, time has passed), actions come out; regroup.py carries them out.
 
 Every process has a listening socket, whose address all ranks of its group know from the start, so any rank may be lost.
 The groups that follow each other are numbered by epochs. agree() decides the next one as Paxos does. The lowest rank
@@ -10,7 +12,8 @@ There is never a second group, with one exception below. A list needs the promis
 and these are either
 
 - all ranks except those that have ended. The machine of a process that has ended refuses connections to its socket; a
-  process that is stopped, busy or out of reach does not refuse them. Or
+  process that is stopped, busy or out of reach does not refuse them. A firewall may, so refusals count only where none
+  is in the way (watch.py). Or
 - more than half of the old group, or half of it with rank 0.
 
 Take two lists for one epoch. If a living rank accepted both, the ballot that came later has proposed the same list.
@@ -26,30 +29,27 @@ all coordinators until all ranks that it knows have ended.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-import os
-import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 from qccl.errors import CollectiveTimeout, PeerLost
 from qccl.transports import messages
-from qccl.transports.callers import Caller, Callers
-from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, call
+from qccl.transports.channel import ANSWER_SECONDS
 from qccl.transports.messages import Decision, Member
-from qccl.transports.sockets import listen, place_text
 from qccl.transports.strangers import NotARank
 
-__all__ = ["Decision", "Member", "Membership"]
+__all__ = ["RETRY_SECONDS", "Action", "Agreement", "Membership", "Own", "expect"]
 
-_NAP_SECONDS = 0.005
-_RETRY_SECONDS = 0.05
+#: between two calls of a rank
+RETRY_SECONDS = 0.05
+#: after a machine did not answer
+_FAR_SECONDS = 1.0
 #: how much longer than its coordinator a rank waits
 _MARGIN_SECONDS = 5.0
 
 
-class _Own(NamedTuple):
+class Own(NamedTuple):
     """What a rank brings to the next group: itself with its new worker, its calls, and processes that wait at it."""
 
     member: Member
@@ -57,38 +57,52 @@ class _Own(NamedTuple):
     newcomers: list[Member]
 
 
-class Membership:
-    """One process in its group.
+class Action(NamedTuple):
+    """What the driver must do, in the order of the actions.
 
     Attributes:
-        epoch: number of the group; -1 before it is in one.
-        members: of the group, in the order of their ranks.
+        do: "call" the rank ``channel``: then lost(), refused() or heard() follow. "send" ``message``. "close" the
+            channel, after a last ``message`` if there is one. "keep" the caller ``channel``, which now belongs to the
+            agreement. "inform" the processes ``channel`` by ``message`` at their sockets, then call informed().
+        channel: a rank for the connection to it, another object for a caller.
     """
 
-    def __init__(self, host: str) -> None:
-        """``host``: the address of this machine, as the others reach it; if it is a number, no other is listened at."""
-        self._id = os.urandom(16).hex()
-        server = listen(host)
-        self._callers = Callers(server, self._id)
-        self._host, self._port = host, int(server.getsockname()[1])
-        self._latest = Decision(-1, (), 0)
-        self._promised = 0, 0  # ballot: number and coordinator
-        self._accepted: tuple[tuple[int, int], Decision] | None = None  # ballot and list
-        self._patience = 0.0  # until when this rank follows the present coordinator
+    do: str
+    channel: Any
+    message: dict[str, Any] | None = None
+
+
+class Membership:
+    """What a process knows of its group, and what it has promised and accepted for the next one.
+
+    Attributes:
+        latest: the group; its epoch is -1 before there is one.
+        promised: the latest ballot: its number and coordinator.
+        accepted: a ballot and its list.
+    """
+
+    def __init__(self, id: str, host: str, port: int) -> None:
+        """``id`` of the process, and the address of its socket."""
+        self.id, self._host, self._port = id, host, port
+        self.latest = Decision(-1, (), 0)
+        self.promised = 0, 0
+        self.accepted: tuple[tuple[int, int], Decision] | None = None
 
     @property
     def epoch(self) -> int:
-        return self._latest.epoch
+        """Number of the group; -1 before there is one."""
+        return self.latest.epoch
 
     @property
     def members(self) -> tuple[Member, ...]:
-        return self._latest.members
+        """The group's members, in the order of their ranks; none before there is a group."""
+        return self.latest.members
 
     @property
     def rank(self) -> int:
         """Of this process. Raises PeerLost if the group does not have it."""
         for rank, member in enumerate(self.members):
-            if member.id == self._id:
+            if member.id == self.id:
                 return rank
         raise PeerLost(
             "the other ranks have made a group without this one, because it did not answer in time; it can only join "
@@ -96,202 +110,247 @@ class Membership:
         )
 
     @property
-    def address(self) -> str:
-        """For qccl.join()."""
-        return place_text((self._host, self._port))
+    def place(self) -> tuple[str, int]:
+        """Host and port of this process's socket."""
+        return self._host, self._port
 
     def member(self, worker: bytes) -> Member:
         """This process, with the address of its worker."""
-        return Member.make(self._id, self._host, self._port, worker)
+        return Member.make(self.id, self._host, self._port, worker)
 
     def begin(self, members: Iterable[Member]) -> None:
         """The first group."""
-        self._latest = Decision(0, tuple(members), 0)
+        self.latest = Decision(0, tuple(members), 0)
 
-    def close(self) -> None:
-        """Leave: from now on this process counts as ended. Idempotent."""
-        self._callers.close()
-
-    def find_ended(self, suspect: int) -> int | None:
-        """A rank whose process has ended, ``suspect`` if it has; None if none ends within a moment.
-
-        A rank that gives up after the loss of another one closes its connections, too, and its last message may be
-        lost. So the end of a connection does not tell who was lost.
-        """
-        deadline = time.monotonic() + CONNECT_SECONDS
-        others = [rank for rank in range(len(self.members)) if rank not in (suspect, self.rank)]
-        while time.monotonic() < deadline:
-            for rank in (suspect, *others):
-                member = self.members[rank]
-                try:
-                    call((member.host, member.port), deadline).close()
-                except ConnectionRefusedError:
-                    return rank
-                except OSError:
-                    pass
-            time.sleep(_RETRY_SECONDS)
-        return None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_callers"):  # otherwise there is no socket
-            self.close()
-
-    # -- the next group ----------------------------------------------------------------------------------------------
-
-    def agree(self, worker: bytes, calls: int, timeout: float, *, grows: bool = False) -> Decision:
-        """Collective: the next group, of the ranks that take part, and with ``grows`` of the processes in knock().
-
-        The ranks that have not ended and do not come cost ``timeout`` seconds together, or each if they would have
-        coordinated. Raises PeerLost if the group goes on without this rank, CollectiveTimeout if too many are silent.
-        """
-        newcomers = [message["member"] for _, message in self._knocks()] if grows else []
-        own = _Own(self.member(worker), calls, list({each.id: each for each in newcomers}.values()))
-        ended: set[int] = set()
-        silent: set[int] = set()
-        for rank in range(self.rank):
-            self._patience = time.monotonic() + timeout
-            try:
-                return self._adopt(self._follow(rank, own))
-            except ConnectionRefusedError:
-                ended.add(rank)
-            except TimeoutError:
-                silent.add(rank)
-        return self._adopt(_Coordinator(self, own, ended, silent, timeout).decide())
-
-    def knock(self, address: tuple[str, int], worker: bytes, timeout: float) -> Decision:
-        """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""
-        deadline = time.monotonic() + timeout
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), call(address, deadline) as channel:
-                hello = {"kind": "knock", "nonce": _greeting(channel, deadline), "member": self.member(worker)}
-                channel.send(hello)
-                decision = self._checked(_expect(channel.receive(deadline), "decided")["decided"])
-                if any(member.id == self._id for member in decision.members):
-                    return self._adopt(decision)
-            time.sleep(_RETRY_SECONDS)
-        raise CollectiveTimeout(
-            f"no group took this process in at {place_text(address)} within {timeout} s; the address must be "
-            f"comm.address of one of its ranks, and all ranks must call comm.grow()"
-        )
-
-    def waiting(self) -> int:
-        """Number of the processes that wait at this rank's address."""
-        return len(self._knocks())
-
-    def _knocks(self) -> list[tuple[Caller, Any]]:
-        self._callers.hear()
-        return self._callers.knocks()
-
-    def _checked(self, decision: Decision) -> Decision:
+    def checked(self, decision: Decision) -> Decision:
         """``decision``, which came from outside. Raises NotARank if it is not for a later group than this rank's."""
-        own = [member for member in decision.members if member.id == self._id]
+        own = [member for member in decision.members if member.id == self.id]
         if decision.epoch <= self.epoch or any(member[1:3] != (self._host, self._port) for member in own):
             raise NotARank("a decision that is old, or of another group")
         return decision
 
-    def _adopt(self, decision: Decision) -> Decision:
-        if decision.epoch > self.epoch:
-            self._latest, self._promised, self._accepted = decision, (0, 0), None
-            members = {member.id for member in decision.members}
-            until = time.monotonic() + ANSWER_SECONDS
-            for caller, message in self._knocks():
-                if message["member"].id in members:
-                    self._tell(caller, message["member"].id, until - time.monotonic())
-        _ = self.rank  # raises
-        return self._latest
+    def adopt(self, decision: Decision) -> bool:
+        """Whether it is a later group, which is this process's from now on."""
+        is_later = decision.epoch > self.epoch
+        if is_later:
+            self.latest, self.promised, self.accepted = decision, (0, 0), None
+        return is_later
 
-    def _tell(self, caller: Caller, to: str, seconds: float = ANSWER_SECONDS) -> None:
-        """Tell a caller of the latest group, and no more."""
-        self._callers.dismiss(caller, seconds, kind="decided", to=to, decided=self._latest)
-
-    # -- followers ---------------------------------------------------------------------------------------------------
-
-    def _follow(self, rank: int, own: _Own) -> Decision:
-        """What rank ``rank`` decides. Raises ConnectionRefusedError if it has ended, TimeoutError if it is silent."""
-        to, host, port = self.members[rank][:3]
-        while time.monotonic() < self._patience:
-            try:
-                with call((host, port), self._patience) as channel:
-                    channel.send(self._hello("join", own, to, _greeting(channel, self._patience)))
-                    return self._obey(channel, to)
-            except ConnectionRefusedError:
-                raise
-            except OSError:  # it begins again, has ended, or is out of reach
-                time.sleep(_RETRY_SECONDS)
-        raise TimeoutError
-
-    def _obey(self, channel: Channel, to: str) -> Decision:
-        while True:
-            message = channel.receive(self._patience)
-            match message["kind"]:
-                case "wait":
-                    self._patience = max(self._patience, time.monotonic() + message["seconds"] + _MARGIN_SECONDS)
-                case "stranger":
-                    raise ConnectionRefusedError
-                case "tell":
-                    channel.send({"kind": "decided", "to": to, "decided": self._latest})
-                case "prepare":
-                    self._promised = message["ballot"]
-                    channel.send({"kind": "promised"})
-                case "accept":
-                    self._promised = message["ballot"]
-                    self._accepted = message["ballot"], self._checked(message["value"])
-                    channel.send({"kind": "accepted"})
-                case _:
-                    return self._checked(_expect(message, "decided")["decided"])
-
-    def _hello(self, kind: str, own: _Own, to: str, nonce: str) -> dict[str, Any]:
-        """The first message to the process with the id ``to``: "join" makes this rank follow it, "probe" does not."""
-        state = {"promised": self._promised, "accepted": self._accepted}
-        return {"kind": kind, "nonce": nonce, "to": to, "epoch": self.epoch, **own._asdict(), **state}
+    def told(self, to: str) -> dict[str, Any]:
+        """The message that tells the process with the id ``to`` of the latest group."""
+        return {"kind": "decided", "to": to, "decided": self.latest}
 
 
-def _expect(message: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The message, which must be of this kind."""
+def expect(message: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The message, which must be of this kind. Raises NotARank."""
     if message["kind"] != kind:
         raise NotARank("a message that no rank sends now")
     return message
 
 
-def _greeting(channel: Channel, until: float) -> str:
-    """What the called process wants to hear again."""
-    return str(_expect(channel.receive(until), "challenge")["nonce"])
+class Agreement:
+    """One rank's part in one agreement: it follows the ranks below its own, one after another, then it coordinates.
 
+    The driver calls heard(), lost(), refused(), informed() and passed(), with times in seconds, and after each of them
+    does what is in ``actions``. It calls passed() when it has reported all that has come, and gives messages of callers
+    only while ``gathers``. Methods raise CollectiveTimeout if too many ranks are silent.
 
-class _Coordinator:
-    """The coordinator's side of agree()."""
+    Attributes:
+        actions: what the driver must do; it removes what it has done.
+        decision: the next group, or a later one that this rank has missed; None until there is one.
+    """
 
-    def __init__(self, membership: Membership, own: _Own, ended: set[int], silent: set[int], timeout: float) -> None:
-        self._me, self._own, self._ended, self._silent, self._timeout = membership, own, ended, silent, timeout
-        self._rank, self._size = membership.rank, len(membership.members)
-        self._joined: dict[int, tuple[Channel, Any]] = {}
-        self._probes: dict[int, Channel] = {}
-        self._next_probe = 0.0
-        self._until = time.monotonic() + timeout
+    def __init__(self, me: Membership, own: Own, timeout: float, now: float) -> None:
+        """Ranks that are silent for ``timeout`` seconds are left out, if there are enough others."""
+        self.actions: list[Action] = []
+        self.decision: Decision | None = None
+        self._me, self._own, self._timeout = me, own, timeout
+        self._rank, self._size = me.rank, len(me.members)
+        self._leader = -1  # the rank that coordinates
+        self._ended: set[int] = set()
+        self._silent: set[int] = set()
+        self._call_at: float | None = None  # when the leader, or the missing ranks, are called again
+        self._is_greeted = False  # by the leader
+        self._joined: dict[int, tuple[Hashable, Any]] = {}  # channel and first message
+        self._probes: set[int] = set()  # missing ranks that were called
+        self._asked: set[Hashable] = set()  # callers that were asked for the decision that this rank has missed
+        self._phase = ""  # of a ballot: what is awaited
+        self._awaited: set[Hashable] = set()  # channels
+        self._follow_next(now)
 
-    def decide(self) -> Decision:
-        """The next group, or a later one that this rank has missed. Raises CollectiveTimeout."""
+    @property
+    def gathers(self) -> bool:
+        """It coordinates, and no ballot is under way."""
+        return self._leader == self._rank and not self._phase and self.decision is None
+
+    # -- events ------------------------------------------------------------------------------------------------------
+
+    def heard(self, channel: Hashable, message: dict[str, Any], now: float) -> None:
+        """A message."""
+        if self.decision is not None:
+            return
         try:
-            while True:
-                decision = self._hear()
-                if decision is not None:
-                    return decision
-                missing = self._missing()
-                if self._silent.issuperset(missing) or time.monotonic() > self._until:
-                    self._check_quorum(missing)
-                    with contextlib.suppress(OSError):
-                        return self._propose()
-                    self._begin_again()
-                self._probe(missing)
-                time.sleep(_NAP_SECONDS)
-        finally:
-            for channel in (*self._probes.values(), *(channel for channel, _ in self._joined.values())):
-                channel.close()
+            if self._leader < self._rank:
+                if channel == self._leader:
+                    self._obey(message, now)
+            elif isinstance(channel, int):
+                self._hear_probe(channel, message)
+            elif channel not in (each for each, _ in self._joined.values()):
+                self._answer(channel, message, now)
+            else:
+                expect(message, self._phase)
+                self._awaited.discard(channel)
+                if not self._awaited:
+                    self._go_on()
+        except NotARank:
+            self._act("close", channel)
+            self.lost(channel, now)
+
+    def lost(self, channel: Hashable, now: float, *, reached: bool = True) -> None:
+        """A connection has ended, or (not ``reached``) there is none to the rank that was called."""
+        if self._leader < self._rank:
+            if channel == self._leader:
+                self._call_at, self._is_greeted = now + RETRY_SECONDS, False
+        elif isinstance(channel, int):
+            self._probes.discard(channel)
+            if not reached:
+                self._call_at = now + _FAR_SECONDS
+        for rank, (joined, _) in list(self._joined.items()):
+            if joined == channel:
+                del self._joined[rank]
+                if self._phase and self.decision is None:
+                    self._begin_again(now)
+
+    def refused(self, rank: int, now: float) -> None:
+        """The process of a rank that was called has ended."""
+        self._ended.add(rank)
+        self._probes.discard(rank)
+        if rank == self._leader:
+            self._follow_next(now)
+
+    def informed(self, out_of_reach: Iterable[Member]) -> None:
+        """The processes of an "inform" know, have ended, or are out of reach."""
+        if self._phase == "prepared":
+            self._ask_to_accept(self._next_group(out_of_reach))
+        elif self._phase == "announced" and self._me.accepted is not None:
+            self.decision = self._me.accepted[1]
+            for channel, join in self._joined.values():
+                self._act("send", channel, kind="decided", to=join["member"].id, decided=self.decision)
+
+    def passed(self, now: float) -> None:
+        """All that has come before ``now`` was reported. Raises CollectiveTimeout."""
+        if self.decision is not None:
+            return
+        if self._leader < self._rank:
+            if now >= self._until:
+                self._silent.add(self._leader)
+                self._act("close", self._leader)
+                self._follow_next(now)
+            elif self._call_at is not None and now >= self._call_at:
+                self._call_at = None
+                self._act("call", self._leader)
+        elif self._phase:
+            if self._awaited and now > self._answer_by:
+                self._begin_again(now)
+        else:
+            missing = self._missing()
+            if self._silent.issuperset(missing) or now > self._until:
+                self._propose(missing, now)
+            elif self._call_at is None or now >= self._call_at:
+                self._call_at = now + RETRY_SECONDS
+                for rank in set(missing) - self._probes:
+                    self._probes.add(rank)
+                    self._act("call", rank)
+
+    def _act(self, do: str, channel: Any, **message: object) -> None:
+        self.actions.append(Action(do, channel, message or None))
+
+    # -- followers ---------------------------------------------------------------------------------------------------
+
+    def _follow_next(self, now: float) -> None:
+        self._leader += 1
+        self._until, self._call_at, self._is_greeted = now + self._timeout, None, False
+        if self._leader < self._rank:
+            self._act("call", self._leader)
+
+    def _obey(self, message: dict[str, Any], now: float) -> None:
+        me, leader = self._me, self._leader
+        if (message["kind"] == "challenge") == self._is_greeted:
+            raise NotARank("a message that no rank sends now")
+        match message["kind"]:
+            case "challenge":
+                self._is_greeted = True
+                self._act("send", leader, **self._hello("join", leader, message["nonce"]))
+            case "wait":
+                self._until = max(self._until, now + message["seconds"] + _MARGIN_SECONDS)
+            case "stranger":
+                self._act("close", leader)
+                self.refused(leader, now)
+            case "tell":
+                self._act("send", leader, **me.told(me.members[leader].id))
+            case "prepare" | "accept" as kind:
+                if message["ballot"] < me.promised:
+                    raise NotARank("an old ballot")
+                if kind == "accept":
+                    me.accepted = message["ballot"], me.checked(message["value"])
+                me.promised = message["ballot"]
+                self._act("send", leader, kind="promised" if kind == "prepare" else "accepted")
+            case _:
+                self.decision = me.checked(expect(message, "decided")["decided"])
+
+    def _hello(self, kind: str, rank: int, nonce: str) -> dict[str, Any]:
+        """The first message to a rank: "join" makes this rank follow it, "probe" does not."""
+        me = self._me
+        head = {"kind": kind, "nonce": nonce, "to": me.members[rank].id, "epoch": me.epoch}
+        return head | self._own._asdict() | {"promised": me.promised, "accepted": me.accepted}
+
+    # -- the coordinator: who is there -------------------------------------------------------------------------------
 
     def _missing(self) -> list[int]:
         return [r for r in range(self._size) if r != self._rank and r not in self._joined and r not in self._ended]
 
-    def _check_quorum(self, missing: list[int]) -> None:
+    def _hear_probe(self, rank: int, message: dict[str, Any]) -> None:
+        """The answer of a process at a missing rank's socket. Raises NotARank if it is of no use."""
+        me = self._me
+        match message["kind"]:
+            case "challenge":
+                self._act("send", rank, **self._hello("probe", rank, message["nonce"]))
+            case "stranger":
+                self._ended.add(rank)
+            case "tell":
+                self._act("send", rank, **me.told(me.members[rank].id))
+            case _:
+                self.decision = me.checked(expect(message, "decided")["decided"])
+
+    def _answer(self, caller: Hashable, message: dict[str, Any], now: float) -> None:
+        me = self._me
+        if message["kind"] == "decided":
+            decision = me.checked(message["decided"])
+            # nobody sends it of his own accord but to those whom it leaves out
+            if caller in self._asked or any(member.id == me.id for member in decision.left_out):
+                self.decision = decision
+            return self._act("close", caller)
+        if message["kind"] not in ("join", "probe"):
+            raise NotARank("a message that no rank sends now")
+        member = message["member"]
+        rank = next((r for r, each in enumerate(me.members) if each[:3] == member[:3]), None)
+        if message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
+            self._act("close", caller, **me.told(member.id))
+        elif message["epoch"] > me.epoch:
+            self._asked.add(caller)
+            self._act("send", caller, kind="tell")
+        elif message["kind"] == "join" and rank is not None:
+            if rank in self._joined:
+                self._act("close", self._joined[rank][0])  # that connection was lost
+            self._act("keep", caller)
+            self._joined[rank] = caller, message
+            left = max(0.0, self._until - now)
+            self._act("send", caller, kind="wait", seconds=min(left, messages.MOST_SECONDS))
+
+    # -- the coordinator: a ballot -----------------------------------------------------------------------------------
+
+    def _propose(self, missing: list[int], now: float) -> None:
+        """Begin a ballot among the ranks that have joined."""
         present = {self._rank, *self._joined}
         twice = 2 * len(present) + (0 in present)
         if missing and twice <= self._size:
@@ -300,146 +359,54 @@ class _Coordinator:
                 f"others (ranks {sorted(present)}) are not more than half of the {self._size} ranks, nor half of them "
                 f"with rank 0; end the processes of ranks {missing}, or make a new group"
             )
+        joins = [join for _, join in self._joined.values()]
+        number = max(each[0] for each in (self._me.promised, *(join["promised"] for join in joins)))
+        self._me.promised = 1 + number, self._rank
+        self._answer_by = now + ANSWER_SECONDS
+        self._ask("promised", kind="prepare", ballot=self._me.promised)
 
-    def _begin_again(self) -> None:
+    def _ask(self, phase: str, **message: object) -> None:
+        self._phase = phase
+        self._awaited = {channel for channel, _ in self._joined.values()}
+        for channel in self._awaited:
+            self._act("send", channel, **message)
+        if not self._awaited:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """All have answered."""
+        if self._phase == "promised":
+            found = (self._me.accepted, *(join["accepted"] for _, join in self._joined.values()))
+            if accepted := [each for each in found if each]:
+                return self._ask_to_accept(max(accepted, key=lambda each: each[0])[1])
+            value = self._me.latest
+        elif self._me.accepted is not None:
+            value = self._me.accepted[1]
+        self._phase = "prepared" if self._phase == "promised" else "announced"
+        self._act("inform", value.left_out, kind="decided", decided=value)
+
+    def _ask_to_accept(self, value: Decision) -> None:
+        self._me.accepted = self._me.promised, value
+        self._ask("accepted", kind="accept", ballot=self._me.promised, value=value)
+
+    def _begin_again(self, now: float) -> None:
         """A rank was lost in the middle: the others come again, with what they have promised and accepted."""
         for channel, _ in self._joined.values():
-            channel.close()
+            self._act("close", channel)
         self._joined.clear()
-        self._until = max(self._until, time.monotonic() + ANSWER_SECONDS)
+        self._phase, self._awaited = "", set()
+        self._until = max(self._until, now + ANSWER_SECONDS)
 
-    # -- who is there ------------------------------------------------------------------------------------------------
-
-    def _hear(self) -> Decision | None:
-        """Handle the messages that have come; a decision that this rank has missed, if one of them has it."""
-        me = self._me
-        me._callers.hear()
-        for rank, (channel, _) in list(self._joined.items()):
-            self._keep(self._joined, rank, channel)
-        for caller in me._callers:
-            if not caller.is_knock:
-                decision = self._answer(caller, caller.inbox.pop(0))
-                if decision is not None:
-                    return decision
-        for rank, probe in list(self._probes.items()):
-            self._keep(self._probes, rank, probe)
-            while probe.inbox:
-                try:
-                    decision = self._hear_probe(rank, probe, probe.inbox.pop(0))
-                except OSError:
-                    probe.close()
-                    self._probes.pop(rank, None)
-                    break
-                if decision is not None:
-                    return decision
-        return None
-
-    def _hear_probe(self, rank: int, probe: Channel, message: Any) -> Decision | None:
-        """The answer of a process at a missing rank's socket. Raises OSError if it is of no use."""
-        me = self._me
-        to = me.members[rank].id
-        match message["kind"]:
-            case "challenge":
-                probe.send(me._hello("probe", self._own, to, message["nonce"]))
-            case "stranger":
-                self._ended.add(rank)
-            case "tell":
-                probe.send({"kind": "decided", "to": to, "decided": me._latest})
-            case _:
-                return me._checked(_expect(message, "decided")["decided"])
-        return None
-
-    def _keep(self, channels: dict[int, Any], rank: int, channel: Channel) -> None:
-        """Read what has come, and drop the channel if it has ended."""
-        with contextlib.suppress(OSError):
-            channel.hear()
-        if channel.has_ended and not channel.inbox:
-            channel.close()
-            del channels[rank]
-
-    def _answer(self, caller: Caller, message: Any) -> Decision | None:
-        me = self._me
-        if message["kind"] == "decided":
-            me._callers.dismiss(caller)
-            with contextlib.suppress(NotARank):
-                decision = me._checked(message["decided"])
-                # nobody sends it of his own accord but to those whom it leaves out
-                if caller.was_asked or any(member.id == me._id for member in decision.left_out):
-                    return decision
-            return None
-        member = message["member"]
-        rank = next((r for r, each in enumerate(me.members) if each[:3] == member[:3]), None)
-        if message["epoch"] < me.epoch or (rank is None and message["epoch"] == me.epoch):
-            me._tell(caller, member.id)
-        elif message["epoch"] > me.epoch:
-            caller.was_asked = True
-            with contextlib.suppress(OSError):
-                caller.send({"kind": "tell"})
-        elif message["kind"] == "join" and rank is not None:
-            if rank in self._joined:
-                self._joined[rank][0].close()  # that connection was lost
-            me._callers.take(caller)
-            self._joined[rank] = caller, message
-            with contextlib.suppress(OSError):
-                left = max(0.0, self._until - time.monotonic())
-                caller.send({"kind": "wait", "seconds": min(left, messages.MOST_SECONDS)})
-        return None
-
-    def _probe(self, missing: list[int]) -> None:
-        """Find out which of the missing ranks have ended, by a connection to each."""
-        now = time.monotonic()
-        if now < self._next_probe:
-            return
-        self._next_probe = now + _RETRY_SECONDS
-        for rank in missing:
-            if rank in self._probes:
-                continue
-            _, host, port = self._me.members[rank][:3]
-            try:
-                self._probes[rank] = call((host, port), now + CONNECT_SECONDS)
-            except ConnectionRefusedError:
-                self._ended.add(rank)
-            except OSError:
-                self._next_probe = now + 1.0  # out of reach
-
-    # -- a ballot ----------------------------------------------------------------------------------------------------
-
-    def _propose(self) -> Decision:
-        """Decide with the ranks that have joined. Raises OSError if one of them is lost in the middle."""
-        me = self._me
-        joins = [message for _, message in self._joined.values()]
-        ballot = 1 + max(each[0] for each in (me._promised, *(join["promised"] for join in joins))), self._rank
-        me._promised = ballot
-        self._ask({"kind": "prepare", "ballot": ballot}, "promised")
-        accepted = [each for each in (me._accepted, *(join["accepted"] for join in joins)) if each]
-        value = max(accepted, key=lambda each: each[0])[1] if accepted else self._next_group()
-        me._accepted = ballot, value
-        self._ask({"kind": "accept", "ballot": ballot, "value": value}, "accepted")
-        _inform(value.left_out, value)
-        for channel, join in self._joined.values():
-            with contextlib.suppress(OSError):
-                channel.send({"kind": "decided", "to": join["member"].id, "decided": value})
-        return value
-
-    def _ask(self, message: dict[str, Any], answer: str) -> None:
-        for channel, _ in self._joined.values():
-            channel.send(message)
-        deadline = time.monotonic() + ANSWER_SECONDS
-        for channel, _ in self._joined.values():
-            if channel.receive(deadline)["kind"] != answer:
-                raise ConnectionError
-
-    def _next_group(self) -> Decision:
+    def _next_group(self, out_of_reach: Iterable[Member]) -> Decision:
         """The ranks that take part, in their present order, and the processes that wait at them."""
         brought = {self._rank: self._own} | {
-            rank: _Own(join["member"], join["calls"], join["newcomers"]) for rank, (_, join) in self._joined.items()
+            rank: Own(join["member"], join["calls"], join["newcomers"]) for rank, (_, join) in self._joined.items()
         }
         present = [each.member for _, each in sorted(brought.items())]
         newcomers = itertools.chain.from_iterable(each.newcomers for _, each in sorted(brought.items()))
+        left_out = (*out_of_reach, *(self._me.members[rank] for rank in self._missing()))
         calls = max(each.calls for each in brought.values())
-        latest = self._me._latest
-        left_out = [*_inform(latest.left_out, latest), *(self._me.members[rank] for rank in self._missing())]
-        return Decision(latest.epoch + 1, _distinct((*present, *newcomers)), calls, tuple(left_out))
+        return Decision(self._me.epoch + 1, _distinct((*present, *newcomers)), calls, left_out)
 
 
 def _distinct(members: Iterable[Member]) -> tuple[Member, ...]:
@@ -451,18 +418,3 @@ def _distinct(members: Iterable[Member]) -> tuple[Member, ...]:
             ids[member.id] = member
             places.add((member.host, member.port))
     return tuple(ids.values())
-
-
-def _inform(processes: Iterable[Member], decision: Decision) -> list[Member]:
-    """Send a decision to processes that it leaves out; returns those that are out of reach."""
-    out_of_reach = []
-    until = time.monotonic() + ANSWER_SECONDS
-    for process in processes:
-        try:
-            with call((process.host, process.port), until) as channel:
-                channel.send({"kind": "decided", "to": process.id, "decided": decision})
-        except ConnectionRefusedError:
-            pass  # it has ended
-        except OSError:
-            out_of_reach.append(process)
-    return out_of_reach

@@ -20,7 +20,6 @@ unless the program imported mpi4py.MPI before qccl: then mpi4py finalizes it, an
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import os
@@ -28,7 +27,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -52,6 +50,7 @@ from qccl.errors import (  # noqa: E402
     QcclError,
 )
 from qccl.launchers import check_alone  # noqa: E402
+from qccl.lifetime import Registry, Stage, at_exit, keep  # noqa: E402
 from qccl.transports.native import NativeTransport  # noqa: E402
 
 __all__ = ["MpiTransport", "world_size"]
@@ -64,12 +63,9 @@ _FINALIZE_SECONDS = 10
 _LOST = tuple(getattr(MPI, name) for name in ("ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"))
 _FINALIZED = "MPI was finalized; make communicators while MPI runs, and close them before it ends"
 
-#: transports and requests whose memory MPI may still use: failed ones, and transports closed before other ranks'
+#: failed transports and requests, whose memory MPI may still use
 _abandoned: list[object] = []
-_unfinished: list[MpiTransport] = []
-#: all transports
-_open: weakref.WeakSet[MpiTransport] = weakref.WeakSet()
-_is_fork = False
+_process = os.getpid()
 
 
 def _relax(idle: int) -> None:
@@ -142,9 +138,8 @@ def _keep_forever(kept: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
 
-@atexit.register
 def _end() -> None:
-    if _is_fork or MPI.Is_finalized():
+    if os.getpid() != _process or MPI.Is_finalized():
         return
     if _abandoned:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -163,19 +158,17 @@ def _end() -> None:
             _keep_forever(transport)  # and the engine, by its progress_hook
 
 
-def _forked() -> None:
-    """In the child of os.fork(): MPI belongs to the parent."""
-    global _is_fork
-    _is_fork = True
-    for transport in _open:
-        transport._gone = True
+def _forked(transport: MpiTransport) -> None:
+    """In a child of os.fork(): MPI belongs to the parent."""
+    transport._gone = True
 
 
-os.register_at_fork(after_in_child=_forked)
+_open = Registry(at_fork=_forked)
+at_exit(Stage.LIBRARIES, _end)  # once: exit handlers that the program registers from now on may use MPI
 
 
 class MpiTransport(NativeTransport):
-    """The ranks of an MPI communicator (interface: Transport).
+    """The ranks of an MPI communicator.
 
     Every wait is a test in a loop with a deadline, except while MPI makes or frees a communicator, which all ranks have
     called by then.
@@ -187,6 +180,7 @@ class MpiTransport(NativeTransport):
     name = "mpi"
     wire: _host.MpiWire
     eager_nbytes = 8 << 10
+    can_regroup = True  # if the library has ULFM
 
     def __init__(self, comm: MPI.Intracomm, timeout: float, progress_hook: Callable[[], object] = lambda: None) -> None:
         """Collective: take ownership of ``comm``; from_mpi() and world() make one."""
@@ -208,7 +202,7 @@ class MpiTransport(NativeTransport):
         """
         if not isinstance(comm, MPI.Intracomm) or comm == MPI.COMM_NULL:
             raise ArgumentError(f"comm must be an mpi4py intracommunicator, e.g. MPI.COMM_WORLD, not {comm!r}")
-        if _is_fork:
+        if os.getpid() != _process:
             raise EngineError("this process was forked by one that uses MPI, and cannot use it; start it by mpiexec")
         if MPI.Is_finalized():
             raise EngineError(_FINALIZED)
@@ -228,6 +222,7 @@ class MpiTransport(NativeTransport):
         return cls.from_mpi(MPI.COMM_WORLD, timeout)
 
     def split(self, color: int | None, key: int, timeout: float) -> MpiTransport | None:
+        """Collective: by MPI_Comm_split, which has no deadline, so an all-gather with ``timeout`` goes before it."""
         # Split has no deadline, so wait for all ranks first. One byte each: an all-gather of nothing may end although
         # a rank has aborted.
         self.allgather(b"\0", timeout)
@@ -238,6 +233,7 @@ class MpiTransport(NativeTransport):
         return None if comm == MPI.COMM_NULL else MpiTransport(cast(MPI.Intracomm, comm), timeout, self.progress_hook)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        """By two non-blocking all-gathers of MPI: the lengths of the items, then the items."""
         self._check_alive()
         lengths = [0] * self.size
         counts = memoryview(bytearray(8 * self.size)).cast("q")
@@ -255,7 +251,10 @@ class MpiTransport(NativeTransport):
         return [bytes(joined[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
 
     def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[MpiTransport, int]:
-        """As in ElasticTransport, of the ranks that MPI has not lost, if the library has ULFM."""
+        """Of the ranks that MPI has not lost, if the library has ULFM.
+
+        Raises EngineError for ``grows`` and for other libraries.
+        """
         if grows:
             raise EngineError("processes cannot join a group over MPI; use UCX (QCCL_TRANSPORT=ucx)")
         self.abort("the ranks make another group")
@@ -282,6 +281,7 @@ class MpiTransport(NativeTransport):
         return transport, max(int(each) for each in transport.allgather(str(calls).encode(), timeout))
 
     def abort(self, reason: str) -> None:
+        """Cancel the transfers under way. The communicator is never freed, because messages may still arrive."""
         if self._gone:
             return
         self._gone = True
@@ -291,11 +291,12 @@ class MpiTransport(NativeTransport):
         self.wire.cancel()
 
     def close(self) -> None:
+        """Free the communicator, unless another rank has not closed yet: then the process keeps it until its end."""
         if self._gone:
             return
         self._gone = True
         if self.wire.under_way:  # another rank has not closed yet, and its messages would reach another communicator
-            _unfinished.append(self)
+            keep(self)
         elif not MPI.Is_finalized():
             with contextlib.suppress(MPI.Exception):
                 self.comm.Free()

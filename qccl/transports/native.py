@@ -1,12 +1,13 @@
-"""What the transports over MPI and UCX share: Python's side of a wire in native code."""
+"""What the transports over MPI, UCX and between sites share: Python's side of a wire in native code."""
 
 from __future__ import annotations
 
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Hashable, Sequence
 
 from qccl import _host
+from qccl.transports.base import Transport
 from qccl.transports.topology import find_topology
 
 __all__ = ["NativeTransport"]
@@ -17,13 +18,12 @@ _SPINS = 600
 _SHARED_SPINS = 2000
 
 
-class NativeTransport(ABC):
+class NativeTransport(Transport):
     """A Transport whose ``wire`` numbers transfers, and whose callers name them by tokens of any type."""
 
-    rank: int
-    wire: _host.MpiWire | _host.UcxWire
+    wire: _host.MpiWire | _host.GroupWire
 
-    def _own(self, wire: _host.MpiWire | _host.UcxWire) -> None:
+    def _own(self, wire: _host.MpiWire | _host.GroupWire) -> None:
         """Begin with a wire, which close() or abort() ends."""
         self.wire = wire
         self._tokens: dict[int, Hashable] = {}
@@ -31,16 +31,19 @@ class NativeTransport(ABC):
         self._gone = False
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        """By the native wire, which knows the transfer by a number instead of the token."""
         if self._gone:
             self._check_alive()
         self.wire.send(peer, tag, address, nbytes, self._add(token))
 
     def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
+        """By the native wire, which knows the transfer by a number instead of the token."""
         if self._gone:
             self._check_alive()
         self.wire.receive(peer, tag, address, nbytes, self._add(token), arrived)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
+        """The tokens of the numbers that the native wire returns."""
         done = self.wire.poll(idle)
         return [self._tokens.pop(number) for number in done] if done else ()
 
@@ -55,10 +58,6 @@ class NativeTransport(ABC):
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
-
-    @abstractmethod
-    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
-        """As in Group."""
 
     @abstractmethod
     def _check_alive(self) -> None:

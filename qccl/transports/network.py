@@ -24,15 +24,17 @@ class Network(NamedTuple):
     Attributes:
         master: a host that all ranks reach; None: unknown.
         is_local: all ranks are on this machine, and in its network namespace.
+        shares_memory: and they can share memory, so that UCX needs no network.
     """
 
     master: str | None
     is_local: bool
+    shares_memory: bool = False
 
     @classmethod
-    def towards(cls, master: str | None, *, is_local: bool = False) -> Network:
+    def towards(cls, master: str | None, *, is_local: bool = False, shares_memory: bool = False) -> Network:
         """The network that leads to ``master``, which may say itself that all ranks are on this machine."""
-        return cls(master, is_local or (master is not None and is_loopback(master)))
+        return cls(master, is_local or (master is not None and is_loopback(master)), shares_memory)
 
     @property
     def interfaces(self) -> str | None:

@@ -8,6 +8,9 @@ are checked, and nothing received is executed or unpickled. The deadline is that
 A caller is a rank when it has proved that it knows the job's name, with a nonce of rank 0 that makes old messages
 useless; rank 0 proves the same. If two processes want to be the same rank, the one that came first must prove it once
 more. If it does, the other is told that the rank exists, and otherwise it takes the place.
+
+With a ``key``, which follows from the job's token, all of this runs inside TLS: nobody else can read or change a byte,
+and rank 0 looks at nothing that a caller sends before it has proved that it has the key.
 """
 
 from __future__ import annotations
@@ -26,8 +29,9 @@ from dataclasses import dataclass, field
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import descriptors
+from qccl.transports.secure_socket import Connection, SecureSocket
 from qccl.transports.sockets import LONGEST_SECONDS, connect, host_of, is_host, listen, place_text, seats
-from qccl.transports.strangers import printable, report
+from qccl.transports.strangers import NotARank, printable, report
 from qccl.transports.timed import receive, send
 
 __all__ = ["PORT_OFFSET", "gather", "meeting_place"]
@@ -42,6 +46,8 @@ _MAGIC = b"qccl/rdv"
 _HELLO = struct.Struct("<8sIIII16s8sI")
 _REPLY = struct.Struct("<8sIII32s")  # magic, version, verdict, length of the content, SHA-256 of verdict and content
 _VERSION = 5
+#: read at a time: more than the longest hello, so that nothing waits inside TLS, where select() does not see it
+_MOST_NBYTES = _HELLO.size + NOTE_NBYTES + 1
 _WELCOME, _LATER, _REFUSED, _PROVE = range(4)
 _ACKNOWLEDGE = b"\x06"
 #: content of _PROVE: a nonce, and rank 0's own proof; a proof is a keyed hash
@@ -92,13 +98,15 @@ def gather(
     job: str = "",
     *,
     is_local: bool = False,
+    key: bytes | None = None,
 ) -> list[bytes]:
     """Collective: the notes of all ranks, in rank order.
 
     A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job`` or
     size are told to go, and those of another meeting (the number of calls with this place, size and job in the process)
-    to wait. ``is_local`` says that all ranks are on this machine. Raises CollectiveTimeout, MismatchError for a rank of
-    another group, EngineError for another program at that port.
+    to wait. ``is_local`` says that all ranks are on this machine. ``key``: 32 bytes that the ranks alone have, for TLS.
+    Raises CollectiveTimeout, MismatchError for a rank of another group, EngineError for another program at that port,
+    or for one without the key.
     """
     number = _number(place, size, job)
     if len(note) > NOTE_NBYTES:
@@ -109,9 +117,9 @@ def gather(
         return [note]
     if rank:
         hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, os.urandom(8), len(note)) + note
-        return _ask(hello, size, job.encode(), place, deadline, timeout)
+        return _Call(hello, size, job.encode(), place, key).ask(deadline, timeout)
     descriptors.allow(size)
-    with _listen(place, is_local) as server, _Meeting(server, note, size, number, job.encode()) as meeting:
+    with _listen(place, is_local) as server, _Meeting(server, note, size, number, job.encode(), key) as meeting:
         return meeting.serve(deadline, timeout)
 
 
@@ -165,7 +173,7 @@ class _Caller:
         is_rank: it has proved that it is rank ``rank`` of this job.
     """
 
-    connection: socket.socket
+    connection: Connection
     until: float
     received: bytearray = field(default_factory=bytearray)
     hello: bytes = b""
@@ -176,6 +184,11 @@ class _Caller:
     proved_at: float = 0.0
     has_answer: bool = False
 
+    @property
+    def is_stranger(self) -> bool:
+        """It has proved nothing."""
+        return not (self.is_rank or (isinstance(self.connection, SecureSocket) and self.connection.is_proved))
+
 
 class _Meeting:
     """Rank 0's side of a meeting: hear all other ranks, and answer until all have the answer.
@@ -183,8 +196,11 @@ class _Meeting:
     Connections that are not of this meeting are closed and count for nothing.
     """
 
-    def __init__(self, server: socket.socket, note: bytes, size: int, number: int, job: bytes) -> None:
+    def __init__(
+        self, server: socket.socket, note: bytes, size: int, number: int, job: bytes, key: bytes | None
+    ) -> None:
         self._server, self._note, self._size, self._number, self._job = server, note, size, number, job
+        self._key = key
         self._digest = hashlib.sha256(job).digest()[:16]
         self._callers: dict[_Caller, None] = {}  # in the order in which they came
         self._ranks: dict[int, _Caller] = {}
@@ -255,7 +271,7 @@ class _Meeting:
         return sorted(others - self._came or others - self._ranks.keys() or unproved or others)
 
     def _accept(self) -> None:
-        strangers = [each for each in self._callers if not each.is_rank]
+        strangers = [each for each in self._callers if each.is_stranger]
         if len(strangers) >= seats():
             self._drop(strangers[0], "too many of them at once")
         try:
@@ -268,10 +284,11 @@ class _Meeting:
                 else:
                     time.sleep(_RETRY_SECONDS)  # the caller goes on waiting
             return  # otherwise the caller has gone
-        connection.setblocking(False)
-        caller = _Caller(connection, time.monotonic() + _PATIENCE_SECONDS)
+        secured = SecureSocket(connection, self._key, is_server=True) if self._key else connection
+        secured.setblocking(False)
+        caller = _Caller(secured, time.monotonic() + _PATIENCE_SECONDS)
         self._callers[caller] = None
-        self._selector.register(connection, selectors.EVENT_READ, caller)
+        self._selector.register(secured, selectors.EVENT_READ, caller)
 
     def _drop(self, caller: _Caller, cause: str = "") -> None:
         if self._callers.pop(caller, caller) is caller:
@@ -292,9 +309,12 @@ class _Meeting:
     def _read(self, caller: _Caller) -> None:
         """Read what has come: a part of the hello, a proof, the acknowledgement of an answer, or the end."""
         try:
-            part = caller.connection.recv(NOTE_NBYTES)
+            part = caller.connection.recv(_MOST_NBYTES)
         except BlockingIOError:
             return
+        except NotARank as stranger:
+            self._why = "; rank 0 dropped a caller that does not have its token (QCCL_TOKEN)"
+            return self._drop(caller, str(stranger))
         except OSError:
             part = b""
         caller.received += part
@@ -417,65 +437,88 @@ def _some(ranks: list[int]) -> str:
 # -- the others ------------------------------------------------------------------------------------------------------
 
 
-def _ask(hello: bytes, size: int, job: bytes, place: tuple[str, int], deadline: float, timeout: float) -> list[bytes]:
-    """Call until rank 0 answers."""
-    where = place_text(place)
-    has_met = False
-    while True:
-        left = deadline - time.monotonic()
-        if left <= 0 and has_met:
-            raise CollectiveTimeout(f"rank 0 was met at {where}, but not every rank came there within {timeout} s")
-        if left <= 0:
-            raise CollectiveTimeout(
-                f"rank 0 did not answer at {where} within {timeout} s; check MASTER_ADDR, and that the port is not "
-                f"closed by a firewall (QCCL_PORT chooses another)"
-            )
-        try:
-            with connect(place, left) as server:
-                send(server, hello, deadline)
-                has_met = True
-                notes = _converse(server, hello, size, job, where, deadline)
-                if notes is not None:
-                    return notes
-        except socket.gaierror as error:
-            raise PeerLost(
-                f"the address of rank 0, {place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
-            ) from error
-        except OSError:
-            pass  # nobody listens yet
-        time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+class _Call:
+    """What the other ranks do: call rank 0 until it answers."""
 
+    def __init__(self, hello: bytes, size: int, job: bytes, place: tuple[str, int], key: bytes | None) -> None:
+        self._hello, self._size, self._job, self._place, self._key = hello, size, job, place, key
+        self._where = place_text(place)
+        self._hint = ""  # what may be wrong where rank 0 ends connections
 
-def _converse(
-    server: socket.socket, hello: bytes, size: int, job: bytes, where: str, deadline: float
-) -> list[bytes] | None:
-    """All ranks' notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
-    is_proven = False
-    while head := receive(server, _REPLY.size, deadline):
-        if len(head) < _REPLY.size:
-            raise _stranger(where)
-        verdict, content = _receive_content(server, head, where, deadline, size * (4 + NOTE_NBYTES))
-        if verdict == _PROVE:
-            nonce, proof = content[:_NONCE_NBYTES], content[_NONCE_NBYTES:]
-            if not hmac.compare_digest(proof, _proof(job, b"rank 0", nonce, hello)):
+    def ask(self, deadline: float, timeout: float) -> list[bytes]:
+        """All ranks' notes."""
+        has_met = False
+        while True:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise CollectiveTimeout(self._why_not(timeout, has_met) + self._hint)
+            try:
+                with self._connect(left) as server:
+                    send(server, self._hello, deadline)
+                    has_met = True
+                    notes = self._converse(server, deadline)
+                    if notes is not None:
+                        return notes
+            except socket.gaierror as error:
+                raise PeerLost(
+                    f"the address of rank 0, {self._place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
+                ) from error
+            except NotARank as error:
+                raise EngineError(
+                    f"what answers at {self._where} does not have this rank's token, or is not rank 0 of this job: set "
+                    f"the same QCCL_TOKEN on all ranks"
+                ) from error
+            except OSError:
+                pass  # nobody listens yet
+            time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
+
+    def _why_not(self, timeout: float, has_met: bool) -> str:
+        if has_met:
+            return f"rank 0 was met at {self._where}, but not every rank came there within {timeout} s"
+        return (
+            f"rank 0 did not answer at {self._where} within {timeout} s; check MASTER_ADDR, and that the port is not "
+            f"closed by a firewall (QCCL_PORT chooses another)"
+        )
+
+    def _connect(self, seconds: float) -> Connection:
+        connection = connect(self._place, seconds)
+        if not self._key:
+            return connection
+        self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks"
+        return SecureSocket(connection, self._key, is_server=False)
+
+    def _converse(self, server: Connection, deadline: float) -> list[bytes] | None:
+        """The notes, from the process that was called; None: call again. Raises OSError where it hangs up."""
+        where, is_proven, has_answered = self._where, False, False
+        self._hint = ""
+        while head := receive(server, _REPLY.size, deadline):
+            has_answered = True
+            if len(head) < _REPLY.size:
                 raise _stranger(where)
-            is_proven = True
-            send(server, _proof(job, b"rank", nonce, hello), deadline)
-            continue
-        send(server, _ACKNOWLEDGE, deadline)
-        if verdict == _REFUSED:
-            raise MismatchError(f"{printable(content)} (at {where})")
-        if verdict == _LATER:
-            return None
-        notes = _part(content, size)
-        if verdict != _WELCOME or not is_proven or notes is None:
-            raise _stranger(where)
-        return notes
-    return None
+            verdict, content = _receive_content(server, head, where, deadline, self._size * (4 + NOTE_NBYTES))
+            if verdict == _PROVE:
+                nonce, proof = content[:_NONCE_NBYTES], content[_NONCE_NBYTES:]
+                if not hmac.compare_digest(proof, _proof(self._job, b"rank 0", nonce, self._hello)):
+                    raise _stranger(where)
+                is_proven = True
+                send(server, _proof(self._job, b"rank", nonce, self._hello), deadline)
+                continue
+            send(server, _ACKNOWLEDGE, deadline)
+            if verdict == _REFUSED:
+                raise MismatchError(f"{printable(content)} (at {where})")
+            if verdict == _LATER:
+                return None
+            notes = _part(content, self._size)
+            if verdict != _WELCOME or not is_proven or notes is None:
+                raise _stranger(where)
+            return notes
+        if not has_answered and not self._key:
+            self._hint = "; it ends connections at once: perhaps it has a QCCL_TOKEN, and this rank has none"
+        return None
 
 
 def _receive_content(
-    server: socket.socket, head: bytes, where: str, deadline: float, most: int = _REASON_NBYTES
+    server: Connection, head: bytes, where: str, deadline: float, most: int = _REASON_NBYTES
 ) -> tuple[int, bytes]:
     """Verdict and content of a reply. Raises OSError where the connection ends before it is complete."""
     magic, version, verdict, length, checksum = _REPLY.unpack(head)

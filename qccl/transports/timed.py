@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import socket
 import time
 
+from qccl.transports.secure_socket import Connection
 from qccl.transports.sockets import LONGEST_SECONDS
 
 __all__ = ["receive", "send"]
 
 
-def send(connection: socket.socket, message: bytes, deadline: float) -> None:
+def send(connection: Connection, message: bytes, deadline: float) -> None:
     """Raises TimeoutError where not all of it has left by ``deadline``."""
     _set_timeout(connection, deadline)
     connection.sendall(message)  # whose timeout is for the whole, unlike recv's
 
 
-def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
+def receive(connection: Connection, nbytes: int, deadline: float) -> bytes:
     """``nbytes``, or fewer where the other side ends. Raises TimeoutError where they have not come by ``deadline``."""
     received = bytearray()
     while len(received) < nbytes:
@@ -28,7 +28,7 @@ def receive(connection: socket.socket, nbytes: int, deadline: float) -> bytes:
     return bytes(received)
 
 
-def _set_timeout(connection: socket.socket, deadline: float) -> None:
+def _set_timeout(connection: Connection, deadline: float) -> None:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

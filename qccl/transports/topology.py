@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from qccl.transports.base import numbered
 
-__all__ = ["Topology", "find_topology", "network_id"]
+__all__ = ["Topology", "find_topology", "memory_id", "network_id"]
 
 
 class Topology(NamedTuple):
@@ -39,9 +39,21 @@ def network_id() -> str:
     return f"{machine} {_network()}" if machine and _network() else ""
 
 
+def memory_id() -> str:
+    """Equal for two processes of one machine that can share memory in every way; empty if that is not known."""
+    try:
+        return f"{_namespace('ipc')} {_namespace('pid')} {os.stat('/dev/shm').st_dev}"
+    except OSError:
+        return ""
+
+
 def _network() -> int:
     """The number of this process's network namespace on its machine; 0: unknown."""
     try:
-        return os.stat("/proc/self/ns/net").st_ino
+        return _namespace("net")
     except OSError:
         return 0
+
+
+def _namespace(kind: str) -> int:
+    return os.stat(f"/proc/self/ns/{kind}").st_ino

@@ -14,11 +14,9 @@ half done when its connection closed: that thread stays blocked, keeps the trans
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import math
-import os
 import queue
 import threading
 import time
@@ -34,7 +32,8 @@ import torch
 import torch.distributed as dist
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
-from qccl.transports.base import split_groups
+from qccl.lifetime import Registry, Stage
+from qccl.transports.base import Transport, split_groups
 from qccl.transports.topology import find_topology
 
 __all__ = ["TorchTransport", "backend_of", "bytes_at", "keep_alive"]
@@ -52,9 +51,6 @@ _LAST_WORDS_SECONDS = 0.1
 _TAGS = (1 << 15) - 1
 _UNUSED_TAG = (1 << 31) - 1
 
-_process = os.getpid()
-#: transports that were not closed, or were closed before those of other ranks
-_open: set[TorchTransport] = set()
 #: gloo's latest collectives, by group. The thread that drops the last reference to one needs the interpreter's lock. If
 #: that is gloo's own thread while the interpreter is ending, it terminates the process by abort(). A collective keeps
 #: its group's connections open, so it is released with the group, whose threads have ended then
@@ -62,17 +58,14 @@ _collectives: weakref.WeakKeyDictionary[Any, deque[object]] = weakref.WeakKeyDic
 _MOST_COLLECTIVES = 16
 
 
-class TorchTransport:
-    """One rank of a gloo group (interface: Transport).
+class TorchTransport(Transport):
+    """One rank of a gloo group.
 
     Attributes:
         group: of gloo, for this transport alone; None after close().
     """
 
     name = "gloo"
-    eager_nbytes = 0
-    is_threaded = True
-    wire = None
 
     def __init__(
         self, store: Any, rank: int, size: int, timeout: float, progress_hook: Callable[[], object] = lambda: None
@@ -130,13 +123,18 @@ class TorchTransport:
         return cls(store, rank, size, timeout)
 
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:
+        """By gloo; a thread waits for the transfer, because gloo has no test for its end."""
         self._post(self.group.send, peer, tag, bytes_at(address, nbytes), token)
 
     def receive(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable, *, arrived: int = 0) -> None:
+        """By gloo; a thread waits for the transfer. Messages have exactly ``nbytes``, so ``arrived`` is not used."""
         self._post(self.group.recv, peer, tag, bytes_at(address, nbytes), token)
 
     def poll(self, *, idle: int) -> Sequence[Hashable]:
-        """As in Transport. Completed transfers are returned before the loss of a rank is raised."""
+        """Completed transfers are returned before the loss of a rank is raised.
+
+        The loss is raised a moment later, so that the last messages of a rank that failed arrive first.
+        """
         with self._changed:
             if idle and not self._done:
                 self._changed.wait(_NAP_SECONDS)
@@ -150,6 +148,7 @@ class TorchTransport:
         return ()
 
     def split(self, color: int | None, key: int, timeout: float) -> TorchTransport | None:
+        """Collective: a gloo group for each color, connected by the same store."""
         groups = split_groups(self, color, key, timeout)
         self._splits += 1
         if color is None:
@@ -159,6 +158,7 @@ class TorchTransport:
         return TorchTransport(store, members.index(self.rank), len(members), timeout, self.progress_hook)
 
     def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        """By two all-gathers of gloo: the lengths of the items, then the items, padded to the longest."""
         self._check_alive()
         deadline = time.monotonic() + timeout
         lengths = [
@@ -168,7 +168,7 @@ class TorchTransport:
         return [each[:length] for each, length in zip(items, lengths, strict=True)]
 
     def abort(self, reason: str) -> None:
-        """As in Transport. Closes the connections a moment later, which the other ranks notice."""
+        """Close the connections a moment later, which the other ranks notice."""
         if not self._gone:
             self._gone = True
             self._timer = threading.Timer(_LAST_WORDS_SECONDS, self._give_up)
@@ -177,6 +177,7 @@ class TorchTransport:
                 self._timer.start()
 
     def close(self) -> None:
+        """End the threads and the group, unless another rank has not closed yet: then the process keeps both."""
         if self._gone:
             return
         self._gone = True
@@ -353,11 +354,6 @@ def _text(error: RuntimeError) -> str:
     return line.partition(". ")[0]
 
 
-@atexit.register
-def _disconnect_all() -> None:
-    """Let no thread come back from gloo's code after this: it would end the process by abort()."""
-    transports = list(_open) if os.getpid() == _process else []
-    for transport in transports:
-        transport.disconnect()
-    for transport in transports:
-        transport.await_threads()
+#: transports that were not closed, or were closed before those of other ranks. No thread may come back from gloo's code
+#: after the end of all: it would end the process by abort()
+_open = Registry((TorchTransport.disconnect, TorchTransport.await_threads), Stage.TRANSPORTS, keeps=True)

@@ -6,10 +6,14 @@ seems to be alive.
 A machine refuses connections to a closed socket. A firewall may refuse them, too, while UCX reaches the process over
 another port or network. So a refusal counts in two cases only:
 
-- The socket was reached before: then no firewall is in the way.
+- The socket was reached before: then no firewall is in the way. A group looks at the sockets on other machines when it
+  begins.
 - It was at a numeric address of this machine, where the port is free now. A name may mean another machine elsewhere.
 
 Otherwise the process is left to the deadline. That costs little: between machines UCX itself finds the ones that ended.
+
+What remains undecidable: a firewall that begins to refuse connections later looks like the end of the process; and a
+process that could never be reached, and ends, looks like one behind a firewall.
 """
 
 from __future__ import annotations
@@ -22,10 +26,11 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from qccl.transports.channel import Channel
+from qccl.transports.channel import frame
+from qccl.transports.messages import encode
 from qccl.transports.sockets import check_connected, is_abandoned
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "is_free", "make_greeting"]
 
 #: how long one look waits for connections, all together: it holds up the thread that moves the data
 _LOOK_SECONDS = 0.02
@@ -48,20 +53,32 @@ class _Place(NamedTuple):
         return None
 
 
+def make_greeting(seal: bytes = b"") -> bytes:
+    """The message of a Watch; ``seal``: the group's key for messages outside TLS, if it has one."""
+    return frame(encode({"kind": "watch"}), seal)
+
+
 class Watch:
     """Looks at the processes of a group, from the first call of ended() on. One thread at a time may call it.
 
     The connection to each stays open, because a process that never accepts it has room for few. It begins with a
-    message that says whose it is.
+    ``greeting`` that says whose it is.
+
+    Attributes:
+        unseen: the ranks at names of other machines.
     """
 
-    def __init__(self, places: Sequence[tuple[str, int]], own_host: str | None = None) -> None:
+    def __init__(self, places: Sequence[tuple[str, int]], own_host: str | None = None, greeting: bytes = b"") -> None:
         """``places``: by rank, host and port of a socket on which the process listens until it ends.
 
-        ``own_host`` is this process's: the only name that is looked at. Hosts that are numbers all are.
+        ``own_host`` is this process's: the only name that is looked at. Hosts that are numbers all are. ``greeting``:
+        of make_greeting(); None: without a key.
         """
         found = ((rank, _Place.of(*place, own_host)) for rank, place in enumerate(places))
         self._places = {rank: place for rank, place in found if place is not None}
+        self._elsewhere = [rank for rank, place in enumerate(places) if place[0] != own_host]
+        self.unseen = [rank for rank in self._elsewhere if rank not in self._places]
+        self._greeting = greeting or make_greeting()
         self._calls: dict[int, socket.socket] = {}  # not answered yet
         self._connections: dict[int, socket.socket] = {}
         self._reached: set[int] = set()
@@ -78,6 +95,17 @@ class Watch:
                     self._call(rank)
             ended = {rank for rank, connection in self._answered() if self._has_ended(rank, connection)}
             return [rank for rank in ranks if rank in ended]
+
+    def reach(self) -> set[int]:
+        """The ranks at other addresses than this one's whose sockets can be reached now; refusals by them count later.
+
+        Takes 0.02 s at most, and keeps no connection.
+        """
+        self.ended(self._elsewhere)
+        with self._lock:
+            while self._connections:
+                self._connections.popitem()[1].close()
+            return set(self._reached)
 
     def close(self) -> None:
         """From now on nothing is known to have ended. Idempotent."""
@@ -125,7 +153,7 @@ class Watch:
         try:
             check_connected(connection)
             self._reached.add(rank)
-            Channel(connection).send({"kind": "watch"}, 0)
+            connection.sendall(self._greeting)
         except OSError as error:
             connection.close()
             return isinstance(error, ConnectionRefusedError) and self._counts(rank)
@@ -134,8 +162,17 @@ class Watch:
 
     def _counts(self, rank: int) -> bool:
         """Whether a refusal comes from the machine itself, and not from a firewall."""
-        place = self._places[rank]
-        return rank in self._reached or (place.is_numeric and is_abandoned(place.family, place.address))
+        return rank in self._reached or _is_free(self._places[rank])
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether this is an address of this machine in numbers, where nobody listens, whatever a firewall answers."""
+    place = _Place.of(host, port, None)
+    return place is not None and _is_free(place)
+
+
+def _is_free(place: _Place) -> bool:
+    return place.is_numeric and is_abandoned(place.family, place.address)
 
 
 def _is_silent(connection: socket.socket) -> bool:

@@ -1,56 +1,23 @@
-"""How a vector is divided into parts (one for each rank, or more) and chunks (the steps of the pipeline)."""
+"""How a vector is divided into parts (one for each rank, or more) and chunks (the unit of the pipeline)."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from itertools import count as naturals
 from typing import Protocol
 
+from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32
-from qccl.errors import ArgumentError
 
-__all__ = ["DEFAULT_CHUNKING", "DEFAULT_DEPTH", "ChunkSize", "Chunking", "Coarsened", "Concatenation", "Layout"]
-__all__ += ["STEP_NBYTES", "Partition", "Ramped", "Segment", "Subset"]
+__all__ = ["STEP_NBYTES", "Coarsened", "Concatenation", "EvenParts", "Partition", "Ramped", "Segment", "Subset"]
 __all__ += ["partition", "partition_as_given", "partition_for_all", "partition_together"]
 
-#: bytes of codes in a chunk. A message costs 10 to 30 us over TCP, so few are better if the link is fast (10 Gbit/s,
-#: 2 ranks: 10 ms with 20 KiB, 7 with 40, 5 with 160), but the first and the last chunk overlap with nothing
-_LEAST_CHUNK = 48 << 10
-_MOST_CHUNK = 160 << 10
-#: least number of chunks of a shard, unless that makes them too small; fewer lose 1% at 1 Gbit/s
-_CHUNKS = 9
-#: bytes of codes in the first and the last chunk of a Ramped layout, and the greatest ratio of another chunk to them.
-#: In two levels a chunk passes through the node before and after the link. Large chunks at the ends delay the start and
-#: the finish; small ones everywhere cost processor time
-_FIRST_CHUNK = 48 << 10
-_RAMP = 4
 #: bytes that a link carries in the time of one more round: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
 STEP_NBYTES = 24 << 10
-#: wire slots per peer. With all chunks posted at once the second round queues behind the first in TCP. Two to eight
-#: take the same time, so a few large slots are better than many small ones
-DEFAULT_DEPTH = 3
-#: bytes of the wire slots of an all-reduce, whatever the number of ranks (unless that makes chunks too small)
-_SLOTS_NBYTES = 3 << 20
-
-
-#: the elements of a chunk; or a function of the bytes of a part's codes and the number of parts, which returns the
-#: number of chunks of the part; or None, for the default of this module
-ChunkSize = int | Callable[[int, int], int] | None
-
-
-@dataclass(frozen=True, slots=True)
-class Chunking:
-    """The size of a chunk, and the number of wire slots per peer."""
-
-    elements: ChunkSize = None
-    depth: int = DEFAULT_DEPTH
-
-
-DEFAULT_CHUNKING = Chunking()
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +37,19 @@ class Partition(Protocol):
     """The elements of one or several arrays in parts, and each part in at most ``chunks`` chunks."""
 
     @property
-    def parts(self) -> int: ...
+    def parts(self) -> int:
+        """Number of parts."""
 
     @property
-    def chunks(self) -> int: ...
+    def chunks(self) -> int:
+        """Number of chunks of the part that has most."""
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
         """Chunk ``k`` of a part, in order; no segment is empty, and each begins with a bucket of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class EvenParts:
     """``count`` elements in ``parts`` shards of whole granules, as equal as possible, each in ``chunks`` chunks.
 
     Shard ``r`` is granules ``[G*r//parts, G*(r+1)//parts)`` of the ``G`` in the vector; a shard of ``S`` granules has
@@ -103,7 +72,7 @@ class Layout:
         return self._elements(start + length * k // self.chunks, start + length * (k + 1) // self.chunks)
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Partition."""
+        """One segment at most, because there is one array."""
         chunk = self.chunk(part, k)
         return (Segment(0, chunk.start, chunk.stop, chunk.start),) if chunk else ()
 
@@ -116,8 +85,8 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Ramped(Layout):
-    """A layout whose chunks grow step by step to ``ramp`` times the size of the first, and shrink again likewise.
+class Ramped(EvenParts):
+    """A partition whose chunks grow step by step to ``ramp`` times the size of the first, and shrink again likewise.
 
     Chunk ``k`` is ``[S*e(k)//e(chunks), S*e(k+1)//e(chunks))``; ``e`` is the sum of the sizes before (_before).
     """
@@ -125,7 +94,7 @@ class Ramped(Layout):
     ramp: int
 
     def chunk(self, part: int, k: int) -> range:
-        """See Layout."""
+        """The elements of chunk ``k`` of shard ``part``, whose length follows the ramp."""
         start, stop = self._granules(part)
         whole = _before(self.chunks, self.chunks, self.ramp)
         low, high = ((stop - start) * _before(at, self.chunks, self.ramp) // whole for at in (k, k + 1))
@@ -160,14 +129,16 @@ class Concatenation:
 
     @property
     def chunks(self) -> int:
+        """Number of chunks of the part that has most."""
         return max(self.chunks_of)
 
     @property
     def parts(self) -> int:
+        """Number of parts."""
         return len(self.bounds) - 1
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Partition."""
+        """One segment for each array that the chunk has elements of; none beyond the part's own chunks."""
         start, length, chunks = self.bounds[part], self.bounds[part + 1] - self.bounds[part], self.chunks_of[part]
         if k >= chunks:
             return ()
@@ -194,10 +165,11 @@ class Coarsened:
 
     @property
     def chunks(self) -> int:
+        """Those of the finer partition."""
         return self.fine.chunks
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Partition."""
+        """Chunk ``k`` of each of the finer parts, in their order."""
         each = self.fine.parts // self.parts
         return tuple(p for j in range(each) for p in self.fine.segments(part * each + j, k))
 
@@ -212,24 +184,22 @@ class Subset:
 
     @property
     def chunks(self) -> int:
+        """Those of the other partition."""
         return self.fine.chunks
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """See Partition."""
+        """Those of the other partition's part ``first + part``."""
         return self.fine.segments(self.first + part, k)
 
 
-def partition(count: int, parts: int, codec: Codec, chunk_elements: ChunkSize = None) -> Layout:
-    """The layout of ``count`` elements in ``parts`` shards, with chunks of at most ``chunk_elements`` or one granule.
-
-    A codec that cannot be split (one range for a whole shard) gets one chunk.
-    """
+def partition(count: int, parts: int, codec: Codec, chunking: ChunkPolicy = NETWORK) -> EvenParts:
+    """The partition of ``count`` elements in ``parts`` shards."""
     granules = -(-count // codec.granule)
-    return Layout(count, parts, codec.granule, _chunks(-(-granules // parts), parts, codec, chunk_elements))
+    return EvenParts(count, parts, codec.granule, chunking.chunks(-(-granules // parts), parts, codec))
 
 
-def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_elements: ChunkSize = None) -> Layout:
-    """The layout of a vector that several codecs encode, divided at buckets of all; the last codec sets the chunks.
+def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunking: ChunkPolicy = NETWORK) -> EvenParts:
+    """The partition of a vector that several codecs encode, divided at buckets of all; the last codec sets the chunks.
 
     If one of them cannot be split, there is one chunk.
     """
@@ -237,58 +207,31 @@ def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunk_ele
     whole = -(-count // granule)
     largest, last = -(-whole // parts), codecs[-1]
     if not all(codec.splittable for codec in codecs):
-        return Layout(count, parts, granule, 1)
-    if chunk_elements is None:
+        return EvenParts(count, parts, granule, 1)
+    if chunking.ramp:
         nbytes = last.encoded_nbytes(largest * granule, FLOAT32)
-        ramp = max(1, min(_RAMP, _most_chunk(parts) // _FIRST_CHUNK))
-        chunks = next(n for n in naturals(1) if _before(n, n, ramp) * _FIRST_CHUNK >= nbytes)
+        ramp = max(1, min(chunking.ramp, chunking.slot(parts) // chunking.small))
+        chunks = next(n for n in naturals(1) if _before(n, n, ramp) * chunking.small >= nbytes)
         return Ramped(count, parts, granule, min(chunks, max(largest, 1)), ramp)
-    chunks = _chunks(largest * granule // last.granule, parts, last, chunk_elements)
-    return Layout(count, parts, granule, min(chunks, max(largest, 1)))
+    chunks = chunking.chunks(largest * granule // last.granule, parts, last)
+    return EvenParts(count, parts, granule, min(chunks, max(largest, 1)))
 
 
 def partition_together(
-    counts: Sequence[int], parts: int, codec: Codec, chunk_elements: ChunkSize = None
+    counts: Sequence[int], parts: int, codec: Codec, chunking: ChunkPolicy = NETWORK
 ) -> Concatenation:
     """Several arrays as one vector, in parts as equal as possible; arrays share messages, but no buckets."""
     granules = sum(-(-count // codec.granule) for count in counts)
     bounds = tuple(granules * part // parts for part in range(parts + 1))
     ranges = tuple((array, 0, count) for array, count in enumerate(counts))
-    return Concatenation(
-        ranges, bounds, codec.granule, (_chunks(-(-granules // parts), parts, codec, chunk_elements),) * parts
-    )
+    chunks = chunking.chunks(-(-granules // parts), parts, codec)
+    return Concatenation(ranges, bounds, codec.granule, (chunks,) * parts)
 
 
-def partition_as_given(counts: Sequence[int], codec: Codec, chunk_elements: ChunkSize = None) -> Concatenation:
+def partition_as_given(counts: Sequence[int], codec: Codec, chunking: ChunkPolicy = NETWORK) -> Concatenation:
     """One array, whose parts have ``counts`` elements, each with buckets of its own."""
     granules = [-(-count // codec.granule) for count in counts]
     ranges = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
     bounds = tuple(accumulate(granules, initial=0))
-    chunks_of = tuple(_chunks(n, len(counts), codec, chunk_elements) for n in granules)
+    chunks_of = tuple(chunking.chunks(n, len(counts), codec) for n in granules)
     return Concatenation(ranges, bounds, codec.granule, chunks_of)
-
-
-def _chunks(granules: int, parts: int, codec: Codec, chunk_elements: ChunkSize) -> int:
-    """The number of chunks of a part of ``granules`` granules, one of ``parts``."""
-    if isinstance(chunk_elements, int) and chunk_elements < 1:
-        raise ArgumentError(f"chunk_elements is {chunk_elements}; it must be 1 or more, or None for the default")
-    if not codec.splittable:
-        return 1
-    if chunk_elements is None:
-        return _default_chunks(granules, parts, codec)
-    if callable(chunk_elements):
-        nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
-        return max(1, min(chunk_elements(nbytes, parts), granules))
-    return max(1, -(-granules // max(1, chunk_elements // codec.granule)))
-
-
-def _default_chunks(granules: int, parts: int, codec: Codec) -> int:
-    """The number of chunks if the caller gives no chunk size, by the bytes of the codes."""
-    nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
-    chunk = max(_LEAST_CHUNK, min(-(-nbytes // _CHUNKS), _MOST_CHUNK, _most_chunk(parts)))
-    return max(1, min(-(-nbytes // chunk), granules))
-
-
-def _most_chunk(parts: int) -> int:
-    """The largest chunk, in bytes of codes, for which all wire slots together have at most _SLOTS_NBYTES."""
-    return _SLOTS_NBYTES // (DEFAULT_DEPTH * (3 * parts - 2))

@@ -1,0 +1,100 @@
+"""The size of chunks, which a caller gives in elements and an engine mostly in bytes, and the number that follows."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from qccl.codecs.base import Codec
+from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError
+
+__all__ = ["DEFAULT_DEPTH", "GPU", "NETWORK", "ChunkPolicy", "shared_memory"]
+
+#: wire slots per peer. With all chunks posted at once the second round queues behind the first in TCP. Two to eight
+#: take the same time, so a few large slots are better than many small ones
+DEFAULT_DEPTH = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPolicy:
+    """Decides how many chunks a part of a vector has. Each engine supplies one, and a caller's ``chunk=`` is one.
+
+    With ``values`` a chunk has so many, whatever the codec. Otherwise the bytes of the codes decide: chunks are small,
+    but at most ``enough``, or as many as ``large`` ones are needed. Chunks are then made equal, so these are limits.
+
+    Attributes:
+        values: bytes of a chunk's values, counted as float32; None if the others decide.
+        small: bytes of codes in a small chunk, at most.
+        small_sent: the same for all that a rank sends in a round for one chunk, which has as many messages as other
+            parts; on average, because the number of chunks is rounded to the nearest.
+        enough: chunks of a part, of which more are made only where ``large`` or ``slots`` ask for it.
+        large: bytes of codes in a large chunk, at most.
+        slots: bytes of all wire slots of an all-reduce, at most, unless chunks are smaller than ``small`` then.
+        ramp: in two levels chunks grow from ``small`` to so many times that, and shrink again; 0: they are equal there,
+            too.
+        depth: wire slots per peer.
+    """
+
+    values: int | None = None
+    small: int = 1
+    small_sent: float = 1
+    enough: int = 1
+    large: int = sys.maxsize
+    slots: int = sys.maxsize
+    ramp: int = 0
+    depth: int = DEFAULT_DEPTH
+
+    def __post_init__(self) -> None:
+        if self.depth < 1:
+            raise ArgumentError(f"depth is {self.depth}; there must be 1 wire slot per peer (2 to overlap) or more")
+
+    @staticmethod
+    def of_elements(elements: int, depth: int = DEFAULT_DEPTH) -> ChunkPolicy:
+        """Chunks of so many elements, or of one granule."""
+        return ChunkPolicy(values=elements * FLOAT32.itemsize, depth=depth)
+
+    def chunks(self, granules: int, parts: int, codec: Codec) -> int:
+        """The number of chunks of a part of ``granules`` granules, one of ``parts``.
+
+        A codec that cannot be split (one range for a whole shard) gets one chunk.
+        """
+        if not codec.splittable:
+            return 1
+        if self.values is not None:
+            return max(1, -(-granules // max(1, self.values // (codec.granule * FLOAT32.itemsize))))
+        nbytes = codec.encoded_nbytes(granules * codec.granule, FLOAT32)
+        small = min(-(-nbytes // self.small), round(nbytes * max(parts - 1, 1) / self.small_sent))
+        large = -(-nbytes // min(self.large, self.slot(parts)))
+        return max(1, min(small, max(large, self.enough), granules))
+
+    def slot(self, parts: int) -> int:
+        """The bytes of codes in a chunk with which the wire slots of an all-reduce fill ``slots``."""
+        return self.slots // (self.depth * (3 * parts - 2))
+
+
+#: Over a network. A message costs 10 to 30 us over TCP, so few are better if the link is fast (10 Gbit/s, 2 ranks:
+#: 10 ms with 20 KiB, 7 with 40, 5 with 160), but the first and the last chunk overlap with nothing; fewer than 9 lose
+#: 1% at 1 Gbit/s. In two levels a chunk passes through the node before and after the link: large chunks at the ends
+#: delay the start and the finish, and small ones everywhere cost processor time.
+NETWORK = ChunkPolicy(small=48 << 10, enough=9, large=160 << 10, slots=3 << 20, ramp=4)
+
+
+def shared_memory(ranks: int) -> ChunkPolicy:
+    """Where ranks share memory: transfers there are fast, so overlap gains less than more steps cost.
+
+    The wire slots of an all-reduce have 3 MiB with 8-bit codes, if a chunk then has at least 40 Ki elements.
+    """
+    return ChunkPolicy(values=max(160 << 10, (12 << 20) // (DEFAULT_DEPTH * (3 * ranks - 2))))
+
+
+#: what a chunk costs a GPU in each round beside its transfer, in seconds: an NCCL group takes 20 to 30 us whatever its
+#: size, and a launch about 5 us; two rounds have three launches
+_GPU_OVERHEAD = 25e-6 + 1.5 * 5e-6
+#: bytes per second that a GPU sends: PCIe 4, or a network card of 200 Gbit/s. NVLink is ten times as fast, so fewer
+#: chunks would be better there, but that is where compression pays least
+_GPU_BANDWIDTH = 25e9
+#: On a GPU kernels overlap with transfers, so there are as many chunks as their overhead allows: the transfer of a
+#: chunk takes twice as long as its overhead, which is then at most a third of a round. More than 16 gain nothing: the
+#: first encoding and the last decoding, which overlap with nothing, are then 1/16. 4 MiB limit the wire slots.
+GPU = ChunkPolicy(small_sent=2 * _GPU_OVERHEAD * _GPU_BANDWIDTH, enough=16, large=4 << 20)

@@ -1,0 +1,30 @@
+"""What both engines check of a schedule and of the addresses of its runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from qccl.errors import ArgumentError, EngineError
+from qccl.schedule import Buffer, Exchange, Role, Schedule
+
+__all__ = ["caller_buffers", "check_addresses"]
+
+
+def caller_buffers(schedule: Schedule) -> dict[str, Buffer]:
+    """The buffers whose addresses each run is given, by name.
+
+    Raises EngineError if a transfer is in one of them: a library may still write to memory of a receive that was given
+    up, so transfers are in the workspace, which outlives them.
+    """
+    for i, op in enumerate(schedule.ops):
+        for transfer in (*op.sends, *op.recvs) if isinstance(op, Exchange) else ():
+            name = transfer.span.buffer
+            if schedule.buffers[name].role is not Role.WORK:
+                raise EngineError(f"operation {i} transfers {name!r}; transfers must be in work buffers")
+    return {name: buffer for name, buffer in schedule.buffers.items() if buffer.role is not Role.WORK}
+
+
+def check_addresses(addresses: Mapping[str, int], needed: Mapping[str, Buffer]) -> None:
+    """Raise ArgumentError unless each of the ``needed`` buffers has an address, and no other."""
+    if addresses.keys() != needed.keys():
+        raise ArgumentError(f"addresses are needed for {sorted(needed)}, not for {sorted(addresses)}")

@@ -1,0 +1,389 @@
+"""What transports share whose wire connects the processes itself, over UCX or between sites (wan).
+
+Each process brings the address of its wire to a meeting, and has a membership socket (regroup.py): by that the ranks
+that are left after a loss agree on a new group, for which each makes a new wire.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import struct
+import time
+import weakref
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Self
+
+from qccl import _host
+from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost, QcclError, forked
+from qccl.lifetime import Registry, Stage
+from qccl.transports import descriptors
+from qccl.transports.base import split_groups
+from qccl.transports.join_address import JoinAddress
+from qccl.transports.messages import Decision, Member, parse_member
+from qccl.transports.native import NativeTransport
+from qccl.transports.network import Network
+from qccl.transports.regroup import MembershipSocket
+from qccl.transports.strangers import NotARank
+from qccl.transports.watch import Watch
+
+__all__ = ["ConnectedTransport", "Faults"]
+
+#: tag of the messages that set the group up; the engine's are smaller
+_SET_UP_TAG = 1 << 30
+#: how long close() and abort() take at most to deliver what was sent
+_CLOSE_SECONDS = 5.0
+_ABORT_SECONDS = 0.1
+#: of one rank's item in an all-gather
+_MOST_NBYTES = (1 << 31) - 1
+
+
+class Protection(NamedTuple):
+    """What keeps others out.
+
+    Attributes:
+        secret: the job's 32 bytes, for the membership sockets; None: they are not encrypted.
+        encrypts: the wire uses it, too, if it can.
+    """
+
+    secret: bytes | None
+    encrypts: bool
+
+    @property
+    def of_wire(self) -> bytes | None:
+        """The secret of a wire that is to encrypt."""
+        return self.secret if self.encrypts else None
+
+
+class ConnectedTransport(NativeTransport):
+    """One rank of a group whose wire connects the processes itself."""
+
+    wire: _host.GroupWire
+    can_regroup = True
+    _is_fork = False
+
+    def __init__(
+        self,
+        gather: Callable[[bytes], Sequence[bytes]],
+        timeout: float,
+        *,
+        master: str | None = None,
+        is_local: bool = False,
+        shares_memory: bool = False,
+        secret: bytes | None = None,
+        encrypts: bool = True,
+        progress_hook: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Collective: connect the ranks.
+
+        ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' wires and
+        sockets. ``master`` is a host that all ranks reach: TCP connections use the network interface that leads there.
+        ``is_local`` says that all ranks, and those that join later, are on this machine, and ``shares_memory`` that
+        they can share memory. ``secret``: 32 bytes that the ranks alone have. With it the membership sockets are
+        encrypted, and also, unless ``encrypts`` is False, the wire of a transport that can encrypt.
+        """
+        protection = Protection(secret, encrypts)
+        with contextlib.ExitStack() as on_failure:
+            try:
+                network = Network.towards(master, is_local=is_local, shares_memory=shares_memory)
+                membership = MembershipSocket(network.own_host(), secret)
+                on_failure.callback(membership.close)
+                wire = self._start(network, membership, protection.of_wire)
+            except (EngineError, ArgumentError):
+                gather(b"")  # otherwise the other ranks would wait for this one
+                raise
+            on_failure.callback(wire.close, 0)
+            member = json.dumps(membership.member(wire.address()))
+            notes = gather(f"{descriptors.left()} {member}".encode())
+            if b"" in notes:
+                raise EngineError(f"{self.name} did not start on rank {notes.index(b'')}, whose own error says why")
+            members, lefts = zip(*map(_member, range(len(notes)), notes), strict=True)
+            self._check_descriptors(network, lefts)
+            membership.begin(members)
+            self._connect(wire, membership, network, protection, timeout, progress_hook)
+            on_failure.pop_all()
+
+    @classmethod
+    @abstractmethod
+    def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
+        """A wire that is not connected yet; ``secret``: the job's, if it is to encrypt.
+
+        Raises EngineError, ArgumentError.
+        """
+
+    @classmethod
+    @abstractmethod
+    def _connections(cls, network: Network) -> int:
+        """How many connections, and so descriptors, the wire may need for each other rank."""
+
+    @abstractmethod
+    def _find_ended(self, ranks: list[int]) -> list[int]:
+        """Those of ``ranks`` whose processes have ended. Takes some milliseconds at most."""
+
+    def _connect(
+        self,
+        wire: _host.GroupWire,
+        membership: MembershipSocket,
+        network: Network,
+        protection: Protection,
+        timeout: float,
+        progress_hook: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Collective: connect the members of a group, and own the wire, or close it."""
+        self._own(wire)
+        self._network, self._protection = network, protection
+        self.membership: MembershipSocket | None = membership
+        self.rank, self.size = membership.rank, len(membership.members)
+        self.progress_hook = progress_hook
+        places = [(member.host, member.port) for member in membership.members]
+        self._watch = Watch(places, places[self.rank][0], membership.greeting)
+        self._set_up = 0  # transfers of allgather() so far
+        self._exchanged: object = None  # the memory of the last ones
+        _open.add(self)
+        descriptors.allow(self.size * max(1, self._connections(network)))
+        try:
+            workers = [bytes.fromhex(member.worker) for member in membership.members]
+            self.wire.connect(self.rank, workers, _weakly(self._find_ended))
+            membership.look(self._watch)
+            self._find_topology(timeout)
+            membership.hear()
+        except (RuntimeError, ValueError) as error:  # no network to an address, or none that can be read
+            self.abort(str(error))
+            raise EngineError(self._no_network(str(error))) from error
+        except BaseException as error:
+            self.abort(str(error))
+            raise
+
+    def _no_network(self, reason: str) -> str:
+        """The message of an error of wire.connect()."""
+        return f"{self.name} has no network from rank {self.rank} to {reason}"
+
+    def _check_descriptors(self, network: Network, lefts: Sequence[int]) -> None:
+        """Raise EngineError on all ranks where one of them may not open enough."""
+        each = self._connections(network)
+        for rank, left in enumerate(lefts if each else ()):
+            reason = descriptors.shortage(len(lefts) * each, left)
+            if reason:
+                raise EngineError(f"rank {rank}: {reason}")
+
+    def split(self, color: int | None, key: int, timeout: float) -> Self | None:
+        """Collective: a wire with connections of its own for each color."""
+        groups = split_groups(self, color, key, timeout)
+        if color is None:
+            self.allgather(b"", timeout)
+            return None
+
+        def gather(address: bytes) -> list[bytes]:
+            addresses = self.allgather(address, timeout)
+            return [addresses[rank] for rank in groups[color]]
+
+        how = self._network._asdict() | self._protection._asdict()
+        return type(self)(gather, timeout, **how, progress_hook=self.progress_hook)
+
+    @property
+    def address(self) -> str:
+        """Where this process takes in new ones, with the job's secret; for join()."""
+        secret, encrypts = self._protection
+        return JoinAddress(self.name, self._member().place, secret, encrypts).text()
+
+    def waiting(self) -> int:
+        """Number of the processes that wait at this rank's socket."""
+        return self._member().waiting()
+
+    def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Self, int]:
+        """By regroup.py, over TCP. After an error it may be called again."""
+        membership = self._member()
+        self.abort("the ranks make another group")
+
+        def agree(worker: bytes) -> Decision:
+            return membership.agree(worker, calls, timeout, grows=grows)
+
+        formed = self._form(membership, self._network, self._protection, agree, timeout)
+        self.membership = None  # it belongs to the new transport
+        return formed
+
+    def _member(self) -> MembershipSocket:
+        if self._is_fork:
+            raise EngineError(forked(self.rank))
+        if self.membership is None:
+            raise EngineError("this communicator was closed, or replaced by another one; use that one")
+        return self.membership
+
+    @classmethod
+    def join(
+        cls, address: tuple[str, int], timeout: float, secret: bytes | None = None, *, encrypts: bool = True
+    ) -> tuple[Self, int]:
+        """The transport of the group that has a rank at ``address``, when it grows; with regroup()'s result.
+
+        ``secret`` and ``encrypts`` are the group's.
+        """
+        network = Network.towards(address[0])
+        membership = MembershipSocket(network.own_host(), secret)
+
+        def agree(worker: bytes) -> Decision:
+            if membership.epoch < 0:
+                return membership.knock(address, worker, timeout)
+            return membership.agree(worker, 0, timeout)
+
+        try:
+            return cls._form(membership, network, Protection(secret, encrypts), agree, timeout)
+        except BaseException:
+            membership.close()
+            raise
+
+    @classmethod
+    def _form(
+        cls,
+        membership: MembershipSocket,
+        network: Network,
+        protection: Protection,
+        agree: Callable[[bytes], Decision],
+        timeout: float,
+    ) -> tuple[Self, int]:
+        """Agree on a group and connect it; again without the ranks that are lost meanwhile."""
+        deadline = time.monotonic() + 2 * timeout
+        while True:
+            wire = cls._start(network, membership, protection.of_wire)
+            worker = wire.address()
+            try:
+                decision = agree(worker)
+            except BaseException:
+                wire.close(0)
+                raise
+            if membership.member(worker) not in decision.members:  # agreed on earlier, with a wire that was given up
+                wire.close(0)
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"the ranks agreed on groups with wires that were given up for {timeout} s")
+                continue
+            transport = cls.__new__(cls)
+            try:
+                transport._connect(wire, membership, network, protection, timeout)
+            except (PeerLost, CollectiveTimeout, EngineError):
+                if time.monotonic() > deadline:
+                    raise
+            else:
+                return transport, decision.calls
+
+    def allgather(self, item: bytes, timeout: float) -> list[bytes]:
+        """Each rank sends its item to all others: the length, then the bytes.
+
+        Raises MismatchError for an impossible length.
+        """
+        deadline = time.monotonic() + timeout
+        lengths = self._exchange(struct.pack("<q", len(item)), [8] * self.size, deadline, timeout)
+        sizes = [struct.unpack("<q", length)[0] for length in lengths]
+        for rank, nbytes in enumerate(sizes):
+            if not 0 <= nbytes <= _MOST_NBYTES:
+                self.abort("an all-gather failed")
+                raise MismatchError(
+                    f"rank {rank} gives {nbytes} bytes to an all-gather; 0 to {_MOST_NBYTES} are allowed"
+                )
+        return self._exchange(item, sizes, deadline, timeout)
+
+    def _exchange(self, item: bytes, sizes: Sequence[int], deadline: float, timeout: float) -> list[bytes]:
+        """Every rank's ``item``, whose sizes are known."""
+        self._check_alive()
+        mine = ctypes.create_string_buffer(item, max(len(item), 1))
+        theirs = [ctypes.create_string_buffer(max(nbytes, 1)) for nbytes in sizes]
+        token = _host.GroupWire.SET_UP
+        self._exchanged = mine, theirs  # kept until the wire is closed if an exception ends this
+        try:
+            for peer in range(self.size):
+                if peer != self.rank:
+                    self.wire.receive(peer, _SET_UP_TAG, ctypes.addressof(theirs[peer]), sizes[peer], token, 0)
+                    self.wire.send(peer, _SET_UP_TAG, ctypes.addressof(mine), len(item), token)
+                    self._set_up += 2
+            idle = 0
+            while self.wire.set_up_completed < self._set_up:
+                self.wire.progress(idle)
+                if time.monotonic() > deadline:
+                    raise CollectiveTimeout(f"not every rank came to an all-gather within {timeout} s")
+                self.progress_hook()
+                idle += 1
+        except QcclError as error:
+            self.abort(str(error))
+            raise  # after any other exception the engine first tells the other ranks, over this wire
+        theirs[self.rank] = mine
+        return [each.raw[:nbytes] for each, nbytes in zip(theirs, sizes, strict=True)]
+
+    def abort(self, reason: str) -> None:
+        """Close the wire after a tenth of a second for its last sends; other transfers are cancelled."""
+        if not self._gone:
+            self._gone = True
+            self.wire.close(_ABORT_SECONDS)
+            self._watch.close()
+
+    def close(self) -> None:
+        """Close the wire after its last sends, and leave the membership: regroup() is not possible any more."""
+        if not self._gone:
+            self._gone = True
+            self.wire.close(_CLOSE_SECONDS)
+            self._watch.close()
+        if self.membership is not None:
+            self.membership.close()
+            self.membership = None
+
+    def _check_alive(self) -> None:
+        if self._gone:
+            raise EngineError("this transport was closed or given up; make another communicator")
+
+
+def _weakly(find_ended: Callable[[list[int]], list[int]]) -> Callable[[list[int]], list[int]]:
+    """The same for a wire, which its transport owns: native code hides a circle from the garbage collector."""
+    method = weakref.WeakMethod(find_ended)
+
+    def call(ranks: list[int]) -> list[int]:
+        found = method()
+        return found(ranks) if found is not None else []
+
+    return call
+
+
+def _member(rank: int, note: bytes) -> tuple[Member, int]:
+    """A rank, and how many descriptors it may open, from what it brought to the meeting. Raises MismatchError."""
+    try:
+        left, _, member = note.partition(b" ")
+        return parse_member(member), int(left)
+    except (NotARank, ValueError) as error:
+        raise MismatchError(f"rank {rank} brought a note that is not one of this version of qccl") from error
+
+
+class Faults:
+    """Raises the faults of native code on one rank.
+
+    ``library`` is its name in messages, ``text`` the library's for the number of an error.
+    """
+
+    def __init__(self, membership: MembershipSocket, library: str, text: Callable[[int], str]) -> None:
+        self._membership, self._library, self._text = membership, library, text
+        self._lost: str | None = None
+
+    def __call__(self, rank: int, status: int, reason: str, peer: int, lost: bool, got: int, expected: int) -> None:
+        """Raise the error of a fault (see _host.pyi)."""
+        if lost:
+            why = reason or self._text(status)
+            self._lost = self._lost or self._who_was_lost(rank, peer, why)  # every later use raises it, too
+            raise PeerLost(self._lost)
+        if status:
+            raise EngineError(f"{self._library}: {self._text(status)}", code=status)
+        if peer >= 0:
+            raise MismatchError(f"rank {peer} sent {got} bytes to rank {rank}, which expected {expected}")
+        raise EngineError("this transport was closed or given up; make another communicator")
+
+    def _who_was_lost(self, rank: int, peer: int, why: str) -> str:
+        ended = self._membership.find_ended(peer)
+        who = f"rank {peer} gave up or cannot be reached" if ended is None else f"rank {ended} was lost"
+        return f"{who}: rank {rank} has no connection to rank {peer} any more ({why})"
+
+
+def _forked(transport: ConnectedTransport) -> None:
+    """In a child of os.fork(): the connections belong to the parent, whose socket must close when it ends."""
+    transport._gone = transport._is_fork = True
+    transport.wire.close(0)
+    if transport.membership is not None:
+        transport.membership.close()
+
+
+_open = Registry((lambda transport: transport.abort("the process ended"),), Stage.TRANSPORTS, _forked)

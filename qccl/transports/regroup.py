@@ -1,0 +1,238 @@
+"""A rank's part in agreeing on the next group, over TCP: the driver of membership.py.
+
+Each rank has a listening socket, calls those of others, and gives what it hears to the state machine, which says what
+to send. The socket stays for as long as the process is in a group, and is how others find that the process has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import time
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+from qccl.errors import CollectiveTimeout
+from qccl.transports.callers import Caller, Callers
+from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, Keys, call
+from qccl.transports.membership import RETRY_SECONDS, Action, Agreement, Membership, Own, expect
+from qccl.transports.messages import Decision, Member
+from qccl.transports.sockets import listen, place_text
+from qccl.transports.watch import Watch, is_free, make_greeting
+
+__all__ = ["MembershipSocket"]
+
+_NAP_SECONDS = 0.005
+
+
+class MembershipSocket(Membership):
+    """One process in its group, with its listening socket."""
+
+    def __init__(self, host: str, secret: bytes | None = None) -> None:
+        """``host``: the address of this machine, as the others reach it; if it is a number, no other is listened at.
+
+        ``secret``: the job's 32 bytes, without which nobody is heard.
+        """
+        server = listen(host)
+        super().__init__(os.urandom(16).hex(), host, int(server.getsockname()[1]))
+        self._keys = Keys.of(secret)
+        self._callers = Callers(server, self.id, self._keys)
+        self._reached: set[str] = set()  # ids of processes
+
+    def close(self) -> None:
+        """Leave: from now on this process counts as ended. Idempotent."""
+        self._callers.close()
+
+    @property
+    def greeting(self) -> bytes:
+        """What a Watch says to the processes of this job."""
+        return make_greeting(self._keys.seal)
+
+    def look(self, watch: Watch) -> None:
+        """When a group begins: find out whose sockets can be reached. Between this and hear() all ranks must meet."""
+        self._reached |= {self.members[rank].id for rank in watch.reach()}
+        for rank in watch.unseen:  # usually rank 0 alone has a name
+            until = time.monotonic() + CONNECT_SECONDS
+            with contextlib.suppress(OSError), self.call(self.members[rank], until, is_sealed=True) as channel:
+                channel.send({"kind": "watch"}, 0)
+
+    def hear(self) -> None:
+        """Drop those who only looked."""
+        self._callers.hear()
+
+    def call(self, member: Member, until: float, *, is_sealed: bool = False) -> Channel:
+        """A connection to a process. Raises ConnectionRefusedError if it has ended, else another OSError.
+
+        A refusal counts as in watch.py, which says what remains undecidable. A rank behind a firewall that refuses is
+        silent to those whom it does not call itself. ``is_sealed``: for a message that must not wait for an answer.
+        """
+        try:
+            channel = call((member.host, member.port), until, self._keys, is_sealed=is_sealed)
+        except ConnectionRefusedError as error:
+            if member.id in self._reached or is_free(member.host, member.port):
+                raise
+            raise ConnectionAbortedError("refused, perhaps by a firewall") from error
+        self._reached.add(member.id)
+        return channel
+
+    def inform(self, processes: Iterable[Member], message: dict[str, Any]) -> list[Member]:
+        """Send a decision to processes that it leaves out; returns those that are out of reach."""
+        out_of_reach = []
+        until = time.monotonic() + ANSWER_SECONDS
+        for process in processes:
+            try:
+                with self.call(process, until, is_sealed=True) as channel:
+                    channel.send({"kind": "decided", "to": process.id, "decided": message["decided"]})
+            except ConnectionRefusedError:
+                pass  # it has ended
+            except OSError:
+                out_of_reach.append(process)
+        return out_of_reach
+
+    def find_ended(self, suspect: int) -> int | None:
+        """A rank whose process has ended, ``suspect`` if it has; None if none ends within a moment.
+
+        A rank that gives up after the loss of another one closes its connections, too, and its last message may be
+        lost. So the end of a connection does not tell who was lost.
+        """
+        deadline = time.monotonic() + CONNECT_SECONDS
+        others = [rank for rank in range(len(self.members)) if rank not in (suspect, self.rank)]
+        while time.monotonic() < deadline:
+            for rank in (suspect, *others):
+                try:
+                    self.call(self.members[rank], deadline, is_sealed=True).close()
+                except ConnectionRefusedError:
+                    return rank
+                except OSError:
+                    pass
+            time.sleep(RETRY_SECONDS)
+        return None
+
+    def agree(self, worker: bytes, calls: int, timeout: float, *, grows: bool = False) -> Decision:
+        """Collective: the next group, of the ranks that take part, and with ``grows`` of the processes in knock().
+
+        The ranks that have not ended and do not come cost ``timeout`` seconds together, or each if they would have
+        coordinated. Raises PeerLost if the group goes on without this rank, CollectiveTimeout if too many are silent.
+        """
+        newcomers = [message["member"] for _, message in self._knocks()] if grows else []
+        own = Own(self.member(worker), calls, list({each.id: each for each in newcomers}.values()))
+        return self._adopt(_Driver(self, Agreement(self, own, timeout, time.monotonic()), self._callers).run())
+
+    def knock(self, address: tuple[str, int], worker: bytes, timeout: float) -> Decision:
+        """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError), call(address, deadline, self._keys) as channel:
+                nonce = expect(channel.receive(deadline), "challenge")["nonce"]
+                channel.send({"kind": "knock", "nonce": nonce, "member": self.member(worker)})
+                decision = self.checked(expect(channel.receive(deadline), "decided")["decided"])
+                if any(member.id == self.id for member in decision.members):
+                    return self._adopt(decision)
+            time.sleep(RETRY_SECONDS)
+        raise CollectiveTimeout(
+            f"no group took this process in at {place_text(address)} within {timeout} s; the address must be "
+            f"comm.address of one of its ranks, and all ranks must call comm.grow()"
+        )
+
+    def waiting(self) -> int:
+        """Number of the processes that wait at this rank's address."""
+        return len(self._knocks())
+
+    def _knocks(self) -> list[tuple[Caller, Any]]:
+        self._callers.hear()
+        return self._callers.knocks()
+
+    def _adopt(self, decision: Decision) -> Decision:
+        if self.adopt(decision):
+            members = {member.id for member in decision.members}
+            until = time.monotonic() + ANSWER_SECONDS
+            for caller, message in self._knocks():
+                if message["member"].id in members:
+                    self._callers.dismiss(caller, until - time.monotonic(), **self.told(message["member"].id))
+        _ = self.rank  # raises
+        return self.latest
+
+
+class _Driver:
+    """Does what an agreement wants, and tells it what comes."""
+
+    def __init__(self, me: MembershipSocket, agreement: Agreement, callers: Callers) -> None:
+        self._me, self._agreement, self._callers = me, agreement, callers
+        self._channels: dict[Hashable, Channel] = {}  # to ranks that were called, and of callers that were kept
+
+    def run(self) -> Decision:
+        """The next group. Raises CollectiveTimeout."""
+        try:
+            while True:
+                self._act()
+                if self._agreement.decision is not None:
+                    return self._agreement.decision
+                self._hear_channels()
+                if self._agreement.gathers:
+                    self._hear_callers()
+                self._agreement.passed(time.monotonic())
+        finally:
+            for channel in self._channels.values():
+                channel.close()
+
+    def _act(self) -> None:
+        while self._agreement.actions:
+            action = self._agreement.actions.pop(0)
+            try:
+                self._do(action)
+            except OSError:
+                self._agreement.lost(action.channel, time.monotonic())
+
+    def _do(self, action: Action) -> None:
+        do, channel, message = action
+        match do:
+            case "call":
+                self._call(channel)
+            case "inform":
+                self._agreement.informed(self._me.inform(channel, message or {}))
+            case "keep":
+                self._callers.take(channel)
+                self._channels[channel] = channel
+            case "close" if channel not in self._channels and isinstance(channel, Caller):
+                self._callers.dismiss(channel, **message or {})
+            case "close":
+                if channel in self._channels:
+                    self._channels.pop(channel).close()
+            case _:
+                self._channels.get(channel, channel).send(message)
+
+    def _call(self, rank: int) -> None:
+        try:
+            self._channels[rank] = self._me.call(self._me.members[rank], time.monotonic() + CONNECT_SECONDS)
+        except ConnectionRefusedError:
+            self._agreement.refused(rank, time.monotonic())
+        except OSError:
+            self._agreement.lost(rank, time.monotonic(), reached=False)
+
+    def _hear_channels(self) -> None:
+        """Wait a moment, and give the agreement what has come on its channels."""
+        poll = select.poll()
+        for channel in self._channels.values():
+            poll.register(channel, select.POLLIN)
+        poll.poll(1000 * _NAP_SECONDS)
+        for key, channel in list(self._channels.items()):
+            if self._channels.get(key) is channel:
+                with contextlib.suppress(OSError):
+                    channel.hear()
+            while channel.inbox and self._channels.get(key) is channel:
+                self._give(key, channel)
+            if channel.has_ended and self._channels.get(key) is channel:
+                self._channels.pop(key).close()
+                self._agreement.lost(key, time.monotonic())
+                self._act()
+
+    def _hear_callers(self) -> None:
+        self._callers.hear()
+        for caller in self._callers:
+            if self._agreement.gathers and not caller.is_knock:
+                self._give(caller, caller)
+
+    def _give(self, key: Hashable, channel: Channel) -> None:
+        self._agreement.heard(key, channel.inbox.pop(0), time.monotonic())
+        self._act()

@@ -1,0 +1,106 @@
+"""Ranks at different sites: TCP connections of their own, encrypted, that are made again when they break.
+
+For networks with latency, loss and strangers. docs/architecture/wan.md says how it works and why. Native code
+(kernels/engine/wan.h) has several connections for each pair of ranks: one for short messages, and others that share
+the long ones, each as much as it can carry. Of two ranks the one with the higher number calls the other one, and the
+other one calls if that does not succeed, so it suffices that one of them can be reached.
+
+A rank is lost when it closes its connections, when its process on the same machine has ended, or when it could not be
+reached for a minute. A process that is busy or stopped is not lost, because its machine answers: it has the deadline.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from qccl import _host
+from qccl.errors import ArgumentError, EngineError
+from qccl.transports import tls
+from qccl.transports.connected import ConnectedTransport, Faults
+from qccl.transports.network import Network
+from qccl.transports.regroup import MembershipSocket
+from qccl.transports.secret import derive
+from qccl.transports.sockets import listen
+from qccl.transports.watch import is_free
+
+__all__ = ["WanTransport", "congestion_control"]
+
+#: connections for long messages between two ranks: where TCP measures the bandwidth (BBR), and where loss slows it down
+_WITH_BBR, _WITHOUT = 2, 24
+_MOST_CONNECTIONS = 64
+#: seconds in which a rank must be reached again
+_AWAY_SECONDS = 60.0
+
+
+def congestion_control() -> str:
+    """How TCP finds its rate, for this transport's connections: "bbr" if the kernel allows it, otherwise its default.
+
+    BBR measures the bandwidth; CUBIC, which is usually the default, takes every lost packet for congestion.
+    QCCL_WAN_CONGESTION names another one. Raises ArgumentError if the kernel does not allow that.
+    """
+    wanted = os.environ.get("QCCL_WAN_CONGESTION", "")
+    with socket.socket() as probe:
+        try:
+            probe.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, (wanted or "bbr").encode())
+        except OSError as error:
+            if wanted:
+                raise ArgumentError(
+                    f"QCCL_WAN_CONGESTION={wanted!r}: this kernel does not allow it ({error}); see "
+                    f"/proc/sys/net/ipv4/tcp_allowed_congestion_control"
+                ) from error
+            return ""
+    return wanted or "bbr"
+
+
+def _connection_count() -> int:
+    """Connections for long messages. Raises ArgumentError for a QCCL_WAN_CONNECTIONS that is none."""
+    wanted = os.environ.get("QCCL_WAN_CONNECTIONS", "")
+    if not wanted:
+        return _WITH_BBR if congestion_control() == "bbr" else _WITHOUT
+    if not wanted.isdecimal() or not 1 <= int(wanted) <= _MOST_CONNECTIONS:
+        raise ArgumentError(f"QCCL_WAN_CONNECTIONS={wanted!r} is not a number of connections, 1 to {_MOST_CONNECTIONS}")
+    return int(wanted)
+
+
+class WanTransport(ConnectedTransport):
+    """One rank of a group over TCP connections between sites."""
+
+    name = "wan"
+    eager_nbytes = 8 << 10
+    sends_ahead = True
+
+    @classmethod
+    def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
+        host = network.own_host()
+        connections = _connection_count()
+        control = congestion_control()
+        functions = tls.functions() if secret else []
+        try:
+            with listen(host, is_local=network.is_local) as listener:
+                port = listener.getsockname()[1]
+                number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+                wire = _host.wan_wire(
+                    listener.fileno(),
+                    f"{os.urandom(16).hex()} {connections}\n{number!s} {port}".encode(),
+                    functions,
+                    derive(secret, "wan") if secret else None,
+                    control,
+                    connections,
+                    _AWAY_SECONDS,
+                    Faults(membership, "wan", os.strerror),
+                )
+                listener.detach()  # the wire owns it
+                return wire
+        except OSError as error:
+            raise EngineError(f"wan cannot listen at {host}: {error}") from error
+
+    @classmethod
+    def _connections(cls, network: Network) -> int:
+        return _connection_count() + 2
+
+    def _find_ended(self, ranks: list[int]) -> list[int]:
+        """Only on this machine: elsewhere a firewall that refuses, perhaps for a while, looks like the end."""
+        assert self.membership is not None
+        members = self.membership.members
+        return [rank for rank in ranks if is_free(members[rank].host, members[rank].port)]
