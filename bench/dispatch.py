@@ -1,8 +1,8 @@
 """Measures what a call on CUDA costs the host, without a GPU: what CuPy and cuda-python are asked for does nothing.
 
-Rank 0 of two repeats its calls on one thread, with tests/fake_cuda.py in place of CuPy. For each kind of call the table
-has its time, the number of qccl's Python functions that it runs, and the number of calls into CuPy and cuda-python. The
-time is qccl's own: CUDA's and NCCL's functions take longer than those that do nothing.
+Rank 0 of two repeats its calls on one thread, with tests/support/fake_cuda.py in place of CuPy. For each kind of call
+the table has its time, the number of qccl's Python functions that it runs, and the number of calls into CuPy and
+cuda-python. The time is qccl's own: CUDA's and NCCL's functions take longer than those that do nothing.
 
     python bench/dispatch.py
 """
@@ -87,8 +87,8 @@ def silent() -> Iterator[qccl.Communicator]:
 
 
 def _fake_cuda() -> ModuleType:
-    if str(_TREE / "tests") not in sys.path:
-        sys.path.append(str(_TREE / "tests"))
+    if str(_TREE / "tests" / "support") not in sys.path:
+        sys.path.append(str(_TREE / "tests" / "support"))
     return importlib.import_module("fake_cuda")
 
 
@@ -129,7 +129,7 @@ def _function(name: str, answer: object) -> Callable[..., Any]:
 
 
 def _transport() -> Any:
-    """Rank 0 of two of an NCCL communicator that does nothing (interface: DeviceTransport)."""
+    """Rank 0 of two of an NCCL communicator that does nothing."""
     from qccl.cuda.nccl import NcclTransport
 
     class Silent(NcclTransport):

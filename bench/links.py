@@ -3,7 +3,8 @@
 One row per link, number of ranks, codec and transport: the time of a call, the time that its bytes need at the link's
 rate, the share of a plain transfer's rate, the time of MPI's own all-reduce in the same run, and the error. The
 transports of a link take turns, in ``--rounds`` runs each, of which the table has the median. "shared memory" has no
-link; compression loses there. ``--write README.md`` replaces the table in README.md.
+link; compression loses there. ``--write docs/results-collectives.md`` replaces that page's table of these links and
+numbers of ranks.
 """
 
 from __future__ import annotations
@@ -31,7 +32,11 @@ HEAD = (
 @click.option("--rounds", default=1, show_default=True, help="Runs of each transport.")
 @click.option("--codec", default="minmax8,minmax4", show_default=True)
 @click.option("--iters", default=20, show_default=True)
-@click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the table in this page.")
+@click.option(
+    "--write",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Replace the table of these links and ranks in this page.",
+)
 def main(
     links: str, ranks: str, size: str, transports: str, rounds: int, codec: str, iters: int, write: str | None
 ) -> None:
@@ -46,7 +51,8 @@ def main(
     ]
     print_table(HEAD, rows)
     if write is not None:
-        rewrite_table(write, "python bench/links.py", document_table(HEAD, rows, before))
+        command = f"python bench/links.py --links {links} --ranks {ranks}"
+        rewrite_table(write, command, document_table(HEAD, rows, before))
 
 
 def _rows(link: str, ranks: str, transports: list[str], rounds: int, flags: list[str]) -> Iterator[tuple[object, ...]]:

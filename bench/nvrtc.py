@@ -47,6 +47,7 @@ class Nvrtc:
 
     @property
     def version(self) -> tuple[int, int]:
+        """The library's major and minor version."""
         major, minor = ctypes.c_int(), ctypes.c_int()
         self.call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         return major.value, minor.value
@@ -102,9 +103,11 @@ class Program:
         return (found.value or b"").decode()
 
     def ptx(self) -> str:
+        """The compiled program as PTX, the text of NVIDIA's virtual instruction set."""
         return self._content("nvrtcGetPTX").decode().rstrip("\0 ")
 
     def cubin(self) -> bytes:
+        """The compiled program as machine code of one architecture."""
         return self._content("nvrtcGetCUBIN")
 
     def _content(self, function: str) -> bytes:

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 
 import qccl
-from qccl import _host
 from qccl.bench import start
-from qccl.bench.lab import Lab, congestion_control
+from qccl.bench.lab import Lab
 from qccl.bench.mpiexec import find_mpiexec
 from qccl.bench.sizes import parse_link
+from qccl.bench.tcp import congestion_control
+from qccl.codecs.operations import instruction_set
 
 __all__ = [
     *(
@@ -164,7 +165,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": model[0] if model else "",
         "cores": len(os.sched_getaffinity(0)),
-        "instruction set": _host.isa,
+        "instruction set": instruction_set(),
         "mpi": _mpi(),
         "ucx": _ucx(),
         "tcp": congestion_control(),

@@ -125,6 +125,7 @@ class Instruction:
 
     @property
     def base(self) -> str:
+        """The opcode without its modifiers; a generic load or store counts as one of global memory."""
         name = self.opcode.split(".")[0]
         return _GENERIC.get(name, name)
 
@@ -142,6 +143,7 @@ class Instruction:
 
     @property
     def conditional(self) -> bool:
+        """Whether it may be skipped: by a predicate before it, or by one among its operands."""
         return self.guarded or bool(re.match(r"!?U?P\d|~?U?R", self.operands))
 
 

@@ -123,7 +123,9 @@ def write_pages() -> None:
                 documents[model] = document
     whole = [document for document in documents.values() if {"curves", "steps"} <= document.keys()]
     if whole:
-        rewrite_table(str(_ROOT / "README.md"), "python bench/train_slow_link.py", training_report.headline(whole))
+        for page, methods in (("docs/results.md", ()), ("README.md", training_report.FIRST)):
+            text = training_report.headline(whole, methods)
+            rewrite_table(str(_ROOT / page), "python bench/train_slow_link.py", text)
         training_report.draw(whole, _ROOT / "docs" / "training.png")
 
 

@@ -12,7 +12,7 @@ from runs import measured_on, table
 
 from qccl.bench.sizes import parse_link
 
-__all__ = ["OURS", "THEIRS", "computation", "draw", "headline", "paragraphs"]
+__all__ = ["FIRST", "OURS", "THEIRS", "computation", "draw", "headline", "paragraphs"]
 
 Document = dict[str, Any]
 
@@ -27,6 +27,8 @@ OURS = (
     *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis4+ef", "trellis2+ef"),
     *("topk:k=0.01+ef", "onebit:reconstruct=mean+ef"),
 )
+#: the rows of README.md's table: the methods that most readers would compare first
+FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
 #: the last row of the headline
 BOUND = "the most, (c + n) / c"
 ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
@@ -70,8 +72,11 @@ def paragraphs(document: Document) -> Iterator[str]:
     yield measured_on(document["machine"])
 
 
-def headline(documents: Sequence[Document]) -> str:
-    """How many times sooner than fp32 each method reaches the target behind the first link, by model."""
+def headline(documents: Sequence[Document], methods: Collection[str] = ()) -> str:
+    """How many times sooner than fp32 each method reaches the target behind the first link, by model.
+
+    Without ``methods`` the table has all that were measured.
+    """
     documents = [_in_order(document) for document in documents]
     links = {_behind_links(document)[0]["link"] for document in documents}
     ranks = {_behind_links(document)[0]["ranks"] for document in documents}
@@ -83,7 +88,8 @@ def headline(documents: Sequence[Document]) -> str:
         head.append(f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step")
         columns.append({**_sooner(document, link), BOUND: f"{_ceiling(document, link):.1f}"})
     keys = sorted(dict.fromkeys(key for column in columns for key in column), key=_place)
-    rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in keys]
+    shown = [key for key in keys if not methods or key in (*methods, BOUND)]
+    rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in shown]
     text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind a link of {link}:"
     return text + "\n\n" + "\n".join(table(head, rows))
 
@@ -250,19 +256,22 @@ def _seconds_to_target(document: Document, row: dict[str, Any]) -> float | None:
 
 
 def draw(documents: Sequence[Document], path: Path) -> None:
-    """Draw quality by time behind the first link, a panel for each model; a method has one colour in all of them."""
+    """Draw quality by time behind the first link, a panel for each model; a method has one colour in all of them.
+
+    The figure is narrow, so that its texts can be read on a phone, too.
+    """
     import matplotlib.pyplot as plt
 
     documents = [_in_order(document) for document in documents]
     methods = dict.fromkeys(row["method"] for document in documents for row in document["curves"])
     colours = {method: f"C{number}" for number, method in enumerate(methods)}
-    figure, panels = plt.subplots(len(documents), 1, figsize=(8, 4.6 * len(documents)), layout="constrained")
+    figure, panels = plt.subplots(len(documents), 1, figsize=(5.6, 4.4 * len(documents)), layout="constrained")
     lines: dict[str, Any] = {}
     for axes, document in zip([panels] if len(documents) == 1 else panels, documents, strict=True):
         lines |= _panel(axes, document, colours)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=3, fontsize="small")
-    figure.suptitle("Quality by time behind a slow link: lower and further left is better")
-    figure.savefig(path, dpi=120)
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.suptitle("Quality by time behind a slow link\nLower and further left is better")
+    figure.savefig(path, dpi=150)
     print(f"wrote {path}")
 
 
@@ -289,6 +298,6 @@ def _panel(axes: Any, document: Document, colours: dict[str, str]) -> dict[str, 
     axes.set_ylim(best - 0.1, mean + 1.5)  # the first steps, before the learning rate has risen, are of no interest
     axes.xaxis.set_major_formatter("{x:g}")
     axes.grid(alpha=0.3)
-    title = f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step"
+    title = f"{name}, {size}, {optimiser},\n{computation(document) * 1e3:.0f} ms of computation a step"
     axes.set_title(title, fontsize="medium")
     return lines

@@ -13,14 +13,15 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from qccl.bench.data import from_float32, to_float32
+from qccl.chunks import ChunkPolicy
 from qccl.codecs import Dithering, MinMax, NoCodec, OneBit, RandomK, TopK, Trellis
-from qccl.collectives.layout import partition_for_all
+from qccl.collectives.partitions import partition_for_all
 from qccl.dtypes import DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.codecs.base import Codec
+    from qccl.codecs import Codec
 
 __all__ = ["allreduce_bound", "allreduce_exact", "hierarchical_bound", "plain_bound", "stretches"]
 
@@ -115,10 +116,10 @@ def stretches(count: int, shards: int, codecs: Sequence[Codec], longest: int) ->
 
     Stretches are whole buckets of all ``codecs``. If the last codec has one bucket per shard, they are whole shards.
     """
-    layout = partition_for_all(count, shards, codecs, longest)
-    for shard in range(layout.parts):
-        for k in range(layout.chunks):
-            if chunk := layout.chunk(shard, k):
+    partition = partition_for_all(count, shards, codecs, ChunkPolicy.of_elements(longest))
+    for shard in range(partition.parts):
+        for k in range(partition.chunks):
+            if chunk := partition.chunk(shard, k):
                 yield shard, chunk.start, chunk.stop
 
 

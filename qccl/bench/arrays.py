@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from qccl.bench import data
 from qccl.bench.plain import plain_allreduce, plain_nccl_allreduce
+from qccl.codecs.operations import instruction_set
 from qccl.cuda.libraries import cuda_libraries, on_device
 from qccl.dtypes import DType
 
@@ -27,44 +28,12 @@ _STRETCH = 1 << 17
 _GUARD_NBYTES = 4096
 
 
-class Arrays(Protocol):
-    """Arrays of one rank, and the timing of calls on them.
+class HostArrays:
+    """NumPy arrays of one rank, and the timing of calls on them. Calls block; the host's clock times them.
 
     Attributes:
         calls_per_run: calls that run() makes for each of its ``times``.
     """
-
-    calls_per_run: int
-
-    def empty(self, count: int, dtype: DType) -> Any:
-        """Memory for ``count`` elements; bfloat16 is held in uint16."""
-
-    def put(self, array: Any, values: NDArray[Any]) -> None:
-        """Set all elements."""
-
-    def poison(self, array: Any) -> None:
-        """Set every element to NaN, so that unwritten elements are noticed."""
-
-    def get(self, array: Any) -> NDArray[Any]:
-        """The elements on the host, after all calls on them have completed."""
-
-    def run(self, call: Callable[[], object], times: int) -> float:
-        """Seconds that ``times`` calls take, back to back."""
-
-    def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
-        """The all-reduce of a communication library from ``x`` to ``out``; ``library``: see plain_allreduce()."""
-
-    def device(self) -> tuple[str, int, str]:
-        """The device's name, and a GPU's number and PCI address (-1 and "" on the host)."""
-
-
-def arrays_of(comm: Communicator, graph_launches: int = 0) -> Arrays:
-    """Arrays for the backend of ``comm``; ``graph_launches``: see CudaArrays."""
-    return HostArrays(comm) if comm.backend == "host" else CudaArrays(comm, graph_launches)
-
-
-class HostArrays:
-    """NumPy arrays. Calls block; the host's clock times them."""
 
     calls_per_run = 1
 
@@ -72,36 +41,41 @@ class HostArrays:
         self._transport = comm.transport
 
     def empty(self, count: int, dtype: DType) -> Any:
+        """A NumPy array of ``count`` elements; bfloat16 is held in uint16."""
         return data.empty(count, dtype)
 
     def put(self, array: Any, values: NDArray[Any]) -> None:
+        """Copy ``values``, which have the array's shape and type."""
         array[:] = values
 
     def poison(self, array: Any) -> None:
+        """Set all bits of every element, which is NaN in all three types, so that unwritten elements are noticed."""
         array.view(np.uint8).fill(0xFF)
 
     def get(self, array: Any) -> NDArray[Any]:
+        """The array itself: calls on the host have ended when they return."""
         return cast("NDArray[Any]", array)
 
     def run(self, call: Callable[[], object], times: int) -> float:
+        """Seconds that ``times`` calls take, back to back, by the host's clock."""
         begin = time.perf_counter()
         for _ in range(times):
             call()
         return time.perf_counter() - begin
 
     def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+        """The all-reduce of ``library`` on the arrays' addresses (see plain_allreduce())."""
         source, target = x.ctypes.data, out.ctypes.data
         allreduce = plain_allreduce(self._transport, library)
         return lambda: allreduce(source, target, count, dtype, op)
 
     def device(self) -> tuple[str, int, str]:
-        from qccl import _host
-
-        return f"host {_host.isa}", -1, ""
+        """The instruction set of the loops; a GPU's number and PCI address, of which there are none: -1 and ""."""
+        return f"host {instruction_set()}", -1, ""
 
 
 class CudaArrays:
-    """CuPy arrays. Calls go to a separate stream; CUDA events on it time them.
+    """CuPy arrays, as HostArrays. Calls go to a separate stream; CUDA events on it time them.
 
     With ``graph_launches`` (nccl-tests' -G), run() captures a call once and launches the graph that often per call.
     """
@@ -116,25 +90,30 @@ class CudaArrays:
             self._stream = self._cupy.cuda.Stream(non_blocking=True)
 
     def empty(self, count: int, dtype: DType) -> Any:
+        """A CuPy array of ``count`` elements on this rank's GPU; bfloat16 is held in uint16."""
         with on_device(self._transport.device), self._stream:
             return self._cupy.empty(count, data.empty(0, dtype).dtype)
 
     def put(self, array: Any, values: NDArray[Any]) -> None:
+        """Copy ``values`` to the GPU, and wait until they are there."""
         with on_device(self._transport.device):
             array.set(values, stream=self._stream)
             self._stream.synchronize()
 
     def poison(self, array: Any) -> None:
+        """Set all bits of every element, which is NaN in all three types, and wait until that is done."""
         with on_device(self._transport.device), self._stream:
             array.view(np.uint8).fill(0xFF)
             self._stream.synchronize()
 
     def get(self, array: Any) -> NDArray[Any]:
+        """A copy on the host. Waits for all calls on the stream, and raises their first failure."""
         with on_device(self._transport.device), self._stream:
             self._comm.check(self._stream.ptr)
             return cast("NDArray[Any]", array.get())
 
     def run(self, call: Callable[[], object], times: int) -> float:
+        """Seconds between two CUDA events on the stream; with graph launches those of a captured call's replays."""
         if times == 0:
             return 0.0
         cuda = self._cupy.cuda
@@ -150,11 +129,13 @@ class CudaArrays:
             return float(cuda.get_elapsed_time(begin, end)) / 1e3 / self.calls_per_run
 
     def plain(self, library: str, x: Any, out: Any, count: int, dtype: str, op: str) -> Callable[[], object]:
+        """NCCL's all-reduce on the stream; there is no other ``library`` on GPUs."""
         source, target = x.data.ptr, out.data.ptr
         allreduce = plain_nccl_allreduce(self._transport, self._stream.ptr)
         return lambda: allreduce(source, target, count, dtype, op)
 
     def device(self) -> tuple[str, int, str]:
+        """The GPU's name, number and PCI address."""
         runtime, number = self._cupy.cuda.runtime, self._transport.device
         name = runtime.getDeviceProperties(number)["name"].decode()
         return f"cuda {name}", number, runtime.deviceGetPCIBusId(number)
@@ -167,6 +148,14 @@ class CudaArrays:
         finally:
             graph = self._stream.end_capture()
         return lambda: graph.launch(self._stream)
+
+
+Arrays = HostArrays | CudaArrays
+
+
+def arrays_of(comm: Communicator, graph_launches: int = 0) -> Arrays:
+    """Arrays for the backend of ``comm``; ``graph_launches``: see CudaArrays."""
+    return HostArrays(comm) if comm.backend == "host" else CudaArrays(comm, graph_launches)
 
 
 class Guarded:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,20 +16,18 @@ from qccl import codecs
 from qccl.bench import accuracy, data, reference
 from qccl.bench.arrays import Arrays
 from qccl.bench.kinds import KINDS, neighbours
-from qccl.codecs.base import Codec
+from qccl.codecs import Codec, NoCodec
 from qccl.codecs.feedback import momentum_of
-from qccl.codecs.none import NoCodec
 from qccl.collectives import CoalescedSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec, spec_of_plan
-from qccl.collectives.layout import Layout
+from qccl.collectives.partitions import EvenParts
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, CodecError
 from qccl.plan import Plan
-from qccl.schedule import Exchange, Schedule
+from qccl.schedule import Exchange, Schedule, buffer_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.arrays import Values
     from qccl.communicator import Communicator
 
 __all__ = ["Case", "PlainCall", "QuantizedCall", "Wiring", "parameters_of", "spec_of_case"]
@@ -47,6 +45,7 @@ class Case:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all elements, uncompressed."""
         return self.count * self.dtype.itemsize
 
 
@@ -110,7 +109,7 @@ class QuantizedCall:
         as_plan: bool = False,
     ) -> None:
         self.case, self.codec, self._comm = case, codec.plain, comm
-        self._as_plan = as_plan
+        self._as_plan, self._peers = as_plan, neighbours(comm.rank, comm.size)
         kind = KINDS[case.kind]
         self.identical = kind.identical
         self._key = f"qccl-bench {codec.spec()}" if codec.state_names else None
@@ -121,7 +120,7 @@ class QuantizedCall:
         if self._key is not None:
             self._given["key"] = self._key
         self.forget()
-        self.plan = Plan(comm._session, spec_of_case(case, codec, chunk, given, comm), self._key)
+        self.plan = comm.plan_of(spec_of_case(case, codec, chunk, given, comm.rank, comm.size), self._key)
         schedule = self.plan.schedule(in_place=kind.is_allreduce)
         self.name, self.algorithm = codec.spec(), schedule.name
         self.codecs: tuple[Codec, ...] = (self.codec,)
@@ -156,7 +155,7 @@ class QuantizedCall:
         """Elements of this rank's input and output."""
         kind, part = KINDS[self.case.kind], self.case.count // comm.size
         if kind.adds:
-            return self.case.count, self.case.count * (1 + len(neighbours(comm.rank, comm.size)))
+            return self.case.count, self.case.count * (1 + len(self._peers))
         return (self.case.count if kind.whole_input else part), (self.case.count if kind.whole_output else part)
 
     def bind(self, arrays: Arrays, x: Any, out: Any) -> Callable[[], object]:
@@ -176,10 +175,9 @@ class QuantizedCall:
             xs, outs = self._slices(x), None if out is x else self._slices(out)
             return lambda: method(xs, outs, **given)
         if case.kind == PeerExchangeSpec.name:
-            peers = neighbours(self._comm.rank, self._comm.size)
-            applied, *others = (out[i * case.count : (i + 1) * case.count] for i in range(1 + len(peers)))
-            replicas = dict(zip(peers, others, strict=True))
-            return lambda: method(x, send_to=peers, replicas=replicas, applied=applied, **given)
+            applied, *others = self._parts(out)
+            replicas = dict(zip(self._peers, others, strict=True))
+            return lambda: method(x, send_to=self._peers, replicas=replicas, applied=applied, **given)
         target = None if out is x else out
         return lambda: method(x, target, **given)
 
@@ -188,21 +186,23 @@ class QuantizedCall:
         assert isinstance(self.plan.spec, CoalescedSpec)
         return [whole[start:stop] for start, stop in pairwise(accumulate(self.plan.spec.each, initial=0))]
 
+    def _parts(self, out: Any) -> list[Any]:
+        """The arrays that a peer exchange updates, as parts of one: this rank's, and a replica of each peer's."""
+        return [out[i * self.case.count : (i + 1) * self.case.count] for i in range(1 + len(self._peers))]
+
     def plan_on(self, x: Any, out: Any) -> Plan:
         """The plan, bound to ``x`` and ``out``, or to their slices if the call has several arrays."""
         case = self.case
         if case.kind == CoalescedSpec.name:
             arrays = {
-                f"{name} {i}": self._values(part)
+                buffer_name(name, i): part
                 for name, whole in (("input", x), ("output", out))
                 for i, part in enumerate(self._slices(whole))
             }
-            return self.plan._bind_values(arrays, out, self._key)
+            return self.plan.bind_buffers(arrays, out)
         if case.kind == PeerExchangeSpec.name:
-            names = ["applied", *(f"replica {peer}" for peer in neighbours(self._comm.rank, self._comm.size))]
-            parts = (out[i * case.count : (i + 1) * case.count] for i in range(len(names)))
-            arrays = {name: self._values(part) for name, part in zip(names, parts, strict=True)}
-            return self.plan._bind_values({"input": self._values(x)} | arrays, out, self._key)
+            names = ["applied", *(buffer_name("replica", peer) for peer in self._peers)]
+            return self.plan.bind_buffers({"input": x, **dict(zip(names, self._parts(out), strict=True))}, out)
         return self.plan.bind(x, None if out is x else out)
 
     def bound(self, values: Sequence[NDArray[np.float32]], shard: int) -> NDArray[np.float64]:
@@ -225,9 +225,6 @@ class QuantizedCall:
             return None  # each array's part of a shard is a bucket
         return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, shard, start, number)
 
-    def _values(self, array: Any) -> Values:
-        return self._comm._memory.from_array(array, dtype=self.case.dtype, writable=True, what="an array")
-
 
 def _as_passed(codec: Codec) -> str | Codec:
     """The codec as programs pass it: its specification, if codecs.get() knows that."""
@@ -235,16 +232,6 @@ def _as_passed(codec: Codec) -> str | Codec:
     with contextlib.suppress(CodecError):
         return text if codecs.get(text) == codec else codec
     return codec
-
-
-class _RankOf(Protocol):
-    """A rank among ``size`` ranks."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
 
 
 def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +248,7 @@ def parameters_of(case: Case, algorithm: str, parameters: Mapping[str, Any]) -> 
 
 
 def spec_of_case(
-    case: Case, codec: Codec, chunk: int | None, parameters: Mapping[str, Any], place: _RankOf
+    case: Case, codec: Codec, chunk: int | None, parameters: Mapping[str, Any], rank: int, size: int
 ) -> CollectiveSpec:
     """The collective's specification, from parameters_of(). Raises ArgumentError if the call is impossible."""
     common, given = (case.count, case.dtype, codec, chunk), dict(parameters)
@@ -270,15 +257,15 @@ def spec_of_case(
             *common, each=_equal_arrays(case.count, codec, given.pop("arrays")), **given
         )
     if case.kind == PeerExchangeSpec.name:
-        peers = neighbours(place.rank, place.size)
+        peers = neighbours(rank, size)
         return PeerExchangeSpec.from_arguments(*common, send_to=peers, receive_from=peers, applied=True)
     return spec_of_plan(case.kind, *common, given)
 
 
 def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
     """The sizes of ``arrays`` arrays, as equal as whole buckets allow, so that the buckets are those of one array."""
-    layout = Layout(count, arrays, codec.granule, 1)
-    return tuple(len(layout.shard(i)) for i in range(arrays))
+    partition = EvenParts(count, arrays, codec.granule, 1)
+    return tuple(len(partition.shard(i)) for i in range(arrays))
 
 
 class PlainCall:
@@ -292,7 +279,7 @@ class PlainCall:
     def __init__(
         self, comm: Communicator, case: Case, wiring: Wiring | None = None, library: str | None = None
     ) -> None:
-        """``library``: see plain_allreduce()."""
+        """``library`` is "mpi", "gloo" or "nccl"; None means that of the transport."""
         self.case = Case(case.count, case.dtype, "sum" if case.op == "avg" else case.op)
         self.name, self.algorithm, self.shards = library or comm.transport.name, "", comm.size
         wiring = wiring or Wiring.one_link_each(comm.size)

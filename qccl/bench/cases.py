@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from qccl import dtypes
@@ -14,12 +13,6 @@ from qccl.bench.options import DTYPES, Options
 from qccl.bench.params import codec_of
 
 __all__ = ["cases", "check_calls", "parameters"]
-
-
-@dataclass(frozen=True)
-class _Rank:
-    rank: int
-    size: int
 
 
 def cases(options: Options, size: int) -> Iterator[Case]:
@@ -47,5 +40,5 @@ def check_calls(options: Options, size: int) -> None:
     every = parameters(options, [0] * size)
     for case, spec in itertools.product(cases(options, size), options.codecs):
         given = parameters_of(case, options.algorithm, every)
-        call = spec_of_case(case, codec_of(spec), options.chunk, given, _Rank(0, size))
-        call.counts(0, size)
+        call = spec_of_case(case, codec_of(spec), options.chunk, given, 0, size)
+        call.buffers(0, size)

@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import click
@@ -28,7 +29,8 @@ from qccl.bench.params import (
     picture_file,
 )
 from qccl.bench.sizes import parse_size
-from qccl.codecs.base import Codec
+from qccl.codecs import Codec
+from qccl.codecs.operations import Operations, copy, instruction_set
 from qccl.dtypes import DType
 
 __all__ = ["DEFAULT_CODECS", "Speed", "codec", "measure_codec", "time_operations"]
@@ -117,17 +119,17 @@ def codec(
     if draws is not None and not frontier:
         raise click.UsageError("--draws is a number of draws of values to measure errors on; give --frontier too")
     try:
-        from qccl import _host
+        isa = instruction_set()
     except ImportError as error:
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
     if frontier:
         return _frontier(specs, draws, picture, path)
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
-    head = {"qccl_version": qccl.__version__, "isa": _host.isa, "threads": threads}
+    head = {"qccl_version": qccl.__version__, "isa": isa, "threads": threads}
     with _Output(path, head) as output:
         output.line(
-            f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {_host.isa}, "
+            f"# qccl-bench {qccl.__version__} codec, {size} bytes, {iters} passes, kernels for {isa}, "
             f"{f'{threads} threads' if threads > 1 else 'one core'}"
         )
         output.line("#")
@@ -200,28 +202,20 @@ def measure_codec(
     """Time the codec's kernels on about ``size`` bytes of Gaussian values."""
     import numpy as np
 
-    from qccl import _host
     from qccl.bench.data import empty, gaussian, to_float32
 
     count = size // dtype.itemsize
     wire_nbytes = codec.encoded_nbytes(count, dtype)
     values, decoded, copied = (gaussian(0, 0, count, dtype, seed=0), empty(count, dtype), empty(count, dtype))
     wires = [np.empty(wire_nbytes, np.uint8) for _ in range(sources + 1)]
-    memory = _host.Memory(3 + len(wires))
-    memory.threads = threads
-    for i, array in enumerate((values, decoded, copied, *wires)):
-        memory[i] = array.ctypes.data
-    kernel, code = codec.host(), dtype.code
-    source, target, first = (0, 0), (1, 0), (3, 0)
-    for i in range(sources + 1):
-        _host.Encode(memory, kernel, code, source, (3 + i, 0), count, 0, 0, i)()
-    operations: dict[str, Callable[[], None]] = {
-        "encode": _host.Encode(memory, kernel, code, source, first, count, 0, 0, 0),
-        "decode": _host.Decode(memory, kernel, code, first, target, count, False),
-        "reduce": _host.Reduce(
-            memory, kernel, code, [(4 + i, 0) for i in range(sources)], source, 0, first, (2, 0), count, 0, 1.0, 0, 1, 0
-        ),
-        "copy": lambda: _host.memcpy(copied.ctypes.data, values.ctypes.data, count * dtype.itemsize),
+    kernels = Operations(codec, dtype, threads=threads)
+    for rank, wire in enumerate(wires):
+        kernels.encode(values, wire, (0, 0, rank))()
+    operations: dict[str, Callable[[], object]] = {
+        "encode": kernels.encode(values, wires[0]),
+        "decode": kernels.decode(wires[0], decoded),
+        "reduce": kernels.reduce(wires[1:], values, wires[0], copied, place=(0, 1, 0)),
+        "copy": partial(copy, values, copied),
     }
     seconds = {name: statistics.median(each) for name, each in time_operations(operations, iters, warmups).items()}
     operations["encode"]()
@@ -232,7 +226,7 @@ def measure_codec(
     return Speed(codec.spec(), dtype.name, nbytes, wire_nbytes, error, codec.plain.slow, sources, **seconds)
 
 
-def time_operations(operations: dict[str, Callable[[], None]], iters: int, warmups: int) -> dict[str, list[float]]:
+def time_operations(operations: dict[str, Callable[[], object]], iters: int, warmups: int) -> dict[str, list[float]]:
     """The seconds of each operation's passes.
 
     The operations take turns, so that a disturbance affects all of them, and in random order, so that none always finds

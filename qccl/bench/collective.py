@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -15,8 +14,9 @@ from qccl.bench.capacity import check_memory, shared_processors
 from qccl.bench.cases import check_calls
 from qccl.bench.columns import columns_help
 from qccl.bench.kinds import KINDS
-from qccl.bench.lab import Lab, obstacle
+from qccl.bench.lab import obstacle
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
+from qccl.bench.network_flags import NETWORK_FLAGS, lab_of, show_network, show_remark
 from qccl.bench.options import DTYPES, OPS, PLAIN, STDOUT, TRANSPORTS, Options
 from qccl.bench.params import (
     AT_LEAST_0,
@@ -30,9 +30,9 @@ from qccl.bench.params import (
     output_file_or_stdout,
     picture_file,
 )
-from qccl.bench.processes import stoppable
+from qccl.bench.processes import exit_status
 from qccl.bench.progress import Bar, decode_report, encode_progress, is_progress, is_report
-from qccl.bench.sizes import parse_link, parse_size
+from qccl.bench.sizes import parse_size
 from qccl.bench.start import choose_way, run_ranks
 from qccl.collectives.hierarchical import LAYOUTS
 from qccl.launchers import Launcher, detect
@@ -43,7 +43,6 @@ _DEFAULT_RANKS = 2
 _POSITIVE = click.FloatRange(min=0, min_open=True)
 _AVERAGE_HELP = "Time of all ranks: 0 rank 0's, 1 mean, 2 minimum, 3 maximum [3]."
 _CODEC_HELP = "Codecs to compare, e.g. minmax8,minmax4:bucket=256,none; module:Class is a codec of yours [minmax8]."
-_LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
 _TRANSPORT_HELP = (
     "Carries the bytes; loopback: between threads of one process [under a launcher: as qccl.init() chooses; otherwise "
     "the first that works of ucx, mpi, gloo]."
@@ -71,13 +70,13 @@ _COMMON: tuple[Callable[[Any], Any], ...] = (
     option("-a --average", click.IntRange(0, 3), "N", _AVERAGE_HELP, 3),
     option("-T --timeout", _POSITIVE, "SECONDS", "Limit of one call [60].", 60.0),
     option("--codec codecs", codec_list, "LIST", _CODEC_HELP, "minmax8"),
-    option("--chunk", AT_LEAST_1, "N", "Elements in a step of the pipeline."),
+    option("--chunk", AT_LEAST_1, "N", "Elements of a chunk, at most."),
     option("--backend", click.Choice(["host", "cuda", "auto"]), None, "Where the arrays are [host].", "host"),
     option("--transport", click.Choice(TRANSPORTS), None, _TRANSPORT_HELP),
     option("-G --cudagraph", AT_LEAST_0, "N", "Replays of a captured call [0].", 0),
     click.option("--plan", is_flag=True, help="Time a plan that is bound once, not the communicator's method."),
     option("--ranks", AT_LEAST_1, "N", f"Processes to start here [{_DEFAULT_RANKS}]."),
-    option("--link", lambda text: parse_link(text).name, "RATE", _LINK_HELP),
+    *NETWORK_FLAGS,
     option("--nodes", AT_LEAST_1, "N", "With --link: number of nodes; the ranks of a node share memory and a link."),
     click.option("--link-per-rank", is_flag=True, help="With --nodes: each rank of a node has a link of its own."),
     option("-J --json", output_file_or_stdout, "FILE", _JSON_HELP),
@@ -103,7 +102,7 @@ def command(name: str) -> click.Command:
     def run(ctx: click.Context, /, ranks: int | None, **given: Any) -> None:
         options = Options(args=("qccl-bench", *sys.argv[1:]), collective=name, **given)
         _check(options)
-        ctx.exit(_run(ranks, options))
+        ctx.exit(exit_status(lambda: _run(ranks, options)))
 
     run.__doc__ = f"""Time the compressed {kind.title} of each codec{beside}.
 
@@ -131,18 +130,11 @@ def command(name: str) -> click.Command:
 
 def _run(ranks: int | None, options: Options) -> int:
     """Start the ranks, or run as one of a launcher's ranks; returns the exit status."""
-    with stoppable():
-        try:
-            with _Screen(to_stderr=options.json == STDOUT) as screen:
-                launcher = detect()
-                if launcher is None:
-                    return _start(ranks or _DEFAULT_RANKS, options, screen)
-                return _join(launcher, ranks, options, screen)
-        except KeyboardInterrupt:
-            click.echo("qccl-bench: stopped; its ranks and networks are gone", err=True)
-            return 130
-        except qccl.QcclError as error:
-            raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    with _Screen(to_stderr=options.json == STDOUT) as screen:
+        launcher = detect()
+        if launcher is None:
+            return _start(ranks or options.network.ranks or _DEFAULT_RANKS, options, screen)
+        return _join(launcher, ranks, options, screen)
 
 
 def _check(options: Options) -> None:
@@ -162,18 +154,28 @@ def _check(options: Options) -> None:
         raise click.UsageError("--plain mpi compares processes on the host, which mpiexec starts; use --plain none")
     if o.plain == "gloo" and (o.transport == "loopback" or o.backend != "host"):
         raise click.UsageError("--plain gloo compares processes on the host; use --plain none")
-    if o.link is not None and o.transport == "loopback":
-        raise click.UsageError(f"--link {o.link}: threads use no network; leave --transport loopback out")
-    if o.link is not None and o.backend != "host":
-        raise click.UsageError(f"--link {o.link} is for ranks on the host; leave --backend {o.backend} out")
-    if o.link is None and (o.nodes is not None or o.link_per_rank):
+    lab = _lab_flag(o)
+    if lab and o.transport == "loopback":
+        raise click.UsageError(f"{lab}: threads use no network; leave --transport loopback out")
+    if lab and o.backend != "host":
+        raise click.UsageError(f"{lab} is for ranks on the host; leave --backend {o.backend} out")
+    if not lab and (o.nodes is not None or o.link_per_rank):
         raise click.UsageError("--nodes and --link-per-rank are for the lab; give --link")
     if o.link_per_rank and o.nodes is None:
         raise click.UsageError(
             "--link-per-rank has no effect without --nodes, because every rank has a link then; leave it out"
         )
-    if o.link is not None and (reason := obstacle()):
-        raise click.UsageError(f"--link {o.link}: {reason}")
+    if lab and (reason := obstacle()):
+        raise click.UsageError(f"{lab}: {reason}")
+
+
+def _lab_flag(options: Options) -> str:
+    """The flag that asks for a lab; nothing if there is none. Raises UsageError for networks that cannot be."""
+    try:
+        network = options.network
+    except qccl.ArgumentError as error:
+        raise click.UsageError(str(error)) from error
+    return network.flag
 
 
 def _check_calls(options: Options, size: int) -> None:
@@ -186,9 +188,9 @@ def _check_calls(options: Options, size: int) -> None:
 
 def _start(ranks: int, options: Options, screen: _Screen) -> int:
     """Start the ranks and show rank 0's output; returns the exit status."""
-    if options.link is not None and ranks == 1:
-        raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
-    o = options
+    o, flag = options, _lab_flag(options)
+    if flag and ranks == 1:
+        raise click.UsageError(f"{flag} with one rank: nothing would cross the link; give --ranks 2 or more")
     way = choose_way(o.transport, o.plain, o.backend)
     check_memory(o, ranks, ranks, way.transport)
     _check_calls(o, ranks)
@@ -202,26 +204,22 @@ def _start(ranks: int, options: Options, screen: _Screen) -> int:
     if remark := shared_processors(ranks):
         click.echo(f"qccl-bench: {remark}", err=True)
     calls = o.iters + o.warmup_iters + o.check + 2
-    lab_of = Lab(ranks, parse_link(o.link), o.nodes, link_per_rank=o.link_per_rank) if o.link else None
-    with lab_of or contextlib.nullcontext() as lab:
-        return run_ranks(
-            ranks,
-            command,
-            way=way,
-            lab=lab,
-            smallest=o.minbytes,
-            silence=calls * o.timeout + 60,
-            on_line=screen.show,
+    with lab_of(o.network, ranks, o.nodes, link_per_rank=o.link_per_rank) as lab:
+        show_network(lab)
+        status = run_ranks(
+            ranks, command, way=way, lab=lab, smallest=o.minbytes, silence=calls * o.timeout + 60, on_line=screen.show
         )
+        show_remark(lab)
+        return status
 
 
 def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Screen) -> int:
     """Run as one of the launcher's ranks; returns the exit status."""
-    from qccl.bench.rank import run_rank
+    from qccl.bench.worker import run_rank
 
-    if options.link is not None:
+    if flag := _lab_flag(options):
         raise click.UsageError(
-            f"--link starts its own ranks, but {launcher.name} has started this one; leave one of them out"
+            f"{flag} starts its own ranks, but {launcher.name} has started this one; leave one of them out"
         )
     if options.transport == "loopback":
         raise click.UsageError(

@@ -3,6 +3,12 @@
 The constants below are of PyTorch's DistributedDataParallel, of gloo and of qccl over UCX's TCP, fitted to the steps of
 docs/results (2 and 4 ranks on 2 cores behind 100 Mbit/s and 1 Gbit/s, and in shared memory). bench/doctor_accuracy.py
 compares the predictions with measured steps.
+
+With a delay, a message arrives that much later. Calls that are under way together share this time, and so do the
+chunks of a call. Measured with 25, 50 and 100 ms, a call of qccl took three delays, one for each round and one between
+them, and gloo's ring two for each of its 2 (n - 1) messages (a rank first tells its neighbour that it may send). What
+lost packets cost is in tcp_model.py. A lost packet holds up all that is behind it, so nothing overlaps the wait for
+it: that of both rounds is added at the end of the second one.
 """
 
 from __future__ import annotations
@@ -12,18 +18,19 @@ from dataclasses import dataclass
 
 from qccl.bench.params import codec_of
 from qccl.bench.profile import Gradient, Profile
+from qccl.bench.tcp_model import Tcp, rate_with_loss, wait_for_losses
 from qccl.bench.timeline import Call, Rank, Segment, step_seconds
-from qccl.codecs.base import Codec
-from qccl.codecs.none import NoCodec
-from qccl.collectives.layout import partition
+from qccl.codecs import Codec, NoCodec
+from qccl.collectives.partitions import partition
 from qccl.dtypes import FLOAT32
 
-__all__ = ["FP16", "FP32", "POWERSGD", "Cost", "Speed", "Step", "cost_of", "sent_nbytes"]
+__all__ = ["FP16", "FP32", "LATENCY", "POWERSGD", "Cost", "Speed", "Step", "call_seconds", "cost_of", "sent_nbytes"]
 
 #: what a step costs without a codec, and with 16 bits: DDP's own reduction and its hook, over gloo
 FP32, FP16, POWERSGD = "none", "cast", "powersgd:"
-#: time on the link beyond that of the payload, for headers and pauses
-_HEADERS = 1.012
+#: time on the link beyond that of the payload, for headers and pauses; and between sites, where 1448 bytes are a packet
+#: of 1514, and for two packets there is an acknowledgement of 66 bytes in the other direction
+_HEADERS, _HEADERS_OF_SITES = 1.012, (1514 + 33) / 1448
 #: seconds of a processor for a byte that is sent or received, and for a message of qccl and of gloo
 _BYTE, _MESSAGE, _GLOO_MESSAGE = 0.3e-9, 11e-6, 70e-6
 #: bytes of gloo's messages; seconds of a processor to add an element, and to convert it to 16 bits or back
@@ -31,10 +38,12 @@ _GLOO_NBYTES, _ADD, _CONVERT = 64 << 10, 0.17e-9, 1.7e-9
 #: seconds of the trainer for a call, and for a step beyond its computation
 _CALL, _STEP = 0.35e-3, 2.0e-3
 #: seconds until a message is noticed; ranks that share a processor wait for it, too
-_LATENCY, _SHARED_LATENCY = 0.2e-3, 0.8e-3
+LATENCY, _SHARED_LATENCY = 0.2e-3, 0.8e-3
 #: compress() encodes parameters of so many elements and dimensions, and reduces so many bytes in a call
 _ENCODED_ELEMENTS, _ENCODED_DIMENSIONS = 4096, 2
 _GROUP_NBYTES, _FIRST_NBYTES = 4 << 20, 1 << 20
+#: connections of UCX and of gloo
+_ONE = Tcp()
 #: PowerSGD leaves a matrix as it is that it would make less than so many times smaller
 _POWERSGD_GAIN = 2
 
@@ -48,17 +57,40 @@ class Step:
         ranks: their number.
         rate: bytes per second of each rank's link, in each direction.
         processors: of each rank; less than 1 if ranks share one.
+        delay: seconds that a packet is under way from one rank to another, beyond those in one room.
+        loss: the share of the packets that are lost, at most tcp_model.MAX_LOSS.
+        tcp: the connections of qccl between two ranks.
+        gloo: those of gloo, which has one.
     """
 
     profile: Profile
     ranks: int
     rate: float
     processors: float = 1.0
+    delay: float = 0.0
+    loss: float = 0.0
+    tcp: Tcp = _ONE
+    gloo: Tcp = _ONE
 
     @property
     def threads(self) -> int:
         """Of the trainer's computation on a rank."""
         return max(1, int(self.processors))
+
+    @property
+    def round_trip(self) -> float:
+        """Seconds from a packet to its acknowledgement."""
+        return 2 * (self.delay + LATENCY)
+
+    @property
+    def own_rate(self) -> float:
+        """Bytes per second that a rank gets of its link with qccl, which sends to all other ranks at once."""
+        return rate_with_loss(self.rate, self.round_trip, self.loss, self.tcp, self.ranks - 1)
+
+    @property
+    def gloo_rate(self) -> float:
+        """And with gloo, whose ring sends to one."""
+        return rate_with_loss(self.rate, self.round_trip, self.loss, self.gloo, 1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +109,7 @@ class Cost:
     Attributes:
         codec: its specification; "powersgd:4" is PyTorch's PowerSGD of rank 4.
         sent: bytes that each rank sends.
-        link: time of these bytes at the link's rate.
+        link: time of these bytes at the link's rate, or at the lower one that losses permit.
         processor: time of a processor to encode and decode.
         alone: the step if communication follows the backward pass.
         overlapped: the step as DDP runs it, with communication beside the backward pass.
@@ -109,17 +141,24 @@ def cost_of(step: Step, spec: str, speed: Speed | None) -> Cost:
     if spec.startswith(POWERSGD):
         number = int(spec.removeprefix(POWERSGD))
         extra = step.profile.powersgd[number]
-        reductions = [_powersgd(step, number)]
+        reductions, rate = [_powersgd(step, number)], step.gloo_rate
     elif spec in (FP32, FP16):
         assert speed is not None
-        reductions = list(_of_gloo(step, FLOAT32.itemsize if spec == FP32 else 2))
+        reductions, rate = list(_of_gloo(step, FLOAT32.itemsize if spec == FP32 else 2)), step.gloo_rate
     else:
         assert speed is not None
-        reductions = list(_of_groups(step, codec_of(spec), speed))
+        reductions, rate = list(_of_groups(step, codec_of(spec), speed)), step.own_rate
     sent = sent_nbytes(sum(each.encoded for each in reductions), step.ranks)
     alone, overlapped = (_seconds(step, reductions, extra, overlaps=overlaps) for overlaps in (False, True))
     processor = extra + sum(each.processor for each in reductions)
-    return Cost(spec, sent, sent / step.rate, processor, alone, overlapped, speed.error if speed else None)
+    return Cost(spec, sent, sent / rate, processor, alone, overlapped, speed.error if speed else None)
+
+
+def call_seconds(step: Step, spec: str, count: int, speed: Speed) -> float:
+    """The time of one all-reduce of ``count`` float32 elements by qccl, with nothing beside it."""
+    codec = codec_of(spec)
+    call = _two_rounds(step, codec, count, codec.encoded_nbytes(count, FLOAT32), speed.encode, speed.decode)
+    return step_seconds([Segment(0.0, [call]), Segment(0.0, waits=True)], _rank(step))
 
 
 def sent_nbytes(encoded: float, ranks: int) -> float:
@@ -129,7 +168,7 @@ def sent_nbytes(encoded: float, ranks: int) -> float:
 
 def _seconds(step: Step, reductions: Sequence[_Reduction], extra: float, *, overlaps: bool) -> float:
     """The time of the step; ``extra`` is computation between the backward pass and the reductions."""
-    profile, rank = step.profile, Rank(step.processors, _latency(step), step.threads)
+    profile, rank = step.profile, _rank(step)
     segments, at = [Segment(_STEP), Segment(profile.forward)], 0.0
     for each in reductions:
         ready = each.ready if overlaps else profile.backward
@@ -139,13 +178,26 @@ def _seconds(step: Step, reductions: Sequence[_Reduction], extra: float, *, over
     return step_seconds(segments, rank)
 
 
-def _latency(step: Step) -> float:
-    return _LATENCY if step.processors >= 1 else _SHARED_LATENCY
+def _rank(step: Step) -> Rank:
+    latency = LATENCY if step.processors >= 1 else _SHARED_LATENCY
+    return Rank(step.processors, latency + step.delay, step.threads)
 
 
 def _round(step: Step, encoded: float) -> float:
     """The bytes that a rank sends in one of the two rounds."""
     return encoded * (step.ranks - 1) / step.ranks
+
+
+def _link(step: Step, encoded: float, rate: float) -> float:
+    """Seconds in which a rank's link carries one of the two rounds at this rate."""
+    headers = _HEADERS_OF_SITES if step.delay or step.loss else _HEADERS
+    return headers * _round(step, encoded) / rate
+
+
+def _later(step: Step, encoded: float, first: float, second: float) -> tuple[float, float]:
+    """For Call.later: so many delays beyond one, and what lost packets cost."""
+    lost = wait_for_losses(step.rate, step.round_trip, step.loss, _round(step, encoded), step.ranks)
+    return first * step.delay, second * step.delay + 2 * lost
 
 
 # -- DDP's own reductions ----------------------------------------------------------------------------------------------
@@ -181,7 +233,8 @@ def _gloo(step: Step, encoded: float, adding: float, converting: float, rounds: 
         encode=hops * _GLOO_MESSAGE + moved + converting / 2,
         reduce=hops * _GLOO_MESSAGE + 2 * moved + adding,
         decode=moved + converting / 2,
-        link=_HEADERS * _round(step, encoded) / step.rate,
+        link=_link(step, encoded, step.gloo_rate),
+        later=_later(step, encoded, 1, 1),
         chunks=1 if rounds > 1 else max(1, int(encoded // (_GLOO_NBYTES * step.ranks))),
         hops=hops,
     )
@@ -211,7 +264,8 @@ def _two_rounds(step: Step, codec: Codec, count: int, encoded: float, encode: fl
         encode=count * encode * others + moving,
         reduce=count * (encode / n + decode) + 2 * moving,
         decode=count * decode * others + moving,
-        link=_HEADERS * _round(step, encoded) / step.rate,
+        link=_link(step, encoded, step.own_rate),
+        later=_later(step, encoded, 1, 0),
         chunks=chunks,
     )
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import click
@@ -17,18 +17,21 @@ import numpy as np
 
 import qccl
 from qccl.bench import quality
+from qccl.bench.advice import BBR, Advice
 from qccl.bench.codec import time_operations
-from qccl.bench.costs import FP16, FP32, POWERSGD, Cost, Speed, Step, cost_of, sent_nbytes
+from qccl.bench.costs import FP16, FP32, POWERSGD, Cost, Speed, Step, cost_of
 from qccl.bench.data import empty, gaussian
+from qccl.bench.doctor_network import TrainingNetwork, given_network, measured_network, parse_delay, parse_small_loss
 from qccl.bench.files import write_json
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
 from qccl.bench.params import codec_list, codec_of, option, output_file
 from qccl.bench.profile import Profile, estimated, measured
 from qccl.bench.sizes import parse_link, parse_seconds, parse_size
-from qccl.codecs.base import Codec
+from qccl.bench.tcp_model import Tcp
+from qccl.codecs import Codec
 from qccl.codecs.feedback import momentum_of
+from qccl.codecs.operations import Operations
 from qccl.dtypes import FLOAT32
-from qccl.errors import QcclError
 from qccl.launchers import detect
 
 __all__ = ["Cost", "Speed", "Step", "Training", "cost_of", "doctor", "measure_speed", "recommendation"]
@@ -41,9 +44,9 @@ _DEFAULT_CODECS = (
 _POWERSGD_RANKS = (4, 1)
 #: a gain of less than this is not worth a change, nor a larger error
 _WORTH = 0.05
-#: bytes of values whose encoding is timed (more than caches hold, because a training's gradients and states are not
-#: there either), and bytes of the call that measures the link
-_TIMED_NBYTES, _CALL_NBYTES = 16 << 20, 16 << 20
+#: bytes of values whose encoding is timed: more than caches hold, because a training's gradients and states are not
+#: there either
+_TIMED_NBYTES = 16 << 20
 _DECIMAL = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9}
 #: elements of the arrays in which --parameters are thought to be
 _ARRAY = 1 << 20
@@ -53,7 +56,12 @@ _MODEL_HELP = (
     "A function of yours that returns a PyTorch module; or the module, a function without arguments that computes the "
     "loss of a batch by it, and if you like the optimiser: then some steps are run and measured."
 )
-_MEASURE_HELP = "Measure the link with the ranks of a launcher, such as mpiexec -n 4 qccl-bench doctor --measure ..."
+_MEASURE_HELP = (
+    "Measure rate, delay and loss between the ranks of a launcher, such as mpiexec -n 4 qccl-bench doctor --measure ..."
+)
+_DELAY_HELP = "With --link: each packet is under way this long from one rank to another, e.g. 25ms."
+_LOSS_HELP = "With --link: share of the packets that are lost, at random, e.g. 0.1%."
+_TCP_HELP = "With --link: TCP's congestion control on the machines of the ranks [this machine's]."
 _STEP_HELP = "Time of a step on one rank, without communication, e.g. 250ms [measured, if --model gives a loss]."
 _PROCESSORS_HELP = "Processors of each rank; 0.5 if two ranks share one [all of this machine]."
 _BUCKET_HELP = "bucket_cap_mb of DistributedDataParallel, in MiB [25]."
@@ -131,6 +139,9 @@ def _has_step(optimizer: Any) -> bool:
 @option("--model", parse_model, "MODULE:FUNCTION", f"Or: {_MODEL_HELP}")
 @option("--ranks", click.IntRange(min=2), "N", "Ranks of the training [2; with --measure those of the launcher].")
 @option("--link", lambda text: parse_link(text).name, "RATE", "Rate of each rank's link, e.g. 100mbit or 1gbit.")
+@option("--delay", parse_delay, "TIME", _DELAY_HELP)
+@option("--loss", parse_small_loss, "PERCENT", _LOSS_HELP)
+@click.option("--tcp", type=click.Choice(["cubic", BBR]), help=_TCP_HELP)
 @click.option("--measure", is_flag=True, help=_MEASURE_HELP)
 @option("--step", parse_seconds, "TIME", _STEP_HELP)
 @option("--processors", click.FloatRange(min=0, min_open=True), "N", _PROCESSORS_HELP)
@@ -143,6 +154,9 @@ def doctor(
     model: Training | None,
     ranks: int | None,
     link: str | None,
+    delay: float | None,
+    loss: float | None,
+    tcp: str | None,
     measure: bool,
     step: float | None,
     processors: float | None,
@@ -155,17 +169,21 @@ def doctor(
     For example: qccl-bench doctor --parameters 124M --ranks 4 --link 1gbit --step 250ms
 
     The step is a timeline of DistributedDataParallel: gradients become ready one after the other, calls encode, send
-    and decode them beside the backward pass. The rate is --link's or measured; encoding and decoding are measured on
-    one core of this machine, and the times of the gradients by --model, if that gives a loss.
+    and decode them beside the backward pass. The network is that of --link, --delay and --loss, or measured; encoding
+    and decoding are measured on one core of this machine, and the times of the gradients by --model, if that gives a
+    loss.
 
-    Recommended are codecs whose quality was shown in docs/results.md.
+    Recommended are codecs whose quality was shown in docs/results.md; and, where delay and loss are known, a transport,
+    its connections and TCP's congestion control.
     """
     has_loss = model is not None and model.loss is not None
-    wanted = {
+    wanted: dict[str, object] = {
         "give the gradients once: --sizes, --parameters or --model": [sizes, parameters, model].count(None) == 2,
         "give the network once: --link RATE, or --measure under a launcher": (link is None) == measure,
         "--step is missing: the time of a training step on one rank, such as --step 250ms": step or has_loss,
     }
+    for name, given in (("--delay", delay), ("--loss", loss), ("--tcp", tcp)):
+        wanted[f"{name} is for --link, whose network it describes: --link 100mbit {name} ..."] = not given or bool(link)
     if missing := [text for text, is_there in wanted.items() if not is_there]:
         raise click.UsageError("; ".join(missing))
     launcher = detect()
@@ -173,19 +191,16 @@ def doctor(
         raise click.UsageError("--measure needs several ranks: mpiexec -n 4 qccl-bench doctor --measure ...")
     if measure and ranks not in (None, launcher and launcher.size):
         raise click.UsageError(f"--ranks {ranks}, but the launcher has started others; leave --ranks out")
+    of_launcher, rank = (launcher.local_size, launcher.rank) if launcher else (0, 0)
+    network = given_network(link, delay, loss, tcp, ranks or 2, rank) if link else None
     if launcher is not None:
         check_other_ranks(launcher)
-    rate, size, rank, source = 0.0, ranks or 2, launcher.rank if launcher else 0, "--link"
     shapes = model.shapes if model else [(1, count) for count in sizes or _arrays(parameters or 0)]
-    if link is not None:
-        rate = parse_link(link).rate
-    else:
-        rate, size, rank = _measured(sum(int(np.prod(shape)) for shape in shapes))
-        source = "measured: a plain all-reduce among these ranks"
-    if rank == 0:
-        share = processors or len(os.sched_getaffinity(0)) / max(1, (launcher.local_size if launcher else 0))
+    network = network or measured_network(sum(int(np.prod(shape)) for shape in shapes))
+    if network.rank == 0:
+        share = processors or len(os.sched_getaffinity(0)) / max(1, of_launcher)
         profile = _profile(shapes, model, step, bucket_mb, max(1, int(share)))
-        _report(Step(profile, size, rate, share), specs, source, path)
+        _report(network.step(profile, share), network, specs, path)
 
 
 def _arrays(parameters: int) -> list[int]:
@@ -208,65 +223,49 @@ def _profile(
     return found if step is None else found.scaled(step)
 
 
-def _measured(elements: int) -> tuple[float, int, int]:
-    """Collective: the rate of the link by a plain all-reduce, the number of ranks, and this rank."""
-    try:
-        with qccl.init("host") as comm:
-            x = np.zeros(min(elements, _CALL_NBYTES // FLOAT32.itemsize), np.float32)
-            times = []
-            for _ in range(6):
-                comm.barrier()
-                begin = time.perf_counter()
-                comm.quantized_allreduce(x, codec=FP32, algorithm="two_round")
-                times.append(time.perf_counter() - begin)
-            mine = statistics.median(times[1:])
-            slowest = max(float(each) for each in comm.allgather(repr(mine).encode()))
-            return sent_nbytes(x.nbytes, comm.size) / slowest, comm.size, comm.rank
-    except QcclError as error:
-        raise click.ClickException(f"{type(error).__name__}: {error}") from error
-
-
-def _report(step: Step, specs: Sequence[str], source: str, path: str | None) -> None:
-    """Print the table and the recommendation, and write the figures."""
+def _report(step: Step, network: TrainingNetwork, specs: Sequence[str], path: str | None) -> None:
+    """Print the table and the recommendations, and write the figures."""
     named = dict.fromkeys([FP32, FP16, *specs])
     count = _TIMED_NBYTES // FLOAT32.itemsize
     costs = [cost_of(step, spec, measure_speed(codec_of(spec), count)) for spec in named]
     costs += [cost_of(step, f"{POWERSGD}{rank}", None) for rank in step.profile.powersgd]
-    for line in (*_head(step, source), *_table(costs), "#", f"# Recommendation: {recommendation(costs)}"):
+    lines = [*_head(step, network), *_table(costs), "#", *_advice_lines(step, network.advice)]
+    for line in (*lines, f"# Recommendation: {recommendation(costs)}"):
         click.echo(line)
     if path is not None:
         found = {"recommendation": recommendation(costs), "costs": [asdict(cost) for cost in costs]}
-        write_json(path, {"qccl_version": qccl.__version__, "step": asdict(step), **found})
+        about = {"qccl_version": qccl.__version__, "step": asdict(step)}
+        write_json(path, about | network.to_json() | found)
         click.echo(f"# Wrote {path}")
+
+
+def _advice_lines(step: Step, advice: Advice | None) -> Iterator[str]:
+    if advice is None:
+        return
+    yield f"# Transport: {advice.transport}"
+    yield f"# Connections: {advice.connections}"
+    yield f"# Congestion control: {advice.congestion}"
+    if step.gloo_rate < (1 - _WORTH) * step.rate and step.gloo.congestion != BBR:
+        with_bbr = replace(step, gloo=Tcp(BBR))
+        fp32, fp16 = (_ms(cost_of(with_bbr, each, Speed(0, 0, 0)).overlapped) for each in (FP32, FP16))
+        yield f"# With bbr for gloo, too, a step would take {fp32} ms in fp32, and {fp16} ms in fp16, without qccl"
 
 
 def measure_speed(codec: Codec, count: int) -> Speed:
     """Time the codec's kernels on ``count`` values; an encoder with state updates it."""
-    from qccl import _host
-
     values, decoded = gaussian(0, 0, count, FLOAT32, seed=0), empty(count, FLOAT32)
-    state = [np.zeros(count, np.float32) for _ in range(4)]  # old and new residual, old and new momentum
+    state = {name: [np.zeros(count, np.float32) for _ in range(2)] for name in codec.state_names}  # old and new
     wire = np.empty(codec.encoded_nbytes(count, FLOAT32), np.uint8)
-    memory = _host.Memory(7)
-    for i, array in enumerate((values, decoded, wire, *state)):
-        memory[i] = array.ctypes.data
-    kernel, code = codec.host(), FLOAT32.code
-    decode = _host.Decode(memory, kernel, code, (2, 0), (1, 0), count, False)
-    encode: _host.Operation = _host.Encode(memory, kernel, code, (0, 0), (2, 0), count, 0, 0, 0)
+    kernels = Operations(codec, FLOAT32)
+    encode, decode = kernels.encode(values, wire), kernels.decode(wire, decoded)
     encode()
     decode()
     error = float(np.linalg.norm(decoded - values) / np.linalg.norm(values))
     if codec.state_names:
-        residual = ((3, 0), (4, 0)) if "residual" in codec.state_names else None
-        momentum = ((5, 0), (6, 0)) if "momentum" in codec.state_names else None
-        encode = _host.Reduce(
-            *(memory, kernel, code, [], (0, 0), 0, (2, 0), None, count, 0, 1.0, 0, 0, 0),
-            residual=residual,
-            momentum=momentum,
-            mu=momentum_of(codec),
-        )
+        residual, momentum = state.get("residual", ()), state.get("momentum", ())
+        encode = kernels.reduce([], values, wire, residual=residual, momentum=momentum, mu=momentum_of(codec))
     times = time_operations({"encode": encode, "decode": decode}, 5, 1)
-    kept = sum(_seconds(lambda: np.copyto(state[1], state[0])) for _ in codec.state_names)  # a call's last operation
+    kept = sum(_seconds(partial(np.copyto, new, old)) for old, new in state.values())  # a call's last operation
     return Speed((min(times["encode"]) + kept) / count, min(times["decode"]) / count, error)
 
 
@@ -312,14 +311,14 @@ def recommendation(costs: Sequence[Cost]) -> str:
     return text
 
 
-def _head(step: Step, source: str) -> Iterator[str]:
+def _head(step: Step, network: TrainingNetwork) -> Iterator[str]:
     profile = step.profile
     total, arrays = sum(g.count for g in profile.gradients), len(profile.gradients)
     yield (
         f"# qccl-bench {qccl.__version__} doctor: {total} gradients in {arrays} array{'s' if arrays > 1 else ''} "
         f"({total * FLOAT32.itemsize / 1e6:.1f} MB as float32), {step.ranks} ranks"
     )
-    yield f"# link: {step.rate * 8 / 1e6:.0f} Mbit/s in each direction of a rank ({source})"
+    yield from (f"# {line}" for line in network.head(step))
     parts = f"forward {_ms(profile.forward)}, backward {_ms(profile.backward)}, optimiser {_ms(profile.optimiser)} ms"
     how = "measured" if profile.is_measured else "--step; estimated: its parts, and when each gradient is ready"
     yield f"# computation of a step: {_ms(profile.computation)} ms: {parts} ({how})"

@@ -14,7 +14,7 @@ from qccl import codecs
 from qccl.bench.params import codec_of
 from qccl.bench.peers import PEERS
 from qccl.bench.samples import SAMPLES, relative_error
-from qccl.codecs.base import Codec
+from qccl.codecs import Codec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -69,7 +69,10 @@ class Point:
 
 
 def shannon(density: float) -> float:
-    """Shannon's bound: the smallest possible error on Gaussian values at ``density`` bytes per element."""
+    """Shannon's bound: the smallest possible relative L2 error on Gaussian values at ``density`` bytes per element.
+
+    The distortion-rate function of a Gaussian source (Cover and Thomas 2006, theorem 10.3.2).
+    """
     return float(2.0 ** (-8 * density))
 
 

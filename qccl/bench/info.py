@@ -17,11 +17,13 @@ import qccl
 from qccl.bench import lab
 from qccl.bench.mpiexec import INSTALL, find_mpiexec
 from qccl.bench.start import obstacle
+from qccl.codecs.operations import instruction_set, usable_instruction_sets
 from qccl.errors import QcclError
 from qccl.launch import has_mpi
 from qccl.launchers import detect
 from qccl.meetings import wanted_transport
-from qccl.transports import ucx
+from qccl.transports import tls, ucx
+from qccl.transports.secret import is_insecure, token_key
 
 __all__ = ["info"]
 
@@ -53,6 +55,7 @@ def _facts() -> Iterator[tuple[str, str]]:
     yield "mpi", _mpi()
     yield "mpiexec", _mpiexec()
     yield "ucx", _ucx()
+    yield "wan", _wan()
     torch = _version("torch")
     yield "gloo", f"yes: PyTorch {torch}" if torch else "no: PyTorch is not installed"
     yield "launcher", _launcher()
@@ -71,10 +74,9 @@ def _version(package: str) -> str | None:
 
 def _host() -> str:
     try:
-        from qccl import _host
+        return f"yes: kernels for {instruction_set()} (this processor runs {', '.join(usable_instruction_sets())})"
     except ImportError as error:
         return f"no: the extension qccl._host cannot be loaded ({error}); install qccl again"
-    return f"yes: kernels for {_host.isa} (this processor runs {', '.join(_host.usable_isas)})"
 
 
 def _cuda() -> str:
@@ -123,10 +125,20 @@ def _ucx() -> str:
     return f"yes: UCX {ucx.version()}, {' '.join(sorted(paths))} ({kind}; beside MPI its own is used, if it has one)"
 
 
+def _wan() -> str:
+    try:
+        library = tls.version()
+        token = "with a token" if token_key() else "without a token (QCCL_TOKEN_FILE, QCCL_TOKEN): on one machine only"
+    except QcclError as error:
+        return f"no: {error}"
+    return f"yes: {library}, {token}{', or QCCL_INSECURE' if is_insecure() else ''}"
+
+
 def _transport() -> str:
     """The transport that qccl.init() would use in this environment, for several ranks, and why."""
     try:
         launcher, wanted = detect(), wanted_transport()
+        has_token = token_key() is not None and not is_insecure()
     except QcclError as error:
         return f"no: {error}"
     if launcher is not None and launcher.size > 1 and has_mpi(launcher, wanted):
@@ -134,11 +146,12 @@ def _transport() -> str:
     beside = "" if launcher or wanted or obstacle("mpi") else "; mpi for ranks that mpiexec started"
     if wanted:
         return f"{wanted}: QCCL_TRANSPORT is {wanted}"
-    reasons = {name: obstacle(name) for name in ("ucx", "gloo")}
-    for name, reason in reasons.items():
-        if not reason:
-            return f"{name}: {'it is the fastest' if name == 'ucx' else 'there is no UCX'}{beside}"
-    return f"no: there is neither UCX nor gloo{beside}"
+    if has_token:
+        beside = f"; wan among several machines{beside}"
+    for name, why in (("ucx", "it is the fastest"), ("gloo", "there is no UCX")):
+        if not obstacle(name):
+            return f"{name}: {why}{beside}"
+    return f"wan: there is neither UCX nor gloo{beside}"
 
 
 def _launcher() -> str:

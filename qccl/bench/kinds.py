@@ -1,4 +1,4 @@
-"""The collectives that ``qccl-bench`` times: nccl-tests' factors, parameters, and the layout of their results.
+"""The collectives that ``qccl-bench`` times: nccl-tests' factors, parameters, and each rank's part of the results.
 
 The size of a call is the size of the whole vector: the output of an all-gather, the input of a reduce-scatter.
 """

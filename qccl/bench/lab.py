@@ -3,7 +3,9 @@
     with Lab(4, parse_link("1gbit")) as lab:
         subprocess.run(["mpiexec", "-n", "4", *lab.enter("PMI_RANK"), "python", "train.py"], env=...)
 
-A bridge joins the namespaces' interfaces (``eth0``); a token bucket at each limits the sending rate. All names contain
+A bridge joins the namespaces' interfaces (``eth0``); a token bucket at each limits the sending rate. Delays, losses and
+queues need more: then a process of ours, the forwarder (qccl/bench/switch.py), joins the interfaces instead, in a
+namespace of its own, and limits the rates, too. network_options.NetworkOptions makes such labs. All names contain
 the lab's number, which is the id of the process that made it, so that runs do not collide. While that process lives it
 has a claim on the number (qccl/bench/claims.py), so that the next run recognises and removes the remains of a killed
 one. Requires Linux, ``ip``, ``tc`` and root.
@@ -16,36 +18,29 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
 
 from qccl.bench.claims import Claim
+from qccl.bench.lab_check import Checked, check_network
+from qccl.bench.leftovers import FILES, IDS, prefix, remove, remove_stale
+from qccl.bench.namespaces import switch_offloads_off
+from qccl.bench.network import Network
 from qccl.bench.sizes import Link
-from qccl.errors import QcclError
+from qccl.bench.switch import MTU, Switch, port_address
+from qccl.bench.tcp import set_congestion_control
+from qccl.bench.tools import LabError
+from qccl.bench.tools import run as _run
 
-__all__ = ["INTERFACE", "Lab", "LabError", "congestion_control", "obstacle", "remove_stale", "shaped_nbytes"]
+__all__ = ["INTERFACE", "Lab", "LabError", "obstacle", "remove_stale", "sent_nbytes", "shaped_nbytes"]
 
 #: the rate-limited interface in every namespace
 INTERFACE = "eth0"
 _MTU = "9000"
-#: packets that may be under way; more would be lost
-_DELAYED = "100000"
-_NAMESPACES = Path("/run/netns")
-#: ``ip netns exec NAME`` mounts the files of the folder NAME here over those of /etc
-_FILES = Path("/etc/netns")
+#: ends the name of the namespace that the forwarder runs in
+_SWITCH = "switch"
 _HOSTS = Path("/etc/hosts")
-_CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 _CAPABILITIES = 1 << 12 | 1 << 21  # CAP_NET_ADMIN, CAP_SYS_ADMIN
-_OWNED = re.compile(r"(?:qccl-|qcclb|qv)(\d+)(?:[-.]\d+)?")
-#: process ids are less; further labs of the same id, in other PID namespaces or in one process, add multiples of it
-_IDS = 10_000_000
-
-
-class LabError(QcclError):
-    """The lab's network could not be built, or traffic bypassed it."""
 
 
 def obstacle() -> str | None:
@@ -69,25 +64,42 @@ class Lab:
     With ``nodes``, rank r is on node r modulo ``nodes``, and the ranks of a node share a namespace and its link. With
     ``link_per_rank`` each rank still has its own, as if every GPU had a network card.
 
-    ``delay`` is the time in seconds that each packet waits before it is sent; the kernel needs netem for it.
+    With ``network`` packets are delayed, lost and queued, too, and the rates are those of its sites, of which there is
+    one for each link. The lab then checks itself when it is entered.
 
     Attributes:
         nodes, links: numbers of nodes and links.
+        places: the link of each rank.
+        network: as given, or None.
+        tcp: TCP's congestion control in the namespaces; None: the machine's.
+        checked: what the lab measured of its network when it was entered.
         bridge: the interface in this process's namespace that joins the ranks; it has a name when the lab is entered.
         address: the bridge's address, to which a launcher's ranks connect; also from then on.
         first_address: the address of rank 0, at which ranks without a launcher meet; likewise.
     """
 
     def __init__(
-        self, ranks: int, link: Link, nodes: int | None = None, *, link_per_rank: bool = False, delay: float = 0.0
+        self,
+        ranks: int,
+        link: Link,
+        nodes: int | None = None,
+        *,
+        link_per_rank: bool = False,
+        network: Network | None = None,
+        tcp: str | None = None,
     ) -> None:
         if not 1 <= ranks <= 200:
             raise LabError(f"a lab has room for 1 to 200 ranks, not {ranks}")
         if nodes is not None and not 1 <= nodes <= ranks:
             raise LabError(f"{ranks} ranks make 1 to {ranks} nodes, not {nodes}")
-        self.delay = delay
+        self.network, self.tcp = network, tcp
+        self._switch: Switch | None = None
+        self.checked: Checked | None = None
         self.ranks, self.link, self.nodes = ranks, link, ranks if nodes is None else nodes
         self.links = ranks if link_per_rank else self.nodes
+        self.places = network.places if network else tuple(rank % self.links for rank in range(ranks))
+        if network and (len(network.sites), len(self.places)) != (self.links, ranks):
+            raise LabError(f"a lab of {ranks} ranks behind {self.links} links cannot be a network of other numbers")
         self._claim: Claim | None = None
         self._take(os.getpid())
 
@@ -105,7 +117,11 @@ class Lab:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        self.close()
+        try:
+            if self._switch is not None and kind is None:
+                self._switch.check_alive()
+        finally:
+            self.close()
 
     def _take(self, number: int) -> None:
         self._number = number
@@ -116,7 +132,7 @@ class Lab:
 
     def _claimed(self) -> Claim:
         """Take a number that no other lab has, this process's id if possible, and remove its last lab's remains."""
-        for number in range(os.getpid(), 9 * _IDS, _IDS):
+        for number in range(os.getpid(), 9 * IDS, IDS):
             try:
                 claim = Claim(number)
             except FileExistsError:
@@ -124,50 +140,122 @@ class Lab:
             except OSError as error:
                 raise LabError(f"the lab cannot be built: {error}") from error
             self._take(number)
-            _remove(number)
+            remove(number)
             return claim
         raise LabError("too many labs have this process's id; end some of them")
 
     def enter(self, variable: str) -> list[str]:
         """The command prefix that enters a rank's namespace; the variable ``variable`` holds the rank's number."""
-        script = f'exec ip netns exec "{_prefix(self._number)}$(({variable} % {self.links}))" "$@"'
+        ranks = {node: [str(rank) for rank, on in enumerate(self.places) if on == node] for node in range(self.links)}
+        cases = " ".join(f"{'|'.join(its)}) node={node};;" for node, its in ranks.items())
+        script = f'case ${variable} in {cases} esac; exec ip netns exec "{prefix(self._number)}$node" "$@"'
         return ["/bin/sh", "-c", script, "sh"]
 
     def shaped_nbytes(self) -> list[int]:
         """The bytes that have passed the rate limiter of each rank (or node)."""
+        if self._switch is not None:
+            return self.arrived_nbytes()
         return [shaped_nbytes(self._namespace(node)) for node in range(self.links)]
 
     def arrived_nbytes(self) -> list[int]:
-        """The bytes that have arrived from each rank (or node) at the bridge; reading them takes no process."""
+        """The bytes that have arrived from each rank (or node) at the network; reading them takes no process."""
+        if self._switch is not None:
+            return [self._switch.counters.sent(node).nbytes for node in range(self.links)]
         names = (f"qv{self._number}.{node}" for node in range(self.links))
         return [int(Path(f"/sys/class/net/{name}/statistics/rx_bytes").read_text()) for name in names]
+
+    @property
+    def switch(self) -> Switch:
+        """The forwarder of a lab with a ``network``, with its counters. Raises LabError where there is none."""
+        if self._switch is None:
+            raise LabError("a lab has a forwarder and its counters if it is given a network, from when it is entered")
+        self._switch.check_alive()
+        return self._switch
+
+    @property
+    def remark(self) -> str:
+        """What went wrong in the forwarder because the machine was busy; nothing if all went well."""
+        if self._switch is None:
+            return ""
+        counters = self._switch.counters
+        return counters.lapses().remark(counters.total().delivered_packets)
 
     def close(self) -> None:
         """Kill all processes in the namespaces, and remove the namespaces and their files. Idempotent."""
         if self._claim is not None:
-            _remove(self._number)
+            remove(self._number)
+            if self._switch is not None:
+                self._switch.close()
+                self._switch = None
             self._claim.release()
             self._claim = None
 
-    def _namespace(self, node: int) -> str:
-        return f"{_prefix(self._number)}{node}"
+    @property
+    def name(self) -> str:
+        """How the names of the namespaces begin; the number of the rank, or node, follows."""
+        return prefix(self._number)
+
+    def _namespace(self, node: int | str) -> str:
+        return f"{prefix(self._number)}{node}"
 
     def _build(self) -> None:
+        hosts = self._hosts()
+        if self.network is None:
+            self._add_bridge()
+        else:
+            _run("ip", "netns", "add", self._namespace(_SWITCH))
+        for node in range(self.links):
+            name = self._namespace(node)
+            _run("ip", "netns", "add", name)
+            _write_hosts(name, hosts)
+            if self.network is None:
+                self._add_bridge_port(node)
+            else:
+                self._add_switch_port(node, INTERFACE, name)
+            _run("ip", "-n", name, "address", "add", f"{self._subnet}.{node + 1}/24", "dev", INTERFACE)
+            _run("ip", "-n", name, "link", "set", INTERFACE, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            if self.tcp is not None:
+                set_congestion_control(name, self.tcp)
+            if self.network is None:
+                self._limit(name)
+        if self.network is not None:
+            self._start_switch(self.network)
+
+    def _add_bridge(self) -> None:
         _run("ip", "link", "add", self.bridge, "type", "bridge", "forward_delay", "0")
         _run("ip", "address", "add", f"{self.address}/24", "dev", self.bridge)
         _run("ip", "link", "set", self.bridge, "mtu", _MTU, "up")
-        hosts = self._hosts()
-        for node in range(self.links):
-            name, outside = self._namespace(node), f"qv{self._number}.{node}"
-            inside = ("ip", "-n", name)
-            _run("ip", "netns", "add", name)
-            _write_hosts(name, hosts)
-            _run("ip", "link", "add", outside, "mtu", _MTU, "type", "veth", "peer", "name", INTERFACE, "netns", name)
-            _run("ip", "link", "set", outside, "master", self.bridge, "up")
-            _run(*inside, "address", "add", f"{self._subnet}.{node + 1}/24", "dev", INTERFACE)
-            _run(*inside, "link", "set", INTERFACE, "mtu", _MTU, "up")
-            _run(*inside, "link", "set", "lo", "up")
-            self._limit(name)
+
+    def _add_bridge_port(self, node: int) -> None:
+        peer = ("peer", "name", INTERFACE, "mtu", _MTU, "netns", self._namespace(node))
+        _run("ip", "link", "add", self._outside(node), "mtu", _MTU, "type", "veth", *peer)
+        _run("ip", "link", "set", self._outside(node), "master", self.bridge, "up")
+
+    def _add_switch_port(self, port: int, inside: str, namespace: str) -> None:
+        """Lead ``inside`` to the switch; its packets have the size and the checksums of those on a wire."""
+        switch, outside = self._namespace(_SWITCH), self._outside(port)
+        ends = ("mtu", MTU, "type", "veth", "peer", "name", inside, "address", port_address(port), "mtu", MTU)
+        _run("ip", "-n", switch, "link", "add", outside, *ends)
+        switch_offloads_off(switch, [outside, inside])
+        _run("ip", "-n", switch, "link", "set", inside, "netns", namespace)
+        _run("ip", "-n", switch, "link", "set", outside, "addrgenmode", "none", "up")
+
+    def _start_switch(self, network: Network) -> None:
+        """Join this process's namespace to the network, for mpiexec, and forward packets."""
+        self._add_switch_port(self.links, self.bridge, str(os.getpid()))
+        _run("ip", "address", "add", f"{self.address}/24", "dev", self.bridge)
+        _run("ip", "link", "set", self.bridge, "up")
+        interfaces = [self._outside(port) for port in range(self.links + 1)]
+        self._switch = Switch(self._namespace(_SWITCH), interfaces, network)
+        nodes = range(self.links)
+        addresses = [f"{self._subnet}.{node + 1}" for node in nodes]
+        self.checked = check_network(
+            network, [self._namespace(node) for node in nodes], addresses, self.switch.counters
+        )
+
+    def _outside(self, port: int) -> str:
+        return f"qv{self._number}.{port}"
 
     def _hosts(self) -> str:
         """The hosts file inside: the machine's, with names for the nodes and for the machine outside.
@@ -181,20 +269,9 @@ class Lab:
         return "\n".join([own.rstrip("\n"), *lines, ""])
 
     def _limit(self, name: str) -> None:
-        """Give a namespace's interface its rate limiter, inside a delay if there is one."""
-        add = ("tc", "-n", name, "qdisc", "add", "dev", INTERFACE)
+        """Give a namespace's interface its rate limiter."""
         limiter = ("tbf", "rate", self.link.name, "burst", str(self.link.burst), "latency", "100ms")
-        if not self.delay:
-            _run(*add, "root", *limiter)
-            return
-        try:
-            _run(*add, "root", "handle", "1:", "netem", "delay", f"{round(self.delay * 1e6)}us", "limit", _DELAYED)
-        except LabError as error:
-            raise LabError(
-                f"links cannot have a delay, because this kernel has no netem ({error}); use a kernel with the module "
-                f"sch_netem, or no delay"
-            ) from error
-        _run(*add, "parent", "1:1", "handle", "10:", *limiter)
+        _run("tc", "-n", name, "qdisc", "add", "dev", INTERFACE, "root", *limiter)
 
 
 def shaped_nbytes(namespace: str | None = None) -> int:
@@ -207,17 +284,14 @@ def shaped_nbytes(namespace: str | None = None) -> int:
     return passed[0]
 
 
-def congestion_control() -> str:
-    """The algorithm that TCP limits its rate by in this process's namespace; a new one has the machine's."""
-    try:
-        return _CONGESTION_CONTROL.read_text(encoding="ascii").strip()
-    except OSError:
-        return "unknown"
+def sent_nbytes() -> int:
+    """The bytes that this process's namespace has sent to the forwarder; it has no rate limiter."""
+    return int(Path(f"/sys/class/net/{INTERFACE}/statistics/tx_bytes").read_text())
 
 
 def _write_hosts(namespace: str, text: str) -> None:
     """Give a namespace its hosts file. Where /etc is read-only all else works without it."""
-    folder = _FILES / namespace
+    folder = FILES / namespace
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / _HOSTS.name).write_text(text)
@@ -231,64 +305,3 @@ def _may_make_networks() -> bool:
         return False
     found = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     return found is not None and int(found[1], 16) & _CAPABILITIES == _CAPABILITIES
-
-
-def remove_stale() -> None:
-    """Remove the labs of processes that no longer exist (killed by SIGKILL, or out of memory)."""
-    for number in set(_numbers()):
-        if not _is_alive(number % _IDS):
-            with contextlib.suppress(OSError):  # FileExistsError: its process lives in another PID namespace
-                claim = Claim(number)
-                _remove(number)
-                claim.release()
-
-
-def _prefix(number: int) -> str:
-    return f"qccl-{number}-"
-
-
-def _numbers() -> Iterator[int]:
-    """The labs' numbers in the names of every interface, namespace and folder that a lab made."""
-    names = os.listdir("/sys/class/net")
-    for folder in (_NAMESPACES, _FILES):
-        names += os.listdir(folder) if folder.is_dir() else []
-    for name in names:
-        if match := _OWNED.fullmatch(name):
-            yield int(match[1])
-
-
-def _remove(number: int) -> None:
-    """Remove what a lab has made, and kill the processes in it."""
-    for name in os.listdir("/sys/class/net"):
-        if (match := _OWNED.fullmatch(name)) and int(match[1]) == number:
-            _run("ip", "link", "del", name, check=False)  # deletes both ends of the pair
-    for path in _NAMESPACES.glob(f"{_prefix(number)}*"):
-        for process in _run("ip", "netns", "pids", path.name, check=False).split():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(process), signal.SIGKILL)
-        _run("ip", "netns", "del", path.name, check=False)
-    for path in _FILES.glob(f"{_prefix(number)}*"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
-def _run(*command: str, check: bool = True) -> str:
-    """Run a tool and return its output. Raises LabError if it fails and ``check`` is set."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, stdin=subprocess.DEVNULL)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        if not check:
-            return ""
-        raise LabError(f"{' '.join(command)}: {error}") from error
-    if check and done.returncode != 0:
-        raise LabError(f"{' '.join(command)} failed: {done.stderr.strip()}; the kernel may lack veth, bridge or tbf")
-    return done.stdout

@@ -35,10 +35,12 @@ class LaunchedCommand(click.Command):
     exchanges_errors = True
 
     def make_context(self, *args: Any, **kwargs: Any) -> click.Context:
+        """Parse the arguments. The ranks exchange the errors; rank 0 alone reports one."""
         with _reported_by_rank_0(self.exchanges_errors):
             return super().make_context(*args, **kwargs)
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. The ranks exchange the errors; rank 0 alone reports one."""
         with _reported_by_rank_0(self.exchanges_errors):
             return super().invoke(ctx)
 

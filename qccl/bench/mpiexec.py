@@ -75,6 +75,11 @@ def _mpich(lab: Lab | None, yields: bool) -> dict[str, str]:
     NUM_CLIQUES puts rank r on node r modulo the number of nodes, as the lab does.
     """
     shared = lab is not None and lab.nodes < lab.ranks
+    if lab and shared and any((place - rank) % lab.nodes for rank, place in enumerate(lab.places)):
+        raise StartError(
+            f"MPICH puts rank r on node r % {lab.nodes}, not as the sites are; number the sites' ranks in turns, or "
+            f"use --transport ucx"
+        )
     return {
         "MPIR_CVAR_POLLS_BEFORE_YIELD": "10" if yields else "",
         "MPIR_CVAR_NOLOCAL": "1" if lab and not shared else "",

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from qccl.bench.network_options import NetworkOptions
 from qccl.bench.sizes import sweep
 
 __all__ = ["DTYPES", "NCCL_NAMES", "OPS", "PLAIN", "STDOUT", "TRANSPORTS", "Options"]
@@ -19,7 +20,7 @@ DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16"}
 NCCL_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 OPS = ("sum", "avg", "min", "max")
 
-TRANSPORTS = ("mpi", "ucx", "gloo", "loopback")
+TRANSPORTS = ("mpi", "ucx", "gloo", "wan", "loopback")
 #: MPI's and gloo's all-reduce, and qccl's without compression
 PLAIN = ("mpi", "gloo", "none")
 
@@ -41,7 +42,7 @@ class Options:
         plain: what an all-reduce is compared with: in PLAIN, or None: see plain.baseline().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
         plan: time a bound plan instead of the communicator's method.
-        link: rate of the lab's links, or None without a lab.
+        link, up, down, delay, jitter, loss, queue, sites, tcp: see network_options.NetworkOptions.
         nodes, link_per_rank: see lab.Lab.
         collective: a name in kinds.KINDS.
         root, layout, intra, inter: as in the collectives that have them.
@@ -71,6 +72,14 @@ class Options:
     cudagraph: int = 0
     plan: bool = False
     link: str | None = None
+    up: str | None = None
+    down: str | None = None
+    delay: float | None = None
+    jitter: float | None = None
+    loss: float | None = None
+    queue: float | None = None
+    sites: str | None = None
+    tcp: str | None = None
     nodes: int | None = None
     link_per_rank: bool = False
     collective: str = "allreduce"
@@ -88,6 +97,12 @@ class Options:
     def timed(self) -> str:
         """What is timed: "method", "plan" (bound once) or "graph" (of a plan)."""
         return "graph" if self.cudagraph else "plan" if self.plan else "method"
+
+    @property
+    def network(self) -> NetworkOptions:
+        """The lab's network."""
+        names = ("link", "up", "down", "delay", "jitter", "loss", "queue", "sites", "tcp")
+        return NetworkOptions(**{name: getattr(self, name) for name in names})
 
     def sizes(self) -> Iterator[int]:
         """The sizes in bytes, ascending."""

@@ -16,9 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from qccl.bench.mpiexec import StartError
+import click
 
-__all__ = ["LinePipe", "Start", "allow_descriptors", "run_processes", "stoppable"]
+from qccl.bench.mpiexec import StartError
+from qccl.errors import QcclError
+
+__all__ = ["LinePipe", "Start", "allow_descriptors", "exit_status", "run_processes", "stoppable"]
 
 _MARK = "QCCL_BENCH_RUN"
 #: for processes to end by themselves, and after they were killed
@@ -252,6 +255,18 @@ def _marked(mark: str) -> list[int]:
             if wanted in entry.read_bytes().split(b"\0"):
                 found.append(int(entry.parent.name))
     return found
+
+
+def exit_status(run: Callable[[], int]) -> int:
+    """What ``run()`` returns, or 130 if a signal stops it. A QcclError becomes the command's error."""
+    with stoppable():
+        try:
+            return run()
+        except KeyboardInterrupt:
+            click.echo("qccl-bench: stopped; its ranks and networks are gone", err=True)
+            return 130
+        except QcclError as error:
+            raise click.ClickException(f"{type(error).__name__}: {error}") from error
 
 
 @contextlib.contextmanager

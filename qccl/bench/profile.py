@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qccl.dtypes import FLOAT32
@@ -21,6 +22,9 @@ _LEAST_STEPS, _MOST_STEPS, _PATIENCE_SECONDS = 8, 40, 6.0
 _WARM_STEPS = 4
 #: of DDP's buckets for PowerSGD: in several, its reductions block each other in gloo's threads
 _ONE_BUCKET_MB = 1000.0
+#: the groups of one process, to its end. PowerSGD's callbacks refer to their group, and gloo's threads drop the
+#: callbacks; a thread that drops the last reference to the group waits for itself, and std::terminate() ends it.
+_GROUPS: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -40,10 +44,7 @@ class Gradient:
     @property
     def count(self) -> int:
         """Its elements."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Profile:
     def scaled(self, computation: float) -> Profile:
         """The same step on a machine that takes ``computation`` seconds for it."""
         factor = computation / self.computation
-        gradients = tuple(Gradient(g.shape, g.ready * factor, g.bucket) for g in self.gradients)
+        gradients = tuple(replace(g, ready=g.ready * factor) for g in self.gradients)
         forward, backward, optimiser = (part * factor for part in (self.forward, self.backward, self.optimiser))
         powersgd = {rank: seconds * factor for rank, seconds in self.powersgd.items()}
         return Profile(gradients, forward, backward, optimiser, powersgd, self.is_measured)
@@ -113,32 +114,23 @@ def measured(
     torch.set_num_threads(threads)
     try:
         with _alone():
-            plain = _times(model, loss, optimizer, bucket_mb, None)
+            plain, total = _times(model, loss, optimizer, bucket_mb, None)
             with_powersgd = {}
             for rank in ranks:
                 gc.collect()  # the last DistributedDataParallel, which would still reduce the same gradients
-                with_powersgd[rank] = _times(model, loss, optimizer, bucket_mb, rank)
+                _, with_powersgd[rank] = _times(model, loss, optimizer, bucket_mb, rank)
     finally:
         torch.set_num_threads(before)
-    extra = {rank: max(0.0, times.total - plain.total) for rank, times in with_powersgd.items()}
-    return Profile(plain.gradients, plain.forward, plain.backward, plain.optimiser, extra, loss is not None)
-
-
-@dataclass(frozen=True)
-class _Times:
-    """Medians of the measured steps."""
-
-    gradients: tuple[Gradient, ...]
-    forward: float
-    backward: float
-    optimiser: float
-    total: float
+    return replace(plain, powersgd={rank: max(0.0, each - total) for rank, each in with_powersgd.items()})
 
 
 def _times(
     model: Any, loss: Callable[[], Any] | None, optimizer: Any, bucket_mb: float, powersgd: int | None
-) -> _Times:
-    """Measure steps; with the hook of PowerSGD of that rank, or with one that notes the buckets and does nothing."""
+) -> tuple[Profile, float]:
+    """Measure steps; with the hook of PowerSGD of that rank, or with one that notes the buckets and does nothing.
+
+    Returns the medians of the parts, and of the whole steps.
+    """
     import torch
     from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
@@ -190,8 +182,8 @@ def _times(
         Gradient(shape, min(backward, statistics.median(at)) if at else backward, bucket)
         for shape, at, bucket in zip(shapes, ready, buckets, strict=True)
     )
-    total = statistics.median(sum(each) for each in parts)
-    return _Times(gradients, forward, backward, optimiser, total)
+    profile = Profile(gradients, forward, backward, optimiser, is_measured=loss is not None)
+    return profile, statistics.median(sum(each) for each in parts)
 
 
 @contextlib.contextmanager
@@ -239,6 +231,7 @@ def _alone() -> Iterator[None]:
         yield
         return
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    _GROUPS.append(dist.group.WORLD)
     try:
         yield
     finally:

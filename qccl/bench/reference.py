@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qccl import _host
 from qccl.bench.data import from_float32, to_float32
 from qccl.codecs import NoCodec, RandomK, TopK
+from qccl.codecs.operations import Operations
 from qccl.dtypes import FLOAT32, DType
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from qccl.codecs.base import Codec
+    from qccl.codecs import Codec
 
     Values = Sequence[NDArray[np.float32]]
 
@@ -109,11 +109,9 @@ def moved(
 def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: int, rank: int) -> NDArray[np.float32]:
     """``x`` (from element ``index`` on) after ``rank`` encoded it in a round of a call, and a receiver decoded it."""
     wire, decoded = np.empty(codec.encoded_nbytes(x.size, FLOAT32), np.uint8), np.empty_like(x)
-    memory = _host.Memory(3)
-    memory[0], memory[1], memory[2], memory.call = x.ctypes.data, wire.ctypes.data, decoded.ctypes.data, call
-    kernel, place = codec.host(), (index, round_, rank)
-    _host.Encode(memory, kernel, FLOAT32.code, (0, 0), (1, 0), x.size, *place)()
-    _host.Decode(memory, kernel, FLOAT32.code, (1, 0), (2, 0), x.size, False, *place)()
+    operations, place = Operations(codec, FLOAT32, call=call), (index, round_, rank)
+    operations.encode(x, wire, place)()
+    operations.decode(wire, decoded, place)()
     return decoded
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import qccl
 from qccl.bench import table
-from qccl.bench.lab import congestion_control
 from qccl.bench.measure import Row, Side
 from qccl.bench.options import NCCL_NAMES, Options
 from qccl.bench.sizes import Link
+from qccl.bench.tcp import congestion_control
 
 __all__ = ["Device", "Report"]
 
@@ -132,7 +132,8 @@ class Report:
         if self._link is None:
             return None
         name, rate = self._link.name, self._link.rate
-        return {"name": name, "bytes_per_second": rate, "congestion_control": congestion_control()}
+        found = {"name": name, "bytes_per_second": rate, "congestion_control": congestion_control()}
+        return found | self._options.network.to_json()
 
     def _result(self, row: Row, plain: Row | None) -> dict[str, Any]:
         result: dict[str, Any] = {

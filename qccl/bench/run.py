@@ -7,30 +7,32 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 
 from qccl.bench.capacity import shared_processors
 from qccl.bench.files import write_json
-from qccl.bench.lab import Lab, congestion_control, obstacle
+from qccl.bench.lab import Lab, obstacle
 from qccl.bench.mpiexec import find_mpiexec
+from qccl.bench.network_flags import lab_of, network_flags, show_network, show_remark
+from qccl.bench.network_options import NetworkOptions
 from qccl.bench.params import AT_LEAST_1, option, output_file
-from qccl.bench.processes import LinePipe, Start, allow_descriptors, run_processes, stoppable
-from qccl.bench.sizes import parse_link, parse_seconds
+from qccl.bench.processes import LinePipe, Start, allow_descriptors, exit_status, run_processes
 from qccl.bench.start import Way, commands, environment, share_of_processors
-from qccl.errors import QcclError
+from qccl.bench.tcp import congestion_control
+from qccl.errors import ArgumentError
 from qccl.launchers import detect
 
 __all__ = ["run"]
 
-_LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
-_DELAY_HELP = "With --link: each packet waits this long, e.g. 20ms; the kernel needs netem."
 _LAUNCHER_HELP = "mpiexec starts the ranks; or they get torchrun's variables (torchrun itself is not used) [torchrun]."
 _JSON_HELP = "Write the time, the exit status and the bytes that each rank sent."
+_DEFAULT_RANKS = 2
 #: bytes of a rank with which its traffic begins: connecting takes fewer; and how often a thread looks at them
 _FIRST_NBYTES, _LOOK_SECONDS = 16 << 10, 0.05
 #: open files of this process for each rank (the two ends of two pipes, and one that tells its end), and besides
@@ -43,15 +45,14 @@ class Traffic:
 
     Attributes:
         ranks: their number.
-        link, delay: as on the command line; None where there was none.
+        network: the lab's, as on the command line.
         seconds: from the start of the first rank to the end of the last.
         began: seconds from the start of the first rank to the first traffic; 0 if there was none.
-        sent: bytes that passed each rank's rate limiter, with the headers of TCP and IP; empty without a link.
+        sent: bytes that passed each link (of a rank, or of a site), with the headers of TCP and IP; empty without one.
     """
 
     ranks: int
-    link: str | None
-    delay: float | None
+    network: NetworkOptions
     seconds: float
     began: float
     sent: list[int]
@@ -59,82 +60,84 @@ class Traffic:
     def report(self) -> Iterator[str]:
         """The lines that the command prints at the end."""
         yield f"# qccl-bench run: {self.ranks} ranks, {self.seconds:.2f} s"
-        if self.link is None:
+        if not self.network.flag:
             return
-        delay = "" if self.delay is None else f", and a delay of {self.delay * 1e3:g} ms"
-        seconds = self.seconds - self.began
-        yield f"# each rank behind a link of {self.link}{delay}, with TCP {congestion_control()}; share of what"
-        yield f"# it could carry in the {seconds:.2f} s since the first traffic"
-        yield f"# {'rank':>4} {'sent MB':>10} {'share':>7}"
-        for rank, sent in enumerate(self.sent):
-            share = sent / (parse_link(self.link).rate * seconds)
-            yield f"# {rank:>4} {sent / 1e6:>10.3f} {share:>7.1%}"
+        what, seconds = "site" if self.network.sites else "rank", self.seconds - self.began
+        yield f"# link: {self.network.describe('rank')}, TCP {self.network.tcp or congestion_control()}"
+        yield f"# share of what it could carry in the {seconds:.2f} s since the first traffic"
+        yield f"# {what:>4} {'sent MB':>10} {'share':>7}"
+        for (name, rate), sent in zip(self.network.uplinks(self.ranks), self.sent, strict=True):
+            yield f"# {name:>4} {sent / 1e6:>10.3f} {sent / (rate * seconds):>7.1%}"
+
+    def to_json(self) -> dict[str, Any]:
+        """For a results file."""
+        o = self.network
+        measured = {"seconds": self.seconds, "began": self.began, "sent": self.sent}
+        return {"ranks": self.ranks, "link": o.link, **o.to_json(), **measured}
 
 
 @click.command(
-    short_help="Run your own program behind a slow network.",
-    context_settings={"allow_interspersed_args": False},
+    short_help="Run your own program behind a slow network.", context_settings={"allow_interspersed_args": False}
 )
-@option("--ranks", AT_LEAST_1, "N", "Processes to start [2].", 2)
-@option("--link", lambda text: parse_link(text).name, "RATE", _LINK_HELP)
-@option("--delay", parse_seconds, "TIME", _DELAY_HELP)
+@option("--ranks", AT_LEAST_1, "N", "Processes to start [2].")
+@network_flags
 @option("--launcher", click.Choice(["torchrun", "mpiexec"]), None, _LAUNCHER_HELP, "torchrun")
 @option("-J --json path", output_file, "FILE", _JSON_HELP)
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED)
 @click.pass_context
 def run(
     ctx: click.Context,
-    ranks: int,
-    link: str | None,
-    delay: float | None,
+    /,
+    ranks: int | None,
     launcher: str,
     path: str | None,
     command: tuple[str, ...],
+    **network: Any,
 ) -> None:
     """Run COMMAND as several ranks on this machine, for example:
 
     qccl-bench run --ranks 4 --link 100mbit -- python train.py --lr 0.1
 
     With --link each rank is in a network namespace of its own, behind a link of that rate, and the bytes that the ranks
-    sent over their links are printed at the end. The ranks' lines begin with the rank's number. The exit status is that
-    of the first rank that failed; the others are then ended.
+    sent over their links are printed at the end; --delay, --loss and so on add what networks between sites have. The
+    ranks' lines begin with the rank's number. The exit status is that of the first rank that failed; the others are
+    then ended.
     """
-    _check(ranks, link, delay, command)
-    if remark := shared_processors(ranks):
+    options = _options(network)
+    count = ranks or options.ranks or _DEFAULT_RANKS
+    _check(count, options.flag, command)
+    if remark := shared_processors(count):
         click.echo(f"qccl-bench: {remark}", err=True)
-    with stoppable():
-        try:
-            ctx.exit(_run(ranks, link, delay, launcher, path, command))
-        except KeyboardInterrupt:
-            click.echo("qccl-bench: stopped; its ranks and networks are gone", err=True)
-            ctx.exit(130)
-        except QcclError as error:
-            raise click.ClickException(f"{type(error).__name__}: {error}") from error
+    ctx.exit(exit_status(lambda: _run(count, options, launcher, path, command)))
 
 
-def _check(ranks: int, link: str | None, delay: float | None, command: Sequence[str]) -> None:
+def _options(given: Mapping[str, Any]) -> NetworkOptions:
+    try:
+        return NetworkOptions(**given)
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from error
+
+
+def _check(ranks: int, lab: str, command: Sequence[str]) -> None:
     """Raise UsageError for what cannot run."""
     found = detect()
     if found is not None and found.size > 1:
         raise click.UsageError(
             f"run starts its own ranks, but {found.name} has started {found.size}; start it without a launcher"
         )
-    if delay is not None and link is None:
-        raise click.UsageError("--delay is for the links of --link; give --link")
-    if link is not None and ranks == 1:
-        raise click.UsageError("--link with one rank: nothing would cross the link; give --ranks 2 or more")
-    if link is not None and (reason := obstacle()):
-        raise click.UsageError(f"--link {link}: {reason}")
+    if lab and ranks == 1:
+        raise click.UsageError(f"{lab} with one rank: nothing would cross the link; give --ranks 2 or more")
+    if lab and (reason := obstacle()):
+        raise click.UsageError(f"{lab}: {reason}")
     if shutil.which(command[0]) is None:
         raise click.UsageError(f"{command[0]!r} is no program in PATH, and no file that can be executed")
 
 
-def _run(
-    ranks: int, link: str | None, delay: float | None, launcher: str, path: str | None, command: Sequence[str]
-) -> int:
+def _run(ranks: int, options: NetworkOptions, launcher: str, path: str | None, command: Sequence[str]) -> int:
     """Run the program; returns the exit status. Reports the traffic, also of a run that is stopped."""
     way = Way(None, find_mpiexec() if launcher == "mpiexec" else None)
-    with Lab(ranks, parse_link(link), delay=delay or 0.0) if link else contextlib.nullcontext() as lab:
+    with lab_of(options, ranks) as lab:
+        show_network(lab)
         begin, status = time.monotonic(), 1
         traffic_begins: list[float] = []
         try:
@@ -143,11 +146,12 @@ def _run(
         finally:
             seconds, sent = time.monotonic() - begin, lab.shaped_nbytes() if lab else []
             began = traffic_begins[0] - begin if traffic_begins else 0.0
-            traffic = Traffic(ranks, link, delay, seconds, began, sent)
+            traffic = Traffic(ranks, options, seconds, began, sent)
             for line in traffic.report():
                 click.echo(line, err=True)
+            show_remark(lab)
             if path is not None:
-                write_json(path, {**vars(traffic), "status": status, "command": list(command)})
+                write_json(path, {**traffic.to_json(), "status": status, "command": list(command)})
     return status
 
 

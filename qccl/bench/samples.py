@@ -22,18 +22,6 @@ def _gauss(count: int, draw: int = 0) -> Values:
     return np.random.default_rng(draw).standard_normal(count, np.float32)
 
 
-def _laplace(count: int, draw: int = 0) -> Values:
-    return np.random.default_rng(draw).laplace(size=count).astype(np.float32)
-
-
-def _student(count: int, draw: int = 0) -> Values:
-    return np.random.default_rng(draw).standard_t(3, size=count).astype(np.float32)
-
-
-def _offset(count: int, draw: int = 0) -> Values:
-    return _gauss(count, draw) + np.float32(_OFFSET)
-
-
 def _outliers(count: int, draw: int = 0) -> Values:
     """Each value is independently multiplied by 1000 with a probability of 1e-4."""
     x = _gauss(count, draw)
@@ -71,9 +59,9 @@ def _gradient(count: int, draw: int = 0) -> Values:
 #: name -> function of (count, draw); another draw has other values
 SAMPLES: Mapping[str, Callable[..., Values]] = {
     "Gaussian": _gauss,
-    "Laplace": _laplace,
-    "Student t(3)": _student,
-    f"Gaussian + {_OFFSET:.0f}": _offset,
+    "Laplace": lambda count, draw=0: np.asarray(np.random.default_rng(draw).laplace(size=count), np.float32),
+    "Student t(3)": lambda count, draw=0: np.asarray(np.random.default_rng(draw).standard_t(3, size=count), np.float32),
+    f"Gaussian + {_OFFSET:.0f}": lambda count, draw=0: _gauss(count, draw) + np.float32(_OFFSET),
     "1e-4 of them x1000": _outliers,
     "gradient": _gradient,
 }

@@ -1,4 +1,4 @@
-"""Sizes, rates and times as the command line spells them: 64K, 1G; 100mbit, 1gbit; 20ms."""
+"""Sizes, rates, times and losses as the command line spells them: 64K, 1G; 100mbit, 1gbit; 20ms; 0.1%."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Link", "format_size", "parse_link", "parse_seconds", "parse_size", "sweep"]
+__all__ = ["Link", "format_size", "parse_link", "parse_loss", "parse_seconds", "parse_size", "sweep"]
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -74,6 +74,15 @@ def parse_seconds(text: str) -> float:
     if seconds <= 0:
         raise ValueError(f"{text!r} is not a time; give a positive number with us, ms or s, such as 20ms")
     return seconds
+
+
+def parse_loss(text: str) -> float:
+    """The share of packets that "0.1%" are: 0.001. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    share = float(match[1]) / 100 if match else -1.0
+    if not 0 <= share < 1:
+        raise ValueError(f"{text!r} is not a loss; give a percentage of packets from 0% to below 100%, such as 0.1%")
+    return share
 
 
 def _burst(rate: float) -> int:

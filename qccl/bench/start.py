@@ -11,6 +11,7 @@ from qccl import meetings
 from qccl.bench.lab import INTERFACE, Lab
 from qccl.bench.mpiexec import Mpiexec, StartError, find_mpiexec
 from qccl.bench.processes import LinePipe, Start, allow_descriptors, run_processes
+from qccl.transports.secret import is_insecure, new_token, token_key
 
 __all__ = ["Way", "choose_way", "commands", "environment", "obstacle", "run_ranks", "share_of_processors"]
 
@@ -53,7 +54,7 @@ def choose_way(transport: str | None, plain: str | None = None, backend: str = "
 
 def obstacle(transport: str) -> str:
     """Why this machine cannot start ranks that use ``transport``; nothing if it can."""
-    if transport in ("ucx", "gloo"):
+    if transport in ("ucx", "gloo", "wan"):
         return meetings.obstacle(transport)
     try:
         if transport == "mpi":
@@ -110,10 +111,17 @@ def environment(way: Way, ranks: int, lab: Lab | None, smallest: int, defaults: 
     place |= {"MASTER_PORT": str(_free_port()), "QCCL_PORT": str(_free_port())}
     if way.transport is not None:
         place["QCCL_TRANSPORT"] = way.transport
+    if way.transport == "wan" and lab and not _says_who_may_come_in():
+        place["QCCL_TOKEN"] = new_token()
     if way.mpi is None:
         size = "1" if way.transport == "loopback" else str(ranks)
         place |= {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
     return settings | os.environ | place
+
+
+def _says_who_may_come_in() -> bool:
+    """Whether the user has given the ranks a token, or said that they need none."""
+    return token_key() is not None or is_insecure()
 
 
 def _threads(ranks: int) -> dict[str, str]:

@@ -20,16 +20,16 @@ from qccl.bench.cases import cases, parameters
 from qccl.bench.data import gaussian
 from qccl.bench.files import write_json
 from qccl.bench.kinds import KINDS
-from qccl.bench.lab import congestion_control, shaped_nbytes
+from qccl.bench.lab import sent_nbytes, shaped_nbytes
 from qccl.bench.measure import Counts, measure
 from qccl.bench.options import STDOUT, Options
 from qccl.bench.params import codec_of
 from qccl.bench.plain import baseline
 from qccl.bench.progress import Progress, encode_report
 from qccl.bench.report import Device, Report
-from qccl.bench.sizes import format_size, parse_link
-from qccl.codecs.base import Codec
-from qccl.codecs.none import NoCodec
+from qccl.bench.sizes import format_size
+from qccl.bench.tcp import congestion_control
+from qccl.codecs import Codec, NoCodec
 from qccl.cuda.libraries import nccl_version
 from qccl.trace import TraceEvent, write_trace
 from qccl.transports import ucx
@@ -60,10 +60,11 @@ class Sweep:
         self._comm, self._options = comm, options
         self._emit = emit if comm.rank == 0 else _silent
         self._progress = progress if comm.rank == 0 else None
-        self._link = None if options.link is None else parse_link(options.link)
+        self._network = options.network
+        self._link = self._network.slowest
         self._kind = KINDS[options.collective]
         ranks, nodes = range(comm.size), options.nodes or comm.size
-        on = tuple(rank % nodes for rank in ranks)
+        on = self._network.places(comm.size, nodes)
         self._wiring = Wiring(on, tuple(ranks) if options.link_per_rank else on)
         self._cases = list(cases(options, comm.size))
         self._codecs = [codec_of(spec) for spec in options.codecs]
@@ -146,7 +147,9 @@ class Sweep:
     def _meter(self) -> int:
         """The bytes that passed this rank's link; 0 on all but the first rank behind the link."""
         first = self._wiring.links.index(self._wiring.links[self._comm.rank])
-        return shaped_nbytes() if first == self._comm.rank else 0
+        if first != self._comm.rank:
+            return 0
+        return sent_nbytes() if self._network.is_forwarded else shaped_nbytes()
 
     def _step(self, label: str) -> None:
         if self._progress is not None and self._options.run_cycles:
@@ -159,7 +162,7 @@ class Sweep:
         o, report = self._options, self._report
         step = f"{o.stepbytes}(bytes)" if o.stepfactor is None else f"{o.stepfactor}(factor)"
         each = "rank" if o.nodes is None or o.link_per_rank else "node"
-        where = f" link: {self._link.name} per {each}, TCP {congestion_control()}" if self._link else ""
+        where = f" link: {self._network.describe(each)}, TCP {congestion_control()}" if self._link else ""
         where += f" nodes: {o.nodes}" if o.nodes else ""
         yield f"# qccl-bench {qccl.__version__} {o.collective} over {report.transport}, plain: {report.plain}"
         yield (

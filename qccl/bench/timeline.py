@@ -27,6 +27,7 @@ class Call:
         link: seconds in which the link carries one round.
         chunks: parts of the call that are encoded, sent and decoded independently.
         hops: messages that must arrive one after the other in each round.
+        later: seconds by which each message arrives later than Rank.latency says, in the first and in the second round.
     """
 
     encode: float
@@ -35,6 +36,7 @@ class Call:
     link: float
     chunks: int = 1
     hops: int = 1
+    later: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -157,7 +159,8 @@ class _Simulation:
             self._chunks_left -= 1
         elif was_sent:
             self._number += 1
-            arrival = self._now + chunk.call.hops * self._rank.latency
+            later = chunk.call.later[chunk.stage == 4]
+            arrival = self._now + chunk.call.hops * (self._rank.latency + later)
             heapq.heappush(self._arrivals, (arrival, self._number, chunk))
         else:
             self._queue(chunk)

@@ -1,0 +1,120 @@
+"""Which congestion control wins when: ``python bench/congestion.py`` (takes 10 to 15 minutes; needs root).
+
+Two ranks in the lab make all-reduces of 4 MiB of float32 with ``minmax8`` behind links of 100 Mbit/s with a delay of
+25 ms in each direction, for each loss, TCP congestion control and transport. Beside them as many bytes go through
+several plain TCP sockets, in two rounds like those of the all-reduce. The losses are other ones in each of ``--rounds``
+runs; the table has the median of all calls, and the medians of the fastest and the slowest run.
+
+``--save`` writes docs/results/congestion-<date>.json after each row; ``--write docs/howto/starting.md`` replaces that
+page's table.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import click
+from runs import document_table, machine, print_table, rewrite_table, run_ranks
+
+from qccl import codecs
+from qccl.bench.network_options import NetworkOptions
+from qccl.bench.sizes import parse_link, parse_loss, parse_seconds, parse_size
+
+_SCRIPT = str(Path(__file__).parent / "congestion_rank.py")
+_RESULTS = Path(__file__).parent.parent / "docs" / "results"
+_RANKS = 2
+#: a transport of this table alone: as many plain sockets as --connections
+SOCKETS = "sockets"
+
+
+@click.command()
+@click.option("--transports", default="ucx", show_default=True)
+@click.option("--tcp", "algorithms", default="cubic,bbr", show_default=True, help="Congestion controls.")
+@click.option("--connections", default=8, show_default=True, help="Plain sockets; 0: none.")
+@click.option("--losses", default="0%,0.1%,1%", show_default=True)
+@click.option("--link", default="100mbit", show_default=True)
+@click.option("--delay", default="25ms", show_default=True)
+@click.option("--size", default="4M", show_default=True)
+@click.option("--codec", default="minmax8", show_default=True)
+@click.option("--rounds", default=3, show_default=True, help="Runs of each, with other losses.")
+@click.option("--calls", default=20, show_default=True, help="Calls in a run; fewer where they take more than 15 s.")
+@click.option("--save", is_flag=True, help="Write docs/results/congestion-<date>.json.")
+@click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the table of this page.")
+def main(**given: Any) -> None:
+    """Print the table."""
+    of, rows = machine() | {"tcp": ""}, []  # the lab sets it
+    transports = [*given["transports"].split(","), *([SOCKETS] if given["connections"] else [])]
+    columns = [(transport, tcp) for transport in transports for tcp in given["algorithms"].split(",")]
+    for loss in given["losses"].split(","):
+        rows += [_measure(given, loss, transport, tcp) for transport, tcp in columns]
+        if given["save"]:
+            _save({"machine": of, "rows": rows})
+    head = ["packets lost", *(_name(transport, tcp, given["connections"]) for transport, tcp in columns)]
+    body = list(_body(rows, len(columns)))
+    print_table(head, body)
+    print(
+        f"\nThe bytes alone need {_floor(given) * 1e3:.0f} ms, and two delays {2e3 * parse_seconds(given['delay']):g}."
+    )
+    if given["write"]:
+        rewrite_table(given["write"], "python bench/congestion.py", document_table(head, body, of))
+
+
+def _measure(given: dict[str, Any], loss: str, transport: str, tcp: str) -> dict[str, Any]:
+    """The seconds of the calls of all runs, each with other losses."""
+    task = {key: given[key] for key in ("codec", "calls", "connections")}
+    task |= {"transport": transport, "count": parse_size(given["size"]) // 4, "nbytes": _nbytes(given)}
+    network = {"link": given["link"], "delay": parse_seconds(given["delay"]), "loss": parse_loss(loss), "tcp": tcp}
+    runs = []
+    for seed in range(given["rounds"]):
+        lab = NetworkOptions(**network, seed=seed).lab(_RANKS)
+        assert lab is not None
+        (row,) = run_ranks(_SCRIPT, _RANKS, task, "ucx" if transport == SOCKETS else transport, lab, plain=None)
+        runs.append(row["seconds"])
+    medians = [statistics.median(each) for each in runs]
+    median = statistics.median([seconds for each in runs for seconds in each])
+    print(
+        f"{transport} {tcp} {loss}: {median * 1e3:.0f} ms", [f"{each * 1e3:.0f}" for each in medians], file=sys.stderr
+    )
+    return task | network | {"seconds": runs, "median": median, "medians": medians}
+
+
+def _nbytes(given: dict[str, Any]) -> int:
+    """The bytes that a rank sends in a call: half of the codes in each of two rounds."""
+    return codecs.get(given["codec"]).encoded_nbytes(parse_size(given["size"]) // 4, "float32")
+
+
+def _floor(given: dict[str, Any]) -> float:
+    """Seconds of the bytes of a call at the rate of the link."""
+    return _nbytes(given) / parse_link(given["link"]).rate
+
+
+def _name(transport: str, tcp: str, connections: int) -> str:
+    return f"{connections} plain sockets, `{tcp}`" if transport == SOCKETS else f"`{transport}`, `{tcp}`"
+
+
+def _body(rows: Sequence[dict[str, Any]], columns: int) -> Iterator[list[str]]:
+    for begin in range(0, len(rows), columns):
+        line = rows[begin : begin + columns]
+        yield [f"{line[0]['loss'] * 100:g}%" if line[0]["loss"] else "none", *map(_cell, line)]
+
+
+def _cell(row: dict[str, Any]) -> str:
+    """The median in milliseconds, and those of the fastest and the slowest run."""
+    median, least, most = (f"{each * 1e3:.0f}" for each in (row["median"], min(row["medians"]), max(row["medians"])))
+    return median if least == most else f"{median} ({least} to {most})"
+
+
+def _save(document: dict[str, Any]) -> None:
+    path = _RESULTS / f"congestion-{date.today().isoformat()}.json"
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {path}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main()
