@@ -68,6 +68,7 @@ class Pip:
         assert not left, f"settings of this machine reach pip: {left}"
 
     def install(self, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
+        """Run ``pip install`` with these arguments; the result has its output as text."""
         command = [self._python, "-m", "pip", "--disable-pip-version-check", "install", *arguments]
         return subprocess.run(
             command, env=self._variables, cwd=self._folder, capture_output=True, text=True, timeout=SECONDS

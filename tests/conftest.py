@@ -12,33 +12,10 @@ import patience
 import pytest
 from plain_ranks import free_ports
 
-#: the files that take longest, in order: they start first, so that at the end no worker is left alone with one of them
-LONGEST = (
-    *(
-        "test_processes",
-        "test_lab",
-        "test_nvrtc",
-        "test_ucx",
-        "test_examples",
-        "test_torch",
-        "test_feedback_collectives",
-    ),
-    *("test_mpi", "test_torch_ddp", "test_launch", "test_verify", "test_cuda_kernels", "test_bench_start"),
-    *("test_adding_a_codec", "test_torch_group", "test_verify_collectives", "test_jax", "test_bench_files"),
-    *("test_torch_fsdp", "test_docs", "test_gpu_check", "test_frontier", "test_diloco", "test_membership"),
-    *(
-        "test_pipelining",
-        "test_cuda_staging_faults",
-        "test_feedback_schedules",
-        "test_held_memory",
-        "test_bench_doctor",
-    ),
-)
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))
+    """The longest files start first, so that at the end no worker is left alone with one of them."""
+    items.sort(key=lambda item: item.get_closest_marker("starts_first") is None)
 
 
 def pytest_collection_finish() -> None:
@@ -72,6 +49,21 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+@pytest.fixture
+def executions(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The executions that the host engine makes from now on."""
+    from qccl.host.execution import Execution
+
+    found, usual = [], Execution.__init__
+
+    def count(execution: Execution, *arguments: Any) -> None:
+        found.append(execution)
+        usual(execution, *arguments)
+
+    monkeypatch.setattr(Execution, "__init__", count)
+    return found
 
 
 @pytest.fixture

@@ -303,6 +303,12 @@ def test_raw_pointers():
         assert (x == 2).all()
         call(0, 0, 0, "float32", "sum")  # nothing to read: null is fine
 
+        arrays, address = [np.full(COUNT, value, np.float32) for value in range(20)], np.array(0)
+        for array in arrays:  # another address at the same place in memory
+            address[()] = array.ctypes.data
+            call(address, address, COUNT, "float32", "sum", codec="none")
+        assert [array[0] for array in arrays] == [2 * value for value in range(20)]
+
     qccl.run_ranks(2, run)
 
 

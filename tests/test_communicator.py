@@ -16,6 +16,7 @@ import pytest
 
 import qccl
 from qccl.errors import MismatchError, PeerLost
+from qccl.programs import CACHE_NBYTES
 
 COUNT = 5000
 
@@ -304,17 +305,16 @@ def test_plan_runs_again_and_on_other_arrays():
     qccl.run_ranks(2, run)
 
 
-def test_idle_plans_are_bounded():
+def test_idle_programs_are_bounded():
     def run(comm):
         works = [comm.quantized_allreduce(np.ones(5, np.float32), async_op=True) for _ in range(40)]
         for work in works:
             work.wait(timeout=20.0)
-        assert [len(pool.idle) for pool in comm._plans._pools.values()] == [16]
+        assert [len(compiled.programs) for compiled in comm._programs] == [16]
         for count in range(1, 600):
             comm.quantized_allreduce(np.ones(count, np.float32))
-        idle = [pool.idle for pool in comm._plans._pools.values()]
-        assert max(map(len, idle)) <= 16 and len(idle) <= 512
-        assert comm._plans._nbytes == sum(plan.nbytes for plans in idle for plan in plans)
+        assert max(len(compiled.programs) for compiled in comm._programs) <= 16 and len(comm._programs) <= 512
+        assert comm._programs.nbytes <= CACHE_NBYTES and not any(compiled.is_busy for compiled in comm._programs)
 
     qccl.run_ranks(2, run)
 

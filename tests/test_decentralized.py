@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
+from sent_bytes import count_sent
 
 import qccl
 from qccl.codecs import get
-from qccl.engine.control import CONTROL_TAG, HEADER_NBYTES
 from qccl.weights import matrix
 
 RANKS, STEPS, LR = 8, 300, 0.5
@@ -52,19 +50,11 @@ def decentralised(digits: Digits, codec: str, steps: int = STEPS) -> tuple[np.nd
     """The models of all ranks, and the bytes that one sent."""
 
     def run(comm: qccl.Communicator) -> tuple[np.ndarray, int, dict[int, np.ndarray]]:
-        transport: Any = comm.transport
-        send, total = transport.send, 0
-
-        def counting(peer: int, tag: int, address: int, nbytes: int, token: object) -> None:
-            nonlocal total
-            total += nbytes - (HEADER_NBYTES if tag == CONTROL_TAG else 0)  # small data goes with the header
-            send(peer, tag, address, nbytes, token)
-
-        transport.send = counting
+        sent = count_sent(comm)
         sgd = qccl.LowPrecisionDecentralized(comm, np.zeros(digits.parameters, np.float32), codec=codec)
         for _ in range(steps):
             sgd.step(digits.gradient(sgd.model, comm.rank), LR)
-        return sgd.model, total, sgd.replicas
+        return sgd.model, sum(sent), sgd.replicas
 
     found = qccl.run_ranks(RANKS, run)
     for _, _, replicas in found:

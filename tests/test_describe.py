@@ -6,6 +6,7 @@ import array
 import ctypes
 import gc
 import weakref
+from collections.abc import Callable
 from enum import IntEnum
 from typing import Any
 
@@ -14,6 +15,18 @@ import pytest
 from dlpack import BFLOAT, FLOAT, Exchange, Producer
 
 from qccl import _host
+
+
+def check_that_a_view_keeps_the_memory(make: Callable[[], Any], *stream: int) -> None:
+    x = make()
+    alive = weakref.ref(x)
+    view = _host.describe(x, *stream)
+    del x
+    gc.collect()
+    assert alive() is not None
+    del view
+    gc.collect()
+    assert alive() is None
 
 
 def test_numpy() -> None:
@@ -31,13 +44,7 @@ def test_arrays_of_ctypes_have_no_strides_of_their_own() -> None:
     view = _host.describe(x)
     assert (view.address, view.shape, view.strides) == (ctypes.addressof(x), (2, 3), (3, 1))
     assert (view.dtype, view.readonly) == ("float32", False)
-    alive = weakref.ref(x)
-    del x
-    gc.collect()
-    assert alive() is not None
-    del view
-    gc.collect()
-    assert alive() is None
+    check_that_a_view_keeps_the_memory(lambda: ((ctypes.c_float * 3) * 2)())
 
 
 def test_read_only_numpy() -> None:
@@ -95,15 +102,7 @@ def test_no_access_is_a_type_error(x: Any) -> None:
 
 
 def test_view_keeps_the_memory_alive() -> None:
-    x = np.zeros(4, np.float32)
-    alive = weakref.ref(x)
-    view = _host.describe(x)
-    del x
-    gc.collect()
-    assert alive() is not None
-    del view
-    gc.collect()
-    assert alive() is None
+    check_that_a_view_keeps_the_memory(lambda: np.zeros(4, np.float32))
 
 
 def test_torch() -> None:
@@ -139,13 +138,7 @@ def test_torch_by_the_c_functions_of_its_type(monkeypatch: pytest.MonkeyPatch) -
     assert not exports
     with pytest.raises(TypeError, match="no access to its memory"):
         _host.describe(x.to_sparse())
-    alive = weakref.ref(part)
-    del part
-    gc.collect()
-    assert alive() is not None
-    del view
-    gc.collect()
-    assert alive() is None
+    check_that_a_view_keeps_the_memory(lambda: torch.zeros(3, 4)[1:, ::2].T)
 
 
 def test_read_only_where_the_c_functions_cannot_tell_it() -> None:
@@ -219,15 +212,7 @@ def test_with_a_stream_the_errors_of_the_library_are_raised() -> None:
 
 
 def test_a_view_for_a_stream_keeps_the_array_alive() -> None:
-    x = Exporter(np.zeros(4, np.float32), FLOAT, device=(2, 0))
-    alive = weakref.ref(x)
-    view = _host.describe(x, 1)
-    del x
-    gc.collect()
-    assert alive() is not None
-    del view
-    gc.collect()
-    assert alive() is None
+    check_that_a_view_keeps_the_memory(lambda: Exporter(np.zeros(4, np.float32), FLOAT, device=(2, 0)), 1)
 
 
 def test_the_c_functions_of_a_type_where_no_order_is_wanted() -> None:

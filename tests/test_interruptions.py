@@ -27,7 +27,7 @@ from qccl.guard import guarded
 from qccl.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
-#: kinds whose calls compile a plan, which runs many functions before anything is sent
+#: kinds whose calls compile a program, which runs many functions before anything is sent
 LONG = tuple(name for name, kind in KINDS.items() if kind.warm == 0 or name == "trace")
 SHORT = tuple(name for name in KINDS if name not in LONG)
 
@@ -45,13 +45,13 @@ def check(tally: Tally, *stories: str) -> None:
 class TestAtFunctionEntries:
     @pytest.mark.parametrize("part", range(4))
     def test_sample(self, part):
-        check(entries(SHORT[part::4], stride=13, first=part), "not made", "failed")
+        check(entries(SHORT[part::4], stride=5, first=part), "not made", "failed")
 
     def test_sample_of_first_calls(self):
         check(entries(LONG, stride=149, first=20), "not made", "failed")
 
     def test_sample_of_instructions(self):
-        check(entries(("repeated", "async", "plan.start"), opcodes=True, stride=149), "not made", "failed")
+        check(entries(("repeated", "async", "plan.start"), opcodes=True, stride=59), "not made", "failed")
 
     @pytest.mark.parametrize("again", [0, 3, 9])
     def test_sample_of_two_exceptions(self, again):
@@ -91,7 +91,7 @@ def test_at_random_times_from_another_thread():
 
 def over_ucx(limit: float, *arguments: str) -> None:
     where = f"127.0.0.1:{free_ports(1)[0]}"
-    program = str(ROOT / "tests" / "interruption_ranks.py")
+    program = str(ROOT / "tests" / "support" / "interruption_ranks.py")
     ranks = [
         subprocess.Popen(
             [sys.executable, program, str(rank), where, *arguments],
@@ -112,7 +112,7 @@ def over_ucx(limit: float, *arguments: str) -> None:
 
 @needs_ucx
 def test_sample_over_ucx():
-    over_ucx(100, "entries", "31", "repeated", "async", "plan.start", "state")
+    over_ucx(100, "entries", "11", "repeated", "async", "plan.start", "state")
 
 
 @needs_ucx
@@ -147,14 +147,14 @@ def test_a_call_that_nobody_could_settle(monkeypatch):
                 for _ in range(2):  # rank 0 may have sent all of the first one
                     comm.quantized_allreduce(x, codec="none")
             return
-        usual = comm._session.engine.rerun
+        usual = comm._session.engine.start
 
-        def rerun(*arguments):
+        def start(*arguments):
             usual(*arguments)
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(comm._session.engine, "rerun", rerun)
+            patch.setattr(comm._session.engine, "start", start)
             patch.setattr(Session, "interrupted", lambda *arguments: None)
             threading.Timer(0.2, interrupted.wait).start()
             with pytest.raises(KeyboardInterrupt):

@@ -19,6 +19,8 @@ import pytest
 import qccl
 from qccl import launchers
 
+pytestmark = pytest.mark.starts_first
+
 ROOT = Path(__file__).resolve().parent.parent
 
 OPEN_MPI_1 = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"}
@@ -305,18 +307,19 @@ LINES = re.findall(
 )
 #: commands that start the program, by name; those of one name run at the same time
 COMMANDS = {
+    "qccl-bench": ["qccl-bench run --ranks 4 -- python sum.py"],
     "mpiexec": ["mpiexec -n 4 python sum.py"],
     "torchrun": ["torchrun --nproc-per-node 4 sum.py"],
     "srun": ["srun -n 4 python sum.py"],
     "shells": [f"RANK={r} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=29500 python sum.py" for r in range(2)],
 }
-#: one needs two machines, and one root: tests/test_bench_run.py has such commands
+#: one needs two machines, and two root: tests/bench/test_bench_run.py has such commands
 UNTESTED = [line for line in LINES if "--nnodes 2" in line or "--link" in line]
 
 
 def test_all_commands_of_the_documentation_are_tested():
     assert set(LINES) == {command for each in COMMANDS.values() for command in each} | set(UNTESTED)
-    assert len(UNTESTED) == 2 and LINES.count(COMMANDS["shells"][0]) == 2  # on both pages
+    assert len(UNTESTED) == 3 and LINES.count(COMMANDS["mpiexec"][0]) == 2  # on both pages
 
 
 def on_this_machine(name: str, port: int) -> list[str]:
@@ -335,6 +338,7 @@ def on_this_machine(name: str, port: int) -> list[str]:
     [
         pytest.param("mpiexec", marks=[pytest.mark.mpi, needs("mpi4py")]),
         pytest.param("torchrun", marks=needs("torch")),
+        "qccl-bench",
         "srun",
         "shells",
     ],
@@ -365,6 +369,7 @@ def test_the_program_of_the_readme_runs_unchanged(name, port, tmp_path):
             process.terminate()  # torchrun and mpiexec end their ranks
             process.wait(30)
     assert all(process.returncode == 0 for process in processes), out
-    found = re.findall(r"\[[-. \d]+\]", out)  # torchrun lets ranks write parts of lines, which may mix
+    # the arrays, not the ranks before the lines of qccl-bench; torchrun lets ranks write parts of lines, which may mix
+    found = re.findall(r"\[[- \d]*\.[-. \d]*\]", out)
     assert len(found) == (2 if name == "shells" else 4), out
     assert len(set(found)) == 1, out  # bit-identical on every rank

@@ -19,51 +19,64 @@ PACKAGE = Path(__file__).parent.parent / "qccl"
 
 #: part -> the other parts it may import; "" is qccl/__init__.py, which finds the public names when they are asked for
 MAY_IMPORT: dict[str, set[str]] = {
+    "emulation": {"_host"},
     "errors": set(),
     "files": set(),
     "intervals": set(),
+    "lifetime": set(),
     "scalars": set(),
     "trace": set(),
     "dtypes": {"errors", "scalars"},
     "codecs": {"_host", "dtypes", "errors", "scalars"},
+    "chunks": {"codecs", "dtypes", "errors"},
     "schedule": {"codecs", "dtypes", "errors", "intervals"},
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
-    "collectives": {"arguments", "arrays", "codecs", "dtypes", "errors", "schedule"},
+    "collectives": {"arguments", "arrays", "chunks", "codecs", "dtypes", "errors", "schedule"},
     "guard": set(),
     "launchers": {"errors"},
     "saved": {"errors", "files"},
     "tensors": {"errors"},
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
-    "transports": {"_host", "dtypes", "errors", "launchers"},
+    "transports": {"_host", "dtypes", "errors", "launchers", "lifetime"},
     "meetings": {"errors", "launchers", "transports"},
-    "engine": {"_host", "arrays", "codecs", "dtypes", "errors", "intervals", "schedule", "trace", "transports"},
-    "host": {
-        *("_host", "arrays", "codecs", "dtypes", "engine", "errors", "guard", "scalars", "schedule", "tensors"),
-        *("trace", "transports"),
-    },
-    "cuda": {
-        *("_host", "arrays", "codecs", "dtypes", "engine", "errors", "files", "schedule", "tensors", "trace"),
+    "engine": {
+        *("_host", "arrays", "chunks", "codecs", "dtypes", "errors", "intervals", "schedule", "trace"),
         "transports",
     },
-    "arguments": {"codecs", "errors", "scalars"},
-    "options": {"arguments", "dtypes", "guard", "trace"},
-    "plan": {
-        *("arguments", "arrays", "collectives", "engine", "errors", "guard", "schedule", "session", "state", "trace"),
-        "work",
+    "host": {
+        *("_host", "arrays", "chunks", "codecs", "dtypes", "engine", "errors", "guard", "lifetime", "scalars"),
+        *("schedule", "tensors", "trace", "transports"),
     },
+    "cuda": {
+        *("_host", "arrays", "chunks", "codecs", "dtypes", "engine", "errors", "files", "lifetime", "schedule"),
+        *("tensors", "trace", "transports"),
+    },
+    "arguments": {"codecs", "errors", "scalars"},
+    "options": {"arguments", "dtypes", "trace"},
+    "plan": {
+        *("arguments", "arrays", "collectives", "engine", "errors", "guard", "programs", "schedule", "session"),
+        *("state", "tensors", "trace", "work"),
+    },
+    "programs": {"_host", "collectives", "engine", "schedule", "state"},
     "state": {"codecs", "engine", "errors", "scalars"},
-    "session": {"codecs", "engine", "errors", "guard", "schedule", "state", "trace"},
+    "session": {"arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "state"},
     "work": {"arguments", "engine", "errors", "guard", "session"},
-    "calls": {"arguments", "arrays", "collectives", "dtypes", "errors", "options", "plan", "tensors"},
+    "calls": {
+        *("arguments", "arrays", "collectives", "dtypes", "engine", "errors", "guard", "options", "programs"),
+        *("schedule", "session", "state", "tensors", "work"),
+    },
     "communicator": {
         *("arguments", "host", "cuda", "calls", "codecs", "dtypes", "engine", "errors", "arrays", "plan", "guard"),
-        *("collectives", "meetings", "options", "session", "state", "transports", "work"),
+        *("collectives", "meetings", "programs", "session", "state", "transports"),
     },
-    "pointers": {"arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "options", "work"},
+    "pointers": {
+        *("arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "guard", "options"),
+        *("scalars", "work"),
+    },
     "weights": {"errors"},
     "decentralized": {"arguments", "codecs", "communicator", "errors", "scalars", "weights"},
     "diloco": {"arguments", "arrays", "codecs", "communicator", "errors", "scalars", "state"},
-    "jax": {"arguments", "codecs", "communicator", "dtypes", "errors", "launch", "state"},
+    "jax": {"arguments", "codecs", "communicator", "dtypes", "errors", "launch", "lifetime", "state"},
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "torch": {
@@ -86,8 +99,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "work",
     },
 }
-#: the command may use every part
-MAY_IMPORT["bench"] = {*MAY_IMPORT, "_host"}
+#: what a program that measures calls may use: not the engines, nor what a call consists of
+MAY_IMPORT["bench"] = {
+    *("", "chunks", "codecs", "collectives", "communicator", "cuda", "dtypes", "emulation", "errors", "files"),
+    *("launch", "launchers", "meetings", "plan", "schedule", "trace", "transports"),
+}
 
 #: other packages that files (or all files of a folder) may import
 PACKAGES: dict[str, set[str]] = {
@@ -97,7 +113,7 @@ PACKAGES: dict[str, set[str]] = {
     "bench/plain.py": {"mpi4py", "torch"},
     "bench/plot.py": {"matplotlib"},
     "bench/profile.py": {"torch"},
-    "bench/rank.py": {"torch"},
+    "bench/worker.py": {"torch"},
     "bench/sweep.py": {"mpi4py", "numpy"},
     "codecs": {"numpy"},
     "cuda/program.py": {"numpy"},
@@ -168,6 +184,13 @@ def test_imports_go_down(source: Path) -> None:
     assert used <= MAY_IMPORT[part], f"qccl/{source} imports {sorted(used - MAY_IMPORT[part])}, which is not below it"
 
 
+def test_the_documented_transport_imports_only_what_transports_may() -> None:
+    page = (PACKAGE.parent / "docs" / "adding-a-transport.md").read_text(encoding="utf-8")
+    used = set(imports(ast.parse(re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[0])))
+    assert {part_named(name) for name in used if name.startswith("qccl")} <= MAY_IMPORT["transports"] | {"transports"}
+    assert {name.split(".")[0] for name in used} - {"qccl"} <= sys.stdlib_module_names
+
+
 def test_no_part_imports_itself_through_others() -> None:
     TopologicalSorter(MAY_IMPORT).prepare()  # raises CycleError with the cycle
 
@@ -175,6 +198,16 @@ def test_no_part_imports_itself_through_others() -> None:
 def test_no_module_imports_itself_through_others() -> None:
     graph = {file: {file_of(name) for name in imported_by(file)} - {None, file} for file in SOURCES}
     TopologicalSorter(graph).prepare()
+
+
+@pytest.mark.parametrize("source", [source for source in SOURCES if part_of(source) == "bench"], ids=str)
+def test_the_benchmark_uses_no_private_name(source: Path) -> None:
+    tree = ast.parse((PACKAGE / source).read_text(encoding="utf-8"))
+    names = {name.rpartition(".")[2] for name in imports(tree)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "os"):
+            names.add(node.attr)
+    assert not [name for name in names if name.startswith("_") and not name.startswith("__")]
 
 
 @pytest.mark.parametrize("source", SOURCES, ids=str)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from schedule_cases import one_rank
 
 import qccl
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
+from qccl.collectives.operands import CallerBuffers, Group
 from qccl.dtypes import FLOAT32
 from qccl.host.engine import HostEngine
 from qccl.schedule import Role
@@ -20,10 +20,10 @@ MIB = 1 << 20
 CODEC = qccl.codecs.get("minmax8")
 
 
-def schedule(n, nbytes, default_chunk=None):
+def schedule(n, nbytes, chunking):
     count = nbytes // 4
     make = ALLREDUCE[choose_allreduce(count, n, FLOAT32, CODEC)]
-    return one_rank(make, 0, n, count, FLOAT32, CODEC, chunk_elements=default_chunk)
+    return make(Group.of_all(0, n), CallerBuffers.alike((count,), FLOAT32), CODEC, chunking=chunking)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -33,7 +33,7 @@ def test_the_workspace_is_small_and_constant(n, shared):
     transport.shares_memory = shared
     engine = HostEngine(transport)
     work = [
-        sum(b.nbytes for b in schedule(n, size, engine.default_chunk).buffers.values() if b.role is Role.WORK)
+        sum(b.nbytes for b in schedule(n, size, engine.chunking).buffers.values() if b.role is Role.WORK)
         for size in (16 * MIB, 64 * MIB, 1024 * MIB)
     ]
     assert max(work) <= 0.25 * 16 * MIB
@@ -48,7 +48,7 @@ def test_a_plan_is_small(n):
     def taken(nbytes):
         engine = HostEngine(LoopbackGroup(n).transport(0))
         tracemalloc.start()
-        program = engine.compile(schedule(n, nbytes, engine.default_chunk))
+        program = engine.compile(schedule(n, nbytes, engine.chunking))
         held, peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
         assert program.workspace_nbytes

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl.host import mappings
+from qccl import _host
 
 PAGE = mmap.PAGESIZE
 PAGES = 5
@@ -24,7 +24,7 @@ def protect(address: int, nbytes: int, how: int) -> None:
 @pytest.fixture
 def memory():
     """The address of some pages, which may be protected, and no call has seen."""
-    mappings._seen.clear()
+    _host.forget_mappings()
     pages = mmap.mmap(-1, PAGES * PAGE)
     first = ctypes.c_char.from_buffer(pages)
     yield ctypes.addressof(first)

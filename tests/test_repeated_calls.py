@@ -1,27 +1,143 @@
-"""Calls that repeat earlier ones: what was proved before is not checked again, and what may have changed is."""
+"""Calls that repeat earlier ones: what was proved before is not proved again, and what may have changed is checked.
+
+They fail, and are interrupted, as first calls are.
+"""
 
 from __future__ import annotations
 
-import dataclasses
+import ctypes
 import gc
+import mmap
+import threading
+import time
 import weakref
+from collections import Counter
 
 import numpy as np
 import pytest
-from dlpack import FLOAT, Producer
+from interruption_kinds import KINDS
 
 import qccl
 import qccl.plan
-from qccl import _host, codecs
-from qccl.codecs import Codec
+from qccl import codecs, programs
+from qccl.calls import Collectives
 from qccl.collectives import AllReduceSpec, ReduceScatterSpec
 from qccl.errors import ArgumentError, InvalidBufferError
+from qccl.host.engine import HostEngine
+from qccl.host.execution import Execution
+from qccl.session import Session
 
-COUNT = 64
+COUNT = 300
+#: equal calls that precede one that is looked at
+WARM = 3
 
 
 def ones(count: int = COUNT) -> np.ndarray:
     return np.ones(count, np.float32)
+
+
+def warm(comm, **options) -> np.ndarray:
+    x = np.zeros(COUNT, np.float32)
+    for _ in range(WARM):
+        comm.quantized_allreduce(x, **options)
+    return x
+
+
+# -- what is found again ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def preparations(monkeypatch):
+    """How often each rank has checked arguments, bound arrays to a collective, and made programs for one."""
+    found = Counter()
+
+    def count(place, name, rank_of):
+        usual = getattr(place, name)
+
+        def counted(*arguments, **options):
+            found[rank_of(*arguments)] += 1
+            return usual(*arguments, **options)
+
+        monkeypatch.setattr(place, name, counted)
+
+    count(Collectives, "_prepare", lambda comm, *_: comm.rank)
+    count(programs.Compiled, "__init__", lambda compiled, engine, place, *_: place[0])
+    count(Session, "bind", lambda session, *_: session.rank)
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind.warm > 1])
+def test_a_repeated_call_is_not_prepared(name, preparations, executions):
+    """Nor does it make an Execution if the caller waits. It gives the bytes of calls that are all prepared."""
+    plain, most = {"plan()": (6, 6)}.get(name, (0, 0) if name.startswith("plan") else (3, 11))
+
+    def run(comm, forgets):
+        case, found, before = KINDS[name].make(comm), [], preparations[comm.rank]
+        for number in range(5):
+            case.fill(comm.rank, number, "")
+            case.run()
+            found.append(case.found())
+            if forgets:
+                comm._memory.calls.clear()
+        made = [each for each in executions if each._engine is comm._session.engine]
+        assert len(made) == 1 + 5 * isinstance(case.work, qccl.Work)
+        return found, preparations[comm.rank] - before
+
+    once, always = (qccl.run_ranks(2, lambda comm, forgets=forgets: run(comm, forgets)) for forgets in (False, True))
+    assert [found for found, _ in once] == [found for found, _ in always]
+    assert {number for _, number in once} == {plain} and {number for _, number in always} == {most}
+
+
+def test_arguments_of_other_kinds_are_found(preparations):
+    """Tensors, 16-bit arrays, codecs, lists and tuples; not arguments that differ, or arrays elsewhere."""
+    torch = pytest.importorskip("torch")
+    codec = codecs.get("minmax8+ef")
+
+    def run(comm):
+        (x, y, z, w), tensor = map(ones, (COUNT, COUNT, 3, 3)), torch.ones(9)
+        half, bits = torch.ones(COUNT, dtype=torch.bfloat16), np.full(COUNT, 0x3F80, np.uint16)
+        calls = [
+            lambda: comm.quantized_allreduce(x, op="max", timeout=10.0),
+            lambda: comm.quantized_allreduce(x, y, codec="none"),
+            lambda: comm.quantized_allreduce(half),
+            lambda: comm.quantized_allreduce(bits, dtype="bfloat16"),
+            lambda: comm.quantized_allreduce(x, codec=codec, key="x", lr=1 / (1 + comm.calls)),
+            lambda: comm.quantized_allreduce(x, async_op=True).wait(),
+            lambda: comm.quantized_allreduce(x, nonfinite="error"),
+            lambda: np.stack(comm.quantized_allreduce_coalesced([x, z], [y, w])[:1]),
+            lambda: np.stack(comm.quantized_allreduce_coalesced((x, y), codec=codec, key="y")),
+            lambda: torch.stack(comm.quantized_allreduce_coalesced(tensor.split(3), async_op=True).wait()),
+            lambda: comm.quantized_reduce_scatter(x, counts=[COUNT]),
+            lambda: comm.quantized_all_gather(x, y, counts=(COUNT,)),
+            lambda: comm.hierarchical_allreduce(x, node_ids=[0], intra="minmax8"),
+        ]
+        first = [call() for call in calls]
+        before = preparations[0]
+        for call, expected in zip(calls, first, strict=True):
+            assert (call() == expected).all()
+        assert comm.calls == 2 * len(calls) and preparations[0] == before
+        for arguments, options in (
+            ((x,), {"op": "max"}),
+            ((x,), {"op": "max", "timeout": 10}),
+            ((x,), {"op": "max", "timeout": 10.0, "async_op": True}),
+            ((x,), {"op": "max", "timeout": 10.0, "nonfinite": "error"}),
+            ((x,), {"op": "max", "timeout": 10.0, "key": "x"}),
+            ((ones(),), {"op": "max", "timeout": 10.0}),
+        ):
+            before = preparations[0]
+            result = comm.quantized_allreduce(*arguments, **options)
+            _ = result.wait() if isinstance(result, qccl.Work) else None
+            assert preparations[0] > before
+        for arrays in (([x, z],), ([x, z], [y, z[:2]]), ([x, y, z], [z]), ({0: x, 1: y}.values(),)):
+            before = preparations[0]
+            try:
+                comm.quantized_allreduce_coalesced(*arrays)
+            except ArgumentError as error:
+                assert "3 arrays in xs and 1 in outs" in str(error) or preparations[0] > before
+            else:
+                assert preparations[0] > before
+
+    qccl.run_ranks(1, run)
 
 
 def test_equal_arguments_are_checked_once(monkeypatch):
@@ -39,6 +155,101 @@ def test_equal_arguments_are_checked_once(monkeypatch):
     qccl.run_ranks(1, run)
 
 
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_calls_in_place_and_out_of_place_in_turn(executions, size):
+    def run(comm):
+        x, y = warm(comm, codec="none"), np.empty(COUNT, np.float32)
+        comm.quantized_allreduce(x, y, codec="none")
+        comm.barrier()
+        before = len(executions)
+        for i in range(10):
+            for out in (y, x) if i % 3 else (y, y, x, x):
+                x[:] = i + comm.rank
+                assert comm.quantized_allreduce(x, out, codec="none") is out
+                assert (out == size * i + size * (size - 1) // 2).all()
+                assert out is x or (x == i + comm.rank).all()
+        assert (comm.quantized_allreduce(ones(), codec="none") == size).all()  # of the same form
+        made = len(executions) - before
+        comm.barrier()  # all have counted
+        return made, comm.calls
+
+    assert qccl.run_ranks(size, run) == [(0, WARM + 30)] * size
+
+
+def test_beside_calls_under_way():
+    def run(comm):
+        x, y = warm(comm, codec="none"), np.ones(COUNT, np.float32)
+        for i in range(5):
+            x[:] = i
+            works = [comm.quantized_allreduce(each, codec="none", async_op=True) for each in (y, x)]
+            comm.quantized_allreduce(x, codec="none")
+            assert (x == 4 * i).all()
+            for work in works:
+                work.wait(timeout=20)
+        assert (y == 2**5).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_random_numbers_are_those_of_the_call():
+    def run(comm, resumed):
+        x = np.linspace(-1, 1, COUNT, dtype=np.float32) + comm.rank
+        found = []
+        for i in range(8):
+            if i == 5 and resumed:
+                saved = comm.state_dict()
+                for _ in range(4):
+                    comm.quantized_allreduce(x, np.empty_like(x), codec="dithering:k=4")
+                comm.load_state_dict(saved)
+            found.append(comm.quantized_allreduce(x, np.empty_like(x), codec="dithering:k=4").tobytes())
+        assert len(set(found)) == 8
+        return found
+
+    once = qccl.run_ranks(2, lambda comm: run(comm, False))
+    assert once[0] == once[1]
+    assert qccl.run_ranks(2, lambda comm: run(comm, True)) == once
+
+
+def test_calls_in_flight_keep_state_and_order_under_one_key():
+    """Runs that share a program and the state of a key give the results of calls one after the other."""
+
+    def run(comm, at_once):
+        x = np.linspace(-1, 1 + comm.rank, 300, dtype=np.float32)
+        outs = [np.empty_like(x) for _ in range(40)]
+        works = []
+        for out in outs:
+            works.append(comm.quantized_allreduce(x, out, codec="minmax2+ef", key="x", async_op=True))
+            if not at_once:
+                works[-1].wait(timeout=20)
+        for work in works:
+            work.wait(timeout=20)
+        return [out.tobytes() for out in outs]
+
+    assert qccl.run_ranks(2, lambda comm: run(comm, True)) == qccl.run_ranks(2, lambda comm: run(comm, False))
+
+
+def test_the_rate_of_a_repeated_call_is_its_own():
+    def run(comm, forget):
+        x = np.linspace(-1, 1 + comm.rank, 300, dtype=np.float32)
+        out, found = np.empty_like(x), []
+        for step in range(6):
+            comm.quantized_allreduce(x, out, codec="minmax2+ef", key="x", lr=2.0**-step)
+            found.append(out.tobytes())
+            if forget:
+                comm._memory.calls.clear()
+        for lr in (-1.0, "x", float("nan")):
+            for options in ({"codec": "minmax2+ef", "key": "x"}, {"codec": "none"}):
+                with pytest.raises(ArgumentError, match="lr must be"):
+                    comm.quantized_allreduce(x, out, **options, lr=lr)
+        comm.quantized_allreduce(x, out, codec="none", lr=0.5)
+        return found
+
+    assert qccl.run_ranks(2, lambda comm: run(comm, False)) == qccl.run_ranks(2, lambda comm: run(comm, True))
+
+
+# -- what may have changed -------------------------------------------------------------------------------------------
+
+
 @pytest.mark.parametrize(
     ("good", "bad"),
     [
@@ -54,22 +265,29 @@ def test_equal_arguments_are_checked_once(monkeypatch):
 )
 def test_an_argument_that_only_equals_an_accepted_one_is_refused(good, bad):
     def run(comm):
+        x = ones()
         for _ in range(2):
-            comm.quantized_allreduce(ones(), **good)
+            comm.quantized_allreduce(x, **good)
         with pytest.raises(ArgumentError):
-            comm.quantized_allreduce(ones(), **bad)
-        comm.quantized_allreduce(ones(), **good)
+            comm.quantized_allreduce(x, **bad)
+        comm.quantized_allreduce(x, **good)
 
     qccl.run_ranks(1, run)
 
 
-def test_counts_that_only_equal_accepted_ones_are_refused():
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_counts_that_only_equal_accepted_ones_are_refused(kind):
     def run(comm):
-        comm.quantized_reduce_scatter(ones(1), counts=(1,))
-        with pytest.raises(ArgumentError, match="counts"):
-            comm.quantized_reduce_scatter(ones(1), counts=(True,))
-        with pytest.raises(ArgumentError, match="counts"):
-            comm.quantized_reduce_scatter(ones(1), counts=(1.0,))
+        x, counts = ones(1), kind((1,))
+        for _ in range(2):
+            comm.quantized_reduce_scatter(x, counts=counts)
+        for wrong in (True, 1.0, 2):
+            with pytest.raises(ArgumentError, match="counts"):
+                comm.quantized_reduce_scatter(x, counts=kind((wrong,)))
+        if kind is list:
+            counts[0] = 2
+            with pytest.raises(ArgumentError, match="counts"):
+                comm.quantized_reduce_scatter(x, counts=counts)
 
     qccl.run_ranks(1, run)
     assert ReduceScatterSpec.from_arguments(1, "float32", "none", None, counts=[1]).count == 1
@@ -79,7 +297,7 @@ def test_an_array_that_changed_between_equal_calls():
     """Its shape, type and order, whether it may be written, and its memory."""
 
     def run(comm):
-        x = ones()
+        x = ones(64)
         comm.quantized_allreduce(x)
         x.shape = (8, 8)
         assert (comm.quantized_allreduce(x) == 4).all()
@@ -125,15 +343,55 @@ def test_a_tensor_that_changed_between_equal_calls():
         comm.quantized_allreduce(x)
         x.data = torch.ones(COUNT)  # other memory
         assert (comm.quantized_allreduce(x) == 2).all()
-        with pytest.raises(InvalidBufferError, match="negated"):
+        with pytest.raises(InvalidBufferError, match="negated view"):
             comm.quantized_allreduce(torch._neg_view(x))
         y = torch.ones(COUNT)
+        comm.quantized_allreduce(y)
+        with pytest.raises(InvalidBufferError, match="negated view"):  # at the same address
+            comm.quantized_allreduce(y._neg_view())
+        y.untyped_storage().resize_(8)
+        with pytest.raises(InvalidBufferError, match="its storage has 8 bytes"):
+            comm.quantized_allreduce(y)
         y.untyped_storage().resize_(0)
-        with pytest.raises(InvalidBufferError):
+        with pytest.raises(InvalidBufferError, match="no memory"):
             comm.quantized_allreduce(y)
         assert (comm.quantized_allreduce(torch.ones(COUNT)) == 2).all()
 
     qccl.run_ranks(2, run)
+
+
+def test_pointers_that_changed_between_equal_calls():
+    """The memory at an address is looked at in each call, and an object may hold another address."""
+    memory = mmap.mmap(-1, mmap.PAGESIZE)
+    x = np.frombuffer(memory, np.float32)
+    libc, where, size = ctypes.CDLL(None), ctypes.c_void_p(x.ctypes.data), ctypes.c_size_t(mmap.PAGESIZE)
+
+    def protect(how):
+        assert libc.mprotect(where, size, how) == 0
+
+    def run(comm):
+        y, out = ones(x.size), ones(x.size)
+        held = ctypes.c_void_p(y.ctypes.data)
+        given = (ctypes.c_float * x.size)(*[3] * x.size)
+        for i in range(3):
+            x[:], y[:] = i, 2 * i
+            protect(mmap.PROT_READ)
+            with pytest.raises(InvalidBufferError, match=r"recvbuf: .* read-only"):
+                qccl.quantized_allreduce(y.ctypes.data, x.ctypes.data, x.size, "float32", "sum", comm, codec="none")
+            qccl.quantized_allreduce(x.ctypes.data, out.ctypes.data, x.size, "float32", "sum", comm, codec="none")
+            assert (out == i).all()
+            protect(mmap.PROT_READ | mmap.PROT_WRITE)
+            qccl.quantized_allreduce(y.ctypes.data, x.ctypes.data, x.size, "float32", "sum", comm, codec="none")
+            assert (x == 2 * i).all()
+            for held.value, wanted in ((y.ctypes.data, 2 * i), (ctypes.addressof(given), 3)):
+                qccl.quantized_allreduce(held, out.ctypes.data, x.size, "float32", "sum", comm, codec="none")
+                assert (out == wanted).all()
+            qccl.quantized_allreduce(given, out.ctypes.data, x.size, "float32", "sum", comm, codec="none")
+            assert (out == 3).all()
+            with pytest.raises(InvalidBufferError, match="is an array of"):
+                qccl.quantized_allreduce(given, given, x.size + 1, "float32", "sum", comm, codec="none")
+
+    qccl.run_ranks(1, run)
 
 
 def test_overlaps_between_equal_calls():
@@ -146,179 +404,6 @@ def test_overlaps_between_equal_calls():
             comm.quantized_allreduce(x, across)
         comm.quantized_allreduce(x, y)
         comm.quantized_allreduce(x, x)
-
-    qccl.run_ranks(1, run)
-
-
-def test_a_closed_or_failed_communicator_refuses_a_repeated_call():
-    def run(comm):
-        x = ones()
-        plan = comm.plan("allreduce", COUNT).bind(x)
-        for _ in range(2):
-            comm.quantized_allreduce(x)
-            plan.start().wait()
-        comm.abort("enough")
-        for call in (lambda: comm.quantized_allreduce(x), plan.start):
-            with pytest.raises(qccl.PeerLost, match=r"failed earlier.*enough"):
-                call()
-        comm.close()
-        for call in (lambda: comm.quantized_allreduce(x), plan.start):
-            with pytest.raises(ArgumentError, match="closed"):
-                call()
-
-    qccl.run_ranks(1, run)
-
-
-def test_a_rank_that_repeats_another_call_raises_a_mismatch():
-    def run(comm):
-        x = ones()
-        for _ in range(3):
-            comm.quantized_allreduce(x)
-        before = x.copy()
-        with pytest.raises(qccl.MismatchError, match="call 3 of the group"):
-            comm.quantized_allreduce(x, op="max" if comm.rank else "sum")
-        assert (x == before).all()
-
-    qccl.run_ranks(2, run)
-
-
-def test_many_calls_in_flight_share_the_plans_of_their_spec():
-    """No call compiles a plan of its own, whatever the order in which the ranks wait."""
-
-    def run(comm):
-        arrays = [np.full(500, i + comm.rank, np.float32) for i in range(100)]
-        works = [comm.quantized_allreduce(x, codec="none", async_op=True) for x in arrays]
-        (pool,) = comm._plans._pools.values()
-        plans = len({*pool.idle, *pool.busy})
-        for work in works if comm.rank else reversed(works):
-            work.wait(timeout=20)
-        assert all((x == 2 * i + 1).all() for i, x in enumerate(arrays))
-        return plans, len(pool.idle), len(pool.busy), comm._plans._nbytes == sum(plan.nbytes for plan in pool.idle)
-
-    assert qccl.run_ranks(2, run) == [(16, 16, 0, True)] * 2
-
-
-def test_refused_calls_give_their_plans_back():
-    def run(comm):
-        x = ones()
-        for _ in range(20):
-            with pytest.raises(InvalidBufferError, match="overlap"):
-                comm.quantized_allreduce(x[:-1], x[1:])
-        (pool,) = comm._plans._pools.values()
-        return len(pool.idle), len(pool.busy)
-
-    assert qccl.run_ranks(1, run) == [(1, 0)]
-
-
-def test_plans_of_calls_under_way_stay_in_the_cache(monkeypatch):
-    """Whatever else is dropped, so that the end of the call finds its plan, and idle plans are dropped first."""
-    monkeypatch.setattr(qccl.plan, "CACHE_SPECS", 3)
-
-    def run(comm):
-        x, y = ones(1), ones(1)
-        first = comm.quantized_allreduce(x, async_op=True)
-        for count in range(2, 12):
-            comm.quantized_allreduce(ones(count))
-        second = comm.quantized_allreduce(y, async_op=True)
-        for work in (first, second):
-            work.wait(timeout=20)
-        assert x[0] == y[0] == comm.size
-        counts = [spec.count for spec in comm._plans._pools]
-        plans = [plan for pool in comm._plans._pools.values() for plan in pool.idle]
-        return counts, len(plans), comm._plans._nbytes == sum(plan.nbytes for plan in plans)
-
-    assert qccl.run_ranks(2, run) == [([1, 10, 11], 4, True)] * 2
-
-
-def test_too_much_workspace_is_given_back(monkeypatch):
-    monkeypatch.setattr(qccl.plan, "CACHE_NBYTES", 1)
-
-    def run(comm):
-        pending = comm.quantized_allreduce(ones(1), async_op=True)
-        for count in range(2, 5):
-            comm.quantized_allreduce(ones(count))
-        assert [spec.count for spec in comm._plans._pools] == [1, 4]
-        pending.wait(timeout=20)
-        return [spec.count for spec in comm._plans._pools]
-
-    assert qccl.run_ranks(2, run) == [[1]] * 2
-
-
-def test_a_call_may_be_waited_for_after_its_plans_were_dropped():
-    def run(comm):
-        x, y = ones(), ones()
-        first = comm.quantized_allreduce(x, async_op=True)
-        comm.load_state_dict(comm.state_dict())  # drops all plans
-        second = comm.quantized_allreduce(y, async_op=True)
-        for work in (first, second):
-            work.wait(timeout=20)
-        (pool,) = comm._plans._pools.values()
-        return x[0], y[0], len(pool.idle), len(pool.busy)
-
-    assert qccl.run_ranks(2, run) == [(2, 2, 1, 0)] * 2
-
-
-def test_calls_in_flight_keep_state_and_order_under_one_key():
-    """Runs that share a plan and the state of a key give the results of calls one after the other."""
-
-    def run(comm, at_once):
-        x = np.linspace(-1, 1 + comm.rank, 300, dtype=np.float32)
-        outs = [np.empty_like(x) for _ in range(40)]
-        works = []
-        for out in outs:
-            works.append(comm.quantized_allreduce(x, out, codec="minmax2+ef", key="x", async_op=True))
-            if not at_once:
-                works[-1].wait(timeout=20)
-        for work in works:
-            work.wait(timeout=20)
-        return [out.tobytes() for out in outs]
-
-    assert qccl.run_ranks(2, lambda comm: run(comm, True)) == qccl.run_ranks(2, lambda comm: run(comm, False))
-
-
-def test_an_equal_call_is_found_by_native_code(monkeypatch):
-    """On other arrays of the same form, in place or not, also on tensors."""
-    torch = pytest.importorskip("torch")
-
-    def refuse(*arguments):
-        raise AssertionError("the call was not found")
-
-    codec = codecs.get("minmax8+ef")
-
-    def run(comm):
-        calls = [
-            lambda: comm.quantized_allreduce(ones(), op="max", timeout=10.0),
-            lambda: comm.quantized_allreduce(ones(), np.empty(COUNT, np.float32), codec="none"),
-            lambda: comm.quantized_allreduce(torch.ones(COUNT, dtype=torch.bfloat16)),
-            lambda: comm.quantized_allreduce(np.full(COUNT, 0x3F80, np.uint16), dtype="bfloat16"),
-            lambda: comm.quantized_allreduce(ones(), codec=codec, key="x", lr=1 / (1 + comm.calls)),
-            lambda: comm.quantized_allreduce(ones(), async_op=True).wait(),
-            lambda: np.stack(comm.quantized_allreduce_coalesced([ones(), ones(3)], [ones(), ones(3)])[:1]),
-            lambda: np.stack(comm.quantized_allreduce_coalesced((ones(), ones()), codec=codec, key="y")),
-            lambda: torch.stack(comm.quantized_allreduce_coalesced(torch.ones(9).split(3), async_op=True).wait()),
-        ]
-        first = [call() for call in calls]
-        monkeypatch.setattr(qccl.Communicator, "_run", refuse)
-        for call, expected in zip(calls, first, strict=True):
-            assert (call() == expected).all()
-        assert comm.calls == 2 * len(calls)
-        for options in (
-            {"op": "max"},
-            {"op": "max", "timeout": 10},
-            {"op": "max", "timeout": 10.0, "async_op": True},
-            {"op": "max", "timeout": 10.0, "nonfinite": "error"},
-            {"op": "max", "timeout": 10.0, "key": "x"},
-        ):
-            with pytest.raises(AssertionError, match="not found"):
-                comm.quantized_allreduce(ones(), **options)
-        for arrays in (
-            ([ones(), ones(3)],),
-            ([ones(), ones(3)], [ones(), ones(3)[:2]]),
-            ([ones(), ones(), ones(3)], [ones(3)]),
-            ({0: ones(), 1: ones()}.values(),),
-        ):
-            with pytest.raises((AssertionError, ArgumentError), match=r"not found|3 arrays in xs and 1 in outs"):
-                comm.quantized_allreduce_coalesced(*arrays)
 
     qccl.run_ranks(1, run)
 
@@ -358,133 +443,236 @@ def test_a_repeated_call_of_which_the_arrays_are_dropped():
             del found, _, work
             gc.collect()
             assert [array() for array in dropped] == [None, None]
+            x, out = ones(), ones()
+            dropped = weakref.ref(x), weakref.ref(out)
+            comm.quantized_allreduce(x, out)
+            comm.quantized_allreduce(out)
+            del x, out
+            assert [array() for array in dropped] == [None, None]
 
     qccl.run_ranks(2, run)
 
 
-def test_the_rate_of_a_repeated_call_is_its_own():
-    def run(comm, forget):
-        x = np.linspace(-1, 1 + comm.rank, 300, dtype=np.float32)
-        found = []
-        for step in range(6):
-            out = comm.quantized_allreduce(x, np.empty_like(x), codec="minmax2+ef", key="x", lr=2.0**-step)
-            found.append(out.tobytes())
-            if forget:
-                comm._memory.calls = _host.CallTable(Codec)
-        with pytest.raises(ArgumentError, match="lr must be"):
-            comm.quantized_allreduce(x, np.empty_like(x), codec="minmax2+ef", key="x", lr=-1.0)
-        return found
+def test_a_closed_or_failed_communicator_refuses_a_repeated_call():
+    def run(comm):
+        x = ones()
+        plan = comm.plan("allreduce", COUNT).bind(x)
+        for _ in range(2):
+            comm.quantized_allreduce(x)
+            plan.start().wait()
+        comm.abort("enough")
+        for call in (lambda: comm.quantized_allreduce(x), plan.start, plan.run):
+            with pytest.raises(qccl.PeerLost, match=r"failed earlier.*enough"):
+                call()
+        comm.close()
+        for call in (lambda: comm.quantized_allreduce(x), plan.start, plan.run):
+            with pytest.raises(ArgumentError, match="closed"):
+                call()
 
-    assert qccl.run_ranks(2, lambda comm: run(comm, False)) == qccl.run_ranks(2, lambda comm: run(comm, True))
-
-
-def test_the_table_of_calls_compares_types_and_forms():
-    table = _host.CallTable(Codec)
-    x = np.zeros((2, 3), np.float32)
-    table.add((x, None), (1, "sum"), {"chunk": None}, lambda: "found")
-    payload, (view,) = table.find((x.copy(), None), (1, "sum"), {"chunk": None})
-    assert payload == "found" and view.shape == (2, 3)
-    frozen = x.copy()
-    frozen.flags.writeable = False
-    for arrays, options, keywords in (
-        ((None, x), (1, "sum"), {"chunk": None}),
-        ((x, x), (1, "sum"), {"chunk": None}),
-        ((x.T, None), (1, "sum"), {"chunk": None}),
-        ((np.asfortranarray(x), None), (1, "sum"), {"chunk": None}),
-        ((x.astype(np.float16), None), (1, "sum"), {"chunk": None}),
-        ((x.view(type("Other", (np.ndarray,), {})), None), (1, "sum"), {"chunk": None}),
-        ((frozen, None), (1, "sum"), {"chunk": None}),
-        ((x.tolist(), None), (1, "sum"), {"chunk": None}),
-        ((x, None), (True, "sum"), {"chunk": None}),
-        ((x, None), (1.0, "sum"), {"chunk": None}),
-        ((x, None), (1, "avg"), {"chunk": None}),
-        ((x, None), (1, "sum"), {}),
-        ((x, None), (1, "sum"), {"codec": None}),
-        ((x, None), (1, "sum"), {"chunk": []}),
-    ):
-        assert table.find(arrays, options, keywords) is None
-    for options in ((np.int64(1),), ([],), (object(),)):
-        table.add((x,), options, {}, pytest.fail)
-        assert table.find((x,), options, {}) is None
+    qccl.run_ranks(1, run)
 
 
-def test_the_table_of_calls_compares_devices():
-    """It describes arrays as it was told to."""
-    x = np.zeros(4, np.float32)
-    described = []
-
-    def describe(array):
-        described.append(array)
-        return None if isinstance(array, str) else _host.describe(array, -1)
-
-    table = _host.CallTable(Codec, describe)
-    here = Producer(x, FLOAT, device=(2, 0))
-    table.add((here, None), (), {}, lambda: "found")
-    assert table.find((Producer(x, FLOAT, device=(2, 0)), None), (), {})[0] == "found"
-    for device in ((2, 1), (13, 0), (3, 0), (1, 0)):
-        assert table.find((Producer(x, FLOAT, device=device), None), (), {}) is None
-    assert described[0] is here and len(described) == 6
-    for refused in (object(), "text"):
-        table.add((refused, None), (), {}, pytest.fail)
-        assert table.find((refused, None), (), {}) is None
+# -- failures and interrupts -----------------------------------------------------------------------------------------
 
 
-def test_an_interrupt_while_an_array_is_described():
-    """Other errors mean that the usual path says what is wrong; Ctrl-C must not be lost."""
-    x, errors = ones(1), []
+def test_a_rank_that_repeats_another_call_raises_a_mismatch():
+    def run(comm):
+        x = ones()
+        for _ in range(3):
+            comm.quantized_allreduce(x)
+        before = x.copy()
+        with pytest.raises(qccl.MismatchError, match="call 3 of the group"):
+            comm.quantized_allreduce(x, op="max" if comm.rank else "sum")
+        assert (x == before).all()
 
-    def describe(array):
-        if errors:
-            raise errors.pop()
-        return _host.describe(array)
-
-    table = _host.CallTable(Codec, describe)
-    table.add((x,), (), {}, lambda: "found")  # an empty table describes nothing
-    for call in (table.find, lambda *arguments: table.add(*arguments, lambda: "found")):
-        for lost in (TypeError, BufferError):
-            errors.append(lost())
-            assert call((x,), (), {}) is None
-        errors.append(KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            call((x,), (), {})
-    assert table.find((x,), (), {})[0] == "found"
+    qccl.run_ranks(2, run)
 
 
-def test_a_codec_in_the_table_of_calls_equals_only_itself():
-    table, x = _host.CallTable(Codec), ones()
-    codec, equal = codecs.get("minmax4"), dataclasses.replace(codecs.get("minmax4"))
-    assert codec == equal and codec is not equal
-    table.add((x,), (), {"codec": codec}, lambda: "found")
-    assert table.find((x,), (), {"codec": codec})[0] == "found"
-    for other in (equal, codecs.get("minmax8"), codec.spec()):
-        assert table.find((x,), (), {"codec": other}) is None
-
-
-def test_the_table_of_calls_is_bounded():
-    table, x = _host.CallTable(Codec), ones(1)
-    for i in range(5000):
-        table.add((x,), (i,), {}, lambda i=i: i)
-    found = [i for i in range(5000) if table.find((x,), (i,), {})]
-    assert found and found[-1] == 4999 and len(found) <= 4096
-
-
-def test_the_table_of_calls_is_bounded_by_the_number_of_arrays():
-    table, xs = _host.CallTable(Codec), (ones(1),) * 1000
-    for i in range(100):
-        table.add(xs, (i,), {}, lambda i=i: i)
-    found = [i for i in range(100) if table.find(xs, (i,), {})]
-    assert found and found[-1] == 99 and len(found) <= 65
-
-
-def test_types_that_refer_to_their_communicator_are_freed():
-    """The table keeps the types of arrays alive, but no cycle through it."""
+@pytest.mark.parametrize("option", [False, True])
+def test_a_rank_that_does_not_call(option):
+    warmed = threading.Barrier(2)
 
     def run(comm):
-        kind = type("Array", (np.ndarray,), {"comm": comm})
-        comm.quantized_allreduce(ones().view(kind))
-        comm.close()
-        return weakref.ref(kind)
+        options = {"timeout": 0.3} if option else {}
+        x = warm(comm, **options)
+        if not option:
+            comm.timeout = 0.3
+        warmed.wait(20)
+        if comm.rank:
+            time.sleep(1)
+            with pytest.raises(qccl.PeerLost):
+                comm.quantized_allreduce(x, **options)
+        else:
+            with pytest.raises(qccl.CollectiveTimeout, match=r"call 3 of the group\): rank 1 did not make this call"):
+                comm.quantized_allreduce(x, **options)
+        with pytest.raises(qccl.QcclError, match="failed earlier and is unusable"):
+            comm.quantized_allreduce(x, **options)
+        assert comm.calls == WARM
 
-    (kind,) = qccl.run_ranks(1, run)
-    gc.collect()
-    assert kind() is None
+    qccl.run_ranks(2, run)
+
+
+def test_a_rank_that_gives_up():
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x = warm(comm)
+        warmed.wait(20)  # not barrier(): its last message might meet the end of the group
+        if comm.rank:
+            comm.abort("no more data")
+            return
+        with pytest.raises(qccl.PeerLost, match="rank 1 gave up: no more data"):
+            comm.quantized_allreduce(x)
+        assert comm.calls == WARM
+        assert (x == 0).all()
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_rank_that_left():
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x = warm(comm)
+        warmed.wait(20)
+        if comm.rank:
+            comm._session.engine.close(0.1)
+            return
+        deadline = time.monotonic() + 20
+        with pytest.raises(qccl.PeerLost, match=r"rank 1 has closed its communicator, and rank 0 called .*call 3"):
+            while time.monotonic() < deadline:
+                comm.quantized_allreduce(x)
+
+    qccl.run_ranks(2, run)
+
+
+def test_an_abort_by_another_thread():
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x = warm(comm)
+        warmed.wait(20)
+        if comm.rank:
+            time.sleep(1)
+            return
+        threading.Timer(0.3, comm.abort, ["stopped by hand"]).start()
+        begin = time.monotonic()
+        with pytest.raises(qccl.PeerLost, match="stopped by hand"):
+            comm.quantized_allreduce(x)
+        assert time.monotonic() - begin < 20
+
+    qccl.run_ranks(2, run)
+
+
+def test_an_interrupt(monkeypatch):
+    """Ctrl-C in a call that runs again is KeyboardInterrupt here and PeerLost on the other rank."""
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x = warm(comm)
+        warmed.wait(20)
+        if comm.rank:
+            with pytest.raises(qccl.PeerLost, match="rank 0"):
+                for _ in range(2):  # rank 0 may have sent all that the first one needs
+                    comm.quantized_allreduce(x)
+            return
+
+        def interrupted(idle=0):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(comm.transport, "poll", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            comm.quantized_allreduce(x)
+        monkeypatch.undo()
+        with pytest.raises(qccl.PeerLost, match=r"failed earlier.*KeyboardInterrupt"):
+            comm.quantized_allreduce(x)
+        assert comm.calls == WARM
+
+    qccl.run_ranks(2, run)
+
+
+@pytest.mark.parametrize("place", [(HostEngine, "start"), (Execution, "set")])
+def test_an_interrupt_before_the_run_begins(monkeypatch, place):
+    """Nothing was sent: the call can be made again, and has the number that it would have had."""
+    warmed, interrupted = threading.Barrier(2), threading.Barrier(2)
+
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    def call(comm, x):
+        return comm.quantized_allreduce(x, np.empty_like(x), codec="dithering:k=4").tobytes()
+
+    def run(comm):
+        x = np.linspace(-1, 1, COUNT, dtype=np.float32)
+        found = [call(comm, x) for _ in range(WARM)]
+        if comm.rank == 0:
+            warmed.wait(20)
+            monkeypatch.setattr(*place, interrupt)
+            interrupted.wait(20)
+        else:
+            warmed.wait(20)
+            interrupted.wait(20)
+        with pytest.raises(KeyboardInterrupt):
+            call(comm, x)
+        assert comm.calls == WARM
+        warmed.wait(20)
+        if comm.rank == 0:
+            monkeypatch.undo()
+        interrupted.wait(20)
+        return [*found, call(comm, x)]
+
+    def undisturbed(comm):
+        x = np.linspace(-1, 1, COUNT, dtype=np.float32)
+        return [call(comm, x) for _ in range(WARM + 1)]
+
+    assert qccl.run_ranks(2, run) == qccl.run_ranks(2, undisturbed)
+
+
+def test_a_call_while_another_thread_drives():
+    """It waits until the thread gives the engine up."""
+
+    def run(comm):
+        x, engine = warm(comm), comm._session.engine
+        held, release = threading.Event(), threading.Event()
+
+        def drive():
+            with engine._lock:
+                held.set()
+                release.wait(20)
+
+        thread = threading.Thread(target=drive)
+        thread.start()
+        held.wait(20)
+        threading.Timer(0.2, release.set).start()
+        x[:] = 7
+        assert (comm.quantized_allreduce(x) == 7).all() and release.is_set()
+        thread.join()
+
+    qccl.run_ranks(1, run)
+
+
+def test_a_call_in_the_middle_of_another(monkeypatch):
+    """A call that a signal handler starts while a repeated call waits gets a number of its own."""
+    warmed = threading.Barrier(2)
+
+    def run(comm):
+        x, y = warm(comm, codec="none"), np.ones(COUNT, np.float32)
+        warmed.wait(20)
+        works, usual = [], comm.transport.poll
+
+        def poll(idle=0):
+            if not works:
+                works.append(None)
+                works[0] = comm.quantized_allreduce(x, codec="none", async_op=True)
+                assert comm.calls == WARM + 2
+            return usual(idle=idle)
+
+        monkeypatch.setattr(comm.transport, "poll", poll)
+        x[:] = 1
+        comm.quantized_allreduce(x, codec="none")  # the other one waits for it, because it uses the same memory
+        comm.quantized_allreduce(y, codec="none")
+        assert (works[0].wait(timeout=20) == 4).all()
+        assert (y == 2).all()
+        assert comm.calls == WARM + 3
+
+    qccl.run_ranks(2, run)

@@ -65,6 +65,29 @@ def test_plans_that_were_made_before_go_on_too() -> None:
     qccl.run_ranks(2, call)
 
 
+def test_plans_that_were_bound_before_compare_the_number_too() -> None:
+    """Whether a rank binds its arrays before it loads a state or afterwards; and a rank that loads none is told."""
+
+    def call(comm: qccl.Communicator, loads: bool) -> None:
+        codec, x = "dithering:k=1,seed=3", np.ones(500, np.float32)
+        early, late = (comm.plan("allreduce", 500, codec=codec) for _ in range(2))
+        early.bind(x)
+        if comm.rank:
+            late.bind(x)
+        comm.load_state_dict(comm.state_dict() | {"calls": 7})
+        late.bind(x)
+        for plan in (early, late):
+            plan.run()
+            plan.start().wait()
+        if loads or comm.rank:
+            comm.load_state_dict(comm.state_dict() | {"calls": 90})
+        early.run()
+
+    qccl.run_ranks(2, lambda comm: call(comm, True))
+    with pytest.raises(qccl.MismatchError, match=r"\+7 calls.*\+86 calls|\+86 calls.*\+7 calls"):
+        qccl.run_ranks(2, lambda comm: call(comm, False))
+
+
 def test_after_a_failure_calls_are_those_that_ended_well() -> None:
     """Whether a rank was in the call that failed or had not made it yet: all go on from the same number."""
     found: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""Derived dependencies against the pairwise definition; nodes, transfers and spans."""
+"""Derived dependencies against the pairwise definition; tasks, transfers and spans."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from qccl.schedule import (
     Decode,
     Encode,
     Exchange,
-    Node,
     Queue,
     Role,
     Schedule,
     Span,
+    Task,
     Transfer,
     dependencies,
-    nodes,
+    tasks,
 )
 
 CODEC = MinMax(bits=8, bucket=8)
 
 
-def conflict(a: Node, b: Node) -> bool:
+def conflict(a: Task, b: Task) -> bool:
     """Whether both touch the same element and one writes it."""
     pairs = [(x, y) for x in a.writes() for y in (*b.reads(), *b.writes())] + [
         (x, y) for x in a.reads() for y in b.writes()
@@ -40,14 +40,14 @@ def conflict(a: Node, b: Node) -> bool:
 
 
 def closure(before: list[tuple[int, ...]]) -> list[set[int]]:
-    """For each node, everything that has completed when it starts."""
+    """For each task, everything that has completed when it starts."""
     found: list[set[int]] = []
     for first in before:
         found.append(set(first).union(*(found[i] for i in first)))
     return found
 
 
-def random_program(draw: random.Random) -> list[Node]:
+def random_program(draw: random.Random) -> list[Task]:
     """Operations that read and write random spans of two buffers."""
 
     def span() -> Span:
@@ -55,7 +55,7 @@ def random_program(draw: random.Random) -> list[Node]:
         return Span(draw.choice("ab"), start, start + draw.randrange(1, 12))
 
     ops = [Decode(CODEC, span(), span()) for _ in range(30)]
-    return [Node(i, op) for i, op in enumerate(ops)]
+    return [Task(i, op) for i, op in enumerate(ops)]
 
 
 def test_dependencies_are_the_conflicts() -> None:
@@ -65,20 +65,20 @@ def test_dependencies_are_the_conflicts() -> None:
         program = random_program(draw)
         before = dependencies(program)
         everything = closure(before)
-        for i, node in enumerate(program):
+        for i, task in enumerate(program):
             assert list(before[i]) == sorted(set(before[i]))
             for j in range(i):
                 if j in before[i]:
-                    assert conflict(program[j], node)
-                if conflict(program[j], node):
+                    assert conflict(program[j], task)
+                if conflict(program[j], task):
                     assert j in everything[i]
 
 
 def test_dependencies_of_an_exchange_are_those_of_its_transfers() -> None:
     for name, make in ALLREDUCE.items():
         schedule = one_rank(make, 1, 4, 700, FLOAT32, CODEC, chunk_elements=24, depth=3, in_place=name == "one_shot")
-        transfers = list(nodes(schedule, per_transfer=True))
-        whole = dependencies(list(nodes(schedule, per_transfer=False)))
+        transfers = list(tasks(schedule, per_transfer=True))
+        whole = dependencies(list(tasks(schedule, per_transfer=False)))
         pairs = zip(transfers, dependencies(transfers), strict=True)
         for i, group in groupby(pairs, key=lambda pair: pair[0].op_index):
             assert set(whole[i]) == {transfers[j].op_index for _, before in group for j in before}
@@ -94,7 +94,7 @@ def test_nodes() -> None:
     buffers = {"wire": Buffer(40, None, Role.WORK), "output": Buffer(0, BFLOAT16, Role.OUTPUT)}
     schedule = Schedule("test", 0, 3, buffers, ops)
     found = [
-        (n.op_index, n.transfer and n.transfer.peer, n.is_send, n.sequence) for n in nodes(schedule, per_transfer=True)
+        (n.op_index, n.transfer and n.transfer.peer, n.is_send, n.sequence) for n in tasks(schedule, per_transfer=True)
     ]
     assert found == [
         (0, None, False, 0),
@@ -105,7 +105,7 @@ def test_nodes() -> None:
         (2, 1, False, 0),
         (2, 2, True, 1),
     ]
-    whole = list(nodes(schedule, per_transfer=False))
+    whole = list(tasks(schedule, per_transfer=False))
     assert [n.queue for n in whole] == [Queue.COMPUTE, Queue.COMM, Queue.COMM]
     assert whole[1].reads() == (span[0], span[0]) and whole[1].writes() == (span[1],)
     assert schedule.sent_nbytes() == 24

@@ -149,7 +149,7 @@ def test_clocks_of_other_machines_are_compared(tmp_path: Path, monkeypatch: pyte
     assert set(starts) == {0, 1} and abs(starts[0] - starts[1]) <= error + 1
 
 
-@pytest.mark.parametrize("page", ["architecture.md", "guide/calls.md"])
+@pytest.mark.parametrize("page", ["architecture/schedules.md", "guide/calls.md"])
 def test_the_documented_way_writes_one_file_of_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, page: str
 ) -> None:

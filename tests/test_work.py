@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import qccl
-import qccl.communicator
+import qccl.calls
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost
 
 COUNT = 100_000
@@ -252,17 +252,17 @@ def test_a_result_that_is_refused():
     assert qccl.run_ranks(2, run) == [[ArgumentError]] * 2
 
 
-def test_plans_are_used_again_though_nobody_waits():
+def test_programs_are_used_again_though_nobody_waits():
     def run(comm):
         x = np.ones(1000, np.float32)
         for _ in range(20):
             called = Called()
             comm.quantized_allreduce(x, async_op=True).add_done_callback(called)
             called.wait()
-        (pool,) = comm._plans._pools.values()
-        return len(pool.idle), len(pool.busy)
+        (compiled,) = comm._programs
+        return len(compiled.programs), compiled.is_busy
 
-    assert qccl.run_ranks(2, run) == [(1, 0)] * 2
+    assert qccl.run_ranks(2, run) == [(1, False)] * 2
 
 
 def test_a_thread_that_waits_and_callbacks_end_each_call_once():
@@ -276,11 +276,11 @@ def test_a_thread_that_waits_and_callbacks_end_each_call_once():
         deadline = time.monotonic() + SECONDS
         while len(called) < 300 and time.monotonic() < deadline:
             time.sleep(0.001)
-        (pool,) = comm._plans._pools.values()
-        return len(called), len(set(map(id, called))), len(pool.busy), {plan._users for plan in pool.idle}
+        (compiled,) = comm._programs
+        return len(called), len(set(map(id, called))), {program.users for program in compiled.programs}
 
-    for calls, works, busy, users in qccl.run_ranks(2, run):
-        assert (calls, works, busy, users) == (300, 300, 0, {0})
+    for calls, works, users in qccl.run_ranks(2, run):
+        assert (calls, works, users) == (300, 300, {0})
 
 
 def test_futures():
@@ -374,7 +374,7 @@ def test_an_exception_while_functions_are_called_leaves_the_others_to_the_next_t
 
 def test_a_thread_that_waits_returns_only_when_the_result_was_checked(monkeypatch):
     """And calls can be made meanwhile: a check may wait for a GPU, and other ranks for these calls."""
-    usual, checking, go = qccl.communicator.refuse_nonfinite, threading.Event(), threading.Event()
+    usual, checking, go = qccl.calls.refuse_nonfinite, threading.Event(), threading.Event()
 
     def refuse(*arguments):
         checking.set()
@@ -399,8 +399,8 @@ def test_a_thread_that_waits_returns_only_when_the_result_was_checked(monkeypatc
         thread = threading.Thread(target=wait)
         thread.start()
         waiting.wait(SECONDS)
-        assert comm._session.lock.acquire(timeout=SECONDS)
-        comm._session.lock.release()
+        assert comm._session.engine._lock.acquire(timeout=SECONDS)
+        comm._session.engine._lock.release()
         assert not errors and thread.is_alive()
         comm.quantized_allreduce(np.ones(20, np.float32))
         go.set()
@@ -408,7 +408,7 @@ def test_a_thread_that_waits_returns_only_when_the_result_was_checked(monkeypatc
         ends.join(SECONDS)
         assert len(errors) == 1 and "finite" in str(errors[0])
 
-    monkeypatch.setattr(qccl.communicator, "refuse_nonfinite", refuse)
+    monkeypatch.setattr(qccl.calls, "refuse_nonfinite", refuse)
     qccl.run_ranks(1, run)
 
 
@@ -444,14 +444,14 @@ def test_calls_that_are_refused_keep_no_array():
         gc.enable()
 
 
-def test_a_fork_while_another_thread_holds_the_locks():
+def test_a_fork_while_another_thread_holds_the_lock():
     def run(comm):
         work = comm.quantized_allreduce(np.ones(10, np.float32), async_op=True)
         work.wait()
         held, go = threading.Event(), threading.Event()
 
         def hold():
-            with comm._session.lock:
+            with comm._session.engine._lock:
                 held.set()
                 go.wait(SECONDS)
 

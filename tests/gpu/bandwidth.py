@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,8 +21,7 @@ from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
 from qccl.cuda.libraries import cuda_libraries, device_names
 from qccl.dtypes import DType
-from qccl.engine.base import RunArguments
-from qccl.engine.control import Header, Kind
+from qccl.engine.base import Bound, Request
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 
 LIMIT = 0.85
@@ -170,12 +168,10 @@ def _memory(dtype: DType, count: int) -> dict[str, Any]:
 def _run(engine: Any, schedule: Schedule, memory: dict[str, Any], stream: Any) -> Callable[[], None]:
     program = engine.compile(schedule)
     addresses = {name: memory[name].ptr for name in schedule.buffers}
-    header = Header(Kind.CALL, 0, "bandwidth")
+    bound, request = Bound(addresses, "bandwidth"), Request(timeout=60.0)
 
     def run() -> None:
-        engine.start(
-            program, RunArguments(addresses, 0, header, time.monotonic() + 60, streams=(stream.ptr,))
-        ).make_stream_wait()  # fmt: skip
+        engine.start(program, bound, request, streams=(stream.ptr,))
 
     return run
 

@@ -213,7 +213,7 @@ def run_apart(name: str) -> dict[str, Any]:
     """One section in a separate process, which is ended with all its children."""
     limit = SECTIONS[name][1]
     begin = time.monotonic()
-    places = (ROOT, ROOT / "tests", ROOT / "tests" / "gpu", os.environ.get("PYTHONPATH"))
+    places = (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "gpu", os.environ.get("PYTHONPATH"))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(str(place) for place in places if place)}
     command = [sys.executable, str(Path(__file__)), "--inside", name]
     pipe, in_time = subprocess.PIPE, True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,10 +21,9 @@ from qccl import codecs, dtypes
 from qccl.codecs.base import Codec
 from qccl.cuda import source as cuda_source
 from qccl.cuda.libraries import cuda_libraries, on_device
-from qccl.cuda.streams import steps
+from qccl.cuda.streams import stream_tasks
 from qccl.dtypes import DType
-from qccl.engine.base import RunArguments
-from qccl.engine.control import Header, Kind
+from qccl.engine.base import Bound, Request
 from qccl.host.engine import HostEngine
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Role, Schedule, Span
 from qccl.transports.loopback import LoopbackGroup
@@ -157,8 +155,8 @@ def on_host(schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dic
     arrays = {name: array.copy() for name, array in arrays.items()}
     engine = HostEngine(LoopbackGroup(1).transport(0))
     addresses = {name: array.ctypes.data for name, array in arrays.items()}
-    header = Header(Kind.CALL, 0, "kernels")
-    engine.start(engine.compile(schedule), RunArguments(addresses, call, header, time.monotonic() + 60)).run()
+    engine.numbers.calls = call
+    engine.start(engine.compile(schedule), Bound(addresses, "kernels"), Request(timeout=60.0)).run()
     engine.close()
     return arrays
 
@@ -166,8 +164,8 @@ def on_host(schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dic
 def on_gpu(engine: Any, schedule: Schedule, arrays: dict[str, np.ndarray], call: int) -> dict[str, np.ndarray]:
     placed = {name: DeviceArray(array) for name, array in arrays.items()}
     addresses = {name: array.ptr for name, array in placed.items()}
-    header = Header(Kind.CALL, 0, "kernels")
-    engine.start(engine.compile(schedule), RunArguments(addresses, call, header, time.monotonic() + 60)).run()
+    engine.numbers.calls = call
+    engine.start(engine.compile(schedule), Bound(addresses, "kernels"), Request(timeout=60.0)).run()
     return {name: array.get() for name, array in placed.items()}
 
 
@@ -197,7 +195,7 @@ def _compile(engine: Any, chosen: list[Case]) -> None:
     names: set[str] = set()
     for seed, case in enumerate(chosen):
         schedule, _ = build(case, seed)
-        for step in steps(schedule):
+        for step in stream_tasks(schedule):
             if step.ops:
                 ops = [schedule.ops[i] for i in step.ops]
                 names |= set(cuda_source.launch(ops, 0, case.dtype, lambda span: (0, span.start)).kernels)

@@ -11,7 +11,7 @@ import numpy as np
 from qccl.communicator import Communicator
 from qccl.cuda import CudaBackend
 from qccl.cuda.libraries import cuda_libraries
-from qccl.transports.base import Call, DeviceTransfer, Transport
+from qccl.transports.base import Call, DeviceTransfer, Group, Transport
 
 GUARD = 256
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
@@ -153,7 +153,7 @@ class Mirror:
         pass
 
 
-class Apart:
+class Apart(Group):
     """Ranks, each on its own node, that have only a host transport between them (DeviceTransport)."""
 
     name = "apart"

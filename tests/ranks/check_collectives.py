@@ -1,4 +1,4 @@
-"""The other collectives over processes: cases of tests/test_collectives.py and its like for this number of ranks."""
+"""The other collectives over processes: cases of test_collectives.py and its like for this number of ranks."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""The laws of all-reduce over processes: the cases of tests/test_allreduce.py for this number of ranks."""
+"""The laws of all-reduce over processes: the cases of tests/collectives/test_allreduce.py for this number of ranks."""
 
 from __future__ import annotations
 
 import processes
 import pytest
 from cases import law_cases
+from laws import assert_same_bits, check_exact, expected, run
 from processes import RANK, SIZE
-from test_allreduce import assert_same_bits, check_exact, expected, run
 
 import qccl
 
@@ -17,7 +17,7 @@ CASES = [case for case in law_cases(max_ranks=4 if SIZE <= 4 else 8) if case.ran
 def results():
     """Each case's call number, result, and whether all ranks have its bits. All calls run before the first check."""
     with qccl.init(backend="host", timeout=30) as comm:
-        found = [(comm._session.sequence, run(comm, case)) for case in CASES]
+        found = [(comm._session.numbers.sequence, run(comm, case)) for case in CASES]
     same = [len(set(processes.allgather(result.tobytes()))) == 1 for _, result in found]
     yield [(*each, equal) for each, equal in zip(found, same, strict=True)]
     processes.barrier()

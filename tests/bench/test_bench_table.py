@@ -1,0 +1,287 @@
+"""What qccl-bench prints and writes: the table, JSON, charts, the progress bar, tables of the documentation."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+import qccl
+from qccl.bench import progress, sizes, table
+from qccl.bench.calls import Case
+from qccl.bench.measure import Row, Side
+from qccl.bench.options import Options
+from qccl.bench.report import Device, Report
+
+ROOT = Path(__file__).parents[2]
+
+
+def row(codec: str = "minmax8", seconds: float = 0.004, wrong: int | None = 0, crossed: float | None = None) -> Row:
+    side = Side((seconds,), wrong, None if wrong is None else 7.4e-3, crossed)
+    return Row(Case(4 << 20, qccl.dtypes.FLOAT32, "sum"), codec, "two_round", 6_340_608, side, side)
+
+
+# -- table, JSON, picture ----------------------------------------------------------------------------------------------
+
+
+def test_rows_have_nccl_tests_columns_first() -> None:
+    plain = replace(row("mpi", 0.0166), in_place=Side((0.002, 0.004, 0.008), 0, 0.0, None))
+    fields = table.row(row(), plain, 4, None).split()
+    assert fields[:5] == ["16777216", "4194304", "float", "sum", "-1"]
+    assert fields[5:9] == fields[9:13] == ["4000.00", "4.19", "6.29", "0"]
+    assert fields[13:] == ["6340608", "7.4e-03", "4.15x", "1.00x", "0", "0", "minmax8"]
+    assert table.row(plain, plain, 4, None).split()[15:] == ["1.00x", "1.00x", "0", "150", "mpi"]
+    link = sizes.parse_link("1gbit")
+    fields = table.row(in_lab(0.0513, 0.0509), None, 4, link).split()
+    assert fields[15:] == ["-", "-", "0", "0", "50724.9", "98.9", "99.2", "minmax8"]
+    assert table.row(row(wrong=None), None, 4, None).count("N/A") == 3
+
+
+@pytest.mark.parametrize("lab", [False, True])
+@pytest.mark.parametrize("seconds", [0.0123, 0.05, 9.5])
+def test_columns_stand_under_their_titles(seconds: float, lab: bool) -> None:
+    link = sizes.parse_link("1gbit") if lab else None
+    above, title, below = table.header("mpi", lab=lab)
+    line = table.row(in_lab(seconds, seconds), row("mpi", 10 * seconds), 4, link)
+    assert title.index("codec") == line.index("minmax8")
+    assert len(title.removesuffix("codec")) <= 160
+    columns = [("size", 0), ("redop", 3), ("#wrong", 8), ("wire", 13), ("out", 15)]
+    for name, number in columns + ([("floor", 19), ("line", 20), ("bulk", 21)] if lab else []):
+        assert line[: title.index(name) + len(name)].split()[-1] == line.split()[number]
+    for group, number in (("vs mpi", 16), ("spread", 18)):
+        end = above.index(group) + len(group)
+        assert title[:end].split()[-1] == "in" and line[:end].split()[-1] == line.split()[number]
+    assert below[: above.index("spread") + 6].endswith("(%)  (%)")
+
+
+def test_bandwidths_are_on_the_uncompressed_size() -> None:
+    r = row(seconds=0.016777216)
+    assert table.algbw(r, r.in_place) == pytest.approx(1.0)
+    assert table.busbw(r, r.in_place, 4) == pytest.approx(1.5)
+    assert table.busbw(r, r.in_place, 1) == 0
+
+
+def test_shares_that_the_burst_would_falsify_are_not_shown() -> None:
+    r, link = row(), sizes.parse_link("1gbit")
+    assert table.line_share(r, r.in_place, link) == pytest.approx(50724.864e-6 / 0.004)
+    short = replace(r, wire_nbytes=40 * link.burst)
+    assert table.line_share(short, short.in_place, link) is None
+
+
+@pytest.mark.parametrize(
+    ("rows", "okay", "parts"),
+    [
+        ([row()], True, ["# Out of bounds values : 0 OK", "# Avg bus bandwidth    : 6.29"]),
+        ([row(wrong=3)], False, ["# Out of bounds values : 6 FAILED"]),
+        ([row(wrong=None)], True, ["# Out of bounds values : N/A"]),
+        ([row(), row("none")], True, ["#   minmax8            : 6.29", "#   none               : 6.29"]),
+        ([row(crossed=1.01)], True, ["# Crossed the link     : at least 101.0% of the bytes sent OK"]),
+        ([row(crossed=1.01), row(crossed=0.2)], False, ["at least 20.0%", "FAILED: traffic bypassed the link"]),
+    ],
+)
+def test_footers(rows: list[Row], okay: bool, parts: list[str]) -> None:
+    totals = table.totals([(each, None) for each in rows], 4, None)
+    text = "\n".join(table.footer(totals, "mpi"))
+    assert totals.okay is okay
+    for part in parts:
+        assert part in text
+
+
+def test_a_wrong_plain_all_reduce_counts_too() -> None:
+    assert not table.totals([(row(), row("mpi", wrong=1))], 4, None).okay
+
+
+def test_the_footer_has_the_worse_of_both_modes() -> None:
+    """A gain out of place does not hide a loss in place, which is how gradients are reduced."""
+    slow_in_place = replace(row(seconds=0.001), in_place=Side((0.002078,), 0, 7.4e-3, None))
+    plain = replace(row("mpi", 0.00137), in_place=Side((0.001539,), 0, 0.0, None))
+    totals = table.totals([(slow_in_place, plain), (row(seconds=0.0005), plain)], 4, None)
+    assert totals.speedups == {"minmax8": (pytest.approx(0.7406, abs=1e-4), pytest.approx(2.74))}
+    assert "#   minmax8            : 0.74 to 2.74x" in table.footer(totals, "mpi")
+
+
+def test_the_footer_has_the_spread_of_a_disturbed_row() -> None:
+    """It reveals a disturbed row, also of the plain all-reduce."""
+    disturbed = replace(row("mpi"), in_place=Side((0.004, 0.004, 0.004, 0.005, 0.0068), 0, 0.0, None))
+    totals = table.totals([(row(), disturbed)], 4, None)
+    assert disturbed.in_place.seconds == 0.004 and totals.spread == pytest.approx(0.7)
+    assert "# Spread of the rounds : at most 70% of the median" in table.footer(totals, "mpi")
+
+
+def test_the_footer_has_what_a_plain_transfer_got_of_the_link() -> None:
+    rows = [(in_lab(0.0513, 50724.864e-6 / share), None) for share in (0.988, 0.9823)]
+    totals = table.totals(rows, 4, sizes.parse_link("1gbit"))
+    assert "# Plain bulk transfer  : 98.2 to 98.8% of the link's rate" in table.footer(totals, "mpi")
+
+
+def in_lab(seconds: float, bulk: float) -> Row:
+    """A row with a plain transfer of the same bytes."""
+    side = Side((seconds,), 0, 7.4e-3, 1.01, bulk)
+    return replace(row(), out_of_place=side, in_place=side)
+
+
+@pytest.fixture
+def report() -> Report:
+    options = Options(minbytes=1 << 20, maxbytes=16 << 20, stepfactor=16, codecs=("minmax8",), args=("qccl-bench",))
+    made = Report(
+        options, [Device(r, 100 + r, "here", "host x86-64-v4") for r in range(4)], "UCX 1.22.0", "MPICH 5.0.2", None
+    )
+    plain = row("mpi", 0.2)
+    made.add(row(), plain)
+    made.add(row("minmax4", 0.002), plain)
+    return made
+
+
+def test_json_has_nccl_tests_fields_and_ours(report: Report) -> None:
+    found = json.loads(json.dumps(report.document()))
+    assert found["version"] == 3
+    assert {"start_time", "args", "env", "nccl_version", "config", "errors", "end_time"} < set(found)
+    assert found["out_of_bounds"] == {"count": 0, "okay": "true"}
+    assert found["average_bus_bandwidth"]["bandwidth"] == pytest.approx((6.291456 + 2 * 6.291456) / 2)
+    assert [d["rank"] for d in found["config"]["devices"]] == [0, 1, 2, 3]
+    assert found["config"]["step_factor"] == 16 and "step_bytes" not in found["config"]
+    first = found["results"][0]
+    assert (first["size"], first["count"], first["type"], first["redop"], first["root"]) == (
+        1 << 24,
+        1 << 22,
+        "float",
+        "sum",
+        "-1",
+    )
+    assert (first["codec"], first["algorithm"], first["wire_bytes"]) == ("minmax8", "two_round", 6_340_608)
+    for mode in ("out_of_place", "in_place"):
+        side = first[mode]
+        assert side["time"] == pytest.approx(4000) and side["alg_bw"] == pytest.approx(4.194304)
+        assert side["nwrong"] == 0 and side["speedup"] == pytest.approx(50) and side["plain_time"] == pytest.approx(2e5)
+        assert side["time_rounds"] == pytest.approx([4000]) and side["plain_time_rounds"] == pytest.approx([2e5])
+    assert found["speedup"]["minmax4"] == {"least": pytest.approx(100), "greatest": pytest.approx(100)}
+    assert found["greatest_spread"] == 0 and found["config"]["timed"] == "method"
+
+
+@pytest.mark.parametrize("link", [None, "1gbit"])
+def test_a_picture_is_drawn(report: Report, tmp_path: Path, link: str | None) -> None:
+    pytest.importorskip("matplotlib")
+    from qccl.bench.plot import write_plot
+
+    path = tmp_path / "x.png"
+    write_plot(str(path), report, sizes.parse_link(link) if link else None)
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+# -- progress ----------------------------------------------------------------------------------------------------------
+
+
+class Terminal:
+    """A stream that may claim to be a terminal."""
+
+    def __init__(self, *, tty: bool) -> None:
+        self.tty, self.text = tty, ""
+
+    def isatty(self) -> bool:
+        return self.tty
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return len(text)
+
+    def flush(self) -> None:
+        pass
+
+
+def test_the_bar_is_drawn_on_a_terminal_only() -> None:
+    for tty in (True, False):
+        stream = Terminal(tty=tty)
+        bar = progress.Bar(stream)
+        line = progress.encode_progress(3, 12, "64K minmax8 in place")
+        assert progress.is_progress(line) and not progress.is_progress("  65536 ...")
+        bar.feed(line)
+        bar.clear()
+        if tty:
+            assert "3/12  64K minmax8 in place" in stream.text and stream.text.endswith("\r\x1b[K")
+        else:
+            assert stream.text == ""
+
+
+@pytest.mark.parametrize(
+    ("columns", "bar", "end"),
+    [
+        (60, "[#######.......]", "  about 0 s left"),
+        (24, "[]", "minmax8 in"),
+        (200, f"[{'#' * 15}{'.' * 15}]", "  about 0 s left"),
+    ],
+)
+def test_the_bar_leaves_room_for_the_words(monkeypatch: pytest.MonkeyPatch, columns: int, bar: str, end: str) -> None:
+    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda *_args, **_kwargs: os.terminal_size((columns, 24)))
+    monkeypatch.setattr(progress.time, "monotonic", lambda: 0.0)
+    stream = Terminal(tty=True)
+    progress.Bar(stream).show(6, 12, "64K minmax8 in place")
+    line = stream.text.removeprefix("\r\x1b[K")
+    assert line.startswith(f"{bar} 6/12  64K") and line.endswith(end) and len(line) < columns
+
+
+# -- the tables of the documentation -----------------------------------------------------------------------------------
+
+
+def test_a_measured_table_takes_its_place_in_a_page(tmp_path: Path) -> None:
+    """Also in docs/results-collectives.md, by `bench/links.py --write docs/results-collectives.md`."""
+    runs = importlib.import_module("runs")
+    page = tmp_path / "page.md"
+    page.write_text((ROOT / "docs" / "results-collectives.md").read_text())
+    command = "python bench/links.py --links 1gbit --ranks 2"
+    before, _, rest = page.read_text().partition(f"<!-- measured by {command} -->\n")
+    _, _, after = rest.partition(f"<!-- end of {command} -->")
+    of = {"cpu": "a processor", "cores": 2, "mpi": "MPICH 5", "qccl": "1.0", "commit": "abc", "date": "2026-11-22"}
+    table = runs.document_table(("link", "ms"), [("1gbit", 34.2)], of)
+    assert table.splitlines()[:3] == ["| link | ms |", "| --- | --- |", "| 1gbit | 34.2 |"]
+    assert table.endswith("(Measured on a processor, 2 cores, MPICH 5, qccl 1.0 (abc), 2026-11-22.)")
+    for _ in range(2):
+        runs.rewrite_table(str(page), command, table)
+        found = page.read_text()
+        assert found.count(table) == 1 and found.startswith(before) and found.endswith(after)
+    with pytest.raises(SystemExit, match="has no lines '<!-- measured by python other"):
+        runs.rewrite_table(str(page), "python other.py", table)
+
+
+def test_steps_without_curves_have_a_table_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`bench/train_slow_link.py --ranks 2 --sections steps`: two ranks on two cores, and no training."""
+    bench = importlib.import_module("train_slow_link")
+    started: list[tuple[int, str, str | None]] = []
+
+    def run_ranks(_script: str, ranks: int, task: dict[str, Any], *_: object, **__: object) -> list[dict[str, Any]]:
+        started.append((ranks, task["measure"], task.get("link")))
+        if task["measure"] == "compute":
+            return [task | {"forward": 0.005, "ready": [[[1024, 1024], 0.005]], "optimiser": 0.004, "summary": "14 ms"}]
+        return [task | {"seconds": 0.25 if task["link"] else 0.02, "nbytes": 2.5e6, "summary": "a step"}]
+
+    monkeypatch.setattr(bench, "run_ranks", run_ranks)
+    monkeypatch.setattr(bench, "_ROOT", tmp_path)
+    results, page = tmp_path / "docs" / "results", tmp_path / "docs" / "results.md"
+    results.mkdir(parents=True)
+    marks = [f"<!-- measured by python bench/train_slow_link.py --model word_gpt{o} -->" for o in ("", " --ranks 2")]
+    ends = [mark.replace("measured by", "end of") for mark in marks]
+    page.write_text(f"{marks[0]}\n\nfour\n\n{ends[0]}\n{marks[1]}\n{ends[1]}\nafter\n")
+    flags = ["--ranks", "2", "--sections", "steps", "--links", "100mbit", "--methods", "fp32,minmax4+ef", "--save"]
+    done = CliRunner().invoke(bench.main, [*flags, "--write"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    steps = [(2, "step", link) for link in ("100mbit", "100mbit", None, None)]
+    assert started == [(1, "compute", None), *steps]
+    found = page.read_text()
+    assert found.startswith(f"{marks[0]}\n\nfour\n\n{ends[0]}\n{marks[1]}\n\n") and found.endswith("\nafter\n")
+    # 5 ms forward, 5 ms to the only gradient, 2.5 MB at 12.5 MB/s, 4 ms optimiser
+    assert "| minmax4+ef | 100mbit | 250.0 | 214.0 | 86% | 20.0 | 2.50 |" in found
+    (file,) = results.iterdir()
+    assert file.name.startswith("training-word_gpt-2-ranks-") and {
+        row["ranks"] for row in json.loads(file.read_text())["steps"]
+    } == {2}
+    assert not list(results.parent.glob("*.png"))
+
+    flags[7] = "fp32,minmax4+ef,onebit"
+    done = CliRunner().invoke(bench.main, [*flags, "--resume"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
+    assert started[5:] == [(2, "step", "100mbit"), (2, "step", None)]

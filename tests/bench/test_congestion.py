@@ -1,0 +1,62 @@
+"""bench/congestion.py: its table, its plain sockets, and a short run."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import congestion
+import congestion_rank
+import pytest
+
+from qccl.bench import lab
+from qccl.bench.tcp import congestion_control
+
+SCRIPT = Path(__file__).parents[2] / "bench" / "congestion.py"
+
+
+def test_the_cells_have_the_median_and_the_runs_that_were_fastest_and_slowest() -> None:
+    row = {"loss": 0.001, "median": 0.1614, "medians": [0.17, 0.16, 0.15]}
+    same = row | {"medians": [0.161, 0.1612]}
+    rows = [row | {"loss": 0.0}, same, row, same]
+    assert list(congestion._body(rows, 2)) == [["none", "161 (150 to 170)", "161"], ["0.1%", "161 (150 to 170)", "161"]]
+    assert congestion._name("ucx", "bbr", 8) == "`ucx`, `bbr`"
+    assert congestion._name("sockets", "cubic", 8) == "8 plain sockets, `cubic`"
+
+
+def test_both_ends_get_the_bytes_of_every_connection() -> None:
+    """More than the sockets' buffers hold."""
+    pairs = [socket.socketpair() for _ in range(3)]
+    for each in (end for pair in pairs for end in pair):
+        each.setblocking(False)
+    given = [[bytes([end, index]) * 500_000 for index in range(3)] for end in range(2)]
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(congestion_rank._exchange, [p[end] for p in pairs], given[end]) for end in range(2)]
+        assert [end.result(60) for end in ends] == given[::-1]
+    for each in (end for pair in pairs for end in pair):
+        each.close()
+
+
+def test_a_connection_that_ends_is_an_error() -> None:
+    one, other = socket.socketpair()
+    with one:
+        other.close()
+        with pytest.raises(OSError):
+            congestion_rank._exchange([one], [bytes(10)])
+
+
+@pytest.mark.lab
+@pytest.mark.skipif(lab.obstacle() is not None, reason=f"no lab here: {lab.obstacle()}")
+def test_a_short_run() -> None:
+    flags = ["--losses=0%,1%", "--rounds=1", "--calls=1", "--size=64K", "--delay=1ms", "--connections=2"]
+    command = [sys.executable, str(SCRIPT), *flags, f"--tcp={congestion_control()}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=SCRIPT.parent)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
+    assert [len(line) for line in lines] == [3] * 4 and [line[0] for line in lines[2:]] == ["| none", "| 1%"]
+    assert all(float(cell.strip(" |").split()[0]) > 0 for line in lines[2:] for cell in line[1:])
+    assert "The bytes alone need 1 ms, and two delays 2." in done.stdout, json.dumps(done.stdout)

@@ -1,0 +1,53 @@
+"""bench/doctor_accuracy.py: the predictions and the summary, from a document as it is saved; nothing is measured."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import doctor_accuracy as program
+import pytest
+
+from qccl.bench.costs import Speed, Step, cost_of
+from qccl.bench.profile import estimated
+from qccl.bench.sizes import parse_link
+
+METHODS = ("none", "minmax4+ef", "powersgd:4")
+
+
+def test_the_errors_of_the_predictions() -> None:
+    """The measured steps are the doctor's own predictions, and 10% or 30% more."""
+    profile = asdict(estimated([(1000, 500), (100,)], 0.03, 1 << 19)) | {"powersgd": {"4": 0.005}}
+    speeds = {method: asdict(Speed(1e-9, 1e-9, 0.1)) for method in METHODS[:2]}
+    document = {"machine": {"cores": 2}, "speeds": speeds, "profile of a": profile, "rows": []}
+    step = Step(program._profile(profile), 4, parse_link("100mbit").rate, 0.5)
+    for method, more in zip(METHODS, (1.0, 1.1, 1.3), strict=True):
+        speed = Speed(**speeds[method]) if method in speeds else None
+        row = {"model": "a", "ranks": 4, "link": "100mbit", "method": method}
+        document["rows"].append(row | {"seconds": cost_of(step, method, speed).overlapped * more})
+    rows = list(program.predicted(document))
+    assert [row["error"] for row in rows] == pytest.approx([0, 1 / 1.1 - 1, 1 / 1.3 - 1])
+    ((model, ranks, link, median, worst, of, *_),) = program.summary(rows)
+    assert (model, ranks, link, median, worst, of) == ("a", "4", "100mbit", "9%", "-23%", "powersgd:4")
+
+
+def test_a_run_that_goes_on_measures_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, dict[str, Any], str | None]] = []
+
+    def run(ranks: int, task: dict[str, Any], link: str | None) -> list[dict[str, Any]]:
+        asked.append((ranks, task, link))
+        if task["measure"] != "steps":
+            return [{"found": {"of": task["model"]}}]
+        return [{"found": {"method": method, "seconds": 1.0}} for method in task["methods"]]
+
+    monkeypatch.setattr(program, "_run", run)
+    given = {"models": "a", "methods": "none,minmax8", "ranks": "2,4", "links": "100mbit"}
+    have = {"model": "a", "ranks": 2, "link": "100mbit", "method": "none", "seconds": 2.0}
+    document = {"rows": [have], "profile of a": {}, "speeds": {}}
+    assert len(list(program._measured(document, given))) == 2
+    assert [(ranks, task["methods"], link) for ranks, task, link in asked] == [
+        (2, ["minmax8"], "100mbit"),
+        (4, ["none", "minmax8"], "100mbit"),
+    ]
+    assert len(document["rows"]) == 4 and document["rows"][0] == have
+    assert list(program._measured(document, given)) == []

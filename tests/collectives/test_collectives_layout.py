@@ -1,0 +1,126 @@
+"""Partitions of vectors, wire slots, and the order of a pipeline."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from qccl.chunks import ChunkPolicy
+from qccl.codecs import MinMax, NoCodec
+from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.partitions import partition, partition_for_all
+from qccl.collectives.rounds import pipeline
+from qccl.collectives.wire import ALIGNMENT, Encoding, Slots, exchange
+from qccl.dtypes import FLOAT32
+from qccl.errors import ArgumentError
+from qccl.schedule import Decode, Exchange, Span, Transfer
+
+COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("parts", [1, 2, 3, 7, 64])
+@pytest.mark.parametrize("chunk", [1, 8, 24, 10_000])
+def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
+    """In order, without gaps, at multiples of the bucket, no larger than asked, and balanced."""
+    layout = partition(count, parts, MinMax(bucket=8), ChunkPolicy.of_elements(chunk))
+    shards = [layout.shard(part) for part in range(parts)]
+    chunks = [layout.chunk(part, k) for part in range(parts) for k in range(layout.chunks)]
+    for segments in (shards, chunks):
+        assert [i for segment in segments for i in segment] == list(range(count))
+        assert all(segment.start % 8 == 0 or segment.start == count for segment in segments)
+    granules = [-(-len(shard) // 8) for shard in shards]
+    assert max(granules) - min(granules) <= 1
+    assert max(map(len, chunks)) <= max(chunk, 8)
+    assert layout.chunks == 1 or max(granules) * 8 > (layout.chunks - 1) * max(chunk // 8, 1) * 8
+
+
+def test_codec_that_cannot_be_split_has_one_chunk() -> None:
+    layout = partition(10_000, 3, MinMax(bucket="shard"), ChunkPolicy.of_elements(8))
+    assert (layout.chunks, layout.granule) == (1, 1024)
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("size", [2, 3, 4, 8, 64])
+@pytest.mark.parametrize("count", [0, 1, 1000, 1 << 16, 1 << 20, 4 << 20, 64 << 20])
+def test_default_chunk(count: int, size: int, bits: int) -> None:
+    """Messages of 48 to 160 KiB whatever the bits, at least 9 of a shard if they are not too small then."""
+    codec = MinMax(bits)
+    layout = partition(count, size, codec)
+    shard = codec.encoded_nbytes(len(layout.shard(0)), FLOAT32)
+    chunk = codec.encoded_nbytes(len(layout.chunk(0, 0)), FLOAT32)
+    bucket = codec.encoded_nbytes(1024, FLOAT32)
+    assert chunk <= 160 * 1024 + bucket
+    assert layout.chunks == 1 or chunk >= 24 * 1024 - bucket
+    assert layout.chunks >= 9 or chunk <= 48 * 1024 + bucket
+    assert layout.chunks == 1 or 3 * (3 * size - 2) * chunk <= (3 << 20) + 3 * (3 * size - 2) * (48 * 1024)
+    assert shard <= layout.chunks * (chunk + bucket)
+
+
+@pytest.mark.parametrize("count", [1, 1000, 70_001, 1 << 20, 4 << 20, 64 << 20])
+@pytest.mark.parametrize("parts", [1, 2, 7, 64])
+def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:
+    """48 KiB of codes first and last, up to 192 between, less where there are many parts; nothing is left out."""
+    codec = MinMax(8)
+    layout = partition_for_all(count, parts, (NoCodec(), codec))
+    bucket = codec.encoded_nbytes(layout.granule, FLOAT32)
+    for part in range(parts):
+        chunks = [layout.chunk(part, k) for k in range(layout.chunks)]
+        assert all(a.stop == b.start for a, b in pairwise(chunks))
+        assert (chunks[0].start, chunks[-1].stop) == (layout.shard(part).start, layout.shard(part).stop)
+        sizes = [codec.encoded_nbytes(len(chunk), FLOAT32) for chunk in chunks]
+        assert max(sizes[0], sizes[-1]) <= (48 << 10) + bucket
+        assert max(sizes) <= (192 << 10) + 2 * bucket
+        assert 3 * (3 * parts - 2) * (max(sizes) - 2 * bucket) <= max(3 << 20, 3 * (3 * parts - 2) * (48 << 10))
+    if (count, parts) == (4 << 20, 1):
+        assert layout.chunks <= 26, "most are large: of 48 KiB there would be 87"
+
+
+@pytest.mark.parametrize("rank", [-1, 4])
+def test_bad_place(rank: int) -> None:
+    with pytest.raises(ArgumentError, match=f"rank {rank} of 4 ranks does not exist"):
+        Group.of_all(rank, 4)
+    with pytest.raises(ArgumentError, match="count is -1; it must be 0 or more"):
+        CallerBuffers.alike((-1,), FLOAT32)
+
+
+def test_slots_do_not_overlap() -> None:
+    slots = Slots("ring", 3, 2, 64)
+    spans = {slots.span(k, column, 64) for k in range(2) for column in range(3)}
+    assert sorted(span.start for span in spans) == [0, 64, 128, 192, 256, 320]
+    assert slots.span(2, 1, 10) == Span("ring", 64, 74)
+    assert slots.buffers()["ring"].nbytes == 384
+
+
+def test_slot_sizes() -> None:
+    """Aligned, large enough for every chunk, and no more rows than chunks."""
+    layout = partition(1000, 3, NoCodec(), ChunkPolicy.of_elements(1024))
+    encoding = Encoding(layout, NoCodec(), FLOAT32, depth=4)
+    slots = encoding.slots("ring", 2)
+    assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == layout.chunks
+    for part in range(3):
+        for k in range(layout.chunks):
+            assert encoding.nbytes(part, k) == 4 * len(layout.chunk(part, k)) <= slots.slot_nbytes
+
+
+def test_peers_are_rotated() -> None:
+    """At each position of the order, every rank is the peer of exactly one other."""
+    others = [Group.of_all(rank, 5).others for rank in range(5)]
+    assert others[2] == (3, 4, 0, 1)
+    for position in range(4):
+        assert {each[position] for each in others} == set(range(5))
+
+
+def test_exchange_leaves_out_what_is_empty() -> None:
+    full, empty = Span("a", 0, 8), Span("a", 8, 8)
+    assert list(exchange({1: full, 2: empty}, {1: empty})) == [Exchange((Transfer(1, full),), ())]
+    assert list(exchange({1: empty}, {1: empty})) == []
+
+
+def test_pipeline_order() -> None:
+    def stage(name: str) -> Decode:
+        return Decode(NoCodec(), Span(name, 0, 4), Span("out", 0, 1))
+
+    ops = pipeline(3, (0, lambda k: iter([stage(f"a{k}")])), (1, lambda k: iter([stage(f"b{k}")])))
+    assert [op.wire.buffer for op in ops] == ["a0", "a1", "b0", "a2", "b1", "b2"]

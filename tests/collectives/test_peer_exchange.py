@@ -1,0 +1,195 @@
+"""Peer exchange: any directed graph, replicas that stay equal to the bit, and lists that do not fit together."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import oracle
+import pytest
+from cases import NUMPY, hard_data
+from laws import assert_same_bits, oracle_codec, stored
+from schedule_cases import chunks_of
+from sent_bytes import sent_by_each
+
+import qccl
+from qccl.analysis import postconditions as expect
+from qccl.analysis.verify import VerificationError, verify
+from qccl.codecs import MinMax, get
+from qccl.collectives.operands import Group
+from qccl.collectives.peer_exchange import peer_buffers, peer_exchange
+from qccl.dtypes import FLOAT32
+from qccl.schedule import Schedule
+
+Graph = list[list[int]]  # by rank, whom it sends to
+
+
+def random_graph(draw: random.Random, n: int) -> Graph:
+    return [[peer for peer in range(n) if peer != rank and draw.random() < 0.5] for rank in range(n)]
+
+
+def sources(graph: Graph, rank: int) -> list[int]:
+    return [source for source, targets in enumerate(graph) if rank in targets]
+
+
+def schedules(graph: Graph, count: int, *, applied: bool = True, **options: object) -> list[Schedule]:
+    found = []
+    for rank, targets in enumerate(graph):
+        peers = sources(graph, rank)
+        buffers = peer_buffers(count, FLOAT32, peers, applied=applied)
+        options |= {"send_to": targets, "receive_from": peers}
+        found.append(peer_exchange(Group.of_all(rank, len(graph)), buffers, MinMax(4, 8), **options))
+    return found
+
+
+def check(ranks: list[Schedule], graph: Graph) -> None:
+    def wanted(schedule: Schedule):
+        return expect.exchanged(schedule, receive_from=[sources(graph, rank) for rank in range(len(graph))])
+
+    verify(ranks, expect=wanted, given=expect.given_replicas)
+
+
+def test_verified_on_random_graphs() -> None:
+    draw = random.Random(6)
+    for n in (1, 2, 3, 5, 8, 64):
+        for _ in range(1 if n == 64 else 12):
+            graph = random_graph(draw, n)
+            options = {"chunking": chunks_of(draw.choice([None, 8, 24]), draw.randint(1, 4))}
+            check(schedules(graph, draw.choice([0, 1, 50]), applied=draw.random() < 0.8, **options), graph)
+
+
+def test_a_one_sided_list_is_rejected() -> None:
+    with pytest.raises(VerificationError, match=r"send 0 to rank 1 .* has no receive"):
+        check([schedules([[1], []], 9)[0], schedules([[], []], 9)[1]], [[], []])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("codec", ["none", "minmax8:bucket=64", "minmax3:bucket=shard", "minmax2:rounding=stochastic"])
+@pytest.mark.parametrize("n", [1, 2, 5, 8])
+def test_the_oracles_bits(n: int, codec: str, dtype: str) -> None:
+    """Two exchanges in a row: the replicas of a rank's model are its model, to the bit."""
+    graph = random_graph(random.Random(n), n)
+    count, chunk = 1000 + n, random.Random(codec).choice([None, 100])
+    models = [hard_data("normal", count, NUMPY[dtype], 100 + rank) for rank in range(n)]
+
+    def run(comm: qccl.Communicator) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+        x = models[comm.rank].copy()
+        replicas = {peer: models[peer].copy() for peer in sources(graph, comm.rank)}
+        for step in range(2):
+            z = hard_data("outliers", count, NUMPY[dtype], comm.rank + 10 * step)
+            before = z.tobytes()
+            options = {"send_to": graph[comm.rank], "replicas": replicas, "codec": codec, "chunk": chunk}
+            assert comm.peer_exchange(z, applied=x, **options) is x
+            assert z.tobytes() == before
+        return x, replicas
+
+    found = qccl.run_ranks(n, run)
+    for rank, (x, _) in enumerate(found):
+        wanted = stored(models[rank])
+        for step in range(2):
+            z = stored(hard_data("outliers", count, NUMPY[dtype], rank + 10 * step))
+            wire = oracle.encode(oracle_codec(codec), z, dtype, oracle.RngCounter(step, 0, rank, 0))
+            wanted = oracle.decode(oracle_codec(codec), wire, count, dtype, add_to=wanted)
+        assert_same_bits(stored(x), wanted, f"rank {rank}")
+    for _, replicas in found:
+        for peer, replica in replicas.items():
+            assert_same_bits(stored(replica), stored(found[peer][0]), f"replica of {peer}")
+
+
+def test_bytes_go_along_the_edges_alone() -> None:
+    """Out-degree times the encoded size, whatever the number of ranks."""
+    codec, count = get("minmax8:bucket=64"), 6400
+    for n in (2, 5, 8):
+        graph = random_graph(random.Random(n), n)
+
+        def call(comm: qccl.Communicator, graph: Graph = graph) -> None:
+            replicas = {peer: np.zeros(count, np.float32) for peer in sources(graph, comm.rank)}
+            comm.peer_exchange(np.ones(count, np.float32), send_to=graph[comm.rank], replicas=replicas, codec=codec)
+
+        wanted = [len(targets) * codec.encoded_nbytes(count, FLOAT32) for targets in graph]
+        assert sent_by_each(n, call) == wanted
+
+
+@pytest.mark.parametrize(
+    ("lists", "concerned"),
+    [
+        ({0: ([1], [])}, [0, 1]),  # rank 0 sends to rank 1, which does not know
+        ({0: ([], [1])}, [0, 1]),  # rank 0 waits for rank 1, which does not send
+        ({0: ([1], [2]), 1: ([2], [0]), 2: ([], [1])}, [0, 2]),  # of a ring one edge is missing
+    ],
+)
+@pytest.mark.parametrize("cached", [False, True])
+def test_one_sided_lists_are_found(lists, concerned, cached: bool) -> None:
+    """The ranks concerned change nothing, and the others hear of it at the latest in the next call."""
+    others = [lists.get(rank, ([], [])) for rank in range(3)]
+    whole = [sorted({*others[r][0], *(p for p in range(3) if r in others[p][1])}) for r in range(3)]
+
+    def run(comm: qccl.Communicator) -> None:
+        x, z = np.arange(50, dtype=np.float32), np.ones(50, np.float32)
+        send_to, receive_from = others[comm.rank]
+        replicas = {peer: np.full(50, peer, np.float32) for peer in receive_from}
+        if cached:  # some ranks make the same call again, with others who fitted before
+            full = {peer: np.zeros(50, np.float32) for peer in sources(whole, comm.rank)}
+            comm.peer_exchange(z, send_to=whole[comm.rank], replicas=full, applied=z.copy(), codec="none")
+            comm.barrier()
+        with pytest.raises(qccl.MismatchError, match=r"does not send to"):
+            comm.peer_exchange(z, send_to=send_to, replicas=replicas, applied=x, codec="none")
+            assert comm.rank not in concerned
+            comm.barrier()
+        if comm.rank in concerned:
+            assert (x == np.arange(50)).all() and all((y == peer).all() for peer, y in replicas.items())
+
+    qccl.run_ranks(3, run, timeout=20.0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ({"send_to": [0]}, "send_to names rank 0, which is this rank; peers are the other ranks .* 0 to 1"),
+        ({"send_to": [2]}, "send_to names rank 2; peers are the other ranks"),
+        ({"send_to": [1, 1]}, r"send_to names a rank twice: \[1, 1\]"),
+        ({"send_to": ["1"]}, "each of send_to must be an integer, not '1'"),
+        ({"send_to": 1}, "send_to must be a list of integers, not 1"),
+        ({"replicas": [np.ones(8, np.float32)]}, "replicas must be a dict of arrays by rank, not list"),
+        ({"replicas": {-1: np.ones(8, np.float32)}}, "replicas names rank -1"),
+        ({"replicas": {1: np.ones(9, np.float32)}}, r"replicas\[1\] has 9 elements, and peer_exchange of 8 .* needs 8"),
+        ({"replicas": {1: np.ones(8, np.float16)}}, r"replicas\[1\] has element type float16"),
+        ({"applied": np.ones(7, np.float32)}, "applied has 7 elements"),
+    ],
+)
+def test_bad_arguments(arguments, reason: str) -> None:
+    def run(comm: qccl.Communicator) -> None:
+        if comm.rank == 0:
+            with pytest.raises((qccl.ArgumentError, qccl.InvalidBufferError), match=reason):
+                comm.peer_exchange(np.ones(8, np.float32), **({"send_to": [], "replicas": {}} | arguments))
+        comm.barrier()
+
+    qccl.run_ranks(2, run)
+
+
+def test_memory_in_common_is_refused() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        x = np.ones(20, np.float32)
+        for applied, replica in ((x[:8], x[4:12]), (x[12:], x[2:10])):
+            with pytest.raises(qccl.InvalidBufferError, match="overlap"):
+                comm.peer_exchange(x[:8], send_to=[1 - comm.rank], replicas={1 - comm.rank: replica}, applied=applied)
+
+    qccl.run_ranks(2, run)
+
+
+def test_raw_pointers_give_the_same_bits() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        peer, n = 1 - comm.rank, 500
+        z, model, replica = (
+            np.random.default_rng([comm.rank, i]).standard_normal(n).astype(np.float32) for i in range(3)
+        )
+        x, y = model.copy(), replica.copy()
+        comm.peer_exchange(z, send_to=[peer], replicas={peer: y}, applied=x)
+        pointers = {"replicas": {peer: replica.ctypes.data}, "applied": model.ctypes.data}
+        work = qccl.peer_exchange(z.ctypes.data, n, "float32", comm, send_to=[peer], async_op=True, **pointers)
+        work.wait()
+        assert model.tobytes() == x.tobytes() and replica.tobytes() == y.tobytes()
+        with pytest.raises(qccl.InvalidBufferError, match=r"replicas\[1\] is a null pointer|replicas\[0\] is a null"):
+            qccl.peer_exchange(z.ctypes.data, n, "float32", comm, send_to=[peer], replicas={peer: 0})
+
+    qccl.run_ranks(2, run)

@@ -1,0 +1,567 @@
+"""Failures on fake GPUs: mismatches, deadlines, errors of the libraries, and the end of communicators."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import threading
+import time
+import weakref
+
+import fake_cuda
+import fake_nccl
+import numpy as np
+import pytest
+from cuda_ranks import called, captured, one, pair, ranks, values
+
+import qccl
+from qccl.cuda import libraries
+
+# -- agreement and faults --------------------------------------------------------------------------------------------
+
+
+def test_ranks_that_disagree(cupy):
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 100 + comm.rank), comm.rank)
+        with pytest.raises(qccl.MismatchError, match=r"rank 0 called .*count=100.*rank 1 called .*count=101|count=101"):
+            comm.quantized_allreduce(x)
+        with pytest.raises(qccl.MismatchError, match="earlier"):
+            comm.quantized_allreduce(x)
+        assert x.get().tobytes() == values(comm.rank, 100 + comm.rank).tobytes()
+        return "refused"
+
+    assert ranks(2, run) == ["refused"] * 2
+
+
+def test_the_agreement_is_asked_for_once(cupy):
+    def run(comm):
+        asked = []
+        allgather = comm.transport.allgather
+        comm.transport.allgather = lambda *arguments: asked.append(1) or allgather(*arguments)
+        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
+        for _ in range(3):
+            comm.quantized_allreduce(x)
+        comm._programs.clear()
+        comm.quantized_allreduce(x)  # another program, but what it is has been agreed on
+        return len(asked)
+
+    assert ranks(2, run) == [1, 1]
+
+
+def test_a_rank_that_stays_away(world, cupy):
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 100), comm.rank)
+        comm.quantized_allreduce(x)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(1.0)
+            return None
+        work = comm.quantized_allreduce(x, async_op=True, timeout=0.3)
+        begin = time.monotonic()
+        with pytest.raises(qccl.CollectiveTimeout, match="allreduce"):
+            work.synchronize()
+        assert isinstance(work.exception(), qccl.CollectiveTimeout)
+        for call in (lambda: comm.quantized_allreduce(x), comm.check, comm.barrier):
+            with pytest.raises(qccl.CollectiveTimeout, match="earlier"):
+                call()
+        return time.monotonic() - begin < 5
+
+    assert ranks(2, run)[0] is True
+    assert ("abort", 0) in world.calls
+
+
+def test_the_watchdog_needs_nobody_who_waits(world, cupy):
+    def run(comm):
+        x, out = called(comm)
+        world.ends = False
+        comm.quantized_allreduce(x, out, timeout=0.2)  # a program that never asks
+        time.sleep(0.6)
+        assert ("abort", 0) in world.calls
+        world.ends = True
+        with pytest.raises(qccl.CollectiveTimeout):
+            comm.check()
+
+    one(run)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, qccl.EngineError), (6, qccl.PeerLost)])
+def test_an_error_in_the_background(code, kind, world, cupy):
+    def run(comm):
+        x, out = called(comm)
+        comm.transport.comm.asynchronous_error = 7  # in progress: no error
+        comm.check()
+        world.frozen = True
+        work = comm.quantized_allreduce(x, out, async_op=True)
+        comm.transport.comm.asynchronous_error = code
+        with pytest.raises(kind, match=f"NCCL_ERROR_{code}"):
+            work.synchronize()
+        with pytest.raises(kind, match="earlier"):
+            comm.quantized_allreduce(x)
+
+    one(run)
+
+
+def test_an_error_of_a_kernel(world, cupy):
+    def run(comm):
+        x, out = called(comm)
+        world.frozen, world.error = True, 700
+        with pytest.raises(qccl.EngineError, match="700") as caught:
+            comm.quantized_allreduce(x, out, async_op=True).synchronize()
+        assert caught.value.code == 700
+
+    one(run)
+
+
+def test_a_call_that_cannot_be_put_on_its_streams(world, cupy, monkeypatch):
+    def run(comm):
+        x, out = called(comm)
+        for _ in range(2):  # a stream that does not exist: nothing has happened
+            with pytest.raises(qccl.EngineError, match="400"):
+                comm.quantized_allreduce(x, out, stream=0x999)
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        assert (out.get() == x.get()).all()
+
+        def fails(*arguments):
+            raise fake_cuda.CUDADriverError(719)
+
+        monkeypatch.setattr(libraries.cuda_libraries().driver, "launchKernel", fails)
+        comm._programs.clear()  # those there are have the other one
+        with pytest.raises(qccl.EngineError, match="719") as caught:
+            comm.quantized_allreduce(x, out)
+        assert caught.value.code == 719
+        with pytest.raises(qccl.EngineError, match="earlier"):
+            comm.quantized_allreduce(x, out)
+
+    one(run)
+
+
+def test_a_group_is_closed_when_a_transfer_fails(world, cupy, monkeypatch):
+    """A group of NCCL that stays open would swallow what the thread calls later, on any communicator."""
+
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
+        comm.quantized_allreduce(x)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 0:
+            time.sleep(0.5)
+            return None
+
+        def fails(*arguments):
+            raise fake_cuda.NcclError(4)
+
+        comm.transport.comm.send = fails
+        comm._programs.clear()
+        with pytest.raises(qccl.EngineError, match="NCCL_ERROR_4"):
+            comm.quantized_allreduce(x)
+        return world.local.group
+
+    assert ranks(2, run)[1] is None
+
+
+def test_a_communicator_that_is_dropped_lives_until_its_calls_are_done(world, cupy):
+    """The device still uses the workspace and the arrays, even if nobody holds the communicator or the Work."""
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = called(comm)
+    world.frozen = True
+    comm.quantized_allreduce(x, out, async_op=True)
+    engine, array = weakref.ref(comm._session.engine), weakref.ref(x)
+    del comm, x
+    gc.collect()
+    time.sleep(0.1)
+    assert engine() is not None and array() is not None
+    world.frozen = False
+    deadline = time.monotonic() + 10
+    while engine() is not None or array() is not None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+        gc.collect()
+
+
+def test_what_a_failed_call_uses_stays_until_the_device_is_done(world, cupy):
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = called(comm)
+    world.ends = False
+    with pytest.raises(qccl.CollectiveTimeout):
+        comm.quantized_allreduce(x, out, async_op=True, timeout=0.1).synchronize()
+    array = weakref.ref(x)
+    del comm, x
+    gc.collect()
+    assert array() is not None
+    world.ends = True
+    world.run()
+    one(lambda comm: None)  # the next communicator looks
+    gc.collect()
+    assert array() is None
+
+
+def test_a_call_can_be_asked_for_while_the_thread_captures(world, cupy):
+    def run(comm):
+        x, out = called(comm)
+        world.frozen = True
+        work = comm.quantized_allreduce(x, out, async_op=True)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        stream.begin_capture()
+        assert not work.is_completed()
+        world.frozen = False
+        assert work.synchronize() is out and work.exception() is None
+        stream.end_capture()
+
+    one(run)
+
+
+def test_the_deadline_counts_from_the_first_step_on_the_device(world, cupy):
+    """The caller's own work before a call may take longer than the call's timeout."""
+
+    def run(comm):
+        x, out = called(comm)
+        world.frozen = True
+        work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.2)
+        time.sleep(0.6)
+        world.frozen = False
+        assert work.synchronize() is out
+
+    one(run)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_results_after_a_failure_are_nan(dtype, world, cupy):
+    """What the caller's stream does next cannot take garbage for a result, although the host has not waited."""
+    storage, code = {"float32": (np.float32, 2), "float16": (np.float16, 2), "bfloat16": (np.uint16, 4)}[dtype]
+
+    def run(comm):
+        x, out, seen = (fake_cuda.array(np.ones(3000, storage), comm.rank, code) for _ in range(3))
+        comm.quantized_allreduce(x, out, dtype=dtype)
+        comm.check()
+        comm.barrier()
+        if comm.rank == 1:
+            time.sleep(1.0)
+            return None
+        comm.quantized_allreduce(x, out, dtype=dtype, timeout=0.3)
+        runtime = libraries.cuda_libraries().runtime
+        runtime.memcpyAsync(seen.data.ptr, out.data.ptr, seen.values.nbytes, 3, 0)
+        runtime.streamSynchronize(0)
+        with pytest.raises(qccl.CollectiveTimeout):
+            comm.check()
+        return seen.values, x.values
+
+    seen, x = ranks(2, run)[0]
+    assert (x == 1).all()
+    assert (seen == 0xFFFF).all() if dtype == "bfloat16" else np.isnan(seen).all()
+
+
+def test_replays_after_a_failure_give_nan(world, cupy):
+    def run(comm):
+        x, out = called(comm)
+        stream, graph = captured(cupy, comm, lambda s: comm.quantized_allreduce(x, out, stream=s))
+        graph.launch(stream)
+        stream.synchronize()
+        assert (out.get() == x.get()).all()
+        comm.abort("on purpose")
+        graph.launch(stream)
+        stream.synchronize()
+        return np.isnan(out.get()).all()
+
+    assert one(run)
+
+
+def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(world, cupy):
+    """The driver answers no question meanwhile, so the watchdog must ask none."""
+
+    def run(comm):
+        x, out = called(comm)
+        world.ends, world.queue_entries = False, 40
+        comm.quantized_allreduce(x, out, timeout=0.3)  # the caller's stream waits for this
+        caller = threading.Thread(target=lambda: [world.put(0, "a kernel of the caller") for _ in range(60)])
+        caller.start()
+        deadline = time.monotonic() + 5
+        while ("abort", 0) not in world.calls:
+            assert caller.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        world.ends = True
+        caller.join(10)
+        with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
+            comm.check()
+
+    one(run)
+
+
+def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(world, cupy):
+    """Making the caller's stream wait for a call blocks, too, and must not hold up the watchdog."""
+
+    def run(comm):
+        x, out = called(comm)
+        world.ends = False
+        world.holds = lambda node: node.what == "a kernel of the caller"
+        work = comm.quantized_allreduce(x, out, async_op=True, timeout=0.3)
+        for _ in range(40):
+            world.put(0, "a kernel of the caller")
+        world.queue_entries = 40
+        waiter = threading.Thread(target=work.wait)
+        waiter.start()
+        deadline = time.monotonic() + 5
+        while ("abort", 0) not in world.calls:
+            assert waiter.is_alive() and time.monotonic() < deadline
+            time.sleep(0.01)
+        world.ends, world.holds = True, lambda node: False
+        waiter.join(10)
+        with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
+            comm.check()
+
+    one(run)
+
+
+def test_a_failure_while_a_call_is_being_started(world, cupy, monkeypatch):
+    """The call is not among those that the failure has ended, and must not seem to end well later."""
+
+    def run(comm):
+        x, out = called(comm)
+        program = importlib.import_module("qccl.cuda.program").CudaProgram
+        wait_for_streams = program.wait_for_streams
+
+        def fails_meanwhile(*arguments):
+            wait_for_streams(*arguments)
+            comm._session.engine.abort("lost meanwhile")
+
+        monkeypatch.setattr(program, "wait_for_streams", fails_meanwhile)
+        with pytest.raises(qccl.PeerLost, match="lost meanwhile"):
+            comm.quantized_allreduce(x, out, async_op=True).synchronize()
+
+    one(run)
+
+
+def test_a_call_that_has_ended_does_not_fail_although_nobody_has_noticed(world, cupy, monkeypatch):
+    def run(comm):
+        x, out = called(comm)
+        monkeypatch.setattr(comm._session.engine, "watch", lambda: True)
+        work = comm.quantized_allreduce(x, out, async_op=True)
+        world.finish(lambda: world.is_idle(0))
+        comm.abort("on purpose")
+        assert work.synchronize() is out and (out.get() == x.get()).all()
+
+    one(run)
+
+
+def test_the_runs_under_way_leave_room_in_the_queues(world, cupy):
+    """A caller who never waits is stopped before a launch blocks: the queue of a stream holds about 1,024 entries."""
+    calls, fullest = 600, 0
+
+    def run(comm):
+        nonlocal fullest
+        x, out = pair()
+        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+        plan.start().synchronize()
+        world.frozen = True
+        done = []
+        caller = threading.Thread(target=lambda: [done.append(plan.start()) for _ in range(calls)])
+        caller.start()
+        before = -1
+        while before < len(done) < calls:
+            before = len(done)
+            time.sleep(0.3)
+        assert len(done) < calls
+        fullest = max(world._queued(stream) for stream in world.tail)
+        world.frozen = False
+        caller.join(60)
+        comm.check()
+        return len(done)
+
+    assert one(run, timeout=60.0) == calls
+    assert 100 < fullest < 1024
+
+
+def test_waiting_for_room_has_a_deadline_though_no_call_begins(world, cupy):
+    """The queues are full behind work of the caller that never ends."""
+
+    def run(comm):
+        x, out = pair()
+        plan = comm.plan("allreduce", 100, codec="minmax8").bind(x, out)
+        plan.start().synchronize()
+        world.frozen, errors = True, []
+
+        def fill():
+            try:
+                while True:
+                    plan.start(timeout=0.3)
+            except qccl.QcclError as error:
+                errors.append(error)
+
+        caller = threading.Thread(target=fill)
+        caller.start()
+        caller.join(10)
+        world.frozen = False
+        [error] = errors
+        assert isinstance(error, qccl.CollectiveTimeout)
+        return str(error)
+
+    assert "waited 0.3 s for an earlier call to begin" in one(run)
+    assert ("abort", 0) in world.calls
+
+
+def test_a_function_that_blocks_holds_up_no_deadline(world, cupy):
+    """One of Work.add_done_callback(), of a call that has ended well."""
+
+    def run(comm):
+        called, release = threading.Event(), threading.Event()
+        world.frozen = True
+        work = comm.quantized_allreduce(*pair(), async_op=True)
+        work.add_done_callback(lambda _: (called.set(), release.wait(20)))
+        world.frozen = False
+        assert called.wait(10)
+        world.ends = False
+        comm.quantized_allreduce(*pair(), async_op=True, timeout=0.2)
+        deadline = time.monotonic() + 5
+        try:
+            while ("abort", 0) not in world.calls:
+                assert time.monotonic() < deadline, "nothing was aborted"
+                time.sleep(0.01)
+        finally:
+            release.set()
+            world.ends = True
+
+    one(run)
+
+
+def test_a_communicator_that_does_not_end(world, cupy, monkeypatch):
+    """NCCL waits for graphs; it is told from where, and not aborted as well, which would free it twice."""
+    release = threading.Event()
+    monkeypatch.setattr(fake_cuda.NcclCommunicator, "destroy", lambda self: release.wait(10))
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=0.2)
+    with pytest.warns(RuntimeWarning, match="graphs"):
+        comm.close()
+    assert not any(call[0] == "abort" for call in world.calls)
+    release.set()
+
+
+def test_events_are_of_the_communicators_gpu(world, cupy):
+    """Also where the thread's current one is another, and more calls are under way than there are events ready."""
+    with qccl.Communicator(qccl.get_unique_id(), 0, 1, device=3, timeout=10.0) as comm:
+        x, out = (fake_cuda.array(values(0, 100, seed), 3) for seed in range(2))
+        comm.quantized_allreduce(x, out)
+        comm.check()
+        world.frozen = True
+        works = [comm.quantized_allreduce(x, out, async_op=True) for _ in range(50)]
+        world.frozen = False
+        assert libraries.cuda_libraries().runtime.getDevice() == 0
+        assert all(work.synchronize() is out for work in works)
+        assert (out.get() == x.get()).all()
+
+
+def test_at_the_end_of_the_process(world, cupy):
+    """Calls are waited for and the communicator is released, on a thread that the process need not wait for."""
+    comm = qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0, timeout=10.0)
+    x, out = pair()
+    comm.quantized_allreduce(x, out)
+    importlib.import_module("qccl.cuda.engine")._live.end()
+    assert (out.get() == x.get()).all()
+    assert ("destroy", 0) in world.calls
+
+
+def test_no_more_threads(cupy, monkeypatch):
+    """At its end the interpreter starts none."""
+
+    def refuses(thread):
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuses)
+    assert libraries.bounded(0, 1.0, "a test", threading.get_ident) == threading.get_ident()
+
+
+def test_errors_of_the_libraries_are_ours(cupy):
+    for error, kind, code in (
+        (KeyError(8), qccl.EngineError, 8),
+        (fake_cuda.CompileException("no sm_50"), qccl.EngineError, None),
+        (fake_cuda.OutOfMemoryError("1 TB"), qccl.EngineError, None),
+        (fake_cuda.NcclError(6), qccl.PeerLost, None),
+        (fake_cuda.CUDARuntimeError(2), qccl.EngineError, 2),
+    ):
+        found = libraries.as_qccl_error(error)
+        assert type(found) is kind and getattr(found, "code", None) == code and str(error) in str(found)
+    assert libraries.as_qccl_error(KeyError("x")) is None
+
+
+def test_a_timeout_of_the_wait(world, cupy):
+    def run(comm):
+        x, out = called(comm)
+        world.frozen = True
+        with pytest.raises(qccl.CollectiveTimeout, match=r"0\.1 s"):
+            comm.quantized_allreduce(x, out, async_op=True).wait(timeout=0.1)
+
+    one(run)
+
+
+def test_a_timeout_of_the_check(world, cupy):
+    def run(comm):
+        x, out = pair()
+        world.frozen = True
+        comm.quantized_allreduce(x, out)
+        with pytest.raises(qccl.CollectiveTimeout, match=r"rank 0 has pending calls that did not end within 0\.1 s"):
+            comm.check(timeout=0.1)
+
+    one(run)
+
+
+def test_making_a_communicator_has_a_deadline(cupy, monkeypatch):
+    monkeypatch.setattr(fake_nccl, "BARRIER_SECONDS", 20.0)
+    begin = time.monotonic()
+    with pytest.raises(qccl.CollectiveTimeout, match="making of the communicator"):
+        qccl.Communicator(qccl.get_unique_id(), 0, 2, timeout=0.2)
+    assert time.monotonic() - begin < 10
+
+
+def test_closing(world, cupy):
+    def run(comm):
+        x = fake_cuda.array(values(comm.rank, 5000), comm.rank)
+        comm.quantized_allreduce(x)
+        comm.close()  # waits for the call
+        comm.close()
+        for call in (lambda: comm.quantized_allreduce(x), comm.check, lambda: comm.split(0)):
+            with pytest.raises(qccl.ArgumentError, match="closed"):
+                call()
+        return x.get().tobytes()
+
+    def on_host(comm):
+        return comm.quantized_allreduce(values(comm.rank, 5000)).tobytes()
+
+    assert ranks(2, run) == qccl.run_ranks(2, on_host)
+    assert {("destroy", 0), ("destroy", 1)} <= set(world.calls)
+    assert not [t for t in threading.enumerate() if t.name.startswith("qccl watchdog")]
+
+
+def test_a_program_is_made_while_another_thread_ends_a_call(cupy):
+    """To make one, a rank waits for the others, which here wait for the end of a call."""
+    ended = threading.Event()
+
+    def run(comm):
+        x, y = (fake_cuda.array(values(comm.rank, count), comm.rank) for count in (100, 256))
+        work = comm.quantized_allreduce(x, async_op=True)
+        if comm.rank == 0:
+            work.add_done_callback(lambda work: ended.set())
+        elif not ended.wait(8):
+            return "rank 0 did not end its call"
+        comm.quantized_allreduce(y)
+        comm.check()
+        return "ok"
+
+    assert ranks(2, run) == ["ok"] * 2
+
+
+def test_a_call_that_cannot_be_captured_changes_nothing(cupy):
+    def run(comm):
+        x, out = pair()
+        comm.quantized_allreduce(x, out)
+        calls = comm.calls
+
+        def call(stream):
+            with pytest.raises(qccl.ArgumentError, match=r'nonfinite="error" waits .* stream capture'):
+                comm.quantized_allreduce(x, out, stream=stream, nonfinite="error")
+
+        captured(cupy, comm, call)
+        comm.check()
+        assert comm.calls == calls
+        comm.quantized_allreduce(x, out, nonfinite="error")
+        comm.check()
+
+    one(run)

@@ -1,0 +1,214 @@
+"""docs/adding-a-codec.md is true: its code is compiled as it stands there, and followed in a copy of the repository."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+from oracle import RngCounter
+
+import qccl
+from qccl import codecs
+
+pytestmark = pytest.mark.starts_first
+
+PAGE = Path(__file__).parents[2] / "docs" / "adding-a-codec.md"
+KERNELS = Path(__file__).parents[2] / "kernels"
+SUPPORT = Path(__file__).parents[1] / "support"
+
+HOST = """
+#include "host/team.h"
+#include "codecs/ternary/codec.h"
+using namespace q;
+extern "C" void encode(const float* x, unsigned n, unsigned char* codes, unsigned char* meta) {
+  Ternary::encode<Float32>(HostTeam(nullptr), BucketOptions{}, RngCounter{}, x, n, codes, meta);
+}
+extern "C" void decode(const unsigned char* codes, const unsigned char* meta, unsigned n, float* y) {
+  const auto take = [=](int i, float value) { y[i] = value; };
+  Ternary::decode<Float32>(HostTeam(meta), BucketOptions{}, RngCounter{}, codes, meta, n, take);
+}
+"""
+DEVICE = """
+#include "cuda/team.h"
+#include "codecs/ternary/codec.h"
+using namespace q;
+extern "C" void encode(const float* x, unsigned n, unsigned char* codes, unsigned char* meta) {
+  emulator::run_grid(1, n, [=] {
+    Ternary::encode<Float32>(BlockTeam(), BucketOptions{}, RngCounter{}, x, n, codes, meta);
+  });
+}
+extern "C" void decode(const unsigned char* codes, const unsigned char* meta, unsigned n, float* y) {
+  emulator::run_grid(1, n, [=] {
+    const auto take = [=](int i, float value) { y[i] = value; };
+    Ternary::decode<Float32>(BlockTeam(), BucketOptions{}, RngCounter{}, codes, meta, n, take);
+  });
+}
+"""
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+
+
+def run(text: str) -> dict:
+    """The names that a block of Python makes; without this file's own __future__."""
+    names: dict = {"__name__": "ternary"}
+    exec(compile(text, PAGE.name, "exec", dont_inherit=True), names)
+    return names
+
+
+def compiled(text: str, folder: Path, *options: str) -> ctypes.CDLL:
+    shutil.copytree(KERNELS, folder / "kernels", ignore=shutil.ignore_patterns("*.cpp"))
+    add_header(folder / "kernels")
+    (folder / "test.cpp").write_text(text)
+    target = folder / "test.so"
+    command = ["g++", "-std=c++17", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-DQCCL_NAMESPACE=q"]
+    command += [f"-I{folder / 'kernels'}", *options, str(folder / "test.cpp"), "-o", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[:3000]
+    return ctypes.CDLL(str(target))
+
+
+@pytest.mark.parametrize("side", ["host", "device"])
+def test_the_header_makes_the_oracles_bytes(side: str, tmp_path: Path) -> None:
+    options = ("-include", str(SUPPORT / "shim.h"), "-Wno-unknown-pragmas") if side == "device" else ()
+    library = compiled(HOST if side == "host" else DEVICE, tmp_path, *options)
+    reference = run(blocks("python")[1])["Ternary"](1 << 13)
+    rng = np.random.default_rng(0)
+    for n in (1, 7, 16, 100, 255, 1024, 5001):
+        for scale in (1.0, 0.0, np.nan):
+            x = (rng.standard_normal(n) * scale).astype(np.float32)
+            room = np.full(reference.sizes(n, "float32")[0] + 4, 0xA5, np.uint8)
+            y = np.zeros(n, np.float32)
+            codes, meta = room[:-4], room[-4:]
+            library.encode(
+                *(ctypes.c_void_p(x.ctypes.data), n), *(ctypes.c_void_p(a.ctypes.data) for a in (codes, meta))
+            )
+            wanted = reference.encode_bucket(x, "float32", RngCounter())
+            assert codes.tobytes() == wanted[0].tobytes() and meta.tobytes() == wanted[1].tobytes()
+            library.decode(*(ctypes.c_void_p(a.ctypes.data) for a in (codes, meta)), n, ctypes.c_void_p(y.ctypes.data))
+            decoded = reference.decode_bucket(codes, meta, n, "float32", RngCounter())
+            assert oracle.from_float(y, "float32").tobytes() == oracle.from_float(decoded, "float32").tobytes()
+
+
+def test_the_dataclass_agrees_with_the_oracle_about_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ternary", type(sys)("ternary"))
+    names, reference = run(blocks("python")[0]), run(blocks("python")[1])
+    codec = names["Ternary"](64)
+    assert (codec.spec(), repr(codec), codec.kernel().type) == ("ternary:bucket=64", "Ternary(bucket=64)", "Ternary")
+    with pytest.raises(qccl.errors.CodecError):
+        names["Ternary"](63)
+    for count in (0, 1, 63, 64, 65, 1000):
+        x = np.random.default_rng(count).standard_normal(count).astype(np.float32)
+        wire = reference["Ternary"](64).encode(x, "float32", RngCounter())
+        assert codec.encoded_nbytes(count, "float32") == wire.size
+        error = np.abs(reference["Ternary"](64).decode(wire, count, "float32", RngCounter()) - x)
+        assert (error <= codec.error_bound(x)).all()
+    assert issubclass(names["Ternary"], codecs.BucketCodec)
+
+
+def insert(file: Path, before: str, text: str) -> None:
+    """Put ``text`` in front of the one place where ``before`` is."""
+    old = file.read_text()
+    assert old.count(before) == 1, f"{file.name} has {before!r} {old.count(before)} times"
+    file.write_text(old.replace(before, text + before))
+
+
+def add_header(kernels: Path) -> None:
+    (kernels / "codecs/ternary").mkdir()
+    (kernels / "codecs/ternary/codec.h").write_text(blocks("cpp")[0])
+
+
+def follow(root: Path) -> None:
+    """Do what the page says."""
+    dataclass, oracle_text, row, *_ = blocks("python")
+    options, section = blocks("markdown")
+    add_header(root / "kernels")
+    insert(root / "kernels/codecs.h", '#include "codecs/topk/codec.h"', '#include "codecs/ternary/codec.h"\n')
+    insert(root / "kernels/codecs.h", " each(Trellis)", " each(Ternary)")
+    (root / "qccl/codecs/ternary.py").write_text(dataclass)
+    insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", "from qccl.codecs.ternary import Ternary\n")
+    insert(root / "qccl/codecs/__init__.py", ", Trellis)\n", ", Ternary")
+    (root / "tests/support/oracle_ternary.py").write_text(oracle_text)
+    insert(root / "tests/support/codec_table.py", "from oracle_trellis", "from oracle_ternary import Ternary\n")
+    insert(root / "tests/support/codec_table.py", '    "trellis": [', row)
+    insert(root / "docs/wire-format.md", "| `trellis` | `bits` |", options)
+    insert(root / "docs/wire-format.md", "## `trellis`, 1 to 8 bits", section + "\n")
+
+
+def copy_of_the_repository(root: Path) -> Path:
+    ignored = shutil.ignore_patterns("__pycache__", ".*", "build", "*.so", "results", "*.png")
+    shutil.copytree(PAGE.parents[1], root, symlinks=True, ignore=ignored)
+    return root
+
+
+def library_files(root: Path) -> dict[str, bytes]:
+    folders = (root / "qccl", root / "kernels")
+    return {str(path.relative_to(root)): path.read_bytes() for f in folders for path in f.rglob("*") if path.is_file()}
+
+
+def test_a_codec_touches_the_four_places_that_the_page_lists(tmp_path: Path) -> None:
+    root = copy_of_the_repository(tmp_path / "qccl")
+    before = library_files(root)
+    follow(root)
+    touched = {path for path, content in library_files(root).items() if before.get(path) != content}
+    listed = re.findall(r"^\| `((?:kernels|qccl)/\S+)` \|", PAGE.read_text(), re.MULTILINE)
+    assert len(listed) == len(touched) == 4
+    assert all(any(path.startswith(place) for path in touched) for place in listed), (listed, touched)
+
+
+def build(root: Path) -> None:
+    """The host extension, for one instruction set, without optimisation and inlining; what counts is bytes."""
+    cmake = Path(sys.executable).with_name("cmake")
+    options = [f"-DPython_EXECUTABLE={sys.executable}", "-DQCCL_X86_64_LEVELS=OFF", "-DQCCL_LOOP_OPTIMIZATION=-O0"]
+    options += ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -Dalways_inline= -Wno-psabi"]
+    commands = [["-S", ".", "-B", "build", *options], ["--build", "build", "--target", "_host", "--parallel", "2"]]
+    for arguments in commands:
+        done = subprocess.run([cmake, *arguments], cwd=root, capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    (library,) = (root / "build").glob("_host*.so")
+    shutil.copy(library, root / "qccl")
+
+
+#: runs a file or pytest with the copy's qccl, not with the installed one
+RUN = """
+import runpy, sys
+sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(finder).__module__]
+sys.path[:0] = [".", "tests/support"]
+sys.argv = sys.argv[1:]
+import qccl
+assert qccl.codecs.get("ternary")
+if sys.argv[0].endswith(".py"):
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    runpy.run_module("pytest", run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_the_page_is_followed_in_a_copy(tmp_path: Path) -> None:
+    """The example passes the very tests that the page names."""
+    root = copy_of_the_repository(tmp_path / "qccl")
+    follow(root)
+    build(root)
+    files = [f"tests/codecs/test_{name}.py" for name in ("bucket_codecs", "codec_golden", "codecs")]
+    files += ["tests/docs/test_wire_format.py", "tests/collectives/test_collectives_codecs.py"]
+    for arguments in (
+        ["tests/codecs/golden/make.py"],
+        ["pytest", "-q", "-x", "-k", "ternary or every or options", *files],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, *arguments], cwd=root, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
+    wires = [json.loads((folder / "tests/codecs/golden/wire.json").read_text()) for folder in (PAGE.parents[1], root)]
+    added = [entry for entry in wires[1] if entry not in wires[0]]
+    assert len(wires[1]) == len(wires[0]) + len(added) and {e["codec"].split(":")[0] for e in added} == {"ternary"}

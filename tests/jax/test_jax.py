@@ -1,0 +1,308 @@
+"""qccl.jax on ranks that are threads, between compiled functions; jax_ranks.py has what compiled functions do."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from start_ranks import assert_passed, needs_ucx, start_plain
+
+import qccl
+from qccl.session import Session
+
+jax = pytest.importorskip("jax")
+jnp = jax.numpy
+
+import qccl.jax  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+def tree_of(rank: int) -> dict:
+    """Leaves of all element types that are encoded, some empty, small or missing."""
+    rng = np.random.default_rng(rank)
+
+    def normal(*shape: int, dtype: str = "float32") -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape, np.float32)).astype(dtype)
+
+    return {
+        "layers": [{"w": normal(300, 7), "b": normal(7)}, {"w": normal(11, 5, dtype="bfloat16"), "b": None}],
+        "half": normal(999, dtype="float16"),
+        "empty": normal(0, 3),
+        "scale": normal(),
+        "last": normal(40, dtype="bfloat16"),
+    }
+
+
+def bits(tree) -> list[tuple]:
+    return [(x.shape, str(x.dtype), np.asarray(x).tobytes()) for x in jax.tree.leaves(tree)]
+
+
+def test_arrays_of_another_layout():
+    """They are copied: a result is row-major."""
+    from jax.experimental.layout import Format, Layout
+
+    def run(comm):
+        x = jnp.arange(24.0).reshape(4, 6)
+        turned = jax.device_put(x, Format(Layout((1, 0)), x.sharding))
+        assert turned.format.layout.major_to_minor == (1, 0)
+        return bits(qccl.jax.allreduce({"w": turned}, comm=comm)) == bits(qccl.jax.allreduce({"w": x}, comm=comm))
+
+    assert all(qccl.run_ranks(2, run))
+
+
+@pytest.mark.parametrize("codec", ["minmax8", "minmax4:bucket=64", "none", "topk:k=4"])
+@pytest.mark.parametrize("op", ["avg", "sum"])
+def test_the_bits_of_coalesced_calls(codec, op):
+    def run(comm):
+        tree = tree_of(comm.rank)
+        found = qccl.jax.allreduce(tree, codec, op=op, comm=comm)
+        assert jax.tree.structure(found) == jax.tree.structure(tree) and found["layers"][1]["b"] is None
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(found))
+        leaves = jax.tree.leaves(tree)
+        outs = [np.empty(x.shape, x.dtype) for x in leaves]
+        for dtype in ("bfloat16", "float16", "float32"):
+            chosen = [i for i, x in enumerate(leaves) if x.dtype == dtype and x.size]
+            xs = [leaves[i] for i in chosen]
+            comm.quantized_allreduce_coalesced(xs, [outs[i] for i in chosen], op=op, codec=codec)
+        assert bits(found) == bits(outs)
+        return bits(found)
+
+    first, second = qccl.run_ranks(2, run, timeout=30)
+    assert first == second
+
+
+def test_memory_is_used_as_it_is(monkeypatch):
+    """The call reads JAX's memory, and JAX uses the call's output."""
+    used = []
+    bind = Session.bind
+
+    def spy(session, spec, arrays, *rest):
+        used.append({name: values.address for name, values in arrays.items()})
+        return bind(session, spec, arrays, *rest)
+
+    monkeypatch.setattr(Session, "bind", spy)
+
+    def run(comm):
+        for x in (jnp.arange(5000.0), jnp.ones((3, 5), jnp.bfloat16), jnp.float16(2)):
+            found = qccl.jax.allreduce(x, comm=comm)
+            addresses = {"input 0": x.unsafe_buffer_pointer(), "output 0": found.unsafe_buffer_pointer()}
+            assert used.pop() == addresses and not used
+            assert (np.asarray(x) == np.asarray(found)).all()
+
+    qccl.run_ranks(1, run)
+
+
+def test_exact_leaves():
+    """Integers and float64 are sums to the bit, beside encoded ones."""
+
+    def run(comm):
+        tree = {"n": np.arange(3) + 2**24 * comm.rank, "x": jnp.ones(10), "small": jnp.int8(100), "u": np.uint32([7])}
+        found = qccl.jax.allreduce(tree, op="sum", comm=comm)
+        assert found["n"].tolist() == [2**24, 2**24 + 2, 2**24 + 4] and found["n"].dtype == np.int32
+        assert found["small"] == np.int8(200 - 256) and found["u"].tolist() == [14] and (found["x"] == 2).all()
+        with jax.enable_x64(True):
+            wide = jnp.asarray([1.0 + 2.0**-40, 1e300 * comm.rank])
+            mean = qccl.jax.allreduce(wide, "minmax4", comm=comm)
+            assert mean.dtype == np.float64 and mean.tolist() == [1.0 + 2.0**-40, 5e299]
+        with pytest.raises(qccl.MismatchError, match=r"rank 0 has int32\[2\], and rank 1 int32\[3\]"):
+            qccl.jax.allreduce(jnp.zeros(2 + comm.rank, int), op="sum", comm=comm)
+        assert (qccl.jax.allreduce(jnp.ones(4), comm=comm) == 1).all()
+
+    qccl.run_ranks(2, run, timeout=30)
+
+
+def test_trees_without_values():
+    def run(comm):
+        calls = comm.calls
+        assert qccl.jax.allreduce({}, comm=comm) == {} and qccl.jax.allreduce(None, comm=comm) is None
+        assert qccl.jax.allreduce([jnp.zeros((0, 3))], comm=comm)[0].shape == (0, 3)
+        assert comm.calls == calls
+
+    qccl.run_ranks(1, run)
+
+
+def test_gradients_of_a_loss_between_ranks():
+    """The derivative of a sum over ranks is the sum of the ranks' cotangents."""
+
+    def run(comm):
+        x, n = jnp.arange(4.0), jnp.arange(4)
+
+        def loss(x, op):
+            total = qccl.jax.allreduce({"x": x, "n": n} if op == "sum" else x, "none", op=op, comm=comm)
+            return (comm.rank + 1) * ((total["x"] * total["n"]) if op == "sum" else total * 3).sum()
+
+        assert jax.grad(loss)(x, "sum").tolist() == [0, 6, 12, 18]  # (1 + 2) times the sum of n
+        assert jax.grad(loss)(x, "avg").tolist() == [4.5] * 4
+
+    qccl.run_ranks(2, run, timeout=30)
+
+
+def test_error_feedback_by_path():
+    """Each leaf has its own state, with the bits of single calls, which survives a resume and other leaves."""
+
+    def run(comm):
+        rng = np.random.default_rng(comm.rank)
+        trees = [{"w": rng.standard_normal((64, 3), np.float32), "b": [np.ones(3, np.float32)]} for _ in range(4)]
+
+        def steps(numbers):
+            return [bits(qccl.jax.allreduce(trees[i], "onebit+ef", key="grads", comm=comm, lr=0.5)) for i in numbers]
+
+        whole = steps(range(2))
+        saved = comm.state_dict()
+        assert list(saved["keys"]) == ["grads['b'][0]", "grads['w']"]
+        whole += steps(range(2, 4))
+        out = np.empty((64, 3), np.float32)
+        for tree, found in zip(trees, whole, strict=True):
+            comm.quantized_allreduce(tree["w"], out, op="avg", codec="onebit+ef", key="other", lr=0.5)
+            assert out.tobytes() == found[1][2]
+        comm.load_state_dict(saved)
+        assert steps(range(2, 4)) == whole[2:]
+        tree = trees[0] | {"new": np.ones(5, np.float32)}
+        qccl.jax.allreduce(tree, "onebit+ef", key="grads", comm=comm, lr=0.5)
+        assert list(comm.state_dict()["keys"]) == ["grads['b'][0]", "grads['w']", "grads['new']"]
+
+    qccl.run_ranks(2, run, timeout=30)
+
+
+def test_a_transformation_of_gradients():
+    def run(comm):
+        reduce = qccl.jax.reduce_gradients("minmax4+ef", comm=comm)
+        init, update = reduce  # as optax.chain() takes it
+        state = init({"w": jnp.zeros(3)})
+        found, state = update({"w": jnp.full(3, comm.rank * 2.0)}, state, {"w": jnp.zeros(3)})
+        assert found["w"].tolist() == [1, 1, 1] and jax.tree.leaves(state) == []
+        assert list(comm.state_dict()["keys"]) == ["gradients['w']"]
+
+    qccl.run_ranks(2, run, timeout=30)
+
+
+def refused(message: str, tree, *arguments, kind=qccl.ArgumentError, **options):
+    def run(comm):
+        calls = comm.calls
+        with pytest.raises(kind, match=message):
+            qccl.jax.allreduce(tree, *arguments, **{"comm": comm, **options})
+        assert comm.calls == calls and (qccl.jax.allreduce(jnp.ones(3), comm=comm) == 1).all()
+
+    qccl.run_ranks(1, run)
+
+
+def test_what_is_refused():
+    refused(r"leaf \['a'\]\[1\] has element type complex64; allowed are", {"a": [1.0, jnp.ones(3, complex)]})
+    refused(r"the array has element type bool", np.ones(3, bool))
+    refused(r"the array has element type key", jax.random.key(0))
+    refused(r"leaf \[0\] has element type int32, and op='avg' would round", [jnp.ones(3, int)])
+    refused(r"leaf \[0\] is of type str, not an array", ["x"])
+    refused(r"op 'max' is not one of avg, sum", jnp.ones(3), op="max")
+    refused(r"there is no codec 'minmux'", jnp.ones(3), "minmux", kind=qccl.CodecError)
+    refused(r"minmax4\+ef keeps its residual .* pass key=", jnp.ones(3), "minmax4+ef")
+    refused(r"comm must be a communicator on host memory", jnp.ones(3), comm="world")
+    refused(r"algorithm 'ring' is not one of", jnp.ones(3), algorithm="ring")
+
+
+def test_an_error_of_the_call_comes_as_it_is():
+    def run(comm):
+        x = jnp.ones(100).at[7].set(jnp.inf if comm.rank else 1)
+        with pytest.raises(qccl.ArgumentError, match="not finite"):
+            qccl.jax.allreduce({"a": x, "b": x}, "none", nonfinite="error", comm=comm)
+        for codec, key in (("none", None), ("minmax4+ef", "g")):
+            with pytest.raises(qccl.ArgumentError, match="not finite"):
+                qccl.jax.allreduce({"a": x, "b": x}, codec, key=key, nonfinite="error", comm=comm)
+        assert (qccl.jax.allreduce(jnp.ones(5), comm=comm) == 1).all()
+
+    qccl.run_ranks(2, run, timeout=30)
+
+
+SEVERAL_DEVICES = """
+import jax, numpy as np, pytest, qccl, qccl.jax
+from jax.experimental.layout import Format, Layout
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+def run(comm):
+    mesh = jax.make_mesh((2,), ("a",), axis_types=(AxisType.Auto,))
+    spec = PartitionSpec("a")
+    x = jax.device_put(np.ones(8, np.float32), NamedSharding(mesh, spec))
+    reduce = lambda tree: qccl.jax.allreduce(tree, comm=comm)
+    own = jax.device_put(np.ones(8, np.float32), jax.devices()[1])
+    assert reduce(own).devices() == jax.jit(reduce)(own).devices() == {jax.devices()[1]}
+    one = jax.make_mesh((1,), ("a",), axis_types=(AxisType.Auto,), devices=jax.devices()[:1])
+    alone = jax.shard_map(reduce, mesh=one, in_specs=spec, out_specs=spec)
+    assert jax.jit(jax.grad(lambda x: alone(x).sum()))(np.ones(4, np.float32)).tolist() == [1] * 4
+    with pytest.raises(qccl.ArgumentError, match=r"leaf \\[0\\] is split over 2 devices"):
+        reduce([x])
+    for mapped in (jax.pmap(reduce), jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec)):
+        with pytest.raises(qccl.ArgumentError, match="inside shard_map.. or pmap.. over 2 devices"):
+            mapped(np.ones((2, 4), np.float32))
+    both = NamedSharding(mesh, PartitionSpec())
+    for sharding in (x.sharding, both):
+        with pytest.raises(qccl.ArgumentError, match="compiled for 2 devices, each of which would call qccl"):
+            jax.jit(reduce).lower(jax.device_put(np.ones(8, np.float32), sharding))
+    made_inside = jax.jit(lambda: reduce(jax.lax.with_sharding_constraint(np.ones(8, np.float32), both)))
+    with pytest.raises(qccl.ArgumentError, match="compiled for 2 devices"):
+        made_inside()
+    jax.effects_barrier()  # nothing was started
+    replicated(comm, reduce, both)
+
+def replicated(comm, reduce, both):  # one copy is sent, and every device gets the result
+    rng, calls = np.random.default_rng(comm.rank), comm.calls
+    given = {"w": rng.standard_normal((30, 4), np.float32), "n": np.float32(3), "b": rng.standard_normal(7, np.float32)}
+    tree = {"w": jax.device_put(given["w"], both), "n": given["n"], "b": jax.device_put(given["b"], both)}
+    turned = Format(Layout((1, 0)), both)
+    wanted, found = reduce(given), reduce(tree)
+    again = reduce(tree | {"w": jax.device_put(given["w"], turned)})
+    assert comm.calls == calls + 3
+    for name in ("w", "b"):
+        assert found[name].sharding == again[name].sharding == both
+        for x in (*found[name].addressable_shards, *again[name].addressable_shards):
+            assert np.asarray(x.data).tobytes() == np.asarray(wanted[name]).tobytes(), name
+        assert {x.device for x in found[name].addressable_shards} == set(jax.devices())
+    assert float(found["n"]) == 3
+    gradient = jax.grad(lambda w: (reduce(w) ** 2).sum())(tree["w"])
+    assert gradient.shape == (30, 4)
+
+qccl.run_ranks(1, run)
+print("refused")
+"""
+
+
+def test_arrays_on_several_devices():
+    """JAX must be told of two devices when it starts."""
+    environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", SEVERAL_DEVICES]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    assert ended.stdout == "refused\n", ended.stdout + ended.stderr
+
+
+UNDER_WAY = """
+import jax, jax.numpy as jnp, qccl.jax
+
+@jax.jit
+def late(x):
+    for _ in range(12):
+        x = jnp.sin(x @ x)
+    return x
+
+step, x = jax.jit(qccl.jax.allreduce), jnp.ones((1500, 1500))
+step(x).block_until_ready()
+print(" under way " if not step(late(x)).is_ready() else " too early ")
+"""
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_a_process_that_ends_before_its_last_call():
+    """It makes the call first."""
+    ended = start_plain(2, "-c", UNDER_WAY, limit=200, JAX_PLATFORMS="cpu")
+    assert ended.status == 0 and ended.output.split() == 2 * ["under", "way"], ended.output
+
+
+@needs_ucx
+@pytest.mark.slow
+def test_compiled_functions_on_processes():
+    """jax_ranks.py on the processes of jax.distributed."""
+    checks = ("-m", "pytest", "tests/support/jax_ranks.py", "-q", "-p", "no:cacheprovider", "--tb=short")
+    assert_passed(start_plain(2, *checks, limit=300, JAX_PLATFORMS="cpu"), 2)

@@ -1,0 +1,348 @@
+"""The part of CuPy and cuda-python that qccl uses, on fake GPUs: modules whose device memory is on the host.
+
+fake_device.py has the GPUs, fake_nccl.py the communicators. Kernels do their jobs with the host's compiled codecs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import itertools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from enum import IntEnum
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from fake_device import (
+    DEVICES,
+    Array,
+    Block,
+    CUDADriverError,
+    CUDARuntimeError,
+    Event,
+    Node,
+    Pointer,
+    Stream,
+    World,
+    array,
+)
+from fake_nccl import NcclCommunicator, NcclError, group_end, group_start
+
+__all__ = [
+    "DEVICES", "Array", "CUDADriverError", "CUDARuntimeError", "CompileException", "Event", "NcclCommunicator",
+    "NcclError", "Node", "OutOfMemoryError", "World", "array", "installed", "modules",
+]  # fmt: skip
+
+NOT_READY = 600
+NCCL_VERSION = 22800
+
+
+class CompileException(Exception):
+    pass
+
+
+class OutOfMemoryError(MemoryError):
+    pass
+
+
+class _StreamMaker:
+    """cupy.cuda.Stream, which is called, and has the default stream as an attribute."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.null = Stream(world, ptr=0)
+
+    def __call__(self, **arguments: Any) -> Stream:
+        return Stream(self._world, **arguments)
+
+    def from_external(self, stream: Any) -> Stream:
+        return Stream(self._world, ptr=stream.__cuda_stream__()[1])
+
+
+#: what the kernels of the checks themselves do
+_SIMPLE = {
+    "spin": lambda nanoseconds: None,
+    "copy": lambda source, target, words: ctypes.memmove(target, source, 4 * words),
+    "race": lambda target: None,
+}
+
+
+class _MemoryType(IntEnum):
+    CU_MEMORYTYPE_HOST = 1
+    CU_MEMORYTYPE_DEVICE = 2
+
+
+def _pointer_attributes(world: World, count: int, wanted: list[int], address: int) -> tuple[Any, list[int]]:
+    for start, block in world.memory.items():
+        if start <= address < start + block.nbytes:
+            return _Result.CUDA_SUCCESS, [2, world.devices.get(start, 0), 0, start, block.nbytes]
+    return _Result.CUDA_SUCCESS, [0, -2, 0, 0, 0]
+
+
+_RELAXED = 2
+
+
+class _Result(IntEnum):
+    CUDA_SUCCESS = 0
+    CUDA_ERROR_NOT_SUPPORTED = 801
+
+
+def _status(call: Callable[[], object]) -> int:
+    """What a function of the driver returns, for a call that raises."""
+    try:
+        call()
+    except CUDARuntimeError as error:
+        return error.status
+    return 0
+
+
+def _copy(world: World, target: int, source: int, nbytes: int, kind: int, stream: int) -> None:
+    if kind == 1 and not _is_pinned(world, source):  # pageable memory has been read when the call returns
+        content = ctypes.string_at(source, nbytes)
+        world.put(stream, "copy to device", lambda: ctypes.memmove(target, content, nbytes))
+    else:
+        world.put(stream, f"copy {kind}", lambda: ctypes.memmove(target, source, nbytes))
+
+
+def _pinned(world: World, nbytes: int) -> Block:
+    world.forbid_in_capture()
+    block = Block(nbytes)
+    ctypes.memset(block.ptr, 0xA5, nbytes)
+    with world.lock:
+        world.pinned.add(block)
+    return block
+
+
+def _is_pinned(world: World, address: int) -> bool:
+    with world.lock:
+        return any(block.ptr <= address < block.ptr + block.nbytes for block in world.pinned)
+
+
+def _word(world: World, address: int) -> Any:
+    assert _is_pinned(world, address) and address % 4 == 0
+    return ctypes.c_uint32.from_address(address)
+
+
+def _wait_value(world: World, stream: int, address: int, value: int, flags: int) -> tuple[Any]:
+    word = _word(world, address)
+    assert flags == 0 and 0 <= value < 1 << 32
+    world.calls.append(("wait value", stream, address, value))
+    world.put(stream, f"wait for {value}", lambda: ctypes.c_int32(word.value - value).value >= 0)
+    return (_Result.CUDA_SUCCESS,)
+
+
+def _write_value(world: World, stream: int, address: int, value: int, flags: int) -> tuple[Any]:
+    word = _word(world, address)
+    assert flags == 0 and 0 <= value < 1 << 32
+    if world.no_stream_memory:
+        return (_Result.CUDA_ERROR_NOT_SUPPORTED,)
+
+    def run() -> None:
+        word.value = value
+
+    world.put(stream, f"tell {value}", run)
+    return (_Result.CUDA_SUCCESS,)
+
+
+def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
+    """The modules to put into sys.modules; ``kernels(name, arguments)`` returns what a launch does."""
+    functions: dict[int, str] = {}
+
+    def module(name: str, **content: Any) -> ModuleType:
+        made = ModuleType(name)
+        made.__dict__.update(content)
+        return made
+
+    def launch(f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, shared: int, stream: int, args: int, extra: int) -> None:  # fmt: skip  # noqa: E501
+        world.calls.append(("launch", functions[f], stream))
+        assert gx > 0 < gy and gz > 0 < bx and extra == 0
+        world.put(stream, functions[f], kernels(functions[f], (gx, gy, gz), args))
+
+    def raw_module(*, code: str, options: tuple[str, ...]) -> Any:
+        def get_function(name: str) -> Any:
+            return lambda grid, block, arguments: world.put(
+                world.local.streams[-1].ptr, name, lambda: _SIMPLE[name](*map(int, arguments))
+            )
+
+        return SimpleNamespace(get_function=get_function)
+
+    def compile_using_nvrtc(code: str, options: tuple[str, ...], *, name_expressions: tuple[str, ...]) -> Any:
+        world.forbid_in_capture()
+        assert "#include" in code and "--fmad=false" in options
+        return b"cubin", {name: f"mangled {name}" for name in name_expressions}
+
+    class Module:
+        def load(self, binary: bytes) -> None:
+            assert binary == b"cubin"
+
+        def get_function(self, mangled: str) -> Any:
+            pointer = next(world.numbers)
+            functions[pointer] = mangled.removeprefix("mangled ")
+            return SimpleNamespace(ptr=pointer)
+
+    def copy_now(target: int, source: int, nbytes: int, kind: int) -> None:
+        world.forbid_in_capture()
+        ctypes.memmove(target, source, nbytes)
+
+    def query(is_done: Callable[[], bool]) -> tuple[int]:
+        with world.driver:
+            if world.captures and not world.local.__dict__.get("is_relaxed"):
+                return (900,)  # cudaErrorStreamCaptureUnsupported
+            return (0 if is_done() else world.error or NOT_READY,)
+
+    def exchange_mode(mode: int) -> tuple[_Result, int]:
+        before = world.local.__dict__.get("is_relaxed", False)
+        world.local.is_relaxed = mode == _RELAXED
+        return _Result.CUDA_SUCCESS, _RELAXED if before else 0
+
+    def set_device(device: int) -> None:
+        if not 0 <= device < DEVICES:
+            raise CUDARuntimeError(101)
+        world.local.device = device
+
+    runtime = module(
+        "cupy.cuda.runtime",
+        CUDARuntimeError=CUDARuntimeError,
+        getDevice=lambda: world.local.__dict__.get("device", 0),
+        setDevice=set_device,
+        getDeviceCount=lambda: DEVICES,
+        memGetInfo=lambda: (world.free_memory, world.free_memory),
+        eventElapsedTime=lambda a, b: 1.0,
+        streamWaitEvent=world.wait,
+        streamIsCapturing=lambda stream: stream in world.captures,
+        memcpy=copy_now,
+        memset=ctypes.memset,
+        streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),
+        deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.local.__dict__.get("device", 0))),
+        getDeviceProperties=lambda device: {"name": b"Fake 100"},
+        deviceGetPCIBusId=lambda device: f"0000:{device:02d}:00.0",
+        driverGetVersion=lambda: 13000,
+        runtimeGetVersion=lambda: 12090,
+        memcpyAsync=lambda *arguments: _copy(world, *arguments),
+        memsetAsync=lambda address, value, nbytes, stream: world.put(
+            stream, "memset", lambda: ctypes.memset(address, value, nbytes)
+        ),
+    )
+    driver = module("cupy.cuda.driver", CUDADriverError=CUDADriverError, launchKernel=launch)
+    unique = itertools.count()
+    nccl = module(
+        "cupy.cuda.nccl",
+        NcclError=NcclError,
+        NcclCommunicator=lambda size, unique_id, rank: NcclCommunicator(world, size, unique_id, rank),
+        available=True,
+        get_version=lambda: NCCL_VERSION,
+        get_unique_id=lambda: next(unique).to_bytes(128, "big"),
+        groupStart=lambda: group_start(world),
+        groupEnd=lambda: group_end(world),
+    )
+    streams = _StreamMaker(world)
+    cuda = module(
+        "cupy.cuda",
+        compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc, CompileException=CompileException),
+        nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
+        memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
+        Device=lambda: SimpleNamespace(compute_capability="90"),
+        function=SimpleNamespace(Module=Module),
+        runtime=runtime,
+        driver=driver,
+        nccl=nccl,
+        Stream=streams,
+        get_elapsed_time=lambda begin, end: 1.0,
+        set_allocator=lambda allocator: None,
+        Event=lambda **arguments: Event(world, **arguments),
+        alloc=lambda nbytes: Pointer(world, nbytes),
+        alloc_pinned_memory=lambda nbytes: _pinned(world, nbytes),
+        get_current_stream=lambda device=None: (world.local.__dict__.get("streams") or [streams.null])[-1],
+        UnownedMemory=lambda ptr, size, owner, device: SimpleNamespace(ptr=ptr),
+        MemoryPointer=lambda memory, offset: memory,
+    )
+    Array.world = world
+    cupy = module(
+        "cupy",
+        __version__="14.0.0",
+        cuda=cuda,
+        ndarray=Array,
+        empty=Array,
+        RawModule=raw_module,
+    )
+    bindings = module(
+        "cuda.bindings.driver",
+        CUpointer_attribute=SimpleNamespace(
+            CU_POINTER_ATTRIBUTE_MEMORY_TYPE=2,
+            CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL=9,
+            CU_POINTER_ATTRIBUTE_IS_MANAGED=8,
+            CU_POINTER_ATTRIBUTE_RANGE_START_ADDR=11,
+            CU_POINTER_ATTRIBUTE_RANGE_SIZE=12,
+        ),
+        CUmemorytype=_MemoryType,
+        CUresult=_Result,
+        CUstreamCaptureMode=SimpleNamespace(CU_STREAM_CAPTURE_MODE_RELAXED=_RELAXED),
+        CUstreamWaitValue_flags=SimpleNamespace(CU_STREAM_WAIT_VALUE_GEQ=0),
+        CUstreamWriteValue_flags=SimpleNamespace(CU_STREAM_WRITE_VALUE_DEFAULT=0),
+        cuEventRecord=lambda event, stream: (_status(lambda: world.record(event, stream)),),
+        cuEventQuery=lambda event: query(lambda: world.is_done(event)),
+        cuStreamQuery=lambda stream: query(lambda: world.is_empty(stream)),
+        cuStreamWaitValue32=lambda *arguments: _wait_value(world, *arguments),
+        cuStreamWriteValue32=lambda *arguments: _write_value(world, *arguments),
+        cuPointerGetAttributes=lambda n, wanted, address: _pointer_attributes(world, n, wanted, address),
+        cuThreadExchangeStreamCaptureMode=exchange_mode,
+    )
+    package = module("cuda", bindings=module("cuda.bindings", driver=bindings))
+    return {
+        "cupy": cupy,
+        "cupy.cuda": cuda,
+        "cupy.cuda.runtime": runtime,
+        "cupy.cuda.driver": driver,
+        "cupy.cuda.nccl": nccl,
+        "cuda": package,
+        "cuda.bindings": package.bindings,
+        "cuda.bindings.driver": bindings,
+    }
+
+
+def _run_while_flags_are_read(world: World) -> None:
+    """Do some of what can be done whenever the host looks at the flags of runs."""
+    flags = importlib.import_module("qccl.cuda.flags").RunFlags
+    read = flags._read
+
+    def run_and_read(self: Any, word: int) -> int:
+        world.run()
+        return read(self, word)
+
+    flags._read = run_and_read
+
+
+@contextlib.contextmanager
+def installed(world: World, kernels: Any) -> Any:
+    """Put the modules in place, and forget what was made of them afterwards."""
+    from qccl.cuda import libraries
+
+    made = modules(world, kernels)
+    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "program", "run", "staging", "state", "watchdog")
+    ours = tuple(f"qccl.cuda.{part}" for part in parts)
+    saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
+    sys.modules.update(made)
+    libraries.cuda_libraries.cache_clear()
+    folder = os.environ.get("QCCL_CACHE_DIR")
+    _run_while_flags_are_read(world)
+    os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
+    try:
+        yield made["cupy"]
+    finally:
+        del os.environ["QCCL_CACHE_DIR"]
+        if folder is not None:
+            os.environ["QCCL_CACHE_DIR"] = folder
+        for engine in list(getattr(sys.modules.get("qccl.cuda.engine"), "_live", ())):
+            engine.close(0.1)
+        for thread in threading.enumerate():
+            if thread.name.startswith("qccl"):
+                thread.join(5)
+        libraries.cuda_libraries.cache_clear()
+        for name, module in saved.items():
+            sys.modules.pop(name, None)
+            if module is not None:
+                sys.modules[name] = module

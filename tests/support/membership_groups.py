@@ -1,0 +1,87 @@
+"""Groups of ranks that only agree on their next group: threads with a MembershipSocket each, and no UCX."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports.messages import Decision
+from qccl.transports.regroup import MembershipSocket
+
+
+def give_secret(monkeypatch: pytest.MonkeyPatch, secret: bytes | None = bytes(range(32))) -> None:
+    """Sockets are made with this secret, where a test gives none."""
+    monkeypatch.setattr(MembershipSocket.__init__, "__defaults__", (secret,))
+
+
+class Group:
+    """Ranks of one process, each with its socket."""
+
+    def __init__(self, size: int) -> None:
+        self.ranks = [MembershipSocket("127.0.0.1") for _ in range(size)]
+        for rank in self.ranks:
+            rank.begin([each.member(b"first") for each in self.ranks])
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for rank in self.ranks:
+            rank.close()
+
+    def run(self, *works: Callable[[], Decision]) -> list[Decision | Exception]:
+        """The results of all, which run at once."""
+
+        def caught(work: Callable[[], Decision]) -> Decision | Exception:
+            try:
+                return work()
+            except (PeerLost, CollectiveTimeout) as error:
+                return error
+
+        with ThreadPoolExecutor(len(works)) as pool:
+            return [each.result(60) for each in [pool.submit(caught, work) for work in works]]
+
+    def agree(self, *ranks: int, timeout: float = 10.0) -> list[Decision | Exception]:
+        return self.run(*(self.work(rank, timeout) for rank in ranks))
+
+    def work(self, rank: int, timeout: float = 10.0, *, after: float = 0.0) -> Callable[[], Decision]:
+        def work() -> Decision:
+            time.sleep(after)
+            return self.ranks[rank].agree(b"worker %d" % rank, 100 + rank, timeout)
+
+        return work
+
+    def grow(self, rank: int) -> Callable[[], Decision]:
+        """As work(), with a process that joins at this rank."""
+
+        def work() -> Decision:
+            deadline = time.monotonic() + 10
+            while not self.ranks[rank].waiting() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            return self.ranks[rank].agree(b"worker", rank, 10.0, grows=True)
+
+        return work
+
+    def end(self, rank: int, after: float) -> Callable[[], None]:
+        def work() -> None:
+            time.sleep(after)
+            self.ranks[rank].close()
+
+        return work
+
+    def numbers(self, decision: Decision | Exception) -> list[int]:
+        """The old ranks in a group."""
+        assert isinstance(decision, Decision), decision
+        ids = [rank.member(b"").id for rank in self.ranks]
+        return [ids.index(member.id) for member in decision.members]
+
+
+def one_group(found: list[Decision | Exception]) -> Decision:
+    """The only group that ranks have ended in."""
+    groups = {each for each in found if isinstance(each, Decision)}
+    assert len(groups) == 1, found
+    return groups.pop()

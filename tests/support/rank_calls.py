@@ -1,0 +1,39 @@
+"""What ranks over UCX and over gloo do alike: calls, to compare their bytes with those of loopback, and splits."""
+
+from __future__ import annotations
+
+import numpy as np
+
+import qccl
+
+CALLS = [
+    ("minmax8", 0, {}),
+    ("minmax8", 1, {}),
+    ("none", 1000, {"op": "max"}),
+    ("minmax4:rounding=stochastic,seed=3", 5000, {"algorithm": "one_shot"}),
+    ("minmax8", 100_003, {"algorithm": "two_round", "chunk": 4096, "op": "avg"}),
+    ("minmax3:bucket=shard", 3001, {}),
+    ("none", 700_001, {}),
+]
+
+
+def all_calls(comm: qccl.Communicator) -> list[bytes]:
+    """All under way at once."""
+    arrays = [np.random.default_rng([comm.rank, i]).standard_normal(n, np.float32) for i, (_, n, _) in enumerate(CALLS)]
+    works = [
+        comm.quantized_allreduce(x, codec=codec, async_op=True, **arguments)
+        for x, (codec, _, arguments) in zip(arrays, CALLS, strict=True)
+    ]
+    return [work.wait().tobytes() for work in works]
+
+
+def check_texts_and_a_split(comm: qccl.Communicator) -> None:
+    """Texts of unequal lengths, and a group of all ranks but 0, in the other order."""
+    assert comm.allgather(bytes([comm.rank]) * comm.rank) == [bytes([r]) * r for r in range(comm.size)]
+    sub = comm.split(0 if comm.rank else None, key=-comm.rank)
+    assert (sub is None) == (comm.rank == 0)
+    if sub is not None:
+        assert (sub.rank, sub.size) == (comm.size - 1 - comm.rank, comm.size - 1)
+        y = np.ones(100, np.float32)
+        assert (sub.quantized_allreduce(y) == sub.size).all()
+        sub.close()

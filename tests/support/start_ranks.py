@@ -1,0 +1,100 @@
+"""Starts ranks in tests, with a deadline after which all are ended: by mpiexec, or as plain processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import patience
+import pytest
+from plain_ranks import free_ports
+
+from qccl.bench.mpiexec import StartError, find_mpiexec
+from qccl.bench.start import obstacle
+
+ROOT = Path(__file__).parents[2]
+#: runs all checks that ranks execute in step
+CHECKS = (
+    *("-m", "pytest", "tests/ranks", "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider"),
+    "--tb=short",
+)
+#: UCX's networks, all (shared memory on one machine) or TCP alone, and the transport between sites, encrypted
+NETWORKS = {
+    "shared memory": {},
+    "tcp": {"UCX_TLS": "tcp,self"},
+    "wan": {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"},
+}
+needs_ucx = pytest.mark.skipif(bool(obstacle("ucx")), reason=obstacle("ucx") or "UCX is there")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a run: the launcher's exit status, the output of launcher and ranks, and the seconds it took."""
+
+    status: int
+    output: str
+    seconds: float
+
+
+def assert_passed(ended: Ended, n: int) -> None:
+    """The checks passed on every rank, and each rank made the same number of them."""
+    assert ended.status == 0, f"on {n} ranks:\n{ended.output}"
+    passed = re.findall(r"(\d+) passed", ended.output)
+    assert len(passed) == n and len(set(passed)) == 1, ended.output
+
+
+def start(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
+    """Run Python with ``arguments`` on ``n`` ranks of mpiexec; pytest.fail after ``limit`` seconds."""
+    try:
+        mpi = find_mpiexec()
+    except StartError as error:
+        pytest.skip(str(error))
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [mpi.path, *mpi.options(None), "-n", str(n), sys.executable]
+    return _run(command, n, arguments, limit, root | environment)
+
+
+def start_plain(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
+    """The same on ``n`` processes that have torchrun's variables, and UCX."""
+    command = [sys.executable, "tests/support/plain_ranks.py", str(n)]
+    return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx"} | environment)
+
+
+def start_torchrun(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
+    """The same on ``n`` processes of torchrun, with UCX."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(n), "--master-port"]
+    command += [str(*free_ports(1)), "--no-python", sys.executable]
+    return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx", "OMP_NUM_THREADS": "1"} | environment)
+
+
+def _run(command: list[str], n: int, arguments: tuple[str, ...], limit: float, environment: dict[str, str]) -> Ended:
+    places = (ROOT, ROOT / "tests" / "support", ROOT / "tests" / "collectives")  # tests/ranks runs tests of the last
+    path = os.pathsep.join([*map(str, places), os.environ.get("PYTHONPATH", "")])
+    begin = time.monotonic()
+    process = subprocess.Popen(
+        [*command, *arguments],
+        cwd=ROOT,
+        env=os.environ | patience.environment() | {"PYTHONPATH": path} | environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # mpiexec ends its ranks
+        try:
+            output, _ = process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate(timeout=5)
+        pytest.fail(f"{n} ranks of {' '.join(arguments)} did not end within {limit} s:\n{output}", pytrace=False)
+    return Ended(process.returncode, output, time.monotonic() - begin)

@@ -1,0 +1,208 @@
+"""What the ranks of test_torch.py do; torch_fork.py starts them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import weakref
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from rank_calls import all_calls, check_texts_and_a_split
+
+import qccl
+from qccl.bench.plain import plain_allreduce
+from qccl.transports.torch import TorchTransport
+
+
+def calls() -> None:
+    """The host's bytes, tensors, splits, and the group that was given goes on."""
+    with qccl.Communicator.from_torch(timeout=30) as comm:
+        assert (comm.backend, comm.transport.name) == ("host", "gloo" if comm.size > 1 else "loopback")
+        assert (comm.local_rank, comm.local_size) == (comm.rank, comm.size)
+        expected = qccl.run_ranks(comm.size, all_calls)[comm.rank]
+        assert all_calls(comm) == expected
+        x = torch.full((1000,), float(comm.rank))
+        assert comm.quantized_allreduce(x) is x and (x == sum(range(comm.size))).all()
+        check_texts_and_a_split(comm)
+        if comm.size > 1:
+            z = np.arange(9, dtype=np.float32) * (comm.rank + 1)
+            plain_allreduce(comm.transport)(z.ctypes.data, z.ctypes.data, 9, "float32", "max")
+            assert (z == np.arange(9) * comm.size).all()
+    dist.barrier()
+    if dist.get_world_size() > 2:
+        group = dist.new_group([1, 2])
+        if dist.get_rank():
+            with qccl.Communicator.from_torch(group, timeout=30) as comm:
+                assert comm.size == 2 and (comm.quantized_allreduce(np.ones(10, np.float32)) == 2).all()
+    dist.barrier()
+
+
+def mismatch() -> None:
+    """Messages of other sizes: gloo would end the process."""
+    for count, codec in ((1000 + dist.get_rank(), "minmax8"), (1000, f"minmax{4 + dist.get_rank()}")):
+        comm = qccl.Communicator.from_torch(timeout=20)
+        begin = time.monotonic()
+        try:
+            comm.quantized_allreduce(np.ones(count, np.float32), codec=codec)
+        except qccl.MismatchError as error:
+            assert "rank" in str(error)
+        else:
+            raise AssertionError("no error")
+        assert time.monotonic() - begin < 10
+        dist.barrier()
+
+
+def raises() -> None:
+    """A rank that fails: the others know at once, and a new group can be made."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    dist.barrier()  # all have left the first one
+    begin = time.monotonic()
+    if comm.rank == 0:
+        comm.abort("a reason of its own")
+    else:
+        try:
+            comm.quantized_allreduce(np.ones(1000, np.float32))
+        except qccl.PeerLost as error:
+            print(f"lost: {error}")
+        else:
+            raise AssertionError("no error")
+        assert time.monotonic() - begin < 10
+    dist.barrier()
+    with qccl.Communicator.from_torch(timeout=20) as comm:
+        assert (comm.quantized_allreduce(np.ones(10, np.float32)) == comm.size).all()
+
+
+def dies() -> None:
+    """A rank that is gone: the others know, and their processes end."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    if comm.rank == 0:
+        os._exit(0)
+    begin = time.monotonic()
+    try:
+        comm.quantized_allreduce(np.ones(1000, np.float32))
+    except qccl.PeerLost as error:
+        assert time.monotonic() - begin < 10
+        assert "rank 0 was lost" in str(error), error
+        return
+    raise AssertionError("no error")
+
+
+def dies_in_setup() -> None:
+    """The same in gloo's own collectives, whose errors do not say with whom they failed."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    dist.barrier()
+    if comm.rank == 0:
+        os._exit(0)
+    try:
+        comm.transport.allgather(b"x", 20)
+    except qccl.PeerLost as error:
+        assert str(error).startswith(("rank 0 was lost", "ranks 0, ")), error
+        time.sleep(1)  # so that the other ranks lose rank 0 alone
+        return
+    raise AssertionError("no error")
+
+
+def stops() -> None:
+    """One rank stops and one dies, while many transfers are under way: rank 0 knows who died, and its process ends."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    if comm.rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if comm.rank == 1:
+        time.sleep(1)
+        os._exit(0)
+    x = np.ones(100_000, np.float32)
+    try:
+        works = [comm.quantized_allreduce(x.copy(), async_op=True) for _ in range(8)]
+        works[0].wait()
+    except qccl.PeerLost as error:
+        assert "rank 1 was lost" in str(error), error
+        print(time.time())
+        return
+    raise AssertionError("no error")
+
+
+def never_comes() -> None:
+    """A rank that has stopped before a group was made: the others give up in time, and their processes end."""
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        qccl.Communicator.from_torch(timeout=3)
+    except (qccl.CollectiveTimeout, qccl.PeerLost):  # the rank that gives up first leaves the other
+        print(time.time())
+        return
+    raise AssertionError("no error")
+
+
+def stays_away() -> None:
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.barrier()
+    if comm.rank == 0:
+        time.sleep(2)
+        return
+    try:
+        comm.quantized_allreduce(np.ones(1000, np.float32), timeout=0.5)
+    except qccl.CollectiveTimeout:
+        return
+    raise AssertionError("no error")
+
+
+def leaves() -> None:
+    """Nobody closes, and the processes end."""
+    comm = qccl.Communicator.from_torch(timeout=20)
+    comm.quantized_allreduce(np.ones(1000, np.float32))
+    time.sleep(0.3 * comm.rank)
+
+
+def keeps() -> None:
+    """gloo's collectives live on, or a thread of gloo's lets go of their tensors last, perhaps while Python ends.
+
+    They are released with their group, because they keep its connections open.
+    """
+    works: list[weakref.ref[object]] = []
+
+    def watch(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def call(*arguments: object) -> object:
+            work = original(*arguments)
+            works.append(weakref.ref(work))
+            return work
+
+        setattr(kind, name, call)
+
+    watch(dist.ProcessGroup, "broadcast")
+    watch(dist.ProcessGroupGloo, "allgather")
+    watch(dist.ProcessGroupGloo, "allreduce")
+    before = open_files()
+    for _ in range(3):
+        works.clear()
+        with qccl.Communicator.from_torch(timeout=20) as comm:
+            assert comm.allgather(b"abc") == [b"abc"] * comm.size
+            z = np.ones(9, np.float32)
+            plain_allreduce(comm.transport)(z.ctypes.data, z.ctypes.data, 9, "float32", "sum")
+            assert len(works) > 4 and all(work() is not None for work in works)
+        [own] = [work for work in works if work() is not None]  # the broadcast in the program's group, which is there
+        assert own is works[0]
+    assert open_files() == before
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def refused() -> None:
+    dist.destroy_process_group()
+    for make in (qccl.Communicator.from_torch, lambda: TorchTransport.from_group(None, 1.0)):
+        try:
+            make()
+        except qccl.ArgumentError as error:
+            assert "init_process_group" in str(error)
+        else:
+            raise AssertionError("no error")

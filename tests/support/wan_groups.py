@@ -1,0 +1,99 @@
+"""Groups over wan whose ranks are threads, for tests: they call and check until they are told to stop."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+import qccl
+from qccl.transports.wan import WanTransport
+
+__all__ = ["COUNTS", "Group", "allreduces", "group"]
+
+#: values of one call, and how many calls are under way at once
+COUNTS = [(0, 1), (1, 1), (64, 20), (1000, 3), (5000, 20), (100_000, 3), (1_000_000, 2)]
+
+
+def allreduces(comm: qccl.Communicator, chosen: random.Random) -> int:
+    """Some calls at once, of any size; all ranks choose the same. Checks every bit, and returns their number."""
+    count, calls = chosen.choice(COUNTS)
+    places = np.arange(count) % 17
+    given = [(places * (call + 1) + comm.rank).astype(np.float32) for call in range(calls)]
+    works = [comm.quantized_allreduce(each, codec="none", async_op=True) for each in given]
+    others = comm.size * (comm.size - 1) // 2
+    for call, work in enumerate(works):
+        result: NDArray[np.float32] = work.wait()
+        assert (result == places * (call + 1) * comm.size + others).all(), f"rank {comm.rank}: wrong values"
+    return calls
+
+
+class Group(NamedTuple):
+    """Ranks that call.
+
+    Attributes:
+        nonce: of the group.
+        ports: by rank, where its wire listens.
+        calls: by rank, how many it has made.
+        ends: by rank, of the thread; its result is None.
+        stop: set to end the ranks in order.
+    """
+
+    nonce: bytes
+    ports: list[int]
+    calls: list[int]
+    ends: list[Future[None]]
+    stop: threading.Event
+
+
+@contextmanager
+def group(
+    size: int = 2,
+    secret: bytes | None = None,
+    *,
+    seed: int = 0,
+    timeout: float = 60.0,
+    work: Callable[[qccl.Communicator, random.Random], int] = allreduces,
+) -> Iterator[Group]:
+    """At the end the ranks stop; what one of them has raised is raised here, unless the test has asked for it."""
+    barrier, notes = threading.Barrier(size), [b""] * size
+    made, calls, stop = threading.Barrier(size + 1), [0] * size, threading.Event()
+    addresses: list[bytes] = []
+
+    def gather(rank: int) -> Callable[[bytes], Sequence[bytes]]:
+        def meet(note: bytes) -> Sequence[bytes]:
+            notes[rank] = note
+            barrier.wait(30)
+            found = list(notes)
+            barrier.wait(30)
+            return found
+
+        return meet
+
+    def run(rank: int) -> None:
+        transport = WanTransport(gather(rank), 30.0, is_local=True, secret=secret)
+        if not rank:
+            assert transport.membership is not None
+            addresses.extend(bytes.fromhex(member.worker) for member in transport.membership.members)
+        with qccl.Communicator.from_transport(transport, timeout=timeout) as comm:
+            made.wait(30)
+            chosen = random.Random(seed)
+            while comm.allgather(b"" if stop.is_set() else b"go")[0]:
+                calls[rank] += work(comm, chosen)
+
+    with ThreadPoolExecutor(size) as pool:
+        ends = [pool.submit(run, rank) for rank in range(size)]
+        try:
+            made.wait(30)
+            ports = [int(address.split()[-1]) for address in addresses]
+            yield Group(addresses[0].split()[0], ports, calls, ends, stop)
+        finally:
+            stop.set()
+    for end in ends:
+        end.result()

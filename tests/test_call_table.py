@@ -1,0 +1,159 @@
+"""The table in which native code finds what earlier calls with equal arguments have proved."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import weakref
+
+import numpy as np
+import pytest
+from dlpack import FLOAT, Producer
+
+import qccl
+from qccl import _host, codecs
+from qccl.codecs import Codec
+
+
+def ones(count: int = 64) -> np.ndarray:
+    return np.ones(count, np.float32)
+
+
+def test_types_forms_and_addresses():
+    table = _host.CallTable(Codec)
+    x, y = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
+    table.add((x, None), (1, "sum"), {"chunk": None}, lambda: "found")
+    payload, (view,) = table.find((x, None), (1, "sum"), {"chunk": None})
+    assert payload == "found" and view.shape == (2, 3)
+    assert table.find((x[:], None), (1, "sum"), {"chunk": None})[0] == "found"
+    frozen = x[:]
+    frozen.flags.writeable = False
+    for arrays, options, keywords in (
+        ((None, x), (1, "sum"), {"chunk": None}),
+        ((x, x), (1, "sum"), {"chunk": None}),
+        ((y, None), (1, "sum"), {"chunk": None}),
+        ((x[1:], None), (1, "sum"), {"chunk": None}),
+        ((x[:1], None), (1, "sum"), {"chunk": None}),
+        ((x.T, None), (1, "sum"), {"chunk": None}),
+        ((x.reshape(3, 2), None), (1, "sum"), {"chunk": None}),
+        ((np.lib.stride_tricks.as_strided(x, (2, 3), (4, 8)), None), (1, "sum"), {"chunk": None}),
+        ((x.view(np.int32), None), (1, "sum"), {"chunk": None}),
+        ((x.view(type("Other", (np.ndarray,), {})), None), (1, "sum"), {"chunk": None}),
+        ((frozen, None), (1, "sum"), {"chunk": None}),
+        ((x.ctypes.data, None), (1, "sum"), {"chunk": None}),
+        ((x.tolist(), None), (1, "sum"), {"chunk": None}),
+        ((x, None), (True, "sum"), {"chunk": None}),
+        ((x, None), (1.0, "sum"), {"chunk": None}),
+        ((x, None), (1, "avg"), {"chunk": None}),
+        ((x, None), (1, "sum"), {}),
+        ((x, None), (1, "sum"), {"codec": None}),
+        ((x, None), (1, "sum"), {"chunk": []}),
+    ):
+        assert table.find(arrays, options, keywords) is None
+    for options in ((np.int64(1),), ({},), ([[1]],), ((1, (2,)),), (object(),)):
+        table.add((x,), options, {}, pytest.fail)
+        assert table.find((x,), options, {}) is None
+
+
+def test_lists_and_tuples_are_compared_by_their_elements():
+    table, x, counts = _host.CallTable(Codec), ones(), [1, 2]
+    table.add((x,), (counts,), {}, lambda: "list")
+    table.add((x,), ((1, 2),), {}, lambda: "tuple")
+    assert table.find((x,), ([1, 2],), {})[0] == "list" and table.find((x,), ((1, 2),), {})[0] == "tuple"
+    for other in ([2, 1], [1], [1, 2, 3], [1, 2.0], [True, 2], (1, True), (2, 1), (), [], None):
+        assert table.find((x,), (other,), {}) is None
+    counts[0] = 5
+    assert table.find((x,), (counts,), {}) is None
+    assert table.find((x,), ([1, 2],), {})[0] == "list"
+
+
+def test_raw_addresses():
+    table = _host.CallTable(Codec)
+    table.add((4096, 8192), ("sum",), {}, lambda: "found")
+    assert table.find((4096, 8192), ("sum",), {}) == ("found", [4096, 8192])
+    table.add((1 << 200, None), (), {}, lambda: "large")
+    assert table.find((1 << 200, None), (), {})[0] == "large"
+    for addresses in ((8192, 4096), (4096, 4096), (4096, None), (4096.0, 8192), (True, 8192), (1 << 61, 8192)):
+        assert table.find(addresses, ("sum",), {}) is None
+    for address in (np.int64(4096), np.uint64(4096), np.array(4096)):  # their own memory says nothing
+        table.add((address,), (), {}, pytest.fail)
+        assert table.find((address,), (), {}) is None
+    number = np.array(1, np.float32)  # an array without axes
+    table.add((number,), (), {}, lambda: "found")
+    assert table.find((number,), (), {})[0] == "found"
+
+
+def test_devices():
+    """The table describes arrays as it was told to."""
+    x = np.zeros(4, np.float32)
+    described = []
+
+    def describe(array):
+        described.append(array)
+        return None if isinstance(array, str) else _host.describe(array, -1)
+
+    table = _host.CallTable(Codec, describe)
+    here = Producer(x, FLOAT, device=(2, 0))
+    table.add((here, None), (), {}, lambda: "found")
+    assert table.find((Producer(x, FLOAT, device=(2, 0)), None), (), {})[0] == "found"
+    for device in ((2, 1), (13, 0), (3, 0), (1, 0)):
+        assert table.find((Producer(x, FLOAT, device=device), None), (), {}) is None
+    assert described[0] is here and len(described) == 6
+    for refused in (object(), "text"):
+        table.add((refused, None), (), {}, pytest.fail)
+        assert table.find((refused, None), (), {}) is None
+
+
+def test_an_interrupt_while_an_array_is_described():
+    """Other errors mean that the preparation of the call says what is wrong; Ctrl-C must not be lost."""
+    x, errors = ones(1), []
+
+    def describe(array):
+        if errors:
+            raise errors.pop()
+        return _host.describe(array)
+
+    table = _host.CallTable(Codec, describe)
+    table.add((x,), (), {}, lambda: "found")  # an empty table describes nothing
+    for call in (table.find, lambda *arguments: table.add(*arguments, lambda: "found")):
+        for lost in (TypeError, BufferError):
+            errors.append(lost())
+            assert call((x,), (), {}) is None
+        errors.append(KeyboardInterrupt())
+        with pytest.raises(KeyboardInterrupt):
+            call((x,), (), {})
+    assert table.find((x,), (), {})[0] == "found"
+
+
+def test_a_codec_equals_only_itself():
+    table, x = _host.CallTable(Codec), ones()
+    codec, equal = codecs.get("minmax4"), dataclasses.replace(codecs.get("minmax4"))
+    assert codec == equal and codec is not equal
+    table.add((x,), (), {"codec": codec}, lambda: "found")
+    assert table.find((x,), (), {"codec": codec})[0] == "found"
+    for other in (equal, codecs.get("minmax8"), codec.spec()):
+        assert table.find((x,), (), {"codec": other}) is None
+
+
+@pytest.mark.parametrize(("calls", "arrays", "most"), [(5000, 1, 4096), (100, 1000, 65)])
+def test_the_table_is_bounded(calls, arrays, most):
+    """By the number of calls, and of their arrays."""
+    table, xs = _host.CallTable(Codec), (ones(1),) * arrays
+    for i in range(calls):
+        table.add(xs, (i,), {}, lambda i=i: i)
+    found = [i for i in range(calls) if table.find(xs, (i,), {})]
+    assert found and found[-1] == calls - 1 and len(found) <= most
+
+
+def test_types_that_refer_to_their_communicator_are_freed():
+    """The table keeps the types of arrays alive, but no cycle through it."""
+
+    def run(comm):
+        kind = type("Array", (np.ndarray,), {"comm": comm})
+        comm.quantized_allreduce(ones().view(kind))
+        comm.close()
+        return weakref.ref(kind)
+
+    (kind,) = qccl.run_ranks(1, run)
+    gc.collect()
+    assert kind() is None

@@ -1,0 +1,55 @@
+"""The ranks of a torch.distributed group over gloo, each a process: bytes, failures, and that processes end."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch_processes import run
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = [
+    pytest.mark.starts_first,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+
+
+@pytest.mark.parametrize(
+    ("size", "names"), [(1, ("calls", "refused")), (2, ("calls", "keeps", "stays_away")), (3, ("calls", "mismatch"))]
+)
+def test_ranks(tmp_path, size, names):
+    for rank in run(tmp_path, size, *names):
+        rank.check(names[-1])
+
+
+def test_a_rank_that_fails_and_ranks_that_do_not_close(tmp_path):
+    ranks = run(tmp_path, 3, "raises", "leaves")
+    for rank in ranks:
+        rank.check("leaves")
+    assert all("a reason of its own" in rank.out for rank in ranks[1:])
+
+
+@pytest.mark.parametrize("name", ["dies", "dies_in_setup"])
+def test_a_rank_that_dies(tmp_path, name):
+    for rank in run(tmp_path, 3, name)[1:]:
+        rank.check(name)
+
+
+@pytest.mark.parametrize("name", ["stops", "never_comes"])
+def test_a_process_ends_soon_after_a_rank_has_stopped(tmp_path, name):
+    first, *_, last = run(tmp_path, 3, name)
+    first.check(name)
+    assert last.status == "stopped" and first.time - float(first.out.split()[0]) < 15
+
+
+def test_ranks_that_are_killed_stopped_or_interrupted():
+    """A few of the runs of lost_ranks.py, which says more."""
+    command = [sys.executable, str(ROOT / "tests" / "support" / "lost_ranks.py"), "--runs", "6", "--grace", "30"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr

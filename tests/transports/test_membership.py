@@ -1,0 +1,419 @@
+"""Agreement on the next group: every loss that ranks can meet, on threads over TCP, without UCX."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import patience
+import pytest
+from membership_groups import Group, give_secret, one_group
+
+from qccl.errors import CollectiveTimeout, PeerLost
+from qccl.transports import messages, regroup
+from qccl.transports.channel import Channel
+from qccl.transports.messages import Decision
+from qccl.transports.regroup import MembershipSocket
+from qccl.transports.watch import Watch
+
+pytestmark = pytest.mark.starts_first
+
+
+@pytest.fixture(autouse=True)
+def with_a_secret(monkeypatch):
+    """As after qccl.init(); test_membership_attacks.py also runs without one."""
+    give_secret(monkeypatch)
+
+
+@pytest.mark.parametrize("lost", [{0}, {1}, {3}, {0, 1}, {1, 2, 3}, {0, 1, 2}, set()])
+def test_any_rank_may_end(lost):
+    with Group(4) as group:
+        left = sorted(set(range(4)) - lost)
+        for rank in lost:
+            group.ranks[rank].close()
+        found = group.agree(*left)
+        decision = one_group(found)
+        assert len([each for each in found if each == decision]) == len(left)
+        assert group.numbers(decision) == left
+        assert (decision.epoch, decision.calls) == (1, 100 + left[-1])
+        assert [bytes.fromhex(each.worker) for each in decision.members] == [b"worker %d" % rank for rank in left]
+        assert [group.ranks[rank].rank for rank in left] == list(range(len(left)))
+
+
+def test_groups_follow_each_other():
+    with Group(4) as group:
+        for epoch, left in enumerate(([0, 1, 2, 3], [1, 2, 3], [1, 3], [3]), start=1):
+            for rank in set(range(4)) - set(left):
+                group.ranks[rank].close()
+            decision = one_group(group.agree(*left))
+            assert decision.epoch == epoch and group.numbers(decision) == left
+
+
+def test_a_timeout_may_be_longer_than_a_message_can_say(monkeypatch):
+    monkeypatch.setattr(messages, "MOST_SECONDS", 1.0)
+    with Group(3) as group:
+        group.ranks[1].close()
+        found = group.agree(0, 2, timeout=3.0)
+        assert group.numbers(one_group(found)) == [0, 2] and found[0] == found[1]
+
+
+def test_a_rank_waits_for_a_message_as_long_as_the_program_wants():
+    """poll() takes no more than 2**31 ms."""
+    ours, theirs = socket.socketpair()
+    with Channel(ours) as channel, Channel(theirs) as other, ThreadPoolExecutor(1) as pool:
+        found = pool.submit(channel.receive, time.monotonic() + 1e9)
+        time.sleep(0.1)
+        other.send({"kind": "tell"})
+        assert found.result(10) == {"kind": "tell"}
+
+
+def test_a_rank_that_comes_late_is_waited_for():
+    with Group(3) as group:
+        group.ranks[1].close()
+        found = group.run(group.work(0, after=0.5), group.work(2))
+        assert group.numbers(one_group(found)) == [0, 2] and found[0] == found[1]
+
+
+def short() -> float:
+    """Seconds within which ranks answer that are there."""
+    return patience.factor()
+
+
+@pytest.mark.parametrize("silent", [0, 1, 2])
+def test_a_silent_rank_is_out_for_good(silent):
+    with Group(3) as group:
+        left = sorted({0, 1, 2} - {silent})
+        decision = one_group(group.agree(*left, timeout=short()))
+        assert group.numbers(decision) == left
+        (late,) = group.agree(silent, timeout=short())
+        assert isinstance(late, PeerLost) and "without this one" in str(late), late
+        # the others agree again, and it stays out
+        found = group.run(group.work(silent, 5.0), *(group.work(rank, 5.0, after=0.2) for rank in left))
+        assert isinstance(found[0], PeerLost) and "without this one" in str(found[0]), found
+        assert group.numbers(one_group(found[1:])) == left
+
+
+def replaced(group: Group, new: MembershipSocket) -> None:
+    """``new`` joins ranks 0 and 1, which then end."""
+    place = "127.0.0.1", group.ranks[0]._port
+    found = group.run(group.grow(0), group.work(1), lambda: new.knock(place, b"new", 30.0))
+    assert found == [one_group(found)] * 3 and len(found[0].members) == 3
+    for rank in (0, 1):
+        group.ranks[rank].close()
+
+
+def test_a_stopped_rank_makes_no_group_beside_those_that_replaced_the_others():
+    """It continues when all ranks that it knows have ended, and does not know the process that lives."""
+    with Group(3) as group, closing(MembershipSocket("127.0.0.1")) as new:
+        assert group.numbers(one_group(group.agree(0, 1, timeout=short()))) == [0, 1]
+        replaced(group, new)
+        (late,) = group.agree(2, timeout=short())
+        assert isinstance(late, PeerLost) and "without this one" in str(late), late
+        (alone,) = group.run(lambda: new.agree(b"new", 0, 5.0))
+        assert isinstance(alone, Decision) and [member.id for member in alone.members] == [new.id]
+
+
+def test_a_rank_that_was_out_of_reach_hears_of_the_group_from_a_new_process(monkeypatch):
+    """No rank that it knows could reach it. The next group remembers it until it has been reached, or has ended."""
+    with Group(3) as group, closing(MembershipSocket("127.0.0.1")) as new:
+        far, call = group.ranks[2]._port, regroup.call
+        with monkeypatch.context() as patch:
+
+            def cut(place, *more, **how):
+                if place[1] == far:
+                    raise TimeoutError
+                return call(place, *more, **how)
+
+            patch.setattr(regroup, "call", cut)
+            assert group.numbers(one_group(group.agree(0, 1, timeout=short()))) == [0, 1]
+            replaced(group, new)
+        (alone,) = group.run(lambda: new.agree(b"new", 0, 5.0))
+        assert isinstance(alone, Decision) and alone.left_out == ()
+        (late,) = group.agree(2, timeout=short())
+        assert isinstance(late, PeerLost) and "without this one" in str(late), late
+
+
+def test_another_process_at_the_port_of_a_rank_that_is_left_out(monkeypatch):
+    """It is not told of a group that is none of its own."""
+    with Group(3) as group:
+        group.agree(0, 1, timeout=short())
+        port = group.ranks[2]._port
+        group.ranks[2].close()
+        monkeypatch.setattr(regroup, "listen", lambda host: socket.create_server(("", port)))
+        with closing(MembershipSocket("127.0.0.1")) as other:
+            other.begin([other.member(b"here")])
+            found = group.agree(0, 1)
+            assert group.numbers(one_group(found)) == [0, 1] and found[0] == found[1]
+            (own,) = group.run(lambda: other.agree(b"here", 0, 3.0))
+            assert isinstance(own, Decision) and [member.id for member in own.members] == [other.id]
+
+
+@pytest.mark.parametrize(("size", "left"), [(2, [1]), (4, [1, 2]), (4, [2, 3]), (5, [0, 4])])
+def test_too_few_ranks_make_no_group(size, left):
+    """The others are silent, and might make a group, too."""
+    with Group(size) as group:
+        for found in group.agree(*left, timeout=0.3):
+            assert isinstance(found, CollectiveTimeout), found
+
+
+@pytest.mark.parametrize(("size", "left"), [(2, [0]), (4, [0, 3])])
+def test_half_with_rank_0_is_enough(size, left):
+    with Group(size) as group:
+        found = group.agree(*left, timeout=0.3)
+        assert group.numbers(one_group(found)) == left and found[0] == found[-1]
+
+
+def test_two_halves_do_not_make_two_groups(monkeypatch):
+    """The network is cut between ranks 0, 1 and 2, 3."""
+    with Group(4) as group:
+        sides = {rank._port: number // 2 for number, rank in enumerate(group.ranks)}
+        here = threading.local()
+        call = regroup.call
+
+        def cut(place, *more, **how):
+            if sides[place[1]] != here.side:
+                time.sleep(0.05)
+                raise TimeoutError
+            return call(place, *more, **how)
+
+        monkeypatch.setattr(regroup, "call", cut)
+
+        def on_side(rank: int) -> Callable[[], Decision]:
+            def work() -> Decision:
+                here.side = rank // 2
+                return group.work(rank, 0.5)()
+
+            return work
+
+        found = group.run(*(on_side(rank) for rank in range(4)))
+        assert group.numbers(one_group(found)) == [0, 1]
+        assert all(isinstance(each, CollectiveTimeout) for each in found[2:])
+
+
+def _ends_at(monkeypatch, victim: MembershipSocket, kind: str, number: int) -> None:
+    """``victim`` ends when it is about to send its message ``number`` of this kind; the message is lost."""
+    sent = 0
+    send = regroup.Channel.send
+
+    def lossy(channel, message, *seconds):
+        nonlocal sent
+        owner = victims.get(threading.get_ident())
+        if owner is victim and message["kind"] == kind:
+            sent += 1
+            if sent >= number:
+                victim.close()
+                raise SystemExit
+        send(channel, message, *seconds)
+
+    victims: dict[int, MembershipSocket] = {}
+    agree = MembershipSocket.agree
+
+    def noted(self, *arguments, **more):
+        victims[threading.get_ident()] = self
+        return agree(self, *arguments, **more)
+
+    monkeypatch.setattr(regroup.Channel, "send", lossy)
+    monkeypatch.setattr(MembershipSocket, "agree", noted)
+
+
+@pytest.mark.parametrize(
+    ("victim", "kind", "number"),
+    [
+        *((0, kind, number) for kind in ("wait", "prepare", "accept", "decided") for number in (1, 2, 3)),
+        *((2, kind, 1) for kind in ("join", "promised", "accepted")),
+    ],
+)
+def test_a_further_rank_ends_meanwhile(victim, kind, number, monkeypatch):
+    """Wherever it ends, the others end in one group, which the next agreement makes smaller if it is in it."""
+    with Group(4) as group:
+        _ends_at(monkeypatch, group.ranks[victim], kind, number)
+        left = sorted({0, 1, 2, 3} - {victim})
+
+        def dies() -> Decision:
+            try:
+                return group.work(victim)()
+            except SystemExit:
+                raise PeerLost("ended") from None
+
+        def to_the_end(rank: int) -> Callable[[], Decision]:
+            def work() -> Decision:
+                decision = group.work(rank)()
+                while victim in group.numbers(decision):  # its connection fails
+                    decision = group.work(rank)()
+                return decision
+
+            return work
+
+        found = group.run(dies, *(to_the_end(rank) for rank in left))
+        assert group.numbers(one_group(found[1:])) == left
+        assert all(isinstance(each, Decision) for each in found[1:])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_end_and_come_at_random(seed):
+    """One group for all, or errors: never two groups."""
+    chosen = random.Random(seed)
+    with Group(5) as group:
+        works = []
+        for rank in range(5):
+            fate = chosen.choice(["comes", "comes", "comes", "ends", "is silent"])
+            after = chosen.uniform(0, 0.5)
+            if fate == "ends":
+                works.append(group.end(rank, after))
+            elif fate == "comes":
+                works.append(group.work(rank, 1.0, after=after))
+        found = group.run(*works)
+        assert len({each for each in found if isinstance(each, Decision)}) <= 1, found
+
+
+def test_newcomers_get_the_numbers_behind_the_others():
+    with (
+        Group(2) as group,
+        closing(MembershipSocket("127.0.0.1")) as first,
+        closing(MembershipSocket("127.0.0.1")) as second,
+    ):
+        places = [("127.0.0.1", rank._port) for rank in group.ranks]
+        found = group.run(
+            group.grow(0),
+            group.grow(1),
+            lambda: first.knock(places[1], b"new", 30.0),
+            lambda: second.knock(places[0], b"new", 30.0),
+        )
+        decision = one_group(found)
+        assert len(decision.members) == 4 and found.count(decision) == 4
+        assert (second.rank, first.rank) == (2, 3), "in the order of the ranks that they called"
+        # from now on they are members like the others
+        group.ranks[0].close()
+        found = group.run(group.work(1), lambda: first.agree(b"w", 0, 10.0), lambda: second.agree(b"w", 0, 10.0))
+        assert len(one_group(found).members) == 3 and found.count(found[0]) == 3
+
+
+def test_a_newcomer_that_has_ended_is_not_waited_for():
+    with Group(2) as group:
+        gone = MembershipSocket("127.0.0.1")
+        with pytest.raises(CollectiveTimeout, match=r"all ranks must call comm\.grow\(\)"):
+            gone.knock(("127.0.0.1", group.ranks[0]._port), b"new", 0.2)
+        gone.close()
+        assert group.ranks[0].waiting() == 0
+
+
+def test_strangers_change_nothing():
+    with Group(3) as group:
+        group.ranks[0].close()
+        with closing(socket.create_connection(("127.0.0.1", group.ranks[1]._port))) as silent:
+            with closing(socket.create_connection(("127.0.0.1", group.ranks[1]._port))) as loud:
+                loud.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                assert group.numbers(one_group(group.agree(1, 2))) == [1, 2]
+            silent.close()
+
+
+def test_a_late_coordinator_that_begins_again_keeps_its_followers(monkeypatch):
+    """The others have waited for it as long as their timeout says when it asks them to come a second time."""
+    with Group(4) as group:
+        _ends_at(monkeypatch, group.ranks[3], "accepted", 1)
+
+        def dies() -> Decision:
+            try:
+                return group.work(3, after=1.3)()
+            except SystemExit:
+                raise PeerLost("ended") from None
+
+        found = group.run(dies, group.work(0, 1.0, after=0.7), group.work(1, 1.0), group.work(2, 1.0))
+        assert group.numbers(one_group(found)) in ([0, 1, 2], [0, 1, 2, 3])
+        assert all(isinstance(each, Decision) for each in found[1:]), found
+
+
+@pytest.mark.parametrize("ended", [0, 2])
+def test_another_group_at_the_port_of_a_rank_that_has_ended(ended, monkeypatch):
+    """Its answers are not those of the rank, which has ended."""
+    with Group(3) as group, closing(MembershipSocket("127.0.0.1")) as away:
+        port = group.ranks[ended]._port
+        group.ranks[ended].close()
+        monkeypatch.setattr(regroup, "listen", lambda host: socket.create_server(("", port)))
+        with closing(MembershipSocket("127.0.0.1")) as other:
+            other.latest = Decision(5, (other.member(b"here"), away.member(b"away")), 3)
+            left = sorted({0, 1, 2} - {ended})
+            found = group.run(*map(group.work, left), lambda: other.agree(b"here", 0, 3.0))
+        assert group.numbers(one_group(found[:2])) == left and found[0] == found[1]
+
+
+def test_what_one_rank_may_know_is_decided_again(monkeypatch):
+    """Rank 0 ends when it has told rank 1 alone, and rank 1 goes its way. The others must not make another group."""
+    with Group(5) as group:
+        _ends_at(monkeypatch, group.ranks[0], "decided", 2)
+
+        def dies() -> Decision:
+            try:
+                return group.work(0)()
+            except SystemExit:
+                raise PeerLost("ended") from None
+
+        found = group.run(dies, *(group.work(rank, 1.0) for rank in range(1, 5)))
+        assert found[1:] == [one_group(found)] * 4 and group.numbers(found[1]) == [0, 1, 2, 3, 4]
+
+
+def test_a_coordinator_learns_what_it_has_missed():
+    """Rank 2 knows the next group already, and rank 1 does not: it hears of it when rank 2 calls."""
+    with Group(3) as group:
+        members = tuple(group.ranks[rank].member(b"worker %d" % rank) for rank in (1, 2))
+        known = group.ranks[2]._adopt(Decision(1, members, 7))
+        group.ranks[0].close()
+
+        def twice() -> Decision:
+            assert group.work(1)() == known
+            return group.work(1)()
+
+        found = group.run(twice, group.work(2))
+        assert found[0] == found[1] and one_group(found).epoch == 2 and group.numbers(found[0]) == [1, 2]
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, *ranks: MembershipSocket) -> None:
+    """A firewall refuses connections to these ranks, which live."""
+    ports, call = {rank._port for rank in ranks}, regroup.call
+
+    def refused(place: tuple[str, int], *more: Any, **how: Any) -> Channel:
+        if place[1] in ports:
+            raise ConnectionRefusedError
+        return call(place, *more, **how)
+
+    monkeypatch.setattr(regroup, "call", refused)
+
+
+def test_a_firewall_that_refuses_leaves_no_living_rank_out(monkeypatch):
+    """Ranks 1 and 2 come late, and call rank 0, which cannot call them."""
+    with Group(3) as group:
+        refuse(monkeypatch, *group.ranks[1:])
+        found = group.run(group.work(0), group.work(1, after=0.3), group.work(2, after=0.6))
+        assert group.numbers(one_group(found)) == [0, 1, 2] and found.count(found[0]) == 3
+        assert group.ranks[0].find_ended(1) is None
+
+
+def test_ranks_that_are_refused_by_the_first_wait_for_it(monkeypatch):
+    """Rank 1 makes no group alone, though rank 0 seems to have ended: rank 0 is half of the group."""
+    with Group(2) as group:
+        refuse(monkeypatch, group.ranks[0])
+        first, second = group.run(group.work(0, 3 * short(), after=short()), group.work(1, short()))
+        assert isinstance(second, CollectiveTimeout) or "without this one" in str(second), second
+        assert isinstance(first, Decision) and group.numbers(first) == [0]
+
+
+@pytest.mark.parametrize("was_reached", [True, False])
+def test_a_refusal_from_another_machine_counts_where_the_socket_was_reached(was_reached, monkeypatch):
+    with Group(3) as group:
+        monkeypatch.setattr(regroup, "is_free", lambda host, port: False)
+        for rank in group.ranks[1:]:
+            watch = Watch([(member.host, member.port) for member in rank.members])
+            if was_reached:
+                rank.look(watch)
+            watch.close()
+        group.ranks[0].hear()
+        group.ranks[0].close()
+        found = group.agree(1, 2, timeout=3 * short())
+        assert group.numbers(one_group(found)) == [1, 2] and found[0] == found[1]
+        assert (group.ranks[0].id in {member.id for member in found[0].left_out}) == (not was_reached)
