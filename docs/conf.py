@@ -59,7 +59,7 @@ def add_generated(app: Any, docname: str, source: list[str]) -> None:
     """The tables of docs/results, and the help of qccl-bench, at the end of their pages."""
     from results_tables import markdown
 
-    if docname == "results":
+    if docname == "results-collectives":
         source[0] += markdown(DOCS / "results")
     if docname == "reference/command":
         source[0] += "\n".join(f"## {name}\n\n```text\n{text}\n```\n" for name, text in helps())

@@ -52,6 +52,7 @@ class ByteModel(nn.Module):
         )
 
     def forward(self, context: torch.Tensor) -> torch.Tensor:
+        """The scores of the byte that follows each context."""
         scores: torch.Tensor = self.layers(self.embedding(context).flatten(1))
         return scores
 

@@ -74,6 +74,7 @@ class Adam:
         self.steps = 0
 
     def step(self, p: Params, gradient: Params, lr: float = 2e-3) -> None:
+        """Change ``p`` in place by one step (Kingma and Ba 2015, algorithm 1, with betas 0.9 and 0.99)."""
         self.steps += 1
         for name, g in gradient.items():
             m, v = self.first[name], self.second[name]

@@ -62,6 +62,7 @@ class Block(nn.Module):
         self.layers = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` (batch, n, 128) after attention to earlier words and after the layer, in the same shape."""
         parts = self.attention(self.norm1(x)).split(WIDTH, -1)
         query, key, value = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in parts)
         found = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -85,6 +86,7 @@ class WordGPT(nn.Module):
                 nn.init.zeros_(module.bias)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """The scores of the word that follows each of ``words``; the embedding is the output layer, too."""
         x = self.embedding(words) + self.positions.weight[: words.shape[1]]
         return nn.functional.linear(self.norm(self.blocks(x)), self.embedding.weight)
 
