@@ -6,9 +6,11 @@ SGD. The batch, the schedule, the learning rate and the number of steps are the 
 Sections:
 
 - "curves": validation quality by step, for several seeds, without a link: the results do not depend on it;
-- "steps": the time of a step behind each link. Four ranks do not fit on two cores, so that a rank does not compute but
-  sleeps, as long as the forward pass, each gradient and the optimiser take one rank alone on this machine; gradients
-  of the same shapes go through DistributedDataParallel, the hook, the codec and the link;
+- "steps": the time of a step behind each link; "100mbit 25ms 0.1% bbr" is a link of 100 Mbit/s with a delay of 25 ms in
+  each direction and 0.1% loss, where TCP's congestion control is bbr, and qccl's transport wan. Four ranks do not fit
+  on two cores, so that a rank does not compute but sleeps, as long as the forward pass, each gradient and the optimiser
+  take one rank alone on this machine; gradients of the same shapes go through DistributedDataParallel, the hook, the
+  codec and the link;
 - "whole": one run with everything behind one link, whose parameters must equal those of the run without, bit for bit;
 - "scaling": the time of a step on 1 to 8 ranks.
 
@@ -16,7 +18,8 @@ The target is the mean quality of fp32 after ``--budget`` steps, plus one standa
 time is that of its first step whose quality reaches the target; the learning rate is constant, so that all methods can.
 Beside each step's time stands its limit: no link can end before it has carried all the bytes of a gradient that becomes
 ready when it does, and nothing can end before the computation. The limit takes encoding and decoding to be free; the
-step without a link, in shared memory, shows what they and PyTorch take while four ranks share the processors.
+step without a link, in shared memory, shows what they and PyTorch take while four ranks share the processors. Behind a
+link with a delay, the last gradient also waits for the other ranks' shares, which are under way for one delay.
 
 ``--save`` writes docs/results/training-<model>-<date>.json after each row; with ``--resume`` the newest such file is
 continued, and only what it lacks is measured. ``--write`` makes the tables of docs/results.md and README.md and the
@@ -42,9 +45,6 @@ import click
 import training_report
 from runs import machine, rewrite_table, run_ranks, run_undisturbed
 
-from qccl.bench.lab import Lab
-from qccl.bench.sizes import parse_link
-
 __all__ = ["limit"]
 
 _ROOT = Path(__file__).parent.parent
@@ -59,7 +59,7 @@ RANKS = 4
 @click.option("--model", default="word_gpt", type=click.Choice(list(training_report.MODELS)), show_default=True)
 @click.option("--sections", default="curves,steps,whole,scaling", show_default=True)
 @click.option("--ranks", default=RANKS, show_default=True, help="Not of the scaling.")
-@click.option("--links", default="100mbit,1gbit", show_default=True)
+@click.option("--links", default="100mbit,1gbit,100mbit 25ms 0.1% bbr", show_default=True)
 @click.option("--methods", default=",".join(training_report.THEIRS + training_report.OURS), show_default=True)
 @click.option("--seeds", default=5, show_default=True)
 @click.option("--steps", default=500, show_default=True, help="Of a training.")
@@ -123,8 +123,9 @@ def write_pages() -> None:
                 documents[model] = document
     whole = [document for document in documents.values() if {"curves", "steps"} <= document.keys()]
     if whole:
-        for page, methods in (("docs/results.md", ()), ("README.md", training_report.FIRST)):
-            text = training_report.headline(whole, methods)
+        far = training_report.headline(whole, has_delay=True)
+        for page, methods, more in (("docs/results.md", (), far), ("README.md", training_report.FIRST, "")):
+            text = "\n\n".join(filter(None, [training_report.headline(whole, methods), more]))
             rewrite_table(str(_ROOT / page), "python bench/train_slow_link.py", text)
         training_report.draw(whole, _ROOT / "docs" / "training.png")
 
@@ -171,22 +172,24 @@ def _step(ranks: int, method: str, link: str | None, compute: dict[str, Any], un
     """Time a step behind a link, or without one in shared memory."""
     found = _run(ranks, {"measure": "step", "method": method, "compute": compute, "link": link}, link, until)
     del found["compute"]
-    found["limit"] = limit(compute, found["nbytes"], parse_link(link).rate if link else math.inf)
+    network = training_report.network_of(link) if link else None
+    rate, delay = (network.slowest.rate, network.delay or 0.0) if network and network.slowest else (math.inf, 0.0)
+    found["limit"] = limit(compute, found["nbytes"], rate, delay)
     return found
 
 
-def limit(compute: dict[str, Any], nbytes: float, rate: float) -> float:
+def limit(compute: dict[str, Any], nbytes: float, rate: float, delay: float = 0.0) -> float:
     """The least seconds of a step that sends ``nbytes`` bytes at ``rate`` bytes per second.
 
-    ``compute`` is a result of training_rank.py: seconds of "forward" and "optimiser", and in "ready" the gradients. A
-    gradient's share of the bytes is its share of the elements.
+    What is sent arrives ``delay`` seconds later. ``compute`` is a result of training_rank.py: seconds of "forward" and
+    "optimiser", and in "ready" the gradients. A gradient's share of the bytes is its share of the elements.
     """
     counts = [math.prod(shape) for shape, _ in compute["ready"]]
     left, end = nbytes, compute["ready"][-1][1]
     for count, (_, ready) in zip(counts, compute["ready"], strict=True):
         end = max(end, ready + left / rate)
         left -= nbytes * count / sum(counts)
-    return float(compute["forward"] + end + compute["optimiser"])
+    return float(compute["forward"] + end + delay + compute["optimiser"])
 
 
 def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float = 0.0) -> dict[str, Any]:
@@ -196,8 +199,9 @@ def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float
     """
 
     def run() -> list[dict[str, Any]]:
-        lab = Lab(ranks, parse_link(link)) if link else None
-        return run_ranks(_SCRIPT, ranks, task, "ucx", lab, plain=None)
+        network = training_report.network_of(link) if link else None
+        transport = "wan" if network and network.is_forwarded else "ucx"
+        return run_ranks(_SCRIPT, ranks, task, transport, network.lab(ranks) if network else None, plain=None)
 
     (row,) = run_undisturbed(run, until)
     print(f"{row['measure']} {row.get('method', '')} {link or ''}: {row['summary']}", file=sys.stderr, flush=True)

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from runs import MARK
+from training_report import network_of
 
-from qccl.bench.lab import shaped_nbytes
+from qccl.bench.lab import sent_nbytes, shaped_nbytes
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
 #: megabytes of DDP's buckets, as in docs/examples/ddp.py
@@ -146,19 +147,26 @@ def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
     blocks, sent = [], []
     for _ in range(7):
         dist.barrier()
-        before = shaped_nbytes() if task["link"] else 0
+        before = _sent_nbytes(task["link"])
         begin = time.perf_counter()
         for _ in range(4):
             step()
         mine = torch.tensor((time.perf_counter() - begin) / 4)
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         blocks.append(mine.item())
-        nbytes = torch.tensor((shaped_nbytes() - before) / 4 if task["link"] else 0.0)
+        nbytes = torch.tensor((_sent_nbytes(task["link"]) - before) / 4)
         dist.all_reduce(nbytes, dist.ReduceOp.MAX)
         sent.append(nbytes.item())
     seconds = statistics.median(blocks)
     summary = f"{seconds * 1e3:.1f} ms a step, {statistics.median(sent) / 1e6:.2f} MB"
     return {"seconds": seconds, "blocks": blocks, "nbytes": statistics.median(sent), "summary": summary}
+
+
+def _sent_nbytes(link: str | None) -> int:
+    """The bytes that this rank has sent through the lab; 0 without a link."""
+    if link is None:
+        return 0
+    return sent_nbytes() if network_of(link).is_forwarded else shaped_nbytes()
 
 
 def _replay(ready: list[tuple[list[int], float]]) -> Any:

@@ -10,9 +10,10 @@ from typing import Any
 
 from runs import measured_on, table
 
-from qccl.bench.sizes import parse_link
+from qccl.bench.network_options import NetworkOptions
+from qccl.bench.sizes import parse_link, parse_loss, parse_seconds
 
-__all__ = ["FIRST", "OURS", "THEIRS", "computation", "draw", "headline", "paragraphs"]
+__all__ = ["FIRST", "OURS", "THEIRS", "computation", "draw", "headline", "network_of", "paragraphs"]
 
 Document = dict[str, Any]
 
@@ -34,6 +35,15 @@ BOUND = "the most, (c + n) / c"
 ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
 STEP = ("method", "link", "ms a step", "least ms", "least / time", "ms without a link")
 TIMES = (*STEP, "s to the target", "times sooner than fp32")
+
+
+def network_of(link: str) -> NetworkOptions:
+    """The network of a link's name: "100mbit", or "100mbit 25ms 0.1% bbr" with delay, loss and congestion control."""
+    rate, *more = link.split()
+    if not more:
+        return NetworkOptions(rate)
+    delay, loss, tcp = more
+    return NetworkOptions(rate, delay=parse_seconds(delay), loss=parse_loss(loss), tcp=tcp)
 
 
 def paragraphs(document: Document) -> Iterator[str]:
@@ -72,15 +82,17 @@ def paragraphs(document: Document) -> Iterator[str]:
     yield measured_on(document["machine"])
 
 
-def headline(documents: Sequence[Document], methods: Collection[str] = ()) -> str:
-    """How many times sooner than fp32 each method reaches the target behind the first link, by model.
+def headline(documents: Sequence[Document], methods: Collection[str] = (), has_delay: bool = False) -> str:
+    """How many times sooner than fp32 each method reaches the target, by model, and behind which link.
 
+    That is the first link of the documents, or with ``has_delay`` the first one with a delay; "" if they have none.
     Without ``methods`` the table has all that were measured.
     """
     documents = [_in_order(document) for document in documents]
-    links = {_behind_links(document)[0]["link"] for document in documents}
-    ranks = {_behind_links(document)[0]["ranks"] for document in documents}
-    (link,), (number,) = links, ranks
+    link = _headline_link(documents, has_delay)
+    if link is None:
+        return ""
+    (number,) = {_behind_links(document)[0]["ranks"] for document in documents}
     head = ["gradients travel as"]
     columns: list[dict[str, str]] = []
     for document in documents:
@@ -90,8 +102,27 @@ def headline(documents: Sequence[Document], methods: Collection[str] = ()) -> st
     keys = sorted(dict.fromkeys(key for column in columns for key in column), key=_place)
     shown = [key for key in keys if not methods or key in (*methods, BOUND)]
     rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in shown]
-    text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind a link of {link}:"
+    text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind {_described(link)}:"
     return text + "\n\n" + "\n".join(table(head, rows))
+
+
+def _headline_link(documents: Sequence[Document], has_delay: bool) -> str | None:
+    """The first link that all documents have, with or without a delay."""
+    common = [link for link in _links(documents[0]) if all(link in _links(document) for document in documents)]
+    return next((link for link in common if network_of(link).is_forwarded == has_delay), None)
+
+
+def _links(document: Document) -> list[str]:
+    return list(dict.fromkeys(row["link"] for row in _behind_links(document)))
+
+
+def _described(link: str) -> str:
+    """The link in words."""
+    rate, *more = link.split()
+    if not more:
+        return f"a link of {rate}"
+    delay, loss, tcp = more
+    return f"a link of {rate}, with a delay of {delay} in each direction and {loss} of the packets lost ({tcp})"
 
 
 def _in_order(document: Document) -> Document:
@@ -125,7 +156,7 @@ def _what(document: Document) -> str:
         f"A {name} with {size}; {optimiser}. The computation of one rank alone takes {computation(document) * 1e3:.1f} "
         f"ms: {document['compute']['summary']}."
     )
-    for link in dict.fromkeys(row["link"] for row in _behind_links(document)):
+    for link in _links(document):
         network = _network(document, link)
         if network:
             text += (
@@ -137,7 +168,7 @@ def _what(document: Document) -> str:
 
 def _network(document: Document, link: str) -> float | None:
     """The seconds in which the link carries the bytes of a step in fp32."""
-    rate = parse_link(link).rate
+    rate = parse_link(link.split()[0]).rate
     found = (row for row in _behind_links(document) if row["method"] == "fp32" and row["link"] == link)
     return next((row["nbytes"] / rate for row in found), None)
 
@@ -256,7 +287,7 @@ def _seconds_to_target(document: Document, row: dict[str, Any]) -> float | None:
 
 
 def draw(documents: Sequence[Document], path: Path) -> None:
-    """Draw quality by time behind the first link, a panel for each model; a method has one colour in all of them.
+    """Draw quality by time, a panel for each model and link of the headlines; a method has one colour in all of them.
 
     The figure is narrow, so that its texts can be read on a phone, too.
     """
@@ -265,20 +296,22 @@ def draw(documents: Sequence[Document], path: Path) -> None:
     documents = [_in_order(document) for document in documents]
     methods = dict.fromkeys(row["method"] for document in documents for row in document["curves"])
     colours = {method: f"C{number}" for number, method in enumerate(methods)}
-    figure, panels = plt.subplots(len(documents), 1, figsize=(5.6, 4.4 * len(documents)), layout="constrained")
+    links = [link for has_delay in (False, True) if (link := _headline_link(documents, has_delay))]
+    shown = [(document, link) for link in links for document in documents]
+    figure, panels = plt.subplots(len(shown), 1, figsize=(5.6, 4.4 * len(shown)), layout="constrained", squeeze=False)
     lines: dict[str, Any] = {}
-    for axes, document in zip([panels] if len(documents) == 1 else panels, documents, strict=True):
-        lines |= _panel(axes, document, colours)
+    for axes, (document, link) in zip(panels.flat, shown, strict=True):
+        lines |= _panel(axes, document, link, colours)
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize="small")
     figure.suptitle("Quality by time behind a slow link\nLower and further left is better")
     figure.savefig(path, dpi=150)
     print(f"wrote {path}")
 
 
-def _panel(axes: Any, document: Document, colours: dict[str, str]) -> dict[str, Any]:
+def _panel(axes: Any, document: Document, link: str, colours: dict[str, str]) -> dict[str, Any]:
     """One model: the mean over the seeds, and the band of their extremes. Returns the lines by their labels."""
-    first = _behind_links(document)[0]
-    seconds = {row["method"]: row["seconds"] for row in _behind_links(document) if row["link"] == first["link"]}
+    rows = [row for row in _behind_links(document) if row["link"] == link]
+    seconds = {row["method"]: row["seconds"] for row in rows}
     lines, best = {}, math.inf
     for method in dict.fromkeys(row["method"] for row in document["curves"] if row["method"] in seconds):
         curves = [row["curve"] for row in document["curves"] if row["method"] == method]
@@ -293,7 +326,7 @@ def _panel(axes: Any, document: Document, colours: dict[str, str]) -> dict[str, 
     mean, deviation = _target(document)
     lines["fp32's target"] = axes.axhline(mean + deviation, color="grey", linestyle=":")
     name, size, optimiser, unit = MODELS[document["model"]]
-    label = f"seconds of training, {first['ranks']} ranks, {first['link']} per rank"
+    label = f"seconds of training, {rows[0]['ranks']} ranks, {link} per rank"
     axes.set(xscale="log", xlabel=label, ylabel=f"{unit} (validation)")
     axes.set_ylim(best - 0.1, mean + 1.5)  # the first steps, before the learning rate has risen, are of no interest
     axes.xaxis.set_major_formatter("{x:g}")

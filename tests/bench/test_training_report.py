@@ -52,10 +52,28 @@ def test_the_headline_names_model_optimiser_computation_and_bound(bench: Any) ->
     assert lines[-1] == "| the most, (c + n) / c | 21.0 | 21.0 |"  # 25 MB at 12.5 MB/s: n = 2 s
 
 
+def test_links_with_a_delay_have_a_headline_of_their_own(bench: Any) -> None:
+    report, link = bench.training_report, "100mbit 25ms 0.1% bbr"
+    network = report.network_of(link)
+    assert (network.delay, network.loss, network.tcp, network.slowest.rate) == (0.025, 0.001, "bbr", 12.5e6)
+    assert report.network_of("1gbit").delay is None and not report.network_of("1gbit").is_forwarded
+    assert report.headline([document()], has_delay=True) == ""
+    far = document()
+    far["steps"] += [row | {"link": link, "seconds": 3 * row["seconds"]} for row in far["steps"][:2]]
+    far["steps"][-1]["seconds"] = 0.25  # of the codec
+    assert report.headline([far]) == report.headline([document()])
+    lines = report.headline([far], has_delay=True).splitlines()
+    assert lines[0].endswith(
+        "a link of 100mbit, with a delay of 25ms in each direction and 0.1% of the packets lost (bbr):"
+    )
+    assert "| `minmax4+ef` | 12.0 |" in lines  # 4 steps of 6 s, and 8 of 0.25 s
+
+
 def test_a_limit_lets_gradients_wait_for_their_turn(bench: Any) -> None:
     compute = document()["compute"]
     assert bench.limit(compute, 128.0, 1e3) == pytest.approx(0.03 + 0.01 + 0.128 + 0.02)  # from the first gradient on
     assert bench.limit(compute, 128.0, 1e9) == pytest.approx(0.1)
+    assert bench.limit(compute, 128.0, 1e9, delay=0.025) == pytest.approx(0.125)
 
 
 def test_replayed_gradients_have_the_shapes_of_the_model(bench: Any) -> None:
