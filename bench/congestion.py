@@ -1,8 +1,9 @@
-"""Which congestion control wins when: ``python bench/congestion.py`` (takes 10 to 15 minutes; needs root).
+"""Which congestion control wins when: ``python bench/congestion.py`` (takes 20 minutes; needs root).
 
 Two ranks in the lab make all-reduces of 4 MiB of float32 with ``minmax8`` behind links of 100 Mbit/s with a delay of
 25 ms in each direction, for each loss, TCP congestion control and transport. Beside them as many bytes go through
-several plain TCP sockets, in two rounds like those of the all-reduce. The losses are other ones in each of ``--rounds``
+several plain TCP sockets, in two rounds like those of the all-reduce. With ``--in-flight 20`` each measured time is
+that of 20 calls that are under way together. The losses are other ones in each of ``--rounds``
 runs; the table has the median of all calls, and the medians of the fastest and the slowest run.
 
 ``--save`` writes docs/results/congestion-<date>.json after each row; ``--write docs/howto/starting.md`` replaces that
@@ -28,19 +29,20 @@ from qccl.bench.sizes import parse_link, parse_loss, parse_seconds, parse_size
 
 _SCRIPT = str(Path(__file__).parent / "congestion_rank.py")
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
-_RANKS = 2
 #: a transport of this table alone: as many plain sockets as --connections
 SOCKETS = "sockets"
 
 
 @click.command()
-@click.option("--transports", default="ucx", show_default=True)
+@click.option("--ranks", default=2, show_default=True, help="Other numbers need --connections 0.")
+@click.option("--transports", default="ucx,wan", show_default=True)
 @click.option("--tcp", "algorithms", default="cubic,bbr", show_default=True, help="Congestion controls.")
 @click.option("--connections", default=8, show_default=True, help="Plain sockets; 0: none.")
 @click.option("--losses", default="0%,0.1%,1%", show_default=True)
 @click.option("--link", default="100mbit", show_default=True)
 @click.option("--delay", default="25ms", show_default=True)
 @click.option("--size", default="4M", show_default=True)
+@click.option("--in-flight", default=1, show_default=True, help="Calls that are started together.")
 @click.option("--codec", default="minmax8", show_default=True)
 @click.option("--rounds", default=3, show_default=True, help="Runs of each, with other losses.")
 @click.option("--calls", default=20, show_default=True, help="Calls in a run; fewer where they take more than 15 s.")
@@ -48,6 +50,8 @@ SOCKETS = "sockets"
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the table of this page.")
 def main(**given: Any) -> None:
     """Print the table."""
+    if given["connections"] and given["ranks"] != 2:
+        raise click.UsageError("the plain sockets are between two ranks; add --connections 0")
     of, rows = machine() | {"tcp": ""}, []  # the lab sets it
     transports = [*given["transports"].split(","), *([SOCKETS] if given["connections"] else [])]
     columns = [(transport, tcp) for transport in transports for tcp in given["algorithms"].split(",")]
@@ -67,30 +71,31 @@ def main(**given: Any) -> None:
 
 def _measure(given: dict[str, Any], loss: str, transport: str, tcp: str) -> dict[str, Any]:
     """The seconds of the calls of all runs, each with other losses."""
-    task = {key: given[key] for key in ("codec", "calls", "connections")}
-    task |= {"transport": transport, "count": parse_size(given["size"]) // 4, "nbytes": _nbytes(given)}
+    task = {key: given[key] for key in ("codec", "calls", "connections", "in_flight")}
+    task |= {"transport": transport, "count": parse_size(given["size"]) // 4, "nbytes": _nbytes(given), "tcp": tcp}
     network = {"link": given["link"], "delay": parse_seconds(given["delay"]), "loss": parse_loss(loss), "tcp": tcp}
-    runs = []
+    runs, ranks = [], given["ranks"]
     for seed in range(given["rounds"]):
-        lab = NetworkOptions(**network, seed=seed).lab(_RANKS)
+        lab = NetworkOptions(**network, seed=seed).lab(ranks)
         assert lab is not None
-        (row,) = run_ranks(_SCRIPT, _RANKS, task, "ucx" if transport == SOCKETS else transport, lab, plain=None)
+        (row,) = run_ranks(_SCRIPT, ranks, task, "ucx" if transport == SOCKETS else transport, lab, plain=None)
         runs.append(row["seconds"])
     medians = [statistics.median(each) for each in runs]
     median = statistics.median([seconds for each in runs for seconds in each])
     print(
         f"{transport} {tcp} {loss}: {median * 1e3:.0f} ms", [f"{each * 1e3:.0f}" for each in medians], file=sys.stderr
     )
-    return task | network | {"seconds": runs, "median": median, "medians": medians}
+    return task | network | {"ranks": ranks, "seconds": runs, "median": median, "medians": medians}
 
 
 def _nbytes(given: dict[str, Any]) -> int:
-    """The bytes that a rank sends in a call: half of the codes in each of two rounds."""
-    return codecs.get(given["codec"]).encoded_nbytes(parse_size(given["size"]) // 4, "float32")
+    """The bytes that a rank sends in a measured time: in two rounds all codes but its own."""
+    encoded = codecs.get(given["codec"]).encoded_nbytes(parse_size(given["size"]) // 4, "float32")
+    return given["in_flight"] * 2 * encoded * (given["ranks"] - 1) // given["ranks"]
 
 
 def _floor(given: dict[str, Any]) -> float:
-    """Seconds of the bytes of a call at the rate of the link."""
+    """Seconds of these bytes at the rate of the link."""
     return _nbytes(given) / parse_link(given["link"]).rate
 
 

@@ -41,14 +41,23 @@ def main(task: dict[str, Any]) -> None:
 @contextlib.contextmanager
 def _communicator(task: dict[str, Any]) -> Iterator[tuple[Callable[[], object], Callable[[float], float]]]:
     """An all-reduce, and the greatest of the ranks' numbers."""
+    os.environ["QCCL_WAN_CONGESTION"] = task["tcp"]
     with qccl.init("host") as comm:
-        x = np.random.default_rng(comm.rank).standard_normal(task["count"], np.float32)
+        x = np.random.default_rng(comm.rank).standard_normal((task["in_flight"], task["count"]), np.float32)
         out = np.empty_like(x)
+
+        def call() -> None:
+            if task["in_flight"] == 1:
+                comm.quantized_allreduce(x[0], out[0], codec=task["codec"])
+                return
+            how = {"codec": task["codec"], "async_op": True}
+            for work in [comm.quantized_allreduce(a, b, **how) for a, b in zip(x, out, strict=True)]:
+                work.wait()
 
         def greatest(number: float) -> float:
             return max(_NUMBER.unpack(each)[0] for each in comm.allgather(_NUMBER.pack(number)))
 
-        yield lambda: comm.quantized_allreduce(x, out, codec=task["codec"]), greatest
+        yield call, greatest
 
 
 @contextlib.contextmanager

@@ -53,10 +53,11 @@ def test_a_connection_that_ends_is_an_error() -> None:
 @pytest.mark.skipif(lab.obstacle() is not None, reason=f"no lab here: {lab.obstacle()}")
 def test_a_short_run() -> None:
     flags = ["--losses=0%,1%", "--rounds=1", "--calls=1", "--size=64K", "--delay=1ms", "--connections=2"]
+    flags += ["--transports=ucx,wan", "--in-flight=2"]
     command = [sys.executable, str(SCRIPT), *flags, f"--tcp={congestion_control()}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=SCRIPT.parent)
     assert done.returncode == 0, done.stderr
     lines = [line.split(" | ") for line in done.stdout.splitlines() if line.startswith("|")]
-    assert [len(line) for line in lines] == [3] * 4 and [line[0] for line in lines[2:]] == ["| none", "| 1%"]
+    assert [len(line) for line in lines] == [4] * 4 and [line[0] for line in lines[2:]] == ["| none", "| 1%"]
     assert all(float(cell.strip(" |").split()[0]) > 0 for line in lines[2:] for cell in line[1:])
-    assert "The bytes alone need 1 ms, and two delays 2." in done.stdout, json.dumps(done.stdout)
+    assert "The bytes alone need 3 ms, and two delays 2." in done.stdout, json.dumps(done.stdout)
