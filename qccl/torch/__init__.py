@@ -5,6 +5,7 @@ The import registers the backend "qccl" of torch.distributed: ``dist.init_proces
 
 from qccl.torch.ddp import Compression, compress
 from qccl.torch.fsdp import AllGather, ReduceScatter
+from qccl.torch.hsdp import AllReduce
 from qccl.torch.process_group import Options, ProcessGroupQccl
 
-__all__ = ["AllGather", "Compression", "Options", "ProcessGroupQccl", "ReduceScatter", "compress"]
+__all__ = ["AllGather", "AllReduce", "Compression", "Options", "ProcessGroupQccl", "ReduceScatter", "compress"]

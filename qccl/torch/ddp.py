@@ -240,7 +240,11 @@ class Compression:
         run that goes on from it has not lost anything, but only state_dict() of each rank continues with the same bits.
         """
         self._check_between_steps("full_state_dict()")
-        return to_full(self._comm, self._groups, self.step, self._process_group)
+
+        def add_ranks(values: torch.Tensor) -> None:
+            dist.all_reduce(values, group=self._process_group)
+
+        return to_full(self._comm, self._groups, self.step, add_ranks)
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
         """Restore a state; every rank must call it.

@@ -21,7 +21,7 @@ from qccl.codecs import Codec, NoCodec
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
 
-__all__ = ["AllGather", "ReduceScatter"]
+__all__ = ["AllGather", "ReduceScatter", "checked_communicator", "sharded_modules"]
 
 #: element types that codecs encode; PyTorch moves the others exactly
 _ENCODED = (torch.float32, torch.float16, torch.bfloat16)
@@ -34,7 +34,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
 
     Sums and means of float32, float16 and bfloat16 are encoded. PyTorch itself reduces everything else, exactly: all
     gradients with the codec "none", other element types, and PREMUL_SUM, which follows set_gradient_divide_factor()
-    (unless with set_force_sum_reduction_for_comms()). With HSDP the all-reduce between replicas is PyTorch's.
+    (unless with set_force_sum_reduction_for_comms()). With HSDP, qccl.torch.AllReduce averages the replicas.
 
     Attributes:
         codec: of the gradients.
@@ -52,7 +52,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
             raise ArgumentError(f"key must be a string that names the module, not {key!r}")
         self.codec, self.key = codecs.get(codec), key
         self.lr: float | None = None
-        self._comm = _checked(comm)
+        self._comm = checked_communicator(comm)
         self._exact = DefaultReduceScatter()
         self._parent = self  # has the learning rate
 
@@ -64,7 +64,7 @@ class ReduceScatter(api.ReduceScatter):  # type: ignore[misc]  # torch has no ty
 
         The state of each has a key of its own, made of ``key`` and the module's name, so it fits the same model later.
         """
-        for name, module in _sharded(model):
+        for name, module in sharded_modules(model):
             own = ReduceScatter(self.codec, self._comm, key=f"{self.key}/{name}")
             own._parent = self
             module.set_custom_reduce_scatter(own)
@@ -155,7 +155,7 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
             raise ArgumentError(
                 f"an all-gather of weights keeps no state: use {self.codec.plain.spec()}, not {self.codec.spec()}"
             )
-        self._comm = _checked(comm)
+        self._comm = checked_communicator(comm)
         self._exact = DefaultAllGather()
 
     def __repr__(self) -> str:
@@ -163,7 +163,7 @@ class AllGather(api.AllGather):  # type: ignore[misc]  # torch has no types here
 
     def install(self, model: Any) -> None:
         """Set this all-gather for all modules of ``model`` that fully_shard() has wrapped."""
-        for _, module in _sharded(model):
+        for _, module in sharded_modules(model):
             module.set_custom_all_gather(self)
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -197,7 +197,8 @@ class _Work(dist.Work):  # type: ignore[misc]  # torch has no types here
         return completed
 
 
-def _checked(comm: Any) -> Communicator:
+def checked_communicator(comm: Any) -> Communicator:
+    """``comm``. Raises ArgumentError for anything but a Communicator."""
     if not isinstance(comm, Communicator):
         raise ArgumentError(
             f"comm must be a Communicator, such as qccl.Communicator.from_torch(mesh.get_group()), not "
@@ -214,7 +215,7 @@ def _same_ranks(comm: Communicator, group: dist.ProcessGroup) -> bool:
     return (comm.rank, comm.size) == (group.rank(), group.size())
 
 
-def _sharded(model: Any) -> list[tuple[str, FSDPModule]]:
+def sharded_modules(model: Any) -> list[tuple[str, FSDPModule]]:
     """The modules that fully_shard() has wrapped, by name; "" is the model itself."""
     if isinstance(model, torch.nn.Module):
         found = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]

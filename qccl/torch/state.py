@@ -13,14 +13,13 @@ enters the result, so each rank gets the mean.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import zip_longest
 from textwrap import shorten
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from qccl.arguments import count_of
 from qccl.codecs import Codec
@@ -55,8 +54,13 @@ def to_saved(comm: Communicator, groups: Sequence[ParameterGroup], step: int) ->
     return saved
 
 
-def to_full(comm: Communicator, groups: Sequence[ParameterGroup], step: int, process_group: Any) -> dict[str, Any]:
-    """Collective: the state of all ranks, the same on each of them."""
+def to_full(
+    comm: Communicator, groups: Sequence[ParameterGroup], step: int, add_ranks: Callable[[torch.Tensor], object]
+) -> dict[str, Any]:
+    """Collective: the state of all ranks, the same on each of them.
+
+    ``add_ranks`` replaces a float64 tensor on the parameters' device by its sum over the ranks.
+    """
     own = to_saved(comm, groups, step)
     full = {name: value for name, value in own.items() if name not in _PLACE}
     full |= {kind: {} for kind in _KINDS.values()}
@@ -64,7 +68,7 @@ def to_full(comm: Communicator, groups: Sequence[ParameterGroup], step: int, pro
         share = _share(_values_of(own, group), group, comm.rank, comm.size)
         for kind, buffer, name, parameter in _members(group):
             total = torch.from_numpy(share[buffer]).to(parameter.device)
-            dist.all_reduce(total, group=process_group)
+            add_ranks(total)
             full[_KINDS[kind]][name] = _shaped(total.float().cpu().numpy(), parameter)
     return full
 

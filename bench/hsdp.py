@@ -1,0 +1,134 @@
+"""What compressed averages between HSDP's replicas gain: ``python bench/hsdp.py`` (about 5 minutes; needs root).
+
+Two replicas of two shards train a model of docs/examples with FSDP2. Each replica is a node of the lab behind a slow
+link; inside a node nothing is limited. PyTorch's own HSDP averages the gradients of the replicas by gloo in fp32;
+qccl.torch.AllReduce does it with each codec. The steps compute. Where four ranks share two processors, they compute
+for longer than on machines of their own, and the gain is smaller; the time of a step without a link, in shared memory,
+shows how long.
+
+``--write docs/howto/pytorch.md`` replaces that page's table.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+
+from qccl.bench.lab import Lab, shaped_nbytes
+from qccl.bench.sizes import parse_link
+
+_EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
+_RANKS, _NODES = 4, 2
+_WARM_UP, _BLOCKS, _STEPS = 3, 5, 3
+COLUMNS = (
+    "model",
+    "between the replicas",
+    "ms a step",
+    "faster than PyTorch",
+    "MB a step and node",
+    "ms without a link",
+)
+PLAIN = "fp32 (PyTorch)"
+
+
+@click.command()
+@click.option("--models", default="byte_model,word_gpt", show_default=True)
+@click.option("--codecs", default="none,minmax8,minmax4+ef,minmax2:bucket=256+ef", show_default=True)
+@click.option("--link", default="100mbit", show_default=True, help="Of each replica.")
+@click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the table of this page.")
+def main(models: str, codecs: str, link: str, write: str | None) -> None:
+    """Measure, and print the table."""
+    of, rows = machine(), []
+    for model in models.split(","):
+        task = {"model": model, "codecs": codecs.split(",")}
+        behind = run_ranks(__file__, _RANKS, task | {"link": link}, "ucx", Lab(_RANKS, parse_link(link), _NODES), None)
+        without = run_ranks(__file__, _RANKS, task | {"link": None}, "ucx", None, None)
+        for row, alone in zip(behind, without, strict=True):
+            gain = behind[0]["seconds"] / row["seconds"]
+            cells = f"{row['seconds'] * 1e3:.0f}", f"{gain:.1f}", f"{row['nbytes'] / 1e6:.2f}"
+            rows.append((model, row["method"], *cells, f"{alone['seconds'] * 1e3:.0f}"))
+    print_table(COLUMNS, rows)
+    if write:
+        text = f"Each replica behind a link of {link}:\n\n" + document_table(COLUMNS, rows, of)
+        rewrite_table(write, "python bench/hsdp.py", text)
+
+
+def _as_rank(task: dict[str, Any]) -> None:
+    """Time the steps of PyTorch's own HSDP, and with each codec; rank 0 prints them."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+
+    import qccl
+    import qccl.torch
+
+    sys.path.insert(0, str(_EXAMPLES))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    by_node = torch.arange(_RANKS).reshape(-1, _NODES).T  # the lab has rank r on node r % 2
+    mesh = DeviceMesh("cpu", by_node, mesh_dim_names=("replicate", "shard"))
+    rows = [{"method": PLAIN, **_timed(task, mesh)}]
+    for codec in task["codecs"]:
+        with qccl.Communicator.from_torch(mesh["replicate"].get_group()) as comm:
+            reduction = qccl.torch.AllReduce(codec, comm)
+            rows.append({"method": f"`{codec}`", **_timed(task, mesh["shard"], reduction)})
+    if dist.get_rank() == 0:
+        print(MARK + json.dumps(rows), flush=True)
+    dist.destroy_process_group()
+
+
+def _timed(task: dict[str, Any], mesh: Any, reduction: Any = None) -> dict[str, float]:
+    """Seconds of a step, and the bytes that this rank's node sends in it through its link."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+
+    recipe = importlib.import_module(task["model"])
+    torch.manual_seed(0)
+    model = recipe.make_model()
+    for layers in model.children():
+        for each in layers if isinstance(layers, torch.nn.ModuleList | torch.nn.Sequential) else ():
+            if any(p.dim() > 1 for p in each.parameters()):
+                fully_shard(each, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if reduction is not None:
+        reduction.install(model)
+    optimizer = recipe.optimizer_of(model)
+    text, _ = recipe.corpus()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+
+    def sent_nbytes() -> int:
+        return shaped_nbytes() if task["link"] else 0
+
+    def step() -> None:
+        optimizer.zero_grad()
+        recipe.loss_of(model, recipe.random_batch(text, generator)).backward()
+        recipe.update(model, optimizer)
+
+    for _ in range(_WARM_UP):
+        step()
+    seconds, sent = [], []
+    for _ in range(_BLOCKS):
+        dist.barrier()
+        before, begin = sent_nbytes(), time.perf_counter()
+        for _ in range(_STEPS):
+            step()
+        seconds.append((time.perf_counter() - begin) / _STEPS)
+        dist.barrier()
+        sent.append((sent_nbytes() - before) / _STEPS)
+    return {"seconds": statistics.median(seconds), "nbytes": statistics.median(sent)}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        _as_rank(json.loads(sys.argv[1]))
+    else:
+        main()
