@@ -110,17 +110,20 @@ def test_programs(block, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_trainers", [False, True])
-def test_programs_of_torchrun(tmp_path, with_trainers):
-    """They share two processes with torchrun's variables, because importing torch takes long."""
+@pytest.mark.parametrize(("with_trainers", "size"), [(False, 2), (False, 4), (True, 2)])
+def test_programs_of_torchrun(tmp_path, with_trainers, size):
+    """Those of the same size share processes with torchrun's variables, because importing torch takes long."""
     for name in ("torch", *(("accelerate", "lightning", "transformers") if with_trainers else ())):
         pytest.importorskip(name)
     trainers = DOCS / "howto" / "trainers.md"
-    programs = [b for b in PROGRAMS if b.launcher != "mpiexec" and (b.page == trainers) == with_trainers]
-    assert len(programs) > 1
-    for block in programs:
-        assert block.program[2] == f"torchrun --standalone --nproc-per-node 2 {block.program[1]}"
-    run_torch_programs([block.write(tmp_path) for block in programs], 2)
+    programs = []
+    for block in PROGRAMS:
+        if block.launcher != "mpiexec" and (block.page == trainers) == with_trainers:
+            found = re.fullmatch(r"torchrun --standalone --nproc-per-node ([24]) (\w+\.py)", block.program[2])
+            assert found and found[2] == block.program[1], block.program[2]
+            programs += [block] if int(found[1]) == size else []
+    assert programs
+    run_torch_programs([block.write(tmp_path) for block in programs], size)
 
 
 def run_torch_programs(programs: list[Path], size: int) -> None:
