@@ -20,7 +20,7 @@ from qccl.errors import EngineError, MismatchError
 from qccl.trace import TraceEvent
 from qccl.transports import neighbours, ucx
 from qccl.transports.invitation import Invitation
-from qccl.transports.neighbours import joint
+from qccl.transports.neighbours import Neighbours, joint
 from qccl.transports.wan import WanTransport
 
 pytestmark = needs_ucx
@@ -118,13 +118,13 @@ def test_without_ucx_all_stay_on_wan(monkeypatch):
 def test_one_rank_that_cannot_read_the_other_ones_file(blind, monkeypatch):
     """Both use wan, although the other one could read."""
     content, thread = Invitation.content, threading.local()
-    reach = neighbours.Neighbours.reach
+    begin = Neighbours.__init__
 
-    def marked(self, wire):
-        thread.is_blind = self._rank == blind
-        return reach(self, wire)
+    def marked(self, rank, addresses):
+        thread.is_blind = rank == blind
+        begin(self, rank, addresses)
 
-    monkeypatch.setattr(neighbours.Neighbours, "reach", marked)
+    monkeypatch.setattr(Neighbours, "__init__", marked)
     monkeypatch.setattr(Invitation, "content", lambda self: b"" if thread.is_blind else content(self))
     found = once(carriers)(3, 3)
     for rank, each in enumerate(found):
