@@ -12,6 +12,7 @@ reached for a minute. A process that is busy or stopped is not lost, because its
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Sequence
@@ -28,6 +29,8 @@ from qccl.transports.sockets import listen
 from qccl.transports.watch import is_free
 
 __all__ = ["WanTransport", "congestion_control"]
+
+_log = logging.getLogger("qccl")
 
 #: connections for long messages between two ranks: where TCP measures the bandwidth (BBR), and where loss slows it down
 _WITH_BBR, _WITHOUT = 2, 24
@@ -100,6 +103,8 @@ class WanTransport(ConnectedTransport):
         self._near = joint(self.rank, [told for _, _, told in found])
         if isinstance(self.wire, _host.MixedWire):
             self.wire.share(sorted(self._near))
+        if self._near:
+            _log.info("rank %d shares memory with %s, by UCX", self.rank, ", ".join(map(str, sorted(self._near))))
         return [item for item, _, _ in found]
 
     @property
