@@ -184,11 +184,10 @@ class MpiWire(Wire):
     """Transfers of an MPI library, by the addresses of its functions.
 
     ``fault(code, peer, got, expected)`` raises an error of the library (``code``), a message of the wrong size
-    (``peer``), or, with neither, that MPI was finalized. ``spins``: number of empty polls during which the thread keeps
-    the processor; 0: it yields at once. One thread at a time may use it.
+    (``peer``), or, with neither, that MPI was finalized. One thread at a time may use
+    it.
     """
 
-    spins: int
     def __init__(
         self,
         functions: Mapping[str, int],
@@ -196,19 +195,22 @@ class MpiWire(Wire):
         constants: Mapping[str, int],
         fault: Callable[[int, int, int, int], None],
     ) -> None: ...
+    def set_spins(self, spins: int) -> None:
+        """The number of empty polls during which the thread keeps the processor; 0, at first: it yields at once."""
+
     @property
     def under_way(self) -> int: ...
     def cancel(self) -> None: ...
 
 class GroupWire(Wire):
-    """Transfers of a group that connects itself.
-
-    ``spins``: number of empty polls during which the thread keeps the processor; 0: it yields. Then it sleeps until a
-    message arrives. Several threads may use it.
-    """
+    """Transfers of a group that connects itself. Several threads may use it."""
 
     SET_UP: int
-    spins: int
+    def set_spins(self, spins: int) -> None:
+        """The number of empty polls during which a thread keeps the processor; 0, at first: it yields. Then it sleeps
+        until a message arrives. A wire between sites sleeps at once.
+        """
+
     @property
     def set_up_completed(self) -> int: ...
     def address(self) -> bytes: ...
@@ -220,13 +222,34 @@ class GroupWire(Wire):
     def progress(self, idle: int) -> None: ...
     def close(self, seconds: float) -> None: ...
 
+class PartWire(GroupWire):
+    """Transfers that may be a part of another wire's."""
+
+class WanWire(PartWire):
+    """Transfers between sites."""
+
+    def leave(self, ranks: Sequence[int]) -> None:
+        """End the connections to ranks that are reached in another way from now on, when all that was sent has come."""
+
+class MixedWire(GroupWire):
+    """Transfers by ``memory`` inside a machine, and by ``sites`` otherwise. All go by ``sites`` until share()."""
+
+    def __init__(self, memory: PartWire, sites: WanWire, descriptor: int) -> None:
+        """``descriptor``: of a file that it owns, until share() or close()."""
+
+    def reach(self, addresses: Sequence[bytes]) -> None:
+        """Connect ``memory`` to the ranks whose address, by rank, is not empty. Raises RuntimeError."""
+
+    def share(self, ranks: Sequence[int]) -> None:
+        """From now on the messages to and from ``ranks`` go by ``memory``. Once, when no transfer is under way."""
+
 #: (rank, status, reason, peer, lost, got, expected): raises an error of the library (``status``), of the connection to
 #: ``peer`` if it is ``lost`` (``reason``: in words, if the wire knows it), a message of the wrong size, or, without
 #: status and peer, that the wire is closed
 _Fault = Callable[[int, int, str, int, bool, int, int], None]
 
 def ucx_function_names() -> list[str]: ...
-def ucx_wire(functions: Sequence[int], config: Sequence[tuple[str, str]], fault: _Fault) -> GroupWire:
+def ucx_wire(functions: Sequence[int], config: Sequence[tuple[str, str]], fault: _Fault) -> PartWire:
     """By UCX. ``functions``: addresses, in the order of ucx_function_names(); ``config``: settings by name."""
 
 def wan_wire(
@@ -238,7 +261,7 @@ def wan_wire(
     connections: int,
     away_seconds: float,
     fault: _Fault,
-) -> GroupWire:
+) -> WanWire:
     """Between sites (kernels/engine/wan.h). ``listener``: a socket's descriptor, which the wire owns. Encrypted with a
     ``secret``, by OpenSSL's ``functions``.
     """
@@ -302,12 +325,13 @@ class Steps:
     """A compiled schedule: operations and transfers in program order, each with the earlier steps that it needs.
 
     Call ``link()`` after the last one. ``most_eager``: bytes of data that may be sent with a header. ``sends_ahead``:
-    the transport limits what it keeps for a rank that has not made the call yet. ``nbytes``: of memory, after link().
+    the ranks for which the transport limits what it keeps until they make the call. ``nbytes``: of memory, after
+    link().
     """
 
     @property
     def nbytes(self) -> int: ...
-    def __init__(self, rank: int, size: int, most_eager: int, sends_ahead: bool = False) -> None: ...
+    def __init__(self, rank: int, size: int, most_eager: int, sends_ahead: Sequence[int] = ()) -> None: ...
     def __len__(self) -> int: ...
     def add_operation(self, operation: Operation, needs: Sequence[int], writes_output: bool) -> None:
         """Add a copy of ``operation``."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import os
 import sys
 from collections.abc import Iterator
 from typing import Any
 
+import machines
 import patience
 import pytest
 from plain_ranks import free_ports
+
+machines.pretend(int(os.environ.get("RANK", "0")))  # for the ranks that run the checks of tests/ranks
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

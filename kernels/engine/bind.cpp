@@ -8,6 +8,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "loop.h"
+#include "mixed.h"
 #include "mpi.h"
 #include "ucx.h"
 #include "wan.h"
@@ -22,6 +23,12 @@ namespace {
 using Release = nb::call_guard<nb::gil_scoped_release>;
 
 std::string text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+std::vector<std::string> all(const std::vector<nb::bytes>& each) {
+  std::vector<std::string> found;
+  for (const nb::bytes& bytes : each) found.push_back(text(bytes));
+  return found;
+}
 
 // Handles and constants by name, from qccl/transports/mpi.py.
 std::shared_ptr<MpiWire> make_mpi(const nb::dict& functions, const nb::dict& handles, const nb::dict& constants,
@@ -54,12 +61,12 @@ OnFault python_fault(nb::callable fault) {
   };
 }
 
-std::shared_ptr<GroupWire> make_ucx(const UcxFunctions& functions,
-                                    const std::vector<std::pair<std::string, std::string>>& config, nb::callable fault) {
+std::shared_ptr<PartWire> make_ucx(const UcxFunctions& functions,
+                                   const std::vector<std::pair<std::string, std::string>>& config, nb::callable fault) {
   return make_ucx_wire(functions, config, python_fault(std::move(fault)));
 }
 
-std::shared_ptr<GroupWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
+std::shared_ptr<WanWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
                                     const std::optional<nb::bytes>& secret, const std::string& congestion_control,
                                     int connections, double away_seconds, nb::callable fault) {
   WanSettings settings;
@@ -234,12 +241,12 @@ void bind_wires(nb::module_& m) {
       .def(nb::init<nb::object>(), "transport"_a);
   nb::class_<MpiWire, Wire>(m, "MpiWire", "Transfers of an MPI library.")
       .def(nb::new_(&make_mpi), "functions"_a, "handles"_a, "constants"_a, "fault"_a)
-      .def_rw("spins", &MpiWire::spins)
+      .def("set_spins", [](MpiWire& wire, std::uint64_t spins) { wire.spins = spins; }, "spins"_a)
       .def_prop_ro("under_way", &MpiWire::under_way)
       .def("cancel", &MpiWire::cancel, Release());
   nb::class_<GroupWire, Wire>(m, "GroupWire", "Transfers of a group that connects itself.")
       .def_ro_static("SET_UP", &kSetUp)
-      .def_rw("spins", &GroupWire::spins)
+      .def("set_spins", &GroupWire::set_spins, "spins"_a)
       .def_prop_ro("set_up_completed", &GroupWire::set_up_completed)
       .def("address",
            [](GroupWire& wire) {
@@ -248,15 +255,21 @@ void bind_wires(nb::module_& m) {
            })
       .def("connect",
            [](GroupWire& wire, int rank, const std::vector<nb::bytes>& addresses, nb::callable ended) {
-             std::vector<std::string> found;
-             for (const nb::bytes& address : addresses) found.push_back(text(address));
-             wire.connect(rank, found, [ended = std::move(ended)](const std::vector<int>& ranks) {
+             wire.connect(rank, all(addresses), [ended = std::move(ended)](const std::vector<int>& ranks) {
                const nb::gil_scoped_acquire held;
                return nb::cast<std::vector<int>>(ended(ranks));
              });
            })
       .def("progress", &GroupWire::progress, "idle"_a, Release())
       .def("close", &GroupWire::close, "seconds"_a, Release());
+  nb::class_<PartWire, GroupWire>(m, "PartWire", "Transfers that another wire may share out.");
+  nb::class_<WanWire, PartWire>(m, "WanWire", "Transfers between sites.")
+      .def("leave", &WanWire::leave, "ranks"_a, Release());
+  nb::class_<MixedWire, GroupWire>(m, "MixedWire", "Transfers by shared memory and between sites.")
+      .def(nb::new_(&make_mixed_wire), "memory"_a, "sites"_a, "descriptor"_a)
+      .def("reach", [](MixedWire& wire, const std::vector<nb::bytes>& addresses) { wire.reach(all(addresses)); },
+           "addresses"_a)
+      .def("share", &MixedWire::share, "ranks"_a, Release());
   m.def("ucx_function_names", &ucx_function_names);
   m.def("ucx_wire", &make_ucx, "functions"_a, "config"_a, "fault"_a);
   m.def("wan_wire", &make_wan, "listener"_a, "address"_a, "functions"_a, "secret"_a.none(), "congestion_control"_a,
@@ -265,7 +278,8 @@ void bind_wires(nb::module_& m) {
 
 void bind_runs(nb::module_& m) {
   nb::class_<Steps>(m, "Steps", "A compiled schedule: operations, transfers, and their dependencies.")
-      .def(nb::init<int, int, std::size_t, bool>(), "rank"_a, "size"_a, "most_eager"_a, "sends_ahead"_a = false)
+      .def(nb::init<int, int, std::size_t, const std::vector<int>&>(), "rank"_a, "size"_a, "most_eager"_a,
+           "sends_ahead"_a = std::vector<int>())
       .def("__len__", &Steps::count)
       .def("add_operation", &Steps::add_operation, "operation"_a, "needs"_a, "writes_output"_a)
       .def("add_transfer", &Steps::add_transfer, "is_send"_a, "peer"_a, "tag"_a, "address"_a, "nbytes"_a, "needs"_a)

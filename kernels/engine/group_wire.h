@@ -30,8 +30,9 @@ struct GroupWire : Wire {
   // Transfers with this bit in their token set the group up: poll() does not report them, set_up_completed() counts them.
   static constexpr Token kSetUp = Token{1} << 63;
 
-  // Polls in a row without a completion in which the processor is kept (0: yielded). wan, made for long ways, sleeps at once.
-  std::uint64_t spins = 0;
+  // Polls in a row without a completion in which a wait keeps the processor; 0, at first: it yields the processor for a
+  // while. A wire between machines always sleeps at once. Call it before the first run.
+  virtual void set_spins(std::uint64_t) {}
 
   // What another rank needs to connect to this wire.
   virtual std::string address() = 0;
@@ -43,6 +44,20 @@ struct GroupWire : Wire {
   // Deliver what was sent, for at most `seconds`; then close the connections. From then on no transfer touches the
   // caller's memory.
   virtual void close(double seconds) = 0;
+};
+
+// How a thread may wait for a wire.
+struct Rest {
+  int descriptor = -1;  // becomes readable when there may be something to do; -1: poll again at once
+  double pause = 0;     // seconds for which the thread need not look at the descriptor
+};
+
+// A wire that may be a part of another one, which waits for all its parts together.
+struct PartWire : GroupWire {
+  // Before a wait, if poll(0) has found nothing `idle` times in a row. It may yield the processor first.
+  virtual Rest rest(std::uint64_t idle) = 0;
+  // After the wait: looks for processes that have ended. The next poll() tells of them.
+  virtual void slept() = 0;
 };
 
 }  // namespace qccl

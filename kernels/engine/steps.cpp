@@ -6,6 +6,11 @@
 
 namespace qccl {
 
+Steps::Steps(int rank, int size, std::size_t most_eager, const std::vector<int>& sends_ahead)
+    : rank(rank), size(size), most_eager_(most_eager), sends_ahead_(static_cast<std::size_t>(size)) {
+  for (const int peer : sends_ahead) sends_ahead_.at(static_cast<std::size_t>(peer)) = true;
+}
+
 void Steps::add_operation(const Operation& operation, const std::vector<Number>& needs, bool writes_output) {
   Step step;
   step.operation = operation.copy();
@@ -35,7 +40,7 @@ void Steps::add(Step step, const std::vector<Number>& needs, bool writes_output)
   bool follows = false;
   for (const Number j : needs) {
     if (j >= count()) throw std::invalid_argument("a step can only need earlier ones");
-    follows = follows || (is_transfer(j) && !(sends_ahead_ && steps_[j].is_send));
+    follows = follows || (is_transfer(j) && !(steps_[j].is_send && sends_ahead_[static_cast<std::size_t>(steps_[j].peer)]));
   }
   gated_.push_back(size > 1 && (follows || writes_output));
   needs_.insert(needs_.end(), needs.begin(), needs.end());

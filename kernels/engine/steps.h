@@ -10,7 +10,7 @@
 //   received data is not used before, and a rank that has not made the call yet gets at most one window of messages.
 //   Otherwise a library that buffers small messages could run out of memory for the message that this rank gave up.
 //   Where the transport limits that itself (`sends_ahead`), an earlier send is no reason to wait: on a long way the
-//   headers come later than a window of messages is sent.
+//   headers come later than a window of messages is sent. A mixed group has ranks of both kinds.
 // - A Commit waits for all steps, and until this rank's own headers were sent, so that no run fails after it.
 #pragma once
 
@@ -47,10 +47,10 @@ struct EagerData {
 // one number for each rank's header.
 class Steps {
  public:
-  // `most_eager`: bytes of data that may be sent with a header. `sends_ahead`: the transport limits what it keeps for a rank
-  // that has not made the call yet, so a send need not wait for the headers where it only waits for an earlier send.
-  Steps(int rank, int size, std::size_t most_eager, bool sends_ahead)
-      : rank(rank), size(size), most_eager_(most_eager), sends_ahead_(sends_ahead) {}
+  // `most_eager`: bytes of data that may be sent with a header. `sends_ahead`: the ranks for which the transport
+  // limits what it keeps until they make the call. What only waits for an earlier send to one of them need not wait for the
+  // headers.
+  Steps(int rank, int size, std::size_t most_eager, const std::vector<int>& sends_ahead);
   Steps(const Steps&) = delete;
 
   // Adds a copy of `operation`. `needs` are earlier steps; `writes_output`: whether it writes the caller's output.
@@ -95,7 +95,7 @@ class Steps {
   void find_eager();
 
   std::size_t most_eager_;
-  bool sends_ahead_;
+  std::vector<bool> sends_ahead_;  // by rank
   Number commit_ = kNone;
   std::vector<Step> steps_;
   std::vector<bool> gated_;

@@ -80,7 +80,7 @@ void check_started(int status, const char* function) {
   if (status) throw std::runtime_error(std::string(function) + " failed with UCX status " + std::to_string(status));
 }
 
-class Worker final : public GroupWire {
+class Worker final : public PartWire {
  public:
   Worker(const UcxFunctions& functions, const std::vector<std::pair<std::string, std::string>>& config,
          OnFault fault)
@@ -114,7 +114,7 @@ class Worker final : public GroupWire {
     for (std::size_t i = 0; i < addresses.size(); ++i) {
       Peer& peer = peers_[i];
       peer.rank = static_cast<int>(i);
-      if (peer.rank == rank) continue;
+      if (peer.rank == rank || addresses[i].empty()) continue;
       if (const int status = connect(peer, addresses[i]))
         throw std::runtime_error("rank " + std::to_string(i) + " (UCX status " + std::to_string(status) + ")");
     }
@@ -178,6 +178,20 @@ class Worker final : public GroupWire {
   std::uint64_t set_up_completed() override {
     const Lock lock(mutex_);
     return reports_.set_up_completed();
+  }
+
+  void set_spins(std::uint64_t spins) override { spins_ = spins; }
+
+  Rest rest(std::uint64_t idle) override {
+    const Lock lock(mutex_);
+    if (!worker_ || reports_.has_completed() || has_fault() || keeps_processor(idle) || !arm()) return {};
+    return {descriptor_};
+  }
+
+  void slept() override {
+    Lock lock(mutex_);
+    if (worker_) exhaust();
+    if (worker_ && !reports_.has_completed()) look_for_ended(lock);
   }
 
   void close(double seconds) override {
@@ -266,19 +280,28 @@ class Worker final : public GroupWire {
   void advance(std::uint64_t idle, Lock& lock) {
     if (!worker_) return;
     if (exhaust() || !idle || reports_.has_completed() || has_fault()) return;
-    if (spins && idle < spins && spins_left_) {
-      --spins_left_;
-    } else if (!spins && idle < kYields) {
-      sched_yield();
-    } else if (ucp_.worker_arm(worker_) == ucx::kOk) {  // otherwise something has come meanwhile
-      pollfd waited = {descriptor_, POLLIN, 0};
-      lock.unlock();
-      ::poll(&waited, 1, kSleepMilliseconds);
-      lock.lock();
-      if (worker_) exhaust();
-      if (worker_ && !reports_.has_completed()) look_for_ended(lock);
-    }
+    if (keeps_processor(idle) || !arm()) return;
+    pollfd waited = {descriptor_, POLLIN, 0};
+    lock.unlock();
+    ::poll(&waited, 1, kSleepMilliseconds);
+    lock.lock();
+    if (worker_) exhaust();
+    if (worker_ && !reports_.has_completed()) look_for_ended(lock);
   }
+
+  // Whether to poll again at once. Where other threads may need the processor, they get it first.
+  bool keeps_processor(std::uint64_t idle) {
+    if (spins_ && idle < spins_ && spins_left_) {
+      --spins_left_;
+      return true;
+    }
+    if (spins_ || idle >= kYields) return false;
+    sched_yield();
+    return true;
+  }
+
+  // Makes the descriptor readable by the next event; false: something has come meanwhile.
+  bool arm() { return ucp_.worker_arm(worker_) == ucx::kOk; }
 
   // After kQuiet without a completion, marks the connections to processes that have ended. What they sent before counts
   // first: a rank may have left in order.
@@ -390,7 +413,7 @@ class Worker final : public GroupWire {
   void* context_ = nullptr;
   void* worker_ = nullptr;
   int descriptor_ = -1;
-  std::uint64_t spins_left_ = 0;
+  std::uint64_t spins_ = 0, spins_left_ = 0;
   FindEnded find_ended_;
   QuietTime quiet_{kQuiet, kBetweenLooks};
   std::deque<Posted> posted_;
@@ -401,8 +424,8 @@ class Worker final : public GroupWire {
 
 const std::vector<const char*>& ucx_function_names() { return kNames; }
 
-std::shared_ptr<GroupWire> make_ucx_wire(const UcxFunctions& functions,
-                                         const std::vector<std::pair<std::string, std::string>>& config, OnFault fault) {
+std::shared_ptr<PartWire> make_ucx_wire(const UcxFunctions& functions,
+                                        const std::vector<std::pair<std::string, std::string>>& config, OnFault fault) {
   return std::make_shared<Worker>(functions, config, std::move(fault));
 }
 

@@ -15,9 +15,9 @@ namespace qccl {
 using UcxFunctions = std::vector<std::uintptr_t>;
 const std::vector<const char*>& ucx_function_names();
 
-// One worker, and an endpoint to each peer. `config` has UCX's settings by name. Throws std::runtime_error where UCX cannot
+// One worker, and an endpoint to each peer whose address is not empty. `config` has UCX's settings by name. Throws std::runtime_error where UCX cannot
 // be started.
-std::shared_ptr<GroupWire> make_ucx_wire(const UcxFunctions& functions,
-                                         const std::vector<std::pair<std::string, std::string>>& config, OnFault fault);
+std::shared_ptr<PartWire> make_ucx_wire(const UcxFunctions& functions,
+                                        const std::vector<std::pair<std::string, std::string>>& config, OnFault fault);
 
 }  // namespace qccl

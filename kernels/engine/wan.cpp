@@ -86,21 +86,22 @@ struct Peer {
   std::vector<std::uint64_t> links;  // by slot; 0: none
   std::vector<double> next_dial;
   std::string lost;      // why; nothing more is sent to it or received
+  bool is_leaving = false;  // its messages go another way
   double down_since = 0;  // 0: there is a connection, and something has come over it
   std::uint64_t acknowledgements = 0;  // said to it
   double lossy_until = 0;  // packets to it were lost lately
   double round_trip = 0;   // seconds, as TCP has measured it last
 };
 
-class WanWire final : public GroupWire {
+class Sites final : public WanWire {
  public:
-  WanWire(const WanSettings& settings, OnFault fault)
+  Sites(const WanSettings& settings, OnFault fault)
       : settings_(settings), reports_(std::move(fault)), process_(getpid()), epoll_(epoll_create1(EPOLL_CLOEXEC)) {
     if (epoll_ < 0) throw std::runtime_error("epoll_create1 failed");
     fcntl(settings_.listener, F_SETFL, fcntl(settings_.listener, F_GETFL) | O_NONBLOCK);
   }
 
-  ~WanWire() override {
+  ~Sites() override {
     close(0);
     ::close(epoll_);  // not earlier: a thread may sleep by it while another one closes the wire
   }
@@ -166,6 +167,22 @@ class WanWire final : public GroupWire {
     return reports_.set_up_completed();
   }
 
+  void leave(const std::vector<int>& ranks) override {
+    const Lock lock(mutex_);
+    for (const int rank : ranks) at(rank).is_leaving = true;
+  }
+
+  Rest rest(std::uint64_t) override {
+    const Lock lock(mutex_);
+    if (is_closed_ || reports_.has_completed() || has_fault() || has_pending_) return {};
+    return {epoll_, pause()};
+  }
+
+  void slept() override {
+    Lock lock(mutex_);
+    if (!is_closed_) look_again(lock);
+  }
+
   void close(double limit) override {
     if (getpid() != process_) return forget_parent();
     Lock lock(mutex_);
@@ -219,18 +236,28 @@ class WanWire final : public GroupWire {
     const double now = seconds();
     if (now >= next_tick_) tick(now);
     if (!idle || reports_.has_completed() || has_fault() || has_pending_) return;
-    const double pause = std::min(kLongestPauseSeconds, nearest_ * kPauseRoundTrips);
+    const double length = pause();
     lock.unlock();
-    sleep(pause);
+    sleep(length);
     lock.lock();
-    if (is_closed_) return;
+    if (!is_closed_) look_again(lock);
+  }
+
+  // What has come during a sleep.
+  void look_again(Lock& lock) {
+    gone_.clear();
     take_events();
     if (!reports_.has_completed()) look_for_ended(lock);
   }
 
   // Far away from the others a pause costs little time, and saves the processor from every single packet.
+  double pause() const {
+    const double found = std::min(kLongestPauseSeconds, nearest_ * kPauseRoundTrips);
+    return found >= kShortestPauseSeconds ? found : 0;
+  }
+
   void sleep(double pause) {
-    if (pause >= kShortestPauseSeconds) {
+    if (pause > 0) {
       const timespec time = {0, static_cast<long>(pause * 1e9)};
       nanosleep(&time, nullptr);
       return;
@@ -285,6 +312,8 @@ class WanWire final : public GroupWire {
     if (measures) find_nearest();
     for (Peer& peer : peers_)
       if (peer.rank != rank_) pump(peer);
+    for (Peer& peer : peers_)
+      if (peer.is_leaving && peer.lost.empty() && peer.out.is_empty()) end_connections(peer);
     for (Peer& peer : peers_) {
       if (peer.rank == rank_ || !peer.lost.empty()) continue;
       for (std::size_t slot = 0; slot < peer.links.size(); ++slot)
@@ -617,6 +646,17 @@ class WanWire final : public GroupWire {
     link.connection->acknowledge(peer.in.early(), ++peer.acknowledgements);
   }
 
+  // Of a rank whose messages go another way, and that has acknowledged everything.
+  void end_connections(Peer& peer) {
+    lose(peer, "its messages go another way");  // of which nothing is told, because no transfer waits for it here
+    for (const std::uint64_t id : std::vector<std::uint64_t>(peer.links)) {
+      const auto found = links_.find(id);
+      if (found != links_.end() && found->second.is_up) found->second.connection->shut();
+      drop(id);
+    }
+    peer.round_trip = 0;
+  }
+
   // -- ranks that are lost --------------------------------------------------------------------------------------------
 
   void lose(Peer& peer, const std::string& reason) {
@@ -712,8 +752,8 @@ class WanWire final : public GroupWire {
 
 }  // namespace
 
-std::shared_ptr<GroupWire> make_wan_wire(const WanSettings& settings, OnFault fault) {
-  return std::make_shared<WanWire>(settings, std::move(fault));
+std::shared_ptr<WanWire> make_wan_wire(const WanSettings& settings, OnFault fault) {
+  return std::make_shared<Sites>(settings, std::move(fault));
 }
 
 }  // namespace qccl

@@ -28,7 +28,7 @@ class Bulk:
         self._wiring = wiring
         mine = cast("Transport", comm.transport).split(0, comm.rank, comm.timeout)  # the engine polls the other one
         assert mine is not None
-        self._transport = mine
+        self._transport, self._timeout = mine, comm.timeout
 
     def bind(self, nbytes: int) -> Callable[[], object]:
         """A function that runs one transfer, in which every link carries ``nbytes``."""
@@ -51,6 +51,13 @@ class Bulk:
                 idle = 0 if completed else idle + 1
 
         return transfer
+
+    def settle(self) -> None:
+        """Collective, after the transfers of a turn: drive the transport until all ranks have what was sent to them.
+
+        A send may have ended with its bytes still in the transport, which moves them only when it is polled.
+        """
+        self._transport.allgather(b"", self._timeout)
 
     def close(self) -> None:
         """Release the transport, after the last transfer on every rank."""

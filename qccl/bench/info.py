@@ -23,6 +23,8 @@ from qccl.launch import has_mpi
 from qccl.launchers import detect
 from qccl.meetings import wanted_transport
 from qccl.transports import tls, ucx
+from qccl.transports.invitation import machine
+from qccl.transports.neighbours import may_share_memory
 from qccl.transports.secret import is_insecure, token_key
 
 __all__ = ["info"]
@@ -131,7 +133,15 @@ def _wan() -> str:
         token = "with a token" if token_key() else "without a token (QCCL_TOKEN_FILE, QCCL_TOKEN): on one machine only"
     except QcclError as error:
         return f"no: {error}"
-    return f"yes: {library}, {token}{', or QCCL_INSECURE' if is_insecure() else ''}"
+    return f"yes: {library}, {token}{', or QCCL_INSECURE' if is_insecure() else ''}; {_inside_machines()}"
+
+
+def _inside_machines() -> str:
+    """What carries the messages of ranks that wan connects, and that are on one machine. Raises QcclError."""
+    if not may_share_memory():
+        return "inside a machine wan, too: QCCL_WAN_SHARED_MEMORY is 0"
+    reason = obstacle("ucx") or ("" if machine() else "this system does not say who can share memory")
+    return f"inside a machine {f'wan, too: {reason}' if reason else 'ucx by shared memory'}"
 
 
 def _transport() -> str:

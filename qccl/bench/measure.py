@@ -103,6 +103,7 @@ class _Timed:
     Attributes:
         nbytes: bytes that all ranks send in a call.
         renews: set the array's values again before each turn.
+        settle: collective, called when the time of a turn was taken.
         most: calls after which the values must be set again.
         seconds: the mean time of a call in each turn.
         crossed: bytes that passed this rank's link.
@@ -112,6 +113,7 @@ class _Timed:
     run: Callable[[], object]
     nbytes: int
     renews: bool = True
+    settle: Callable[[], object] = lambda: None
     most: int = 1 << 62
     seconds: list[float] = field(default_factory=list)
     crossed: int = 0
@@ -135,7 +137,8 @@ def measure(
     begins. ``arrays`` defaults to the arrays of the communicator's backend. ``bulk``, if given, transfers the
     same bytes after each turn of a compressed call.
     """
-    bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter, before_turn)
+    settle = bulk.settle if bulk else lambda: None
+    bench = _Bench(comm, counts, arrays_of(comm) if arrays is None else arrays, meter, before_turn, settle)
     given, taken = calls[0].counts(comm)
     dtype = calls[0].case.dtype
     x, y = Guarded(bench.arrays, given, dtype), Guarded(bench.arrays, taken, dtype)
@@ -152,13 +155,14 @@ def measure(
 
 @dataclass(frozen=True)
 class _Bench:
-    """The arguments of measure() that are the same for both modes."""
+    """The arguments of measure() that are the same for both modes, and Bulk.settle()."""
 
     comm: Communicator
     counts: Counts
     arrays: Arrays
     meter: Callable[[], int] | None
     before_turn: Callable[[str], None]
+    settle: Callable[[], object]
 
     def measure_mode(
         self, calls: Calls, bulks: Sequence[Callable[[], object] | None], x: Guarded, out: Guarded, mode: str
@@ -170,7 +174,7 @@ class _Bench:
             checked.append(check(self.comm, call, run, x, out, self.counts.checks))
             most = _calls_until_overflow(call.case, self.comm.size, call.growth) if out is x else 1 << 62
             timed.append(_Timed(run, sum(call.sent), most=most))
-            beside.append(None if transfer is None else _Timed(transfer, 0, renews=False))
+            beside.append(None if transfer is None else _Timed(transfer, 0, renews=False, settle=self.settle))
         for n in _cut(self.counts):
             for call, mine, other in zip(calls, timed, beside, strict=True):
                 self.before_turn(f"{call.name} {mode}")
@@ -199,6 +203,7 @@ class _Bench:
             for _ in range(warmups):
                 timed.run()
             total += self.arrays.run(timed.run, now)
+            timed.settle()
             self.comm.barrier()
             timed.crossed += (meter() if meter else 0) - passed
             left -= now

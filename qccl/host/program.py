@@ -42,7 +42,7 @@ class Program:
         labels: of each task in a trace; empty before label().
     """
 
-    def __init__(self, schedule: Schedule, threads: int, eager_nbytes: int, sends_ahead: bool = False) -> None:
+    def __init__(self, schedule: Schedule, threads: int, eager_nbytes: int, sends_ahead: Sequence[int] = ()) -> None:
         """``threads`` may share an operation; ``eager_nbytes`` of data may be sent with a header.
 
         ``sends_ahead``: see transports/base.py.

@@ -48,6 +48,11 @@ class Group(ABC):
     is_threaded: bool = True
     can_regroup: bool = False
 
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """For each rank, the name of the transport that carries the messages to it."""
+        return (self.name,) * self.size
+
     @abstractmethod
     def split(self, color: int | None, key: int, timeout: float) -> Group | None:
         """Collective: a transport of the ranks with the same ``color``, ordered by (key, rank); None for color None."""
@@ -113,17 +118,22 @@ class Transport(Group):
     Attributes:
         progress_hook: allgather() and split() call it while they wait, and raise its errors. The engine sets it.
         eager_nbytes: bytes that a message may be shorter than its receive; so much data may be sent with a header.
-        sends_ahead: it limits what it keeps for a rank that has not made a call yet, so a call may send all that it can
-            before it has the others' headers. Otherwise it sends one window of messages.
         shares_memory: all ranks are on one machine and in one network namespace, so no link is slower than they are.
         wire: send, receive and poll in native code; None: the run loop calls the methods of this class.
     """
 
     progress_hook: Callable[[], object]
     eager_nbytes: int = 0
-    sends_ahead: bool = False
     shares_memory: bool = False
     wire: Wire | None = None
+
+    @property
+    def sends_ahead(self) -> Sequence[int]:
+        """The ranks for which it limits what it keeps until they make a call.
+
+        A call may send them all that it can before it has the headers, and to others one window of messages.
+        """
+        return ()
 
     @abstractmethod
     def send(self, peer: int, tag: int, address: int, nbytes: int, token: Hashable) -> None:

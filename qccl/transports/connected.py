@@ -144,8 +144,7 @@ class ConnectedTransport(NativeTransport):
         _open.add(self)
         descriptors.allow(self.size * max(1, self._connections(network)))
         try:
-            workers = [bytes.fromhex(member.worker) for member in membership.members]
-            self.wire.connect(self.rank, workers, _weakly(self._find_ended))
+            self._connect_wire([bytes.fromhex(member.worker) for member in membership.members])
             membership.look(self._watch)
             self._find_topology(timeout)
             membership.hear()
@@ -155,6 +154,10 @@ class ConnectedTransport(NativeTransport):
         except BaseException as error:
             self.abort(str(error))
             raise
+
+    def _connect_wire(self, addresses: list[bytes]) -> None:
+        """Connect the wire to the others; ``addresses`` by rank. Raises RuntimeError and ValueError."""
+        self.wire.connect(self.rank, addresses, _weakly(self._find_ended))
 
     def _no_network(self, reason: str) -> str:
         """The message of an error of wire.connect()."""

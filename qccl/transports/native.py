@@ -54,10 +54,14 @@ class NativeTransport(Transport):
 
     def _find_topology(self, timeout: float) -> None:
         """Collective: set the attributes of the topology, and how long the wire spins."""
-        topology = find_topology(self.rank, lambda item: self.allgather(item, timeout))
+        topology = find_topology(self.rank, lambda item: self._exchange_topology(item, timeout))
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
         if self.local_size <= len(os.sched_getaffinity(0)):
-            self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS
+            self.wire.set_spins(_SHARED_SPINS if self.shares_memory or len(set(self.carriers)) > 1 else _SPINS)
+
+    def _exchange_topology(self, item: bytes, timeout: float) -> list[bytes]:
+        """Collective: every rank's ``item``."""
+        return self.allgather(item, timeout)
 
     @abstractmethod
     def _check_alive(self) -> None:

@@ -38,7 +38,7 @@ from qccl.transports.connected import ConnectedTransport, Faults
 from qccl.transports.network import LOOPBACK, Network
 from qccl.transports.regroup import MembershipSocket
 
-__all__ = ["UcxTransport", "load_library", "version"]
+__all__ = ["UcxTransport", "load_library", "memory_wire", "version"]
 
 #: For each setting the reason: peer errors turn shared memory off unless these two allow it; TCP's segments of 8 KiB
 #: cost a quarter of a fast link; a keepalive of 20 s, the default, finds a killed rank too late.
@@ -109,6 +109,30 @@ def _config(network: Network) -> list[tuple[str, str]]:
     return [(name, value) for name, value in settings.items() if f"UCX_{name}" not in os.environ]
 
 
+def memory_wire(membership: MembershipSocket) -> _host.PartWire:
+    """A wire that is not connected yet, by shared memory alone: it opens no port, whatever UCX_TLS says.
+
+    Raises EngineError where there is no UCX, or where it does not start.
+    """
+    version()  # loads it
+    settings = {name: value for name, value in _SETTINGS.items() if f"UCX_{name}" not in os.environ}
+    return _wire([*settings.items(), ("TLS", _IN_MEMORY)], membership)
+
+
+def _wire(config: list[tuple[str, str]], membership: MembershipSocket) -> _host.PartWire:
+    """Raises EngineError."""
+    library = load_library()
+    functions = [_address(library, name) for name in _host.ucx_function_names()]
+    descriptors.allow(0)  # without one for its socket UCX starts without TCP, and only its peers notice
+    try:
+        return _host.ucx_wire(functions, config, Faults(membership, "UCX", _text))
+    except RuntimeError as error:
+        reason = descriptors.exhausted() or "see the settings UCX_* of the environment"
+        raise EngineError(
+            f"UCX {version()} did not start: {error}; {reason}; UCX_LOG_LEVEL=warn shows what UCX says"
+        ) from error
+
+
 class UcxTransport(ConnectedTransport):
     """One rank of a group over UCX."""
 
@@ -117,16 +141,7 @@ class UcxTransport(ConnectedTransport):
 
     @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
-        library = load_library()
-        functions = [_address(library, name) for name in _host.ucx_function_names()]
-        descriptors.allow(0)  # without one for its socket UCX starts without TCP, and only its peers notice
-        try:
-            return _host.ucx_wire(functions, _config(network), Faults(membership, "UCX", _text))
-        except RuntimeError as error:
-            reason = descriptors.exhausted() or "see the settings UCX_* of the environment"
-            raise EngineError(
-                f"UCX {version()} did not start: {error}; {reason}; UCX_LOG_LEVEL=warn shows what UCX says"
-            ) from error
+        return _wire(_config(network), membership)
 
     @classmethod
     def _connections(cls, network: Network) -> int:

@@ -3,7 +3,8 @@
 For networks with latency, loss and strangers. docs/architecture/wan.md says how it works and why. Native code
 (kernels/engine/wan.h) has several connections for each pair of ranks: one for short messages, and others that share
 the long ones, each as much as it can carry. Of two ranks the one with the higher number calls the other one, and the
-other one calls if that does not succeed, so it suffices that one of them can be reached.
+other one calls if that does not succeed, so it suffices that one of them can be reached. Ranks of one machine that
+share memory exchange their messages by UCX instead (neighbours.py).
 
 A rank is lost when it closes its connections, when its process on the same machine has ended, or when it could not be
 reached for a minute. A process that is busy or stopped is not lost, because its machine answers: it has the deadline.
@@ -11,13 +12,16 @@ reached for a minute. A process that is busy or stopped is not lost, because its
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+from collections.abc import Sequence
 
 from qccl import _host
 from qccl.errors import ArgumentError, EngineError
 from qccl.transports import tls
 from qccl.transports.connected import ConnectedTransport, Faults
+from qccl.transports.neighbours import Neighbours, joint, start_memory
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
 from qccl.transports.secret import derive
@@ -25,6 +29,8 @@ from qccl.transports.sockets import listen
 from qccl.transports.watch import is_free
 
 __all__ = ["WanTransport", "congestion_control"]
+
+_log = logging.getLogger("qccl")
 
 #: connections for long messages between two ranks: where TCP measures the bandwidth (BBR), and where loss slows it down
 _WITH_BBR, _WITHOUT = 2, 24
@@ -68,39 +74,78 @@ class WanTransport(ConnectedTransport):
 
     name = "wan"
     eager_nbytes = 8 << 10
-    sends_ahead = True
 
     @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
-        host = network.own_host()
-        connections = _connection_count()
-        control = congestion_control()
-        functions = tls.functions() if secret else []
+        memory = start_memory(membership)
         try:
-            with listen(host, is_local=network.is_local) as listener:
-                port = listener.getsockname()[1]
-                number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-                wire = _host.wan_wire(
-                    listener.fileno(),
-                    f"{os.urandom(16).hex()} {connections}\n{number!s} {port}".encode(),
-                    functions,
-                    derive(secret, "wan") if secret else None,
-                    control,
-                    connections,
-                    _AWAY_SECONDS,
-                    Faults(membership, "wan", os.strerror),
-                )
-                listener.detach()  # the wire owns it
-                return wire
-        except OSError as error:
-            raise EngineError(f"wan cannot listen at {host}: {error}") from error
+            sites = _sites_wire(network, membership, secret, memory.suffix if memory else b"")
+        except BaseException:
+            if memory:
+                memory.wire.close(0)
+                os.close(memory.descriptor)
+            raise
+        return _host.MixedWire(memory.wire, sites, memory.descriptor) if memory else sites
 
     @classmethod
     def _connections(cls, network: Network) -> int:
         return _connection_count() + 2
 
+    def _connect_wire(self, addresses: list[bytes]) -> None:
+        self._near: frozenset[int] = frozenset()
+        self._neighbours = Neighbours(self.rank, addresses)
+        super()._connect_wire(self._neighbours.sites)
+
+    def _exchange_topology(self, item: bytes, timeout: float) -> list[bytes]:
+        """Also find out which ranks share memory with this one."""
+        own = self._neighbours.reach(self.wire)
+        found = [each.rpartition(b"\n") for each in self.allgather(item + b"\n" + own, timeout)]
+        self._near = joint(self.rank, [told for _, _, told in found])
+        if isinstance(self.wire, _host.MixedWire):
+            self.wire.share(sorted(self._near))
+        if self._near:
+            _log.info("rank %d shares memory with %s, by UCX", self.rank, ", ".join(map(str, sorted(self._near))))
+        return [item for item, _, _ in found]
+
+    @property
+    def sends_ahead(self) -> Sequence[int]:
+        """Those between sites: UCX keeps all that comes."""
+        return [rank for rank in range(self.size) if rank not in self._near]
+
+    @property
+    def carriers(self) -> tuple[str, ...]:
+        """UCX's shared memory, or wan."""
+        return tuple("ucx" if rank in self._near else self.name for rank in range(self.size))
+
     def _find_ended(self, ranks: list[int]) -> list[int]:
         """Only on this machine: elsewhere a firewall that refuses, perhaps for a while, looks like the end."""
         assert self.membership is not None
         members = self.membership.members
-        return [rank for rank in ranks if is_free(members[rank].host, members[rank].port)]
+        near = self._watch.ended([rank for rank in ranks if rank in self._near])
+        return [rank for rank in ranks if rank in near or is_free(members[rank].host, members[rank].port)]
+
+
+def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | None, suffix: bytes) -> _host.WanWire:
+    """The wire between sites; its address ends with ``suffix``. Raises EngineError and ArgumentError."""
+    host = network.own_host()
+    connections = _connection_count()
+    control = congestion_control()
+    functions = tls.functions() if secret else []
+    try:
+        with listen(host, is_local=network.is_local) as listener:
+            port = listener.getsockname()[1]
+            number = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
+            wire = _host.wan_wire(
+                listener.fileno(),
+                f"{os.urandom(16).hex()} {connections}\n{number!s} {port}".encode() + suffix,
+                functions,
+                derive(secret, "wan") if secret else None,
+                control,
+                connections,
+                _AWAY_SECONDS,
+                Faults(membership, "wan", os.strerror),
+            )
+            listener.detach()  # the wire owns it
+            return wire
+    except OSError as error:
+        raise EngineError(f"wan cannot listen at {host}: {error}") from error

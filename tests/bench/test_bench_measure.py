@@ -457,6 +457,7 @@ def test_a_plain_transfer_sends_as_much_over_every_link(
     def run(comm: qccl.Communicator) -> None:
         transfers = bulk.Bulk(comm, wiring)
         transfers.bind(12_000)()
+        transfers.settle()
         transfers.close()
 
     monkeypatch.setattr(LoopbackTransport, "send", send)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import patience
 import pytest
+from machines import RANKS_EACH
 from plain_ranks import free_ports
 
 from qccl.bench.mpiexec import StartError, find_mpiexec
@@ -24,11 +25,14 @@ CHECKS = (
     *("-m", "pytest", "tests/ranks", "-o", "python_files=check_*.py", "-q", "-p", "no:cacheprovider"),
     "--tb=short",
 )
-#: UCX's networks, all (shared memory on one machine) or TCP alone, and the transport between sites, encrypted
+_WAN = {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"}
+#: UCX's networks, all (shared memory on one machine) or TCP alone; the transport between sites, encrypted; and the same
+#: where each two ranks are on a machine, and share memory
 NETWORKS = {
     "shared memory": {},
     "tcp": {"UCX_TLS": "tcp,self"},
-    "wan": {"QCCL_TRANSPORT": "wan", "QCCL_TOKEN": "a token for tests only"},
+    "wan": {**_WAN, "QCCL_WAN_SHARED_MEMORY": "0"},
+    "mixed": {**_WAN, RANKS_EACH: "2"},
 }
 needs_ucx = pytest.mark.skipif(bool(obstacle("ucx")), reason=obstacle("ucx") or "UCX is there")
 

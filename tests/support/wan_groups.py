@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
 import qccl
+from qccl.transports import topology
 from qccl.transports.wan import WanTransport
 
 __all__ = ["COUNTS", "Group", "allreduces", "group"]
@@ -59,9 +61,13 @@ def group(
     *,
     seed: int = 0,
     timeout: float = 60.0,
+    ranks_each: int = 0,
     work: Callable[[qccl.Communicator, random.Random], int] = allreduces,
 ) -> Iterator[Group]:
-    """At the end the ranks stop; what one of them has raised is raised here, unless the test has asked for it."""
+    """At the end the ranks stop; what one of them has raised is raised here, unless the test has asked for it.
+
+    With ``ranks_each`` so many ranks share a machine and its memory; otherwise none do.
+    """
     barrier, notes = threading.Barrier(size), [b""] * size
     made, calls, stop = threading.Barrier(size + 1), [0] * size, threading.Event()
     addresses: list[bytes] = []
@@ -77,6 +83,7 @@ def group(
         return meet
 
     def run(rank: int) -> None:
+        machine.number = 1 + rank // ranks_each if ranks_each else 0
         transport = WanTransport(gather(rank), 30.0, is_local=True, secret=secret)
         if not rank:
             assert transport.membership is not None
@@ -87,11 +94,13 @@ def group(
             while comm.allgather(b"" if stop.is_set() else b"go")[0]:
                 calls[rank] += work(comm, chosen)
 
-    with ThreadPoolExecutor(size) as pool:
+    machine = threading.local()
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(size) as pool:
+        patch.setattr(topology, "_network", lambda: machine.number)
         ends = [pool.submit(run, rank) for rank in range(size)]
         try:
             made.wait(30)
-            ports = [int(address.split()[-1]) for address in addresses]
+            ports = [int(address.partition(b"\0")[0].split()[-1]) for address in addresses]
             yield Group(addresses[0].split()[0], ports, calls, ends, stop)
         finally:
             stop.set()

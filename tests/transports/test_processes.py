@@ -1,4 +1,4 @@
-"""The checks of tests/ranks on processes that UCX connects: any launcher, over shared memory and over TCP."""
+"""The checks of tests/ranks on processes without MPI: any launcher, UCX over shared memory and TCP, mixed groups."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.starts_first, needs_ucx]
 
 DIGESTS = tuple(part.replace("tests/ranks", "tests/ranks/check_digests.py") for part in CHECKS)
 #: the pairs of size and network that every run has; the others take minutes
-USUAL = [(2, "shared memory"), (3, "tcp")]
+USUAL = [(2, "shared memory"), (3, "tcp"), (4, "mixed")]
 
 
 def needs(module: str):
@@ -24,7 +24,7 @@ def needs(module: str):
     [
         pytest.param(n, network, marks=pytest.mark.slow if (n, network) in USUAL else pytest.mark.every_size)
         for n in (1, 2, 3, 4, 5, 8)
-        for network in ("shared memory", "tcp")
+        for network in ("shared memory", "tcp", "mixed")
     ],
 )
 def test_checks_on(n, network):

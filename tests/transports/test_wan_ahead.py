@@ -19,7 +19,7 @@ COUNT = 1 << 20
 @pytest.mark.parametrize("is_ahead", [True, False])
 def test_sends_before_the_other_rank_calls(is_ahead, monkeypatch):
     """All chunks of the first round leave a rank while the other one has not called; or one window, if it may not."""
-    monkeypatch.setattr("qccl.transports.wan.WanTransport.sends_ahead", is_ahead)
+    monkeypatch.setattr("qccl.transports.wan.WanTransport.sends_ahead", [0, 1] if is_ahead else [])
     traces: list[list[TraceEvent]] = [[], []]
     began = [0.0, 0.0]
     done = threading.Barrier(3)
