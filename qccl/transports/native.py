@@ -52,9 +52,9 @@ class NativeTransport(Transport):
         self._tokens[self._number] = token
         return self._number
 
-    def _find_topology(self, timeout: float) -> None:
-        """Collective: set the attributes of the topology, and how long the wire spins."""
-        topology = find_topology(self.rank, lambda item: self.allgather(item, timeout))
+    def _set_topology(self, machines: Sequence[str]) -> None:
+        """Set the attributes of the topology, and how long the wire spins."""
+        topology = find_topology(self.rank, machines)
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.spins = _SHARED_SPINS if self.shares_memory else _SPINS

@@ -421,7 +421,7 @@ def inject(world: World, chosen: Random) -> None:
     callers.py drops messages of ranks that are repeated on new connections, because of their nonces.
     """
     process = chosen.choice(world.under_way())
-    stranger = Member.make(chosen.randbytes(16).hex(), "127.0.0.1", 9, b"none")
+    stranger = Member.make(chosen.randbytes(16).hex(), "127.0.0.1", 9, "0" * 64, b"none")
     forged = {"kind": "decided", "to": process.me.id, "decided": Decision(1, (stranger,), 0)}
     hello = {"nonce": NONCE, "to": process.me.id, "member": stranger, "calls": 0, "newcomers": (), "accepted": None}
     said = chosen.choice(
