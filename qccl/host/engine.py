@@ -221,6 +221,7 @@ class HostEngine:
         self._closed, self._failure = True, PeerLost(reason)
         with contextlib.suppress(QcclError):
             self._broadcast_control(Kind.CLOSE, reason)
+        self._flush()
         _live.discard(self)
 
     def recover(self) -> None:

@@ -39,6 +39,7 @@ class MembershipSocket(Membership):
         self._keys = Keys.of(secret)
         self._callers = MembershipCallers(server, self.id, self._keys)
         self._reached: set[str] = set()  # ids of processes
+        self._agrees = False
 
     def close(self) -> None:
         """Leave: from now on this process counts as ended. Idempotent."""
@@ -97,8 +98,11 @@ class MembershipSocket(Membership):
         """A rank whose process has ended, ``suspect`` if it has; None if none ends within a moment.
 
         A rank that gives up after the loss of another one closes its connections, too, and its last message may be
-        lost. So the end of a connection does not tell who was lost.
+        lost. So the end of a connection does not tell who was lost. During an agreement, which finds that out itself,
+        this is None at once.
         """
+        if self._agrees:
+            return None
         deadline = time.monotonic() + CONNECT_SECONDS
         others = [rank for rank in range(len(self.members)) if rank not in (suspect, self.rank)]
         while time.monotonic() < deadline:
@@ -130,7 +134,11 @@ class MembershipSocket(Membership):
         newcomers = [message["member"] for _, message in self._knocks()] if grows else []
         own = Own(self.member(worker), calls, list({each.id: each for each in newcomers}.values()))
         agreement = Agreement(self, own, timeout, time.monotonic())
-        return self._adopt(_Driver(self, agreement, self._callers, meanwhile).run())
+        self._agrees = True
+        try:
+            return self._adopt(_Driver(self, agreement, self._callers, meanwhile).run())
+        finally:
+            self._agrees = False
 
     def knock(self, address: tuple[str, int], worker: bytes, timeout: float) -> Decision:
         """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""

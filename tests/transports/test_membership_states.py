@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -347,6 +347,27 @@ def test_what_a_rank_has_accepted_is_proposed_again():
         world.end(world.processes[number])
     world.run()
     assert [world.processes[number].me.latest for number in (2, 3)] == [decision] * 2
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_messages_of_an_agreement_without_losses(size):
+    """Two round trips after a rank's call: it joins and is asked to accept, and it has accepted and is told."""
+    world = World(size, Choices())
+    world.begin(*range(size))
+    world.run()
+    assert world.check() == list(range(size))
+    kinds = "join", "wait", "accept", "accepted", "decided"
+    assert Counter(said["kind"] for said in world.said) == dict.fromkeys(kinds, size - 1)
+
+
+def test_ranks_that_have_promised_different_ballots_promise_once_more():
+    world = World(3, Choices())
+    world.processes[1].me.promised = 4, 1
+    world.begin(*range(3))
+    world.run()
+    assert world.check() == [0, 1, 2]
+    ballots = [said["ballot"] for said in world.said if said["kind"] in ("prepare", "accept")]
+    assert ballots == [(6, 0)] * 4
 
 
 def test_an_old_ballot_is_refused():

@@ -15,7 +15,9 @@ import pytest
 from meeting_ranks import gather, hello
 from patience import factor
 
+import qccl
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
+from qccl.cuda import libraries
 from qccl.transports import callers, meeting_host, meeting_messages, rendezvous, timed
 from qccl.transports.meeting_messages import HELLO_NBYTES, Hello, Kind, message, receive_message
 from qccl.transports.rendezvous import PORT_OFFSET, Rendezvous, meeting_place
@@ -477,6 +479,28 @@ def test_round_trips_of_a_meeting(size, key, port, monkeypatch):
         found += [pool.submit(run, rank) for rank in range(1, size)]
         assert [each.result(30) for each in found] == [notes] * size
     assert counted == [3 + (gathers - 1)] * (size - 1)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "host",
+        pytest.param("auto", marks=pytest.mark.skipif(not libraries.missing(), reason="ranks agree on GPUs, too")),
+    ],
+)
+def test_round_trips_of_the_meeting_of_init(backend, port, monkeypatch):
+    """One for a second gather: what ranks offer is one note, and the addresses of their sockets another one."""
+    monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 60.0)
+
+    def run(rank: int, to: int) -> None:
+        qccl.init(backend, 20.0, rank=rank, size=2, address=f"127.0.0.1:{to}", transport="wan").close()
+
+    with Turns(port) as relay, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, 0, port)
+        connected(port).close()
+        run(1, relay.place[1])
+        first.result(30)
+    assert relay.round_trips() == [3 + 1]
 
 
 def test_a_rank_that_leaves_between_two_gathers(port):
