@@ -21,13 +21,34 @@ pytestmark = [
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = 3
+#: rank 0 is near the others, which are far from each other: it ends a call before they do
+SITES = """
+delay = "5ms"
+
+[sites.near]
+ranks = [0]
+link = "100mbit"
+
+[sites.east]
+ranks = [1]
+link = "100mbit"
+
+[sites.west]
+ranks = [2]
+link = "100mbit"
+
+[[between]]
+sites = ["east", "west"]
+delay = "60ms"
+"""
 
 
 @pytest.mark.parametrize("transport", [pytest.param("ucx", marks=needs_ucx), "wan"])
-def test_a_rank_that_shrinks_after_a_call_ends_it_on_no_other_rank(transport):
+def test_a_rank_that_shrinks_after_a_call_ends_it_on_no_other_rank(transport, tmp_path):
     """At that moment the others still wait for the last bytes of the call."""
+    (tmp_path / "sites.toml").write_text(SITES)
     program = [sys.executable, str(ROOT / "tests" / "support" / "far_ranks.py"), "shrink"]
-    network = ["--ranks", str(RANKS), "--link", "100mbit", "--delay", "25ms"]
+    network = ["--ranks", str(RANKS), "--sites", str(tmp_path / "sites.toml")]
     environment = os.environ | patience.environment() | {"QCCL_TRANSPORT": transport, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-m", "qccl.bench", "run", *network, "--", *program],
