@@ -343,7 +343,7 @@ class Communicator(Collectives):
         self._session.check_process()
         if not self.transport.can_regroup:
             raise self.transport.impossible("shrink()")
-        self.abort("shrink() was called")
+        self._session.retire("shrink() was called")
         return self._continue_on(*self.transport.regroup(self.calls, timeout, grows=False))
 
     @guarded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import logging
 import os
@@ -16,16 +17,18 @@ from qccl.launchers import Launcher, check_alone, check_size, detect, frameworks
 from qccl.meetings import (
     Meeting,
     alone,
-    connect,
+    connect_by,
     connected_transport,
+    gather_offers,
     obstacle,
     of_address,
     of_jax,
     of_launcher,
     of_torch,
+    offer_of,
     wanted_transport,
 )
-from qccl.transports.choice import TRUSTED_NETWORK
+from qccl.transports.choice import TRUSTED_NETWORK, Offer
 from qccl.transports.join_address import JoinAddress
 from qccl.transports.secret import is_insecure
 from qccl.transports.sockets import host_and_port, place_text
@@ -91,8 +94,10 @@ def init(
     meeting = _given(rank, size, address) or _find_meeting(detect(), wanted)
     if meeting is None:
         return _by_mpi(backend, device, timeout, must=must)
-    comm = None if backend == "host" else _on_gpus(meeting, device, timeout, must=must)
-    return comm or Communicator._from_transport(connect(meeting, setup, wanted), timeout=timeout)
+    with contextlib.closing(meeting):
+        offers = _offers(meeting, "cuda" if must else backend, wanted, setup)
+        comm = None if backend == "host" else _on_gpus(meeting, offers, device, timeout)
+        return comm or Communicator._from_transport(connect_by(meeting, offers, setup), timeout=timeout)
 
 
 def join(address: str, timeout: float = 60.0) -> Communicator:
@@ -210,16 +215,43 @@ def _by_mpi(backend: str, device: int | None, timeout: float | None, *, must: bo
     return Communicator._from_transport(transport, timeout=timeout)
 
 
-def _on_gpus(meeting: Meeting, device: int | None, timeout: float | None, *, must: bool) -> Communicator | None:
-    """The ranks on their GPUs; None: not all have one, and none ``must``.
+def _offers(meeting: Meeting, backend: str, wanted: str | None, setup: float) -> list[Offer]:
+    """Collective: what all ranks bring, with the backend that each was asked for. Raises MismatchError if they differ.
 
-    Each says what it was asked for, and what keeps it from a GPU, so that all do the same.
+    Whether this rank has a GPU at all, and the offers of transports, are one message: without GPUs no other is needed.
+    """
+    no_gpu = _too_few(1) if backend == "auto" else ""
+    if meeting.size == 1:
+        return [Offer(host=socket.gethostname(), backend=backend, no_gpu=no_gpu)]
+    own = offer_of(meeting, wanted)._replace(host=socket.gethostname(), backend=backend, no_gpu=no_gpu)
+    offers = gather_offers(meeting, own, setup)
+    for rank, offer in enumerate(offers):
+        if offer.backend != offers[0].backend:
+            raise MismatchError(
+                f"rank {rank} called init() with {_asked(offer)}, and rank 0 with {_asked(offers[0])}; all ranks must "
+                f"be given the same"
+            )
+    return offers
+
+
+def _asked(offer: Offer) -> str:
+    return f"backend={offer.backend!r}{' or a device' if offer.backend == 'cuda' else ''}"
+
+
+def _on_gpus(
+    meeting: Meeting, offers: Sequence[Offer], device: int | None, timeout: float | None
+) -> Communicator | None:
+    """The ranks on their GPUs; None: not all have one, and they were not asked for GPUs.
+
+    Each says what keeps it from a GPU, so that all do the same.
     """
     from qccl.communicator import Communicator
     from qccl.cuda.nccl import get_unique_id
 
+    if any(offer.no_gpu for offer in offers):
+        return None
     setup = setup_timeout(timeout)
-    hosts = meeting.gather(socket.gethostname().encode(), setup)
+    hosts, must = [offer.host for offer in offers], offers[0].backend == "cuda"
     here = hosts[meeting.rank]
     chosen, reason = None, ""
     try:
@@ -231,8 +263,6 @@ def _on_gpus(meeting: Meeting, device: int | None, timeout: float | None, *, mus
             raise
         reason = str(error).partition("\n")[0]
     kind, text = _verdict(meeting.gather(_note(must, reason), setup))
-    if kind == _MIXED:
-        raise MismatchError(text)
     if kind == _YES:
         unique_id = meeting.gather(get_unique_id() if meeting.rank == 0 else b"", setup)[0]
         return Communicator(unique_id, meeting.rank, meeting.size, timeout=timeout, device=chosen)

@@ -2,7 +2,7 @@
 
 A meeting needs a place that all ranks know: a TCP address (from the launcher's environment or from the program), the
 store of torch.distributed, or the key-value store of jax.distributed. connect() then makes the transport that all
-ranks can use (choice.py).
+ranks can use (choice.py), in two gathers: what each rank offers, and then the addresses of the transport.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
-from qccl.transports import rendezvous, tls
+from qccl.transports import tls
 from qccl.transports.choice import Offer, choose
+from qccl.transports.rendezvous import Rendezvous, meeting_place
 from qccl.transports.secret import derive, draw, is_insecure, job_secret, token_key
 from qccl.transports.strangers import printable
 from qccl.transports.topology import memory_id, network_id
@@ -40,14 +41,17 @@ __all__ = [
     "Meeting",
     "alone",
     "connect",
+    "connect_by",
     "connected_transport",
     "first_host",
+    "gather_offers",
     "obstacle",
     "of_address",
     "of_jax",
     "of_launcher",
     "of_store",
     "of_torch",
+    "offer_of",
     "wanted_transport",
 ]
 
@@ -72,6 +76,7 @@ class Meeting:
         port: a port of ``host`` that is free once the ranks have met; None: unknown.
         group: the process group of torch.distributed that brings the ranks together, if one does.
         store: of torch.distributed, which only these ranks use, if they have one.
+        close: ends the meeting's connections, if it has any. Idempotent.
     """
 
     name: str
@@ -82,6 +87,7 @@ class Meeting:
     port: int | None = None
     group: Any = None
     store: Any = None
+    close: Callable[[], None] = lambda: None
 
 
 def alone() -> Meeting:
@@ -101,10 +107,8 @@ def of_address(
     if key:
         tls.load_library()
 
-    def gather(note: bytes, timeout: float) -> list[bytes]:
-        return rendezvous.gather(note, rank, size, place, timeout, job, is_local=is_local, key=key)
-
-    return Meeting(name, rank, size, gather, *place)
+    met = Rendezvous(rank, size, place, job, is_local=is_local, key=key)
+    return Meeting(name, rank, size, met.gather, *place, close=met.close)
 
 
 def of_launcher(launcher: Launcher, environ: Mapping[str, str] = os.environ) -> Meeting:
@@ -167,7 +171,7 @@ def _is_local(launcher: Launcher, environ: Mapping[str, str]) -> bool:
 def _place(launcher: Launcher, environ: Mapping[str, str], job: str, *, is_local: bool) -> tuple[str, int]:
     """MASTER_ADDR if it is set; otherwise this machine if it has all ranks, or the first host of Slurm's step."""
     if environ.get("MASTER_ADDR"):
-        return rendezvous.meeting_place(environ)
+        return meeting_place(environ)
     hosts = environ.get("SLURM_STEP_NODELIST") if launcher.name == "srun" else None
     if is_local:
         host = "127.0.0.1"
@@ -175,10 +179,10 @@ def _place(launcher: Launcher, environ: Mapping[str, str], job: str, *, is_local
         host = first_host(hosts)
         _check_name(host)
     else:
-        return rendezvous.meeting_place(environ)  # says what to set
+        return meeting_place(environ)  # says what to set
     own = environ.get("QCCL_PORT")
     if own:
-        return rendezvous.meeting_place({"MASTER_ADDR": host, "QCCL_PORT": own})
+        return meeting_place({"MASTER_ADDR": host, "QCCL_PORT": own})
     digest = hashlib.sha256(f"{job} {os.getuid()}".encode()).digest()
     return host, _FIRST_PORT + int.from_bytes(digest[:8], "little") % _PORTS
 
@@ -344,20 +348,30 @@ def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Tran
     none in common, MismatchError where their tokens differ.
     """
     if meeting.size == 1:
+        return connect_by(meeting, (), timeout)
+    return connect_by(meeting, gather_offers(meeting, offer_of(meeting, wanted), timeout), timeout)
+
+
+def gather_offers(meeting: Meeting, own: Offer, timeout: float) -> list[Offer]:
+    """Collective: what all ranks bring; ``own``: offer_of() this one."""
+    offers = [Offer.of(rank, note) for rank, note in enumerate(meeting.gather(own.note(), timeout))]
+    offers[meeting.rank] = own._replace(drawn=offers[meeting.rank].drawn)
+    return offers
+
+
+def connect_by(meeting: Meeting, offers: Sequence[Offer], timeout: float) -> Transport:
+    """As connect(), by the offers of all ranks, which are not used in a meeting of one."""
+    if meeting.size == 1:
         from qccl.transports.loopback import LoopbackGroup
 
         return LoopbackGroup(1).transport(0)
-    token = token_key()
-    own = _offer(meeting, token, wanted or wanted_transport() or "")
-    notes = meeting.gather(own.note(), timeout)
-    offers = [Offer.of(rank, note) for rank, note in enumerate(notes)]
-    offers[meeting.rank] = own._replace(drawn=offers[meeting.rank].drawn)
     chosen = choose(offers, meeting.name)
     who = meeting.rank, meeting.size, meeting.name
     _log.info("rank %d of %d (%s) uses the transport %s: %s", *who, chosen.name, chosen.why)
     if chosen.name == "gloo":
+        meeting.close()  # it may listen at the same port
         return _over_gloo(meeting, timeout)
-    secret = job_secret(bytes.fromhex(offers[0].drawn), token) if chosen.has_secret else None
+    secret = job_secret(bytes.fromhex(offers[0].drawn), token_key()) if chosen.has_secret else None
     transport = connected_transport(chosen.name)
     return transport(
         lambda note: meeting.gather(note, timeout),
@@ -370,13 +384,14 @@ def connect(meeting: Meeting, timeout: float, wanted: str | None = None) -> Tran
     )
 
 
-def _offer(meeting: Meeting, token: bytes | None, wanted: str) -> Offer:
-    """What this rank has."""
+def offer_of(meeting: Meeting, wanted: str | None = None) -> Offer:
+    """What this rank brings to the choice of a transport."""
+    token = token_key()
     return Offer(
         # where a rank names its network, processes of other machines may join later
         network="" if {"QCCL_NET", "UCX_NET_DEVICES"} & os.environ.keys() else network_id(),
         memory=memory_id(),
-        wanted=wanted,
+        wanted=wanted or wanted_transport() or "",
         token=derive(token, "check").hex()[:16] if token else "",
         insecure="1" if is_insecure() else "",
         drawn=draw().hex() if meeting.rank == 0 else "",

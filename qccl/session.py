@@ -196,6 +196,12 @@ class Session:
             self.failure = error
         self.engine.abort(str(self.failure))  # again if an exception has ended it before
 
+    def retire(self, reason: str) -> None:
+        """Make no more calls on the host, where the other ranks may still be in the last one; see HostEngine."""
+        if self.failure is None and not self.closed:
+            self.failure = PeerLost(f"rank {self.rank} gave up: {reason}")
+            self.engine.retire(str(self.failure))
+
     def interrupted(self, error: BaseException, before: Mark | None) -> None:
         """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this."""
         for _ in range(_ATTEMPTS):

@@ -87,7 +87,8 @@ def _all_errors(launcher: Launcher, text: str) -> list[str]:
             from mpi4py import MPI
 
             return MPI.COMM_WORLD.allgather(text)
-        found = of_launcher(launcher).gather(text.encode()[:_TEXT_NBYTES], _SECONDS)
+        with contextlib.closing(of_launcher(launcher)) as meeting:
+            found = meeting.gather(text.encode()[:_TEXT_NBYTES], _SECONDS)
         return [each.decode(errors="replace") for each in found]
     except (ImportError, RuntimeError, QcclError):
         return [text]  # the run itself reports what is missing

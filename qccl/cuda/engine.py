@@ -250,6 +250,10 @@ class CudaEngine:
             if acquired:
                 self._enqueuing.release()
 
+    def retire(self, reason: str) -> None:
+        """As abort(): no transport of device memory makes another group."""
+        self.abort(reason)
+
     def recover(self) -> None:
         """Nothing: a ``with`` releases each lock, also where a handler of a signal raises."""
 

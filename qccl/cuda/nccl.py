@@ -37,7 +37,7 @@ from qccl.cuda.libraries import (
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, EngineError, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
-from qccl.transports.topology import find_topology
+from qccl.transports.topology import find_topology, machine
 
 __all__ = ["NcclTransport", "get_unique_id"]
 
@@ -80,7 +80,7 @@ class NcclTransport(DeviceTransport):
         self.stream: int = self._stream.ptr
         try:
             bounded(device, timeout, "the first transfers", self._connect)
-            places = find_topology(self.rank, lambda place: self.allgather(place, timeout))
+            places = find_topology(self.rank, [each.decode() for each in self.allgather(machine().encode(), timeout)])
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")
             raise

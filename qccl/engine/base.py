@@ -212,6 +212,9 @@ class Engine(Protocol):
     def abort(self, reason: str) -> None:
         """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent."""
 
+    def retire(self, reason: str) -> None:
+        """Before shrink(): as abort(), but other ranks may still end the calls that this rank has ended."""
+
     def recover(self) -> None:
         """Release the locks that an exception has left held which ended a call of this thread at any point."""
 

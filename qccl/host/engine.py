@@ -209,6 +209,21 @@ class HostEngine:
             elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
 
+    def retire(self, reason: str) -> None:
+        """As abort(), but a rank that is still in a call that this rank has ended gets the rest of its messages.
+
+        So nothing must be under way here; otherwise, and after a failure, this is abort(). The transport stays open,
+        and whoever made the engine goes on driving it.
+        """
+        if self._failure is not None or not self.is_idle:
+            return self.abort(reason)
+        self._end_progress_thread()
+        self._closed, self._failure = True, PeerLost(reason)
+        with contextlib.suppress(QcclError):
+            self._broadcast_control(Kind.CLOSE, reason)
+        self._flush()
+        _live.discard(self)
+
     def recover(self) -> None:
         """As in Engine. Only other threads that want to drive would need to say so again, and they get the lock now."""
         release_all(self._lock)

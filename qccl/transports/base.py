@@ -87,6 +87,7 @@ class Group(ABC):
         """Collective among the ranks that are left: their new transport, and the largest of their numbers ``calls``.
 
         With ``grows`` the processes that wait are in it, too, after the others. This transport is of no use afterwards.
+        Until the ranks have agreed, it delivers what this rank has sent: others may still be in the last call.
         Raises PeerLost if the others go on without this rank, CollectiveTimeout, EngineError.
         """
         raise self.impossible("grow()" if grows else "shrink()")

@@ -20,13 +20,15 @@ from qccl.transports.secure_socket import Connection, SecureSocket
 from qccl.transports.sockets import LONGEST_SECONDS, connect
 from qccl.transports.strangers import NotARank
 
-__all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "Channel", "Keys", "call", "frame"]
+__all__ = ["ANSWER_SECONDS", "CONNECT_SECONDS", "TLS_NONCE", "Channel", "Keys", "call", "frame"]
 
 #: how long the other side may take to take a message or to answer, and a machine to accept a connection
 ANSWER_SECONDS = 2.0
 CONNECT_SECONDS = 0.5
 #: messages that wait to be read, at most: each side waits for an answer after one or two
 _MOST_MESSAGES = 4
+#: stands for the nonce of a challenge over TLS
+TLS_NONCE = "0" * 32
 _HEAD = struct.Struct("<8sI16s")  # magic, length of the content, its checksum
 _MAGIC = b"qccl/me2"
 _PART_NBYTES = 1 << 16
@@ -47,15 +49,18 @@ class Keys(NamedTuple):
 class Channel:
     """A connection with messages: JSON behind a magic number, a length and a checksum.
 
-    ``seal`` is the key of the checksums, which without one tell damaged messages only.
+    ``seal`` is the key of the checksums, which without one tell damaged messages only. ``is_caller``: this side has
+    called, and a challenge is the first message in its inbox. Over TLS it is there as soon as the other side has proved
+    that it has the key; nothing is sent for it, because the handshake makes old messages useless.
 
     Attributes:
         inbox: messages that hear() has read.
         has_ended: the other side has closed the connection, is lost, or is not a rank.
     """
 
-    def __init__(self, connection: Connection, seal: bytes = b"") -> None:
+    def __init__(self, connection: Connection, seal: bytes = b"", *, is_caller: bool = False) -> None:
         self._connection, self._seal = connection, seal
+        self._awaits_proof = is_caller and isinstance(connection, SecureSocket)
         self._received = bytearray()
         self.inbox: list[Any] = []
         self.has_ended = False
@@ -114,6 +119,9 @@ class Channel:
             raise
         except OSError:
             self.has_ended = True
+        if self._awaits_proof and isinstance(self._connection, SecureSocket) and self._connection.is_proved:
+            self._awaits_proof = False
+            self.inbox.append({"kind": "challenge", "nonce": TLS_NONCE})
         try:
             self._read()
         except NotARank:
@@ -158,5 +166,5 @@ def call(place: tuple[str, int], until: float, keys: Keys, *, is_sealed: bool = 
     left = max(0.01, until - time.monotonic())
     connection = connect(place, min(left, CONNECT_SECONDS))
     if keys.tls and not is_sealed:
-        return Channel(SecureSocket(connection, keys.tls, is_server=False), keys.seal)
-    return Channel(connection, keys.seal)
+        return Channel(SecureSocket(connection, keys.tls, is_server=False), keys.seal, is_caller=True)
+    return Channel(connection, keys.seal, is_caller=True)

@@ -44,18 +44,24 @@ class Offer(NamedTuple):
         insecure: "1" with QCCL_INSECURE=1, otherwise empty.
         drawn: 32 random bytes in hexadecimal digits, of rank 0.
         no_tls, ucx, gloo, wan: why it cannot use each of them; empty: it can.
+        host: the name of its machine, for the choice between GPUs and host memory (launch.py), as are the others.
+        backend: of init(): "host", "auto", or "cuda" where the program allows nothing else.
+        no_gpu: why it cannot use a GPU, whatever the other ranks have; empty: perhaps it can.
     """
 
-    network: str
-    memory: str
-    wanted: str
-    token: str
-    insecure: str
-    drawn: str
-    no_tls: str
-    ucx: str
-    gloo: str
-    wan: str
+    network: str = ""
+    memory: str = ""
+    wanted: str = ""
+    token: str = ""
+    insecure: str = ""
+    drawn: str = ""
+    no_tls: str = ""
+    ucx: str = ""
+    gloo: str = ""
+    wan: str = ""
+    host: str = ""
+    backend: str = ""
+    no_gpu: str = ""
 
     def __repr__(self) -> str:
         return f"Offer of {self.wanted or 'any transport'}"  # drawn is secret

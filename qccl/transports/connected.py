@@ -145,8 +145,11 @@ class ConnectedTransport(NativeTransport):
         descriptors.allow(self.size * max(1, self._connections(network)))
         try:
             self._connect_wire([bytes.fromhex(member.worker) for member in membership.members])
+            self._watch.begin()
+            membership.look_at_names(self._watch)
+            self._meet(time.monotonic() + timeout, timeout)
+            self._set_topology([member.machine for member in membership.members])
             membership.look(self._watch)
-            self._find_topology(timeout)
             membership.hear()
         except (RuntimeError, ValueError) as error:  # no network to an address, or none that can be read
             self.abort(str(error))
@@ -158,6 +161,10 @@ class ConnectedTransport(NativeTransport):
     def _connect_wire(self, addresses: list[bytes]) -> None:
         """Connect the wire to the others; ``addresses`` by rank. Raises RuntimeError and ValueError."""
         self.wire.connect(self.rank, addresses, _weakly(self._find_ended))
+
+    def _meet(self, deadline: float, timeout: float) -> None:
+        """Collective: the first message, which shows that all ranks are connected."""
+        self._exchange(b"\0", [1] * self.size, deadline, timeout)
 
     def _no_network(self, reason: str) -> str:
         """The message of an error of wire.connect()."""
@@ -198,14 +205,23 @@ class ConnectedTransport(NativeTransport):
     def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Self, int]:
         """By regroup.py, over TCP. After an error it may be called again."""
         membership = self._member()
-        self.abort("the ranks make another group")
 
         def agree(worker: bytes) -> Decision:
-            return membership.agree(worker, calls, timeout, grows=grows)
+            # until all have come, ranks may be in a call that this one has ended, and need what it has sent
+            try:
+                return membership.agree(worker, calls, timeout, grows=grows, meanwhile=self._drive)
+            finally:
+                self._end(0)
 
         formed = self._form(membership, self._network, self._protection, agree, timeout)
         self.membership = None  # it belongs to the new transport
         return formed
+
+    def _drive(self) -> None:
+        """Deliver what was sent, if the wire is not closed."""
+        if not self._gone:
+            with contextlib.suppress(QcclError):  # ranks are lost: the next group is without them
+                self.wire.progress(1)
 
     def _member(self) -> MembershipSocket:
         if self._is_fork:
@@ -313,20 +329,21 @@ class ConnectedTransport(NativeTransport):
 
     def abort(self, reason: str) -> None:
         """Close the wire after a tenth of a second for its last sends; other transfers are cancelled."""
-        if not self._gone:
-            self._gone = True
-            self.wire.close(_ABORT_SECONDS)
-            self._watch.close()
+        self._end(_ABORT_SECONDS)
 
     def close(self) -> None:
         """Close the wire after its last sends, and leave the membership: regroup() is not possible any more."""
-        if not self._gone:
-            self._gone = True
-            self.wire.close(_CLOSE_SECONDS)
-            self._watch.close()
+        self._end(_CLOSE_SECONDS)
         if self.membership is not None:
             self.membership.close()
             self.membership = None
+
+    def _end(self, seconds: float) -> None:
+        """Close the wire after at most so long for its last sends."""
+        if not self._gone:
+            self._gone = True
+            self.wire.close(seconds)
+            self._watch.close()
 
     def _check_alive(self) -> None:
         if self._gone:

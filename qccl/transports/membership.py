@@ -4,9 +4,11 @@ Events go in (a message came, a connection was lost, time has passed), actions c
 
 Every process has a listening socket, whose address all ranks of its group know from the start, so any rank may be lost.
 The groups that follow each other are numbered by epochs. agree() decides the next one as Paxos does. The lowest rank
-that answers coordinates: the others call it, it waits for all, asks each to promise (which reports what the rank has
-accepted before) and then to accept a list of members, and announces the list when all that promised have accepted. If
-the coordinator is lost, the others call the next rank, which must propose what any of them has accepted.
+that answers coordinates: the others call it. With its call each promises the coordinator's next ballot, as the rank
+knows it, and reports what it has accepted before. The coordinator waits for all, asks them to accept a list of members,
+and announces the list when all have accepted. If the promises are not all of one ballot that is new to the coordinator,
+it first asks all to promise another one. If the coordinator is lost, the others call the next rank, which must propose
+what any of them has accepted.
 
 There is never a second group, with one exception below. A list needs the promise and the acceptance of the same ranks,
 and these are either
@@ -38,6 +40,7 @@ from qccl.transports import messages
 from qccl.transports.channel import ANSWER_SECONDS
 from qccl.transports.messages import Decision, Member
 from qccl.transports.strangers import NotARank
+from qccl.transports.topology import machine
 
 __all__ = ["RETRY_SECONDS", "Action", "Agreement", "Membership", "Own", "expect"]
 
@@ -116,7 +119,7 @@ class Membership:
 
     def member(self, worker: bytes) -> Member:
         """This process, with the address of its worker."""
-        return Member.make(self.id, self._host, self._port, worker)
+        return Member.make(self.id, self._host, self._port, machine(), worker)
 
     def begin(self, members: Iterable[Member]) -> None:
         """The first group."""
@@ -280,6 +283,9 @@ class Agreement:
         match message["kind"]:
             case "challenge":
                 self._is_greeted = True
+                number, of = me.promised
+                if of != leader or not number:
+                    me.promised = number + 1, leader
                 self._act("send", leader, **self._hello("join", leader, message["nonce"]))
             case "wait":
                 self._until = max(self._until, now + message["seconds"] + _MARGIN_SECONDS)
@@ -359,11 +365,16 @@ class Agreement:
                 f"others (ranks {sorted(present)}) are not more than half of the {self._size} ranks, nor half of them "
                 f"with rank 0; end the processes of ranks {missing}, or make a new group"
             )
-        joins = [join for _, join in self._joined.values()]
-        number = max(each[0] for each in (self._me.promised, *(join["promised"] for join in joins)))
-        self._me.promised = 1 + number, self._rank
+        me, promised = self._me, [join["promised"] for _, join in self._joined.values()]
+        highest = max(promised, default=(0, 0))
+        is_new = highest > me.promised and highest[1] == self._rank
+        me.promised = highest if is_new else (1 + max(me.promised[0], highest[0]), self._rank)
         self._answer_by = now + ANSWER_SECONDS
-        self._ask("promised", kind="prepare", ballot=self._me.promised)
+        if all(each == me.promised for each in promised):
+            self._phase = "promised"
+            self._go_on()
+        else:
+            self._ask("promised", kind="prepare", ballot=me.promised)
 
     def _ask(self, phase: str, **message: object) -> None:
         self._phase = phase

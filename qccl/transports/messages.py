@@ -27,6 +27,7 @@ _MOST_WORKER_NBYTES = 8192
 _MOST_NUMBER = 1 << 62
 
 _ID = re.compile(r"[0-9a-f]{32}")
+_MACHINE = re.compile(r"[0-9a-f]{64}")
 #: the labels of a name have 1 to 63 bytes
 _HOST = re.compile(r"(?=.{1,255}\Z)[0-9A-Za-z:%_-]{1,63}(?:\.[0-9A-Za-z:%_-]{1,63})*\.?")
 _HEXADECIMAL = re.compile(r"(?:[0-9a-f]{2})*")
@@ -38,7 +39,8 @@ class Member(NamedTuple):
     Attributes:
         id: unique, and random: who knows it has heard it from a rank.
         host, port: the address of its socket.
-        worker: the address of its UCX worker, in hexadecimal digits.
+        machine: its machine and network namespace, of topology.machine().
+        worker: the address of its wire, in hexadecimal digits.
         seal: checksum of the other fields. UCX ends the process that connects to an address that is none, so nothing
             damaged or made up may reach it.
     """
@@ -46,21 +48,23 @@ class Member(NamedTuple):
     id: str
     host: str
     port: int
+    machine: str
     worker: str
     seal: str
 
     @classmethod
-    def make(cls, id: str, host: str, port: int, worker: bytes) -> Member:
+    def make(cls, id: str, host: str, port: int, machine: str, worker: bytes) -> Member:
         """With its seal."""
-        return cls(id, host, port, worker.hex(), _seal(id, host, port, worker.hex()))
+        fields = id, host, port, machine, worker.hex()
+        return cls(*fields, _seal(*fields))
 
     @classmethod
     def of(cls, found: Any) -> Member:
         """From JSON."""
-        id, host, port, worker, seal = _list(found, 5, 5)
-        member = cls(_id(id), _text(host, _HOST), _integer(port, 1, 65535), _worker(worker), _text(seal, _ID))
-        _require(member.seal == _seal(*member[:4]))
-        return member
+        id, host, port, machine, worker, seal = _list(found, 6, 6)
+        fields = _id(id), _text(host, _HOST), _integer(port, 1, 65535), _text(machine, _MACHINE), _worker(worker)
+        _require(seal == _seal(*fields))
+        return cls(*fields, seal)
 
 
 class Decision(NamedTuple):
@@ -87,8 +91,8 @@ class Decision(NamedTuple):
         return decision
 
 
-def _seal(id: str, host: str, port: int, worker: str) -> str:
-    return hashlib.blake2b(f"{id} {host} {port} {worker}".encode(), digest_size=16, person=b"qccl member").hexdigest()
+def _seal(*fields: object) -> str:
+    return hashlib.blake2b(" ".join(map(str, fields)).encode(), digest_size=16, person=b"qccl member").hexdigest()
 
 
 # -- fields ----------------------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ from qccl.errors import (  # noqa: E402
 from qccl.launchers import check_alone  # noqa: E402
 from qccl.lifetime import Registry, Stage, at_exit, keep  # noqa: E402
 from qccl.transports.native import NativeTransport  # noqa: E402
+from qccl.transports.topology import machine  # noqa: E402
 
 __all__ = ["MpiTransport", "world_size"]
 
@@ -191,7 +192,7 @@ class MpiTransport(NativeTransport):
         self._own(_wire(comm))
         _open.add(self)
         self.is_threaded = MPI.Query_thread() == MPI.THREAD_MULTIPLE
-        self._find_topology(timeout)
+        self._set_topology([each.decode() for each in self.allgather(machine().encode(), timeout)])
 
     @classmethod
     def from_mpi(cls, comm: Any, timeout: float = 60.0) -> MpiTransport:

@@ -52,16 +52,12 @@ class NativeTransport(Transport):
         self._tokens[self._number] = token
         return self._number
 
-    def _find_topology(self, timeout: float) -> None:
-        """Collective: set the attributes of the topology, and how long the wire spins."""
-        topology = find_topology(self.rank, lambda item: self._exchange_topology(item, timeout))
+    def _set_topology(self, machines: Sequence[str]) -> None:
+        """Set the attributes of the topology, and how long the wire spins."""
+        topology = find_topology(self.rank, machines)
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
         if self.local_size <= len(os.sched_getaffinity(0)):
             self.wire.set_spins(_SHARED_SPINS if self.shares_memory or len(set(self.carriers)) > 1 else _SPINS)
-
-    def _exchange_topology(self, item: bytes, timeout: float) -> list[bytes]:
-        """Collective: every rank's ``item``."""
-        return self.allgather(item, timeout)
 
     @abstractmethod
     def _check_alive(self) -> None:

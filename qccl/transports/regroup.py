@@ -10,13 +10,13 @@ import contextlib
 import os
 import select
 import time
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from qccl.errors import CollectiveTimeout
-from qccl.transports.callers import Caller, Callers
 from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, Keys, call
 from qccl.transports.membership import RETRY_SECONDS, Action, Agreement, Membership, Own, expect
+from qccl.transports.membership_callers import MembershipCaller, MembershipCallers
 from qccl.transports.messages import Decision, Member
 from qccl.transports.sockets import listen, place_text
 from qccl.transports.watch import Watch, is_free, make_greeting
@@ -37,8 +37,9 @@ class MembershipSocket(Membership):
         server = listen(host)
         super().__init__(os.urandom(16).hex(), host, int(server.getsockname()[1]))
         self._keys = Keys.of(secret)
-        self._callers = Callers(server, self.id, self._keys)
+        self._callers = MembershipCallers(server, self.id, self._keys)
         self._reached: set[str] = set()  # ids of processes
+        self._agrees = False
 
     def close(self) -> None:
         """Leave: from now on this process counts as ended. Idempotent."""
@@ -49,13 +50,16 @@ class MembershipSocket(Membership):
         """What a Watch says to the processes of this job."""
         return make_greeting(self._keys.seal)
 
-    def look(self, watch: Watch) -> None:
-        """When a group begins: find out whose sockets can be reached. Between this and hear() all ranks must meet."""
-        self._reached |= {self.members[rank].id for rank in watch.reach()}
+    def look_at_names(self, watch: Watch) -> None:
+        """When a group begins: find out whether the sockets can be reached that a Watch does not see."""
         for rank in watch.unseen:  # usually rank 0 alone has a name
             until = time.monotonic() + CONNECT_SECONDS
             with contextlib.suppress(OSError), self.call(self.members[rank], until, is_sealed=True) as channel:
                 channel.send({"kind": "watch"}, 0)
+
+    def look(self, watch: Watch) -> None:
+        """When all ranks of a group have met: find out whose sockets can be reached."""
+        self._reached |= {self.members[rank].id for rank in watch.reach()}
 
     def hear(self) -> None:
         """Drop those who only looked."""
@@ -94,8 +98,11 @@ class MembershipSocket(Membership):
         """A rank whose process has ended, ``suspect`` if it has; None if none ends within a moment.
 
         A rank that gives up after the loss of another one closes its connections, too, and its last message may be
-        lost. So the end of a connection does not tell who was lost.
+        lost. So the end of a connection does not tell who was lost. During an agreement, which finds that out itself,
+        this is None at once.
         """
+        if self._agrees:
+            return None
         deadline = time.monotonic() + CONNECT_SECONDS
         others = [rank for rank in range(len(self.members)) if rank not in (suspect, self.rank)]
         while time.monotonic() < deadline:
@@ -109,15 +116,29 @@ class MembershipSocket(Membership):
             time.sleep(RETRY_SECONDS)
         return None
 
-    def agree(self, worker: bytes, calls: int, timeout: float, *, grows: bool = False) -> Decision:
+    def agree(
+        self,
+        worker: bytes,
+        calls: int,
+        timeout: float,
+        *,
+        grows: bool = False,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Decision:
         """Collective: the next group, of the ranks that take part, and with ``grows`` of the processes in knock().
 
-        The ranks that have not ended and do not come cost ``timeout`` seconds together, or each if they would have
-        coordinated. Raises PeerLost if the group goes on without this rank, CollectiveTimeout if too many are silent.
+        It calls ``meanwhile`` every few milliseconds. The ranks that have not ended and do not come cost ``timeout``
+        seconds together, or each if they would have coordinated. Raises PeerLost if the group goes on without this
+        rank, CollectiveTimeout if too many are silent.
         """
         newcomers = [message["member"] for _, message in self._knocks()] if grows else []
         own = Own(self.member(worker), calls, list({each.id: each for each in newcomers}.values()))
-        return self._adopt(_Driver(self, Agreement(self, own, timeout, time.monotonic()), self._callers).run())
+        agreement = Agreement(self, own, timeout, time.monotonic())
+        self._agrees = True
+        try:
+            return self._adopt(_Driver(self, agreement, self._callers, meanwhile).run())
+        finally:
+            self._agrees = False
 
     def knock(self, address: tuple[str, int], worker: bytes, timeout: float) -> Decision:
         """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""
@@ -139,7 +160,7 @@ class MembershipSocket(Membership):
         """Number of the processes that wait at this rank's address."""
         return len(self._knocks())
 
-    def _knocks(self) -> list[tuple[Caller, Any]]:
+    def _knocks(self) -> list[tuple[MembershipCaller, Any]]:
         self._callers.hear()
         return self._callers.knocks()
 
@@ -157,8 +178,14 @@ class MembershipSocket(Membership):
 class _Driver:
     """Does what an agreement wants, and tells it what comes."""
 
-    def __init__(self, me: MembershipSocket, agreement: Agreement, callers: Callers) -> None:
-        self._me, self._agreement, self._callers = me, agreement, callers
+    def __init__(
+        self,
+        me: MembershipSocket,
+        agreement: Agreement,
+        callers: MembershipCallers,
+        meanwhile: Callable[[], None],
+    ) -> None:
+        self._me, self._agreement, self._callers, self._meanwhile = me, agreement, callers, meanwhile
         self._channels: dict[Hashable, Channel] = {}  # to ranks that were called, and of callers that were kept
 
     def run(self) -> Decision:
@@ -168,6 +195,7 @@ class _Driver:
                 self._act()
                 if self._agreement.decision is not None:
                     return self._agreement.decision
+                self._meanwhile()
                 self._hear_channels()
                 if self._agreement.gathers:
                     self._hear_callers()
@@ -194,7 +222,7 @@ class _Driver:
             case "keep":
                 self._callers.take(channel)
                 self._channels[channel] = channel
-            case "close" if channel not in self._channels and isinstance(channel, Caller):
+            case "close" if channel not in self._channels and isinstance(channel, MembershipCaller):
                 self._callers.dismiss(channel, **message or {})
             case "close":
                 if channel in self._channels:

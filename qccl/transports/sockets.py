@@ -22,6 +22,7 @@ __all__ = [
     "listen",
     "place_text",
     "seats",
+    "send_at_once",
 ]
 
 Place = tuple[str, int]
@@ -77,7 +78,14 @@ def connect(place: Place, timeout: float) -> socket.socket:
     except OSError:
         connection.close()
         raise
+    send_at_once(connection)
     return connection
+
+
+def send_at_once(connection: socket.socket) -> None:
+    """Let no message wait until the one before is acknowledged, which takes a round trip (Nagle's algorithm)."""
+    with contextlib.suppress(OSError):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def check_connected(connection: socket.socket) -> None:

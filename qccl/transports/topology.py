@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from qccl.transports.base import numbered
 
-__all__ = ["Topology", "find_topology", "memory_id", "network_id"]
+__all__ = ["Topology", "find_topology", "machine", "memory_id", "network_id"]
 
 
 class Topology(NamedTuple):
@@ -22,10 +23,18 @@ class Topology(NamedTuple):
     shares_memory: bool
 
 
-def find_topology(rank: int, allgather: Callable[[bytes], list[bytes]]) -> Topology:
-    """Collective: find the topology from the host name and network namespace of each rank."""
-    found = allgather(f"{socket.gethostname()}\n{_network()}".encode())
-    hosts = [each.split(b"\n")[0] for each in found]
+def machine() -> str:
+    """This process's machine and network namespace: 64 hexadecimal digits, of which the first half is the machine's."""
+    return _digest(socket.gethostname()) + _digest(str(_network()))
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16, person=b"qccl machine").hexdigest()
+
+
+def find_topology(rank: int, found: Sequence[str]) -> Topology:
+    """The topology of ranks with these machines, of machine()."""
+    hosts = [each[: len(each) // 2] for each in found]
     local_rank, local_size = hosts[:rank].count(hosts[rank]), hosts.count(hosts[rank])
     return Topology(local_rank, local_size, numbered(found), len(set(found)) == 1)
 

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost
 from qccl.lifetime import Registry, Stage
 from qccl.transports.base import Transport, split_groups
-from qccl.transports.topology import find_topology
+from qccl.transports.topology import find_topology, machine
 
 __all__ = ["TorchTransport", "backend_of", "bytes_at", "keep_alive"]
 
@@ -91,7 +91,7 @@ class TorchTransport(Transport):
             raise CollectiveTimeout(f"gloo did not connect {size} ranks within {timeout} s ({_text(error)})") from error
         self.group._set_default_timeout(timedelta(seconds=timeout + _LATER_SECONDS))
         _open.add(self)
-        topology = find_topology(rank, lambda item: self.allgather(item, timeout))
+        topology = find_topology(rank, [each.decode() for each in self.allgather(machine().encode(), timeout)])
         self.local_rank, self.local_size, self.nodes, self.shares_memory = topology
 
     @classmethod

@@ -41,13 +41,15 @@ from qccl.transports.regroup import MembershipSocket
 __all__ = ["UcxTransport", "load_library", "memory_wire", "version"]
 
 #: For each setting the reason: peer errors turn shared memory off unless these two allow it; TCP's segments of 8 KiB
-#: cost a quarter of a fast link; a keepalive of 20 s, the default, finds a killed rank too late.
+#: cost a quarter of a fast link; a keepalive of 20 s, the default, finds a killed rank too late; and without CONN_NB a
+#: rank would wait a round trip for its connection to each other rank, for one after another.
 _SETTINGS = {
     "SYSV_ERROR_HANDLING": "y",
     "POSIX_ERROR_HANDLING": "y",
     "TCP_TX_SEG_SIZE": "256K",
     "TCP_RX_SEG_SIZE": "512K",
     "KEEPALIVE_INTERVAL": "1s",
+    "TCP_CONN_NB": "y",
 }
 #: read when the library is loaded: no handlers of signals (of crashes, and SIGHUP), and no messages about lost ranks
 _LOAD_SETTINGS = {"UCX_HANDLE_ERRORS": "none", "UCX_DEBUG_SIGNO": "0", "UCX_LOG_LEVEL": "fatal"}

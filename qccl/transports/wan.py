@@ -96,16 +96,14 @@ class WanTransport(ConnectedTransport):
         self._neighbours = Neighbours(self.rank, addresses)
         super()._connect_wire(self._neighbours.sites)
 
-    def _exchange_topology(self, item: bytes, timeout: float) -> list[bytes]:
+    def _meet(self, deadline: float, timeout: float) -> None:
         """Also find out which ranks share memory with this one."""
         own = self._neighbours.reach(self.wire)
-        found = [each.rpartition(b"\n") for each in self.allgather(item + b"\n" + own, timeout)]
-        self._near = joint(self.rank, [told for _, _, told in found])
+        self._near = joint(self.rank, self._exchange(own, [self.size] * self.size, deadline, timeout))
         if isinstance(self.wire, _host.MixedWire):
             self.wire.share(sorted(self._near))
         if self._near:
             _log.info("rank %d shares memory with %s, by UCX", self.rank, ", ".join(map(str, sorted(self._near))))
-        return [item for item, _, _ in found]
 
     @property
     def sends_ahead(self) -> Sequence[int]:

@@ -96,6 +96,13 @@ class Watch:
             ended = {rank for rank, connection in self._answered() if self._has_ended(rank, connection)}
             return [rank for rank in ranks if rank in ended]
 
+    def begin(self) -> None:
+        """Begin to connect to the ranks at other addresses than this one's, without waiting; for reach()."""
+        with self._lock:
+            for rank in self._elsewhere:
+                if rank in self._places:
+                    self._call(rank)
+
     def reach(self) -> set[int]:
         """The ranks at other addresses than this one's whose sockets can be reached now; refusals by them count later.
 

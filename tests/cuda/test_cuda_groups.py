@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -103,10 +104,6 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
     """One machine has too few GPUs: all ranks go to the host, or all say whose fault it is."""
     of_thread = threading.local()
 
-    def number(*arguments):  # ranks are processes, which number their own meetings; here they are threads of one
-        of_thread.number += 1
-        return of_thread.number
-
     def inits(*arguments):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -114,10 +111,11 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
 
         def run(rank):
             must, device, of_thread.reason = arguments[rank]
-            of_thread.number = 0
             meeting = meetings.of_address("torchrun", rank, len(arguments), place)
             try:
-                comm = launch._on_gpus(meeting, device, 10.0, must=must)
+                with contextlib.closing(meeting):
+                    offers = launch._offers(meeting, "cuda" if must else "auto", None, 10.0)
+                    comm = launch._on_gpus(meeting, offers, device, 10.0)
             except qccl.QcclError as error:
                 return type(error), str(error)
             if comm is None:
@@ -128,7 +126,8 @@ def test_ranks_without_mpi_decide_together(cupy, monkeypatch):
         with ThreadPoolExecutor(len(arguments)) as pool:
             return list(pool.map(run, range(len(arguments))))
 
-    monkeypatch.setattr(rendezvous, "_number", number)
+    # ranks are processes, which number their own meetings; here they are threads of one
+    monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
     monkeypatch.setattr(launch, "_too_few", lambda ranks: of_thread.reason)
     assert inits((False, None, ""), (False, None, "")) == [("cuda", 0, 0), ("cuda", 1, 1)]
     assert inits((True, 4, ""), (True, 7, "")) == [("cuda", 0, 4), ("cuda", 1, 7)]

@@ -29,7 +29,7 @@ def message(**fields: object) -> bytes:
 
 def member(chosen: random.Random) -> Member:
     """A process that does not exist, with a worker's address that is none."""
-    return Member.make(chosen.randbytes(16).hex(), "127.0.0.1", 1, chosen.randbytes(100))
+    return Member.make(chosen.randbytes(16).hex(), "127.0.0.1", 1, "0" * 64, chosen.randbytes(100))
 
 
 def hello(chosen: random.Random, **fields: object) -> dict[str, object]:

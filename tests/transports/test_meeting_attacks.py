@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import socket
@@ -13,16 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
+import meeting_ranks
 import pytest
+from meeting_ranks import challenge, gather, prove
 from strangers import PAYLOADS, connected, mutated, strangers
 
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, launch, meetings
 from qccl.launchers import Launcher
-from qccl.transports import choice, rendezvous, sockets, timed, ucx
+from qccl.transports import callers, choice, meeting_host, meeting_messages, rendezvous, sockets, ucx
 from qccl.transports import strangers as dropped
+from qccl.transports.meeting_messages import HELLO_NBYTES, Kind, message
 from qccl.transports.messages import Member
-from qccl.transports.rendezvous import gather
 
 JOB = "the job"
 NOTES = [b"zero", b"one", b"two"]
@@ -34,13 +36,11 @@ def one_meeting_for_all(monkeypatch):
     monkeypatch.setattr(rendezvous, "_number", lambda place, size, job: 1)
 
 
-def hello(rank: int, size: int = 3, note: bytes = b"stranger", job: str = JOB, process: bytes = b"stranger") -> bytes:
-    digest = hashlib.sha256(job.encode()).digest()[:16]
-    head = (rendezvous._MAGIC, rendezvous._VERSION, rank, size, 1, digest, process, len(note))
-    return rendezvous._HELLO.pack(*head) + note
+def hello(rank: int, **how: Any) -> bytes:
+    return meeting_ranks.hello(rank, **{"job": JOB} | how)
 
 
-HEAD = rendezvous._HELLO.size
+HEAD = HELLO_NBYTES
 #: what strangers send to rank 0, beside what they send to any socket
 TO_RANK_0: dict[str, bytes] = {
     "a rank that says no more": hello(1),
@@ -107,8 +107,8 @@ def test_damaged_hellos(port):
 
 
 def test_callers_beyond_the_room_go_the_oldest_first(port, monkeypatch):
-    monkeypatch.setattr(rendezvous, "seats", lambda: 4)
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 30.0)
+    monkeypatch.setattr(callers, "seats", lambda: 4)
+    monkeypatch.setattr(callers, "HELLO_SECONDS", 30.0)
     with meeting(port) as start, ExitStack() as stack:
         found = [start(0)]
         wait_for(port)
@@ -121,26 +121,16 @@ def test_callers_beyond_the_room_go_the_oldest_first(port, monkeypatch):
 # -- two processes that say to be the same rank ------------------------------------------------------------------------
 
 
-def prove(connection: socket.socket, said: bytes, job: str = JOB) -> None:
-    """Answer rank 0's demand for a proof."""
-    deadline = time.monotonic() + 5
-    connection.settimeout(5)
-    head = timed.receive(connection, rendezvous._REPLY.size, deadline)
-    verdict, content = rendezvous._receive_content(connection, head, "there", deadline)
-    assert verdict == rendezvous._PROVE
-    connection.sendall(rendezvous._proof(job.encode(), b"rank", content[:16], said))
-
-
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
 def test_one_that_has_proved_itself_and_is_silent_does_not_keep_the_place(order, port, monkeypatch):
     """As a process that knows the job and hangs, or that a stranger has taken over."""
-    monkeypatch.setattr(rendezvous, "_PROOF_SECONDS", 1.0)
-    monkeypatch.setattr(rendezvous, "_FRESH_SECONDS", 0.1)
+    monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 1.0)
+    monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.1)
     with meeting(port) as start:
         found = [start(0)]
         wait_for(port)
         with connected(("127.0.0.1", port), hello(1)) as silent:
-            prove(silent, hello(1))
+            prove(silent, hello(1), JOB)
             time.sleep(0.2)
             found += [start(rank) for rank in order]
             assert all(each.result(10) == NOTES for each in found)
@@ -152,7 +142,7 @@ def test_one_that_has_proved_itself_and_leaves_leaves_nothing(port):
         found = [start(0)]
         wait_for(port)
         with connected(("127.0.0.1", port), hello(1)) as gone:
-            prove(gone, hello(1))
+            prove(gone, hello(1), JOB)
         found.append(start(2))
         time.sleep(0.2)
         found.append(start(1))
@@ -165,9 +155,8 @@ def test_a_proof_is_of_no_use_to_another_caller(port):
         first = start(0)
         wait_for(port)
         with connected(("127.0.0.1", port), hello(1)) as gone:
-            gone.settimeout(5)
-            reply = timed.receive(gone, rendezvous._REPLY.size + 48, time.monotonic() + 5)
-            proof = rendezvous._proof(JOB.encode(), b"rank", reply[-48:-32], hello(1))
+            nonce, _ = challenge(gone)
+            proof = meeting_messages.proof(JOB.encode(), b"rank", nonce, hello(1))
         with connected(("127.0.0.1", port), hello(1)) as again:
             time.sleep(0.1)
             again.sendall(proof)
@@ -184,7 +173,7 @@ def test_one_that_does_not_know_the_job(port):
         found = [start(0)]
         wait_for(port)
         with connected(("127.0.0.1", port), hello(1)) as stranger:
-            prove(stranger, hello(1), job="a guess")
+            prove(stranger, hello(1), "a guess")
             found += [start(rank) for rank in (1, 2)]
             assert [each.result(10) for each in found] == [NOTES] * 3
 
@@ -213,20 +202,24 @@ def answered(answer: Callable[[bytes], bytes], job: str = JOB) -> BaseException 
 def proved(said: bytes) -> bytes:
     """What a program says that knows the job."""
     nonce = bytes(16)
-    return rendezvous._reply(rendezvous._PROVE, nonce + rendezvous._proof(JOB.encode(), b"rank 0", nonce, said))
+    return message(Kind.PROVE, nonce + meeting_messages.proof(JOB.encode(), b"rank 0", nonce, said))
 
 
 @pytest.mark.parametrize(
     "answer",
     [
         lambda said: b"HTTP/1.1 400 Bad Request\r\n\r\n" * 4,
-        lambda said: rendezvous._REPLY.pack(rendezvous._MAGIC, rendezvous._VERSION, 2**32 - 1, 0, bytes(32)),
-        lambda said: rendezvous._REPLY.pack(rendezvous._MAGIC, rendezvous._VERSION, 0, 2**32 - 1, bytes(32)),
-        lambda said: rendezvous._reply(rendezvous._WELCOME, rendezvous._join(NOTES)),  # without a proof
-        lambda said: rendezvous._reply(rendezvous._PROVE, bytes(48)),
-        lambda said: rendezvous._reply(rendezvous._PROVE, b""),
-        lambda said: proved(said) + rendezvous._reply(rendezvous._WELCOME, b"x"),
-        lambda said: proved(said) + rendezvous._reply(rendezvous._WELCOME, struct.pack("<3I", 2**32 - 1, 0, 0)),
+        lambda said: meeting_messages._HEAD.pack(
+            meeting_messages._MAGIC, meeting_messages._VERSION, 2**32 - 1, 0, bytes(32)
+        ),
+        lambda said: meeting_messages._HEAD.pack(
+            meeting_messages._MAGIC, meeting_messages._VERSION, 0, 2**32 - 1, bytes(32)
+        ),
+        lambda said: message(Kind.NOTES, meeting_messages.join(NOTES)),  # without a proof
+        lambda said: message(Kind.PROVE, bytes(48)),
+        lambda said: message(Kind.PROVE, b""),
+        lambda said: proved(said) + message(Kind.NOTES, b"x"),
+        lambda said: proved(said) + message(Kind.NOTES, struct.pack("<3I", 2**32 - 1, 0, 0)),
     ],
     ids=["http", "verdict", "length", "unproved", "wrong proof", "no proof", "short", "lengths"],
 )
@@ -236,7 +229,7 @@ def test_what_answers_is_not_rank_0(answer):
 
 
 def test_a_text_from_the_network_is_shown_without_control_characters():
-    error = answered(lambda said: rendezvous._reply(rendezvous._REFUSED, b"\x1b[2J\x07no\xff\x9b"))
+    error = answered(lambda said: message(Kind.REFUSED, b"\x1b[2J\x07no\xff\x9b"))
     assert isinstance(error, MismatchError) and "\\x1b[2J\\x07no" in str(error), error
     assert str(error).isprintable()
     assert dropped.printable("a\nb\u202e" + "c" * 2000, 10) == "a\\nb\\u202ecccccc..."
@@ -390,7 +383,7 @@ def test_what_is_no_name_of_a_host(host, port):
     with pytest.raises(ArgumentError, match="address="):
         launch.join(f"{host}:80", 1.0)
     with pytest.raises(dropped.NotARank):
-        Member.of(list(Member.make("0" * 32, host, 1, b"")))
+        Member.of(list(Member.make("0" * 32, host, 1, "0" * 64, b"")))
     for call in (lambda: sockets.connect((host, port), 1.0), lambda: sockets.listen(host, port)):
         with pytest.raises(socket.gaierror):
             call()
@@ -399,7 +392,7 @@ def test_what_is_no_name_of_a_host(host, port):
 @pytest.mark.parametrize("host", ["a", "a.b.", "a" * 63, "127.0.0.1", "fd77::11", "fe80::1%eth0", "node_1.x-y"])
 def test_what_is_a_name_of_a_host(host):
     assert sockets.host_and_port(sockets.place_text((host, 80))) == (host, 80)
-    assert Member.of(list(Member.make("0" * 32, host, 1, b""))).host == host
+    assert Member.of(list(Member.make("0" * 32, host, 1, "0" * 64, b""))).host == host
 
 
 def test_ranks_of_one_machine_meet_on_its_loopback_interface(port, monkeypatch):

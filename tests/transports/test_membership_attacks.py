@@ -339,7 +339,7 @@ def test_changed_messages_are_refused_or_are_messages():
         else:
             assert found["kind"] in messages._FIELDS
             for each in [found.get("member"), *found.get("newcomers", ())]:
-                assert each is None or each.seal == Member.make(*each[:3], bytes.fromhex(each.worker)).seal
+                assert each is None or each.seal == Member.make(*each[:4], bytes.fromhex(each.worker)).seal
     assert refused > 1000
 
 
@@ -361,13 +361,14 @@ def test_damaged_frames_end_the_connection():
 @pytest.mark.parametrize(
     "found",
     [
-        [UNKNOWN, "127.0.0.1", 1, "zz", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, "00" * 10_000, UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, "00", UNKNOWN],  # another seal
-        [UNKNOWN, "a b\x1b", 1, "00", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", True, "00", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 65536, "00", UNKNOWN],
-        [UNKNOWN, "127.0.0.1", 1, "00"],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "zz", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "00" * 10_000, UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "00", UNKNOWN],  # another seal
+        [UNKNOWN, "127.0.0.1", 1, "x", "00", UNKNOWN],
+        [UNKNOWN, "a b\x1b", 1, 2 * UNKNOWN, "00", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", True, 2 * UNKNOWN, "00", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 65536, 2 * UNKNOWN, "00", UNKNOWN],
+        [UNKNOWN, "127.0.0.1", 1, 2 * UNKNOWN, "00"],
         [],
         {},
     ],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 import pytest
@@ -349,6 +349,28 @@ def test_what_a_rank_has_accepted_is_proposed_again():
     assert [world.processes[number].me.latest for number in (2, 3)] == [decision] * 2
 
 
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_messages_of_an_agreement_without_losses(size):
+    """Two round trips after a rank's call: it joins and is asked to accept, and it has accepted and is told."""
+    world = World(size, Choices())
+    world.begin(*range(size))
+    world.run()
+    assert world.check() == list(range(size))
+    found = Counter(said["kind"] for said in world.said)
+    assert not found["prepare"]
+    assert [found[kind] for kind in ("join", "accept", "accepted", "decided")] == [size - 1] * 4
+
+
+def test_ranks_that_have_promised_different_ballots_promise_once_more():
+    world = World(3, Choices())
+    world.processes[1].me.promised = 4, 1
+    world.begin(*range(3))
+    world.run()
+    assert world.check() == [0, 1, 2]
+    ballots = [said["ballot"] for said in world.said if said["kind"] in ("prepare", "accept")]
+    assert ballots == [(5, 0)] * 4
+
+
 def test_an_old_ballot_is_refused():
     world = World(2, Choices())
     agreement = Agreement(world.processes[1].me, Own(world.processes[1].me.member(b""), 0, []), TIMEOUT, 0.0)
@@ -421,7 +443,7 @@ def inject(world: World, chosen: Random) -> None:
     callers.py drops messages of ranks that are repeated on new connections, because of their nonces.
     """
     process = chosen.choice(world.under_way())
-    stranger = Member.make(chosen.randbytes(16).hex(), "127.0.0.1", 9, b"none")
+    stranger = Member.make(chosen.randbytes(16).hex(), "127.0.0.1", 9, "0" * 64, b"none")
     forged = {"kind": "decided", "to": process.me.id, "decided": Decision(1, (stranger,), 0)}
     hello = {"nonce": NONCE, "to": process.me.id, "member": stranger, "calls": 0, "newcomers": (), "accepted": None}
     said = chosen.choice(

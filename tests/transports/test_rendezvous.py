@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import select
 import socket
 import subprocess
 import sys
@@ -12,11 +12,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 
 import pytest
+from meeting_ranks import gather, hello
 from patience import factor
 
+import qccl
 from qccl import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
-from qccl.transports import rendezvous, timed
-from qccl.transports.rendezvous import PORT_OFFSET, gather, meeting_place
+from qccl.cuda import libraries
+from qccl.transports import callers, meeting_host, meeting_messages, rendezvous, timed
+from qccl.transports.meeting_messages import HELLO_NBYTES, Hello, Kind, message, receive_message
+from qccl.transports.rendezvous import PORT_OFFSET, Rendezvous, meeting_place
+from qccl.transports.secret import derive
 
 MESSAGE = bytes(range(128))
 
@@ -69,8 +74,9 @@ CROWD = """
 import resource, sys
 hard, port, size = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (32, hard))
-from qccl.transports.rendezvous import gather
-print(len(gather(b"", 0, size, ("127.0.0.1", port), 5.0)), flush=True)
+from qccl.transports.rendezvous import Rendezvous
+with Rendezvous(0, size, ("127.0.0.1", port)) as meeting:
+    print(len(meeting.gather(b"", 5.0)), flush=True)
 """
 
 
@@ -128,7 +134,7 @@ def test_a_rank_that_does_not_come(port):
 
 def test_strangers_do_not_disturb(port, monkeypatch):
     """Callers that say nothing, too little, or something else."""
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(callers, "HELLO_SECONDS", 0.1)
 
     def call(what):
         for _ in range(100):
@@ -181,7 +187,7 @@ def stranger(port, interval=None):
 
 @pytest.mark.parametrize("interval", [None, 0.05], ids=["silent", "slow"])
 def test_a_stranger_that_stays_does_not_keep_the_others_away(interval, port, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(callers, "HELLO_SECONDS", 0.2)
     with ThreadPoolExecutor(2) as pool, stranger(port, interval) as there:
         found = [pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 8.0)]
         assert there.wait(5)  # and so is heard before rank 1
@@ -192,7 +198,7 @@ def test_a_stranger_that_stays_does_not_keep_the_others_away(interval, port, mon
 @pytest.mark.parametrize("interval", [None, 0.05], ids=["silent", "slow"])
 def test_a_stranger_that_stays_does_not_hold_rank_0_beyond_its_deadline(interval, port, monkeypatch):
     """A hello at a byte each 0.05 s takes 15 s."""
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(callers, "HELLO_SECONDS", 60.0)
     timed_out = pytest.raises(CollectiveTimeout, match=r"ranks \[1\]")
     with ThreadPoolExecutor(1) as pool, stranger(port, interval), timed_out:
         pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 0.5).result(timeout=5)
@@ -220,13 +226,11 @@ def test_a_server_that_never_ends_its_answer_holds_nobody_beyond_the_deadline(in
 
 def test_who_does_not_take_the_answer_holds_rank_0_no_longer_than_the_deadline(port, monkeypatch):
     """Rank 1 of 2 says hello and then nothing: what it is sent, it does not acknowledge."""
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 60.0)
-    digest = hashlib.sha256(b"").digest()[:16]
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 2, 1, digest, b"", 0)
+    monkeypatch.setattr(meeting_host, "_PATIENCE_SECONDS", 60.0)
     with ThreadPoolExecutor(1) as pool:
         server = pool.submit(share, MESSAGE, 0, 2, ("127.0.0.1", port), 1.0)
         with connected(port) as connection:
-            connection.sendall(hello)
+            connection.sendall(hello(1, 2, b""))
             with pytest.raises(CollectiveTimeout, match=r"ranks \[1\]"):
                 server.result(timeout=5)
 
@@ -249,10 +253,11 @@ def test_another_job_or_size_is_refused(port):
     assert isinstance(results[1], MismatchError) and "rank 1 of 3" in str(results[1])
 
 
-def test_a_later_meeting_waits_its_turn(port, monkeypatch):
+def test_a_later_meeting_waits_its_turn():
     """A quick rank that is at the next meeting already does not take part in this one."""
-    hello = rendezvous._HELLO.pack(rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 2, b"\0" * 16, b"", 0)
-    assert rendezvous._judge(hello, 3, 1, b"\0" * 16)[:2] == (1, rendezvous._LATER)
+    said = Hello.unpack(hello(1, meeting=2)[:HELLO_NBYTES])
+    assert said.refusal(3, 1, b"") == (Kind.LATER, "rank 0 is not there yet")
+    assert said.refusal(3, 2, b"") is None
 
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"\0" * 512])
@@ -274,17 +279,16 @@ def test_something_else_listens_there(answer):
             share(MESSAGE, 0, 2, ("127.0.0.1", server.getsockname()[1]), 5.0)
 
 
-@pytest.mark.parametrize("damaged", [20, rendezvous._REPLY.size + 40])
+@pytest.mark.parametrize("damaged", [20, meeting_messages._HEAD.size + 40])
 def test_a_damaged_message(damaged, port):
     """In its verdict or its content."""
-    reply = bytearray(rendezvous._reply(rendezvous._REFUSED, MESSAGE))
+    reply = bytearray(message(Kind.REFUSED, MESSAGE))
     reply[damaged] ^= 1
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(reply)
-        head = timed.receive(ours, rendezvous._REPLY.size, time.monotonic() + 5)
         with pytest.raises(EngineError, match="damaged"):
-            rendezvous._receive_content(ours, head, "there", time.monotonic() + 5)
+            receive_message(ours, ("there", 1), 3, time.monotonic() + 5, (Kind.REFUSED,))
 
 
 def test_notes_of_any_length(port):
@@ -298,15 +302,15 @@ def test_notes_of_any_length(port):
 
 def test_a_rank_that_is_slow_to_acknowledge_has_its_answer(port, monkeypatch):
     """It was paused longer than a caller's patience; rank 0 waits for it until its deadline."""
-    monkeypatch.setattr(rendezvous, "_PATIENCE_SECONDS", 0.1)
-    receive_content = rendezvous._receive_content
+    monkeypatch.setattr(meeting_host, "_PATIENCE_SECONDS", 0.1)
+    receive_message = rendezvous.receive_message
 
     def paused(*arguments):
-        found = receive_content(*arguments)
+        found = receive_message(*arguments)
         time.sleep(0.5)
         return found
 
-    monkeypatch.setattr(rendezvous, "_receive_content", paused)
+    monkeypatch.setattr(rendezvous, "receive_message", paused)
     assert ranks(2, port) == [MESSAGE] * 2
 
 
@@ -319,13 +323,13 @@ def test_meeting_place():
     assert meeting_place({"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}) == ("node1", 29500 + PORT_OFFSET)
     assert meeting_place({"MASTER_ADDR": "node1", "MASTER_PORT": "65530"}) == ("node1", 65530 - PORT_OFFSET)
     assert meeting_place({"MASTER_ADDR": "node1", "MASTER_PORT": "1", "QCCL_PORT": "700"}) == ("node1", 700)
-    for environ, message in (
+    for environ, text in (
         ({}, "scontrol"),
         ({"MASTER_ADDR": "node1"}, "MASTER_PORT"),
         ({"MASTER_ADDR": "node1", "MASTER_PORT": "x"}, "MASTER_PORT='x'"),
         ({"MASTER_ADDR": "node1", "QCCL_PORT": "70000"}, "QCCL_PORT='70000'"),
     ):
-        with pytest.raises(ArgumentError, match=message):
+        with pytest.raises(ArgumentError, match=text):
             meeting_place(environ)
 
 
@@ -338,11 +342,10 @@ def test_who_waits_in_vain_learns_why(port):
 
 def test_a_rank_that_is_cut_off_calls_again(port):
     """Its first connection ends before the answer, and the second gets it."""
-    hello = (rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 1, hashlib.sha256(b"").digest()[:16])
     with ThreadPoolExecutor(3) as pool:
         found = [pool.submit(share, MESSAGE, 0, 3, ("127.0.0.1", port), 10.0)]
         connection = connected(port)
-        connection.sendall(rendezvous._HELLO.pack(*hello, b"", 0))
+        connection.sendall(hello(1, note=b""))
         time.sleep(0.1)
         connection.close()
         found += [pool.submit(share, None, rank, 3, ("127.0.0.1", port), 10.0) for rank in (2, 1)]
@@ -351,15 +354,15 @@ def test_a_rank_that_is_cut_off_calls_again(port):
 
 def test_ranks_that_come_one_after_the_other_and_prove_slowly_meet(port, monkeypatch):
     """At each instant, one of them is being asked for a proof, or has given it too long ago."""
-    monkeypatch.setattr(rendezvous, "_FRESH_SECONDS", 0.2)
-    receive_content = rendezvous._receive_content
+    monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.2)
+    receive_message = rendezvous.receive_message
 
     def slowly(*arguments):
-        found = receive_content(*arguments)
-        time.sleep(0.15 * (found[0] == rendezvous._PROVE))
+        found = receive_message(*arguments)
+        time.sleep(0.15 * (found is not None and found[0] is Kind.PROVE))
         return found
 
-    monkeypatch.setattr(rendezvous, "_receive_content", slowly)
+    monkeypatch.setattr(rendezvous, "receive_message", slowly)
     with ThreadPoolExecutor(8) as pool:
         found = []
         for rank in range(8):
@@ -370,18 +373,18 @@ def test_ranks_that_come_one_after_the_other_and_prove_slowly_meet(port, monkeyp
 
 def test_who_did_not_prove_that_it_is_still_there_is_named(port, monkeypatch):
     """All have come, and one of them is stopped then."""
-    monkeypatch.setattr(rendezvous, "_FRESH_SECONDS", 0.0)
-    monkeypatch.setattr(rendezvous, "_PROOF_SECONDS", 30.0)
-    receive_content, proofs = rendezvous._receive_content, []
+    monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 0.0)
+    monkeypatch.setattr(meeting_host, "_PROOF_SECONDS", 30.0)
+    receive_message, proofs = rendezvous.receive_message, []
 
     def stopped(*arguments):
-        found = receive_content(*arguments)
-        if found[0] == rendezvous._PROVE:
+        found = receive_message(*arguments)
+        if found and found[0] is Kind.PROVE:
             proofs.append(found)
         time.sleep(2.0 * (len(proofs) > 1))
         return found
 
-    monkeypatch.setattr(rendezvous, "_receive_content", stopped)
+    monkeypatch.setattr(rendezvous, "receive_message", stopped)
     first, other = ranks(2, port, timeout=1.0)
     assert isinstance(first, CollectiveTimeout) and "ranks [1] did not come" in str(first)
     assert isinstance(other, CollectiveTimeout)
@@ -391,12 +394,149 @@ def test_a_process_that_met_others_elsewhere_meets_here(port):
     """Each process numbers its meetings at each place: one has met another before, and a third comes to the next."""
     script = """
 import sys
-from qccl.transports.rendezvous import gather
+from qccl.transports.rendezvous import Rendezvous
 for place, rank in eval(sys.argv[1]):
-    assert gather(b"", rank, 2, ("127.0.0.1", place), 20.0) == [b"", b""]
+    with Rendezvous(rank, 2, ("127.0.0.1", place)) as meeting:
+        assert meeting.gather(b"", 20.0) == [b"", b""]
 """
     with socket.create_server(("127.0.0.1", 0)) as free:
         other = free.getsockname()[1]
     both = [(port, 0), (other, 0)], [(port, 1)], [(other, 1)]
     processes = [subprocess.Popen([sys.executable, "-c", script, repr(each)]) for each in both]
     assert [process.wait(20) for process in processes] == [0, 0, 0]
+
+
+# -- further gathers -------------------------------------------------------------------------------------------------
+
+
+class Turns:
+    """A program between the ranks and rank 0 that counts how often the direction changes in which bytes go."""
+
+    def __init__(self, port: int) -> None:
+        self.to, self.over, self.directions = ("127.0.0.1", port), False, list[list[int]]()
+        self.server = socket.create_server(("127.0.0.1", 0))
+        self.place = self.server.getsockname()
+        self.threads = [threading.Thread(target=self._accept)]
+
+    def __enter__(self) -> Turns:
+        self.threads[0].start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.over = True
+        for thread in self.threads:
+            thread.join(10)
+        self.server.close()
+
+    def _accept(self) -> None:
+        self.server.settimeout(0.02)
+        while not self.over:
+            with suppress(TimeoutError):
+                caller = self.server.accept()[0]
+                self.threads.append(threading.Thread(target=self._pass_on, args=(caller,)))
+                self.threads[-1].start()
+
+    def _pass_on(self, caller: socket.socket) -> None:
+        turns: list[int] = []
+        self.directions.append(turns)
+        with caller, suppress(OSError), socket.create_connection(self.to, timeout=5) as called:
+            while not self.over:
+                for number, side, other in ((0, caller, called), (1, called, caller)):
+                    if select.select([side], [], [], 0.005)[0]:
+                        part = side.recv(1 << 16)
+                        if not part:
+                            return
+                        if turns[-1:] != [number]:
+                            turns.append(number)
+                        other.sendall(part)
+
+    def round_trips(self) -> list[float]:
+        """Of each connection: one to connect, and half of one for each time that the direction changes."""
+        return [1 + len(turns) / 2 for turns in self.directions]
+
+
+@pytest.mark.parametrize("size", [2, 5])
+@pytest.mark.parametrize("key", [None, derive(bytes(32), "meeting")], ids=["plain", "TLS"])
+def test_round_trips_of_a_meeting(size, key, port, monkeypatch):
+    """Three for the first gather, whatever the number of ranks, and one for each further one."""
+    monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 60.0)  # a slow machine asks nobody to prove himself again
+    gathers = 4
+    notes = [[f"{number} of {rank}".encode() for rank in range(size)] for number in range(gathers)]
+
+    def run(rank: int) -> list[list[bytes]]:
+        place = ("127.0.0.1", port) if rank == 0 else relay.place
+        with Rendezvous(rank, size, place, "the job", key=key) as meeting:
+            found = [meeting.gather(each[rank], 20.0) for each in notes]
+            if met.wait(20) == 0:
+                counted.extend(relay.round_trips())
+            met.wait(20)  # before the connections end, which over TLS takes messages, too
+            return found
+
+    met, counted = threading.Barrier(size), list[float]()
+    with Turns(port) as relay, ThreadPoolExecutor(size) as pool:
+        found = [pool.submit(run, 0)]
+        connected(port).close()
+        found += [pool.submit(run, rank) for rank in range(1, size)]
+        assert [each.result(30) for each in found] == [notes] * size
+    assert counted == [3 + (gathers - 1)] * (size - 1)
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "host",
+        pytest.param("auto", marks=pytest.mark.skipif(not libraries.missing(), reason="ranks agree on GPUs, too")),
+    ],
+)
+def test_round_trips_of_the_meeting_of_init(backend, port, monkeypatch):
+    """One for a second gather: what ranks offer is one note, and the addresses of their sockets another one."""
+    monkeypatch.setattr(meeting_host, "_FRESH_SECONDS", 60.0)
+
+    def run(rank: int, to: int) -> None:
+        qccl.init(backend, 20.0, rank=rank, size=2, address=f"127.0.0.1:{to}", transport="wan").close()
+
+    with Turns(port) as relay, ThreadPoolExecutor(2) as pool:
+        first = pool.submit(run, 0, port)
+        connected(port).close()
+        run(1, relay.place[1])
+        first.result(30)
+    assert relay.round_trips() == [3 + 1]
+
+
+def test_a_rank_that_leaves_between_two_gathers(port):
+    """Nobody waits for the deadline."""
+
+    def run(rank: int) -> None:
+        with Rendezvous(rank, 3, ("127.0.0.1", port)) as meeting:
+            meeting.gather(b"", 20.0)
+            if rank != 2:
+                meeting.gather(b"", 100.0)
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = (pool.submit(run, rank) for rank in range(3))
+        third.result(20)
+        with pytest.raises(PeerLost, match="rank 2 has left the meeting"):
+            first.result(20)
+        with pytest.raises(PeerLost, match="or a rank that it waited for, has left the meeting"):
+            second.result(20)
+
+
+def test_a_rank_that_is_silent_in_a_further_gather(port):
+    over = threading.Event()
+
+    def run(rank: int) -> None:
+        with Rendezvous(rank, 3, ("127.0.0.1", port)) as meeting:
+            meeting.gather(b"", 20.0)
+            if rank != 2:
+                meeting.gather(b"", 0.5)
+            over.wait(20)
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = (pool.submit(run, rank) for rank in range(3))
+        try:
+            with pytest.raises(CollectiveTimeout, match="rank 2 did not come to the meeting again"):
+                first.result(20)
+            assert isinstance(second.exception(20), CollectiveTimeout | PeerLost)  # rank 0 gives up at the same time
+        finally:
+            over.set()
+        third.result(20)

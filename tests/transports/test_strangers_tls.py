@@ -14,15 +14,15 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 
 import patience
 import pytest
+from meeting_ranks import gather, hello
 from membership_groups import Group, give_secret, one_group
 from strangers import PAYLOADS, connected, message
 
 from qccl import CollectiveTimeout, EngineError, _host
-from qccl.transports import callers, channel, rendezvous, tls
+from qccl.transports import channel, meeting_messages, membership_callers, rendezvous, tls
 from qccl.transports import strangers as dropped
 from qccl.transports.messages import Decision, encode
 from qccl.transports.regroup import MembershipSocket
-from qccl.transports.rendezvous import gather
 from qccl.transports.secret import derive
 from qccl.transports.secure_socket import SecureSocket
 from qccl.transports.watch import Watch
@@ -84,7 +84,7 @@ def client_hello(key: bytes) -> bytes:
         assert not stream.handshake()
         found = theirs.recv(1 << 16)
         stream.close()
-    assert found[:1] == callers._HANDSHAKE
+    assert found[:1] == membership_callers._HANDSHAKE
     return found
 
 
@@ -146,7 +146,7 @@ def test_who_reads_a_meeting_with_a_token_reads_no_note(port):
     said = captured(port, KEY)
     assert len(said[0]) > 300 and len(said[1]) > 300
     for each in said:
-        assert not any(text in each for text in (*NOTES, b"note", b"the job", rendezvous._MAGIC))
+        assert not any(text in each for text in (*NOTES, b"note", b"the job", meeting_messages._MAGIC))
 
 
 def test_without_a_token_the_notes_can_be_read(port):
@@ -163,9 +163,7 @@ TLS_STRANGERS: dict[str, Callable[[], bytes]] = {
     "TLS, an alert": lambda: b"\x15\x03\x03\x00\x02\x02\x28",
     "TLS, a long record": lambda: b"\x16\x03\x01\xff\xff" + bytes(70_000),
     "TLS, many records": lambda: client_hello(KEY) * 100,
-    "a rank without a token": lambda: rendezvous._HELLO.pack(
-        rendezvous._MAGIC, rendezvous._VERSION, 1, 3, 1, bytes(16), bytes(8), 0
-    ),
+    "a rank without a token": lambda: hello(1, note=b""),
 }
 
 
@@ -255,7 +253,7 @@ def test_a_program_in_the_place_of_rank_0_learns_nothing(answer):
         error = start(1).exception(20)
         thread.join(10)
     assert isinstance(error, CollectiveTimeout if answer == b"" else EngineError), error
-    assert NOTES[1] not in got and rendezvous._MAGIC not in got
+    assert NOTES[1] not in got and meeting_messages._MAGIC not in got
 
 
 def flood(place: Place, count: int, *payloads: bytes, stays: int = 100) -> None:
@@ -390,7 +388,7 @@ def test_what_ranks_say_to_each_other_cannot_be_read():
         found = group.agree(0, 1)
         assert all(isinstance(each, Decision) for each in found), found
     for said in tap.said:
-        assert said[:1] == callers._HANDSHAKE
+        assert said[:1] == membership_callers._HANDSHAKE
         assert not any(text in said for text in (b"nonce", b"kind", group.ranks[0].id.encode(), channel._MAGIC))
 
 

@@ -234,7 +234,7 @@ def test_a_look_at_other_addresses_keeps_no_connection(monkeypatch, caplog):
         assert watch.reach() == {0} and not watch._connections and watch.unseen == [2]
         assert Watch(places, rank._host).reach() == set()
         rank.begin([rank.member(b""), rank.member(b"")._replace(id="0" * 32, host="localhost")])
-        rank.look(Watch([(member.host, member.port) for member in rank.members], "127.0.0.1"))
+        rank.look_at_names(Watch([(member.host, member.port) for member in rank.members], "127.0.0.1"))
         assert rank._reached == {"0" * 32}
         for _ in range(3):
             rank.hear()
