@@ -79,13 +79,11 @@ class ProgressThread:
         if at_once:
             now = time.monotonic()
             self._in_burst, self._last = now - self._last < _BURST_SECONDS, now
+        self._urgent = at_once or (self._urgent and self._engine.detached > 1)  # by another run
         if self._thread is None:
-            self._urgent = at_once
             self._thread = threading.Thread(target=self._loop, name="qccl progress", daemon=True)
             self._thread.start()
-            return
-        self._urgent = self._urgent or at_once
-        if self._asleep or (at_once and not self._in_burst):
+        elif self._asleep or (at_once and not self._in_burst):
             self._notify()
 
     def stop(self) -> None:
