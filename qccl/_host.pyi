@@ -146,8 +146,8 @@ class CallTable:
 
     def find(
         self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object]
-    ) -> tuple[Any, list[View | int]] | None:
-        """The payload, and a view of each array that is not None (for a raw address: the address)."""
+    ) -> tuple[Any, list[Any]] | None:
+        """The payload, and a view of each array that is not None (or itself: raw addresses, NumPy's arrays)."""
 
     def clear(self) -> None:
         """Forget all calls."""
@@ -347,9 +347,9 @@ class Steps:
         """Of a transfer: whether it is a send, and the other rank."""
 
 class Run:
-    """One run of Steps at a time."""
+    """One run of Steps at a time. ``memory`` is that of all their operations."""
 
-    def __init__(self, steps: Steps) -> None: ...
+    def __init__(self, steps: Steps, memory: Memory) -> None: ...
     def data_nbytes(self, peer: int) -> int:
         """Bytes of data that ``peer``'s header may bring."""
 
@@ -389,14 +389,17 @@ class Loop:
         run: Run,
         headers: bytes | Sequence[bytes] | None,
         sequence: int,
+        call: int,
+        lr: float | None,
         deadline: float,
         traced: bool,
         waits: bool,
         on_control: Callable[[int, bytes], None],
         /,
     ) -> Outcome:
-        """Begin a run; if the caller ``waits``, advance as run() does, until any run has ended.
+        """Begin a run; then advance until any run has ended if the caller ``waits``, or else as step() does.
 
+        A run that is alone, and for which nobody waits, is only begun. ``call`` and ``lr`` are for its operations.
         ``headers``: one for all ranks, or one for each; None for those of the last run, with a new number in them.
         ENDED: take_ended() has some.
         """
@@ -408,7 +411,7 @@ class Loop:
         """Advance until a run has ended, or another thread wants to drive."""
 
     def step(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
-        """Run at most one operation, and poll once."""
+        """Do what can be done now; begin nothing more after 0.1 ms."""
 
     def take_ended(self) -> list[int]:
         """The sequence numbers of the runs that have ended since the last call."""

@@ -86,7 +86,8 @@ class Work:
             session.unsettled[thread] = (self._call,)
             try:
                 if timeout is None:
-                    execution.run()
+                    if not execution.done:
+                        execution.run()
                 elif not execution.run(time.monotonic() + timeout):
                     raise CollectiveTimeout(f"wait() ended after {timeout} s: {execution.waits_for()}")
             except ArgumentError:

@@ -162,28 +162,34 @@ std::vector<std::string> texts(const nb::sequence& headers) {
   return found;
 }
 
-// Begins a run, and advances until any run has ended if the caller `waits`. `headers`: one for all ranks, as bytes, or a
-// list with one for each; None for those of the last run.
-Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std::uint64_t sequence, double deadline,
-              bool traced, bool waits, const nb::callable& on_control) {
+// Begins a run. Then it advances until any run has ended if the caller `waits`; otherwise briefly, if other runs are under
+// way. `headers`: one for all ranks, as bytes, or a list with one for each; None for those of the last run.
+Outcome start(Loop& loop, std::shared_ptr<Run> run, const nb::object& headers, std::uint64_t sequence, std::uint64_t call,
+              std::optional<float> lr, double deadline, bool traced, bool waits, const nb::callable& on_control) {
   nb::bytes common;
   if (nb::try_cast(headers, common)) {
     run->set_headers({text(common)});
   } else if (!headers.is_none()) {
     run->set_headers(texts(nb::cast<nb::sequence>(headers)));
   }
+  run->set_call(call, lr.value_or(1.0f));
   const nb::gil_scoped_release released;
   const OnControl function = python_function(on_control);
+  const bool is_alone = !loop.active();
   loop.begin(std::move(run), sequence, deadline, traced, function);
   if (loop.has_ended()) return Outcome::ended;
-  if (!waits) return Outcome::pause;
+  if (!waits && is_alone) return Outcome::pause;
   Turn turn;
+  turn.brief = !waits;
   turn.check_signals = &check_signals;
   return loop.advance(turn, function);
 }
 
 Outcome run_until(Loop& loop, double limit, const nb::callable& on_control) {
-  return loop.advance({false, false, limit, &check_signals}, python_function(on_control));
+  Turn turn;
+  turn.limit = limit;
+  turn.check_signals = &check_signals;
+  return loop.advance(turn, python_function(on_control));
 }
 
 Outcome drive(Loop& loop, const nb::callable& on_control) {
@@ -194,7 +200,7 @@ Outcome drive(Loop& loop, const nb::callable& on_control) {
 
 Outcome step(Loop& loop, const nb::callable& on_control) {
   Turn turn;
-  turn.once = true;
+  turn.brief = true;
   return loop.advance(turn, python_function(on_control));
 }
 
@@ -288,7 +294,11 @@ void bind_runs(nb::module_& m) {
       .def_prop_ro("nbytes", &Steps::nbytes)
       .def("transfer", &transfer);
   nb::class_<Run>(m, "Run", "One run of Steps at a time.")
-      .def("__init__", [](Run* self, std::shared_ptr<Steps> steps) { new (self) Run(std::move(steps)); }, "steps"_a)
+      .def("__init__",
+           [](Run* self, std::shared_ptr<Steps> steps, MemoryPointer memory) {
+             new (self) Run(std::move(steps), std::move(memory));
+           },
+           "steps"_a, "memory"_a)
       .def("data_nbytes", &Run::data_nbytes, "peer"_a)
       .def("missing_ranks", &Run::missing_ranks)
       .def("waits_for", &Run::waits_for, "is_send"_a)
@@ -311,7 +321,8 @@ void bind_loop(nb::module_& m) {
       .def_prop_ro("early", &Loop::early)
       .def_prop_ro("control_sends", &Loop::control_sends)
       .def_prop_ro("refused", &Loop::refused)
-      .def("start", &start, "run"_a, "headers"_a.none(), "sequence"_a, "deadline"_a, "traced"_a, "waits"_a, "on_control"_a)
+      .def("start", &start, "run"_a, "headers"_a.none(), "sequence"_a, "call"_a,
+           "lr"_a.none(), "deadline"_a, "traced"_a, "waits"_a, "on_control"_a)
       .def("run", &run_until, Release())
       .def("drive", &drive, Release())
       .def("step", &step, Release())

@@ -13,6 +13,9 @@ namespace {
 // or a rank.
 constexpr int kRunSlotShift = 32;
 constexpr Token kControlReceive = kRunsInFlight, kControlSend = kRunsInFlight + 1;
+// Empty polls in a row of which only every kPollsPerLook-th looks at the time: on some machines that takes as long as a
+// poll. Later polls may nap, so that each looks.
+constexpr std::uint64_t kQuickPolls = 64, kPollsPerLook = 16;
 // Interval between two calls of Turn::check_signals.
 constexpr double kCheckSeconds = 5e-3;
 // Time beyond the deadline in which a run may take messages that arrived while this process was paused or busy.
@@ -94,9 +97,10 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadli
 }
 
 Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
-  if (advancing_ && turn.once) return Outcome::pause;  // a nested is_completed() makes no progress
+  if (advancing_ && turn.brief) return Outcome::pause;  // a nested is_completed() makes no progress
   const ReentryGuard inside(advancing_);
-  double checked = turn.check_signals ? seconds() : 0;
+  if (turn.brief) return advance_briefly(on_control);
+  double checked = std::numeric_limits<double>::infinity();  // until the first look
   while (!halted_) {
     const bool computed = compute();
     if (!ended_.empty()) return Outcome::ended;
@@ -104,15 +108,33 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
     // Poll until nothing completes, then compute: MPICH progresses the network only when shared memory is idle.
     while (!completed_.empty() && ended_.empty() && !halted_) poll(0, 0, on_control);
     if (!ended_.empty()) return Outcome::ended;
+    if (turn.yields && wanted) return Outcome::pause;
+    if (!computed && idle_ < kQuickPolls && idle_ % kPollsPerLook) continue;
     const double now = seconds();
     if (idle_ && now > deadline_ && find_overdue(now)) return Outcome::overdue;
-    if (turn.once || now >= turn.limit || (turn.yields && wanted)) return Outcome::pause;
+    if (now >= turn.limit) return Outcome::pause;
+    checked = std::min(checked, now);
     if (turn.check_signals && now > checked + kCheckSeconds) {
       turn.check_signals();
       checked = now;
     }
   }
   return Outcome::pause;
+}
+
+// Runs that end do not end the turn: the caller may not come back soon.
+Outcome Loop::advance_briefly(const OnControl& on_control) {
+  std::uint64_t idle = idle_;
+  double now = seconds();
+  const double end = now + kBriefSeconds;
+  for (bool acts = true; acts && now < end && !halted_; now = seconds()) {
+    acts = compute();
+    poll(acts ? 0 : idle, 0, on_control);
+    acts = acts || !completed_.empty();
+    idle = 0;
+  }
+  if (!ended_.empty()) return Outcome::ended;
+  return idle_ && now > deadline_ && find_overdue(now) ? Outcome::overdue : Outcome::pause;
 }
 
 void Loop::broadcast_control(const std::string& message) {

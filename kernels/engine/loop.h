@@ -31,13 +31,16 @@ using OnControl = std::function<void(int peer, std::string_view message)>;
 
 // For how long to advance.
 struct Turn {
-  bool once = false;                                         // at most one operation and one poll
+  bool brief = false;                                     // while there is something to do, and for kBriefSeconds at most
   bool yields = false;                                    // to other threads that want to drive; also naps early
   double limit = std::numeric_limits<double>::infinity();    // in seconds()
   std::function<void()> check_signals;                             // called every few milliseconds; may throw
 };
 
 enum class Outcome { pause, overdue, ended };
+
+// After this time a brief turn begins no further operation.
+constexpr double kBriefSeconds = 100e-6;
 
 // One thread at a time may use it.
 class Loop {
@@ -54,6 +57,8 @@ class Loop {
   std::vector<std::uint64_t> take_ended() { return std::exchange(ended_, {}); }
 
   bool has_ended() const { return !ended_.empty(); }
+  // Runs under way.
+  std::size_t active() const { return active_.size(); }
 
   // The sequence number of the run that made advance() return Outcome::overdue.
   std::uint64_t overdue() const { return overdue_; }
@@ -85,6 +90,7 @@ class Loop {
     std::vector<unsigned char> message;
   };
 
+  Outcome advance_briefly(const OnControl& on_control);
   bool compute();
   void poll(std::uint64_t idle, std::uint64_t extra_idle, const OnControl& on_control);
   bool is_call(const unsigned char* message) const;

@@ -15,8 +15,11 @@ double seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
-Run::Run(std::shared_ptr<const Steps> steps)
-    : steps_(std::move(steps)), filled_(steps_->eager().size()), data_(static_cast<std::size_t>(steps_->size)) {
+Run::Run(std::shared_ptr<const Steps> steps, MemoryPointer memory)
+    : steps_(std::move(steps)),
+      memory_(std::move(memory)),
+      filled_(steps_->eager().size()),
+      data_(static_cast<std::size_t>(steps_->size)) {
   for (const EagerData& each : steps_->eager()) eager_.emplace_back(kHeaderNbytes + each.nbytes);
 }
 
@@ -35,6 +38,11 @@ void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double 
   traced_ = traced;
   starts_.assign(traced ? steps_->count() : 0, 0.0);
   trace_.clear();
+}
+
+void Run::set_call(std::uint64_t call, float lr) {
+  memory_->call = call;
+  memory_->lr = lr;
 }
 
 void Run::set_headers(const std::vector<std::string>& headers) {

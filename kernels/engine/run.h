@@ -28,8 +28,11 @@ struct TraceRecord {
 
 class Run {
  public:
-  explicit Run(std::shared_ptr<const Steps> steps);
+  // `memory` is that of all operations of `steps`.
+  Run(std::shared_ptr<const Steps> steps, MemoryPointer memory);
 
+  // For the operations of the next run: the number of the call, and its learning rate.
+  void set_call(std::uint64_t call, float lr);
   // The headers of later runs: one for all ranks, or one for each, without the last four bytes.
   void set_headers(const std::vector<std::string>& headers);
   // Sets up a new run; its headers get the number `sequence`. The tokens of its transfers contain `run_slot`.
@@ -77,6 +80,7 @@ class Run {
   void stopped(Number i);
 
   const std::shared_ptr<const Steps> steps_;
+  const MemoryPointer memory_;
   std::uint64_t sequence_ = 0;
   Token run_slot_ = 0;
   int first_tag_ = 0;

@@ -3,13 +3,14 @@
 The first call that needs it starts it. The thread that holds the engine's lock drives, so a caller that waits for a
 call drives it without a change of threads. The progress thread drives
 
-- calls with ``async_op=True``, at once;
+- calls with ``async_op=True``, as soon as the program makes no further call;
 - runs that plan.start() began, if nobody waits for them within a nap: most callers wait immediately.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -22,6 +23,9 @@ _NAP_SECONDS = 1e-3
 #: the first pause after another thread wanted to drive, such as a caller that starts a call. It doubles while the
 #: thread drives for less time than it paused: in a burst of calls each change of threads costs more than it gains
 _LEAST_NAP_SECONDS = 1e-4
+#: a call that comes so soon after another one belongs to a burst. In a burst each call advances those before it, and
+#: the thread drives when none has come for _QUIET_SECONDS
+_BURST_SECONDS, _QUIET_SECONDS = 1e-3, 2e-4
 #: the pause grows by _GROWTH at each check that finds a new run, up to _LONG_NAP_SECONDS, and doubles at each check
 #: that finds the caller driving, up to _LONGEST_NAP_SECONDS: the caller will probably wait for its next run, too. Where
 #: ranks share processors, a check beside a caller that drives costs up to a millisecond: other ranks then run first
@@ -63,21 +67,23 @@ class ProgressThread:
         self._ended = False
         self._begun = 0
         self._urgent = False
+        self._last = -math.inf  # when a run to be driven at once was detached
+        self._in_burst = False
 
     def wake(self, *, at_once: bool) -> None:
         """A run was detached: drive it, at once or if nobody waits for it.
 
-        A thread that has runs to drive at once is not woken: at most it naps, because another thread wanted to drive.
+        In a burst of runs to be driven at once the thread is not woken for each: it takes short naps.
         """
         self._begun += 1
+        if at_once:
+            now = time.monotonic()
+            self._in_burst, self._last = now - self._last < _BURST_SECONDS, now
+        self._urgent = at_once or (self._urgent and self._engine.detached > 1)  # by another run
         if self._thread is None:
-            self._urgent = at_once
             self._thread = threading.Thread(target=self._loop, name="qccl progress", daemon=True)
             self._thread.start()
-        elif at_once and not self._urgent:
-            self._urgent = True
-            self._notify()
-        elif self._asleep:
+        elif self._asleep or (at_once and not self._in_burst):
             self._notify()
 
     def stop(self) -> None:
@@ -95,12 +101,16 @@ class ProgressThread:
         with contextlib.suppress(RuntimeError):  # it was released already
             self._wakeup.release()
 
+    def _is_quiet(self) -> bool:
+        """Whether the program is probably doing something else than making calls."""
+        return not self._in_burst or time.monotonic() - self._last > _QUIET_SECONDS
+
     def _loop(self) -> None:
         engine, seen, checks, nap, urgent_nap = self._engine, 0, 0, _NAP_SECONDS, _NAP_SECONDS
         while not self._ended:
             is_due = self._begun == seen  # all detached runs are at least one nap old
             seen = self._begun
-            if engine.detached and (self._urgent or is_due):
+            if engine.detached and (is_due or (self._urgent and self._is_quiet())):
                 begin = time.monotonic()
                 with _quick_switches:
                     drove = engine.drive()
@@ -109,6 +119,9 @@ class ProgressThread:
                 urgent_nap = min(2 * urgent_nap, _NAP_SECONDS) if was_short else _LEAST_NAP_SECONDS
             elif not is_due:
                 nap = max(nap, min(_GROWTH * nap, _LONG_NAP_SECONDS))
+                urgent_nap = min(2 * urgent_nap, _NAP_SECONDS)
+            if self._urgent:
+                nap = _NAP_SECONDS  # the next call of a burst does not wake the thread
             if not engine.detached:
                 self._urgent = False
             checks = 0 if engine.detached or not is_due else checks + 1

@@ -57,7 +57,7 @@ _HALT_SECONDS = 1.0
 _YIELD_SECONDS = 1e-3
 
 # constants of this module: looking up an enumeration's members takes long
-_ENDED, _OVERDUE = _host.Outcome.ENDED, _host.Outcome.OVERDUE
+_PAUSE, _ENDED, _OVERDUE = _host.Outcome.PAUSE, _host.Outcome.ENDED, _host.Outcome.OVERDUE
 _CALLER, _SYNCHRONOUS, _NOW = Progress.CALLER, Progress.SYNCHRONOUS, Progress.NOW
 
 
@@ -123,7 +123,8 @@ class HostEngine:
     ) -> Execution:
         """Begin a run, or queue it behind others, and wait for it if the caller waits; see engine.base.Engine.
 
-        With an idle engine and a waiting caller this is one turn of the native loop.
+        With an idle engine and a waiting caller this is one turn of the native loop. In a burst of calls, each advances
+        those before it for a moment, so that they do not wait for the progress thread, nor until the caller waits.
         """
         waits = request.progress is _CALLER or request.progress is _SYNCHRONOUS
         deadline = time.monotonic() + (self.timeout if request.timeout is None else request.timeout)
@@ -136,18 +137,20 @@ class HostEngine:
                 raise self._failure
             if bound.addresses is not program.addresses:
                 check_addresses(bound.addresses, program.callers)
-            is_idle = not self._active and not self._queue
-            execution = self._spare if waits and is_idle else Execution(self)
+            is_alone = not self._active
+            execution = self._spare if waits and is_alone else Execution(self)
             execution.set(program, bound, request, kept, deadline, self.numbers)
             program.users += 1
             try:
-                if not is_idle:
+                if is_alone or (not self._queue and self._may_begin(execution)):
+                    outcome = self._begin(execution, waits)
+                else:
                     self._queue.append(execution)
-                    self._admit()
-                elif (outcome := self._begin(execution, waits)) is _ENDED:
+                    outcome = self._loop.step(self._on_control)
+                if outcome is _ENDED and not self._queue:
                     self._remove_ended()
-                elif outcome is _OVERDUE:
-                    raise self._overdue(execution)
+                elif outcome is not _PAUSE:
+                    self._act(outcome)
             except QcclError as error:
                 self._fail_all(error)
                 if waits:
@@ -155,8 +158,9 @@ class HostEngine:
             except BaseException as error:
                 self._fail_all(error)
                 raise
-            if not waits:
-                self._detach(execution)
+            if not waits and not execution.done and self._progress_thread is not None and self._failure is None:
+                execution.detached = True
+                self.detached += 1
         finally:
             self._lock.release()
             if self._over:
@@ -245,7 +249,7 @@ class HostEngine:
         _live.discard(self)
 
     def step(self) -> None:
-        """Run at most one compute operation and one poll; nothing if another thread drives."""
+        """Advance all runs for a moment; nothing if another thread drives."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -343,12 +347,6 @@ class HostEngine:
         elif outcome is _OVERDUE:
             raise self._overdue(self._active[self._loop.overdue])
 
-    def _detach(self, execution: Execution) -> None:
-        """Let the progress thread advance a run."""
-        if self._progress_thread is not None and not execution.done and self._failure is None:
-            execution.detached = True
-            self.detached += 1
-
     def _admit(self) -> None:
         """Remove the runs that have ended, and begin queued ones in the order of their calls.
 
@@ -380,24 +378,34 @@ class HostEngine:
         if program.running or (active and execution.sequence - next(iter(active)) >= _host.RUNS_IN_FLIGHT):
             return False
         program.bind(execution.bound.addresses)
-        return not any(program.memory.conflicts(other.program.memory) for other in active.values())
+        for other in active.values():  # noqa: SIM110 -- a generator takes longer
+            if program.memory.conflicts(other.program.memory):
+                return False
+        return True
 
     def _begin(self, execution: Execution, waits: bool) -> _host.Outcome:
-        """Begin a run of a program that is free; if the caller ``waits``, advance until any run has ended."""
+        """Begin a run of a program that is free; see Loop.start()."""
         program, request, bound = execution.program, execution.request, execution.bound
         if bound.addresses is not program.addresses:
             program.bind(bound.addresses)
-        program.memory.call = execution.call
-        program.memory.lr = 1.0 if request.lr is None else request.lr
         headers = None
         if program.header_text != bound.text:
             headers = execution.pack_headers(self._transport.size)
             program.header_text = bound.text
         execution.begun = program.running = True
         self._active[execution.sequence] = execution
-        numbers, is_traced = (execution.sequence, execution.deadline), request.trace is not None
         waits = waits and not self._left  # a rank that has left may have sent its header before
-        outcome = self._loop.start(program.run, headers, *numbers, is_traced, waits, self._on_control)
+        outcome = self._loop.start(
+            program.run,
+            headers,
+            execution.sequence,
+            execution.call,
+            request.lr,
+            execution.deadline,
+            request.trace is not None,
+            waits,
+            self._on_control,
+        )
         if self._left:
             self._check_present(execution)
         return outcome

@@ -73,7 +73,7 @@ class Program:
             else:
                 self._add_transfer(task, task.transfer, needed, schedule)
         self.steps.link()
-        self.run = _host.Run(self.steps)
+        self.run = _host.Run(self.steps, self.memory)
 
     def bind(self, addresses: Mapping[str, int]) -> None:
         """Set the caller's addresses; not during a run."""
