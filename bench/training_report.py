@@ -94,15 +94,17 @@ def headline(documents: Sequence[Document], methods: Collection[str] = (), has_d
         return ""
     (number,) = {_behind_links(document)[0]["ranks"] for document in documents}
     head = ["gradients travel as"]
+    text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind {_described(link)}."
     columns: list[dict[str, str]] = []
     for document in documents:
         name, size, optimiser, _ = MODELS[document["model"]]
-        head.append(f"{name}, {size}, {optimiser}, {computation(document) * 1e3:.0f} ms of computation a step")
+        head.append(name)  # short, so that the columns fit on a phone
+        seconds = computation(document)
+        text += f" The {name} has {size}, {optimiser}, and {seconds * 1e3:.0f} ms of computation a step."
         columns.append({**_sooner(document, link), BOUND: f"{_ceiling(document, link):.1f}"})
     keys = sorted(dict.fromkeys(key for column in columns for key in column), key=_place)
     shown = [key for key in keys if not methods or key in (*methods, BOUND)]
     rows = [(_titled(key), *(column.get(key, "") for column in columns)) for key in shown]
-    text = f"Times sooner than with fp32 at fp32's target quality, {number} ranks, each behind {_described(link)}:"
     return text + "\n\n" + "\n".join(table(head, rows))
 
 

@@ -81,7 +81,7 @@ NETWORK = ChunkPolicy(small=48 << 10, enough=9, large=160 << 10, slots=3 << 20, 
 
 
 def shared_memory(ranks: int) -> ChunkPolicy:
-    """Where ranks share memory: transfers there are fast, so overlap gains less than more steps cost.
+    """Where ranks share memory: transfers there are fast, so overlap gains less than more messages cost.
 
     The wire slots of an all-reduce have 3 MiB with 8-bit codes, if a chunk then has at least 40 Ki elements.
     """

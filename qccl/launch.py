@@ -65,7 +65,7 @@ def init(
         backend: "host", "cuda", or "auto": CUDA where it can be used and each machine has a GPU for each of its ranks,
             or where a ``device`` is given; otherwise the host. The ranks decide together.
         timeout: seconds until a collective that does not finish raises CollectiveTimeout; None means 60 on the host and
-            600 on CUDA, where they count from a call's first step on the device. The set-up has 60 if it is None.
+            600 on CUDA, where they count from a call's begin on the device. The set-up has 60 if it is None.
         device: GPU of this rank; None means the one with the rank's number on its machine.
         rank: number of this process. ``rank``, ``size`` and ``address`` are for processes that no launcher started.
         size: number of processes.

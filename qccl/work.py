@@ -60,8 +60,8 @@ class Work:
         On the host this waits until the call has ended. On CUDA it makes the call's stream wait; the host waits only if
         a ``timeout`` is given or the result must be checked (``nonfinite="error"``).
 
-        ``timeout`` is in seconds from now; None means the call's own, counted from its start (on CUDA from its first
-        step). Raises the error of the call, or CollectiveTimeout, after which the communicator is unusable.
+        ``timeout`` is in seconds from now; None means the call's own, counted from its start (on CUDA from its begin
+        on the GPU). Raises the error of the call, or CollectiveTimeout, after which the communicator is unusable.
         """
         execution = self._execution
         if execution is None or timeout is not None or self._checks or not execution.is_stream_ordered:

@@ -1,7 +1,8 @@
 """Ctrl-C, and any other exception from outside, at each point of a call: interruptions.py says what must hold then.
 
-The usual tests take a sample. ``scripts/test -m every_interruption`` takes every function entry of a call of each kind,
-over threads and over UCX, every few instructions, and random times for ten minutes.
+The usual tests take a sample. ``scripts/test -m every_interruption`` takes every function entry and every instruction
+of a call of each kind, over threads and over UCX, and random times for ten minutes. Of first calls, whose preparation
+is long and sends nothing, it takes some of the instructions.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 #: kinds whose calls compile a program, which runs many functions before anything is sent
 LONG = tuple(name for name, kind in KINDS.items() if kind.warm == 0 or name == "trace")
 SHORT = tuple(name for name in KINDS if name not in LONG)
+#: of the instructions of short calls, and of long ones
+STRIDES = 1, 97
 
 
 def entries(names, **options) -> Tally:
@@ -64,9 +67,9 @@ class TestAtFunctionEntries:
         check(entries((name,)), "not made", "failed")
 
     @pytest.mark.every_interruption
-    @pytest.mark.parametrize("name", SHORT)
-    def test_many_instructions(self, name):
-        check(entries((name,), opcodes=True, stride=7), "not made", "failed")
+    @pytest.mark.parametrize("name", KINDS)
+    def test_instructions(self, name):
+        check(entries((name,), opcodes=True, stride=STRIDES[name in LONG]), "not made", "failed")
 
     @pytest.mark.every_interruption
     @pytest.mark.parametrize("again", range(12))
@@ -111,8 +114,9 @@ def over_ucx(limit: float, *arguments: str) -> None:
 
 
 @needs_ucx
-def test_sample_over_ucx():
-    over_ucx(100, "entries", "11", "repeated", "async", "plan.start", "state")
+@pytest.mark.parametrize(("mode", "stride"), [("entries", 11), ("instructions", 149)])
+def test_sample_over_ucx(mode, stride):
+    over_ucx(100, mode, str(stride), "repeated", "async", "plan.start", "state")
 
 
 @needs_ucx
@@ -122,8 +126,10 @@ def test_at_random_times_over_ucx():
 
 @needs_ucx
 @pytest.mark.every_interruption
-def test_every_entry_over_ucx():
-    over_ucx(3600, "entries", "1", *SHORT)
+@pytest.mark.parametrize("name", KINDS)
+def test_every_one_over_ucx(name):
+    over_ucx(1800, "entries", "1", name)
+    over_ucx(1800, "instructions", str(STRIDES[name in LONG]), name)
 
 
 @needs_ucx

@@ -11,10 +11,10 @@
 namespace QCCL_NAMESPACE {
 
 using qccl::BucketRange;
-using qccl::DecodeCall;
-using qccl::EncodeCall;
-using qccl::ReduceCall;
-using qccl::StateCall;
+using qccl::DecodeArgs;
+using qccl::EncodeArgs;
+using qccl::ReduceArgs;
+using qccl::StateArgs;
 
 static inline RngCounter counter_at(const RngCounter& counter, u64 first) {
   return {counter.call, counter.index + first, counter.round, counter.rank};
@@ -89,7 +89,7 @@ class Total {
 };
 
 // Adds momentum to the own values and stores the new momentum; n elements from element `first` of the call.
-QCCL_LOOP static inline void add_momentum(const StateCall& state, u64 first, const float* own, u32 n, float* to) {
+QCCL_LOOP static inline void add_momentum(const StateArgs& state, u64 first, const float* own, u32 n, float* to) {
   const float *old = state.momentum + first, mu = state.mu;
   float* next = state.new_momentum + first;
 #pragma GCC ivdep
@@ -100,12 +100,12 @@ QCCL_LOOP static inline void add_momentum(const StateCall& state, u64 first, con
   }
 }
 
-QCCL_LOOP static inline void add_residual(const StateCall& state, u64 first, u32 n, float* total) {
+QCCL_LOOP static inline void add_residual(const StateArgs& state, u64 first, u32 n, float* total) {
   const float *old = state.residual + first, inverse_lr = 1.0f / state.lr;
   for (u32 i = 0; i < n; ++i) total[i] = with_residual(total[i], old[i], inverse_lr);
 }
 
-QCCL_LOOP static inline void keep_residual(const StateCall& state, u64 first, u32 n, const float* total,
+QCCL_LOOP static inline void keep_residual(const StateArgs& state, u64 first, u32 n, const float* total,
                                            const float* decoded) {
   float *next = state.new_residual + first, lr = state.lr;
   for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
@@ -175,32 +175,32 @@ struct BucketLoops {
     return scratch + number * (smaller(format.bucket, format.count) + 64);
   }
 
-  static void encode(const BucketOptions& options, const EncodeCall& call) {
-    const Format format = Format::make(options, call.count);
-    float *values = part(format, call.scratch, 0), *scratch = part(format, call.scratch, 2);
-    for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
+  static void encode(const BucketOptions& options, const EncodeArgs& args) {
+    const Format format = Format::make(options, args.count);
+    float *values = part(format, args.scratch, 0), *scratch = part(format, args.scratch, 2);
+    for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
       const u64 first = Format::first_of(format, b);
-      Elements::template encode<Bucket>(format, element<T>(call.src, first), b, counter_at(call.counter, first), call.wire,
+      Elements::template encode<Bucket>(format, element<T>(args.src, first), b, counter_at(args.counter, first), args.wire,
                                         values, scratch);
     }
-    clear_padding(format, call.wire, call.buckets);
+    clear_padding(format, args.wire, args.buckets);
   }
 
-  static void decode(const BucketOptions& options, const DecodeCall& call) {
-    const Format format = Format::make(options, call.count);
-    float *total = part(format, call.scratch, 0), *term = part(format, call.scratch, 1);
-    for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
+  static void decode(const BucketOptions& options, const DecodeArgs& args) {
+    const Format format = Format::make(options, args.count);
+    float *total = part(format, args.scratch, 0), *term = part(format, args.scratch, 1);
+    for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
       const u64 first = Format::first_of(format, b);
       const u32 n = Format::size_of(format, b);
-      Storage* dst = element<T>(call.dst, first);
-      const RngCounter counter = counter_at(call.counter, first);
-      if (!call.accumulate) {
-        Elements::template decode<Bucket>(format, call.wire, b, counter, total, dst);
+      Storage* dst = element<T>(args.dst, first);
+      const RngCounter counter = counter_at(args.counter, first);
+      if (!args.accumulate) {
+        Elements::template decode<Bucket>(format, args.wire, b, counter, total, dst);
         continue;
       }
       Total sum(total, n, Combine::sum);
       sum.add(as_floats<T>(dst, n, term));
-      add_bucket(format, call.wire, b, counter, sum, total, term);
+      add_bucket(format, args.wire, b, counter, sum, total, term);
       to_elements<T>(total, n, dst);
     }
   }
@@ -217,48 +217,48 @@ struct BucketLoops {
     }
   }
 
-  static void reduce(const BucketOptions& options, const ReduceCall& call) {
-    const Format format = Format::make(options, call.count);
-    float *total = part(format, call.scratch, 0), *term = part(format, call.scratch, 1);
-    for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
+  static void reduce(const BucketOptions& options, const ReduceArgs& args) {
+    const Format format = Format::make(options, args.count);
+    float *total = part(format, args.scratch, 0), *term = part(format, args.scratch, 1);
+    for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
       const u64 first = Format::first_of(format, b);
       const u32 n = Format::size_of(format, b);
-      Total sum(total, n, call.op);
-      for (u32 s = 0; s <= call.source_count; ++s) {
-        if (call.own && s == call.own_index) {
-          const float* own = as_floats<T>(element<T>(call.own, first), n, term);
-          if (call.state && call.state->momentum) {
-            add_momentum(*call.state, first, own, n, term);
+      Total sum(total, n, args.op);
+      for (u32 s = 0; s <= args.source_count; ++s) {
+        if (args.own && s == args.own_index) {
+          const float* own = as_floats<T>(element<T>(args.own, first), n, term);
+          if (args.state && args.state->momentum) {
+            add_momentum(*args.state, first, own, n, term);
             own = term;
           }
           sum.add(own);
         }
-        if (s == call.source_count) break;
-        const u32 rank = call.source_ranks ? call.source_ranks[s] : 0;
-        const RngCounter counter = counter_at({call.counter.call, call.counter.index, call.source_round, rank}, first);
-        add_bucket(format, call.sources[s], b, counter, sum, total, term);
+        if (s == args.source_count) break;
+        const u32 rank = args.source_ranks ? args.source_ranks[s] : 0;
+        const RngCounter counter = counter_at({args.counter.call, args.counter.index, args.source_round, rank}, first);
+        add_bucket(format, args.sources[s], b, counter, sum, total, term);
       }
-      finish(format, call, b, first, n, total, term);
+      finish(format, args, b, first, n, total, term);
     }
-    if (call.wire) clear_padding(format, call.wire, call.buckets);
+    if (args.wire) clear_padding(format, args.wire, args.buckets);
   }
 
   // Scales the total and stores it to the wire and the output.
-  static void finish(const Format& format, const ReduceCall& call, u64 b, u64 first, u32 n, float* total, float* term) {
-    if (call.scale != 1.0f) {
-      for (u32 i = 0; i < n; ++i) total[i] *= call.scale;
+  static void finish(const Format& format, const ReduceArgs& args, u64 b, u64 first, u32 n, float* total, float* term) {
+    if (args.scale != 1.0f) {
+      for (u32 i = 0; i < n; ++i) total[i] *= args.scale;
     }
-    Storage* out = call.out ? element<T>(call.out, first) : nullptr;
-    if (!call.wire) return to_elements<T>(total, n, out);
-    const bool residual = call.state && call.state->residual;
-    if (residual) add_residual(*call.state, first, n, total);
-    const RngCounter counter = counter_at(call.counter, first);
-    float* scratch = part(format, call.scratch, 2);
-    BucketOfElements<Codec, Float32>::template encode<Bucket>(format, total, b, counter, call.wire, total, scratch);
+    Storage* out = args.out ? element<T>(args.out, first) : nullptr;
+    if (!args.wire) return to_elements<T>(total, n, out);
+    const bool residual = args.state && args.state->residual;
+    if (residual) add_residual(*args.state, first, n, total);
+    const RngCounter counter = counter_at(args.counter, first);
+    float* scratch = part(format, args.scratch, 2);
+    BucketOfElements<Codec, Float32>::template encode<Bucket>(format, total, b, counter, args.wire, total, scratch);
     if (!out && !residual) return;
-    Bucket::decode(format, call.wire, b, counter, false, term);
+    Bucket::decode(format, args.wire, b, counter, false, term);
     if (out) to_elements<T>(term, n, out);
-    if (residual) keep_residual(*call.state, first, n, total, out ? as_floats<T>(out, n, term) : term);
+    if (residual) keep_residual(*args.state, first, n, total, out ? as_floats<T>(out, n, term) : term);
   }
 };
 
@@ -269,16 +269,16 @@ struct CallLoops {
   static constexpr bool whole_call = false;
 
   template <class T>
-  static void encode(const BucketOptions& options, const EncodeCall& call) {
-    BucketLoops<Codec, T>::encode(options, call);
+  static void encode(const BucketOptions& options, const EncodeArgs& args) {
+    BucketLoops<Codec, T>::encode(options, args);
   }
   template <class T>
-  static void decode(const BucketOptions& options, const DecodeCall& call) {
-    BucketLoops<Codec, T>::decode(options, call);
+  static void decode(const BucketOptions& options, const DecodeArgs& args) {
+    BucketLoops<Codec, T>::decode(options, args);
   }
   template <class T>
-  static void reduce(const BucketOptions& options, const ReduceCall& call) {
-    BucketLoops<Codec, T>::reduce(options, call);
+  static void reduce(const BucketOptions& options, const ReduceArgs& args) {
+    BucketLoops<Codec, T>::reduce(options, args);
   }
 };
 

@@ -1,4 +1,4 @@
-// The address, layout and element type of any array object.
+// The address, shape, strides and element type of any array object.
 #pragma once
 
 #include <nanobind/nanobind.h>

@@ -19,17 +19,17 @@ void with_dtype(u32 dtype, const Body& body) {
 
 template <class Codec>
 struct Entry {
-  static void encode(const BucketOptions& options, const EncodeCall& call) {
-    with_dtype(call.dtype, [&](auto type) { CallLoops<Codec>::template encode<decltype(type)>(options, call); });
+  static void encode(const BucketOptions& options, const EncodeArgs& args) {
+    with_dtype(args.dtype, [&](auto type) { CallLoops<Codec>::template encode<decltype(type)>(options, args); });
   }
-  static void decode(const BucketOptions& options, const DecodeCall& call) {
-    with_dtype(call.dtype, [&](auto type) { CallLoops<Codec>::template decode<decltype(type)>(options, call); });
+  static void decode(const BucketOptions& options, const DecodeArgs& args) {
+    with_dtype(args.dtype, [&](auto type) { CallLoops<Codec>::template decode<decltype(type)>(options, args); });
   }
-  static void reduce(const BucketOptions& options, const ReduceCall& call) {
-    with_dtype(call.dtype, [&](auto type) { CallLoops<Codec>::template reduce<decltype(type)>(options, call); });
+  static void reduce(const BucketOptions& options, const ReduceArgs& args) {
+    with_dtype(args.dtype, [&](auto type) { CallLoops<Codec>::template reduce<decltype(type)>(options, args); });
   }
-  static void reduce_with_state(const BucketOptions& options, const ReduceCall& call) {
-    with_dtype(call.dtype, [&](auto type) { BucketLoops<Codec, decltype(type)>::reduce(options, call); });
+  static void reduce_with_state(const BucketOptions& options, const ReduceArgs& args) {
+    with_dtype(args.dtype, [&](auto type) { BucketLoops<Codec, decltype(type)>::reduce(options, args); });
   }
   static std::uint64_t wire_nbytes(const BucketOptions& options, std::uint64_t count, std::uint32_t dtype) {
     u64 nbytes = 0;

@@ -12,7 +12,7 @@ struct BucketRange {
   std::uint64_t first, last;  // `last` is the one after
 };
 
-struct EncodeCall {
+struct EncodeArgs {
   const void* src;
   unsigned char* wire;
   std::uint64_t count;
@@ -23,7 +23,7 @@ struct EncodeCall {
 };
 
 // `counter` is the one of the Encode that made the wire.
-struct DecodeCall {
+struct DecodeArgs {
   const unsigned char* wire;
   void* dst;
   std::uint64_t count;
@@ -37,7 +37,7 @@ struct DecodeCall {
 enum class Combine : std::uint32_t { sum = 0, min = 1, max = 2, replace = 3 };
 
 // The state of a Reduce, in fp32, one value per element. Both pointers of a pair may be null.
-struct StateCall {
+struct StateArgs {
   const float* residual;
   float* new_residual;
   const float* momentum;
@@ -47,7 +47,7 @@ struct StateCall {
 
 // `own` and `out` may be null, and `wire` if `out` is not. own == out is allowed, other overlap is not. `source_ranks` (null:
 // all 0) encoded the sources in round `source_round`. `state` is usually null.
-struct ReduceCall {
+struct ReduceArgs {
   const unsigned char* const* sources;
   const std::uint32_t* source_ranks;
   std::uint32_t source_count;
@@ -62,16 +62,16 @@ struct ReduceCall {
   float scale;
   RngCounter counter;
   float* scratch;
-  const StateCall* state;
+  const StateArgs* state;
   BucketRange buckets;
 };
 
 // The loops of one codec.
 struct CodecLoops {
-  void (*encode)(const BucketOptions&, const EncodeCall&);
-  void (*decode)(const BucketOptions&, const DecodeCall&);
-  void (*reduce)(const BucketOptions&, const ReduceCall&);
-  void (*reduce_with_state)(const BucketOptions&, const ReduceCall&);
+  void (*encode)(const BucketOptions&, const EncodeArgs&);
+  void (*decode)(const BucketOptions&, const DecodeArgs&);
+  void (*reduce)(const BucketOptions&, const ReduceArgs&);
+  void (*reduce_with_state)(const BucketOptions&, const ReduceArgs&);
 };
 
 struct CodecEntry {

@@ -58,18 +58,18 @@ struct CallbackCodec final : qccl::Codec {
 
   std::uint64_t bucket(std::uint64_t count) const override { return count; }
   std::uint64_t scratch(std::uint64_t, bool) const override { return 0; }
-  void encode(const qccl::EncodeCall& c) const override {
+  void encode(const qccl::EncodeArgs& c) const override {
     const nb::gil_scoped_acquire held;
     encode_(address(c.src), address(c.wire), c.count, c.dtype);
   }
-  void decode(const qccl::DecodeCall& c) const override {
+  void decode(const qccl::DecodeArgs& c) const override {
     const nb::gil_scoped_acquire held;
     decode_(address(c.wire), address(c.dst), c.count, c.dtype, c.accumulate);
   }
-  void reduce(const qccl::ReduceCall& c) const override {
+  void reduce(const qccl::ReduceArgs& c) const override {
     const nb::gil_scoped_acquire held;
     nb::object state = nb::none();
-    if (const qccl::StateCall* s = c.state) {
+    if (const qccl::StateArgs* s = c.state) {
       state = nb::make_tuple(address(s->residual), address(s->new_residual), address(s->momentum),
                              address(s->new_momentum), s->mu, s->lr);
     }

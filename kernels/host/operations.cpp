@@ -62,11 +62,11 @@ float* scratch(std::uint64_t wanted) {
   return memory.data();
 }
 
-// run(part of the call) in each of the threads that share the call, with that thread's scratch.
-template <class Call, class Run>
-void share_call(const Call& call, std::uint64_t bucket, const Memory& memory, std::uint64_t floats, const Run& run) {
-  share(call.count, bucket, memory.threads, [&](const BucketRange& buckets) {
-    Call part = call;
+// run(args of some buckets) in each of the threads that share the buckets, with that thread's scratch.
+template <class Args, class Run>
+void share_buckets(const Args& args, std::uint64_t bucket, const Memory& memory, std::uint64_t floats, const Run& run) {
+  share(args.count, bucket, memory.threads, [&](const BucketRange& buckets) {
+    Args part = args;
     part.buckets = buckets;
     part.scratch = scratch(floats);
     const FloatEnvironment defaults;
@@ -144,20 +144,20 @@ Encode::Encode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Bu
       codec_(std::move(codec)),
       src_(src),
       wire_(wire),
-      call_{nullptr, nullptr, count, dtype, {0, index, round, rank}, nullptr, {}} {
+      args_{nullptr, nullptr, count, dtype, {0, index, round, rank}, nullptr, {}} {
   check_dtype(dtype);
   check_buffer(*memory_, src, "src");
   check_buffer(*memory_, wire, "wire");
 }
 
 void Encode::run() {
-  if (!call_.count) return;
-  EncodeCall call = call_;
-  call.src = resolve(*memory_, src_);
-  call.wire = resolve(*memory_, wire_);
-  call.counter.call = memory_->call;
-  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count, false),
-             [this](const EncodeCall& part) { codec_->encode(part); });
+  if (!args_.count) return;
+  EncodeArgs args = args_;
+  args.src = resolve(*memory_, src_);
+  args.wire = resolve(*memory_, wire_);
+  args.counter.call = memory_->call;
+  share_buckets(args, codec_->bucket(args.count), *memory_, codec_->scratch(args.count, false),
+                [this](const EncodeArgs& part) { codec_->encode(part); });
 }
 
 Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, BufferRef wire, BufferRef dst,
@@ -166,20 +166,20 @@ Decode::Decode(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, Bu
       codec_(std::move(codec)),
       wire_(wire),
       dst_(dst),
-      call_{nullptr, nullptr, count, dtype, accumulate, {0, index, round, rank}, nullptr, {}} {
+      args_{nullptr, nullptr, count, dtype, accumulate, {0, index, round, rank}, nullptr, {}} {
   check_dtype(dtype);
   check_buffer(*memory_, wire, "wire");
   check_buffer(*memory_, dst, "dst");
 }
 
 void Decode::run() {
-  if (!call_.count) return;
-  DecodeCall call = call_;
-  call.wire = resolve(*memory_, wire_);
-  call.dst = resolve(*memory_, dst_);
-  call.counter.call = memory_->call;
-  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count, false),
-             [this](const DecodeCall& part) { codec_->decode(part); });
+  if (!args_.count) return;
+  DecodeArgs args = args_;
+  args.wire = resolve(*memory_, wire_);
+  args.dst = resolve(*memory_, dst_);
+  args.counter.call = memory_->call;
+  share_buckets(args, codec_->bucket(args.count), *memory_, codec_->scratch(args.count, false),
+                [this](const DecodeArgs& part) { codec_->decode(part); });
 }
 
 Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, std::vector<BufferRef> sources,
@@ -198,7 +198,7 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
       residual_(residual),
       momentum_(momentum),
       mu_(mu),
-      call_{nullptr, nullptr, static_cast<std::uint32_t>(sources_.size()), source_round, own_index, nullptr, nullptr,
+      args_{nullptr, nullptr, static_cast<std::uint32_t>(sources_.size()), source_round, own_index, nullptr, nullptr,
             nullptr, count, dtype, static_cast<Combine>(op), scale, {0, index, round, rank}, nullptr, nullptr, {}} {
   check_dtype(dtype);
   for (const StateBuffer& state : {residual_, momentum_}) {
@@ -224,27 +224,27 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
 }
 
 void Reduce::run() {
-  if (!call_.count) return;
-  ReduceCall call = call_;
+  if (!args_.count) return;
+  ReduceArgs args = args_;
   for (std::size_t i = 0; i < sources_.size(); ++i) addresses_[i] = resolve(*memory_, sources_[i]);
-  call.sources = addresses_.data();
-  call.source_ranks = source_ranks_.empty() ? nullptr : source_ranks_.data();
-  call.own = resolve(*memory_, own_);
-  call.wire = resolve(*memory_, wire_);
-  call.out = resolve(*memory_, out_);
-  call.counter.call = memory_->call;
-  const StateCall state = resolve_state();
-  if (residual_ || momentum_) call.state = &state;
-  if (sources_.empty() && !wire_ && call.scale == 1.0f && !call.state) {  // one rank: its values stay, bit for bit
-    std::memmove(call.out, call.own, call.count * kItemsize[call.dtype]);
+  args.sources = addresses_.data();
+  args.source_ranks = source_ranks_.empty() ? nullptr : source_ranks_.data();
+  args.own = resolve(*memory_, own_);
+  args.wire = resolve(*memory_, wire_);
+  args.out = resolve(*memory_, out_);
+  args.counter.call = memory_->call;
+  const StateArgs state = resolve_state();
+  if (residual_ || momentum_) args.state = &state;
+  if (sources_.empty() && !wire_ && args.scale == 1.0f && !args.state) {  // one rank: its values stay, bit for bit
+    std::memmove(args.out, args.own, args.count * kItemsize[args.dtype]);
     return;
   }
-  share_call(call, codec_->bucket(call.count), *memory_, codec_->scratch(call.count, call.state != nullptr),
-             [this](const ReduceCall& part) { codec_->reduce(part); });
+  share_buckets(args, codec_->bucket(args.count), *memory_, codec_->scratch(args.count, args.state != nullptr),
+                [this](const ReduceArgs& part) { codec_->reduce(part); });
 }
 
-StateCall Reduce::resolve_state() const {
-  StateCall state = {nullptr, nullptr, nullptr, nullptr, mu_, memory_->lr};
+StateArgs Reduce::resolve_state() const {
+  StateArgs state = {nullptr, nullptr, nullptr, nullptr, mu_, memory_->lr};
   if (residual_) {
     state.residual = reinterpret_cast<const float*>(resolve(*memory_, residual_->first));
     state.new_residual = reinterpret_cast<float*>(resolve(*memory_, residual_->second));

@@ -41,9 +41,9 @@ struct Codec {
   virtual bool sparse() const { return false; }
   // Floats of scratch for a call.
   virtual std::uint64_t scratch(std::uint64_t count, bool state) const = 0;
-  virtual void encode(const EncodeCall&) const = 0;
-  virtual void decode(const DecodeCall&) const = 0;
-  virtual void reduce(const ReduceCall&) const = 0;
+  virtual void encode(const EncodeArgs&) const = 0;
+  virtual void decode(const DecodeArgs&) const = 0;
+  virtual void reduce(const ReduceArgs&) const = 0;
 };
 
 // A codec of the registry (../codecs.h), by its name there.
@@ -56,10 +56,10 @@ class CompiledCodec final : public Codec {
   std::uint64_t scratch(std::uint64_t count, bool state) const override {
     return entry_->whole_call && !state ? 0 : bucket_scratch(std::min(bucket(count), count));
   }
-  void encode(const EncodeCall& call) const override { entry_->loops.encode(options_, call); }
-  void decode(const DecodeCall& call) const override { entry_->loops.decode(options_, call); }
-  void reduce(const ReduceCall& call) const override {
-    (call.state ? entry_->loops.reduce_with_state : entry_->loops.reduce)(options_, call);
+  void encode(const EncodeArgs& args) const override { entry_->loops.encode(options_, args); }
+  void decode(const DecodeArgs& args) const override { entry_->loops.decode(options_, args); }
+  void reduce(const ReduceArgs& args) const override {
+    (args.state ? entry_->loops.reduce_with_state : entry_->loops.reduce)(options_, args);
   }
   std::uint64_t wire_nbytes(std::uint64_t count, std::uint32_t dtype) const;
 
@@ -104,7 +104,7 @@ class Encode final : public Operation {
   MemoryPointer memory_;
   CodecPointer codec_;
   BufferRef src_, wire_;
-  EncodeCall call_;
+  EncodeArgs args_;
 };
 
 class Decode final : public Operation {
@@ -119,7 +119,7 @@ class Decode final : public Operation {
   MemoryPointer memory_;
   CodecPointer codec_;
   BufferRef wire_, dst_;
-  DecodeCall call_;
+  DecodeArgs args_;
 };
 
 class Reduce final : public Operation {
@@ -134,7 +134,7 @@ class Reduce final : public Operation {
   std::size_t nbytes() const override { return sizeof *this + held(sources_) + held(addresses_) + held(source_ranks_); }
 
  private:
-  StateCall resolve_state() const;
+  StateArgs resolve_state() const;
 
   MemoryPointer memory_;
   CodecPointer codec_;
@@ -144,7 +144,7 @@ class Reduce final : public Operation {
   std::optional<BufferRef> own_, wire_, out_;
   StateBuffer residual_, momentum_;
   float mu_;
-  ReduceCall call_;
+  ReduceArgs args_;
 };
 
 // Copies between buffers if all values of `guard` are finite; otherwise does nothing.

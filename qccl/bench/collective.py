@@ -16,7 +16,7 @@ from qccl.bench.columns import columns_help
 from qccl.bench.kinds import KINDS
 from qccl.bench.lab import obstacle
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
-from qccl.bench.network_flags import NETWORK_FLAGS, lab_of, show_network, show_remark
+from qccl.bench.network_flags import NETWORK_FLAGS, lab_of, network_of, show_network, show_remark
 from qccl.bench.options import DTYPES, OPS, PLAIN, STDOUT, TRANSPORTS, Options
 from qccl.bench.params import (
     AT_LEAST_0,
@@ -100,7 +100,8 @@ def command(name: str) -> click.Command:
     beside = " beside a plain one, without compression, in the same run" if kind.is_allreduce else ""
 
     def run(ctx: click.Context, /, ranks: int | None, **given: Any) -> None:
-        options = Options(args=("qccl-bench", *sys.argv[1:]), collective=name, **given)
+        network = network_of(given)
+        options = Options(args=("qccl-bench", *sys.argv[1:]), collective=name, network=network, **given)
         _check(options)
         ctx.exit(exit_status(lambda: _run(ranks, options)))
 
@@ -154,7 +155,7 @@ def _check(options: Options) -> None:
         raise click.UsageError("--plain mpi compares processes on the host, which mpiexec starts; use --plain none")
     if o.plain == "gloo" and (o.transport == "loopback" or o.backend != "host"):
         raise click.UsageError("--plain gloo compares processes on the host; use --plain none")
-    lab = _lab_flag(o)
+    lab = o.network.flag
     if lab and o.transport == "loopback":
         raise click.UsageError(f"{lab}: threads use no network; leave --transport loopback out")
     if lab and o.backend != "host":
@@ -169,15 +170,6 @@ def _check(options: Options) -> None:
         raise click.UsageError(f"{lab}: {reason}")
 
 
-def _lab_flag(options: Options) -> str:
-    """The flag that asks for a lab; nothing if there is none. Raises UsageError for networks that cannot be."""
-    try:
-        network = options.network
-    except qccl.ArgumentError as error:
-        raise click.UsageError(str(error)) from error
-    return network.flag
-
-
 def _check_calls(options: Options, size: int) -> None:
     """Raise UsageError if a call of the run is impossible on ``size`` ranks."""
     try:
@@ -188,7 +180,7 @@ def _check_calls(options: Options, size: int) -> None:
 
 def _start(ranks: int, options: Options, screen: _Screen) -> int:
     """Start the ranks and show rank 0's output; returns the exit status."""
-    o, flag = options, _lab_flag(options)
+    o, flag = options, options.network.flag
     if flag and ranks == 1:
         raise click.UsageError(f"{flag} with one rank: nothing would cross the link; give --ranks 2 or more")
     way = choose_way(o.transport, o.plain, o.backend)
@@ -217,7 +209,7 @@ def _join(launcher: Launcher, ranks: int | None, options: Options, screen: _Scre
     """Run as one of the launcher's ranks; returns the exit status."""
     from qccl.bench.worker import run_rank
 
-    if flag := _lab_flag(options):
+    if flag := options.network.flag:
         raise click.UsageError(
             f"{flag} starts its own ranks, but {launcher.name} has started this one; leave one of them out"
         )

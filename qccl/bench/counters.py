@@ -72,7 +72,7 @@ class Lapses:
 class Counters:
     """The counters of ``sites`` sites in the memory of ``file``, or in memory of its own.
 
-    The layout is that of Lapses and Counters in kernels/lab, all of 64-bit integers.
+    The fields are those of Lapses and Counters in kernels/lab, all of 64-bit integers.
     """
 
     def __init__(self, sites: int, file: int | None = None) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import click
@@ -16,7 +17,7 @@ from qccl.bench.sites import sites_file
 from qccl.bench.sizes import parse_link, parse_loss, parse_seconds
 from qccl.errors import ArgumentError
 
-__all__ = ["NETWORK_FLAGS", "lab_of", "network_flags", "show_network", "show_remark"]
+__all__ = ["NETWORK_FLAGS", "lab_of", "network_flags", "network_of", "show_network", "show_remark"]
 
 _LINK_HELP = "Put each rank behind a link of this rate, e.g. 100mbit or 1gbit; needs root."
 _UP_HELP = "Rate at which each rank sends, where it is not that of --link."
@@ -59,6 +60,15 @@ def network_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     for decorate in reversed(NETWORK_FLAGS):
         command = decorate(command)
     return command
+
+
+def network_of(given: dict[str, Any]) -> NetworkOptions:
+    """Take the flags' values out of a command's parameters. Raises UsageError for networks that cannot be."""
+    names = [field.name for field in fields(NetworkOptions) if field.name in given]
+    try:
+        return NetworkOptions(**{name: given.pop(name) for name in names})
+    except ArgumentError as error:
+        raise click.UsageError(str(error)) from error
 
 
 def lab_of(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from qccl.bench.network_options import NetworkOptions
@@ -42,7 +42,7 @@ class Options:
         plain: what an all-reduce is compared with: in PLAIN, or None: see plain.baseline().
         cudagraph: launches of a captured call for each timed call; 0: no graph.
         plan: time a bound plan instead of the communicator's method.
-        link, up, down, delay, jitter, loss, queue, sites, tcp: see network_options.NetworkOptions.
+        network: the lab's.
         nodes, link_per_rank: see lab.Lab.
         collective: a name in kinds.KINDS.
         root, layout, intra, inter: as in the collectives that have them.
@@ -71,15 +71,7 @@ class Options:
     plain: str | None = None
     cudagraph: int = 0
     plan: bool = False
-    link: str | None = None
-    up: str | None = None
-    down: str | None = None
-    delay: float | None = None
-    jitter: float | None = None
-    loss: float | None = None
-    queue: float | None = None
-    sites: str | None = None
-    tcp: str | None = None
+    network: NetworkOptions = field(default_factory=NetworkOptions)
     nodes: int | None = None
     link_per_rank: bool = False
     collective: str = "allreduce"
@@ -98,12 +90,6 @@ class Options:
         """What is timed: "method", "plan" (bound once) or "graph" (of a plan)."""
         return "graph" if self.cudagraph else "plan" if self.plan else "method"
 
-    @property
-    def network(self) -> NetworkOptions:
-        """The lab's network."""
-        names = ("link", "up", "down", "delay", "jitter", "loss", "queue", "sites", "tcp")
-        return NetworkOptions(**{name: getattr(self, name) for name in names})
-
     def sizes(self) -> Iterator[int]:
         """The sizes in bytes, ascending."""
         return sweep(self.minbytes, self.maxbytes, self.stepbytes, self.stepfactor)
@@ -116,5 +102,6 @@ class Options:
     def from_json(cls, text: str) -> Options:
         """The options that to_json() wrote."""
         given = json.loads(text)
+        network = NetworkOptions(**given.pop("network"))
         values: Any = {key: tuple(value) if isinstance(value, list) else value for key, value in given.items()}
-        return cls(**values)
+        return cls(network=network, **values)

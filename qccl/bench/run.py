@@ -7,7 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,13 +19,12 @@ from qccl.bench.capacity import shared_processors
 from qccl.bench.files import write_json
 from qccl.bench.lab import Lab, obstacle
 from qccl.bench.mpiexec import find_mpiexec
-from qccl.bench.network_flags import lab_of, network_flags, show_network, show_remark
+from qccl.bench.network_flags import lab_of, network_flags, network_of, show_network, show_remark
 from qccl.bench.network_options import NetworkOptions
 from qccl.bench.params import AT_LEAST_1, option, output_file
 from qccl.bench.processes import LinePipe, Start, allow_descriptors, exit_status, run_processes
 from qccl.bench.start import Way, commands, environment, share_of_processors
 from qccl.bench.tcp import congestion_control
-from qccl.errors import ArgumentError
 from qccl.launchers import detect
 
 __all__ = ["run"]
@@ -103,19 +102,12 @@ def run(
     ranks' lines begin with the rank's number. The exit status is that of the first rank that failed; the others are
     then ended.
     """
-    options = _options(network)
+    options = network_of(network)
     count = ranks or options.ranks or _DEFAULT_RANKS
     _check(count, options.flag, command)
     if remark := shared_processors(count):
         click.echo(f"qccl-bench: {remark}", err=True)
     ctx.exit(exit_status(lambda: _run(count, options, launcher, path, command)))
-
-
-def _options(given: Mapping[str, Any]) -> NetworkOptions:
-    try:
-        return NetworkOptions(**given)
-    except ArgumentError as error:
-        raise click.UsageError(str(error)) from error
 
 
 def _check(ranks: int, lab: str, command: Sequence[str]) -> None:

@@ -83,11 +83,11 @@ class MinMax(BucketCodec):
         )
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """Half a step (nearest) or one step (stochastic), plus the roundings of the arithmetic.
+        """The distance of two levels (stochastic) or half of it (nearest), plus the roundings of the arithmetic.
 
         With ``u = 2**-24``, ``w = high - low`` and ``L = 2**bits - 1``: the position ``L (x - low) / w`` is computed in
-        four roundings, of which the inverse of the step counts double where it is subnormal, and so is off by at most
-        ``5 u L``, that is ``5 u w`` in value. The value ``end + steps * w / L`` has at most half of the steps, with
+        four roundings, of which the inverse of the distance counts double where it is subnormal, and so is off by at
+        most ``5 u L``, that is ``5 u w`` in value. The value ``end + n * w / L`` has ``n`` at most ``L / 2``, with
         three roundings: ``1.5 u w``. With second-order terms both are below ``7 u w``. The last addition rounds a
         number no larger than the greater end: half a unit in that end's last place. Scaling by powers of two is exact
         except for subnormals, which cost ``2**-148``. A constant bucket is exact.
@@ -101,8 +101,8 @@ class MinMax(BucketCodec):
         starts = np.arange(0, flat.size, size)
         low, high = np.minimum.reduceat(flat, starts), np.maximum.reduceat(flat, starts)
         width = high - low
-        step = width / (2**self.bits - 1) * (0.5 if self.rounding == "nearest" else 1.0)
+        distance = width / (2**self.bits - 1) * (0.5 if self.rounding == "nearest" else 1.0)
         greater = np.maximum(abs(low), abs(high)).astype(np.float32)
         slack = 7 * 2.0**-24 * width + np.spacing(greater).astype(np.float64) / 2 + 2.0**-148
-        bound = np.where(width > 0, step + slack, 0.0)
+        bound = np.where(width > 0, distance + slack, 0.0)
         return np.repeat(bound, size)[: flat.size].reshape(np.shape(x))

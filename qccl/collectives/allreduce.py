@@ -12,7 +12,7 @@ from qccl.arguments import OpLike, one_of, op_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
-from qccl.collectives.partitions import STEP_NBYTES, partition_together
+from qccl.collectives.partitions import HOP_NBYTES, partition_together
 from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
@@ -60,7 +60,7 @@ def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     if size <= 2:
         return "one_shot" if nbytes <= _TWO_RANKS_NBYTES else "two_round"
     extra = (size - 1) * (size - 2) * nbytes
-    return "one_shot" if extra <= size * STEP_NBYTES else "two_round"
+    return "one_shot" if extra <= size * HOP_NBYTES else "two_round"
 
 
 def two_round(

@@ -10,7 +10,7 @@ from qccl.arguments import integer, one_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.operands import Arrays, CallerBuffers, Group
-from qccl.collectives.partitions import STEP_NBYTES, partition
+from qccl.collectives.partitions import HOP_NBYTES, partition
 from qccl.collectives.rounds import alone, assemble, decode_chunk, encode_chunk, pipeline
 from qccl.collectives.spec import CollectiveSpec, check_root, common
 from qccl.collectives.wire import Encoding, exchange
@@ -62,8 +62,8 @@ def choose_tree(count: int, size: int, dtype: DType, codec: Codec) -> str:
     """
     nbytes, depth = codec.encoded_nbytes(count, dtype), (size - 1).bit_length()
     chunk = min(nbytes, _CHUNK_NBYTES)
-    chain = nbytes + (size - 2) * chunk + (size - 1) * STEP_NBYTES
-    return "chain" if chain <= depth * (nbytes + STEP_NBYTES) else "binomial"
+    chain = nbytes + (size - 2) * chunk + (size - 1) * HOP_NBYTES
+    return "chain" if chain <= depth * (nbytes + HOP_NBYTES) else "binomial"
 
 
 def broadcast(

@@ -297,18 +297,18 @@ class _Stages:
         """All stages with their lags, in order."""
         stages: list[tuple[int, _Stage]] = []
         lag, one_shot = 0, self._levels.algorithm == "one_shot"
-        step = self._coarse.lag
+        behind = self._coarse.lag
         if self._several:
-            stages += [(0, self._up.send), (step, self._reduce_in_node)]
-            lag = step
+            stages += [(0, self._up.send), (behind, self._reduce_in_node)]
+            lag = behind
         if len(self._owners) > 1:
-            stages += [(lag + late, stage) for late, stage in (self._one_shot if one_shot else self._two_round)(step)]
-        lag += step * (1 if one_shot else 2)
+            stages += [(lag + late, stage) for late, stage in (self._one_shot if one_shot else self._two_round)(behind)]
+        lag += behind * (1 if one_shot else 2)
         if self._rounds:
             stages += [(lag, self._round)]
         if self._several:
             take = partial(self._down.decode, target=self._target)
-            stages += [(lag, self._share), (lag, self._down.exchange), (lag + step, take)]
+            stages += [(lag, self._share), (lag, self._down.exchange), (lag + behind, take)]
         return stages
 
     def _reduce_in_node(self, k: int) -> Iterator[Op]:
@@ -325,14 +325,14 @@ class _Stages:
         yield from encode_chunk(self._coarse, 0, k, self._target, wire, 3)
         yield from decode_chunk(self._coarse, 0, k, wire, self._target, self._node.rank, 3)
 
-    def _one_shot(self, step: int) -> list[tuple[int, _Stage]]:
+    def _one_shot(self, behind: int) -> list[tuple[int, _Stage]]:
         gather = AllGather(*self._among_owners(1), name="inter", round_number=1, common=True)
         self._wires |= gather.buffers()
         encode_own = partial(gather.encode, source=self._between)
         reduce = partial(gather.reduce, combine=self._combine, target=self._target)
-        return [(0, encode_own), (0, gather.exchange), (step, reduce)]
+        return [(0, encode_own), (0, gather.exchange), (behind, reduce)]
 
-    def _two_round(self, step: int) -> list[tuple[int, _Stage]]:
+    def _two_round(self, behind: int) -> list[tuple[int, _Stage]]:
         owners, shards = self._among_owners(len(self._owners))
         scatter = ScatterReduce(owners, shards, self._between, name="inter", round_number=1)
         gather = AllGather(owners, shards, name="inter.sum", round_number=2)
@@ -342,7 +342,7 @@ class _Stages:
             return scatter.reduce(k, self._combine, gather.wire(k), self._target)
 
         decode_others = partial(gather.decode, target=self._target)
-        return [(0, scatter.send), (step, reduce), (step, gather.exchange), (2 * step, decode_others)]
+        return [(0, scatter.send), (behind, reduce), (behind, gather.exchange), (2 * behind, decode_others)]
 
     def _among_owners(self, parts: int) -> tuple[Group, Encoding]:
         """The owners of this rank's part, and the part in ``parts`` shards."""

@@ -13,11 +13,11 @@ from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32
 
-__all__ = ["STEP_NBYTES", "Coarsened", "Concatenation", "EvenParts", "Partition", "Ramped", "Segment", "Subset"]
+__all__ = ["HOP_NBYTES", "Coarsened", "Concatenation", "EvenParts", "Partition", "Ramped", "Segment", "Subset"]
 __all__ += ["partition", "partition_as_given", "partition_for_all", "partition_together"]
 
-#: bytes that a link carries in the time of one more round: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
-STEP_NBYTES = 24 << 10
+#: bytes that a link carries in the time of one more hop: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
+HOP_NBYTES = 24 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +86,7 @@ class EvenParts:
 
 @dataclass(frozen=True, slots=True)
 class Ramped(EvenParts):
-    """A partition whose chunks grow step by step to ``ramp`` times the size of the first, and shrink again likewise.
+    """A partition whose chunks grow evenly to ``ramp`` times the size of the first, and shrink again likewise.
 
     Chunk ``k`` is ``[S*e(k)//e(chunks), S*e(k+1)//e(chunks))``; ``e`` is the sum of the sizes before (_before).
     """
@@ -105,8 +105,8 @@ def _before(k: int, chunks: int, ramp: int) -> int:
     """The total size of the first ``k`` of ``chunks`` ramped chunks, in units of the first one."""
 
     def rise(n: int) -> int:
-        steps = min(n, ramp)
-        return steps * (steps + 1) // 2 + (n - steps) * ramp
+        growing = min(n, ramp)
+        return growing * (growing + 1) // 2 + (n - growing) * ramp
 
     half = (chunks + 1) // 2
     return rise(k) if k <= half else rise(half) + rise(chunks - half) - rise(chunks - k)

@@ -8,6 +8,7 @@ work before a stream that it is given, and then that is CUDA's legacy default st
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -211,11 +212,7 @@ def _by_interface(array: Any) -> tuple[_View | None, str]:
     itemsize = int(interface["typestr"][2:])
     strides = interface.get("strides")
     if strides is None:
-        steps, step = [], 1
-        for extent in reversed(shape):
-            steps.append(step)
-            step *= extent
-        elements = tuple(reversed(steps))
+        elements = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     else:
         elements = tuple(s // itemsize for s in strides)
     name = _ELEMENTS.get(interface["typestr"], interface["typestr"])

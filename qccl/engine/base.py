@@ -33,7 +33,7 @@ class Request(NamedTuple):
 
     Attributes:
         progress: who advances the run.
-        timeout: seconds that it may take (on CUDA from its first step); None means the engine's.
+        timeout: seconds that it may take (on CUDA from its begin on the GPU); None means the engine's.
         key: the name of the codec's state; None for none.
         lr: the learning rate that residuals are multiplied by (schedule.Reduce), checked; None where callers give none.
         stream: on CUDA, the stream that the caller named, or None.

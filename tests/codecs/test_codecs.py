@@ -184,7 +184,7 @@ def test_encoded_nbytes(codec: codecs.Codec, count: int, nbytes: int) -> None:
 
 
 def test_sizes_are_those_of_the_kernels() -> None:
-    """Python and C++ each define the layout of a wire once; the sizes must agree."""
+    """Python and C++ each define the format of a wire once; the sizes must agree."""
     for codec in [*EVERY, *(codecs.get(row.spec) for row in ALL)]:
         bucket = codec.granule
         counts = {0, 1, 7, 8, 9, 1000, bucket - 1, bucket, bucket + 1, 3 * bucket, 5 * bucket + 13, 100_003}

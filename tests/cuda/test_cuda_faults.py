@@ -17,6 +17,15 @@ from cuda_ranks import called, captured, one, pair, ranks, values
 import qccl
 from qccl.cuda import libraries
 
+
+def wait_for_abort(world, blocked):
+    """Return when rank 0 has aborted NCCL, while the thread ``blocked`` runs."""
+    deadline = time.monotonic() + 5
+    while ("abort", 0) not in world.calls:
+        assert blocked.is_alive() and time.monotonic() < deadline, "nothing was aborted"
+        time.sleep(0.01)
+
+
 # -- agreement and faults --------------------------------------------------------------------------------------------
 
 
@@ -276,10 +285,7 @@ def test_the_deadline_while_a_thread_waits_for_room_in_a_full_queue(world, cupy)
         comm.quantized_allreduce(x, out, timeout=0.3)  # the caller's stream waits for this
         caller = threading.Thread(target=lambda: [world.put(0, "a kernel of the caller") for _ in range(60)])
         caller.start()
-        deadline = time.monotonic() + 5
-        while ("abort", 0) not in world.calls:
-            assert caller.is_alive() and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for_abort(world, caller)
         world.ends = True
         caller.join(10)
         with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
@@ -301,10 +307,7 @@ def test_the_deadline_while_a_wait_has_no_room_in_a_full_queue(world, cupy):
         world.queue_entries = 40
         waiter = threading.Thread(target=work.wait)
         waiter.start()
-        deadline = time.monotonic() + 5
-        while ("abort", 0) not in world.calls:
-            assert waiter.is_alive() and time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for_abort(world, waiter)
         world.ends, world.holds = True, lambda node: False
         waiter.join(10)
         with pytest.raises(qccl.CollectiveTimeout, match="deadline"):
@@ -412,11 +415,8 @@ def test_a_function_that_blocks_holds_up_no_deadline(world, cupy):
         assert called.wait(10)
         world.ends = False
         comm.quantized_allreduce(*pair(), async_op=True, timeout=0.2)
-        deadline = time.monotonic() + 5
         try:
-            while ("abort", 0) not in world.calls:
-                assert time.monotonic() < deadline, "nothing was aborted"
-                time.sleep(0.01)
+            wait_for_abort(world, threading.current_thread())
         finally:
             release.set()
             world.ends = True

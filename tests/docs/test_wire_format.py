@@ -102,7 +102,7 @@ def test_the_word_on_the_page() -> None:
 @pytest.mark.parametrize("spec", ["minmax8", "minmax4:bucket=shard", "none", "topk:k=0.01", "onebit:bucket=8"])
 @pytest.mark.parametrize("where", ["chunk=5000", "in shared memory", "over a network", "on CUDA"])
 def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, where: str) -> None:
-    """The page's formulas, written down once more, against the library's layout."""
+    """The page's formulas, written down once more, against the library's partition."""
     codec = codecs.get(spec)
     for count, n in itertools.product((1, 1023, 2500, 100_000, 30_000_001), (1, 2, 3, 40)):
         granules = -(-count // codec.granule)
@@ -120,11 +120,11 @@ def test_shards_and_chunks_are_cut_as_the_page_says(spec: str, where: str) -> No
             elements = max(40960, 3145728 // (3 * (3 * n - 2))) if shared else 5000
             chunks = max(1, -(-largest // max(1, elements // codec.granule)))
         chunks = chunks if codec.splittable else 1
-        layout = partition(count, n, codec, policy)
-        assert layout.chunks == chunks
+        partitioned = partition(count, n, codec, policy)
+        assert partitioned.chunks == chunks
         for j in range(n):
             first, last = granules * j // n, granules * (j + 1) // n
             for k in range(chunks):
                 start, stop = (first + (last - first) * i // chunks for i in (k, k + 1))
-                found = layout.chunk(j, k)
+                found = partitioned.chunk(j, k)
                 assert found == range(*(min(edge * codec.granule, count) for edge in (start, stop))) or not found

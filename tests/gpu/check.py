@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -38,6 +39,11 @@ _FOUND = 99
 _MOST_PRINTED = 1000
 
 
+def _of(module: str, function: str) -> Callable[[], dict[str, Any]]:
+    """The section that a function of another file is; the file is imported by the section's process alone."""
+    return lambda: getattr(importlib.import_module(module), function)()  # type: ignore[no-any-return]
+
+
 def kernels() -> dict[str, Any]:
     """Every codec, element type, bucket and alignment against the host's bytes."""
     from codec_kernels import cases, check
@@ -55,46 +61,11 @@ def streams() -> dict[str, Any]:
     return stream_order() | queues.all_checks()
 
 
-def graphs() -> dict[str, Any]:
-    """Capture and replay."""
-    from calls import graphs
-
-    return graphs()
-
-
-def dispatch() -> dict[str, Any]:
-    """The host's time for a call and for a replay."""
-    from calls import dispatch
-
-    return dispatch()
-
-
-def overlap() -> dict[str, Any]:
-    """Chunks against one chunk over a slow link."""
-    from calls import overlap
-
-    return overlap()
-
-
 def ranks() -> dict[str, Any]:
     """2 to 4 NCCL ranks on this GPU."""
     from ranks import check
 
     return {f"{size} ranks": check(size) for size in (2, 3, 4)}
-
-
-def faults() -> dict[str, Any]:
-    """A rank that stays away."""
-    from ranks import check_faults
-
-    return check_faults()
-
-
-def staged() -> dict[str, Any]:
-    """Transfers through pinned memory and a host transport."""
-    from staged import all_checks
-
-    return all_checks()
 
 
 def bandwidth() -> dict[str, Any]:
@@ -105,27 +76,6 @@ def bandwidth() -> dict[str, Any]:
     if figures["slower_than_limit"]:
         raise AssertionError(f"below {figures['limit']:.0%} of the copy: {figures['slower_than_limit']}", figures)
     return figures
-
-
-def torch() -> dict[str, Any]:
-    """Tensors, streams and graphs of PyTorch, and its NCCL."""
-    from frameworks import torch_checks
-
-    return torch_checks()
-
-
-def jax() -> dict[str, Any]:
-    """Arrays of JAX."""
-    from frameworks import jax_checks
-
-    return jax_checks()
-
-
-def large() -> dict[str, Any]:
-    """More than 2^31 elements."""
-    from large import check
-
-    return check()
 
 
 def memcheck() -> dict[str, Any]:
@@ -166,16 +116,16 @@ def _under(program: str, tool: str, argument: str) -> tuple[int, str]:
 SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "kernels": (kernels, 140),
     "streams": (streams, 60),
-    "graphs": (graphs, 40),
-    "dispatch": (dispatch, 20),
-    "overlap": (overlap, 40),
+    "graphs": (_of("calls", "graphs"), 40),  # capture and replay
+    "dispatch": (_of("calls", "dispatch"), 20),  # the host's time for a call and for a replay
+    "overlap": (_of("calls", "overlap"), 40),  # chunks against one chunk over a slow link
     "bandwidth": (bandwidth, 80),
-    "staged": (staged, 50),
+    "staged": (_of("staged", "all_checks"), 50),  # transfers through pinned memory and a host transport
     "ranks": (ranks, 120),
-    "faults": (faults, 50),
-    "torch": (torch, 50),
-    "jax": (jax, 50),
-    "large": (large, 60),
+    "faults": (_of("ranks", "check_faults"), 50),  # a rank that stays away
+    "torch": (_of("frameworks", "torch_checks"), 50),  # tensors, streams and graphs of PyTorch, and its NCCL
+    "jax": (_of("frameworks", "jax_checks"), 50),  # arrays of JAX
+    "large": (_of("large", "check"), 60),  # more than 2^31 elements
     "memcheck": (memcheck, 190),
     "racecheck": (racecheck, 190),
 }

@@ -124,9 +124,9 @@ def _touch_scratch(address: int) -> Callable[[], None]:
 
 def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory: _Bases) -> None:
     kind = kind_of(name)
-    layouts = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "reduce_with_state": cs.STATE_JOB}
-    layout = layouts.get(kind, cs.DECODE_JOB)
-    table = np.frombuffer(ctypes.string_at(jobs, count * layout.itemsize), layout)
+    records = {"encode": cs.ENCODE_JOB, "reduce": cs.REDUCE_JOB, "reduce_with_state": cs.STATE_JOB}
+    record = records.get(kind, cs.DECODE_JOB)
+    table = np.frombuffer(ctypes.string_at(jobs, count * record.itemsize), record)
     if kind == "copy":
         for job in table:
             ctypes.memmove(_address(job["dst"], memory), _address(job["wire"], memory), int(job["count"]))

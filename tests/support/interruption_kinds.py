@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -48,24 +49,39 @@ class Case:
         return b"".join(array.tobytes() for array in self.outputs).hex()
 
 
-def _two(count: int = COUNT) -> list[np.ndarray]:
-    return [np.zeros(count, np.float32), np.zeros(count, np.float32)]
+_Make = Callable[[Any], Case]
 
 
-def allreduce(in_place: bool = False, count: int = COUNT, **options: Any) -> Callable[[Any], Case]:
+def method(
+    name: str, count: int = COUNT, out_count: int | None = None, *, in_place: bool = False, **options: Any
+) -> _Make:
+    """A method of the communicator with an input and an output, of ``count`` elements if nothing else is given."""
+
     def make(comm: Any) -> Case:
-        x, out = _two(count)
+        x, out = np.zeros(count, np.float32), np.zeros(count if out_count is None else out_count, np.float32)
         out = x if in_place else out
-        return Case([x], [out], lambda: _ended(comm.quantized_allreduce(x, out, **options)))
+        return Case([x], [out], lambda: _ended(getattr(comm, name)(x, out, **options)))
 
     return make
+
+
+allreduce = partial(method, "quantized_allreduce")
+reduce_scatter = partial(method, "quantized_reduce_scatter", out_count=COUNT // 2)
+all_gather = partial(method, "quantized_all_gather", COUNT // 2, COUNT)
+broadcast = partial(method, "quantized_broadcast", root=0)
+reduce = partial(method, "quantized_reduce", root=0)
+hierarchical = partial(method, "hierarchical_allreduce", node_ids=[0, 1])
 
 
 def _ended(result: Any) -> Any:
     return result if isinstance(result, qccl.Work) else None
 
 
-def coalesced(**options: Any) -> Callable[[Any], Case]:
+def _two(count: int = COUNT) -> list[np.ndarray]:
+    return [np.zeros(count, np.float32), np.zeros(count, np.float32)]
+
+
+def coalesced(**options: Any) -> _Make:
     def make(comm: Any) -> Case:
         xs, outs = _two(3000), _two(3000)
         return Case(xs, outs, lambda: _ended(comm.quantized_allreduce_coalesced(xs, outs, **options)))
@@ -73,56 +89,15 @@ def coalesced(**options: Any) -> Callable[[Any], Case]:
     return make
 
 
-def reduce_scatter(**options: Any) -> Callable[[Any], Case]:
+def all_to_all(**options: Any) -> _Make:
     def make(comm: Any) -> Case:
-        x, out = np.zeros(COUNT, np.float32), np.zeros(COUNT // 2, np.float32)
-        return Case([x], [out], lambda: _ended(comm.quantized_reduce_scatter(x, out, **options)))
+        counts = [2000, 4000][:: 1 - 2 * comm.rank]
+        return method("quantized_all_to_all", send_counts=counts, recv_counts=counts, **options)(comm)
 
     return make
 
 
-def all_gather(**options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = np.zeros(COUNT // 2, np.float32), np.zeros(COUNT, np.float32)
-        return Case([x], [out], lambda: _ended(comm.quantized_all_gather(x, out, **options)))
-
-    return make
-
-
-def broadcast(**options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = _two()
-        return Case([x], [out], lambda: _ended(comm.quantized_broadcast(x, out, root=0, **options)))
-
-    return make
-
-
-def hierarchical(**options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = _two()
-        return Case([x], [out], lambda: _ended(comm.hierarchical_allreduce(x, out, node_ids=[0, 1], **options)))
-
-    return make
-
-
-def all_to_all(**options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = _two()
-        counts = {"send_counts": [2000, 4000][:: 1 - 2 * comm.rank], "recv_counts": [2000, 4000][:: 1 - 2 * comm.rank]}
-        return Case([x], [out], lambda: _ended(comm.quantized_all_to_all(x, out, **counts, **options)))
-
-    return make
-
-
-def reduce(**options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = _two()
-        return Case([x], [out], lambda: _ended(comm.quantized_reduce(x, out, root=0, **options)))
-
-    return make
-
-
-def peer_exchange(**options: Any) -> Callable[[Any], Case]:
+def peer_exchange(**options: Any) -> _Make:
     def make(comm: Any) -> Case:
         z, other = [1 - comm.rank], np.zeros(COUNT, np.float32)
         x, applied = _two()
@@ -132,7 +107,7 @@ def peer_exchange(**options: Any) -> Callable[[Any], Case]:
     return make
 
 
-def pointers(function: Any = qccl.quantized_allreduce, **options: Any) -> Callable[[Any], Case]:
+def pointers(function: Any = qccl.quantized_allreduce, **options: Any) -> _Make:
     def make(comm: Any) -> Case:
         x, out = _two()
         where = x.ctypes.data, out.ctypes.data, COUNT, "float32", "sum", comm
@@ -141,7 +116,7 @@ def pointers(function: Any = qccl.quantized_allreduce, **options: Any) -> Callab
     return make
 
 
-def pointers_peer_exchange(**options: Any) -> Callable[[Any], Case]:
+def pointers_peer_exchange(**options: Any) -> _Make:
     def make(comm: Any) -> Case:
         other, (x, applied) = np.zeros(COUNT, np.float32), _two()
         edges = {"send_to": [1 - comm.rank], "replicas": {1 - comm.rank: other.ctypes.data}}
@@ -152,42 +127,34 @@ def pointers_peer_exchange(**options: Any) -> Callable[[Any], Case]:
     return make
 
 
-def plan_run(
-    collective: str = "allreduce", lr: float | None = None, out_count: int = COUNT, **options: Any
-) -> Callable[[Any], Case]:
+def plan(
+    use: Callable[[Any, Any, Any], Any], collective: str = "allreduce", out_count: int = COUNT, **options: Any
+) -> _Make:
+    """``use(plan, x, out)`` of a plan that is bound to these arrays."""
+
     def make(comm: Any) -> Case:
         x, out = np.zeros(COUNT, np.float32), np.zeros(out_count, np.float32)
-        plan = comm.plan(collective, COUNT, **options).bind(x, out)
-        return Case([x], [out], lambda: plan.run(lr=lr) is None, plan)
+        bound = comm.plan(collective, COUNT, **options).bind(x, out)
+        return Case([x], [out], lambda: _ended(use(bound, x, out)), bound)
 
     return make
 
 
-def plan_call(**options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = _two()
-        plan = comm.plan("allreduce", COUNT, **options)
-        return Case([x], [out], lambda: plan(x, out) is None, plan)
-
-    return make
+plan_run = partial(plan, lambda plan, x, out: plan.run())
+plan_run_lr = partial(plan, lambda plan, x, out: plan.run(lr=0.5))
+plan_call = partial(plan, lambda plan, x, out: plan(x, out))
+plan_start = partial(plan, lambda plan, x, out: plan.start())
 
 
-def plan_start(key: str | None = None, **options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = _two()
-        plan = comm.plan("allreduce", COUNT, key=key, **options).bind(x, out)
-        return Case([x], [out], lambda: plan.start(), plan)
+def watched(look: Callable[[Any], Any], **options: Any) -> _Make:
+    """An asynchronous all-reduce; ``look(work)`` while it may be under way."""
 
-    return make
-
-
-def with_callback(**options: Any) -> Callable[[Any], Case]:
     def make(comm: Any) -> Case:
         x, out = _two()
 
         def start() -> None:
             case.work = comm.quantized_allreduce(x, out, async_op=True, **options)
-            case.work.add_done_callback(lambda work: None)
+            look(case.work)
 
         case = Case([x], [out], start)
         return case
@@ -195,22 +162,11 @@ def with_callback(**options: Any) -> Callable[[Any], Case]:
     return make
 
 
-def polled(**options: Any) -> Callable[[Any], Case]:
-    def make(comm: Any) -> Case:
-        x, out = _two()
-
-        def start() -> None:
-            case.work = comm.quantized_allreduce(x, out, async_op=True, **options)
-            for _ in range(3):
-                case.work.is_completed()
-
-        case = Case([x], [out], start)
-        return case
-
-    return make
+with_callback = partial(watched, lambda work: work.add_done_callback(lambda work: None))
+polled = partial(watched, lambda work: [work.is_completed() for _ in range(3)])
 
 
-def traced(**options: Any) -> Callable[[Any], Case]:
+def traced(**options: Any) -> _Make:
     def make(comm: Any) -> Case:
         x, out = _two()
         return Case([x], [out], lambda: _ended(comm.quantized_allreduce(x, out, trace=[], **options)))
@@ -235,7 +191,7 @@ def barrier(comm: Any) -> Case:
 class Kind(NamedTuple):
     """How a call is made, and how many equal ones precede it."""
 
-    make: Callable[[Any], Case]
+    make: _Make
     warm: int
 
 
@@ -256,7 +212,7 @@ KINDS: dict[str, Kind] = {
     "plan.run": Kind(plan_run(**_EXACT), 3),
     "plan.run, first": Kind(plan_run(**_EXACT), 0),
     "plan.run, state": Kind(plan_run(**_STATE), 2),
-    "plan.run, lr": Kind(plan_run(lr=0.5, **_STATE), 2),
+    "plan.run, lr": Kind(plan_run_lr(**_STATE), 2),
     "plan.run, reduce-scatter": Kind(plan_run("reduce_scatter", out_count=COUNT // 2, **_STATE), 2),
     "plan.run, broadcast": Kind(plan_run("broadcast", **_EXACT), 2),
     "plan()": Kind(plan_call(**_EXACT), 2),
@@ -274,7 +230,9 @@ KINDS: dict[str, Kind] = {
     "all-gather, async": Kind(all_gather(async_op=True, **_EXACT), 2),
     "all-to-all": Kind(all_to_all(**_EXACT), 2),
     "broadcast": Kind(broadcast(**_EXACT), 2),
+    "broadcast, to rank 0": Kind(broadcast(root=1, **_EXACT), 2),
     "reduce": Kind(reduce(**_EXACT), 2),
+    "reduce, from rank 0": Kind(reduce(root=1, **_EXACT), 2),
     "hierarchical": Kind(hierarchical(**_EXACT), 2),
     "hierarchical, state": Kind(hierarchical(**_STATE), 2),
     "peer exchange": Kind(peer_exchange(**_EXACT), 2),

@@ -52,7 +52,8 @@ class Interrupter:
 class AtEntry(Interrupter):
     """Raises at the entry of qccl's function number ``number``; with ``opcodes``, before such an instruction.
 
-    ``again`` raises once more, at the entry of the function that follows so many others.
+    That is more than a signal does, whose handler Python runs after some of the instructions only. ``again`` raises
+    once more, at the entry of the function that follows so many others.
     """
 
     def __init__(self, number: int, *, opcodes: bool = False, again: int | None = None) -> None:
@@ -79,9 +80,7 @@ class AtEntry(Interrupter):
         if not self._opcodes:
             self._count(frame)
             return None
-        if code.co_filename.endswith(
-            "loopback.py"
-        ):  # ranks share its lock; no signal can keep a "with" from releasing it
+        if code.co_filename.endswith("loopback.py"):  # ranks share its lock, and no signal comes while "with" takes it
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return self._trace_opcode

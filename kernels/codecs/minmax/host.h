@@ -54,80 +54,80 @@ struct OneBucket<MinMax, T> {
 };
 
 template <class T, int Bits>
-void minmax_encode(const BucketOptions& options, const EncodeCall& call) {
-  const MinMaxFormat format = MinMaxFormat::make(options, call.count);
+void minmax_encode(const BucketOptions& options, const EncodeArgs& args) {
+  const MinMaxFormat format = MinMaxFormat::make(options, args.count);
   const bool stochastic = is_stochastic(options);
-  RandomBlock random(options.seed, call.counter);
+  RandomBlock random(options.seed, args.counter);
   const auto range_of = [&](u64 b) {
     Extremes<T> extremes;
-    const auto* x = element<T>(call.src, MinMaxFormat::first_of(format, b));
+    const auto* x = element<T>(args.src, MinMaxFormat::first_of(format, b));
     for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) { extremes.extend(x + at, n); });
     return extremes.range();
   };
   // Stochastic encoding is slow, and its first code waits for the range. If a bucket fits L1, find the next bucket's range
   // before encoding this one, so that the two overlap.
   const bool early = stochastic && format.bucket <= kBlock;
-  const u64 end = call.buckets.last;
+  const u64 end = args.buckets.last;
   Range next = {};
-  for (u64 b = call.buckets.first; b < end; ++b) {
+  for (u64 b = args.buckets.first; b < end; ++b) {
     const u64 first = MinMaxFormat::first_of(format, b);
-    const Range range = early && b > call.buckets.first ? next : range_of(b);
+    const Range range = early && b > args.buckets.first ? next : range_of(b);
     const MinMaxScale scale = minmax_scale(range, (1u << Bits) - 1);
     if (early && b + 1 < end) next = range_of(b + 1);
-    store_range(call.wire + MinMaxFormat::meta_of(format, b), range);
+    store_range(args.wire + MinMaxFormat::meta_of(format, b), range);
     for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) {
       const u64 begin = first + at;
-      encode_values<T, Bits>(element<T>(call.src, begin), n, scale, stochastic ? &random : nullptr, begin,
-                             call.wire + code_offset(begin, Bits));
+      encode_values<T, Bits>(element<T>(args.src, begin), n, scale, stochastic ? &random : nullptr, begin,
+                             args.wire + code_offset(begin, Bits));
     });
   }
-  clear_padding(format, call.wire, call.buckets);
+  clear_padding(format, args.wire, args.buckets);
 }
 
 template <class T, int Bits>
-void minmax_decode(const BucketOptions& options, const DecodeCall& call) {
-  const MinMaxFormat format = MinMaxFormat::make(options, call.count);
+void minmax_decode(const BucketOptions& options, const DecodeArgs& args) {
+  const MinMaxFormat format = MinMaxFormat::make(options, args.count);
   Dequantizer<Bits> dequantizer;
-  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
+  for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
     const u64 first = MinMaxFormat::first_of(format, b);
-    dequantizer.set(load_scale<Bits>(call.wire + MinMaxFormat::meta_of(format, b)));
+    dequantizer.set(load_scale<Bits>(args.wire + MinMaxFormat::meta_of(format, b)));
     for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) {
-      const u8* codes = call.wire + code_offset(first + at, Bits);
-      decode_block<T, Bits>(codes, n, dequantizer, call.accumulate, element<T>(call.dst, first + at));
+      const u8* codes = args.wire + code_offset(first + at, Bits);
+      decode_block<T, Bits>(codes, n, dequantizer, args.accumulate, element<T>(args.dst, first + at));
     });
   }
 }
 
 // The scaled total of n elements from `begin`, all in bucket b.
 template <class T, int Bits>
-void minmax_total(const MinMaxFormat& format, const ReduceCall& call, u64 b, u64 begin, u32 n, float* total) {
+void minmax_total(const MinMaxFormat& format, const ReduceArgs& args, u64 b, u64 begin, u32 n, float* total) {
   ManySources<Bits> sources;
-  const auto* own = element<T>(call.own, begin);
+  const auto* own = element<T>(args.own, begin);
   u32 done = 0;
   do {  // once, unless there are more than kMostSources
-    const u32 count = (u32)smaller(kMostSources, call.source_count - done);
+    const u32 count = (u32)smaller(kMostSources, args.source_count - done);
     for (u32 i = 0; i < count; ++i) {
-      const u8* source = call.sources[done + i];
+      const u8* source = args.sources[done + i];
       sources.codes[i] = source + code_offset(begin, Bits);
       sources.dequantizers[i].set(load_scale<Bits>(source + MinMaxFormat::meta_of(format, b)));
     }
-    const bool last = done + count == call.source_count;
-    const bool has_own = call.own && call.own_index >= done && call.own_index < done + count + last;
-    const Terms terms{count, has_own ? call.own_index - done : kNoOwn, done > 0};
-    const float scale = last ? call.scale : 1.0f;
-    total_block<T, Bits>(call.op, sources, own, terms, scale, n, total);
+    const bool last = done + count == args.source_count;
+    const bool has_own = args.own && args.own_index >= done && args.own_index < done + count + last;
+    const Terms terms{count, has_own ? args.own_index - done : kNoOwn, done > 0};
+    const float scale = last ? args.scale : 1.0f;
+    total_block<T, Bits>(args.op, sources, own, terms, scale, n, total);
     done += count;
-  } while (done < call.source_count);
+  } while (done < args.source_count);
 }
 
 // A reduction without a wire: only the values are stored.
 template <class T, int Bits>
-void minmax_reduce_to_values(const MinMaxFormat& format, const ReduceCall& call, float* total) {
-  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
+void minmax_reduce_to_values(const MinMaxFormat& format, const ReduceArgs& args, float* total) {
+  for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
     const u64 first = MinMaxFormat::first_of(format, b);
     for_blocks(MinMaxFormat::size_of(format, b), [&](u64 at, u32 n) {
-      minmax_total<T, Bits>(format, call, b, first + at, n, total);
-      auto* out = element<T>(call.out, first + at);
+      minmax_total<T, Bits>(format, args, b, first + at, n, total);
+      auto* out = element<T>(args.out, first + at);
       for_lanes(n, [&](u32 i, u32 lanes) QCCL_INLINE {
         store_values<T>(quiet_nans(load_lanes<float>(total + i)), out + i, lanes);
       });
@@ -137,33 +137,33 @@ void minmax_reduce_to_values(const MinMaxFormat& format, const ReduceCall& call,
 
 // A bucket that fits a block takes one pass over memory. A larger bucket is summed twice: for its range, then for its codes.
 template <class T, int Bits>
-void minmax_reduce(const BucketOptions& options, const ReduceCall& call) {
-  const MinMaxFormat format = MinMaxFormat::make(options, call.count);
+void minmax_reduce(const BucketOptions& options, const ReduceArgs& args) {
+  const MinMaxFormat format = MinMaxFormat::make(options, args.count);
   alignas(64) float total[kBlock];
-  if (!call.wire) return minmax_reduce_to_values<T, Bits>(format, call, total);
-  RandomBlock random(options.seed, call.counter);
+  if (!args.wire) return minmax_reduce_to_values<T, Bits>(format, args, total);
+  RandomBlock random(options.seed, args.counter);
   Dequantizer<Bits> dequantizer;
-  for (u64 b = call.buckets.first; b < call.buckets.last; ++b) {
+  for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
     const u64 first = MinMaxFormat::first_of(format, b), size = MinMaxFormat::size_of(format, b);
     Extremes<Float32> extremes;
     for_blocks(size, [&](u64 at, u32 n) {
-      minmax_total<T, Bits>(format, call, b, first + at, n, total);
+      minmax_total<T, Bits>(format, args, b, first + at, n, total);
       extremes.extend(total, n);
     });
     const Range range = extremes.range();
     const MinMaxScale scale = minmax_scale(range, (1u << Bits) - 1);
-    store_range(call.wire + MinMaxFormat::meta_of(format, b), range);
+    store_range(args.wire + MinMaxFormat::meta_of(format, b), range);
     dequantizer.set(scale);
     for_blocks(size, [&](u64 at, u32 n) {
       const u64 begin = first + at;
-      u8* to = call.wire + code_offset(begin, Bits);
-      auto* out = call.out ? element<T>(call.out, begin) : nullptr;
+      u8* to = args.wire + code_offset(begin, Bits);
+      auto* out = args.out ? element<T>(args.out, begin) : nullptr;
       if (minmax_is_nan(scale)) {
         __builtin_memset(to, 0, packed_nbytes(n, Bits));
         if (out) decode_block<T, Bits>(to, n, dequantizer, false, out);
         return;
       }
-      if (size > kBlock) minmax_total<T, Bits>(format, call, b, begin, n, total);
+      if (size > kBlock) minmax_total<T, Bits>(format, args, b, begin, n, total);
       if (is_stochastic(options)) {
         finish_block<T, Bits>(total, n, Stochastic(scale, random.of(begin, n)), dequantizer, to, out);
       } else {
@@ -171,7 +171,7 @@ void minmax_reduce(const BucketOptions& options, const ReduceCall& call) {
       }
     });
   }
-  clear_padding(format, call.wire, call.buckets);
+  clear_padding(format, args.wire, args.buckets);
 }
 
 template <>
@@ -179,16 +179,16 @@ struct CallLoops<MinMax> {
   static constexpr bool whole_call = true;
 
   template <class T>
-  static void encode(const BucketOptions& options, const EncodeCall& call) {
-    with_bits(options.options[0], [&](auto bits) { minmax_encode<T, bits.value>(options, call); });
+  static void encode(const BucketOptions& options, const EncodeArgs& args) {
+    with_bits(options.options[0], [&](auto bits) { minmax_encode<T, bits.value>(options, args); });
   }
   template <class T>
-  static void decode(const BucketOptions& options, const DecodeCall& call) {
-    with_bits(options.options[0], [&](auto bits) { minmax_decode<T, bits.value>(options, call); });
+  static void decode(const BucketOptions& options, const DecodeArgs& args) {
+    with_bits(options.options[0], [&](auto bits) { minmax_decode<T, bits.value>(options, args); });
   }
   template <class T>
-  static void reduce(const BucketOptions& options, const ReduceCall& call) {
-    with_bits(options.options[0], [&](auto bits) { minmax_reduce<T, bits.value>(options, call); });
+  static void reduce(const BucketOptions& options, const ReduceArgs& args) {
+    with_bits(options.options[0], [&](auto bits) { minmax_reduce<T, bits.value>(options, args); });
   }
 };
 

@@ -10,17 +10,17 @@ namespace QCCL_NAMESPACE {
 struct ElementRange {
   u64 begin, count;
 
-  template <class Call>
-  ElementRange(const BucketOptions& options, const Call& call)
-      : begin(call.buckets.first * options.bucket),
-        count(smaller(call.buckets.last * options.bucket, call.count) - begin) {}
+  template <class Args>
+  ElementRange(const BucketOptions& options, const Args& args)
+      : begin(args.buckets.first * options.bucket),
+        count(smaller(args.buckets.last * options.bucket, args.count) - begin) {}
 };
 
 template <class T>
-void raw_encode(const BucketOptions& options, const EncodeCall& call) {
-  const ElementRange range(options, call);
+void raw_encode(const BucketOptions& options, const EncodeArgs& args) {
+  const ElementRange range(options, args);
   constexpr u64 size = sizeof(typename T::Storage);
-  __builtin_memcpy(call.wire + range.begin * size, element<T>(call.src, range.begin), range.count * size);
+  __builtin_memcpy(args.wire + range.begin * size, element<T>(args.src, range.begin), range.count * size);
 }
 
 // A wire has no alignment.
@@ -39,12 +39,12 @@ QCCL_FN void store_wire(const f32xN& x, u8* wire, u64 at, u32 lanes) {
 }
 
 template <class T>
-void raw_decode(const BucketOptions& options, const DecodeCall& call) {
-  const ElementRange range(options, call);
+void raw_decode(const BucketOptions& options, const DecodeArgs& args) {
+  const ElementRange range(options, args);
   constexpr u64 size = sizeof(typename T::Storage);
-  auto* dst = element<T>(call.dst, range.begin);
-  const u8* wire = call.wire + range.begin * size;
-  if (!call.accumulate) {
+  auto* dst = element<T>(args.dst, range.begin);
+  const u8* wire = args.wire + range.begin * size;
+  if (!args.accumulate) {
     __builtin_memcpy(dst, wire, range.count * size);
     return;
   }
@@ -55,20 +55,20 @@ void raw_decode(const BucketOptions& options, const DecodeCall& call) {
 }
 
 template <class T, Combine op>
-void raw_reduce(const BucketOptions& options, const ReduceCall& call) {
-  const auto* own = element<T>(call.own, 0);
-  auto* out = element<T>(call.out, 0);
-  const Terms terms{call.source_count, call.own ? call.own_index : kNoOwn, false};
-  const ElementRange range(options, call);
+void raw_reduce(const BucketOptions& options, const ReduceArgs& args) {
+  const auto* own = element<T>(args.own, 0);
+  auto* out = element<T>(args.out, 0);
+  const Terms terms{args.source_count, args.own ? args.own_index : kNoOwn, false};
+  const ElementRange range(options, args);
   for_lanes(range.count, [&](u64 at, u32 lanes) QCCL_INLINE {
     const u64 i = range.begin + at;
     const auto own_values = [&]() QCCL_INLINE { return load_values<T>(own + i, lanes); };
-    const auto source = [&](u32 s) QCCL_INLINE { return load_wire<T>(call.sources[s], i, lanes); };
+    const auto source = [&](u32 s) QCCL_INLINE { return load_wire<T>(args.sources[s], i, lanes); };
     f32xN sum = combine_terms<op>(terms, source, own_values, own_values);
-    if (call.scale != 1.0f) sum = sum * call.scale;
+    if (args.scale != 1.0f) sum = sum * args.scale;
     sum = quiet_nans(sum);
-    if (call.wire) store_wire<T>(sum, call.wire, i, lanes);
-    if (call.out) store_values<T>(sum, out + i, lanes);
+    if (args.wire) store_wire<T>(sum, args.wire, i, lanes);
+    if (args.out) store_values<T>(sum, out + i, lanes);
   });
 }
 
@@ -77,19 +77,19 @@ struct CallLoops<NoCodec> {
   static constexpr bool whole_call = true;
 
   template <class T>
-  static void encode(const BucketOptions& options, const EncodeCall& call) {
-    raw_encode<T>(options, call);
+  static void encode(const BucketOptions& options, const EncodeArgs& args) {
+    raw_encode<T>(options, args);
   }
   template <class T>
-  static void decode(const BucketOptions& options, const DecodeCall& call) {
-    raw_decode<T>(options, call);
+  static void decode(const BucketOptions& options, const DecodeArgs& args) {
+    raw_decode<T>(options, args);
   }
   template <class T>
-  static void reduce(const BucketOptions& options, const ReduceCall& call) {
-    switch (call.op) {
-      case Combine::min: return raw_reduce<T, Combine::min>(options, call);
-      case Combine::max: return raw_reduce<T, Combine::max>(options, call);
-      default: return raw_reduce<T, Combine::sum>(options, call);
+  static void reduce(const BucketOptions& options, const ReduceArgs& args) {
+    switch (args.op) {
+      case Combine::min: return raw_reduce<T, Combine::min>(options, args);
+      case Combine::max: return raw_reduce<T, Combine::max>(options, args);
+      default: return raw_reduce<T, Combine::sum>(options, args);
     }
   }
 };

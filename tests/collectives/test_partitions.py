@@ -24,21 +24,21 @@ COUNTS = [0, 1, 7, 8, 9, 100, 1000, 4096]
 @pytest.mark.parametrize("chunk", [1, 8, 24, 10_000])
 def test_chunks_tile_the_vector(count: int, parts: int, chunk: int) -> None:
     """In order, without gaps, at multiples of the bucket, no larger than asked, and balanced."""
-    layout = partition(count, parts, MinMax(bucket=8), ChunkPolicy.of_elements(chunk))
-    shards = [layout.shard(part) for part in range(parts)]
-    chunks = [layout.chunk(part, k) for part in range(parts) for k in range(layout.chunks)]
+    partitioned = partition(count, parts, MinMax(bucket=8), ChunkPolicy.of_elements(chunk))
+    shards = [partitioned.shard(part) for part in range(parts)]
+    chunks = [partitioned.chunk(part, k) for part in range(parts) for k in range(partitioned.chunks)]
     for segments in (shards, chunks):
         assert [i for segment in segments for i in segment] == list(range(count))
         assert all(segment.start % 8 == 0 or segment.start == count for segment in segments)
     granules = [-(-len(shard) // 8) for shard in shards]
     assert max(granules) - min(granules) <= 1
     assert max(map(len, chunks)) <= max(chunk, 8)
-    assert layout.chunks == 1 or max(granules) * 8 > (layout.chunks - 1) * max(chunk // 8, 1) * 8
+    assert partitioned.chunks == 1 or max(granules) * 8 > (partitioned.chunks - 1) * max(chunk // 8, 1) * 8
 
 
 def test_codec_that_cannot_be_split_has_one_chunk() -> None:
-    layout = partition(10_000, 3, MinMax(bucket="shard"), ChunkPolicy.of_elements(8))
-    assert (layout.chunks, layout.granule) == (1, 1024)
+    partitioned = partition(10_000, 3, MinMax(bucket="shard"), ChunkPolicy.of_elements(8))
+    assert (partitioned.chunks, partitioned.granule) == (1, 1024)
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
@@ -47,15 +47,15 @@ def test_codec_that_cannot_be_split_has_one_chunk() -> None:
 def test_default_chunk(count: int, size: int, bits: int) -> None:
     """Messages of 48 to 160 KiB whatever the bits, at least 9 of a shard if they are not too small then."""
     codec = MinMax(bits)
-    layout = partition(count, size, codec)
-    shard = codec.encoded_nbytes(len(layout.shard(0)), FLOAT32)
-    chunk = codec.encoded_nbytes(len(layout.chunk(0, 0)), FLOAT32)
+    partitioned = partition(count, size, codec)
+    shard = codec.encoded_nbytes(len(partitioned.shard(0)), FLOAT32)
+    chunk = codec.encoded_nbytes(len(partitioned.chunk(0, 0)), FLOAT32)
     bucket = codec.encoded_nbytes(1024, FLOAT32)
     assert chunk <= 160 * 1024 + bucket
-    assert layout.chunks == 1 or chunk >= 24 * 1024 - bucket
-    assert layout.chunks >= 9 or chunk <= 48 * 1024 + bucket
-    assert layout.chunks == 1 or 3 * (3 * size - 2) * chunk <= (3 << 20) + 3 * (3 * size - 2) * (48 * 1024)
-    assert shard <= layout.chunks * (chunk + bucket)
+    assert partitioned.chunks == 1 or chunk >= 24 * 1024 - bucket
+    assert partitioned.chunks >= 9 or chunk <= 48 * 1024 + bucket
+    assert partitioned.chunks == 1 or 3 * (3 * size - 2) * chunk <= (3 << 20) + 3 * (3 * size - 2) * (48 * 1024)
+    assert shard <= partitioned.chunks * (chunk + bucket)
 
 
 @pytest.mark.parametrize("count", [1, 1000, 70_001, 1 << 20, 4 << 20, 64 << 20])
@@ -63,18 +63,18 @@ def test_default_chunk(count: int, size: int, bits: int) -> None:
 def test_the_default_chunks_of_two_levels_are_small_at_both_ends(count: int, parts: int) -> None:
     """48 KiB of codes first and last, up to 192 between, less where there are many parts; nothing is left out."""
     codec = MinMax(8)
-    layout = partition_for_all(count, parts, (NoCodec(), codec))
-    bucket = codec.encoded_nbytes(layout.granule, FLOAT32)
+    partitioned = partition_for_all(count, parts, (NoCodec(), codec))
+    bucket = codec.encoded_nbytes(partitioned.granule, FLOAT32)
     for part in range(parts):
-        chunks = [layout.chunk(part, k) for k in range(layout.chunks)]
+        chunks = [partitioned.chunk(part, k) for k in range(partitioned.chunks)]
         assert all(a.stop == b.start for a, b in pairwise(chunks))
-        assert (chunks[0].start, chunks[-1].stop) == (layout.shard(part).start, layout.shard(part).stop)
+        assert (chunks[0].start, chunks[-1].stop) == (partitioned.shard(part).start, partitioned.shard(part).stop)
         sizes = [codec.encoded_nbytes(len(chunk), FLOAT32) for chunk in chunks]
         assert max(sizes[0], sizes[-1]) <= (48 << 10) + bucket
         assert max(sizes) <= (192 << 10) + 2 * bucket
         assert 3 * (3 * parts - 2) * (max(sizes) - 2 * bucket) <= max(3 << 20, 3 * (3 * parts - 2) * (48 << 10))
     if (count, parts) == (4 << 20, 1):
-        assert layout.chunks <= 26, "most are large: of 48 KiB there would be 87"
+        assert partitioned.chunks <= 26, "most are large: of 48 KiB there would be 87"
 
 
 @pytest.mark.parametrize("rank", [-1, 4])
@@ -95,13 +95,13 @@ def test_slots_do_not_overlap() -> None:
 
 def test_slot_sizes() -> None:
     """Aligned, large enough for every chunk, and no more rows than chunks."""
-    layout = partition(1000, 3, NoCodec(), ChunkPolicy.of_elements(1024))
-    encoding = Encoding(layout, NoCodec(), FLOAT32, depth=4)
+    partitioned = partition(1000, 3, NoCodec(), ChunkPolicy.of_elements(1024))
+    encoding = Encoding(partitioned, NoCodec(), FLOAT32, depth=4)
     slots = encoding.slots("ring", 2)
-    assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == layout.chunks
+    assert slots.slot_nbytes % ALIGNMENT == 0 and slots.depth == partitioned.chunks
     for part in range(3):
-        for k in range(layout.chunks):
-            assert encoding.nbytes(part, k) == 4 * len(layout.chunk(part, k)) <= slots.slot_nbytes
+        for k in range(partitioned.chunks):
+            assert encoding.nbytes(part, k) == 4 * len(partitioned.chunk(part, k)) <= slots.slot_nbytes
 
 
 def test_peers_are_rotated() -> None:
