@@ -16,7 +16,16 @@ from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.collectives.native import NativeAllGather, NativeScatterReduce
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.partitions import Coarsened, EvenParts, Subset, partition_for_all
-from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode_chunk, encode_chunk, pipeline
+from qccl.collectives.rounds import (
+    AllGather,
+    ScatterReduce,
+    alone,
+    assemble,
+    decode_chunk,
+    encode_chunk,
+    pipeline,
+    reduce_and_encode,
+)
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
@@ -335,11 +344,11 @@ class _Stages:
     def _two_round(self, step: int) -> list[tuple[int, _Stage]]:
         owners, shards = self._among_owners(len(self._owners))
         scatter = ScatterReduce(owners, shards, self._between, name="inter", round_number=1)
-        gather = AllGather(owners, shards, name="inter.sum", round_number=2)
+        gather = AllGather(owners, shards.of_sums(self._codec), name="inter.sum", round_number=2)
         self._wires |= scatter.buffers() | gather.buffers()
 
         def reduce(k: int) -> Iterator[Op]:
-            return scatter.reduce(k, self._combine, gather.wire(k), self._target)
+            return reduce_and_encode(scatter, gather, k, self._combine, self._target)
 
         decode_others = partial(gather.decode, target=self._target)
         return [(0, scatter.send), (step, reduce), (step, gather.exchange), (2 * step, decode_others)]

@@ -108,13 +108,14 @@ def reduce_two_round(
     is_root = group.rank == root
     scatter = ScatterReduce(group, encoding, buffers.source)
     others = [other for other in group.ranks if other != root]
-    slots = encoding.slots("gather", len(others) if is_root else 1)
+    sums = encoding.of_sums(codec)
+    slots = sums.slots("gather", len(others) if is_root else 1)
 
     def received(k: int) -> dict[int, Span]:
-        return {other: slots.span(k, i, encoding.nbytes(other, k)) for i, other in enumerate(others)}
+        return {other: slots.span(k, i, sums.nbytes(other, k)) for i, other in enumerate(others)}
 
     def own(k: int) -> Span:
-        return slots.span(k, 0, encoding.nbytes(group.rank, k))
+        return slots.span(k, 0, sums.nbytes(group.rank, k))
 
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, None if is_root else own(k), buffers.target if is_root else None)
@@ -124,7 +125,7 @@ def reduce_two_round(
 
     def decode_others(k: int) -> Iterator[Op]:
         for other, wire in received(k).items() if is_root else ():
-            yield from decode_chunk(encoding, other, k, wire, buffers.target, other, 1)
+            yield from decode_chunk(sums, other, k, wire, buffers.target, other, 1)
 
     lag = encoding.lag
     stages = ((0, scatter.send), (lag, reduce), (lag, gather), (lag + lag, decode_others))
