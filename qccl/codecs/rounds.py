@@ -20,9 +20,9 @@ __all__ = ["TwoRounds"]
 class TwoRounds(Codec):
     """``first`` encodes the ranks' own values, ``second`` their sums in the second round, as in "trellis2/trellis4".
 
-    A sum has more large values than each of its terms, so a sparse codec must keep more elements of it. Collectives and
-    algorithms with one round use ``first``; all-gather, the second half of an all-reduce, ``second``. As a codec by
-    itself it is ``first``.
+    A sum has more large values than each of its terms, so a sparse codec must keep more elements of it. All-reduce in
+    one or two levels has two rounds, with the algorithm "two_round". Otherwise ``first`` is used; all-gather, the
+    second half of an all-reduce, uses ``second``. As a codec by itself it is ``first``.
 
     Raises CodecError if one of them is no codec, has a decorator (which follows the pair), or is a pair itself.
     """

@@ -202,6 +202,8 @@ def intra_of(intra: CodecLike, dtype: DType) -> Codec:
             f"intra={found.spec()} keeps its {' and '.join(found.state_names)} from call to call, which codecs inside "
             f"nodes cannot; use intra={found.plain.spec()}, and +ef or +nesterov in codec="
         )
+    if found.rounds != (found, found):
+        raise ArgumentError(f"intra={found.spec()} is not possible: nodes have one codec; use {found.rounds[0].spec()}")
     if found.kernel().draws:
         raise ArgumentError(
             f"intra={found.spec()} draws random numbers, so the ranks of different nodes would get different bits; use "

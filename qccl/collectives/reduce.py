@@ -58,7 +58,7 @@ def choose_reduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     These are (size-1) E in one_shot, and 2 (size-1)/size E in two_round, which takes one more hop. With two ranks
     one_shot is never worse.
     """
-    return "one_shot" if size <= 2 else choose_allreduce(count, size, dtype, codec)
+    return "one_shot" if size <= 2 else choose_allreduce(count, size, dtype, codec.rounds[0])
 
 
 def reduce_one_shot(
@@ -97,7 +97,8 @@ def reduce_two_round(
 ) -> Schedule:
     """Scatter-reduce, after which every rank sends its shard of the sum to the root.
 
-    Each rank sends one encoded vector in all, and the root receives 2 (size-1)/size of one. An element is quantised
+    The first codec of a pair encodes both rounds: owners have no memory for a sum that is not encoded. Each rank sends
+    one encoded vector in all, and the root receives 2 (size-1)/size of one. An element is quantised
     twice, but in the root's shard once.
     """
     check_root(root, group.size)
@@ -108,14 +109,13 @@ def reduce_two_round(
     is_root = group.rank == root
     scatter = ScatterReduce(group, encoding, buffers.source)
     others = [other for other in group.ranks if other != root]
-    sums = encoding.of_sums(codec)
-    slots = sums.slots("gather", len(others) if is_root else 1)
+    slots = encoding.slots("gather", len(others) if is_root else 1)
 
     def received(k: int) -> dict[int, Span]:
-        return {other: slots.span(k, i, sums.nbytes(other, k)) for i, other in enumerate(others)}
+        return {other: slots.span(k, i, encoding.nbytes(other, k)) for i, other in enumerate(others)}
 
     def own(k: int) -> Span:
-        return slots.span(k, 0, sums.nbytes(group.rank, k))
+        return slots.span(k, 0, encoding.nbytes(group.rank, k))
 
     def reduce(k: int) -> Iterator[Op]:
         return scatter.reduce(k, combine, None if is_root else own(k), buffers.target if is_root else None)
@@ -125,7 +125,7 @@ def reduce_two_round(
 
     def decode_others(k: int) -> Iterator[Op]:
         for other, wire in received(k).items() if is_root else ():
-            yield from decode_chunk(sums, other, k, wire, buffers.target, other, 1)
+            yield from decode_chunk(encoding, other, k, wire, buffers.target, other, 1)
 
     lag = encoding.lag
     stages = ((0, scatter.send), (lag, reduce), (lag, gather), (lag + lag, decode_others))
