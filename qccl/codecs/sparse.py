@@ -19,12 +19,18 @@ from qccl.scalars import as_real
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["RandomK", "TopK"]
+__all__ = ["RandomK", "TopK", "index_nbytes"]
 
 _GREATEST = 3.4028e38
 _SUBNORMAL = 2.0**-149
 #: forms of TopK's values, in the order of their numbers in kernels/codecs/topk/codec.h
 _FORMS = ("exact", "float16", "exp4")
+
+
+def index_nbytes(kept: int, count: int) -> int:
+    """Bytes of ``kept`` indices below ``count`` (``kernels/codecs/elias_fano.h``)."""
+    low_bits = (count // kept).bit_length() - 1
+    return -(-kept * low_bits // 8) + -(-(kept + (count - 1 >> low_bits)) // 8)
 
 
 class _Sparse(BucketCodec):
@@ -95,10 +101,8 @@ class TopK(_Sparse):
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         kept = self.kept(count)
-        low_bits = (count // kept).bit_length() - 1
-        indices = -(-kept * low_bits // 8) + -(-(kept + (count - 1 >> low_bits)) // 8)
         values = {"exact": kept * dtype.itemsize, "float16": 4 + 2 * kept, "exp4": 4 + -(-kept // 2)}
-        return indices + values[self.values], 0
+        return index_nbytes(kept, count) + values[self.values], 0
 
     def kernel(self) -> Kernel:
         """The C++ type in ``kernels/codecs/topk/``, and its arguments."""

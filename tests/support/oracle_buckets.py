@@ -274,6 +274,12 @@ def elias_fano(indices: np.ndarray, count: int) -> np.ndarray:
     return np.concatenate([pack(indices % 2**low_bits, low_bits), np.packbits(bitmap, bitorder="little")])
 
 
+def index_nbytes(kept: int, count: int) -> int:
+    """Bytes of ``kept`` indices below ``count`` in Elias-Fano form."""
+    low_bits = low_bits_of(kept, count)
+    return (kept * low_bits + 7) // 8 + (kept + (count - 1) // 2**low_bits + 7) // 8
+
+
 def from_elias_fano(data: np.ndarray, kept: int, count: int) -> np.ndarray | None:
     """The indices; None if the bytes are not ``kept`` ascending indices below ``count``."""
     low_bits = low_bits_of(kept, count)
@@ -292,15 +298,11 @@ class TopK(BlockSparse):
     values: str = "exact"
     name: ClassVar[str] = "topk"
 
-    def index_nbytes(self, count: int) -> int:
-        kept, low_bits = self.kept(count), low_bits_of(self.kept(count), count)
-        return (kept * low_bits + 7) // 8 + (kept + (count - 1) // 2**low_bits + 7) // 8
-
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
         kept = self.kept(count)
         exact = kept * np.dtype(storage(dtype)).itemsize
         values = {"exact": exact, "float16": 4 + 2 * kept, "exp4": 4 + (kept + 1) // 2}[self.values]
-        return self.index_nbytes(count) + values, 0
+        return index_nbytes(kept, count) + values, 0
 
     def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         if not np.isfinite(x).all():
@@ -329,7 +331,7 @@ class TopK(BlockSparse):
     def decode_bucket(
         self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
-        data, rest = np.split(codes, [self.index_nbytes(count)])
+        data, rest = np.split(codes, [index_nbytes(self.kept(count), count)])
         indices = from_elias_fano(data, self.kept(count), count)
         spoiled = Sparse(np.arange(count), np.full(count, NAN))
         if indices is None:

@@ -1,14 +1,14 @@
 // The top-k codec: the values of greatest magnitude of a block, with their indices.
 //
-// Of equal magnitudes the lower index is kept. The indices are in Elias-Fano form (elias_fano.h). The values follow in the
+// Of equal magnitudes the lower index is kept. The indices are in Elias-Fano form (../elias_fano.h). The values follow in the
 // order of their indices: in the call's element type, or relative to the block's greatest magnitude, which is stored as fp32.
 // In a block that is not finite all bytes are zero. These are no valid indices, and a block without valid indices decodes to
 // NaN.
 #pragma once
 
 #include "../../pack.h"
+#include "../elias_fano.h"
 #include "../sparse.h"
-#include "elias_fano.h"
 
 namespace QCCL_NAMESPACE {
 

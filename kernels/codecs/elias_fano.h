@@ -5,7 +5,7 @@
 // bit that is not set separates two parts. 64 of 4,096 indices take 6 lower bits each and a bitmap of 127 bits.
 #pragma once
 
-#include "../../bucket.h"
+#include "../bucket.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -65,7 +65,7 @@ struct EliasFano {
     if (count) *to = (u8)bits;
   }
 
-  // Four bytes may be read: at least three others follow the lower parts, of the bitmap and the values. There are 24 lower
+  // Four bytes may be read: at least three others follow the lower parts, of the bitmap and what follows it. There are 24 lower
   // bits at most.
   QCCL_MEMBER u32 low_of(const u8* from, u32 j) const {
     if (!low_bits) return 0;
