@@ -34,6 +34,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -133,7 +134,7 @@ def write_pages() -> None:
 def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Measure one section, without the rows that the document has."""
     model, ranks, until = given["model"], given["ranks"], given["until"]
-    methods, links = given["methods"].split(","), given["links"].split(",")
+    methods, links = re.split(r",(?!\w+=)", given["methods"]), given["links"].split(",")  # codecs have options, too
     curve = {"measure": "curve", "model": model, "steps": given["steps"]}
 
     def is_missing(task: dict[str, Any]) -> bool:

@@ -162,11 +162,13 @@ class State:
         residual: the quantisation error of earlier calls, times the learning rate.
         momentum: the running sum of the own values.
         mu: the factor of the running sum from one call to the next.
+        sums: the residual is that of sums that the rank owns, not of its own values.
     """
 
     residual: StateBuffer | None = None
     momentum: StateBuffer | None = None
     mu: float = 0.0
+    sums: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,10 @@ QCCL_FN void decode_bucket(const WireFormat<Codec, T>& format, const u8* wire, u
 }
 
 template <class Codec, class T, class Values>
-QCCL_FN void encode_bucket(const WireFormat<Codec, T>& format, const Values& x, u64 b, const RngCounter& counter, u8* wire) {
+QCCL_FN void encode_bucket(const WireFormat<Codec, T>& format, const Values& x, u64 b, const RngCounter& counter, u8* wire,
+                           u32* scratch) {
   using Format = WireFormat<Codec, T>;
-  Codec::template encode<T>(BlockTeam(), format.options, counter, x, Format::size_of(format, b),
+  Codec::template encode<T>(BlockTeam(scratch), format.options, counter, x, Format::size_of(format, b),
                             wire + Format::codes_of(format, b), wire + Format::meta_of(format, b));
   if (b == 0 && threadIdx.x < format.meta_begin - format.codes_end) wire[format.codes_end + threadIdx.x] = 0;
 }
@@ -65,7 +66,9 @@ bucket_encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ P
   const auto format = WireFormat<Codec, T>::make(bucket_options(parameters), job.count);
   const u64 first = WireFormat<Codec, T>::first_of(format, b);
   const Elements<T> x = {elements<T>(resolve(memory, job.src), first)};
-  encode_bucket(format, x, b, RngCounter{*memory.call, job.index + first, job.round, job.rank}, resolve(memory, job.wire));
+  u32* scratch = parameters.scratch + (job.scratch + b) * parameters.scratch_words;
+  encode_bucket(format, x, b, RngCounter{*memory.call, job.index + first, job.round, job.rank}, resolve(memory, job.wire),
+                scratch);
 }
 
 template <class Codec, class T, bool Accumulate>
@@ -90,6 +93,14 @@ bucket_decode(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ P
   } else {
     store_bucket(format, wire, b, counter, dst);
   }
+}
+
+// The scratch of bucket b of a Reduce: the total, and behind it the codec's scratch.
+QCCL_FN float* total_of(const ReduceJob& job, u64 b, const Parameters& parameters) {
+  return reinterpret_cast<float*>(parameters.scratch) + (job.scratch + b) * (parameters.bucket + parameters.scratch_words);
+}
+QCCL_FN u32* scratch_behind(float* total, const Parameters& parameters) {
+  return reinterpret_cast<u32*>(total) + parameters.bucket;
 }
 
 // Combines the sources and the own values of a bucket in order in `total`.
@@ -127,7 +138,7 @@ bucket_reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_cons
   const u64 first = WireFormat<Codec, T>::first_of(format, b);
   const u32 n = WireFormat<Codec, T>::size_of(format, b);
   const BlockTeam team;
-  float* total = reinterpret_cast<float*>(parameters.scratch) + (job.scratch + b) * parameters.bucket;
+  float* total = total_of(job, b, parameters);
   const Elements<T> own = {elements<T>(resolve(memory, job.own), first)};
   combine_bucket<Codec, T, Op>(format, job, sources, b, memory, own, total);
   if (job.scale != 1.0f) {
@@ -141,7 +152,7 @@ bucket_reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_cons
     return;
   }
   const RngCounter counter = {*memory.call, job.index + first, job.round, job.rank};
-  encode_bucket(format, total, b, counter, wire);
+  encode_bucket(format, total, b, counter, wire, scratch_behind(total, parameters));
   if (!out) return;
   team.sync();
   store_bucket(format, wire, b, counter, elements<T>(out, first));

@@ -61,14 +61,15 @@ struct BlockOfJob {
 
 // The arguments that all jobs of a launch share. A bucket is `units_per_bucket` units. If that is more than one, the kernels
 // gather its range in `scratch`: two words per bucket, zero before, at the job's number `scratch` on. The kernels of
-// bucket.h have a bucket of floats there instead. `blocks` has an entry for each block of the grid.
+// bucket.h have there instead, for each bucket, `scratch_words` for its codec, and a Reduce a bucket of floats before them.
+// `blocks` has an entry for each block of the grid.
 struct Parameters {
   u64 seed;
   u64 bucket;  // elements; 0: all of a job
   u32* scratch;
   u32 units_per_bucket;
   u32 options[6];  // of the codec
-  u32 unused;
+  u32 scratch_words;
   const BlockOfJob* blocks;
 };
 

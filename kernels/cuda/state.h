@@ -42,7 +42,7 @@ bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const _
   const u64 first = Format::first_of(format, b);
   const u32 n = Format::size_of(format, b);
   const BlockTeam team;
-  float* total = reinterpret_cast<float*>(parameters.scratch) + (reduce.scratch + b) * parameters.bucket;
+  float* total = total_of(reduce, b, parameters);
   const OwnValues<T> own = {elements<T>(resolve(memory, reduce.own), first), floats_of(memory, job.momentum, first),
                             floats_of(memory, job.new_momentum, first), job.mu};
   combine_bucket<Codec, T, Combine::sum>(format, reduce, sources, b, memory, own, total);
@@ -62,7 +62,7 @@ bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const _
     return;
   }
   const RngCounter counter = {*memory.call, reduce.index + first, reduce.round, reduce.rank};
-  encode_bucket(format, total, b, counter, wire);
+  encode_bucket(format, total, b, counter, wire, scratch_behind(total, parameters));
   team.sync();
   if (out) {
     store_bucket(format, wire, b, counter, out);

@@ -23,6 +23,9 @@ QCCL_FN i32* integer_lanes() {
 
 class BlockTeam {
  public:
+  // `scratch`: device memory for the words that the codec's Kernel asks for (qccl/codecs/base.py).
+  QCCL_MEMBER explicit BlockTeam(u32* scratch = nullptr) : scratch_(scratch) {}
+
   QCCL_MEMBER bool leads() const { return threadIdx.x == 0; }
   QCCL_MEMBER void sync() const { __syncthreads(); }
 
@@ -93,10 +96,10 @@ class BlockTeam {
     for (u32 i = threadIdx.x; i < n; i += kThreads) take(i, (u16)(from[2 * i] | (u32)from[2 * i + 1] << 8));
   }
 
-  // A radix select: each step finds eight more bits of the last key that is kept. The digit 0 is what remains and is not
+  // Indices in the scratch. A radix select: each step finds eight more bits of the last key that is kept. The digit 0 is what remains and is not
   // counted: threads that count many zeros would wait for each other.
-  template <class Key, class Emit>
-  QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
+  template <class Key>
+  QCCL_MEMBER const u32* select(u32 n, u32 keep, const Key& key) const {
     u32 least = 0, above = 0;  // the bits found so far; the number of keys above all keys with these bits
     u32* counts = reinterpret_cast<u32*>(integer_lanes());
     for (int shift = 24; shift >= 0; shift -= 8) {
@@ -113,58 +116,79 @@ class BlockTeam {
       least |= digit << shift;
       sync();
     }
-    // each thread has consecutive elements
-    const u32 share = (n + kThreads - 1) / kThreads;
-    const u32 begin = share * threadIdx.x < n ? share * threadIdx.x : n, end = begin + share < n ? begin + share : n;
+    const Share share = share_of(n);
     u32 greater = 0, equal = 0;
-    for (u32 i = begin; i < end; ++i) {
+    for (u32 i = share.begin; i < share.end; ++i) {
       const u32 k = (u32)key(i);
       greater += k > least;
       equal += k == least;
     }
-    const auto add = [](u32 a, u32 b) { return a + b; };
-    u32 ties = before(equal, 0u, add);
-    greater = before(greater, 0u, add);
-    for (u32 i = begin; i < end; ++i) {
+    u32 ties = sum_before(equal);
+    greater = sum_before(greater);
+    for (u32 i = share.begin; i < share.end; ++i) {
       const u32 k = (u32)key(i);
-      if (k > least || (k == least && ties < keep - above)) emit(greater + (ties < keep - above ? ties : keep - above), i);
+      if (k > least || (k == least && ties < keep - above)) scratch_[greater + (ties < keep - above ? ties : keep - above)] = i;
       greater += k > least;
       ties += k == least;
     }
+    sync();
+    return scratch_;
   }
 
-  template <class Index, class Body>
-  QCCL_MEMBER void ascending(u32 n, const Index& index, const Body& body) const {
-    const u32 share = (n + kThreads - 1) / kThreads;
-    const u32 begin = share * threadIdx.x < n ? share * threadIdx.x : n, end = begin + share < n ? begin + share : n;
-    u32 most = 0;  // one more than the greatest index; 0: no index yet
-    bool full = false;
-    for (u32 j = begin; j < end; ++j) {
-      const u32 i = index(j);
-      full |= i == 0xffffffffu;
-      most = i + 1 > most ? i + 1 : most;
+  // A thread stores whole bytes, and looks for the first bit of each.
+  template <class Position>
+  QCCL_MEMBER void set_bits(u32 n, const Position& position, u8* to, u32 nbytes) const {
+    each(nbytes, [&](u32 b) {
+      u32 j = 0, end = n;
+      while (j < end) {
+        const u32 middle = (j + end) / 2;
+        if (position(middle) < 8 * b) {
+          j = middle + 1;
+        } else {
+          end = middle;
+        }
+      }
+      u32 bits = 0;
+      for (; j < n && position(j) < 8 * b + 8; ++j) bits |= 1u << position(j) % 8;
+      to[b] = (u8)bits;
+    });
+  }
+
+  template <class Body>
+  QCCL_MEMBER u32 each_set_bit(const u8* from, u32 nbytes, const Body& body) const {
+    const Share share = share_of(nbytes);
+    u32 mine = 0;
+    for (u32 i = share.begin; i < share.end; ++i) mine += (u32)__popc(from[i]);
+    u32 number = sum_before(mine);
+    for (u32 i = share.begin; i < share.end; ++i) {
+      for (u32 bits = from[i]; bits; bits &= bits - 1) body(number++, 8 * i + 31 - (u32)__clz((int)(bits & -bits)));
     }
-    const auto greater = [](u32 a, u32 b) { return a > b ? a : b; };
-    u32 next = before(full ? 0xffffffffu : most, 0u, greater);
-    for (u32 j = begin; j < end; ++j) {
-      const u32 i = index(j);
-      if (i < next || i == 0xffffffffu) continue;
-      next = i + 1;
-      body(j, i);
-    }
+    return (u32)fold(integer_lanes(), (i32)mine, [](i32 a, i32 b) { return a + b; });
+  }
+
+  QCCL_MEMBER bool any(bool mine) const {
+    return fold(integer_lanes(), (i32)mine, [](i32 a, i32 b) { return a | b; }) != 0;
   }
 
  private:
-  // An exclusive scan: combines `first` and the values of the threads before this one in order.
-  template <class Combine>
-  QCCL_MEMBER u32 before(u32 mine, u32 first, const Combine& combine) const {
+  // The consecutive elements of this thread, of n.
+  struct Share {
+    u32 begin, end;
+  };
+  QCCL_MEMBER Share share_of(u32 n) const {
+    const u32 size = (n + kThreads - 1) / kThreads, begin = size * threadIdx.x < n ? size * threadIdx.x : n;
+    return {begin, begin + size < n ? begin + size : n};
+  }
+
+  // The sum of the values of the threads before this one.
+  QCCL_MEMBER u32 sum_before(u32 mine) const {
     u32* lanes = reinterpret_cast<u32*>(integer_lanes());
     lanes[threadIdx.x] = mine;
     sync();
-    u32 all = first;
-    for (u32 i = 0; i < threadIdx.x; ++i) all = combine(all, lanes[i]);
+    u32 sum = 0;
+    for (u32 i = 0; i < threadIdx.x; ++i) sum += lanes[i];
     sync();
-    return all;
+    return sum;
   }
 
   QCCL_MEMBER float fold_sum(float mine) const {
@@ -191,6 +215,8 @@ class BlockTeam {
     for (int half = 16; half > 0; half /= 2) each[0] = combine(each[0], __shfl_xor_sync(kAllLanes, each[0], half));
     return each[0];
   }
+
+  u32* scratch_;
 };
 
 }  // namespace QCCL_NAMESPACE

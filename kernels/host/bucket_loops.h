@@ -131,8 +131,12 @@ struct OneBucket {
   QCCL_LOOP static void decode_to_values(const Format& format, const u8* wire, u64 b, const RngCounter& counter, float* y) {
     const HostTeam team(wire + Format::nbytes(format));
     const u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
-    const auto take = [y](i32 i, float value) QCCL_INLINE { y[i] = is_nan(value) ? float_of(kQuietNan) : value; };
-    Codec::template decode<T>(team, format.options, counter, codes, meta, Format::size_of(format, b), take);
+    const u32 n = Format::size_of(format, b);
+    if (Codec::sparse) __builtin_memset(y, 0, n * sizeof *y);
+    const auto take = [y](i32 i, float value) QCCL_INLINE {
+      y[i] = is_nan(value) ? float_of(kQuietNan) : Codec::sparse ? 0.0f + value : value;
+    };
+    Codec::template decode<T>(team, format.options, counter, codes, meta, n, take);
   }
 
   QCCL_LOOP static void encode(const Format& format, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
@@ -154,7 +158,7 @@ struct BucketOfElements {
   template <class Bucket, class Format>
   static void decode(const Format& format, const u8* wire, u64 b, const RngCounter& counter, [[maybe_unused]] float* scratch,
                      Storage* to) {
-    if constexpr (T::code == Float32::code && !Codec::sparse) {
+    if constexpr (T::code == Float32::code) {
       Bucket::decode_to_values(format, wire, b, counter, to);
     } else {
       Bucket::decode(format, wire, b, counter, false, scratch);

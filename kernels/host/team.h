@@ -147,47 +147,71 @@ class HostTeam {
     }
   }
 
-  // emit(j, i) for the `keep` elements of greatest key(i), in the order of i; of equal keys the lower i is kept. Keys are
-  // not negative. A radix select among candidates: the elements whose key is not below a bound.
-  template <class Key, class Emit>
-  QCCL_MEMBER void select(u32 n, u32 keep, const Key& key, const Emit& emit) const {
-    i32* found = reinterpret_cast<i32*>(scratch_);
-    const auto any = [](i32) { return true; };
-    i32 bound = sampled_bound(n, keep, key);
-    if (bound == 0) bound = 1;  // zeros, of which there may be many, are no candidates
-    u32 count = filter(n, bound, key, found);
-    if (count < keep) {
-      if (bound == 1) return with_zeros(found, count, keep, emit);
-      u32 above = 0;  // the sample misled: the bound comes from all elements
-      count = filter(n, digit_of(20, (u32)greatest(n, key) >> 20, n, keep, above, key, any), key, found);
+  // The indices of the `keep` elements of greatest key(i), in ascending order, in the team's scratch; of equal keys the
+  // lower i is kept. Keys are not negative. First a bound is found that at least `keep` keys reach, but not many more: of
+  // the greatest keys of 2 * keep groups, `keep` ones reach it. Then the elements that reach it are the candidates.
+  template <class Key>
+  QCCL_MEMBER const u32* select(u32 n, u32 keep, const Key& key) const {
+    u32* found = reinterpret_cast<u32*>(scratch_);
+    i32* keys = reinterpret_cast<i32*>(scratch_) + n + kStage / 4;
+    const i32 groups = (i32)((2 * keep + kLanes - 1) / kLanes * kLanes);
+    i32 bound = 1;  // zeros, of which there may be many, are no candidates
+    if (groups <= (i32)n / 4) {
+      for (i32 g = 0; g < groups; ++g) keys[g] = 1;
+      for (i32 first = 0; first + groups <= (i32)n; first += groups) {
+        for (i32 g = 0; g < groups; ++g) {
+          const i32 k = key(first + g);
+          keys[g] = k > keys[g] ? k : keys[g];
+        }
+      }
+      bound = reached_by(keys, (u32)groups, keep, kCoarse);
+      bound = bound > 1 ? bound : 1;
     }
-    const auto key_of = [&](i32 c) { return key(found[c]); };
-    u32 above = 0;  // keys above the digits so far
-    i32 least = digit_of(20, (u32)greatest(count, key_of) >> 20, count, keep, above, key_of, any);
-    i32 prefix = least >> 20;
-    least |= digit_of(10, 1023, count, keep, above, key_of, [&](i32 k) { return k >> 20 == prefix; });
-    prefix = least >> 10;
-    least |= digit_of(0, 1023, count, keep, above, key_of, [&](i32 k) { return k >> 10 == prefix; });
-    u32 ties = keep - above;
-    for (u32 c = 0, j = 0; c < count; ++c) {
-      const i32 k = key_of((i32)c);
-      if (k < least || (k == least && ties == 0)) continue;
-      ties -= k == least;
-      emit(j++, found[c]);
+    const u32 count = filter(n, bound, key, found);
+    if (count <= keep) return with_zeros(found, count, keep, reinterpret_cast<u32*>(keys));
+    for (u32 c = 0; c < count; ++c) keys[c] = key((i32)found[c]);
+    const i32 least = reached_by(keys, count, keep, 0);
+    u32 ties = keep;  // elements whose key is `least` that are kept
+    for (u32 c = 0; c < count; ++c) ties -= keys[c] > least;
+    u32 chosen = 0;
+    for (u32 c = 0; c < count; ++c) {
+      const bool tie = keys[c] == least && ties > 0;
+      found[chosen] = found[c];
+      chosen += keys[c] > least || tie;
+      ties -= tie;
+    }
+    return found;
+  }
+
+  // Sets the bits position(j), which ascend with j, of nbytes bytes, for each of n; the other bits are 0.
+  template <class Position>
+  QCCL_MEMBER void set_bits(u32 n, const Position& position, u8* to, u32 nbytes) const {
+    __builtin_memset(to, 0, nbytes);
+    for (u32 j = 0; j < n; ++j) {
+      const u32 p = position(j);
+      to[p / 8] |= (u8)(1u << p % 8);
     }
   }
 
-  // body(j, index(j)) for each of n indices that is greater than all indices before it.
-  template <class Index, class Body>
-  QCCL_MEMBER void ascending(u32 n, const Index& index, const Body& body) const {
-    u64 next = 0;
-    for (u32 j = 0; j < n; ++j) {
-      const u32 i = index(j);
-      if (i < next) continue;
-      next = (u64)i + 1;
-      body(j, i);
+  // body(j, p) for each bit p that is set in the bytes, least significant bit first; j is its number among them. Returns
+  // how many are set.
+  template <class Body>
+  QCCL_MEMBER u32 each_set_bit(const u8* from, u32 nbytes, const Body& body) const {
+    u32 number = 0;
+    for (u32 at = 0; at < nbytes; at += 8) {
+      u64 word = 0;
+      if (nbytes - at >= 8) {
+        __builtin_memcpy(&word, from + at, 8);
+      } else {
+        for (u32 i = at; i < nbytes; ++i) word |= (u64)from[i] << 8 * (i - at);
+      }
+      for (; word; word &= word - 1) body(number++, 8 * at + (u32)__builtin_ctzll(word));
     }
+    return number;
   }
+
+  // Whether `mine` is true in one of the team's threads.
+  bool any(bool mine) const { return mine; }
 
  private:
   // Adds one tile of n terms to the lanes, four rows at a time to load and store the lanes less often.
@@ -221,57 +245,51 @@ class HostTeam {
     if constexpr (Half > 1) fold<Half / 2>(sums);
   }
 
-  static constexpr u32 kDigits = 1 << 11, kSample = 512;
   static constexpr i32 kStage = 256;
+  static constexpr u32 kCoarse = 14;  // lowest bits of a first bound that are zero
 
-  // emit(j, i) for the `count` indices found, which ascend, and for the lowest others, `keep` together.
-  template <class Emit>
-  QCCL_MEMBER static void with_zeros(const i32* found, u32 count, u32 keep, const Emit& emit) {
+  // The greatest number that at least `keep` of n keys reach, but with its `coarse` lowest bits zero. Keys up to a multiple
+  // of kLanes are overwritten.
+  QCCL_LOOP static i32 reached_by(i32* keys, u32 n, u32 keep, u32 coarse) {
+    for (u32 i = n; i % kLanes; ++i) keys[i] = -1;
+    i32 bound = 0;
+    for (i32 bit = 30; bit >= (i32)coarse; --bit) {
+      const i32xN below = all_lanes((bound | 1 << bit) - 1), minus_one = all_lanes(-1);
+      i32xN counts = all_lanes(0);
+      for (u32 i = 0; i < n; i += kLanes) {
+        counts = subtract_where(is_less(below, load_lanes<i32>(keys + i)), counts, minus_one);
+      }
+      if (sum_of_lanes(counts) >= keep) bound |= 1 << bit;
+    }
+    return bound;
+  }
+
+  QCCL_FN u32 sum_of_lanes(const i32xN& x) {
+    alignas(64) u32 lanes[kLanes];
+    store_lanes(x, lanes);
+    u32 sum = 0;
+    for (u32 i = 0; i < kLanes; ++i) sum += lanes[i];
+    return sum;
+  }
+
+  // Stores `keep` indices to `to`, in ascending order: the `count` indices found, which ascend, and the lowest others.
+  static const u32* with_zeros(const u32* found, u32 count, u32 keep, u32* to) {
+    if (count == keep) return found;
     u32 others = keep - count;
     for (u32 i = 0, c = 0, j = 0; j < keep;) {
-      if (c < count && (others == 0 || (u32)found[c] == i)) {
-        i = (u32)found[c++];
+      if (c < count && (others == 0 || found[c] == i)) {
+        i = found[c++];
       } else {
         --others;
       }
-      emit(j++, i++);
+      to[j++] = i++;
     }
-  }
-
-  // One step of a radix select: the digit at `shift`, `most` or less, of the last key that is kept; returned in place.
-  // `above` counts the keys with a greater digit. Keys for which belongs() is false are ignored.
-  template <class Key, class Belongs>
-  QCCL_MEMBER static i32 digit_of(u32 shift, u32 most, u32 n, u32 keep, u32& above, const Key& key, const Belongs& belongs) {
-    u32 counts[kDigits];
-    __builtin_memset(counts, 0, (most + 1) * sizeof counts[0]);
-    const u32 mask = shift == 20 ? kDigits - 1 : kDigits / 2 - 1;
-    for (i32 i = 0; i < (i32)n; ++i) {
-      const i32 k = key(i);
-      counts[(u32)k >> shift & mask] += belongs(k);
-    }
-    u32 digit = most;
-    while (above + counts[digit] < keep) above += counts[digit--];
-    return (i32)(digit << shift);
-  }
-
-  // A key that probably not many more than `keep` of n elements reach: of a sample, one whose rank is three standard
-  // deviations beyond the rank expected of the last key that is kept. 0 where a sample saves nothing.
-  template <class Key>
-  QCCL_MEMBER i32 sampled_bound(u32 n, u32 keep, const Key& key) const {
-    if (n < 8 * kSample || keep > n / 8) return 0;
-    const u32 expected = (u32)((u64)keep * kSample / n);
-    u32 spread = 1, above = 0;
-    while (spread * spread < 9 * expected) ++spread;
-    const i32 stride = (i32)(n / kSample);
-    const auto sampled = [&](i32 i) { return key(i * stride); };
-    const u32 top = (u32)greatest(kSample, sampled) >> 20, rank = expected + spread + 2;
-    const i32 digit = digit_of(20, top, kSample, rank, above, sampled, [](i32) { return true; });
-    return digit | digit_of(10, 1023, kSample, rank, above, sampled, [&](i32 k) { return k >> 20 == digit >> 20; });
+    return to;
   }
 
   // Stores the indices of the elements whose key is not below `least`, which is not negative; returns their number.
   template <class Key>
-  QCCL_MEMBER static u32 filter(u32 n, i32 least, const Key& key, i32* to) {
+  QCCL_MEMBER static u32 filter(u32 n, i32 least, const Key& key, u32* to) {
     u32 count = 0;
     i32 first = 0;
     alignas(64) i32 keys[kStage], below[kLanes];
@@ -280,12 +298,12 @@ class HostTeam {
       for (i32 j = 0; j < kStage; ++j) keys[j] = key(first + j);
       for (i32 j = 0; j < kStage; j += kLanes) {
         for (u32 bits = bits_of(is_less(load_lanes<i32>(below), load_lanes<i32>(keys + j))); bits; bits &= bits - 1) {
-          to[count++] = first + j + __builtin_ctz(bits);
+          to[count++] = (u32)(first + j + __builtin_ctz(bits));
         }
       }
     }
     for (; first < (i32)n; ++first) {
-      to[count] = first;
+      to[count] = (u32)first;
       count += key(first) >= least;
     }
     return count;

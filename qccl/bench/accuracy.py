@@ -51,12 +51,14 @@ def allreduce_bound(
     if size == 1:
         return _storing(values[0].astype(np.float64), np.zeros(values[0].shape), dtype)
     sent = [algorithm != "two_round" or rank != owner for rank in range(size)]
-    coded = [_coding(codec, v, dtype) if s else np.zeros(v.shape) for v, s in zip(values, sent, strict=True)]
+    first, second = codec.rounds
+    coded = [_coding(first, v, dtype) if s else np.zeros(v.shape) for v, s in zip(values, sent, strict=True)]
     exact, error = allreduce_exact(values, op), _combined(coded, _magnitude(values), op)
     if op == "avg":
         error = error / size + _TINY32
     if algorithm == "two_round":
-        error += _bound_near(codec, exact, error, dtype)
+        error += _between_rounds(codec, exact, error, dtype)
+        error += _bound_near(second, exact, error, dtype)
     return error + _storing(exact, error, dtype)
 
 
@@ -89,12 +91,13 @@ def hierarchical_bound(
         sums.append(exact)
         errors.append(error)
     if len(nodes) > 1:
-        errors = [e + _bound_near(codec, s, e, dtype) for s, e in zip(sums, errors, strict=True)]
+        errors = [e + _bound_near(codec.rounds[0], s, e, dtype) for s, e in zip(sums, errors, strict=True)]
     exact, error = allreduce_exact(values, op), _combined(errors, _magnitude(sums), total)
     if op == "avg":
         error = error / size + _rounding(1) * (np.abs(exact) + error) + _TINY32
     if algorithm == "two_round" and len(nodes) > 1:
-        error += _bound_near(codec, exact, error, dtype)
+        error += _between_rounds(codec, exact, error, dtype)
+        error += _bound_near(codec.rounds[1], exact, error, dtype)
     error += _storing(exact, error, dtype)
     if several:
         error += _bound_near(intra, exact, error, dtype)
@@ -138,6 +141,14 @@ def _coding(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.fl
     sent = to_float32(from_float32(x, dtype), dtype)
     bound: NDArray[np.float64] = codec.error_bound(sent if isinstance(codec, RandomK) else x) + np.abs(sent - x)
     return bound
+
+
+def _between_rounds(
+    codec: Codec, exact: NDArray[np.float64], error: NDArray[np.float64], dtype: DType
+) -> NDArray[np.float64]:
+    """The additional error of a sum that is stored before another codec encodes it."""
+    first, second = codec.rounds
+    return np.zeros(exact.shape) if first == second else _storing(exact, error, dtype)
 
 
 def _storing(exact: NDArray[np.float64], error: NDArray[np.float64], dtype: DType) -> NDArray[np.float64]:

@@ -108,7 +108,9 @@ class QuantizedCall:
         *,
         as_plan: bool = False,
     ) -> None:
-        self.case, self.codec, self._comm = case, codec.plain, comm
+        self.case, self._comm = case, comm
+        first, second = codec.plain.rounds
+        self.codec = {"reduce": first, "all_gather": second}.get(case.kind, codec.plain)
         self._as_plan, self._peers = as_plan, neighbours(comm.rank, comm.size)
         kind = KINDS[case.kind]
         self.identical = kind.identical

@@ -157,8 +157,13 @@ def cost_of(step: Step, spec: str, speed: Speed | None) -> Cost:
 def call_seconds(step: Step, spec: str, count: int, speed: Speed) -> float:
     """The time of one all-reduce of ``count`` float32 elements by qccl, with nothing beside it."""
     codec = codec_of(spec)
-    call = _two_rounds(step, codec, count, codec.encoded_nbytes(count, FLOAT32), speed.encode, speed.decode)
+    call = _two_rounds(step, codec, count, _encoded(codec, count), speed.encode, speed.decode)
     return step_seconds([Segment(0.0, [call]), Segment(0.0, waits=True)], _rank(step))
+
+
+def _encoded(codec: Codec, count: int) -> float:
+    """The encoded bytes of ``count`` elements, the mean of both rounds."""
+    return sum(each.encoded_nbytes(count, FLOAT32) for each in codec.rounds) / 2
 
 
 def sent_nbytes(encoded: float, ranks: int) -> float:
@@ -249,7 +254,7 @@ def _of_groups(step: Step, codec: Codec, speed: Speed) -> Iterator[_Reduction]:
     for is_encoded, group in _groups(step.profile.gradients):
         used, count = (codec if is_encoded else NoCodec()), sum(g.count for g in group)
         ready = max([ready, *(g.ready for g in group)])
-        encoded = sum(used.encoded_nbytes(g.count, FLOAT32) for g in group)
+        encoded = sum(_encoded(used, g.count) for g in group)
         encode, decode = (speed.encode, speed.decode) if is_encoded else (_ADD, _ADD)
         processor = count * (encode + (2 * step.ranks - 1) / step.ranks * decode)
         yield _Reduction(ready, _two_rounds(step, used, count, encoded, encode, decode), encoded, processor)

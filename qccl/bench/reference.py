@@ -39,13 +39,14 @@ def allreduce(
     if size == 1:
         return from_float32(values[0], dtype)
     is_two_round = algorithm == "two_round"
+    first, second = codec.rounds
     terms = (
-        v if is_two_round and rank == owner else _sent(codec, v, dtype, start, call, rank)
+        v if is_two_round and rank == owner else _sent(first, v, dtype, start, call, rank)
         for rank, v in enumerate(values)
     )
     total = _total(list(terms), op, np.float32(1 / size) if op == "avg" else None)
     if is_two_round:
-        total = _coded(codec, _as_kept(codec, total, dtype), start, call, 1, owner)
+        total = _coded(second, _as_summed(codec, total, dtype), start, call, 1, owner)
     return from_float32(total, dtype)
 
 
@@ -79,10 +80,11 @@ def hierarchical(
     total = sums[0]
     if len(nodes) > 1:
         place = shard % len(nodes) if algorithm == "two_round" else -1
-        coded = [_sent(codec, each, dtype, start, call, owners[i], 1) for i, each in enumerate(sums)]
+        first, second = codec.rounds
+        coded = [_sent(first, each, dtype, start, call, owners[i], 1) for i, each in enumerate(sums)]
         total = _total([sums[i] if i == place else each for i, each in enumerate(coded)], op, scale)
         if place >= 0:
-            total = _coded(codec, _as_kept(codec, total, dtype), start, call, 2, owners[place])
+            total = _coded(second, _as_summed(codec, total, dtype), start, call, 2, owners[place])
         total = to_float32(from_float32(total, dtype), dtype)
     if any(len(ranks) > 1 for ranks in nodes):
         total = _coded(intra, total, start, call, 3, owners[0])
@@ -118,14 +120,24 @@ def _coded(codec: Codec, x: NDArray[np.float32], index: int, call: int, round_: 
 def _sent(
     codec: Codec, x: NDArray[np.float32], dtype: DType, index: int, call: int, rank: int, round_: int = 0
 ) -> NDArray[np.float32]:
-    """``_coded``, for values that may not be exact in ``dtype``, to which TopK rounds them."""
+    """``_coded``, for values that may not be exact in ``dtype``, to which the exact values of TopK are rounded."""
     decoded = _coded(codec, _as_kept(codec, x, dtype), index, call, round_, rank)
-    return to_float32(from_float32(decoded, dtype), dtype) if isinstance(codec, TopK) else decoded
+    return (
+        to_float32(from_float32(decoded, dtype), dtype)
+        if isinstance(codec, TopK) and codec.values == "exact"
+        else decoded
+    )
 
 
 def _as_kept(codec: Codec, x: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
     """The values as ``codec`` sends them: NoCodec rounds to ``dtype``, and RandomK before its decoder scales them."""
     return to_float32(from_float32(x, dtype), dtype) if isinstance(codec, NoCodec | RandomK) else x
+
+
+def _as_summed(codec: Codec, total: NDArray[np.float32], dtype: DType) -> NDArray[np.float32]:
+    """The sum as the second round encodes it; with a codec for each round it was stored as ``dtype`` before."""
+    first, second = codec.rounds
+    return to_float32(from_float32(total, dtype), dtype) if first != second else _as_kept(second, total, dtype)
 
 
 def _total(terms: Values, op: str, scale: np.float32 | None) -> NDArray[np.float32]:

@@ -16,13 +16,14 @@ from qccl.codecs.minmax import MinMax
 from qccl.codecs.none import NoCodec
 from qccl.codecs.onebit import OneBit
 from qccl.codecs.python import PythonCodec
+from qccl.codecs.rounds import TwoRounds
 from qccl.codecs.sparse import RandomK, TopK
 from qccl.codecs.trellis import Trellis
 from qccl.errors import CodecError
 
 __all__ = ["CODECS", "DECORATORS", "BucketCodec", "Cast", "Codec", "Dithering", "ErrorFeedback", "MinMax"]
-__all__ += ["Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "examples", "get"]
-__all__ += ["identity"]
+__all__ += ["Momentum", "NoCodec", "OneBit", "PythonCodec", "RandomK", "TopK", "Trellis", "TwoRounds"]
+__all__ += ["examples", "get", "identity"]
 
 #: every codec by its name in a specification
 CODECS: Mapping[str, type[Codec]] = {
@@ -50,30 +51,52 @@ def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] 
     """The codec that ``spec`` names.
 
     A string is ``name[bits][:key=value,...]``; "+ef" and "+nesterov:mu=0.9" behind it add error feedback and
-    momentum. A dict has the name under "compressor" and the same keys, each with or without the prefix ``byteps_``;
-    its values may be strings. ``kinds`` are the codecs by name (None: CODECS); nothing is imported. Raises CodecError
-    with the wrong key or value, the allowed ones, and the nearest.
+    momentum. "/" separates the codecs of the two rounds (TwoRounds); the second may be options that differ from those
+    of the first, as in "topk:k=64,values=exp4/k=256+ef". A dict has the name under "compressor" and the same keys, each
+    with or without the prefix ``byteps_``; its values may be strings. ``kinds`` are the codecs by name (None: CODECS);
+    nothing is imported. Raises CodecError with the wrong key or value, the allowed ones, and the nearest.
     """
     if isinstance(spec, Codec):
         return spec
     decorators: list[tuple[str, dict[str, Any]]]
+    kinds = CODECS if kinds is None else kinds
     if isinstance(spec, str):
-        (name, options), *decorators = (_parse_text(part, spec) for part in _PLUS.split(spec))
+        codecs, *parts = _PLUS.split(spec)
+        codec = _parse_rounds(codecs, spec, kinds)
+        decorators = [_parse_text(part, spec) for part in parts]
     elif isinstance(spec, Mapping):
         name, options = _parse_mapping(spec)
         decorators = _take_decorators(options, spec)
+        codec = _make(name, options, spec, kinds)
     else:
         raise CodecError(f"a codec is a string, a dict or a Codec, not {type(spec).__name__}; for example 'minmax8'")
-    codec = _make(name, options, spec, CODECS if kinds is None else kinds)
     for name, options in decorators:
         codec = _decorated(codec, name, options, spec)
     return codec
 
 
 def identity(codec: Codec) -> str:
-    """A codec's identity, which ranks compare: its specification, and its class if it is not in CODECS."""
-    kind = type(codec.plain)
-    return codec.spec() if CODECS.get(kind.name) is kind else f"{codec.spec()} ({kind.__module__}.{kind.__qualname__})"
+    """A codec's identity, which ranks compare: its specification, and the classes that are not in CODECS."""
+    kinds = dict.fromkeys(type(each.plain) for each in codec.rounds)
+    foreign = [f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if CODECS.get(kind.name) is not kind]
+    return f"{codec.spec()} ({', '.join(foreign)})" if foreign else codec.spec()
+
+
+def _parse_rounds(text: str, spec: str, kinds: Mapping[str, type[Codec]]) -> Codec:
+    """The codec of one specification, or of two with "/" between them."""
+    first, *more = text.split("/")
+    name, options = _parse_text(first, spec)
+    codec = _make(name, options, spec, kinds)
+    if not more:
+        return codec
+    if len(more) > 1:
+        raise CodecError(f"codec {spec!r} has {text.count('/')} times '/'; an all-reduce has two rounds: write A/B")
+    (second,) = more
+    if "=" in second.partition(":")[0]:
+        _, changed = _parse_text(f"{codec.name}:{second}", spec)
+        same = {field.name: getattr(codec, field.name) for field in dataclasses.fields(codec)}  # type: ignore[arg-type]
+        return TwoRounds(codec, _make(codec.name, same | changed, spec, kinds))
+    return TwoRounds(codec, _make(*_parse_text(second, spec), spec, kinds))
 
 
 def _parse_text(text: str, spec: str) -> tuple[str, dict[str, Any]]:

@@ -59,6 +59,7 @@ class Kernel:
         seed, options: as in ``BucketOptions``.
         draws: encoding takes random numbers, so it depends on the number of the call.
         tile: the codec's own device code, for buckets of any size unless it is None.
+        scratch: words of memory that an encoder's team has for a bucket on a GPU.
         copies: the wire is the values, so a copy encodes and decodes them.
     """
 
@@ -68,6 +69,7 @@ class Kernel:
     options: tuple[int, ...] = ()
     draws: bool = False
     tile: Tile | None = None
+    scratch: int = 0
     copies: bool = False
 
 
@@ -101,6 +103,11 @@ class Codec(ABC):
     def plain(self) -> Codec:
         """The codec without decorators."""
         return self
+
+    @property
+    def rounds(self) -> tuple[Codec, Codec]:
+        """What encodes the ranks' own values, and what encodes the sums in the second round of a collective."""
+        return self, self
 
     @property
     def state_names(self) -> tuple[str, ...]:

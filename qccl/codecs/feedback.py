@@ -6,7 +6,7 @@ exchange take it, and store its state by a key; ``docs/algorithms.md`` describes
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl.codecs.base import Codec, Kernel
@@ -38,6 +38,12 @@ class Decorator(Codec):
     def plain(self) -> Codec:
         """The codec inside, without any decorator."""
         return self.codec.plain
+
+    @property
+    def rounds(self) -> tuple[Codec, Codec]:
+        """Those of the codec inside, decorated."""
+        first, second = self.codec.rounds
+        return replace(self, codec=first), replace(self, codec=second)
 
     @property
     def granule(self) -> int:
@@ -121,6 +127,12 @@ class Momentum(Decorator):
         keep(self, "mu", float(mu))
         if "momentum" in self.codec.state_names:
             raise CodecError(f"{self.codec.spec()}+nesterov is not possible: the codec has momentum already")
+
+    @property
+    def rounds(self) -> tuple[Codec, Codec]:
+        """Those of the codec inside; the momentum is that of a rank's own values, which the first one encodes."""
+        first, second = self.codec.rounds
+        return (self, self) if first == second else (replace(self, codec=first), second)
 
     @property
     def state_names(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from qccl.codecs.base import BucketCodec, Kernel
-from qccl.codecs.checks import check_bucket, check_flag, check_seed, keep
+from qccl.codecs.checks import check_bucket, check_choice, check_flag, check_seed, keep
 from qccl.dtypes import DType
 from qccl.errors import CodecError
 from qccl.scalars import as_real
@@ -19,9 +19,18 @@ from qccl.scalars import as_real
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["RandomK", "TopK"]
+__all__ = ["RandomK", "TopK", "index_nbytes"]
 
 _GREATEST = 3.4028e38
+_SUBNORMAL = 2.0**-149
+#: forms of TopK's values, in the order of their numbers in kernels/codecs/topk/codec.h
+_FORMS = ("exact", "float16", "exp4")
+
+
+def index_nbytes(kept: int, count: int) -> int:
+    """Bytes of ``kept`` indices below ``count`` (``kernels/codecs/elias_fano.h``)."""
+    low_bits = (count // kept).bit_length() - 1
+    return -(-kept * low_bits // 8) + -(-(kept + (count - 1 >> low_bits)) // 8)
 
 
 class _Sparse(BucketCodec):
@@ -65,41 +74,76 @@ class _Sparse(BucketCodec):
 class TopK(_Sparse):
     """The values of greatest magnitude, with their indices; of equal ones those of lower index.
 
+    An index takes about ``2 + log2(block / k)`` bits (Elias-Fano coding).
+
     Attributes:
         k: elements to keep of each block: a fraction if less than 1, otherwise a count.
-        block: elements, a multiple of 8 up to 2**24. Indices take 1 byte up to 256, 2 up to 65536, otherwise 4.
+        block: elements, a multiple of 8 up to 2**24.
+        values: "exact": in the call's element type. "float16": 16-bit floats, scaled by a power of two for each block,
+            so that no value overflows. "exp4": 4 bits, the sign and the nearest of the block's greatest magnitude times
+            1, 1/2, ..., 1/64; values below 3/4 of the last become 0.
 
     Raises CodecError for other values.
+
+    Sources: SparseLoCo (arXiv 2508.15706); quasi-succinct indices (Vigna 2013, arXiv 1206.4300).
     """
 
     k: float
     block: int = 16384
+    values: str = "exact"
 
     name: ClassVar[str] = "topk"
-    examples: ClassVar = ("topk:k=0.01",)
+    examples: ClassVar = ("topk:k=0.01", "topk:k=64,block=4096,values=exp4")
 
     def __post_init__(self) -> None:
         self._check()
+        check_choice(self, "values", _FORMS)
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
-        index_nbytes = 1 if self.block <= 1 << 8 else 2 if self.block <= 1 << 16 else 4
-        return self.kept(count) * dtype.itemsize, self.kept(count) * index_nbytes
+        kept = self.kept(count)
+        values = {"exact": kept * dtype.itemsize, "float16": 4 + 2 * kept, "exp4": 4 + -(-kept // 2)}
+        return index_nbytes(kept, count) + values[self.values], 0
 
     def kernel(self) -> Kernel:
         """The C++ type in ``kernels/codecs/topk/``, and its arguments."""
-        return Kernel("TopK", bucket=self.block, options=self._options)
+        options = (*self._options, _FORMS.index(self.values))
+        return Kernel("TopK", bucket=self.block, options=options, scratch=self._most)
 
     def error_bound(self, x: np.ndarray) -> np.ndarray:
-        """0 for elements that are kept (in their own type), the value itself for the others."""
+        """The value itself for elements that are not kept; for the others the error of their form.
+
+        "exact" has none (in the call's type). "float16" rounds to 11 significant bits, or among its subnormals to
+        ``2**-24`` of the scaled values, which are multiplied by ``2**14`` over the power of two of the greatest
+        magnitude. With "exp4" no power of two is nearer than the one chosen, but for a rounding of the ratio by which
+        it is chosen, and values below 3/4 of the least one become 0.
+        """
         import numpy as np
 
         flat = np.abs(np.asarray(x, dtype=np.float64).reshape(-1))
         bound = flat.copy()
         for start in range(0, flat.size, self.block):
             part = flat[start : start + self.block]
-            order = np.argsort(-part, kind="stable")
-            bound[start + order[: self.kept(part.size)]] = 0.0
+            kept = np.argsort(-part, kind="stable")[: self.kept(part.size)]
+            bound[start + kept] = _form_error(self.values, part[kept])
         return bound.reshape(np.shape(x))
+
+
+def _form_error(form: str, size: np.ndarray) -> np.ndarray:
+    """The error bound of the kept magnitudes of a block in one of ``_FORMS``."""
+    import numpy as np
+
+    greatest = float(size.max())
+    bound = np.zeros(size.shape)
+    if greatest == 0 or form == "exact":
+        return bound
+    if form == "float16":
+        scale = 2.0 ** min(14 - (int(np.frexp(greatest)[1]) - 1), 127)
+        np.maximum(size * 2.0**-11, 2.0**-25 / scale, out=bound)
+    else:
+        levels = greatest * 2.0 ** -np.arange(7)
+        nearest = np.abs(size[:, None] - levels).min(axis=1) + greatest * 2.0**-20
+        bound = np.where(size < 0.75 * levels[-1] * (1 + 2.0**-20), size, nearest)
+    return bound + _SUBNORMAL
 
 
 @dataclass(frozen=True)

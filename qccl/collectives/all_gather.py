@@ -53,7 +53,8 @@ def all_gather(group: Group, buffers: CallerBuffers, codec: Codec, *, chunking: 
     A rank keeps the decoded values of its own part, as the others get them: all hold the same bits. Each rank sends
     size - 1 times its encoded part in one hop.
     """
-    encoding = Encoding(partition_as_given(buffers.counts, codec, chunking), codec, buffers.dtype, chunking.depth)
+    parts = partition_as_given(buffers.counts, codec, chunking)
+    encoding = Encoding(parts, codec, buffers.dtype, chunking.depth, sums=True)
     if group.size == 1:
         return assemble("all_gather", group, buffers, alone(buffers, codec))
     gather = AllGather(group, encoding)

@@ -13,7 +13,7 @@ from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.partitions import HOP_NBYTES, partition_together
-from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline
+from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, pipeline, reduce_and_encode
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
@@ -53,13 +53,14 @@ class AllReduceSpec(CollectiveSpec):
 def choose_allreduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     """The algorithm that "auto" stands for: "one_shot" if its extra bytes cost less than a second round.
 
-    Of a vector encoded in E bytes, one_shot sends (size-1) E in one round and two_round 2 (size-1)/size E in two. The
-    difference is (size-1)(size-2)/size E. With two ranks both send E, and one_shot costs computation only.
+    Of a vector encoded in E bytes, and its sum in F, one_shot sends (size-1) E in one round and two_round
+    (size-1)/size (E + F) in two. The difference is (size-1)/size ((size-1) E - F). With two ranks and E = F it is 0,
+    and one_shot costs computation only.
     """
-    nbytes = codec.encoded_nbytes(count, dtype)
+    nbytes, of_sum = (each.encoded_nbytes(count, dtype) for each in codec.rounds)
     if size <= 2:
         return "one_shot" if nbytes <= _TWO_RANKS_NBYTES else "two_round"
-    extra = (size - 1) * (size - 2) * nbytes
+    extra = (size - 1) * ((size - 1) * nbytes - of_sum)
     return "one_shot" if extra <= size * HOP_NBYTES else "two_round"
 
 
@@ -77,10 +78,10 @@ def two_round(
         return assemble("two_round", group, buffers, alone(buffers, codec, combine))
     encoding = _encoding(buffers, group.size, codec, chunking)
     scatter = ScatterReduce(group, encoding, buffers.source)
-    gather = AllGather(group, encoding, round_number=1)
+    gather = AllGather(group, encoding.of_sums(codec), round_number=1)
 
     def reduce(k: int) -> Iterator[Op]:
-        return scatter.reduce(k, combine, gather.wire(k), buffers.target)
+        return reduce_and_encode(scatter, gather, k, combine, buffers.target)
 
     lag, decode = encoding.lag, partial(gather.decode, target=buffers.target)
     stages = ((0, scatter.send), (lag, reduce), (lag, gather.exchange), (lag + lag, decode))

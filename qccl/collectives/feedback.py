@@ -7,7 +7,7 @@ its own values outside its shard and the sums inside it, so one vector holds the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from qccl.codecs.base import Codec
@@ -44,7 +44,8 @@ def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
     """
     if not any(op.codec.state_names for op in schedule.ops if not isinstance(op, Exchange | Commit)):
         return schedule
-    ops = tuple(_with_state(op, schedule.buffers) for op in schedule.ops)
+    sums = {op.out for op in schedule.ops if isinstance(op, Reduce) and op.srcs and "residual" in op.codec.state_names}
+    ops = tuple(_with_state(op, schedule.buffers, sums) for op in schedule.ops)
     used = [each for kind in ("residual", "momentum") for each in _used(ops, kind)]
     if not used:
         return replace(schedule, ops=ops)
@@ -64,7 +65,8 @@ def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
 
     They are those of the sums that it owns, or stay zero because it does not encode these elements.
     """
-    own = [span for span, _ in _used((op for op in schedule.ops if isinstance(op, Reduce) and not op.srcs), "residual")]
+    states = (op for op in schedule.ops if isinstance(op, Reduce) and op.state and not op.state.sums)
+    own = [span for span, _ in _used(states, "residual")]
     parts = []
     for name in residuals_of(schedule):
         here, size = 0, schedule.buffers[name].size
@@ -81,14 +83,16 @@ def residuals_of(schedule: Schedule) -> list[str]:
     return [name for name in schedule.buffers if name in used]
 
 
-def _with_state(op: Op, buffers: Mapping[str, Buffer]) -> Op:
-    """The operation with the plain codec, and with its part of the state if it reads own values."""
+def _with_state(op: Op, buffers: Mapping[str, Buffer], sums: Collection[Span | None]) -> Op:
+    """The operation with the plain codec, and with its part of the state if it reads own values, or ``sums``."""
     match op:
         case Encode(codec, src, wire, index, round_) if codec.state_names:
             state = _state(src, buffers[src.buffer], codec, encodes=True)
             return Reduce(codec.plain, (), src, 0, wire, None, index=index, round=round_, state=state)
         case Reduce(codec=codec, own=own, wire=wire) if codec.state_names:
             state = None if own is None else _state(own, buffers[own.buffer], codec, encodes=wire is not None)
+            if state is not None and (op.srcs or own in sums):
+                state = replace(state, sums=True)
             return replace(op, codec=codec.plain, state=state)
         case Decode(codec=codec) if codec.state_names:
             return replace(op, codec=codec.plain)
@@ -99,7 +103,7 @@ def _state(values: Span, buffer: Buffer, codec: Codec, *, encodes: bool) -> Stat
     """The state of an operation on own values in a buffer; only one that encodes has a residual."""
     names = {kind: buffer_name(kind, buffer.index) for kind in codec.state_names if encodes or kind != "residual"}
     found = {kind: _state_buffer(Span(name, values.start, values.stop)) for kind, name in names.items()}
-    return State(**found, mu=momentum_of(codec)) if found else None
+    return State(found.get("residual"), found.get("momentum"), momentum_of(codec)) if found else None
 
 
 def _state_buffer(old: Span) -> StateBuffer:

@@ -16,7 +16,16 @@ from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.collectives.native import NativeAllGather, NativeScatterReduce
 from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
 from qccl.collectives.partitions import Coarsened, EvenParts, Subset, partition_for_all
-from qccl.collectives.rounds import AllGather, ScatterReduce, alone, assemble, decode_chunk, encode_chunk, pipeline
+from qccl.collectives.rounds import (
+    AllGather,
+    ScatterReduce,
+    alone,
+    assemble,
+    decode_chunk,
+    encode_chunk,
+    pipeline,
+    reduce_and_encode,
+)
 from qccl.collectives.spec import CollectiveSpec, common
 from qccl.collectives.wire import Encoding
 from qccl.dtypes import DType
@@ -193,6 +202,8 @@ def intra_of(intra: CodecLike, dtype: DType) -> Codec:
             f"intra={found.spec()} keeps its {' and '.join(found.state_names)} from call to call, which codecs inside "
             f"nodes cannot; use intra={found.plain.spec()}, and +ef or +nesterov in codec="
         )
+    if found.rounds != (found, found):
+        raise ArgumentError(f"intra={found.spec()} is not possible: nodes have one codec; use {found.rounds[0].spec()}")
     if found.kernel().draws:
         raise ArgumentError(
             f"intra={found.spec()} draws random numbers, so the ranks of different nodes would get different bits; use "
@@ -335,11 +346,11 @@ class _Stages:
     def _two_round(self, behind: int) -> list[tuple[int, _Stage]]:
         owners, shards = self._among_owners(len(self._owners))
         scatter = ScatterReduce(owners, shards, self._between, name="inter", round_number=1)
-        gather = AllGather(owners, shards, name="inter.sum", round_number=2)
+        gather = AllGather(owners, shards.of_sums(self._codec), name="inter.sum", round_number=2)
         self._wires |= scatter.buffers() | gather.buffers()
 
         def reduce(k: int) -> Iterator[Op]:
-            return scatter.reduce(k, self._combine, gather.wire(k), self._target)
+            return reduce_and_encode(scatter, gather, k, self._combine, self._target)
 
         decode_others = partial(gather.decode, target=self._target)
         return [(0, scatter.send), (behind, reduce), (behind, gather.exchange), (2 * behind, decode_others)]

@@ -58,7 +58,7 @@ def choose_reduce(count: int, size: int, dtype: DType, codec: Codec) -> str:
     These are (size-1) E in one_shot, and 2 (size-1)/size E in two_round, which takes one more hop. With two ranks
     one_shot is never worse.
     """
-    return "one_shot" if size <= 2 else choose_allreduce(count, size, dtype, codec)
+    return "one_shot" if size <= 2 else choose_allreduce(count, size, dtype, codec.rounds[0])
 
 
 def reduce_one_shot(
@@ -97,7 +97,8 @@ def reduce_two_round(
 ) -> Schedule:
     """Scatter-reduce, after which every rank sends its shard of the sum to the root.
 
-    Each rank sends one encoded vector in all, and the root receives 2 (size-1)/size of one. An element is quantised
+    The first codec of a pair encodes both rounds: owners have no memory for a sum that is not encoded. Each rank sends
+    one encoded vector in all, and the root receives 2 (size-1)/size of one. An element is quantised
     twice, but in the root's shard once.
     """
     check_root(root, group.size)

@@ -17,7 +17,7 @@ from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 
 __all__ = ["AllGather", "Round", "ScatterReduce", "alone", "assemble", "copy_values", "decode_chunk", "encode_chunk"]
-__all__ += ["pipeline"]
+__all__ += ["pipeline", "reduce_and_encode"]
 
 
 class Round:
@@ -57,6 +57,11 @@ class ScatterReduce(Round):
         self._in_order = tuple(other for other in group.ranks if other != group.rank)
         self._send = encoding.slots(f"{name}.send", len(self._owners))
         self._recv = encoding.slots(f"{name}.recv", len(self._senders))
+
+    @property
+    def codec(self) -> Codec:
+        """What encodes the values."""
+        return self._encoding.codec
 
     def send(self, k: int) -> Iterator[Op]:
         """Encode chunk ``k`` of every owner's part and exchange."""
@@ -116,6 +121,11 @@ class AllGather(Round):
         self._send = encoding.slots(f"{name}.send", 1 if self._receivers else 0)
         self._recv = encoding.slots(f"{name}.recv", len(self._owners))
 
+    @property
+    def codec(self) -> Codec:
+        """What encodes the sums."""
+        return self._encoding.codec
+
     def wire(self, k: int) -> Span:
         """The slot of the own wire of chunk ``k``, from which it is sent."""
         return self._send.span(k, 0, self._encoding.nbytes(self._part_of[self._rank], k))
@@ -154,6 +164,20 @@ class AllGather(Round):
             owner: self._recv.span(k, i, self._encoding.nbytes(self._part_of[owner], k))
             for i, owner in enumerate(self._owners)
         }
+
+
+def reduce_and_encode(
+    scatter: ScatterReduce, gather: AllGather, k: int, combine: Combine, target: Arrays
+) -> Iterator[Op]:
+    """Reduce chunk ``k`` of the own part into ``target`` and into the wire that ``gather`` sends.
+
+    If the rounds have different codecs, the sum is stored in the element type before it is encoded.
+    """
+    if scatter.codec == gather.codec:
+        yield from scatter.reduce(k, combine, gather.wire(k), target)
+    else:
+        yield from scatter.reduce(k, combine, None, target)
+        yield from gather.encode(k, target, target)
 
 
 def encode_chunk(

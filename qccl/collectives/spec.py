@@ -64,7 +64,7 @@ class CollectiveSpec(ABC):
 
     def __post_init__(self) -> None:
         codec, op = self.codec, getattr(self, "op", "sum")
-        if codec.plain.sparse and op in ("min", "max"):
+        if any(each.plain.sparse for each in codec.rounds) and op in ("min", "max"):
             raise ArgumentError(
                 f"op {op!r} is not possible with {codec.spec()}, which sends only some of the elements; use sum or avg"
             )

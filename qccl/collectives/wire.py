@@ -46,10 +46,15 @@ class Encoding:
         depth: wire slots per peer, and so the chunks that may be on the wire at the same time.
     """
 
-    def __init__(self, partition: Partition, codec: Codec, dtype: DType, depth: int) -> None:
-        self.partition, self.codec, self.dtype, self.depth = partition, codec, dtype, depth
+    def __init__(self, partition: Partition, codec: Codec, dtype: DType, depth: int, *, sums: bool = False) -> None:
+        """``sums``: by the codec of the second round, which encodes sums."""
+        self.partition, self.codec, self.dtype, self.depth = partition, codec.rounds[sums], dtype, depth
         self._sizes: dict[int, int] = {}
         self._chunks: dict[tuple[int, int], list[tuple[Segment, int, int]]] = {}
+
+    def of_sums(self, codec: Codec) -> Encoding:
+        """The same chunks in the second round of ``codec``."""
+        return Encoding(self.partition, codec, self.dtype, self.depth, sums=True)
 
     @property
     def lag(self) -> int:

@@ -75,7 +75,7 @@ STATE_JOB = _record(
 )
 BLOCK_OF_JOB = _record(("job number", "<u4"))
 PARAMETERS = _record(
-    *(("seed bucket scratch", "<u8"), ("units_per_bucket", "<u4"), ("options", ("<u4", 6)), ("unused", "<u4")),
+    *(("seed bucket scratch", "<u8"), ("units_per_bucket", "<u4"), ("options", ("<u4", 6)), ("scratch_words", "<u4")),
     ("blocks", "<u8"),
 )
 
@@ -208,7 +208,7 @@ def _encode(ops: Sequence[Encode], rank: int, dtype: DType, locate: Locate) -> L
     tile = kernel.tile
     if tile is None or tile.encoder is None:
         names: tuple[str, ...] = (f"qccl::bucket_encode<{_types(kernel.type, dtype)}>",)
-        return _launch(names, jobs, kernel, _whole_buckets(kernel), draws=kernel.draws)
+        return _launch(names, jobs, kernel, _whole_buckets(kernel), draws=kernel.draws, scratch=4 * kernel.scratch)
     tiling = _tiling(tile, kernel.bucket, dtype, [len(op.src) for op in ops], encodes=True)
     names = _passes("encode", tile.encoder, dtype, tiling)
     return _launch(names, jobs, kernel, tiling, draws=kernel.draws)
@@ -263,9 +263,8 @@ def _reduce(ops: Sequence[Reduce], rank: int, dtype: DType, locate: Locate) -> L
     tile = kernel.tile
     if tile is None or tile.encoder is None:
         names: tuple[str, ...] = (f"qccl::bucket_reduce<{_types(kernel.type, dtype)}{variant}>",)
-        return _launch(
-            names, jobs, kernel, _whole_buckets(kernel), sources=sources, draws=draws, scratch=4 * kernel.bucket
-        )
+        scratch = 4 * (kernel.bucket + kernel.scratch)
+        return _launch(names, jobs, kernel, _whole_buckets(kernel), sources=sources, draws=draws, scratch=scratch)
     tiling = _tiling(tile, kernel.bucket, dtype, [_count(op) for op in ops], encodes=first.wire is not None)
     names = _passes("reduce", tile.encoder, dtype, tiling, variant)
     return _launch(names, jobs, kernel, tiling, sources=sources, draws=draws)
@@ -287,7 +286,7 @@ def _reduce_with_state(
     draws = (ops[0].wire is not None and kernel.draws) or codec.decoder_draws
     if tile is None or tile.encoder is None:
         names: tuple[str, ...] = (f"qccl::bucket_reduce_with_state<{_types(kernel.type, dtype)}>",)
-        tiling, scratch = _whole_buckets(kernel), 4 * kernel.bucket
+        tiling, scratch = _whole_buckets(kernel), 4 * (kernel.bucket + kernel.scratch)
     else:
         counts = [_count(op) for op in ops]
         # momentum and residual take registers, too
@@ -355,7 +354,7 @@ def _launch(
     parameters = np.zeros((), PARAMETERS)
     parameters["seed"] = kernel.seed
     parameters["bucket"], parameters["units_per_bucket"] = tiling.bucket, tiling.units_per_bucket
-    parameters["options"][: len(kernel.options)] = kernel.options
+    parameters["options"][: len(kernel.options)], parameters["scratch_words"] = kernel.options, kernel.scratch
     blocks = _blocks(jobs["units"], THREADS // tiling.shape.lanes)
     table = np.zeros(0, BUFFER_REF) if sources is None else sources
     return Launch(names, jobs, parameters, blocks, table, scratch_nbytes, ranges, draws)

@@ -13,7 +13,7 @@ from schedule_cases import changed, chunks_of, places
 from qccl.analysis import postconditions as expect
 from qccl.analysis.verify import VerificationError, verify
 from qccl.chunks import ChunkPolicy
-from qccl.codecs import MinMax, NoCodec
+from qccl.codecs import MinMax, NoCodec, TwoRounds
 from qccl.collectives.all_gather import all_gather
 from qccl.collectives.all_to_all import all_to_all
 from qccl.collectives.broadcast import broadcast
@@ -50,8 +50,9 @@ def random_options(draw: random.Random) -> dict[str, object]:
 
 
 def random_kind(draw: random.Random) -> tuple[object, object]:
-    codec = draw.choice([MinMax(draw.randint(1, 8), draw.choice([8, 16, "shard"])), NoCodec()])
-    return draw.choice(DTYPES), codec
+    codec = MinMax(draw.randint(1, 8), draw.choice([8, 16, "shard"]))
+    pair = TwoRounds(codec, draw.choice([NoCodec(), MinMax(draw.randint(1, 8), 24)]))
+    return draw.choice(DTYPES), draw.choice([codec, pair, NoCodec()])
 
 
 def counts_of(draw: random.Random, size: int) -> list[int]:

@@ -226,7 +226,9 @@ def test_right_results_of_the_other_collectives_are_not_wrong(
 FAMILIES = (
     *("none", "cast:dtype=float8_e5m2,bucket=64", "dithering:k=5,norm=l2,bucket=64,seed=2", "trellis3"),
     *("onebit:reconstruct=midpoint,bucket=64", "topk:k=0.2,block=64", "randomk:k=0.2,block=64,scale=true,seed=4"),
+    "topk:k=5,block=64,values=float16",
 )
+PAIRS = ("topk:k=4,block=64,values=exp4/k=24", "minmax2:bucket=64/minmax5:bucket=24")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -237,7 +239,7 @@ def test_right_results_of_every_codec_are_not_wrong(kind: str) -> None:
         comm.barrier()
         return [
             measured(comm, codec, Case(3000, dtype, "sum", kind, root), algorithm, Counts(1, 0, 1), every.get(kind, {}))
-            for i, codec in enumerate(FAMILIES)
+            for i, codec in enumerate(FAMILIES + PAIRS)
             for dtype in (dtypes.DTYPES[i % 3], dtypes.DTYPES[(i + 1) % 3])
             for algorithm in KINDS[kind].algorithms or ("auto",)
         ]
@@ -279,7 +281,7 @@ def test_right_results_of_codecs_with_state_are_not_wrong(
         case = Case(3000, dtype, "sum", kind)
         return [
             measured(comm, f"{codec}+ef+nesterov:mu=0.5", case, algorithm, Counts(1, 0, 1), parameters, as_plan=as_plan)
-            for codec in ("minmax4:bucket=64", "topk:k=0.2,block=64", "none")
+            for codec in ("minmax4:bucket=64", "topk:k=0.2,block=64", "none", PAIRS[0])
             for algorithm in KINDS[kind].algorithms or ("auto",)
             for as_plan in (False, True)
         ]

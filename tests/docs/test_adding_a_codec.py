@@ -122,23 +122,28 @@ def insert(file: Path, before: str, text: str) -> None:
     file.write_text(old.replace(before, text + before))
 
 
-def add_header(kernels: Path) -> None:
-    (kernels / "codecs/ternary").mkdir()
-    (kernels / "codecs/ternary/codec.h").write_text(blocks("cpp")[0])
+def add_header(kernels: Path, name: str = "ternary", number: int = 0) -> None:
+    (kernels / f"codecs/{name}").mkdir()
+    (kernels / f"codecs/{name}/codec.h").write_text(blocks("cpp")[number])
 
 
-def follow(root: Path) -> None:
-    """Do what the page says."""
-    dataclass, oracle_text, row, *_ = blocks("python")
-    options, section = blocks("markdown")
-    add_header(root / "kernels")
-    insert(root / "kernels/codecs.h", '#include "codecs/topk/codec.h"', '#include "codecs/ternary/codec.h"\n')
-    insert(root / "kernels/codecs.h", " each(Trellis)", " each(Ternary)")
-    (root / "qccl/codecs/ternary.py").write_text(dataclass)
-    insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", "from qccl.codecs.ternary import Ternary\n")
-    insert(root / "qccl/codecs/__init__.py", ", Trellis)\n", ", Ternary")
-    (root / "tests/support/oracle_ternary.py").write_text(oracle_text)
-    insert(root / "tests/support/codec_table.py", "from oracle_trellis", "from oracle_ternary import Ternary\n")
+#: the names of the examples, each with three blocks of Python, two of Markdown and a header
+EXAMPLES = ("ternary", "signs")
+
+
+def follow(root: Path, number: int) -> None:
+    """Do what the page says for one of the examples."""
+    name, kind = EXAMPLES[number], EXAMPLES[number].title()
+    dataclass, oracle_text, row = blocks("python")[3 * number : 3 * number + 3]
+    options, section = blocks("markdown")[2 * number : 2 * number + 2]
+    add_header(root / "kernels", name, number)
+    insert(root / "kernels/codecs.h", '#include "codecs/topk/codec.h"', f'#include "codecs/{name}/codec.h"\n')
+    insert(root / "kernels/codecs.h", " each(Trellis)", f" each({kind})")
+    (root / f"qccl/codecs/{name}.py").write_text(dataclass)
+    insert(root / "qccl/codecs/__init__.py", "from qccl.codecs.trellis", f"from qccl.codecs.{name} import {kind}\n")
+    insert(root / "qccl/codecs/__init__.py", ", Trellis)\n", f", {kind}")
+    (root / f"tests/support/oracle_{name}.py").write_text(oracle_text)
+    insert(root / "tests/support/codec_table.py", "from oracle_trellis", f"from oracle_{name} import {kind}\n")
     insert(root / "tests/support/codec_table.py", '    "trellis": [', row)
     insert(root / "docs/wire-format.md", "| `trellis` | `bits` |", options)
     insert(root / "docs/wire-format.md", "## `trellis`, 1 to 8 bits", section + "\n")
@@ -158,7 +163,7 @@ def library_files(root: Path) -> dict[str, bytes]:
 def test_a_codec_touches_the_four_places_that_the_page_lists(tmp_path: Path) -> None:
     root = copy_of_the_repository(tmp_path / "qccl")
     before = library_files(root)
-    follow(root)
+    follow(root, 0)
     touched = {path for path, content in library_files(root).items() if before.get(path) != content}
     listed = re.findall(r"^\| `((?:kernels|qccl)/\S+)` \|", PAGE.read_text(), re.MULTILINE)
     assert len(listed) == len(touched) == 4
@@ -185,7 +190,7 @@ sys.meta_path = [finder for finder in sys.meta_path if "editable" not in type(fi
 sys.path[:0] = [".", "tests/support"]
 sys.argv = sys.argv[1:]
 import qccl
-assert qccl.codecs.get("ternary")
+assert qccl.codecs.get("ternary") and qccl.codecs.get("signs")
 if sys.argv[0].endswith(".py"):
     runpy.run_path(sys.argv[0], run_name="__main__")
 else:
@@ -195,15 +200,16 @@ else:
 
 @pytest.mark.slow
 def test_the_page_is_followed_in_a_copy(tmp_path: Path) -> None:
-    """The example passes the very tests that the page names."""
+    """The examples pass the very tests that the page names."""
     root = copy_of_the_repository(tmp_path / "qccl")
-    follow(root)
+    for number in range(len(EXAMPLES)):
+        follow(root, number)
     build(root)
     files = [f"tests/codecs/test_{name}.py" for name in ("bucket_codecs", "codec_golden", "codecs")]
     files += ["tests/docs/test_wire_format.py", "tests/collectives/test_collectives_codecs.py"]
     for arguments in (
         ["tests/codecs/golden/make.py"],
-        ["pytest", "-q", "-x", "-k", "ternary or every or options", *files],
+        ["pytest", "-q", "-x", "-k", "ternary or signs or every or options", *files],
     ):
         done = subprocess.run(
             [sys.executable, "-c", RUN, *arguments], cwd=root, capture_output=True, text=True, timeout=300
@@ -211,4 +217,4 @@ def test_the_page_is_followed_in_a_copy(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout[-5000:] + done.stderr[-3000:]
     wires = [json.loads((folder / "tests/codecs/golden/wire.json").read_text()) for folder in (PAGE.parents[1], root)]
     added = [entry for entry in wires[1] if entry not in wires[0]]
-    assert len(wires[1]) == len(wires[0]) + len(added) and {e["codec"].split(":")[0] for e in added} == {"ternary"}
+    assert len(wires[1]) == len(wires[0]) + len(added) and {e["codec"].split(":")[0] for e in added} == set(EXAMPLES)

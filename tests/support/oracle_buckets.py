@@ -260,42 +260,94 @@ class BlockSparse(Bucketed):
             return -(-max(1, round(self.k * self.block)) * count // self.block)
         return min(int(self.k), count)
 
-    def spoiled(self, values: np.ndarray, count: int, dtype: str) -> Sparse | None:
-        if np.isnan(to_float(values[:1], dtype))[0]:
-            return Sparse(np.arange(count), np.full(count, NAN))
+
+def low_bits_of(kept: int, count: int) -> int:
+    """Bits of the lower part of ``kept`` indices below ``count`` in Elias-Fano form."""
+    return int(np.floor(np.log2(count // kept)))
+
+
+def elias_fano(indices: np.ndarray, count: int) -> np.ndarray:
+    """Ascending indices below ``count``: their lower bits, then a bitmap of their upper bits."""
+    low_bits = low_bits_of(indices.size, count)
+    bitmap = np.zeros(indices.size + (count - 1 >> low_bits), np.uint8)
+    bitmap[(indices >> low_bits) + np.arange(indices.size)] = 1
+    return np.concatenate([pack(indices % 2**low_bits, low_bits), np.packbits(bitmap, bitorder="little")])
+
+
+def index_nbytes(kept: int, count: int) -> int:
+    """Bytes of ``kept`` indices below ``count`` in Elias-Fano form."""
+    low_bits = low_bits_of(kept, count)
+    return (kept * low_bits + 7) // 8 + (kept + (count - 1) // 2**low_bits + 7) // 8
+
+
+def from_elias_fano(data: np.ndarray, kept: int, count: int) -> np.ndarray | None:
+    """The indices; None if the bytes are not ``kept`` ascending indices below ``count``."""
+    low_bits = low_bits_of(kept, count)
+    lows, bitmap = np.split(data, [(kept * low_bits + 7) // 8])
+    upper = np.flatnonzero(np.unpackbits(bitmap, bitorder="little"))
+    if upper.size != kept:
         return None
+    indices = ((upper - np.arange(kept)) << low_bits) + unpack(lows, kept, low_bits)
+    return indices if (np.diff(indices) > 0).all() and indices[-1] < count else None
 
 
 @dataclass(frozen=True)
 class TopK(BlockSparse):
     k: float
     block: int = 16384
+    values: str = "exact"
     name: ClassVar[str] = "topk"
 
-    @property
-    def index_type(self) -> str:
-        return "u1" if self.block <= 256 else "<u2" if self.block <= 65536 else "<u4"
-
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
-        each = np.dtype(storage(dtype)).itemsize, np.dtype(self.index_type).itemsize
-        return self.kept(count) * each[0], self.kept(count) * each[1]
+        kept = self.kept(count)
+        exact = kept * np.dtype(storage(dtype)).itemsize
+        values = {"exact": exact, "float16": 4 + 2 * kept, "exp4": 4 + (kept + 1) // 2}[self.values]
+        return index_nbytes(kept, count) + values, 0
 
     def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
-        keep = self.kept(x.size)
-        if np.isfinite(x).all():
-            chosen = np.sort(np.argsort(-abs(x), kind="stable")[:keep])
-            values = x[chosen]
+        if not np.isfinite(x).all():
+            return np.zeros(self.sizes(x.size, dtype)[0], np.uint8), NO_BYTES
+        chosen = np.sort(np.argsort(-abs(x), kind="stable")[: self.kept(x.size)])
+        return np.concatenate([elias_fano(chosen, x.size), self.form(x[chosen], dtype)]), NO_BYTES
+
+    def form(self, values: np.ndarray, dtype: str) -> np.ndarray:
+        if self.values == "exact":
+            return from_float(values, dtype).view(np.uint8)
+        greatest = abs(values).max()
+        if self.values == "float16":
+            with np.errstate(under="ignore"):
+                codes = (values * self.scale(greatest)).astype("<f2").view(np.uint8)
         else:
-            chosen, values = np.zeros(keep, np.int64), np.full(keep, NAN)
-        return from_float(values, dtype).view(np.uint8), chosen.astype(self.index_type).view(np.uint8)
+            shares = abs(values) / greatest if greatest > 0 else values * f32(0)
+            exponents = np.frexp(shares * f32(4 / 3))[1]
+            codes = np.where(shares == 0, 7, np.clip(1 - exponents, 0, 7)) + np.where(values < 0, 8, 0)
+            codes = pack(codes, 4)
+        return np.concatenate([numbers(greatest), codes])
+
+    def scale(self, greatest: np.float32) -> np.float32:
+        exponent = max(int(np.frexp(greatest)[1]) - 1, -126) if greatest > 0 else -126
+        return f32(2.0 ** min(14 - exponent, 127))
 
     def decode_bucket(
         self, codes: np.ndarray, meta: np.ndarray, count: int, dtype: str, counter: RngCounter
     ) -> np.ndarray | Sparse:
-        values, indices = codes.view(storage(dtype)), meta.view(self.index_type).astype(np.int64)
-        before = np.maximum.accumulate(np.concatenate([[-1], indices[:-1]]))
-        good = (indices > before) & (indices < count)
-        return self.spoiled(values, count, dtype) or Sparse(indices[good], to_float(values, dtype)[good])
+        data, rest = np.split(codes, [index_nbytes(self.kept(count), count)])
+        indices = from_elias_fano(data, self.kept(count), count)
+        spoiled = Sparse(np.arange(count), np.full(count, NAN))
+        if indices is None:
+            return spoiled
+        if self.values == "exact":
+            return Sparse(indices, to_float(rest.copy().view(storage(dtype)), dtype))
+        greatest = rest[:4].copy().view("<f4")[0]
+        if not (np.isfinite(greatest) and greatest >= 0):
+            return spoiled
+        with np.errstate(all="ignore"):
+            if self.values == "float16":
+                values = to_float(rest[4:].copy().view("<f2"), "float16") * (f32(1) / self.scale(greatest))
+                return Sparse(indices, values)
+            numbers_of = unpack(rest[4:], indices.size, 4)
+            sizes = greatest * np.array([*(2.0**-e for e in range(7)), 0], f32)
+            return Sparse(indices, np.concatenate([sizes, -sizes])[numbers_of])
 
 
 @dataclass(frozen=True)
@@ -347,4 +399,5 @@ class RandomK(BlockSparse):
         factor = f32(count) / f32(self.kept(count)) if self.scale else f32(1)
         with np.errstate(all="ignore"):
             found = Sparse(self.indices(count, counter), to_float(values, dtype) * factor)
-        return self.spoiled(values, count, dtype) or found
+        spoiled = np.isnan(to_float(values[:1], dtype))[0]
+        return Sparse(np.arange(count), np.full(count, NAN)) if spoiled else found

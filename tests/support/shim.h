@@ -171,6 +171,7 @@ inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
 }
 
 inline int __clz(int x) { return x ? __builtin_clz((unsigned)x) : 32; }
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
   return (unsigned)((low | (std::uint64_t)high << 32) >> shift % 32);

@@ -48,7 +48,10 @@ QCCL_FN void each_picked(const Team& team, const RandomPick& pick, u32 n, const 
   team.each(n, [&](u32 j) { body(j, picked(pick, j)); });
 }
 
-struct RandomK : SparseCodec {
+// All values on the wire are NaN if the block has a NaN or an infinity; the decoder tests the first.
+struct RandomK : CodecDefaults {
+  static constexpr bool sparse = true, typed = true;
+
   template <class T>
   QCCL_FN u64 codes_nbytes(const BucketOptions& options, u64 n) {
     return kept(options, n) * sizeof(typename T::Storage);
@@ -62,7 +65,9 @@ struct RandomK : SparseCodec {
   QCCL_FN void encode(const Team& team, const BucketOptions& options, const RngCounter& counter, const Values& x, u32 n,
                       u8* codes, u8*) {
     const u32 keep = (u32)kept(options, n);
-    if (encode_if_not_finite<T>(team, x, n, keep, codes)) return;
+    if (team.greatest(n, [&](i32 i) { return magnitude(x[i]); }) >= kInfinite) {
+      return team.each(keep, [&](i32 j) { store_element<T>(codes, j, float_of(kQuietNan)); });
+    }
     const RandomPick pick = make_pick(options.seed, counter, n);
     each_picked(team, pick, keep, [&](u32 j, u32 i) { store_element<T>(codes, j, x[i]); });
   }
@@ -71,7 +76,7 @@ struct RandomK : SparseCodec {
   template <class T, class Team, class Take>
   QCCL_FN void decode(const Team& team, const BucketOptions& options, const RngCounter& counter, const u8* codes, const u8*,
                       u32 n, const Take& take) {
-    if (decode_if_not_finite<T>(team, codes, n, take)) return;
+    if (is_nan(load_element<T>(codes, 0))) return team.each(n, [&](i32 i) { take(i, float_of(kQuietNan)); });
     const u32 keep = (u32)kept(options, n);
     const float factor = options.options[2] ? (float)n / (float)keep : 1.0f;
     const RandomPick pick = make_pick(options.seed, counter, n);
