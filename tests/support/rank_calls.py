@@ -1,6 +1,9 @@
-"""What ranks over UCX and over gloo do alike: calls, to compare their bytes with those of loopback, and splits."""
+"""What ranks over UCX and over gloo do alike: calls, to compare their bytes with those of loopback, splits, errors."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -37,3 +40,12 @@ def check_texts_and_a_split(comm: qccl.Communicator) -> None:
         y = np.ones(100, np.float32)
         assert (sub.quantized_allreduce(y) == sub.size).all()
         sub.close()
+
+
+def error_of(act: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...] = Exception) -> str:
+    """The text of the error of this kind that ``act()`` raises. (Importing pytest takes longer than most ranks run.)"""
+    try:
+        act()
+    except kind as error:
+        return str(error)
+    raise AssertionError(f"no {kind}")

@@ -10,12 +10,12 @@ from pathlib import Path
 import patience
 import torch
 import torch.distributed as dist
+from rank_calls import error_of
 from torch.nn.parallel import DistributedDataParallel
 from torch_ddp_models import (
     GROUPS,
     batches,
     bits,
-    error_of,
     loss_of,
     net,
     step,

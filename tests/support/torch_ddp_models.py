@@ -93,11 +93,3 @@ def on_all(item):
 
 def assert_same_everywhere(model):
     assert len(set(on_all(bits(model)))) == 1
-
-
-def error_of(act, kind=Exception):
-    try:
-        act()
-    except kind as error:
-        return str(error)
-    raise AssertionError("no error")

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_calls import error_of
 from torch.nn import Linear, Sequential
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +18,6 @@ from torch_ddp_models import (
     backward,
     batches,
     bits,
-    error_of,
     gradients,
     loss_of,
     net,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch_ddp_models import GROUPS, batches, bits, error_of, gradients, loss_of, on_all, wrapped
+from rank_calls import error_of
+from torch_ddp_models import GROUPS, batches, bits, gradients, loss_of, on_all, wrapped
 
 import qccl
 import qccl.torch

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from rank_calls import error_of
 from torch.nn import ReLU, Sequential
 from torch_ddp_models import (
     GROUPS,
@@ -15,7 +16,6 @@ from torch_ddp_models import (
     backward,
     batches,
     bits,
-    error_of,
     gradients,
     loss_of,
     net,

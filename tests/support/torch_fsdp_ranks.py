@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from rank_calls import error_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import Linear, ReLU, Sequential
@@ -68,12 +69,8 @@ def connect(mesh: DeviceMesh) -> qccl.Communicator:
 
 
 def raises(reason: str, call, *arguments, **options) -> None:
-    try:
-        call(*arguments, **options)
-    except qccl.ArgumentError as error:
-        assert reason in str(error), error
-    else:
-        raise AssertionError(f"no error that says {reason!r}")
+    text = error_of(lambda: call(*arguments, **options), qccl.ArgumentError)
+    assert reason in text, text
 
 
 def exact() -> None:

@@ -6,11 +6,12 @@ import os
 import signal
 import time
 import weakref
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from rank_calls import all_calls, check_texts_and_a_split
+from rank_calls import all_calls, check_texts_and_a_split, error_of
 
 import qccl
 from qccl.bench.plain import plain_allreduce
@@ -45,12 +46,8 @@ def mismatch() -> None:
     for count, codec in ((1000 + dist.get_rank(), "minmax8"), (1000, f"minmax{4 + dist.get_rank()}")):
         comm = qccl.Communicator.from_torch(timeout=20)
         begin = time.monotonic()
-        try:
-            comm.quantized_allreduce(np.ones(count, np.float32), codec=codec)
-        except qccl.MismatchError as error:
-            assert "rank" in str(error)
-        else:
-            raise AssertionError("no error")
+        call = partial(comm.quantized_allreduce, np.ones(count, np.float32), codec=codec)
+        assert "rank" in error_of(call, qccl.MismatchError)
         assert time.monotonic() - begin < 10
         dist.barrier()
 
@@ -64,12 +61,7 @@ def raises() -> None:
     if comm.rank == 0:
         comm.abort("a reason of its own")
     else:
-        try:
-            comm.quantized_allreduce(np.ones(1000, np.float32))
-        except qccl.PeerLost as error:
-            print(f"lost: {error}")
-        else:
-            raise AssertionError("no error")
+        print("lost:", error_of(lambda: comm.quantized_allreduce(np.ones(1000, np.float32)), qccl.PeerLost))
         assert time.monotonic() - begin < 10
     dist.barrier()
     with qccl.Communicator.from_torch(timeout=20) as comm:
@@ -83,13 +75,9 @@ def dies() -> None:
     if comm.rank == 0:
         os._exit(0)
     begin = time.monotonic()
-    try:
-        comm.quantized_allreduce(np.ones(1000, np.float32))
-    except qccl.PeerLost as error:
-        assert time.monotonic() - begin < 10
-        assert "rank 0 was lost" in str(error), error
-        return
-    raise AssertionError("no error")
+    text = error_of(lambda: comm.quantized_allreduce(np.ones(1000, np.float32)), qccl.PeerLost)
+    assert time.monotonic() - begin < 10
+    assert "rank 0 was lost" in text, text
 
 
 def dies_in_setup() -> None:
@@ -99,13 +87,9 @@ def dies_in_setup() -> None:
     dist.barrier()
     if comm.rank == 0:
         os._exit(0)
-    try:
-        comm.transport.allgather(b"x", 20)
-    except qccl.PeerLost as error:
-        assert str(error).startswith(("rank 0 was lost", "ranks 0, ")), error
-        time.sleep(1)  # so that the other ranks lose rank 0 alone
-        return
-    raise AssertionError("no error")
+    text = error_of(lambda: comm.transport.allgather(b"x", 20), qccl.PeerLost)
+    assert text.startswith(("rank 0 was lost", "ranks 0, ")), text
+    time.sleep(1)  # so that the other ranks lose rank 0 alone
 
 
 def stops() -> None:
@@ -132,12 +116,9 @@ def never_comes() -> None:
     """A rank that has stopped before a group was made: the others give up in time, and their processes end."""
     if dist.get_rank() == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
-    try:
-        qccl.Communicator.from_torch(timeout=3)
-    except (qccl.CollectiveTimeout, qccl.PeerLost):  # the rank that gives up first leaves the other
-        print(time.time())
-        return
-    raise AssertionError("no error")
+    # the rank that gives up first leaves the other
+    error_of(lambda: qccl.Communicator.from_torch(timeout=3), (qccl.CollectiveTimeout, qccl.PeerLost))
+    print(time.time())
 
 
 def stays_away() -> None:
@@ -146,11 +127,7 @@ def stays_away() -> None:
     if comm.rank == 0:
         time.sleep(2)
         return
-    try:
-        comm.quantized_allreduce(np.ones(1000, np.float32), timeout=0.5)
-    except qccl.CollectiveTimeout:
-        return
-    raise AssertionError("no error")
+    error_of(lambda: comm.quantized_allreduce(np.ones(1000, np.float32), timeout=0.5), qccl.CollectiveTimeout)
 
 
 def leaves() -> None:
@@ -200,9 +177,4 @@ def open_files() -> int:
 def refused() -> None:
     dist.destroy_process_group()
     for make in (qccl.Communicator.from_torch, lambda: TorchTransport.from_group(None, 1.0)):
-        try:
-            make()
-        except qccl.ArgumentError as error:
-            assert "init_process_group" in str(error)
-        else:
-            raise AssertionError("no error")
+        assert "init_process_group" in error_of(make, qccl.ArgumentError)
