@@ -351,14 +351,14 @@ def test_what_a_rank_has_accepted_is_proposed_again():
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_messages_of_an_agreement_without_losses(size):
-    """Two round trips after a rank's call: it joins and is asked to accept, and it has accepted and is told."""
+    """Two round trips after a rank's connection: it joins and is asked to accept; it has accepted, and is told."""
     world = World(size, Choices())
     world.begin(*range(size))
     world.run()
     assert world.check() == list(range(size))
     found = Counter(said["kind"] for said in world.said)
     assert not found["prepare"]
-    assert [found[kind] for kind in ("join", "accept", "accepted", "decided")] == [size - 1] * 4
+    assert [found[kind] for kind in ("join", "accept", "accepted")] == [size - 1] * 3
 
 
 def test_ranks_that_have_promised_different_ballots_promise_once_more():
