@@ -1,4 +1,4 @@
-"""The processes that run these checks in step: MPI's ranks, or with QCCL_TRANSPORT=ucx those of any launcher."""
+"""The processes that run these checks in step: MPI's ranks, or with QCCL_TRANSPORT=ucx or wan those of any launcher."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from qccl import launchers, meetings
 
-OVER_MPI = meetings.wanted_transport() != "ucx"
+OVER_MPI = meetings.wanted_transport() not in ("ucx", "wan")
 #: how the processes find each other over UCX: by the launcher's variables, or "torch" or "jax" by that library
 FRAMEWORK = os.environ.get("QCCL_TEST_FRAMEWORK", "")
 

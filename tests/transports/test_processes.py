@@ -11,8 +11,9 @@ from start_ranks import CHECKS, NETWORKS, assert_passed, needs_ucx, start_plain,
 pytestmark = [pytest.mark.starts_first, needs_ucx]
 
 DIGESTS = tuple(part.replace("tests/ranks", "tests/ranks/check_digests.py") for part in CHECKS)
+COLLECTIVES = tuple(part.replace("tests/ranks", "tests/ranks/check_collectives.py") for part in CHECKS)
 #: the pairs of size and network that every run has; the others take minutes
-USUAL = [(2, "shared memory"), (3, "tcp"), (4, "mixed")]
+USUAL = [(2, "shared memory"), (3, "tcp")]
 
 
 def needs(module: str):
@@ -24,13 +25,18 @@ def needs(module: str):
     [
         pytest.param(n, network, marks=pytest.mark.slow if (n, network) in USUAL else pytest.mark.every_size)
         for n in (1, 2, 3, 4, 5, 8)
-        for network in ("shared memory", "tcp", "mixed")
+        for network in ("shared memory", "tcp")
     ],
 )
 def test_checks_on(n, network):
     """Over TCP by the loopback interface alone: labs of other tests add and remove interfaces meanwhile."""
     interface = {"UCX_NET_DEVICES": "lo"} if network == "tcp" else {}
     assert_passed(start_plain(n, *CHECKS, limit=900, **NETWORKS[network], **interface), n)
+
+
+@pytest.mark.slow
+def test_collectives_of_a_mixed_group():
+    assert_passed(start_plain(4, *COLLECTIVES, limit=300, **NETWORKS["mixed"]), 4)
 
 
 @needs("torch")
