@@ -28,6 +28,7 @@ from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
 from qccl.transports import rendezvous, tls
 from qccl.transports.choice import Offer, choose
+from qccl.transports.relayed import relay_of
 from qccl.transports.secret import derive, draw, is_insecure, job_secret, token_key
 from qccl.transports.strangers import printable
 from qccl.transports.topology import memory_id, network_id
@@ -94,15 +95,16 @@ def of_address(
 ) -> Meeting:
     """A meeting over TCP at ``place``, host and port of rank 0; ``is_local``: all ranks are on this machine.
 
-    With a token (secret.py) it is encrypted. Raises ArgumentError for one that cannot be used, EngineError where there
-    is no OpenSSL.
+    With a token (secret.py) it is encrypted, and ranks may also come by the relay that QCCL_RELAY names. Raises
+    ArgumentError for a token or relay that cannot be used, EngineError where there is no OpenSSL.
     """
     key = None if (token := token_key()) is None else derive(token, "meeting")
+    relay = relay_of()
     if key:
         tls.load_library()
 
     def gather(note: bytes, timeout: float) -> list[bytes]:
-        return rendezvous.gather(note, rank, size, place, timeout, job, is_local=is_local, key=key)
+        return rendezvous.gather(note, rank, size, place, timeout, job, is_local=is_local, key=key, relay=relay)
 
     return Meeting(name, rank, size, gather, *place)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qccl.transports.channel import ANSWER_SECONDS, Channel, Keys
+from qccl.transports.relayed import RelayListener
 from qccl.transports.secure_socket import SecureSocket
 from qccl.transports.sockets import BACKLOG, seats
 from qccl.transports.strangers import NotARank, report
@@ -85,7 +86,7 @@ class Callers:
     message is read before the caller has proved that it has the secret.
     """
 
-    def __init__(self, server: socket.socket, id: str, keys: Keys) -> None:
+    def __init__(self, server: socket.socket | RelayListener, id: str, keys: Keys) -> None:
         self._server, self._id, self._keys = server, id, keys
         self._unknown: dict[Caller, None] = {}  # the oldest first
         self._known: dict[Caller, None] = {}

@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, MismatchError, PeerLost
 from qccl.transports import descriptors
+from qccl.transports.relayed import Relay, RelayListener, Ways
 from qccl.transports.secure_socket import Connection, SecureSocket
-from qccl.transports.sockets import LONGEST_SECONDS, connect, host_of, is_host, listen, place_text, seats
+from qccl.transports.sockets import LONGEST_SECONDS, host_of, is_host, listen, place_text, seats
 from qccl.transports.strangers import NotARank, printable, report
 from qccl.transports.timed import receive, send
 
@@ -99,12 +100,14 @@ def gather(
     *,
     is_local: bool = False,
     key: bytes | None = None,
+    relay: Relay | None = None,
 ) -> list[bytes]:
     """Collective: the notes of all ranks, in rank order.
 
     A note has at most NOTE_NBYTES. ``place`` is host and port of rank 0. Ranks of another ``job`` or
     size are told to go, and those of another meeting (the number of calls with this place, size and job in the process)
     to wait. ``is_local`` says that all ranks are on this machine. ``key``: 32 bytes that the ranks alone have, for TLS.
+    ``relay``: by which ranks come that cannot reach rank 0; it needs a key, and the same ``place`` on all ranks.
     Raises CollectiveTimeout, MismatchError for a rank of another group, EngineError for another program at that port,
     or for one without the key.
     """
@@ -115,11 +118,15 @@ def gather(
     digest = hashlib.sha256(job.encode()).digest()[:16]
     if size == 1:
         return [note]
+    ways = Ways(relay, key, f"meeting {size} {job}") if relay and key else Ways()
     if rank:
         hello = _HELLO.pack(_MAGIC, _VERSION, rank, size, number, digest, os.urandom(8), len(note)) + note
-        return _Call(hello, size, job.encode(), place, key).ask(deadline, timeout)
+        return _Call(hello, size, job.encode(), place, key, ways).ask(deadline, timeout)
     descriptors.allow(size)
-    with _listen(place, is_local) as server, _Meeting(server, note, size, number, job.encode(), key) as meeting:
+    with (
+        ways.listener(_listen(place, is_local), place) as server,
+        _Meeting(server, note, size, number, job.encode(), key) as meeting,
+    ):
         return meeting.serve(deadline, timeout)
 
 
@@ -197,7 +204,7 @@ class _Meeting:
     """
 
     def __init__(
-        self, server: socket.socket, note: bytes, size: int, number: int, job: bytes, key: bytes | None
+        self, server: socket.socket | RelayListener, note: bytes, size: int, number: int, job: bytes, key: bytes | None
     ) -> None:
         self._server, self._note, self._size, self._number, self._job = server, note, size, number, job
         self._key = key
@@ -440,7 +447,10 @@ def _some(ranks: list[int]) -> str:
 class _Call:
     """What the other ranks do: call rank 0 until it answers."""
 
-    def __init__(self, hello: bytes, size: int, job: bytes, place: tuple[str, int], key: bytes | None) -> None:
+    def __init__(
+        self, hello: bytes, size: int, job: bytes, place: tuple[str, int], key: bytes | None, ways: Ways
+    ) -> None:
+        self._ways = ways
         self._hello, self._size, self._job, self._place, self._key = hello, size, job, place, key
         self._where = place_text(place)
         self._hint = ""  # what may be wrong where rank 0 ends connections
@@ -460,16 +470,17 @@ class _Call:
                     if notes is not None:
                         return notes
             except socket.gaierror as error:
-                raise PeerLost(
-                    f"the address of rank 0, {self._place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
-                ) from error
+                if self._ways.relay is None:  # otherwise it may be a name in rank 0's own network
+                    raise PeerLost(
+                        f"the address of rank 0, {self._place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
+                    ) from error
             except NotARank as error:
                 raise EngineError(
                     f"what answers at {self._where} does not have this rank's token, or is not rank 0 of this job: set "
                     f"the same QCCL_TOKEN on all ranks"
                 ) from error
-            except OSError:
-                pass  # nobody listens yet
+            except OSError as error:  # nobody listens yet
+                self._hint = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
             time.sleep(min(_RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def _why_not(self, timeout: float, has_met: bool) -> str:
@@ -481,7 +492,7 @@ class _Call:
         )
 
     def _connect(self, seconds: float) -> Connection:
-        connection = connect(self._place, seconds)
+        connection = self._ways.connect(self._place, seconds)
         if not self._key:
             return connection
         self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks"

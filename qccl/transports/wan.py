@@ -20,6 +20,7 @@ from qccl.transports import tls
 from qccl.transports.connected import ConnectedTransport, Faults
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
+from qccl.transports.relayed import Relay, relay_of
 from qccl.transports.secret import derive
 from qccl.transports.sockets import listen
 from qccl.transports.watch import is_free
@@ -71,11 +72,16 @@ class WanTransport(ConnectedTransport):
     sends_ahead = True
 
     @classmethod
+    def _relay(cls) -> Relay | None:
+        return relay_of()
+
+    @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
         host = network.own_host()
         connections = _connection_count()
         control = congestion_control()
         functions = tls.functions() if secret else []
+        relay = cls._relay() if secret else None
         try:
             with listen(host, is_local=network.is_local) as listener:
                 port = listener.getsockname()[1]
@@ -89,6 +95,9 @@ class WanTransport(ConnectedTransport):
                     connections,
                     _AWAY_SECONDS,
                     Faults(membership, "wan", os.strerror),
+                    (relay.place[0], str(relay.place[1]), relay.key, derive(secret, "relay wan"))
+                    if relay and secret
+                    else None,
                 )
                 listener.detach()  # the wire owns it
                 return wire
