@@ -70,8 +70,7 @@ class Side:
         got = self.socket.recv_into(_part)
         if not got:
             self.has_ended = True
-            if not self.other.rest:
-                self.other.socket.shutdown(socket.SHUT_WR)
+            self.other.pass_end()
             return 0
         self.nbytes += got
         self.other.send(_part[:got])
@@ -89,7 +88,12 @@ class Side:
         """Send what was kept."""
         if self.rest:
             self.send(self.rest)
-            if not self.rest and self.other.has_ended:
+            self.pass_end()
+
+    def pass_end(self) -> None:
+        """Tell this side that nothing more comes, if that is so."""
+        if self.other.has_ended and not self.rest:
+            with contextlib.suppress(OSError):  # it has closed its connection, which the poller tells
                 self.socket.shutdown(socket.SHUT_WR)
 
     def is_dead(self) -> bool:
