@@ -396,7 +396,9 @@ class WanWire final : public GroupWire {
     Peer& peer = at(link.peer);
     try {
       if (!link.relay->advance(link.descriptor)) {
-        if (link.relay->has_said()) link.until = seconds() + kForeverSeconds;  // the relay holds it until the other one comes
+        if (!link.relay->has_said()) return false;
+        link.until = seconds() + kForeverSeconds;  // the relay holds it until the other one comes
+        peer.relay_answer = ", and did not come to the relay";
         return false;
       }
     } catch (const StreamError& error) {
@@ -468,7 +470,10 @@ class WanWire final : public GroupWire {
     if (found == links_.end()) return;  // another event has ended it
     Link& link = found->second;
     try {
-      if (!link.connection && wan::connect_error(link.descriptor)) return drop(id);
+      if (!link.connection && wan::connect_error(link.descriptor)) {
+        if (link.relay) at(link.peer).relay_answer = ", and the relay cannot be reached";
+        return drop(id);
+      }
       if (!link.connection && link.relay && !is_joined(link)) return update(link);
       if (!link.connection) open(link);
       if (!links_.count(id)) return;

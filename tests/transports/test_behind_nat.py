@@ -142,7 +142,7 @@ if comm.rank == 0:
 else:
     while not place.exists():
         time.sleep(0.05)
-        third = subprocess.Popen([sys.executable, __file__, "joins"], stdout=subprocess.DEVNULL)
+    third = subprocess.Popen([sys.executable, __file__, "joins"], stdout=subprocess.DEVNULL)
 comm = comm.grow(3, timeout=40)
 check(comm)
 print(comm.size, comm.transport.wire.relayed(), comm.rank)

@@ -86,6 +86,21 @@ def test_the_relay_cannot_be_used_without_its_key_and_the_error_says_so():
         assert relay.totals().joined == 0
 
 
+def test_the_error_says_that_the_other_one_did_not_come_to_the_relay():
+    with running() as relay:
+        first, second = wires(relay.place, away_seconds=4.0)
+        second.close()
+        first.receive(1, 10)
+        with pytest.raises(Lost, match="away for too long, and did not come to the relay"):
+            while True:
+                first.nap()
+    first, _ = wires(relay.place, away_seconds=4.0)
+    first.receive(1, 10)
+    with pytest.raises(Lost, match="away for too long, and the relay cannot be reached"):
+        while True:
+            first.nap()
+
+
 def test_a_relay_that_is_started_again():
     with running() as relay:
         place = relay.place
@@ -278,7 +293,7 @@ def test_groups_grow_and_shrink_by_the_relay(monkeypatch):
             if comm.rank == 0:
                 addresses.append(comm.address)
             left.wait(30)
-            smaller = comm.shrink()
+            smaller = comm.shrink(timeout=5)  # nobody sees from outside that the third one has ended
             assert (smaller.size, values(smaller)) == (2, 3.0)
             larger = smaller.grow(3, timeout=30)
             assert (larger.size, values(larger)) == (3, 6.0)
