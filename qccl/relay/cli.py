@@ -15,7 +15,7 @@ import click
 import qccl
 from qccl.errors import ArgumentError
 from qccl.relay.jobs import Job, key_text, read_jobs
-from qccl.relay.server import Limits, Relay
+from qccl.relay.server import MOST_UNKNOWN, Limits, Relay
 from qccl.transports.relay_protocol import relay_key
 from qccl.transports.secret import token_key
 from qccl.transports.sockets import Place, host_and_port, listen, place_text
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 _log = logging.getLogger("qccl.relay")
 #: descriptors beside those of connections
-_SPARE = 64
+_SPARE = MOST_UNKNOWN + 64
 _MBIT = 125_000
 
 
@@ -37,8 +37,14 @@ _MBIT = 125_000
     "read it. Without it: the job whose token QCCL_TOKEN_FILE or QCCL_TOKEN has.",
 )
 @click.option("--show-key", is_flag=True, help="Print the relay key of the token in QCCL_TOKEN_FILE or QCCL_TOKEN.")
-@click.option("--connections", default=4096, show_default=True, help="Connections at once.")
-@click.option("--job-connections", default=2048, show_default=True, help="Connections of one job at once.")
+@click.option("--connections", type=click.IntRange(min=2), default=4096, show_default=True, help="Connections at once.")
+@click.option(
+    "--job-connections",
+    type=click.IntRange(min=2),
+    default=2048,
+    show_default=True,
+    help="Connections of one job at once.",
+)
 @click.option("--idle", default=3600.0, show_default=True, help="Seconds until a pair without a byte is closed.")
 @click.option("--job-mbit", type=float, help="Mbit/s of one job, both directions together.  [default: no limit]")
 @click.option("--progress", is_flag=True, help="Show each second what it does, on one line of the terminal.")
@@ -60,7 +66,7 @@ def main(
     does.
     """
     try:
-        jobs = _jobs(keys)
+        jobs = _jobs(None if show_key else keys)
         if show_key:
             return click.echo(key_text(jobs[0].key))
         for name, value in (("--idle", idle), ("--job-mbit", job_mbit)):

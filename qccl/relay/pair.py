@@ -6,7 +6,6 @@ import contextlib
 import errno
 import select
 import socket
-import struct
 import time
 
 from qccl.relay.jobs import Job
@@ -18,14 +17,14 @@ __all__ = ["Pair", "Side", "configure"]
 _PART_NBYTES = 64 << 10
 #: how long one direction may go on, without a byte, after the other one has ended
 _HALF_CLOSED_SECONDS = 10.0
-#: a machine that has confirmed nothing for so long, though something was sent to it, is gone
-_DEAD_SECONDS = 10.0
+#: a machine is gone to which TCP has sent something so often in vain, which takes 5 seconds or more
+_MOST_RETRANSMITS = 5
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, 4))
 #: bytes in the kernel's buffer that TCP has not sent yet, about
 _NOT_SENT_NBYTES = 128 << 10
 _NOTSENT_LOWAT = 25  # TCP_NOTSENT_LOWAT, which Python 3.11 does not name
-#: of struct tcp_info: segments not confirmed, and milliseconds since the last confirmation
-_UNACKED, _LAST_ACK = 24, 56
+#: of struct tcp_info: how often in a row TCP has sent something in vain; one byte
+_RETRANSMITS = 2
 
 _part = memoryview(bytearray(_PART_NBYTES))
 
@@ -98,9 +97,8 @@ class Side:
 
     def is_dead(self) -> bool:
         """Whether its machine confirms nothing. One whose process does not read does confirm that there is no room."""
-        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_ACK + 4)
-        (unacked,), (silence,) = struct.unpack_from("I", info, _UNACKED), struct.unpack_from("I", info, _LAST_ACK)
-        return bool(unacked or self.rest) and silence > 1000 * _DEAD_SECONDS
+        info = self.socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RETRANSMITS + 1)
+        return info[_RETRANSMITS] >= _MOST_RETRANSMITS
 
 
 class Pair:

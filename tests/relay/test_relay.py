@@ -272,8 +272,20 @@ def test_a_slow_reader_stops_its_sender_and_nobody_else():
                 caller.say(bytes(1 << 20))
         (stopped,) = relay._pairs
         assert sum(len(side.rest) for side in stopped.sides) <= pair._PART_NBYTES
+        assert not any(side.is_dead() for side in stopped.sides)
         with joined(relay.place, OTHER) as (another, one):
             exchange(another, one)
+
+
+def test_a_machine_that_confirms_nothing_is_gone(monkeypatch, caplog):
+    """A pair whose other machine was switched off. The counter is TCP's; here it is made up."""
+    caplog.set_level(logging.INFO, "qccl.relay")
+    monkeypatch.setattr(server, "_TICK_SECONDS", 0.05)
+    monkeypatch.setattr(pair, "_MOST_RETRANSMITS", 0)
+    with running() as relay, joined(relay.place) as (caller, listener):
+        assert caller.hear() == listener.hear() == b""
+        assert relay.totals().pairs == 0
+    assert caplog.records[0].message.endswith("is gone")
 
 
 def test_a_job_that_has_used_up_its_rate_waits():
