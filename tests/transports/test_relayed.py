@@ -88,13 +88,14 @@ def test_the_relay_cannot_be_used_without_its_key_and_the_error_says_so():
 
 def test_the_error_says_that_the_other_one_did_not_come_to_the_relay():
     with running() as relay:
-        first, second = wires(relay.place, away_seconds=4.0)
+        place = relay.place
+        first, second = wires(place, away_seconds=4.0)
         second.close()
         first.receive(1, 10)
         with pytest.raises(Lost, match="away for too long, and did not come to the relay"):
             while True:
                 first.nap()
-    first, _ = wires(relay.place, away_seconds=4.0)
+    first, _ = wires(place, away_seconds=4.0)
     first.receive(1, 10)
     with pytest.raises(Lost, match="away for too long, and the relay cannot be reached"):
         while True:
@@ -281,6 +282,7 @@ def values(comm, count=1000):
     return float(x[0])
 
 
+@pytest.mark.slow
 def test_groups_grow_and_shrink_by_the_relay(monkeypatch):
     """Three ranks that nobody can call; one leaves, one joins."""
     hide(monkeypatch)
