@@ -1,8 +1,8 @@
 """How much a relay forwards: ``python bench/relay.py`` (takes half a minute).
 
 One process sends and another one receives, over loopback, by a relay and directly, as fast as they can or at 1 Gbit/s,
-by 1 and by 8 connections. The table has the median of ``--rounds`` runs; ``--write docs/howto/starting.md`` replaces
-that page's table.
+by 1 and by 8 connections. The table has the median of ``--rounds`` runs; ``--write PAGE`` replaces the table
+of a page.
 """
 
 from __future__ import annotations
