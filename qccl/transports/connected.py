@@ -89,7 +89,7 @@ class ConnectedTransport(NativeTransport):
         with contextlib.ExitStack() as on_failure:
             try:
                 network = Network.towards(master, is_local=is_local, shares_memory=shares_memory)
-                membership = MembershipSocket(network.own_host(), secret, self._relay())
+                membership = MembershipSocket(network.own_host(), secret, relay=self._relay())
                 on_failure.callback(membership.close)
                 wire = self._start(network, membership, protection.of_wire)
             except (EngineError, ArgumentError):
@@ -226,7 +226,7 @@ class ConnectedTransport(NativeTransport):
         ``secret`` and ``encrypts`` are the group's.
         """
         network = Network.towards(address[0])
-        membership = MembershipSocket(network.own_host(), secret, cls._relay())
+        membership = MembershipSocket(network.own_host(), secret, relay=cls._relay())
 
         def agree(worker: bytes) -> Decision:
             if membership.epoch < 0:

@@ -30,7 +30,7 @@ _NAP_SECONDS = 0.005
 class MembershipSocket(Membership):
     """One process in its group, with its listening socket."""
 
-    def __init__(self, host: str, secret: bytes | None = None, relay: Relay | None = None) -> None:
+    def __init__(self, host: str, secret: bytes | None = None, *, relay: Relay | None = None) -> None:
         """``host``: the address of this machine, as the others reach it; if it is a number, no other is listened at.
 
         ``secret``: the job's 32 bytes, without which nobody is heard. ``relay``: by which processes call it that cannot
