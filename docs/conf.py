@@ -12,6 +12,7 @@ from sphinx.domains.python import PyObject
 
 import qccl
 from qccl.bench.cli import main
+from qccl.relay.cli import main as relay
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
@@ -56,7 +57,7 @@ def setup(app: Any) -> None:
 
 
 def add_generated(app: Any, docname: str, source: list[str]) -> None:
-    """The tables of docs/results, and the help of qccl-bench, at the end of their pages."""
+    """The tables of docs/results, and the help of the commands, at the end of their pages."""
     from results_tables import markdown
 
     if docname == "results-collectives":
@@ -66,9 +67,10 @@ def add_generated(app: Any, docname: str, source: list[str]) -> None:
 
 
 def helps() -> list[tuple[str, str]]:
-    """The names of the commands of qccl-bench, and the text of each one's --help."""
+    """The names of the commands, and the text of each one's --help."""
     top = click.Context(main, info_name="qccl-bench", terminal_width=100, **main.context_settings)
     commands = [click.Context(command, top, name, terminal_width=100) for name, command in main.commands.items()]
+    commands.append(click.Context(relay, info_name="qccl-relay", terminal_width=100, **relay.context_settings))
     return [("qccl-bench", main.get_help(top)), *((str(c.info_name), c.command.get_help(c)) for c in commands)]
 
 

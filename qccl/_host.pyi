@@ -220,6 +220,9 @@ class GroupWire(Wire):
         """
 
     def progress(self, idle: int) -> None: ...
+    def relayed(self) -> list[int]:
+        """The ranks whose connections go by a relay."""
+
     def close(self, seconds: float) -> None: ...
 
 class PartWire(GroupWire):
@@ -261,9 +264,11 @@ def wan_wire(
     connections: int,
     away_seconds: float,
     fault: _Fault,
+    relay: tuple[str, str, bytes, bytes] | None = None,
 ) -> WanWire:
     """Between sites (kernels/engine/wan.h). ``listener``: a socket's descriptor, which the wire owns. Encrypted with a
-    ``secret``, by OpenSSL's ``functions``.
+    ``secret``, by OpenSSL's ``functions``. ``relay``: its host and port in numbers, the relay key, and a key that the
+    relay does not have, from which the names of connections follow; it needs a ``secret``.
     """
 
 class StreamError(ConnectionError):

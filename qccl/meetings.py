@@ -28,6 +28,7 @@ from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
 from qccl.transports import tls
 from qccl.transports.choice import Offer, choose
+from qccl.transports.relayed import relay_of
 from qccl.transports.rendezvous import Rendezvous, meeting_place
 from qccl.transports.secret import derive, draw, is_insecure, job_secret, token_key
 from qccl.transports.strangers import printable
@@ -104,10 +105,11 @@ def of_address(
     is no OpenSSL.
     """
     key = None if (token := token_key()) is None else derive(token, "meeting")
+    relay = relay_of()
     if key:
         tls.load_library()
 
-    met = Rendezvous(rank, size, place, job, is_local=is_local, key=key)
+    met = Rendezvous(rank, size, place, job, is_local=is_local, key=key, relay=relay)
     return Meeting(name, rank, size, met.gather, *place, close=met.close)
 
 

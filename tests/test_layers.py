@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
     "transports": {"_host", "dtypes", "errors", "launchers", "lifetime"},
     "meetings": {"errors", "launchers", "transports"},
+    "relay": {"", "errors", "transports"},
     "engine": {
         *("_host", "arrays", "chunks", "codecs", "dtypes", "errors", "intervals", "schedule", "trace"),
         "transports",
@@ -123,6 +124,7 @@ PACKAGES: dict[str, set[str]] = {
     "host/memory.py": {"numpy"},
     "jax": {"jax", "numpy"},
     "meetings.py": {"torch"},
+    "relay": {"click"},
     "saved.py": {"ml_dtypes", "numpy"},
     "state.py": {"numpy"},
     "transports/mpi.py": {"mpi4py"},

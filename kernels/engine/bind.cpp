@@ -66,9 +66,13 @@ std::shared_ptr<PartWire> make_ucx(const UcxFunctions& functions,
   return make_ucx_wire(functions, config, python_fault(std::move(fault)));
 }
 
+// Host and port in numbers, then RelaySettings' keys.
+using PythonRelay = std::tuple<std::string, std::string, nb::bytes, nb::bytes>;
+
 std::shared_ptr<WanWire> make_wan(int listener, const nb::bytes& address, const TlsFunctions& functions,
                                     const std::optional<nb::bytes>& secret, const std::string& congestion_control,
-                                    int connections, double away_seconds, nb::callable fault) {
+                                    int connections, double away_seconds, nb::callable fault,
+                                    const std::optional<PythonRelay>& relay) {
   WanSettings settings;
   settings.listener = listener;
   settings.address = text(address);
@@ -76,6 +80,11 @@ std::shared_ptr<WanWire> make_wan(int listener, const nb::bytes& address, const 
   settings.congestion_control = congestion_control;
   settings.connections = connections;
   settings.away_seconds = away_seconds;
+  if (relay) {
+    const auto& [host, port, key, naming] = *relay;
+    settings.openssl = functions;
+    settings.relay = {{host, port}, text(key), text(naming)};
+  }
   return make_wan_wire(settings, python_fault(std::move(fault)));
 }
 
@@ -267,6 +276,7 @@ void bind_wires(nb::module_& m) {
              });
            })
       .def("progress", &GroupWire::progress, "idle"_a, Release())
+      .def("relayed", &GroupWire::relayed, Release())
       .def("close", &GroupWire::close, "seconds"_a, Release());
   nb::class_<PartWire, GroupWire>(m, "PartWire", "Transfers that another wire may share out.");
   nb::class_<WanWire, PartWire>(m, "WanWire", "Transfers between sites.")
@@ -279,7 +289,7 @@ void bind_wires(nb::module_& m) {
   m.def("ucx_function_names", &ucx_function_names);
   m.def("ucx_wire", &make_ucx, "functions"_a, "config"_a, "fault"_a);
   m.def("wan_wire", &make_wan, "listener"_a, "address"_a, "functions"_a, "secret"_a.none(), "congestion_control"_a,
-        "connections"_a, "away_seconds"_a, "fault"_a);
+        "connections"_a, "away_seconds"_a, "fault"_a, "relay"_a.none() = nb::none());
 }
 
 void bind_runs(nb::module_& m) {

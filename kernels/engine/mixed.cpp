@@ -91,6 +91,8 @@ class Mixed final : public MixedWire {
 
   std::uint64_t set_up_completed() override { return memory_->set_up_completed() + sites_->set_up_completed(); }
 
+  std::vector<int> relayed() override { return sites_->relayed(); }
+
   void set_spins(std::uint64_t spins) override { memory_->set_spins(spins); }
 
   // The first one has half of the time at most: a rank of this machine that is stopped takes nothing.

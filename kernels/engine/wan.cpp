@@ -20,6 +20,7 @@
 #include "wan_connection.h"
 #include "wan_inbox.h"
 #include "wan_outbox.h"
+#include "wan_relay.h"
 #include "wan_sockets.h"
 
 namespace qccl {
@@ -44,6 +45,8 @@ constexpr double kMeasureSeconds = 0.05;
 constexpr double kDialSeconds = 1.5, kGreetSeconds = 5, kRetrySeconds = 0.2;
 // The other one of two ranks, which usually calls, begins this much earlier.
 constexpr double kSecondSeconds = 1;
+// How long two ranks try to reach each other directly before they meet at the relay, and wait between two calls of it.
+constexpr double kDirectSeconds = 2.5, kRelayRetrySeconds = 0.5, kForeverSeconds = 1e9;
 // A connection that has been silent for so long was not refused: the other rank's machine is there, and its process busy.
 constexpr double kSilentSeconds = 1;
 // A process that did not look for so long has not waited meanwhile.
@@ -69,12 +72,14 @@ struct Link {
   std::uint64_t id = 0;
   int descriptor = -1;  // while it has no connection
   std::unique_ptr<Connection> connection;
+  std::unique_ptr<wan::RelayCall> relay;  // it goes by the relay, which has joined it once there is a connection
   int peer = -1, slot = -1;
   bool is_caller = false, is_ready = false;  // the handshake is over
   bool is_up = false;                        // and both sides are known
   bool is_patient = false;                   // TCP has no timeout
   std::uint32_t events = 0, resent = 0;      // resent: segments, by TCP
   double since = 0, until = 0;               // when it was connected, and when it must be up
+  double round_trip = 0;                     // of the handshake by the relay: TCP measures the way to the relay alone
 };
 
 struct Peer {
@@ -85,6 +90,11 @@ struct Peer {
   wan::Inbox in;
   std::vector<std::uint64_t> links;  // by slot; 0: none
   std::vector<double> next_dial;
+  std::vector<std::uint64_t> relayed;  // by slot: connections by the relay that are not up
+  std::vector<double> next_relayed;
+  double relay_from = 0;     // from then on it is called by the relay
+  bool was_direct = false;   // something has come over a connection that is not the relay's
+  std::string relay_answer;  // why the relay did not join the last call
   std::string lost;      // why; nothing more is sent to it or received
   bool is_leaving = false;  // its messages go another way
   double down_since = 0;  // 0: there is a connection, and something has come over it
@@ -125,6 +135,9 @@ class Sites final : public WanWire {
       peer.down_since = now;
       peer.links.assign(static_cast<std::size_t>(std::min(settings_.connections, parsed[i].connections)) + 1, 0);
       peer.next_dial.assign(peer.links.size(), now + (calls_first(peer) ? 0 : kSecondSeconds));
+      peer.relayed.assign(peer.links.size(), 0);
+      peer.next_relayed.assign(peer.links.size(), 0);
+      peer.relay_from = now + kDirectSeconds;
     }
     watch(settings_.listener, 0, EPOLLIN, EPOLL_CTL_ADD);  // who calls earlier waits in the kernel
     tick(now);
@@ -181,6 +194,14 @@ class Sites final : public WanWire {
   void slept() override {
     Lock lock(mutex_);
     if (!is_closed_) look_again(lock);
+  }
+
+  std::vector<int> relayed() override {
+    const Lock lock(mutex_);
+    std::vector<int> found;
+    for (const Peer& peer : peers_)
+      if (any_up(peer, true)) found.push_back(peer.rank);
+    return found;
   }
 
   void close(double limit) override {
@@ -318,7 +339,8 @@ class Sites final : public WanWire {
       if (peer.rank == rank_ || !peer.lost.empty()) continue;
       for (std::size_t slot = 0; slot < peer.links.size(); ++slot)
         if (!peer.links[slot] && now >= peer.next_dial[slot]) call(peer, static_cast<int>(slot), now);
-      if (peer.down_since && now - peer.down_since > settings_.away_seconds) lose(peer, "it was away for too long");
+      if (has_relay() && now >= peer.relay_from && !any_up(peer, false)) call_by_relay(peer, now);
+      if (peer.down_since && now - peer.down_since > settings_.away_seconds) lose(peer, "it was away for too long" + peer.relay_answer);
     }
   }
 
@@ -341,7 +363,7 @@ class Sites final : public WanWire {
     socklen_t nbytes = sizeof info;
     if (getsockopt(link.connection->descriptor(), IPPROTO_TCP, TCP_INFO, &info, &nbytes)) return;
     Peer& peer = at(link.peer);
-    peer.round_trip = 1e-6 * info.tcpi_rtt;
+    peer.round_trip = std::max(1e-6 * info.tcpi_rtt, link.round_trip);
     if (info.tcpi_total_retrans != std::exchange(link.resent, info.tcpi_total_retrans)) peer.lossy_until = now + kLossySeconds;
     // The other rank's machine has taken all that there is room for, and its process is busy: TCP's timeout would count that.
     const bool is_full = !info.tcpi_unacked && link.connection->under_way();
@@ -374,6 +396,69 @@ class Sites final : public WanWire {
     link.slot = slot;
     peer.links[static_cast<std::size_t>(slot)] = link.id;
     watch(descriptor, link.id, link.events = EPOLLOUT, EPOLL_CTL_ADD);
+  }
+
+  // -- by the relay: both ranks call it, and it joins their connections of one name -----------------------------------
+
+  bool has_relay() const { return !settings_.relay.place.host.empty(); }
+
+  void call_by_relay(Peer& peer, double now) {
+    for (std::size_t slot = 0; slot < peer.links.size(); ++slot) {
+      if (link_at(peer, slot) || peer.relayed[slot] || now < peer.next_relayed[slot]) continue;
+      peer.next_relayed[slot] = now + kRelayRetrySeconds;
+      const int descriptor = wan::dial(settings_.relay.place);
+      if (descriptor < 0) return;
+      Link& link = add(descriptor, now);
+      const std::string who = std::to_string(std::min(rank_, peer.rank)) + " " + std::to_string(std::max(rank_, peer.rank));
+      link.relay = std::make_unique<wan::RelayCall>(settings_.openssl, settings_.relay,
+                                                    group_ + " " + who + " " + std::to_string(slot), calls_first(peer));
+      link.is_caller = !calls_first(peer);  // the other rank is the one that says who it is
+      link.peer = peer.rank;
+      link.slot = static_cast<int>(slot);
+      peer.relayed[slot] = link.id;
+      watch(descriptor, link.id, link.events = EPOLLOUT, EPOLL_CTL_ADD);
+    }
+  }
+
+  // Whether the relay has joined a connection to the other rank's.
+  bool is_joined(Link& link) {
+    Peer& peer = at(link.peer);
+    try {
+      if (!link.relay->advance(link.descriptor)) {
+        if (!link.relay->has_said()) return false;
+        link.until = seconds() + kForeverSeconds;  // the relay holds it until the other one comes
+        peer.relay_answer = ", and did not come to the relay";
+        return false;
+      }
+    } catch (const StreamError& error) {
+      peer.relay_answer = std::string(", also by the relay: ") + error.what();
+      throw;
+    }
+    peer.relay_answer.clear();
+    return true;
+  }
+
+  // The connection of a slot, from now on. A connection by the relay does not replace another one.
+  bool take_slot(Link& link) {
+    Peer& peer = at(link.peer);
+    const auto slot = static_cast<std::size_t>(link.slot);
+    if (link.relay && any_up(peer, false)) return false;
+    if (peer.relayed[slot] == link.id) peer.relayed[slot] = 0;
+    std::uint64_t& place = peer.links[slot];
+    if (place && place != link.id) drop(place);
+    place = link.id;
+    if (link.relay) link.round_trip = seconds() - link.since;
+    return true;
+  }
+
+  // Something has come from a rank. Once it is reached directly, the relay's connections end.
+  void has_come(Peer& peer, bool is_direct) {
+    peer.down_since = 0;
+    peer.was_direct = is_direct;
+    for (std::size_t slot = 0; is_direct && slot < peer.links.size(); ++slot) {
+      if (peer.relayed[slot]) drop(peer.relayed[slot]);
+      if (const Link* link = link_at(peer, slot); link && link->relay) drop(link->id);
+    }
   }
 
   void listen(bool does) {
@@ -414,11 +499,16 @@ class Sites final : public WanWire {
     if (found == links_.end()) return;  // another event has ended it
     Link& link = found->second;
     try {
-      if (!link.connection && wan::connect_error(link.descriptor)) return drop(id);
+      if (!link.connection && wan::connect_error(link.descriptor)) {
+        if (link.relay) at(link.peer).relay_answer = ", and the relay cannot be reached";
+        return drop(id);
+      }
+      if (!link.connection && link.relay && !is_joined(link)) return update(link);
       if (!link.connection) open(link);
       if (!links_.count(id)) return;
       if (!link.is_ready && link.connection->handshake()) {
         link.is_ready = true;
+        if (!link.is_caller && !take_slot(link)) return drop(id);
         if (!link.is_caller) greet(link);
       }
       if (link.connection) link.connection->retry();
@@ -439,7 +529,8 @@ class Sites final : public WanWire {
     if (!link.is_up) return;
     has_pending_ |= link.connection->has_pending();
     Peer& peer = at(link.peer);
-    if (link.connection->has_heard()) peer.down_since = 0;
+    const bool has_heard = link.connection->has_heard(), is_direct = !link.relay;
+    if (has_heard) has_come(peer, is_direct);
     settle(peer, *link.connection);
     if (link.connection->unacknowledged() >= kFramesPerAck) acknowledge(link);
     collect(peer);
@@ -494,12 +585,11 @@ class Sites final : public WanWire {
     Peer& peer = at(static_cast<int>(head.index));
     if (!peer.lost.empty()) throw StreamError("a rank that was lost");
     if (static_cast<std::size_t>(head.tag) >= peer.links.size()) throw StreamError("a connection that the ranks do not have");
+    if (link.relay && (link.peer != peer.rank || link.slot != head.tag)) throw StreamError("not the rank that was called");
     link.peer = peer.rank;
     link.slot = head.tag;
-    std::uint64_t& place = peer.links[static_cast<std::size_t>(link.slot)];
-    if (place) drop(place);
-    place = link.id;
-    guests_.erase(std::find(guests_.begin(), guests_.end(), link.id));
+    if (!take_slot(link)) throw StreamError("by the relay, though it is reached directly");
+    if (!link.relay) guests_.erase(std::find(guests_.begin(), guests_.end(), link.id));
     link.is_up = true;
     acknowledge(link);  // so that the caller knows that it was heard
   }
@@ -512,7 +602,12 @@ class Sites final : public WanWire {
     if (const auto guest = std::find(guests_.begin(), guests_.end(), id); guest != guests_.end()) guests_.erase(guest);
     if (link.peer >= 0) {
       Peer& peer = at(link.peer);
-      std::uint64_t& place = peer.links[static_cast<std::size_t>(link.slot)];
+      const auto slot = static_cast<std::size_t>(link.slot);
+      if (peer.relayed[slot] == id) {
+        peer.relayed[slot] = 0;
+        peer.next_relayed[slot] = std::max(peer.next_relayed[slot], seconds() + kRelayRetrySeconds);
+      }
+      std::uint64_t& place = peer.links[slot];
       if (place == id) {
         place = 0;
         double& next = peer.next_dial[static_cast<std::size_t>(link.slot)];
@@ -523,7 +618,10 @@ class Sites final : public WanWire {
         peer.out.again(link.connection->take_frames());
         collect(peer);
       }
-      if (!peer.down_since && !any_up(peer)) peer.down_since = seconds();
+      if (!peer.down_since && !any_up(peer)) {
+        peer.down_since = seconds();
+        peer.relay_from = peer.down_since + (peer.was_direct ? kDirectSeconds : 0);
+      }
     }
     if (link.connection) {
       gone_.push_back(std::move(link.connection));  // perhaps one of its functions is running
@@ -533,10 +631,11 @@ class Sites final : public WanWire {
     links_.erase(found);
   }
 
-  bool any_up(const Peer& peer) const {
+  bool any_up(const Peer& peer) const { return any_up(peer, false) || any_up(peer, true); }
+  bool any_up(const Peer& peer, bool by_relay) const {
     return std::any_of(peer.links.begin(), peer.links.end(), [&](std::uint64_t id) {
       const auto found = links_.find(id);
-      return found != links_.end() && found->second.is_up;
+      return found != links_.end() && found->second.is_up && bool(found->second.relay) == by_relay;
     });
   }
 
@@ -654,6 +753,7 @@ class Sites final : public WanWire {
       if (found != links_.end() && found->second.is_up) found->second.connection->shut();
       drop(id);
     }
+    for (const std::uint64_t id : std::vector<std::uint64_t>(peer.relayed)) drop(id);
     peer.round_trip = 0;
   }
 
@@ -667,7 +767,9 @@ class Sites final : public WanWire {
     if (!quiet_.is_over() || has_fault()) return;
     std::vector<int> waited;
     for (const Peer& peer : peers_)
-      if (peer.down_since && peer.rank != rank_ && peer.in.under_way()) waited.push_back(peer.rank);
+      // Where there is a relay, a rank may have the address of this machine in a network of its own.
+      if (peer.down_since && peer.rank != rank_ && peer.in.under_way() && (!has_relay() || peer.was_direct))
+        waited.push_back(peer.rank);
     if (waited.empty()) return;
     lock.unlock();  // it takes a moment, and Python's lock
     const std::vector<int> ended = find_ended_(waited);
@@ -710,6 +812,7 @@ class Sites final : public WanWire {
     peer.out.clear();
     peer.in.clear();
     peer.links.assign(peer.links.size(), 0);
+    peer.relayed.assign(peer.links.size(), 0);
   }
 
   // In a child of fork(), which must not keep its parent's connections: their ends tell the other ranks of its end. Another
@@ -721,6 +824,8 @@ class Sites final : public WanWire {
 
   void close_descriptors() {
     is_closed_ = is_closing_ = true;
+    for (const auto& [id, link] : links_)
+      if (!link.connection && link.descriptor >= 0) ::close(link.descriptor);
     links_.clear();
     gone_.clear();
     ::close(settings_.listener);

@@ -26,6 +26,7 @@ from qccl.transports.messages import Decision, Member, parse_member
 from qccl.transports.native import NativeTransport
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
+from qccl.transports.relayed import Relay
 from qccl.transports.strangers import NotARank
 from qccl.transports.watch import Watch
 
@@ -88,7 +89,7 @@ class ConnectedTransport(NativeTransport):
         with contextlib.ExitStack() as on_failure:
             try:
                 network = Network.towards(master, is_local=is_local, shares_memory=shares_memory)
-                membership = MembershipSocket(network.own_host(), secret)
+                membership = MembershipSocket(network.own_host(), secret, relay=self._relay())
                 on_failure.callback(membership.close)
                 wire = self._start(network, membership, protection.of_wire)
             except (EngineError, ArgumentError):
@@ -112,6 +113,11 @@ class ConnectedTransport(NativeTransport):
 
         Raises EngineError, ArgumentError.
         """
+
+    @classmethod
+    def _relay(cls) -> Relay | None:
+        """The relay by which ranks go on that cannot reach each other. Raises ArgumentError, EngineError."""
+        return None
 
     @classmethod
     @abstractmethod
@@ -239,7 +245,7 @@ class ConnectedTransport(NativeTransport):
         ``secret`` and ``encrypts`` are the group's.
         """
         network = Network.towards(address[0])
-        membership = MembershipSocket(network.own_host(), secret)
+        membership = MembershipSocket(network.own_host(), secret, relay=cls._relay())
 
         def agree(worker: bytes) -> Decision:
             if membership.epoch < 0:

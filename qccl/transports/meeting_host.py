@@ -29,6 +29,7 @@ from qccl.transports.meeting_messages import (
     message,
     proof,
 )
+from qccl.transports.relayed import RelayListener
 from qccl.transports.secure_socket import Connection, SecureSocket
 from qccl.transports.sockets import LONGEST_SECONDS
 from qccl.transports.strangers import NotARank
@@ -90,7 +91,7 @@ class MeetingHost(Callers[_Caller]):
     """
 
     def __init__(
-        self, server: socket.socket, note: bytes, size: int, number: int, job: bytes, key: bytes | None
+        self, server: socket.socket | RelayListener, note: bytes, size: int, number: int, job: bytes, key: bytes | None
     ) -> None:
         super().__init__(server)
         self.met: dict[int, Connection] = {}

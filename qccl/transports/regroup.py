@@ -18,6 +18,7 @@ from qccl.transports.channel import ANSWER_SECONDS, CONNECT_SECONDS, Channel, Ke
 from qccl.transports.membership import RETRY_SECONDS, Action, Agreement, Membership, Own, expect
 from qccl.transports.membership_callers import MembershipCaller, MembershipCallers
 from qccl.transports.messages import Decision, Member
+from qccl.transports.relayed import Relay, Ways
 from qccl.transports.sockets import listen, place_text
 from qccl.transports.watch import Watch, is_free, make_greeting
 
@@ -29,15 +30,18 @@ _NAP_SECONDS = 0.005
 class MembershipSocket(Membership):
     """One process in its group, with its listening socket."""
 
-    def __init__(self, host: str, secret: bytes | None = None) -> None:
+    def __init__(self, host: str, secret: bytes | None = None, *, relay: Relay | None = None) -> None:
         """``host``: the address of this machine, as the others reach it; if it is a number, no other is listened at.
 
-        ``secret``: the job's 32 bytes, without which nobody is heard.
+        ``secret``: the job's 32 bytes, without which nobody is heard. ``relay``: by which processes call it that cannot
+        reach it; it needs a secret.
         """
         server = listen(host)
-        super().__init__(os.urandom(16).hex(), host, int(server.getsockname()[1]))
+        port = int(server.getsockname()[1])
+        super().__init__(os.urandom(16).hex(), host, port)
         self._keys = Keys.of(secret)
-        self._callers = MembershipCallers(server, self.id, self._keys)
+        self._ways = Ways(relay, secret, "membership") if relay and secret else Ways()
+        self._callers = MembershipCallers(self._ways.listener(server, (host, port)), self.id, self._keys)
         self._reached: set[str] = set()  # ids of processes
         self._agrees = False
 
@@ -69,15 +73,19 @@ class MembershipSocket(Membership):
         """A connection to a process. Raises ConnectionRefusedError if it has ended, else another OSError.
 
         A refusal counts as in watch.py, which says what remains undecidable. A rank behind a firewall that refuses is
-        silent to those whom it does not call itself. ``is_sealed``: for a message that must not wait for an answer.
+        silent to those whom it does not call itself. Where there is a relay, an address of this machine may be that of
+        another one in a network of its own. ``is_sealed``: for a message that must not wait for an answer.
         """
+        place = member.host, member.port
+        ways = Ways() if member.id in self._reached else self._ways
         try:
-            channel = call((member.host, member.port), until, self._keys, is_sealed=is_sealed)
+            channel = call(place, until, self._keys, ways, is_sealed=is_sealed)
         except ConnectionRefusedError as error:
-            if member.id in self._reached or is_free(member.host, member.port):
+            if member.id in self._reached or (self._ways.relay is None and is_free(*place)):
                 raise
             raise ConnectionAbortedError("refused, perhaps by a firewall") from error
-        self._reached.add(member.id)
+        if not ways.needs_relay(place):
+            self._reached.add(member.id)
         return channel
 
     def inform(self, processes: Iterable[Member], message: dict[str, Any]) -> list[Member]:
@@ -144,7 +152,7 @@ class MembershipSocket(Membership):
         """The group that has a member at ``address``, when it has taken in this process. Raises CollectiveTimeout."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
-            with contextlib.suppress(OSError), call(address, deadline, self._keys) as channel:
+            with contextlib.suppress(OSError), call(address, deadline, self._keys, self._ways) as channel:
                 nonce = expect(channel.receive(deadline), "challenge")["nonce"]
                 channel.send({"kind": "knock", "nonce": nonce, "member": self.member(worker)})
                 decision = self.checked(expect(channel.receive(deadline), "decided")["decided"])

@@ -35,8 +35,9 @@ from qccl.transports.meeting_messages import (
     receive_message,
     stranger,
 )
+from qccl.transports.relayed import Relay, Ways
 from qccl.transports.secure_socket import Connection, SecureSocket
-from qccl.transports.sockets import connect, host_of, is_host, listen, place_text
+from qccl.transports.sockets import host_of, is_host, listen, place_text
 from qccl.transports.strangers import NotARank, printable
 from qccl.transports.timed import send
 
@@ -90,14 +91,17 @@ class Rendezvous:
         *,
         is_local: bool = False,
         key: bytes | None = None,
+        relay: Relay | None = None,
     ) -> None:
         """``place`` is host and port of rank 0; ``is_local`` says that all ranks are on this machine.
 
         Ranks of another ``job`` or size are told to go, and those of another meeting (their number with this place,
         size and job in the process) to wait. ``key``: 32 bytes that the ranks alone have, for TLS.
+        ``relay``: by which ranks come that cannot reach rank 0; it needs a key, and the same ``place`` on all ranks.
         """
         self._rank, self._size, self._place, self._job = rank, size, place, job.encode()
         self._is_local, self._key = is_local, key
+        self._ways = Ways(relay, key, f"meeting {size} {job}") if relay and key else Ways()
         self._number = 0  # before the first gather
         self._name = (place, size, job)
         self._connections: dict[int, Connection] = {}  # on rank 0 to the others, on the others to rank 0
@@ -140,11 +144,12 @@ class Rendezvous:
         """The first gather."""
         how = self._number, self._job, self._key
         if self._rank:
-            call = _Call(self._rank, note, self._size, self._place, *how)
+            call = _Call(self._rank, note, self._size, self._place, *how, self._ways)
             notes, self._connections[0] = call.ask(deadline, timeout)
             return notes
         descriptors.allow(self._size)
-        with MeetingHost(_listen(self._place, self._is_local), note, self._size, *how) as host:
+        server = self._ways.listener(_listen(self._place, self._is_local), self._place)
+        with MeetingHost(server, note, self._size, *how) as host:
             notes = host.serve(deadline, timeout)
             self._connections = host.met
             return notes
@@ -219,8 +224,17 @@ class _Call:
     """What the other ranks do in the first gather: call rank 0 until it answers."""
 
     def __init__(
-        self, rank: int, note: bytes, size: int, place: tuple[str, int], number: int, job: bytes, key: bytes | None
+        self,
+        rank: int,
+        note: bytes,
+        size: int,
+        place: tuple[str, int],
+        number: int,
+        job: bytes,
+        key: bytes | None,
+        ways: Ways,
     ) -> None:
+        self._ways = ways
         self._hello = Hello.of(rank, size, number, job, os.urandom(8), len(note)).pack() + note
         self._size, self._place, self._job, self._key = size, place, job, key
         self._where = place_text(place)
@@ -246,16 +260,17 @@ class _Call:
                     raise
                 server.close()
             except socket.gaierror as error:
-                raise PeerLost(
-                    f"the address of rank 0, {self._place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
-                ) from error
+                if self._ways.relay is None:  # otherwise it may be a name in rank 0's own network
+                    raise PeerLost(
+                        f"the address of rank 0, {self._place[0]!r}, cannot be found ({error}); see MASTER_ADDR"
+                    ) from error
             except NotARank as error:
                 raise EngineError(
                     f"what answers at {self._where} does not have this rank's token, or is not rank 0 of this job: set "
                     f"the same QCCL_TOKEN on all ranks"
                 ) from error
-            except OSError:
-                pass  # nobody listens yet
+            except OSError as error:  # nobody listens yet
+                self._hint = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
             time.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def _why_not(self, timeout: float, has_met: bool) -> str:
@@ -267,7 +282,7 @@ class _Call:
         )
 
     def _connect(self, seconds: float) -> Connection:
-        connection = connect(self._place, seconds)
+        connection = self._ways.connect(self._place, seconds)
         if not self._key:
             return connection
         self._hint = "; perhaps rank 0 has no token: set the same QCCL_TOKEN on all ranks"

@@ -21,7 +21,18 @@ from pathlib import Path
 
 from qccl.errors import ArgumentError, EngineError
 
-__all__ = ["NBYTES", "Secret", "derive", "draw", "is_insecure", "job_secret", "new_token", "token_key", "write_token"]
+__all__ = [
+    "NBYTES",
+    "Secret",
+    "derive",
+    "draw",
+    "is_insecure",
+    "job_secret",
+    "new_token",
+    "read_private",
+    "token_key",
+    "write_token",
+]
 
 #: of a secret, and of a key
 NBYTES = 32
@@ -69,7 +80,7 @@ def token_key(environ: Mapping[str, str] = os.environ) -> Secret | None:
     if not text and not path:
         return None
     source = f"QCCL_TOKEN_FILE={path!r}" if path else "QCCL_TOKEN"
-    token = (_read(Path(path), source) if path else text).strip()
+    token = (read_private(Path(path), source) if path else text).strip()
     if len(token) < _LEAST:
         raise ArgumentError(f"{source}: a token has at least {_LEAST} characters; {_ADVICE}")
     return _stretch(Secret(token.encode(errors="surrogateescape")))
@@ -84,8 +95,11 @@ def _stretch(token: Secret) -> Secret:
         raise EngineError("this Python was built without OpenSSL, whose scrypt tokens need (hashlib.scrypt)") from None
 
 
-def _read(path: Path, source: str) -> str:
-    """The text of a file that belongs to this user, or to root, and that nobody else may read or write."""
+def read_private(path: Path, source: str, most: int = _MOST_NBYTES) -> str:
+    """The text, of ``most`` bytes, of a file that belongs to this user or to root; nobody else may read or write it.
+
+    ``source`` names it in errors. Raises ArgumentError.
+    """
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())
@@ -95,7 +109,7 @@ def _read(path: Path, source: str) -> str:
                 raise ArgumentError(f"{source} belongs to another user; {_ADVICE}")
             if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
                 raise ArgumentError(f"{source}: other users may read or change this file; run chmod 600 on it")
-            return file.read(_MOST_NBYTES).decode(errors="surrogateescape")
+            return file.read(most).decode(errors="surrogateescape")
     except OSError as error:
         raise ArgumentError(f"{source} cannot be read ({error.strerror})") from error
 

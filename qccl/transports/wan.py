@@ -24,6 +24,7 @@ from qccl.transports.connected import ConnectedTransport, Faults
 from qccl.transports.neighbours import Neighbours, joint, start_memory
 from qccl.transports.network import Network
 from qccl.transports.regroup import MembershipSocket
+from qccl.transports.relayed import Relay, relay_of
 from qccl.transports.secret import derive
 from qccl.transports.sockets import listen
 from qccl.transports.watch import is_free
@@ -74,6 +75,10 @@ class WanTransport(ConnectedTransport):
 
     name = "wan"
     eager_nbytes = 8 << 10
+
+    @classmethod
+    def _relay(cls) -> Relay | None:
+        return relay_of()
 
     @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
@@ -129,6 +134,7 @@ def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | 
     connections = _connection_count()
     control = congestion_control()
     functions = tls.functions() if secret else []
+    relay = relay_of() if secret else None
     try:
         with listen(host, is_local=network.is_local) as listener:
             port = listener.getsockname()[1]
@@ -142,6 +148,7 @@ def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | 
                 connections,
                 _AWAY_SECONDS,
                 Faults(membership, "wan", os.strerror),
+                relay and secret and (relay.place[0], str(relay.place[1]), relay.key, derive(secret, "relay wan")),
             )
             listener.detach()  # the wire owns it
             return wire

@@ -88,6 +88,7 @@ class Wire:
         *,
         is_reachable: bool = True,
         secret: bytes | None = None,
+        relay: tuple[str, str, bytes, bytes] | None = None,
     ) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
             self.port = listener.getsockname()[1]
@@ -96,7 +97,7 @@ class Wire:
             address = self.nonce + f" {connections}{place}".encode()
             functions = tls.functions() if secret else []
             self.native = _host.wan_wire(
-                listener.detach(), address, functions, secret, "", connections, away_seconds, _raise
+                listener.detach(), address, functions, secret, "", connections, away_seconds, _raise, relay
             )
         self.done: set[int] = set()
         self._memory: dict[int, _Memory] = {}

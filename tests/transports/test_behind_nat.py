@@ -1,4 +1,4 @@
-"""README's first program on two machines of which one is behind NAT, so that nobody can call it. Needs root and nft."""
+"""README's first program on machines behind NAT, so that nobody can call them. Needs root and nft."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,48 +46,121 @@ def cable(one: str, name: str, address: str, other: str, other_name: str, other_
         ip("-n", namespace, "link", "set", link, "up")
 
 
+def make_site(public: str, router: str, private: str, network: str) -> None:
+    """A machine behind a router that masquerades; ``network``: of the router and the public machine, "198.51.100"."""
+    for name in (router, private):
+        ip("netns", "add", name)
+        ip("-n", name, "link", "set", "lo", "up")
+    cable(public, f"to-{network}", f"{network}.1/24", router, "outside", f"{network}.254/24")
+    cable(private, "eth0", "192.168.7.2/24", router, "inside", "192.168.7.1/24")
+    ip("-n", private, "route", "add", "default", "via", "192.168.7.1")
+    ip("-n", router, "route", "add", "default", "via", f"{network}.1")
+    inside_router = ["ip", "netns", "exec", router]
+    subprocess.run([*inside_router, "sysctl", "-qw", "net.ipv4.ip_forward=1"], check=True, timeout=20)
+    subprocess.run([*inside_router, "nft", "-f", "-"], input=RULES, text=True, check=True, timeout=20)
+
+
 @pytest.fixture
 def machines() -> Iterator[list[str]]:
-    """Two network namespaces; the second reaches the first through a router, and not the other way round."""
-    public, router, private = (f"qccl-nat-{os.getpid()}-{which}" for which in ("public", "router", "private"))
+    """A public network namespace, and two that reach it through routers of their own, but nobody reaches them.
+
+    The two have the same private address.
+    """
+    names = [f"qccl-nat-{os.getpid()}-{which}" for which in ("public", "router", "private", "router2", "private2")]
+    public, router, private, router2, private2 = names
     try:
-        for name in (public, router, private):
-            ip("netns", "add", name)
-            ip("-n", name, "link", "set", "lo", "up")
-        cable(public, "eth0", "198.51.100.1/24", router, "outside", "198.51.100.254/24")
-        cable(private, "eth0", "192.168.7.2/24", router, "inside", "192.168.7.1/24")
-        ip("-n", private, "route", "add", "default", "via", "192.168.7.1")
-        inside_router = ["ip", "netns", "exec", router]
-        subprocess.run([*inside_router, "sysctl", "-qw", "net.ipv4.ip_forward=1"], check=True, timeout=20)
-        subprocess.run([*inside_router, "nft", "-f", "-"], input=RULES, text=True, check=True, timeout=20)
-        yield [public, private]
+        ip("netns", "add", public)
+        ip("-n", public, "link", "set", "lo", "up")
+        make_site(public, router, private, "198.51.100")
+        make_site(public, router2, private2, "203.0.113")
+        yield [public, private, private2]
     finally:
-        for name in (public, router, private):
+        for name in names:
             subprocess.run(["ip", "netns", "del", name], check=False, timeout=20, capture_output=True)
 
 
-def test_the_first_program_of_the_readme(machines: list[str], tmp_path: Path) -> None:
-    program = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert program is not None
-    checks = "\nprint(comm.size, comm.transport.name, comm.rank)\n"
-    (tmp_path / "sum.py").write_text(program[1] + checks)
-    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "198.51.100.1", "MASTER_PORT": "29500"}
-    ranks = [
-        subprocess.Popen(
-            ["ip", "netns", "exec", machine, sys.executable, str(tmp_path / "sum.py")],
-            env=os.environ
-            | place
-            | {"RANK": str(rank), "QCCL_TOKEN": "a token for tests only", "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank, machine in enumerate(machines)
-    ]
+@contextmanager
+def started(machine: str, *command: str, **environment: str) -> Iterator[subprocess.Popen[str]]:
+    """Python in a network namespace."""
+    process = subprocess.Popen(
+        ["ip", "netns", "exec", machine, sys.executable, *command],
+        env=os.environ | {"QCCL_TOKEN": "a token for tests only", "PYTHONPATH": str(ROOT)} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     try:
-        texts = [rank.communicate(timeout=60)[0] for rank in ranks]
+        yield process
     finally:
-        for rank in ranks:
-            rank.kill()
-    for rank, text in enumerate(texts):
-        assert text.endswith(f"2 wan {rank}\n"), texts
+        process.kill()
+        process.communicate()
+
+
+def outputs(machines: list[str], path: str, **environment: str) -> list[str]:
+    """What two ranks write, one on each machine."""
+    place = {"WORLD_SIZE": "2", "MASTER_PORT": "29500"} | environment
+    with (
+        started(machines[0], path, RANK="0", **place) as first,
+        started(machines[1], path, RANK="1", **place) as second,
+    ):
+        return [each.communicate(timeout=90)[0] for each in (first, second)]
+
+
+def test_the_first_program_of_the_readme(machines: list[str], tmp_path: Path) -> None:
+    """One of the two ranks can be reached."""
+    found = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert found is not None
+    path = tmp_path / "sum.py"
+    path.write_text(found[1] + "\nprint(comm.size, comm.transport.name, comm.rank)\n")
+    texts = outputs(machines[:2], str(path), MASTER_ADDR="198.51.100.1")
+    assert [text[-8:] for text in texts] == ["2 wan 0\n", "2 wan 1\n"], texts
+
+
+#: two ranks call, then a third process joins from the second site, and all call again
+GROWS = """
+import pathlib, subprocess, sys, time
+
+import numpy as np
+
+import qccl
+
+
+def check(comm):
+    x = np.arange(500_000, dtype=np.float32) % 17
+    comm.quantized_allreduce(x, codec="none")
+    assert (x == np.arange(500_000) % 17 * comm.size).all()
+
+
+place = pathlib.Path(__file__).with_name("address")
+if sys.argv[1:] == ["joins"]:
+    sys.exit(check(qccl.join(place.read_text(), timeout=40)))
+comm = qccl.init(backend="host", timeout=40)
+check(comm)
+if comm.rank == 0:
+    place.with_name("part").write_text(comm.address)
+    place.with_name("part").rename(place)
+else:
+    while not place.exists():
+        time.sleep(0.05)
+    third = subprocess.Popen([sys.executable, __file__, "joins"], stdout=subprocess.DEVNULL)
+comm = comm.grow(3, timeout=40)
+check(comm)
+print(comm.size, comm.transport.wire.relayed(), comm.rank)
+if comm.rank == 1:
+    assert third.wait(20) == 0
+"""
+
+
+def test_two_sites_behind_nat_with_a_relay(machines: list[str], tmp_path: Path) -> None:
+    """Neither rank can be reached, and rank 0's address is also rank 1's own; so only the relay is left."""
+    path = tmp_path / "grows.py"
+    path.write_text(GROWS)
+    public, *private = machines
+    with started(public, "-m", "qccl.relay", "--listen", "0.0.0.0:29600") as relay:
+        assert relay.stdout is not None
+        assert "listens" in relay.stdout.readline()
+        texts = outputs(private, str(path), MASTER_ADDR="192.168.7.2", QCCL_RELAY="198.51.100.1:29600")
+        assert texts[0].endswith("3 [1, 2] 0\n"), texts
+        assert texts[1].endswith("3 [0] 1\n"), texts
+        relay.terminate()
+        assert "0 callers refused" in relay.communicate(timeout=20)[0]
