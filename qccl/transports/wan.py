@@ -148,7 +148,9 @@ def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | 
                 connections,
                 _AWAY_SECONDS,
                 Faults(membership, "wan", os.strerror),
-                relay and secret and (relay.place[0], str(relay.place[1]), relay.key, derive(secret, "relay wan")),
+                (relay.place[0], str(relay.place[1]), relay.key, derive(secret, "relay wan"))
+                if relay and secret
+                else None,
             )
             listener.detach()  # the wire owns it
             return wire
