@@ -99,17 +99,20 @@ class Rendezvous:
         size and job in the process) to wait. ``key``: 32 bytes that the ranks alone have, for TLS.
         ``relay``: by which ranks come that cannot reach rank 0; it needs a key, and the same ``place`` on all ranks.
         """
+        self._connections: dict[int, Connection] = {}  # on rank 0 to the others, on the others to rank 0
         self._rank, self._size, self._place, self._job = rank, size, place, job.encode()
         self._is_local, self._key = is_local, key
         self._ways = Ways(relay, key, f"meeting {size} {job}") if relay and key else Ways()
         self._number = 0  # before the first gather
         self._name = (place, size, job)
-        self._connections: dict[int, Connection] = {}  # on rank 0 to the others, on the others to rank 0
 
     def __enter__(self) -> Rendezvous:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
         self.close()
 
     def close(self) -> None:
@@ -270,7 +273,8 @@ class _Call:
                     f"the same QCCL_TOKEN on all ranks"
                 ) from error
             except OSError as error:  # nobody listens yet
-                self._hint = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+                if by_relay := getattr(error, "__notes__", None):
+                    self._hint = "".join(f"; {note}" for note in by_relay)
             time.sleep(min(RETRY_SECONDS, max(0.0, deadline - time.monotonic())))
 
     def _why_not(self, timeout: float, has_met: bool) -> str:

@@ -23,6 +23,7 @@ from qccl.bench.doctor import measure_speed, parse_count, parse_sizes, recommend
 from qccl.bench.mpiexec import StartError, find_mpiexec
 from qccl.bench.profile import Gradient, Profile
 from qccl.bench.sizes import parse_link
+from qccl.bench.tcp import congestion_control
 from qccl.bench.timeline import Call, Rank, Segment, step_seconds
 
 ROOT = Path(__file__).parents[2]
@@ -182,7 +183,7 @@ def test_the_command_prints_the_figures_that_it_writes(tmp_path: Path) -> None:
     profile = found["step"].pop("profile")
     assert [gradient["shape"] for gradient in profile["gradients"]] == [[1, 1 << 19], [1, 1 << 14]]
     assert profile["forward"] + profile["backward"] + profile["optimiser"] == pytest.approx(0.25)
-    one = {"congestion": "cubic", "connections": 1}
+    one = {"congestion": congestion_control(), "connections": 1}
     near = {"delay": 0.0, "loss": 0.0, "tcp": one, "gloo": one}
     assert found["step"] == {"ranks": 4, "rate": 12.5e6, "processors": 1.5} | near
     assert [cost["codec"] for cost in found["costs"]] == ["none", "cast", "minmax4+ef"]

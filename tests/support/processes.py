@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import time
@@ -68,8 +69,8 @@ def _connect_control() -> Any:
 
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         jax.distributed.initialize(place, SIZE, RANK)
-    meeting = meetings.of_launcher(launcher)
-    return UcxTransport(lambda address: meeting.gather(address, _SECONDS), _SECONDS)
+    with contextlib.closing(meetings.of_launcher(launcher)) as meeting:
+        return UcxTransport(lambda address: meeting.gather(address, _SECONDS), _SECONDS)
 
 
 def _gather(item: bytes, timeout: float) -> list[bytes]:

@@ -17,6 +17,7 @@ import qccl
 from qccl import ArgumentError, CollectiveTimeout, EngineError
 from qccl.transports import relayed, rendezvous
 from qccl.transports.relayed import Relay, RelayListener, Ways, relay_of
+from qccl.transports.rendezvous import Rendezvous
 from qccl.transports.secret import Secret, derive, token_key
 from qccl.transports.sockets import listen
 
@@ -234,13 +235,13 @@ def test_a_relay_needs_a_token_and_a_host_that_exists():
 def meet(place, size, timeout=30.0):
     key = derive(token_key(), "meeting")
     with ThreadPoolExecutor(size) as pool:
-        calls = [
-            pool.submit(
-                rendezvous.gather, b"note %d" % rank, rank, size, place, timeout, "job", key=key, relay=relay_of()
-            )
-            for rank in range(size)
-        ]
-        return [call.result(60) for call in calls]
+        met = [Rendezvous(rank, size, place, "job", key=key, relay=relay_of()) for rank in range(size)]
+        calls = [pool.submit(each.gather, b"note %d" % rank, timeout) for rank, each in enumerate(met)]
+        try:
+            return [call.result(60) for call in calls]
+        finally:
+            for each in met:
+                each.close()
 
 
 @pytest.fixture
@@ -269,7 +270,7 @@ def test_a_meeting_without_its_relay_says_so(monkeypatch, numbers):
     with running(token_relay_key()) as relay:
         use(monkeypatch, relay.place)
     with pytest.raises(CollectiveTimeout, match=r"by the relay 127.0.0.1:\d+: .*refused"):
-        rendezvous.gather(b"", 1, 2, ("127.0.0.1", 1), 1.0, key=derive(token_key(), "meeting"), relay=relay_of())
+        Rendezvous(1, 2, ("127.0.0.1", 1), key=derive(token_key(), "meeting"), relay=relay_of()).gather(b"", 1.0)
 
 
 # -- membership --------------------------------------------------------------------------------------------------------
