@@ -23,8 +23,9 @@ from training_report import network_of
 from qccl.bench.lab import sent_nbytes, shaped_nbytes
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
-#: megabytes of DDP's buckets, as in docs/examples/ddp.py
-BUCKET_MB = 0.5
+#: megabytes of DDP's buckets, as in docs/examples/ddp.py, and PyTorch's default. gloo's ring waits for six delays in
+#: each bucket on 4 ranks, so where there is a delay few large ones are faster
+BUCKET_MB, FAR_BUCKET_MB = 0.5, 25.0
 #: steps between two measurements of the quality, and positions at which it is measured
 EVERY, POSITIONS = 25, 6000
 #: steps before the timing; PowerSGD begins after 10
@@ -47,8 +48,8 @@ def main(task: dict[str, Any]) -> None:
     dist.destroy_process_group()
 
 
-def _wrapped(module: Any, method: str) -> Any:
-    """The module in DistributedDataParallel, whose gradients go by ``method``."""
+def _wrapped(module: Any, method: str, link: str | None = None) -> Any:
+    """The module in DistributedDataParallel, whose gradients go by ``method`` behind ``link``."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
     from torch.nn.parallel import DistributedDataParallel
 
@@ -60,7 +61,9 @@ def _wrapped(module: Any, method: str) -> Any:
         state = powerSGD_hook.PowerSGDState(None, int(parameter), start_powerSGD_iter=10)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return model
-    model = DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, gradient_as_bucket_view=True)
+    is_far = name in ("fp32", "fp16") and link is not None and network_of(link).is_forwarded
+    size = FAR_BUCKET_MB if is_far else BUCKET_MB
+    model = DistributedDataParallel(module, bucket_cap_mb=size, gradient_as_bucket_view=True)
     if name == "fp16":
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name != "fp32":
@@ -134,7 +137,7 @@ def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed as dist
 
     compute = task["compute"]
-    model = _wrapped(_replay(compute["ready"]), task["method"])
+    model = _wrapped(_replay(compute["ready"]), task["method"], task["link"])
 
     def step() -> None:
         model.zero_grad()
