@@ -10,6 +10,7 @@ backward() ends. On CUDA the hook's stream has the same effect.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -143,7 +144,7 @@ class AllReduce:
             for kind in ("residuals", "momenta"):
                 if isinstance(full.get(kind), Mapping):
                     own[kind] = {name: self._shard(name, values) for name, values in full[kind].items()}
-                    own[kind] = {name: values for name, values in own[kind].items() if values.numel()}
+                    own[kind] = {name: v for name, v in own[kind].items() if not torch.is_tensor(v) or v.numel()}
         return own
 
     def _shard(self, name: str, values: Any) -> Any:
@@ -287,9 +288,8 @@ class _Module:
 
 
 def _digest(p: torch.Tensor) -> str:
-    """A number that differs where values do; meta tensors have none yet."""
+    """Differs where values do; meta tensors have none yet."""
     if p.is_meta:
         return "no values yet"
-    bits = p.detach().contiguous().view(torch.uint8).long()
-    weights = torch.arange(bits.numel(), device=bits.device).reshape(bits.shape) % 65_521 + 1
-    return f"checksum {int((bits * weights).sum())}"
+    values = p.detach().contiguous().cpu().view(torch.uint8).numpy()
+    return f"values of digest {hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()}"
