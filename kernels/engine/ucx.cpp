@@ -12,6 +12,7 @@
 
 #include "reports.h"
 #include "ucx_api.h"
+#include "wire_thread.h"
 
 namespace qccl {
 
@@ -118,6 +119,7 @@ class Worker final : public PartWire {
       if (const int status = connect(peer, addresses[i]))
         throw std::runtime_error("rank " + std::to_string(i) + " (UCX status " + std::to_string(status) + ")");
     }
+    thread_.start();
   }
 
   void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
@@ -161,6 +163,7 @@ class Worker final : public PartWire {
   }
 
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
+    thread_.note_caller();
     Lock lock(mutex_);
     advance(idle, lock);
     if (reports_.has_completed()) return reports_.take_completed(completed);
@@ -169,6 +172,7 @@ class Worker final : public PartWire {
   }
 
   void progress(std::uint64_t idle) override {
+    thread_.note_caller();
     Lock lock(mutex_);
     advance(idle, lock);
     has_fault();
@@ -195,6 +199,7 @@ class Worker final : public PartWire {
   }
 
   void close(double seconds) override {
+    thread_.stop();
     if (getpid() != process_) return;  // a child of fork(): its parent's connections, and perhaps a locked mutex
     const Lock lock(mutex_);
     if (worker_ && seconds > 0) flush(seconds);
@@ -287,6 +292,16 @@ class Worker final : public PartWire {
     lock.lock();
     if (worker_) exhaust();
     if (worker_ && !reports_.has_completed()) look_for_ended(lock);
+  }
+
+  // In the wire's thread.
+  void advance_alone(int wakeup) {
+    Lock lock(mutex_);
+    exhaust();
+    if (!arm()) return;
+    lock.unlock();
+    pollfd waited[] = {{descriptor_, POLLIN, 0}, {wakeup, POLLIN, 0}};
+    ::poll(waited, 2, WireThread::kSleepMilliseconds);
   }
 
   // Whether to poll again at once. Where other threads may need the processor, they get it first.
@@ -418,6 +433,7 @@ class Worker final : public PartWire {
   QuietTime quiet_{kQuiet, kBetweenLooks};
   std::deque<Posted> posted_;
   std::vector<Posted*> free_;
+  WireThread thread_{[this](int wakeup) { advance_alone(wakeup); }};  // ends before what it uses
 };
 
 }  // namespace

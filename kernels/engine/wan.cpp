@@ -3,6 +3,7 @@
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <poll.h>
 #include <sys/epoll.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -22,6 +23,7 @@
 #include "wan_outbox.h"
 #include "wan_relay.h"
 #include "wan_sockets.h"
+#include "wire_thread.h"
 
 namespace qccl {
 
@@ -141,6 +143,7 @@ class Sites final : public WanWire {
     }
     watch(settings_.listener, 0, EPOLLIN, EPOLL_CTL_ADD);  // who calls earlier waits in the kernel
     tick(now);
+    thread_.start();
   }
 
   void send(int peer, int tag, const void* data, std::size_t nbytes, Token token) override {
@@ -161,6 +164,7 @@ class Sites final : public WanWire {
   }
 
   void poll(std::uint64_t idle, std::vector<Token>& completed) override {
+    thread_.note_caller();
     Lock lock(mutex_);
     advance(idle, lock);
     if (reports_.has_completed()) return reports_.take_completed(completed);
@@ -169,6 +173,7 @@ class Sites final : public WanWire {
   }
 
   void progress(std::uint64_t idle) override {
+    thread_.note_caller();
     Lock lock(mutex_);
     advance(idle, lock);
     has_fault();
@@ -205,6 +210,7 @@ class Sites final : public WanWire {
   }
 
   void close(double limit) override {
+    thread_.stop();
     if (getpid() != process_) return forget_parent();
     Lock lock(mutex_);
     if (std::exchange(is_closing_, true)) {
@@ -262,6 +268,22 @@ class Sites final : public WanWire {
     sleep(length);
     lock.lock();
     if (!is_closed_) look_again(lock);
+  }
+
+  // In the wire's thread. Its time is not the other ranks': nobody waits for them.
+  void advance_alone(int wakeup) {
+    Lock lock(mutex_);
+    gone_.clear();
+    take_events();
+    const double now = seconds();
+    for (Peer& peer : peers_)
+      if (peer.down_since) peer.down_since += std::min(now - last_alone_, kBusySeconds);
+    last_alone_ = now;
+    if (now >= next_tick_) tick(now);
+    if (has_pending_) return;
+    lock.unlock();
+    pollfd waited[] = {{epoll_, POLLIN, 0}, {wakeup, POLLIN, 0}};
+    ::poll(waited, 2, WireThread::kSleepMilliseconds);
   }
 
   // What has come during a sleep.
@@ -849,10 +871,11 @@ class Sites final : public WanWire {
   std::vector<std::unique_ptr<Connection>> gone_;
   bool has_pending_ = false;
   QuietTime quiet_{kQuiet, kBetweenLooks};
-  double last_tick_ = 0, next_tick_ = 0, next_measure_ = 0, last_new_ = 0;
+  double last_tick_ = 0, next_tick_ = 0, next_measure_ = 0, last_new_ = 0, last_alone_ = 0;
   double listens_at_ = 0;  // when strangers may call again, as there were no descriptors; 0: they may
   double nearest_ = 0;  // the shortest round trip, in seconds
   std::vector<Token> copied_;
+  WireThread thread_{[this](int wakeup) { advance_alone(wakeup); }};  // ends before what it uses
 };
 
 }  // namespace

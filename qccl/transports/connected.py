@@ -34,7 +34,9 @@ __all__ = ["ConnectedTransport", "Faults"]
 
 #: tag of the messages that set the group up; the engine's are smaller
 _SET_UP_TAG = 1 << 30
-#: how long close() and abort() take at most to deliver what was sent
+#: how long the end of the process, close() and abort() take at most to deliver what was sent: a program may end right
+#: after calls that have left megabytes for a slow network
+_EXIT_SECONDS = 60.0
 _CLOSE_SECONDS = 5.0
 _ABORT_SECONDS = 0.1
 #: of one rank's item in an all-gather
@@ -412,4 +414,4 @@ def _forked(transport: ConnectedTransport) -> None:
         transport.membership.close()
 
 
-_open = Registry((lambda transport: transport.abort("the process ended"),), Stage.TRANSPORTS, _forked)
+_open = Registry((lambda transport: transport._end(_EXIT_SECONDS),), Stage.TRANSPORTS, _forked)
