@@ -19,6 +19,7 @@ from qccl.collectives import (
     PeerExchangeSpec,
     ReduceScatterSpec,
     ReduceSpec,
+    for_nodes,
     spec_of,
 )
 from qccl.dtypes import FLOAT32
@@ -456,6 +457,7 @@ class Collectives:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
         session, how = self._session, complete(kind, name, options)
         spec, by_name = prepare(how)
+        spec = for_nodes(spec, self.nodes)
         request = _request(how)
         self._memory.streams(how["stream"], ())
         spec.check_counts(by_name, self.rank, self.size)

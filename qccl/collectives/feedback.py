@@ -35,12 +35,12 @@ __all__ = ["residuals_of", "sums_of", "with_feedback"]
 _NEXT = ".next"
 
 
-def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
+def with_feedback(schedule: Schedule, guard: Iterable[str], spans_guarded: Iterable[Span] = ()) -> Schedule:
     """The schedule with state where operations name stateful codecs; the same schedule if none does.
 
     Its state buffers (Role.STATE) are "residual" and "momentum", or for several arrays "residual 0" and so on. A call
-    changes them if the buffers named by ``guard`` are finite at its end. They are as long as the caller's array; a part
-    that no operation uses stays zero.
+    changes them if the buffers named by ``guard``, and ``spans_guarded``, are finite at its end. They are as long as
+    the caller's array; a part that no operation uses stays zero.
     """
     if not any(op.codec.state_names for op in schedule.ops if not isinstance(op, Exchange | Commit)):
         return schedule
@@ -56,7 +56,7 @@ def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
     buffers |= {name + _NEXT: Buffer(owner.size, FLOAT32, Role.WORK) for name, owner in owners.items()}
     spans = _joined(span for span, _ in used)
     guarded = tuple(Span(name, 0, size) for name in guard if (size := schedule.buffers[name].size))
-    commit = Commit(guarded, tuple(map(_state_buffer, spans)))
+    commit = Commit((*guarded, *spans_guarded), tuple(map(_state_buffer, spans)))
     return replace(schedule, buffers={**schedule.buffers, **buffers}, ops=(*ops, commit))
 
 
