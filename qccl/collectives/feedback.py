@@ -29,7 +29,7 @@ from qccl.schedule import (
     buffer_name,
 )
 
-__all__ = ["residuals_of", "sums_of", "with_feedback"]
+__all__ = ["encoded_parts", "residuals_of", "sums_of", "with_feedback"]
 
 #: suffix of the buffer with the new values of a state buffer
 _NEXT = ".next"
@@ -75,6 +75,15 @@ def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
                 parts.append((name, here, span.start))
             here = span.stop
     return parts
+
+
+def encoded_parts(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
+    """The parts (buffer, start, stop) of residuals that this rank uses, and whether they are of sums that it owns."""
+    found = []
+    for sums in (False, True):
+        states = (op for op in schedule.ops if isinstance(op, Reduce) and op.state and op.state.sums == sums)
+        found += [(s.buffer, s.start, s.stop, sums) for s in _joined(span for span, _ in _used(states, "residual"))]
+    return found
 
 
 def residuals_of(schedule: Schedule) -> list[str]:
