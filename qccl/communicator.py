@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qccl.arguments import CodecLike, check_group, count_of, setup_timeout, timeout_of
 from qccl.calls import Collectives
-from qccl.collectives import CollectiveSpec, HierarchicalSpec, for_nodes, spec_of_plan
+from qccl.collectives import CollectiveSpec, HierarchicalSpec, spec_of_plan
 from qccl.dtypes import DTypeLike
 from qccl.engine.base import Backend
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError
@@ -216,7 +216,7 @@ class Communicator(Collectives):
         """
         self._session.check_usable()
         check_key(spec.codec, key)
-        return Plan(self._session, for_nodes(spec, self.nodes), key)
+        return Plan(self._session, spec, key, self.nodes)
 
     @property
     def timeout(self) -> float:

@@ -28,11 +28,12 @@ from qccl.collectives import (
     PeerExchangeSpec,
     spec_of_plan,
 )
+from qccl.collectives.explain import sent_between_nodes
 from qccl.collectives.partitions import EvenParts
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, CodecError
 from qccl.plan import Plan
-from qccl.schedule import Exchange, Schedule, buffer_name
+from qccl.schedule import Schedule, buffer_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,10 +73,7 @@ class Wiring:
 
     def crossing(self, schedule: Schedule) -> int:
         """Bytes of a schedule that leave its rank's node."""
-        transfers = [transfer for op in schedule.ops if isinstance(op, Exchange) for transfer in op.sends]
-        return sum(
-            len(transfer.span) for transfer in transfers if self.nodes[transfer.peer] != self.nodes[schedule.rank]
-        )
+        return sent_between_nodes(schedule, self.nodes)
 
     def transfers(self, rank: int) -> int:
         """The number of transfers in which every rank behind the link of ``rank`` sends to all its peers."""

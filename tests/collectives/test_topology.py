@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from functools import partial
 from itertools import pairwise
 
@@ -17,27 +18,20 @@ from qccl.analysis.verify import verify
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs import MinMax, NoCodec, TwoRounds, get
 from qccl.collectives import AllGatherSpec, AllReduceSpec, CoalescedSpec, CollectiveSpec, ReduceScatterSpec, for_nodes
+from qccl.collectives.explain import sent_between_nodes
 from qccl.collectives.levels import all_gather_in_levels, reduce_scatter_in_levels
 from qccl.collectives.operands import CallerBuffers, Combine, Group, ranks_by_node
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
-from qccl.schedule import Exchange, Schedule
 
 #: each of these makes all three collectives choose two levels
 LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1, 2, 2, 2), (0, 0, 1, 1, 2, 2, 3, 3), (3, 3, 3, 1, 1)]
-
-
-def between(schedule: Schedule, node_ids: tuple[int, ...]) -> int:
-    """Bytes that a rank sends to ranks of other nodes."""
-    here = node_ids[schedule.rank]
-    sends = [send for op in schedule.ops if isinstance(op, Exchange) for send in op.sends]
-    return sum(len(send.span) for send in sends if node_ids[send.peer] != here)
 
 
 def busiest(spec: CollectiveSpec, node_ids: tuple[int, ...]) -> int:
     """Bytes that the node sends to others that sends most."""
     size, sent = len(node_ids), dict.fromkeys(node_ids, 0)
     for rank in range(size):
-        sent[node_ids[rank]] += between(spec.schedule(rank, size, in_place=True), node_ids)
+        sent[node_ids[rank]] += sent_between_nodes(spec.schedule(rank, size, in_place=True), node_ids)
     return max(sent.values())
 
 
@@ -229,3 +223,27 @@ def test_state_of_another_algorithm_is_refused() -> None:
         comm.quantized_allreduce(x, algorithm="two_round", **options)
 
     qccl.run_ranks(4, run)
+
+
+@pytest.mark.parametrize(
+    "node_ids, name, options, wanted",
+    [
+        ((0, 0, 1, 1), "allreduce", {}, r"2 nodes of 2 ranks: two levels, with one_shot between nodes, because one"),
+        ((0, 0, 1, 1), "allreduce", {"algorithm": "two_round"}, r"one level, two_round, as the call says"),
+        ((0, 0, 0, 1), "reduce_scatter", {}, r"1 node of 1 rank and 1 node of 3 ranks: one level, reduce_scatter, "),
+        ((0, 0, 1, 1), "all_gather", {}, r"two levels, because one level has 1 hop and .* 24,576 bytes"),
+        ((0, 1, 2, 3), "allreduce", {}, r"4 nodes of 1 rank: one level, two_round, because no ranks share a node"),
+        ((0, 0, 0, 0), "allreduce", {}, r"because there are no other nodes.\n.*sends 0 bytes to other nodes"),
+        ((0, 0, 1, 1), "broadcast", {}, r"because this collective has no other"),
+        ((0, 0, 1, 1), "hierarchical_allreduce", {}, r"two levels, with one_shot between nodes, as the call says"),
+    ],
+)
+def test_a_plan_explains_itself(node_ids: tuple[int, ...], name: str, options: dict, wanted: str) -> None:
+    def run(comm: qccl.Communicator) -> str:
+        comm.nodes = node_ids
+        return comm.plan(name, 1 << 20, **options).explain()
+
+    found = qccl.run_ranks(4, run)[0]
+    assert re.search(wanted, found), found
+    sent = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) bytes to other nodes", found)]
+    assert len(sent) == 1 and (sent[0] > 0) == (len(set(node_ids)) > 1)
