@@ -80,7 +80,8 @@ def _print(rows: list[dict[str, Any]]) -> None:
              f"{side['floor'] * 1e3:.2f}", f"{side['floor'] / side['time']:.1%}",
              f"{side['bulk'] / side['time']:.1%}", f"{r[_MPI[mode]] * 1e3:.1f}",
              f"{r[_MPI[mode]] / side['time']:.2f}", f"{r['sides']['leader'][mode]['time'] / side['time']:.2f}",
-             f"{r[_DEFAULT[mode]] * 1e3:.2f}", f"{spread(r['blocks']):.0%}", f"{side['crossed']:.3f}", f"{side['cpu'] * 1e3:.1f}", f"{r['others']:.0%}")
+             f"{r[_DEFAULT[mode]] * 1e3:.2f}", f"{spread(r['blocks']):.0%}", f"{side['crossed']:.3f}",
+             f"{side['cpu'] * 1e3:.1f}", f"{r['others']:.0%}")
             for r in rows
             for layout, modes in r["sides"].items()
             for mode, side in modes.items()
