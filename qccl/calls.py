@@ -82,7 +82,7 @@ class Collectives:
             out: the array for the result, like ``x``; None means ``x`` itself.
             op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or the same operation as NCCL's number, a
                 ReduceOp of torch.distributed, or an Op of mpi4py.
-            algorithm: "two_round", "one_shot", or "auto": by size, and in two levels, as hierarchical_allreduce(), where
+            algorithm: "two_round", "one_shot", or "auto": by size; and in two levels, as hierarchical_allreduce(), if
                 ranks share nodes and that sends less between nodes.
             codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
             async_op: return a Work at once instead of the result. Do not write the array, or read the output, before
