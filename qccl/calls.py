@@ -19,6 +19,7 @@ from qccl.collectives import (
     PeerExchangeSpec,
     ReduceScatterSpec,
     ReduceSpec,
+    for_nodes,
     spec_of,
 )
 from qccl.dtypes import FLOAT32
@@ -81,7 +82,8 @@ class Collectives:
             out: the array for the result, like ``x``; None means ``x`` itself.
             op: "sum", "avg" or "mean" (the global mean), "min" or "max"; or the same operation as NCCL's number, a
                 ReduceOp of torch.distributed, or an Op of mpi4py.
-            algorithm: "two_round", "one_shot", or "auto" (by size).
+            algorithm: "two_round", "one_shot", or "auto": by size; and in two levels, as hierarchical_allreduce(), if
+                ranks share nodes and that sends less between nodes.
             codec: e.g. ``"minmax8"``, ``"minmax4:bucket=256"``, a dict of the same, or a Codec.
             async_op: return a Work at once instead of the result. Do not write the array, or read the output, before
                 ``wait()`` has returned. Later calls on this communicator that use the same memory wait for it; calls on
@@ -456,6 +458,7 @@ class Collectives:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
         session, how = self._session, complete(kind, name, options)
         spec, by_name = prepare(how)
+        spec = for_nodes(spec, self.nodes)
         request = _request(how)
         self._memory.streams(how["stream"], ())
         spec.check_counts(by_name, self.rank, self.size)

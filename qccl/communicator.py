@@ -216,7 +216,7 @@ class Communicator(Collectives):
         """
         self._session.check_usable()
         check_key(spec.codec, key)
-        return Plan(self._session, spec, key)
+        return Plan(self._session, spec, key, self.nodes)
 
     @property
     def timeout(self) -> float:

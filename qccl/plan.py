@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from qccl.arguments import check_trace, timeout_of
 from qccl.arrays import Values, check_unmoved
-from qccl.collectives import CollectiveSpec
+from qccl.collectives import CollectiveSpec, for_nodes
+from qccl.collectives.explain import explain
 from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
 from qccl.guard import guarded
@@ -45,8 +46,12 @@ class Plan:
     state of a stateful codec.
     """
 
-    def __init__(self, session: Session, spec: CollectiveSpec, key: str | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self, session: Session, spec: CollectiveSpec, key: str | None = None, nodes: Sequence[int] = ()
+    ) -> None:
+        """``nodes``: for each rank, the number of its node."""
+        self._asked, self._nodes = spec, nodes
+        self.spec = spec = for_nodes(spec, nodes)
         self._key = key
         self._session = session
         self._compiled: dict[tuple[CollectiveSpec, bool], Compiled] = {}
@@ -206,6 +211,11 @@ class Plan:
         if self._bound is not None and self._bound.compiled.programs[0].users:
             return True
         return self._work is not None and self._work._is_under_way()
+
+    def explain(self) -> str:
+        """Which algorithm the ranks use and why, their chunks, and the bytes that this rank's node sends to others."""
+        session = self._session
+        return explain(self._asked, self._nodes, session.rank, session.engine.chunking)
 
     def schedule(self, *, in_place: bool) -> Schedule:
         """The schedule of this rank."""

@@ -90,7 +90,8 @@ class StateStore:
         if entry.call != call:
             raise ArgumentError(
                 f"the state under key={key!r} belongs to {entry.call}, and this is {call}; use another key for "
-                f"each array, or forget the state with reset({key!r})"
+                f"each array, make the call as before (with its algorithm=, on the same nodes), or forget the state "
+                f"with reset({key!r})"
             )
         if entry.counts is not counts and (held := entry.held()) != counts:  # only a loaded state can differ
             raise ArgumentError(

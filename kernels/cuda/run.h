@@ -21,6 +21,19 @@ extern "C" __global__ void qccl_begin(unsigned long long* words, unsigned long l
   if (!replay) flags->begun = run;
 }
 
+// Lowers `first` to the index of the first element that is NaN or infinite: all bits of `exponent` are set in it. Elements
+// have 4 bytes, or 2. The grid has `blocks` blocks.
+extern "C" __global__ void qccl_nonfinite(const void* values, unsigned long long count, unsigned itemsize,
+                                          unsigned exponent, unsigned long long* first, unsigned blocks) {
+  const unsigned long long step = (unsigned long long)blocks * qccl::kThreads;
+  for (unsigned long long i = (unsigned long long)blockIdx.x * qccl::kThreads + threadIdx.x; i < count; i += step) {
+    const unsigned bits = itemsize == 4 ? ((const qccl::u32*)values)[i] : ((const qccl::u16*)values)[i];
+    if ((bits & exponent) != exponent) continue;
+    atomicMin(first, i);
+    return;
+  }
+}
+
 // Stores addresses in the table Memory::more; a launch for every kAddresses of them.
 extern "C" __global__ void qccl_addresses(unsigned long long* table, const __grid_constant__ qccl::Addresses addresses,
                                           unsigned count) {

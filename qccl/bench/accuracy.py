@@ -119,10 +119,10 @@ def stretches(count: int, shards: int, codecs: Sequence[Codec], longest: int) ->
 
     Stretches are whole buckets of all ``codecs``. If the last codec has one bucket per shard, they are whole shards.
     """
-    partition = partition_for_all(count, shards, codecs, ChunkPolicy.of_elements(longest))
+    partition = partition_for_all([count], shards, codecs, ChunkPolicy.of_elements(longest))
     for shard in range(partition.parts):
         for k in range(partition.chunks):
-            if chunk := partition.chunk(shard, k):
+            for chunk in partition.segments(shard, k):
                 yield shard, chunk.start, chunk.stop
 
 

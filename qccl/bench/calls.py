@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +18,22 @@ from qccl.bench import accuracy, data, reference
 from qccl.bench.arrays import Arrays
 from qccl.bench.kinds import KINDS, neighbours
 from qccl.codecs import Codec, NoCodec
+from qccl.codecs.base import PLAIN_GRANULE
 from qccl.codecs.feedback import momentum_of
-from qccl.collectives import CoalescedSpec, CollectiveSpec, HierarchicalSpec, PeerExchangeSpec, spec_of_plan
+from qccl.collectives import (
+    CoalescedSpec,
+    CollectiveSpec,
+    HierarchicalCoalescedSpec,
+    HierarchicalSpec,
+    PeerExchangeSpec,
+    spec_of_plan,
+)
+from qccl.collectives.explain import sent_between_nodes
 from qccl.collectives.partitions import EvenParts
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, CodecError
 from qccl.plan import Plan
-from qccl.schedule import Exchange, Schedule, buffer_name
+from qccl.schedule import Schedule, buffer_name
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -63,10 +73,7 @@ class Wiring:
 
     def crossing(self, schedule: Schedule) -> int:
         """Bytes of a schedule that leave its rank's node."""
-        transfers = [transfer for op in schedule.ops if isinstance(op, Exchange) for transfer in op.sends]
-        return sum(
-            len(transfer.span) for transfer in transfers if self.nodes[transfer.peer] != self.nodes[schedule.rank]
-        )
+        return sent_between_nodes(schedule, self.nodes)
 
     def transfers(self, rank: int) -> int:
         """The number of transfers in which every rank behind the link of ``rank`` sends to all its peers."""
@@ -185,7 +192,7 @@ class QuantizedCall:
 
     def _slices(self, whole: Any) -> list[Any]:
         """The arrays of a coalesced call, as slices of one array."""
-        assert isinstance(self.plan.spec, CoalescedSpec)
+        assert isinstance(self.plan.spec, CoalescedSpec | HierarchicalCoalescedSpec)
         return [whole[start:stop] for start, stop in pairwise(accumulate(self.plan.spec.each, initial=0))]
 
     def _parts(self, out: Any) -> list[Any]:
@@ -220,11 +227,11 @@ class QuantizedCall:
     ) -> NDArray[Any] | None:
         """The exact bits of the stretch from element ``start`` of call ``number``'s result; None: not known."""
         case, spec = self.case, self.plan.spec
+        if case.kind == CoalescedSpec.name and not self.codec.splittable:
+            return None  # each array's part of a shard is a bucket
         if isinstance(spec, HierarchicalSpec):
             given = (self.codec, spec.intra, case.dtype, case.op, self._between, self._nodes)
             return reference.hierarchical(values, *given, self.shards, shard, start, number)
-        if isinstance(spec, CoalescedSpec) and not self.codec.splittable:
-            return None  # each array's part of a shard is a bucket
         return reference.allreduce(values, self.codec, case.dtype, case.op, self.algorithm, shard, start, number)
 
 
@@ -266,7 +273,7 @@ def spec_of_case(
 
 def _equal_arrays(count: int, codec: Codec, arrays: int) -> tuple[int, ...]:
     """The sizes of ``arrays`` arrays, as equal as whole buckets allow, so that the buckets are those of one array."""
-    partition = EvenParts(count, arrays, codec.granule, 1)
+    partition = EvenParts(count, arrays, math.lcm(codec.granule, PLAIN_GRANULE), 1)
     return tuple(len(partition.shard(i)) for i in range(arrays))
 
 

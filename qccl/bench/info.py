@@ -95,7 +95,7 @@ def _cuda_parts() -> str:
 
     parts = ", ".join(f"{name} {version}" for name, version in libraries.part_versions().items())
     order = os.environ.get(libraries.LAUNCH_ORDER)
-    return f"{parts}; {libraries.LAUNCH_ORDER} is {order or 'not set (qccl sets it to 1)'}"
+    return f"{parts}; {libraries.LAUNCH_ORDER} is {order or 'not set (qccl sets it to 1 beside PyTorch)'}"
 
 
 def _mpi() -> str:

@@ -9,6 +9,9 @@ import numpy as np
 
 from qccl.bench import accuracy, data, reference
 from qccl.bench.kinds import KINDS, Stretch, stretches
+from qccl.codecs import NoCodec
+from qccl.collectives import ReduceScatterSpec
+from qccl.collectives.operands import ranks_by_node
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,7 +54,11 @@ def _compare(
     values = call.contributions([data.to_float32(each, case.dtype) for each in inputs])
     if KINDS[case.kind].combines:
         exact = accuracy.allreduce_exact(values, case.op)
-        bound = accuracy.allreduce_bound(values, call.codec, case.dtype, case.op, call.algorithm, -1)
+        if isinstance(call.plan.spec, ReduceScatterSpec) and (nodes := ranks_by_node(call.plan.spec.node_ids)):
+            given = (call.codec, NoCodec(), case.dtype, case.op, "one_shot", nodes)
+            bound = accuracy.hierarchical_bound(values, *given)
+        else:
+            bound = accuracy.allreduce_bound(values, call.codec, case.dtype, case.op, call.algorithm, -1)
         error = data.to_float32(found, case.dtype) - exact
         bad = ~(np.abs(error) <= bound)
     else:

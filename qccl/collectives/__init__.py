@@ -15,12 +15,13 @@ from qccl.collectives.all_gather import AllGatherSpec
 from qccl.collectives.all_to_all import AllToAllSpec
 from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.broadcast import BroadcastSpec
-from qccl.collectives.coalesced import CoalescedSpec
+from qccl.collectives.coalesced import CoalescedSpec, HierarchicalCoalescedSpec
 from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.peer_exchange import PeerExchangeSpec
 from qccl.collectives.reduce import ReduceSpec
 from qccl.collectives.reduce_scatter import ReduceScatterSpec
 from qccl.collectives.spec import Binding, CollectiveSpec, spec_of
+from qccl.collectives.topology import for_nodes
 from qccl.dtypes import DTypeLike
 from qccl.errors import ArgumentError
 
@@ -33,10 +34,12 @@ __all__ = [
     "BroadcastSpec",
     "CoalescedSpec",
     "CollectiveSpec",
+    "HierarchicalCoalescedSpec",
     "HierarchicalSpec",
     "PeerExchangeSpec",
     "ReduceScatterSpec",
     "ReduceSpec",
+    "for_nodes",
     "spec_of",
     "spec_of_plan",
 ]

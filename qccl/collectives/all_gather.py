@@ -10,7 +10,8 @@ from typing import Any, Self
 from qccl.arrays import Values, is_part_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.operands import CallerBuffers, Group
+from qccl.collectives.levels import all_gather_in_levels
+from qccl.collectives.operands import CallerBuffers, Group, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import AllGather, alone, assemble, pipeline
@@ -44,6 +45,10 @@ class AllGatherSpec(PartsSpec):
         return Binding(False, {"input": source.address, "output": target.address})
 
     def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
+        if self.node_ids:
+            return all_gather_in_levels(
+                group, buffers, self.codec, nodes=ranks_by_node(self.node_ids), chunking=chunking
+            )
         return all_gather(group, buffers, self.codec, chunking=chunking)
 
 

@@ -9,34 +9,21 @@ from typing import Any, Self
 from qccl.arguments import OpLike, one_of, op_of
 from qccl.arrays import Values, check_disjoint, same_or_disjoint
 from qccl.collectives.allreduce import ALLREDUCE, AllReduceSpec
+from qccl.collectives.hierarchical import HierarchicalSpec
 from qccl.collectives.operands import CallerBuffers
-from qccl.collectives.spec import Binding, common, common_order
+from qccl.collectives.spec import Binding, CollectiveSpec, common, common_order
 from qccl.errors import ArgumentError
 from qccl.schedule import buffer_name
 
-__all__ = ["CoalescedSpec"]
+__all__ = ["CoalescedSpec", "HierarchicalCoalescedSpec"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoalescedSpec(AllReduceSpec):
-    """Arguments of quantized_allreduce_coalesced; the arrays are "input 0", "output 0", "input 1", ..."""
+class _ManyArrays(CollectiveSpec):
+    """What a call of many arrays has in common; ``each`` are the elements of each array."""
 
-    name = "allreduce_coalesced"
+    __slots__ = ()
 
     each: tuple[int, ...]
-
-    @classmethod
-    def from_arguments(
-        cls, *shared: Any, each: Sequence[int] = (), op: OpLike = "sum", algorithm: str = "auto"
-    ) -> Self:
-        """Check the arguments; ``shared`` are those of common(), and ``each`` the elements of each array."""
-        one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
-        return cls(**common(*shared), each=tuple(each), op=op_of(op), algorithm=algorithm)
-
-    def _shown(self) -> dict[str, Any]:
-        shown = AllReduceSpec._shown(self)
-        last = {name: shown.pop(name) for name in ("op", "algorithm")}  # saved state belongs to the text in this order
-        return shown | last
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
@@ -64,3 +51,34 @@ class CoalescedSpec(AllReduceSpec):
     def _pairs(self) -> list[tuple[str, str]]:
         """The names of each input and its output."""
         return [(buffer_name("input", i), buffer_name("output", i)) for i in range(len(self.each))]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoalescedSpec(_ManyArrays, AllReduceSpec):
+    """Arguments of quantized_allreduce_coalesced; the arrays are "input 0", "output 0", "input 1", ..."""
+
+    name = "allreduce_coalesced"
+
+    each: tuple[int, ...]
+
+    @classmethod
+    def from_arguments(
+        cls, *shared: Any, each: Sequence[int] = (), op: OpLike = "sum", algorithm: str = "auto"
+    ) -> Self:
+        """Check the arguments; ``shared`` are those of common(), and ``each`` the elements of each array."""
+        one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
+        return cls(**common(*shared), each=tuple(each), op=op_of(op), algorithm=algorithm)
+
+    def _shown(self) -> dict[str, Any]:
+        shown = AllReduceSpec._shown(self)
+        last = {name: shown.pop(name) for name in ("op", "algorithm")}  # saved state belongs to the text in this order
+        return shown | last
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HierarchicalCoalescedSpec(_ManyArrays, HierarchicalSpec):
+    """A CoalescedSpec's call in two levels."""
+
+    name = "hierarchical_allreduce_coalesced"
+
+    each: tuple[int, ...]

@@ -29,18 +29,18 @@ from qccl.schedule import (
     buffer_name,
 )
 
-__all__ = ["residuals_of", "sums_of", "with_feedback"]
+__all__ = ["encoded_parts", "residuals_of", "sums_of", "with_feedback"]
 
 #: suffix of the buffer with the new values of a state buffer
 _NEXT = ".next"
 
 
-def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
+def with_feedback(schedule: Schedule, guard: Iterable[str], spans_guarded: Iterable[Span] = ()) -> Schedule:
     """The schedule with state where operations name stateful codecs; the same schedule if none does.
 
     Its state buffers (Role.STATE) are "residual" and "momentum", or for several arrays "residual 0" and so on. A call
-    changes them if the buffers named by ``guard`` are finite at its end. They are as long as the caller's array; a part
-    that no operation uses stays zero.
+    changes them if the buffers named by ``guard``, and ``spans_guarded``, are finite at its end. They are as long as
+    the caller's array; a part that no operation uses stays zero.
     """
     if not any(op.codec.state_names for op in schedule.ops if not isinstance(op, Exchange | Commit)):
         return schedule
@@ -56,7 +56,7 @@ def with_feedback(schedule: Schedule, guard: Iterable[str]) -> Schedule:
     buffers |= {name + _NEXT: Buffer(owner.size, FLOAT32, Role.WORK) for name, owner in owners.items()}
     spans = _joined(span for span, _ in used)
     guarded = tuple(Span(name, 0, size) for name in guard if (size := schedule.buffers[name].size))
-    commit = Commit(guarded, tuple(map(_state_buffer, spans)))
+    commit = Commit((*guarded, *spans_guarded), tuple(map(_state_buffer, spans)))
     return replace(schedule, buffers={**schedule.buffers, **buffers}, ops=(*ops, commit))
 
 
@@ -75,6 +75,15 @@ def sums_of(schedule: Schedule) -> list[tuple[str, int, int]]:
                 parts.append((name, here, span.start))
             here = span.stop
     return parts
+
+
+def encoded_parts(schedule: Schedule) -> list[tuple[str, int, int, bool]]:
+    """The parts (buffer, start, stop) of residuals that this rank uses, and whether they are of sums that it owns."""
+    found = []
+    for sums in (False, True):
+        states = (op for op in schedule.ops if isinstance(op, Reduce) and op.state and op.state.sums == sums)
+        found += [(s.buffer, s.start, s.stop, sums) for s in _joined(span for span, _ in _used(states, "residual"))]
+    return found
 
 
 def residuals_of(schedule: Schedule) -> list[str]:

@@ -14,8 +14,8 @@ from qccl.codecs.base import Codec
 from qccl.codecs.feedback import Momentum
 from qccl.collectives.allreduce import ALLREDUCE, choose_allreduce
 from qccl.collectives.native import NativeAllGather, NativeScatterReduce
-from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
-from qccl.collectives.partitions import Coarsened, EvenParts, Subset, partition_for_all
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, ranks_by_node
+from qccl.collectives.partitions import Concatenation, Grouped, partition_for_all
 from qccl.collectives.rounds import (
     AllGather,
     ScatterReduce,
@@ -32,7 +32,7 @@ from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Op, Schedule
 
-__all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "choose_inter", "hierarchical", "intra_of"]
+__all__ = ["LAYOUTS", "HierarchicalSpec", "Levels", "by_level", "choose_inter", "hierarchical", "intra_of"]
 
 LAYOUTS = ("leader", "sharded")
 
@@ -148,23 +148,20 @@ class HierarchicalSpec(CollectiveSpec):
 
     def buffers(self, rank: int, size: int, *, in_place: bool = False) -> CallerBuffers:
         """See CollectiveSpec."""
+        self.check_size(size)
+        return CollectiveSpec.buffers(self, rank, size, in_place=in_place)
+
+    def check_size(self, size: int) -> None:
+        """Raise ArgumentError unless each of ``size`` ranks has a node."""
         if len(self.node_ids) != size:
             raise ArgumentError(
                 f"node_ids has {len(self.node_ids)} numbers; there must be {size}, one for each rank, equal for ranks "
                 f"of one node"
             )
-        return CollectiveSpec.buffers(self, rank, size, in_place=in_place)
-
-    def nodes(self) -> list[list[int]]:
-        """The ranks of each node, in the order of the nodes' first ranks."""
-        found: dict[int, list[int]] = {}
-        for rank, node in enumerate(self.node_ids):
-            found.setdefault(node, []).append(rank)
-        return list(found.values())
 
     def levels(self) -> Levels:
         """The nodes, the parts that have owners in each, and the algorithm that "auto" chooses between them."""
-        nodes = self.nodes()
+        nodes = ranks_by_node(self.node_ids)
         parts = 1 if self.layout == "leader" else min(map(len, nodes))
         algorithm = self.algorithm
         if algorithm == "auto":
@@ -242,14 +239,18 @@ def hierarchical(
     them.
     """
     levels.check(group.size)
-    (count,) = buffers.counts
-    if group.size == 1 or count == 0:
+    if group.size == 1 or not any(buffers.counts):
         return assemble("hierarchical", group, buffers, alone(buffers, codec, combine))
     splits = len(levels.nodes) if levels.algorithm == "two_round" else 1
-    fine = partition_for_all(count, levels.parts * splits, (levels.intra, codec), chunking)
+    fine = partition_for_all(buffers.counts, levels.parts * splits, (levels.intra, codec), chunking)
     stages = _Stages(group, buffers, codec, combine, levels, fine, chunking.depth, native=native)
     ops = pipeline(fine.chunks, *stages.in_order())
     return assemble("hierarchical", group, buffers, ops, stages)
+
+
+def by_level(codec: Codec, intra: Codec) -> tuple[Codec, Codec]:
+    """The codecs between nodes and inside a node of several ranks, where own values, with momentum, are encoded."""
+    return (codec.codec, replace(codec, codec=intra)) if isinstance(codec, Momentum) else (codec, intra)
 
 
 _Stage = Callable[[int], Iterator[Op]]
@@ -265,7 +266,7 @@ class _Stages:
         codec: Codec,
         combine: Combine,
         levels: Levels,
-        fine: EvenParts,
+        fine: Concatenation,
         depth: int,
         *,
         native: bool,
@@ -276,12 +277,12 @@ class _Stages:
         self._owners = [node[index] for node in levels.nodes] if index < levels.parts else []
         self._combine, self._levels, self._fine = combine, levels, fine
         self._codec, own = codec, levels.intra
-        if isinstance(codec, Momentum) and self._several:  # own values are first encoded inside the node
-            self._codec, own = codec.codec, replace(codec, codec=levels.intra)
+        if self._several:
+            self._codec, own = by_level(codec, levels.intra)
         self._first = index * (fine.parts // levels.parts)
         self._target = buffers.target
         self._between = buffers.target if self._several else buffers.source  # the values that go between nodes
-        self._coarse = Encoding(Coarsened(fine, levels.parts), levels.intra, buffers.dtype, depth)
+        self._coarse = Encoding(Grouped.evenly(fine, levels.parts), levels.intra, buffers.dtype, depth)
         up = Encoding(self._coarse.partition, own, buffers.dtype, depth)
         self._up: ScatterReduce | NativeScatterReduce
         self._down: AllGather | NativeAllGather
@@ -357,6 +358,6 @@ class _Stages:
 
     def _among_owners(self, parts: int) -> tuple[Group, Encoding]:
         """The owners of this rank's part, and the part in ``parts`` shards."""
-        part = Subset(self._fine, self._first, parts)
+        part = Grouped(self._fine, tuple((self._first + i,) for i in range(parts)))
         encoding = Encoding(part, self._codec, self._coarse.dtype, self._coarse.depth)
         return Group(self._node.rank, self._owners), encoding

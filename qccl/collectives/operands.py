@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from qccl.collectives.partitions import Segment
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.schedule import Buffer, Role, Span, buffer_name
 
-__all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group"]
+__all__ = ["SUM", "Arrays", "CallerBuffers", "Combine", "Group", "Places", "ranks_by_node"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,14 @@ class Group:
         return tuple(self.ranks[(here + i) % self.size] for i in range(1, self.size))
 
 
+def ranks_by_node(node_ids: Sequence[int]) -> list[list[int]]:
+    """The ranks of each node, in the order of the nodes' first ranks; ``node_ids`` has the number of each rank's."""
+    found: dict[int, list[int]] = {}
+    for rank, node in enumerate(node_ids):
+        found.setdefault(node, []).append(rank)
+    return list(found.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Combine:
     """How the values of the ranks are combined: by ``op`` ("sum", "min" or "max"), then multiplied by ``scale``."""
@@ -66,6 +75,13 @@ class Combine:
 
 
 SUM = Combine()
+
+
+class Places(Protocol):
+    """Where the elements of a vector are: Arrays, or memory of the schedule."""
+
+    def span(self, segment: Segment) -> Span:
+        """The elements of a segment."""
 
 
 @dataclass(frozen=True, slots=True)

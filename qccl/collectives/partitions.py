@@ -13,7 +13,7 @@ from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32
 
-__all__ = ["HOP_NBYTES", "Coarsened", "Concatenation", "EvenParts", "Partition", "Ramped", "Segment", "Subset"]
+__all__ = ["HOP_NBYTES", "Concatenation", "EvenParts", "Grouped", "Partition", "Segment"]
 __all__ += ["partition", "partition_as_given", "partition_for_all", "partition_together"]
 
 #: bytes that a link carries in the time of one more hop: 20 us at 10 Gbit/s, 5 us at 5 GB/s of shared memory
@@ -84,23 +84,6 @@ class EvenParts:
         return range(min(start * self.granule, self.count), min(stop * self.granule, self.count))
 
 
-@dataclass(frozen=True, slots=True)
-class Ramped(EvenParts):
-    """A partition whose chunks grow evenly to ``ramp`` times the size of the first, and shrink again likewise.
-
-    Chunk ``k`` is ``[S*e(k)//e(chunks), S*e(k+1)//e(chunks))``; ``e`` is the sum of the sizes before (_before).
-    """
-
-    ramp: int
-
-    def chunk(self, part: int, k: int) -> range:
-        """The elements of chunk ``k`` of shard ``part``, whose length follows the ramp."""
-        start, stop = self._granules(part)
-        whole = _before(self.chunks, self.chunks, self.ramp)
-        low, high = ((stop - start) * _before(at, self.chunks, self.ramp) // whole for at in (k, k + 1))
-        return self._elements(start + low, start + high)
-
-
 def _before(k: int, chunks: int, ramp: int) -> int:
     """The total size of the first ``k`` of ``chunks`` ramped chunks, in units of the first one."""
 
@@ -120,12 +103,14 @@ class Concatenation:
         ranges: array, first element and number of elements of each range.
         bounds: the first granule of each part, and the end.
         chunks_of: chunks of each part; beyond these its chunks are empty.
+        ramp: chunks grow evenly to so many times the size of the first, and shrink again likewise; 1: they are equal.
     """
 
     ranges: tuple[tuple[int, int, int], ...]
     bounds: tuple[int, ...]
     granule: int
     chunks_of: tuple[int, ...]
+    ramp: int = 1
 
     @property
     def chunks(self) -> int:
@@ -142,7 +127,9 @@ class Concatenation:
         start, length, chunks = self.bounds[part], self.bounds[part + 1] - self.bounds[part], self.chunks_of[part]
         if k >= chunks:
             return ()
-        return self._between(start + length * k // chunks, start + length * (k + 1) // chunks)
+        whole = _before(chunks, chunks, self.ramp)
+        low, high = (length * _before(at, chunks, self.ramp) // whole for at in (k, k + 1))
+        return self._between(start + low, start + high)
 
     def _between(self, start: int, stop: int) -> tuple[Segment, ...]:
         found, here = [], 0
@@ -157,11 +144,25 @@ class Concatenation:
 
 
 @dataclass(frozen=True, slots=True)
-class Coarsened:
-    """A partition whose ``parts`` parts each join the same number of parts of a finer one."""
+class Grouped:
+    """A partition each of whose parts joins some parts of a finer one, which may be none; ``groups`` has their numbers.
+
+    ``fine`` may have parts that are in no group.
+    """
 
     fine: Partition
-    parts: int
+    groups: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def evenly(fine: Partition, parts: int) -> Grouped:
+        """``parts`` parts of as many neighbours each."""
+        each = fine.parts // parts
+        return Grouped(fine, tuple(tuple(range(part * each, (part + 1) * each)) for part in range(parts)))
+
+    @property
+    def parts(self) -> int:
+        """Number of parts."""
+        return len(self.groups)
 
     @property
     def chunks(self) -> int:
@@ -169,27 +170,8 @@ class Coarsened:
         return self.fine.chunks
 
     def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """Chunk ``k`` of each of the finer parts, in their order."""
-        each = self.fine.parts // self.parts
-        return tuple(p for j in range(each) for p in self.fine.segments(part * each + j, k))
-
-
-@dataclass(frozen=True, slots=True)
-class Subset:
-    """``parts`` parts of another partition, from part ``first`` on."""
-
-    fine: Partition
-    first: int
-    parts: int
-
-    @property
-    def chunks(self) -> int:
-        """Those of the other partition."""
-        return self.fine.chunks
-
-    def segments(self, part: int, k: int) -> tuple[Segment, ...]:
-        """Those of the other partition's part ``first + part``."""
-        return self.fine.segments(self.first + part, k)
+        """Chunk ``k`` of each of the finer parts, in the order of the group."""
+        return tuple(segment for each in self.groups[part] for segment in self.fine.segments(each, k))
 
 
 def partition(count: int, parts: int, codec: Codec, chunking: ChunkPolicy = NETWORK) -> EvenParts:
@@ -198,23 +180,25 @@ def partition(count: int, parts: int, codec: Codec, chunking: ChunkPolicy = NETW
     return EvenParts(count, parts, codec.granule, chunking.chunks(-(-granules // parts), parts, codec))
 
 
-def partition_for_all(count: int, parts: int, codecs: Sequence[Codec], chunking: ChunkPolicy = NETWORK) -> EvenParts:
-    """The partition of a vector that several codecs encode, divided at buckets of all; the last codec sets the chunks.
+def partition_for_all(
+    counts: Sequence[int], parts: int, codecs: Sequence[Codec], chunking: ChunkPolicy = NETWORK
+) -> Concatenation:
+    """partition_together() of arrays that several codecs encode, divided at buckets of all; the last sets the chunks.
 
     If one of them cannot be split, there is one chunk.
     """
     granule = math.lcm(*(codec.granule for codec in codecs))
-    whole = -(-count // granule)
-    largest, last = -(-whole // parts), codecs[-1]
+    granules = sum(-(-count // granule) for count in counts)
+    largest, last, ramp = -(-granules // parts), codecs[-1], 1
     if not all(codec.splittable for codec in codecs):
-        return EvenParts(count, parts, granule, 1)
-    if chunking.ramp:
+        chunks = 1
+    elif chunking.ramp:
         nbytes = last.encoded_nbytes(largest * granule, FLOAT32)
         ramp = max(1, min(chunking.ramp, chunking.slot(parts) // chunking.small))
         chunks = next(n for n in naturals(1) if _before(n, n, ramp) * chunking.small >= nbytes)
-        return Ramped(count, parts, granule, min(chunks, max(largest, 1)), ramp)
-    chunks = chunking.chunks(largest * granule // last.granule, parts, last)
-    return EvenParts(count, parts, granule, min(chunks, max(largest, 1)))
+    else:
+        chunks = chunking.chunks(largest * granule // last.granule, parts, last)
+    return _together(counts, parts, granule, min(chunks, max(largest, 1)), ramp)
 
 
 def partition_together(
@@ -222,16 +206,27 @@ def partition_together(
 ) -> Concatenation:
     """Several arrays as one vector, in parts as equal as possible; arrays share messages, but no buckets."""
     granules = sum(-(-count // codec.granule) for count in counts)
+    return _together(counts, parts, codec.granule, chunking.chunks(-(-granules // parts), parts, codec))
+
+
+def _together(counts: Sequence[int], parts: int, granule: int, chunks: int, ramp: int = 1) -> Concatenation:
+    granules = sum(-(-count // granule) for count in counts)
     bounds = tuple(granules * part // parts for part in range(parts + 1))
     ranges = tuple((array, 0, count) for array, count in enumerate(counts))
-    chunks = chunking.chunks(-(-granules // parts), parts, codec)
-    return Concatenation(ranges, bounds, codec.granule, (chunks,) * parts)
+    return Concatenation(ranges, bounds, granule, (chunks,) * parts, ramp)
 
 
-def partition_as_given(counts: Sequence[int], codec: Codec, chunking: ChunkPolicy = NETWORK) -> Concatenation:
-    """One array, whose parts have ``counts`` elements, each with buckets of its own."""
-    granules = [-(-count // codec.granule) for count in counts]
+def partition_as_given(
+    counts: Sequence[int], codec: Codec, chunking: ChunkPolicy = NETWORK, granule: int | None = None
+) -> Concatenation:
+    """One array, whose parts have ``counts`` elements, each with buckets of its own.
+
+    Parts are divided at multiples of ``granule``, which is a multiple of the codec's (None: that itself).
+    """
+    granule = granule or codec.granule
+    granules = [-(-count // granule) for count in counts]
     ranges = tuple((0, sum(counts[:part]), count) for part, count in enumerate(counts))
     bounds = tuple(accumulate(granules, initial=0))
-    chunks_of = tuple(chunking.chunks(n, len(counts), codec) for n in granules)
-    return Concatenation(ranges, bounds, codec.granule, chunks_of)
+    smaller = granule // codec.granule
+    chunks_of = tuple(min(chunking.chunks(n * smaller, len(counts), codec), max(n, 1)) for n in granules)
+    return Concatenation(ranges, bounds, granule, chunks_of)

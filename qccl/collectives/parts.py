@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from qccl.arguments import count_of, integers
 from qccl.arrays import Values
@@ -15,9 +16,19 @@ __all__ = ["PartsSpec", "equal_parts", "parts_of", "row_major"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartsSpec(CollectiveSpec):
-    """A vector of which each rank has a part; ``parts`` has the lengths by rank, None if they are equal."""
+    """A vector of which each rank has a part; ``parts`` has the lengths by rank, None if they are equal.
+
+    ``node_ids`` has the number of each rank's node if the call runs in two levels; it is empty otherwise.
+    """
 
     parts: tuple[int, ...] | None
+    node_ids: tuple[int, ...] = ()
+
+    def _shown(self) -> dict[str, Any]:
+        shown = CollectiveSpec._shown(self)
+        if not self.node_ids:
+            del shown["node_ids"]
+        return shown
 
     def lengths(self, size: int) -> tuple[int, ...]:
         """The lengths of all parts. Raises ArgumentError if they do not fit the vector or the number of ranks."""

@@ -11,7 +11,8 @@ from qccl.arguments import OpLike, op_of
 from qccl.arrays import Values, is_part_of
 from qccl.chunks import NETWORK, ChunkPolicy
 from qccl.codecs.base import Codec
-from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group
+from qccl.collectives.levels import reduce_scatter_in_levels
+from qccl.collectives.operands import SUM, CallerBuffers, Combine, Group, ranks_by_node
 from qccl.collectives.partitions import partition_as_given
 from qccl.collectives.parts import PartsSpec, parts_of
 from qccl.collectives.rounds import ScatterReduce, alone, assemble, pipeline
@@ -53,7 +54,11 @@ class ReduceScatterSpec(PartsSpec):
         return Binding(False, {"input": source.address, "output": target.address})
 
     def _schedule(self, group: Group, buffers: CallerBuffers, chunking: ChunkPolicy) -> Schedule:
-        return reduce_scatter(group, buffers, self.codec, Combine.of(self.op, group.size), chunking=chunking)
+        combine = Combine.of(self.op, group.size)
+        if self.node_ids:
+            nodes = ranks_by_node(self.node_ids)
+            return reduce_scatter_in_levels(group, buffers, self.codec, combine, nodes=nodes, chunking=chunking)
+        return reduce_scatter(group, buffers, self.codec, combine, chunking=chunking)
 
 
 def reduce_scatter(

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from qccl.codecs.base import Codec
 from qccl.collectives.feedback import with_feedback
-from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group
+from qccl.collectives.operands import SUM, Arrays, CallerBuffers, Combine, Group, Places
 from qccl.collectives.wire import Encoding, Slots, exchange
 from qccl.schedule import Buffer, Decode, Encode, Op, Reduce, Schedule, Span
 
@@ -71,7 +71,7 @@ class ScatterReduce(Round):
             yield from encode_chunk(self._encoding, part, k, self._source, wire, self._round)
         yield from exchange(sends, self._received(k))
 
-    def reduce(self, k: int, combine: Combine, wire: Span | None, target: Arrays | None) -> Iterator[Op]:
+    def reduce(self, k: int, combine: Combine, wire: Span | None, target: Places | None) -> Iterator[Op]:
         """Combine the codes of chunk ``k`` of the own part with the own values, into ``wire`` and ``target``."""
         if self._part is None:
             return
@@ -184,7 +184,7 @@ def encode_chunk(
     encoding: Encoding,
     part: int,
     k: int,
-    source: Arrays,
+    source: Places,
     wire: Span,
     round_number: int = 0,
     keep: Arrays | None = None,
@@ -255,10 +255,20 @@ class _HasBuffers(Protocol):
     def buffers(self) -> dict[str, Buffer]: ...
 
 
-def assemble(name: str, group: Group, caller: CallerBuffers, ops: Iterable[Op], *wires: _HasBuffers) -> Schedule:
-    """The schedule of ``ops``, with the caller's buffers, those of ``wires``, and the state of stateful codecs."""
+def assemble(
+    name: str,
+    group: Group,
+    caller: CallerBuffers,
+    ops: Iterable[Op],
+    *wires: _HasBuffers,
+    guarded: Sequence[Span] = (),
+) -> Schedule:
+    """The schedule of ``ops``, with the caller's buffers, those of ``wires``, and the state of stateful codecs.
+
+    State changes if the caller's buffers and the ``guarded`` spans are finite.
+    """
     buffers = dict(caller.declared)
     for each in wires:
         buffers |= each.buffers()
     schedule = Schedule(name, group.rank, group.size, buffers, tuple(ops))
-    return with_feedback(schedule, caller.guard or caller.target.names)
+    return with_feedback(schedule, caller.guard or caller.target.names, guarded)

@@ -19,6 +19,7 @@ from qccl.cuda.libraries import (
     stream_status,
     translated,
 )
+from qccl.errors import EngineError
 from qccl.schedule import Queue
 
 __all__ = ["Device"]
@@ -96,8 +97,17 @@ class Device:
         The pool gives freed memory only to later work of that stream, and every run begins and ends on it. So no two
         runs use the same memory at once, whichever streams they use.
         """
-        with self._home:
-            return cuda_libraries().cupy.cuda.alloc(nbytes)
+        gpu = cuda_libraries()
+        try:
+            with self._home:
+                return gpu.cupy.cuda.alloc(nbytes)
+        except gpu.cupy.cuda.memory.OutOfMemoryError as error:
+            free, _ = gpu.runtime.memGetInfo()
+            raise EngineError(
+                f"GPU {self.number} has {free} bytes free, and a call needs {nbytes} for its workspace ({error}); if "
+                f"PyTorch holds the rest in its cache, call torch.cuda.empty_cache() before the first call; smaller "
+                f"chunks (chunk=) need less"
+            ) from error
 
     def write(self, contents: Mapping[int, bytes]) -> list[Any]:
         """Write to allocated memory, after its earlier users. Keep the result until the copies are done."""

@@ -81,6 +81,8 @@ def missing() -> list[str]:
     try:
         if cupy.cuda.runtime.getDeviceCount() == 0:
             lacking.append("there is no CUDA device")
+        elif not lacking:
+            lacking += _too_new(cupy)
     except cupy.cuda.runtime.CUDARuntimeError as error:
         lacking.append(f"there is no CUDA driver, or none new enough, or no device ({error})")
     return lacking
@@ -94,6 +96,23 @@ def _missing_nvrtc() -> list[str]:
     except Exception as error:
         return [f"CuPy cannot load NVRTC ({error}); install nvidia-cuda-nvrtc-cu12, or nvidia-cuda-nvrtc for CUDA 13"]
     return []
+
+
+def _too_new(cupy: ModuleType) -> list[str]:
+    """The GPUs for which NVRTC compiles no code, such as a B200 with NVRTC before 12.8."""
+    nvrtc, ask = cupy.cuda.nvrtc, cupy.cuda.runtime.getDeviceProperties
+    newest = max(nvrtc.getSupportedArchs())
+    found = []
+    for device in range(cupy.cuda.runtime.getDeviceCount()):
+        properties = ask(device)
+        capability = 10 * properties["major"] + properties["minor"]
+        if capability > newest:
+            found.append(
+                f"GPU {device} ({properties['name'].decode()}) has the compute capability {capability / 10}, and NVRTC "
+                f"{'.'.join(map(str, nvrtc.getVersion()))} compiles for {newest / 10} at most; install "
+                f"nvidia-cuda-nvrtc-cu12 or nvidia-cuda-nvrtc, 12.8 or newer for 10.0 and 12.0, 12.9 for others"
+            )
+    return found
 
 
 def _missing_nccl() -> list[str]:

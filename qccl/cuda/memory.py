@@ -8,6 +8,7 @@ work before a stream that it is given, and then that is CUDA's legacy default st
 
 from __future__ import annotations
 
+import ctypes
 import math
 import sys
 from collections.abc import Iterable, Sequence
@@ -17,7 +18,9 @@ from typing import Any
 from qccl import _host, dtypes
 from qccl.arrays import EXPONENT_BITS, Pointer, Values, check_pointer, check_unmoved, from_view, unreadable
 from qccl.codecs.base import Codec
-from qccl.cuda.libraries import cuda_libraries, on_device
+from qccl.cuda.kernels import kernels
+from qccl.cuda.libraries import cuda_libraries, on_device, translated
+from qccl.cuda.source import NONFINITE_KERNEL, THREADS
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, InvalidBufferError
 from qccl.tensors import check_values, is_tensor, storage_of
@@ -30,6 +33,9 @@ _DEVICES = {1: "host memory", 3: "pinned host memory", 10: "ROCm memory"}
 #: streams as numbers: 0 and 1 are both the legacy default stream, and DLPack knows only the 1
 _LEGACY = 1
 _NO_ORDER = -1
+_HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
+#: of NONFINITE_KERNEL: the index if all elements are finite, and the most blocks
+_NONE, _SCAN_BLOCKS = 2**64 - 1, 1024
 _ELEMENTS = {"<f4": "float32", "<f2": "float16", "<u2": "uint16"}
 
 
@@ -126,17 +132,25 @@ class CudaMemory:
         return (call, *(s for s in dict.fromkeys(known) if (s or _LEGACY) != (call or _LEGACY)))
 
     def first_nonfinite(self, values: Values) -> int | None:
-        """Computed on the GPU, with a flag for each element in temporary memory."""
+        """Computed on the GPU, by a kernel of qccl's: those that CuPy compiles need the headers of CUDA's toolkit."""
         if values.count == 0:
             return None
-        cupy = cuda_libraries().cupy
-        with on_device(self.device):
-            memory = cupy.cuda.UnownedMemory(values.address, values.nbytes, values, self.device)
-            bits = cupy.ndarray(values.count, f"u{values.dtype.itemsize}", cupy.cuda.MemoryPointer(memory, 0))
-            exponent = bits.dtype.type(EXPONENT_BITS[values.dtype.name])
-            bad = (bits & exponent) == exponent
-            first = int(bad.argmax())
-            return first if bool(bad[first]) else None
+        gpu, first = cuda_libraries(), ctypes.c_uint64(_NONE)
+        blocks = min(-(-values.count // THREADS), _SCAN_BLOCKS)
+        with translated, on_device(self.device):
+            found = gpu.cupy.cuda.alloc(ctypes.sizeof(first))
+            gpu.runtime.memcpy(found.ptr, ctypes.addressof(first), ctypes.sizeof(first), _HOST_TO_DEVICE)
+            arguments = (
+                *(ctypes.c_uint64(values.address), ctypes.c_uint64(values.count)),
+                *(ctypes.c_uint32(values.dtype.itemsize), ctypes.c_uint32(EXPONENT_BITS[values.dtype.name])),
+                *(ctypes.c_uint64(found.ptr), ctypes.c_uint32(blocks)),
+            )
+            pointers = (ctypes.c_void_p * len(arguments))(*map(ctypes.addressof, arguments))
+            kernel, shape = kernels(self.device, [NONFINITE_KERNEL])[NONFINITE_KERNEL], (blocks, 1, 1, THREADS, 1, 1)
+            gpu.driver.launchKernel(kernel, *shape, 0, 0, ctypes.addressof(pointers), 0)
+            gpu.runtime.streamSynchronize(0)
+            gpu.runtime.memcpy(ctypes.addressof(first), found.ptr, ctypes.sizeof(first), _DEVICE_TO_HOST)
+        return None if first.value == _NONE else first.value
 
     def _check_device(self, view: Any, what: str) -> None:
         if view.device_type not in (_CUDA, _CUDA_MANAGED):

@@ -6,7 +6,9 @@ of their own with a deadline, and a new communicator connects all its ranks at o
 streams, which the engine's watchdog watches.
 
 Two communicators on one GPU, such as a trainer's and this one, can wait for each other if their kernels start in
-different orders on different ranks. So NCCL is told to start them in the order in which the program issues them.
+different orders on different ranks. So beside PyTorch NCCL is told to start them in the order in which the program
+issues them. Elsewhere it is not: it would be so for the whole process, where NCCL then refuses launches by two threads
+at once, such as XLA's and Python's.
 
 All ranks must put the same work on a communicator in the same order. The transport's own collectives run on
 ``stream``, which is also the engine's communication stream.
@@ -17,11 +19,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from qccl.cuda.libraries import (
     LAUNCH_ORDER,
@@ -35,7 +39,7 @@ from qccl.cuda.libraries import (
     wait_for,
 )
 from qccl.dtypes import DType
-from qccl.errors import ArgumentError, EngineError, QcclError
+from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
 from qccl.transports.topology import find_topology, machine
 
@@ -48,6 +52,24 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
+#: what to do, by what NCCL says
+_HINTS = (
+    (
+        r"/dev/shm|shared memory",
+        "/dev/shm is too small: start the container with --shm-size=1g or more, or set NCCL_SHM_DISABLE=1",
+    ),
+    (
+        r"duplicate gpu",
+        "two ranks have the same GPU: start no more ranks than there are GPUs, or give each rank its own with device= "
+        "or CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        r"socket|interface|connect|bootstrap",
+        "the ranks do not reach each other: set NCCL_SOCKET_IFNAME to the interface of the network between the nodes",
+    ),
+)
+
+_T = TypeVar("_T")
 
 
 def get_unique_id() -> bytes:
@@ -79,7 +101,7 @@ class NcclTransport(DeviceTransport):
             self._event = cuda.Event(disable_timing=True)
         self.stream: int = self._stream.ptr
         try:
-            bounded(device, timeout, "the first transfers", self._connect)
+            _set_up(device, timeout, "the first transfers", self._connect)
             places = find_topology(self.rank, [each.decode() for each in self.allgather(machine().encode(), timeout)])
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")
@@ -101,9 +123,10 @@ class NcclTransport(DeviceTransport):
         if not 0 <= rank < size:
             raise ArgumentError(f"rank {rank} of {size} ranks does not exist; ranks are 0 to size - 1")
         chosen = pick_device(device, None)
-        os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at its first launch in the process
+        if "torch" in sys.modules:
+            os.environ.setdefault(LAUNCH_ORDER, "1")  # NCCL reads it at its first launch in the process
         make = gpu.nccl.NcclCommunicator
-        comm = bounded(chosen, timeout, "the making of the communicator", lambda: make(size, unique_id, rank))
+        comm = _set_up(chosen, timeout, "the making of the communicator", lambda: make(size, unique_id, rank))
         return cls(comm, chosen, timeout)
 
     @classmethod
@@ -174,7 +197,7 @@ class NcclTransport(DeviceTransport):
         self._check_alive()
         color = next((i for i, ranks in enumerate(groups) if self.rank in ranks), -1)
         key = groups[color].index(self.rank) if color >= 0 else 0
-        comm = bounded(self.device, self._timeout, "the split", lambda: self.comm.commSplit(color, key))
+        comm = _set_up(self.device, self._timeout, "the split", lambda: self.comm.commSplit(color, key))
         self._made.add(groups)
         if comm is not None:
             self._groups[groups[color]] = comm
@@ -224,7 +247,7 @@ class NcclTransport(DeviceTransport):
         """By ncclCommSplit, for the host transport, too. Raises CollectiveTimeout if a rank does not take part."""
         groups = split_groups(self, color, key, timeout)
         arguments = (-1, 0) if color is None else (sorted(groups).index(color), groups[color].index(self.rank))
-        comm = bounded(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
+        comm = _set_up(self.device, timeout, "the split", lambda: self.comm.commSplit(*arguments))
         host = None if self.host is None else self.host.split(color, key, timeout)
         if comm is None:
             return None
@@ -315,11 +338,7 @@ class NcclTransport(DeviceTransport):
         ours = as_qccl_error(error)
         if ours is None:
             raise error
-        last = _last_error(self.comm.comm) if not self._gone else ""
-        if last:
-            text = f"{ours}: {last}"
-            ours = EngineError(text, ours.code) if isinstance(ours, EngineError) else type(ours)(text)
-        raise ours from error
+        raise (ours if self._gone else _with_reason(ours)) from error
 
 
 def _grouped(calls: Sequence[Call]) -> None:
@@ -347,14 +366,32 @@ def _library() -> ctypes.CDLL:
         raise EngineError(f"the NCCL library of the given communicator cannot be found ({error})") from error
 
 
-def _last_error(comm: int) -> str:
-    """NCCL's text about its last error, or an empty text."""
+def _last_error() -> str:
+    """NCCL's text about its last error in this process, or an empty text; it needs no communicator."""
     try:
         function = _library().ncclGetLastError
         function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
-        return (function(comm) or b"").decode(errors="replace").strip()
+        return (function(None) or b"").decode(errors="replace").strip()
     except (EngineError, AttributeError):
         return ""
+
+
+def _with_reason(error: QcclError) -> QcclError:
+    """An error of NCCL's with its own text about it, and what to do about frequent ones."""
+    last = _last_error()
+    if not last or last in str(error):
+        return error
+    hint = next((f"; {hint}" for words, hint in _HINTS if re.search(words, last, re.IGNORECASE)), "")
+    text = f"{error}: {last}{hint}"
+    return EngineError(text, error.code) if isinstance(error, EngineError) else type(error)(text)
+
+
+def _set_up(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
+    """bounded(), whose error has NCCL's reason."""
+    try:
+        return bounded(device, timeout, what, fn)
+    except (EngineError, PeerLost) as error:
+        raise _with_reason(error) from error.__cause__
 
 
 class _BareCommunicator:

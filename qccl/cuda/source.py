@@ -24,7 +24,18 @@ from qccl.schedule import Commit, Decode, Encode, Op, Reduce, Schedule, Span, St
 
 __all__ = ["ADDRESSES", "ADDRESS_KERNEL", "BEGIN_KERNEL", "BLOCK_OF_JOB", "BUFFER_REF", "CALL_NBYTES", "CALL_WORD"]
 __all__ += ["DECODE_JOB", "DIRECT_BUFFERS", "ENCODE_JOB", "END_KERNEL", "FAILED_WORD", "LR_WORD", "MANY_BUFFERS"]
-__all__ += ["MEMORY_WORDS", "PARAMETERS", "REDUCE_JOB", "TABLE_WORD", "THREADS", "Launch", "Shape", "launch", "source"]
+__all__ += [
+    "MEMORY_WORDS",
+    "NONFINITE_KERNEL",
+    "PARAMETERS",
+    "REDUCE_JOB",
+    "TABLE_WORD",
+    "THREADS",
+    "Launch",
+    "Shape",
+    "launch",
+    "source",
+]
 
 #: threads of a block, and the most elements that they hold in registers
 THREADS = 256
@@ -55,6 +66,11 @@ MANY_BUFFERS = "-DQCCL_MANY_BUFFERS"
 #: the kernel that stores addresses in the table; arguments: address, ADDRESSES times u64 by value, u32 their number
 ADDRESS_KERNEL = "qccl_addresses"
 ADDRESSES = 480
+
+
+#: the kernel that finds the first element that is NaN or infinite; arguments: address, u64 number of elements, u32
+#: bytes of one, u32 bits of its exponent, address of a u64 that it lowers to the index, u32 number of blocks
+NONFINITE_KERNEL = "qccl_nonfinite"
 
 
 def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:

@@ -7,7 +7,8 @@ tell which, so one tensor per parameter is enough.
 What the results of n ranks lack is, per element, the mean of the ranks' own errors plus the error of the sum, whose
 unit is that of the result (op avg). A state of all ranks has this total. Another group keeps the total: with one_shot
 each rank gets it as an error of its own value, since the mean of equal values is the value; with two_round the owner of
-the sum gets it, since owners do not encode values of their own. Momentum is linear in the gradients, and its mean
+the sum gets it, since owners do not encode values of their own. In two levels owners encode the sums of their nodes,
+and with one_shot each gets its node's share. Momentum is linear in the gradients, and its mean
 enters the result, so each rank gets the mean.
 """
 
@@ -21,10 +22,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from qccl.arguments import count_of
+from qccl.arguments import count_of, integers
 from qccl.codecs import Codec
-from qccl.collectives import CoalescedSpec
-from qccl.collectives.feedback import residuals_of, sums_of
+from qccl.collectives import CoalescedSpec, CollectiveSpec, HierarchicalSpec, for_nodes
+from qccl.collectives.feedback import encoded_parts, residuals_of, sums_of
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule, buffer_name
@@ -36,13 +37,14 @@ __all__ = ["from_saved", "to_full", "to_saved"]
 _KINDS = {"residual": "residuals", "momentum": "momenta"}
 #: of a state of all ranks; that of one rank also says which
 _FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
-_PLACE = {"rank", "size"}
+_PLACE = {"rank", "size", "nodes"}
 
 
 def to_saved(comm: Communicator, groups: Sequence[ParameterGroup], step: int) -> dict[str, Any]:
     """This rank's state. What no call has used yet is zeros, because some checkpoints load into what they are given."""
     kept = comm.state_dict()
-    saved: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "step": step, "calls": kept["calls"], "lr": None}
+    saved: dict[str, Any] = {"rank": comm.rank, "size": comm.size, "nodes": [*comm.nodes]}
+    saved |= {"step": step, "calls": kept["calls"], "lr": None}
     saved["groups"] = [group.description() for group in groups]
     saved |= {kind: {} for kind in _KINDS.values()}
     for group in groups:
@@ -65,7 +67,7 @@ def to_full(
     full = {name: value for name, value in own.items() if name not in _PLACE}
     full |= {kind: {} for kind in _KINDS.values()}
     for group in groups:
-        share = _share(_values_of(own, group), group, comm.rank, comm.size)
+        share = _share(_values_of(own, group), group, comm.rank, comm.nodes)
         for kind, buffer, name, parameter in _members(group):
             total = torch.from_numpy(share[buffer]).to(parameter.device)
             add_ranks(total)
@@ -87,7 +89,7 @@ def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any)
     keys = {}
     for group, found in zip(groups, values, strict=True):
         if found:
-            call = _spec(group).state_owner(_schedule(group, comm.rank, comm.size).name)
+            call = _spec(group, comm.nodes).state_owner(_schedule(group, comm.rank, comm.nodes).name)
             keys[group.key] = {"call": call, "lr": state["lr"], "rank": comm.rank, "size": comm.size, "values": found}
     ours = {group.key for group in groups}
     others = {key: entry for key, entry in comm.state_dict()["keys"].items() if key not in ours}
@@ -102,18 +104,23 @@ def _fitting(
     states = [given] if isinstance(given, Mapping) else list(given)
     for each in states:
         _check(each, groups, _FULL if given is each and not _PLACE & given.keys() else _FULL | _PLACE)
-    place = comm.rank, comm.size
+    place = comm.rank, comm.nodes
     if not isinstance(given, Mapping):
         states = _all_ranks(states)
-        if len(states) != comm.size:
+        if len(states) != comm.size or not _fit(states[0]["nodes"], groups, comm.nodes):
             return states[0], [_divided(_total(states, group), group, *place) for group in groups]
     elif "rank" not in given:
         return given, [_divided(_values_of(given, group), group, *place) for group in groups]
     state = states[0] if isinstance(given, Mapping) else states[comm.rank]
-    if (state["rank"], state["size"]) != place:
+    if (state["rank"], state["size"]) != (comm.rank, comm.size):
         raise ArgumentError(
             f"the state belongs to rank {state['rank']} of {state['size']}, and this is rank {comm.rank} of "
             f"{comm.size}; load this rank's own, a list of those of all {state['size']} ranks, or a full_state_dict()"
+        )
+    if not _fit(state["nodes"], groups, comm.nodes):
+        raise ArgumentError(
+            f"the state belongs to ranks on the nodes {state['nodes']}, and these are on {[*comm.nodes]}, so other "
+            f"ranks have the errors of its sums; load a list of the states of all ranks, or a full_state_dict()"
         )
     needed = [_buffers(group, *place) for group in groups]
     return state, [
@@ -122,14 +129,22 @@ def _fitting(
     ]
 
 
-def _share(values: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, size: int) -> dict[str, np.ndarray]:
+def _fit(saved: Sequence[int], groups: Sequence[ParameterGroup], nodes: Sequence[int]) -> bool:
+    """Whether ranks on the nodes ``saved`` make the calls with state as ranks on ``nodes`` do."""
+    stateful = (group for group in groups if group.codec is not None and group.codec.state_names)
+    return all(_spec(group, saved) == _spec(group, nodes) for group in stateful)
+
+
+def _share(
+    values: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, nodes: Sequence[int]
+) -> dict[str, np.ndarray]:
     """What a rank contributes to the total of its group, from its own state, in double precision."""
     if not values:
         return {}
-    schedule = _schedule(group, rank, size)
+    schedule = _schedule(group, rank, nodes)
     shares = {}
     for name, own in values.items():
-        shares[name] = own.astype(np.float64) / size
+        shares[name] = own.astype(np.float64) / len(nodes)
         for part in _owned(schedule, name):
             shares[name][part] = own[part]
     return shares
@@ -137,27 +152,34 @@ def _share(values: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, s
 
 def _total(states: Sequence[Mapping[str, Any]], group: ParameterGroup) -> dict[str, np.ndarray]:
     """The total of a group, from the states of its ranks."""
-    shares = [_share(_values_of(state, group), group, rank, len(states)) for rank, state in enumerate(states)]
+    shares = [_share(_values_of(state, group), group, rank, state["nodes"]) for rank, state in enumerate(states)]
     return {name: np.sum([share[name] for share in shares], axis=0).astype(np.float32) for name in shares[0]}
 
 
-def _divided(total: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, size: int) -> dict[str, np.ndarray]:
-    """The state of ``rank`` of ``size`` whose ranks together have this total."""
+def _divided(
+    total: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, nodes: Sequence[int]
+) -> dict[str, np.ndarray]:
+    """The state of ``rank``, one of the ranks on ``nodes`` that together have this total."""
     if not total:
         return {}
-    schedule = _schedule(group, rank, size)
-    has_owners = any(True for r in range(size) for _ in sums_of(_schedule(group, r, size)))
+    schedule, spec = _schedule(group, rank, nodes), _spec(group, nodes)
+    algorithm, share = schedule.name, 1.0
+    if isinstance(spec, HierarchicalSpec):
+        levels = spec.levels()
+        algorithm, share = levels.algorithm, len(nodes) / len(levels.nodes)
+    has_owners = algorithm == "two_round"
     found = {name: values for name, values in total.items() if name in schedule.buffers}
-    for name in found.keys() & set(residuals_of(schedule)) if has_owners else ():
+    for name in found.keys() & set(residuals_of(schedule)):
         found[name] = np.zeros_like(total[name])
-        for part in _owned(schedule, name):
-            found[name][part] = total[name][part]
+        for buffer, start, stop, sums in encoded_parts(schedule):
+            if (buffer, sums) == (name, has_owners):
+                found[name][start:stop] = total[name][start:stop] * np.float32(1 if has_owners else share)
     return found
 
 
-def _buffers(group: ParameterGroup, rank: int, size: int) -> set[str]:
+def _buffers(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> set[str]:
     """The buffers that have state."""
-    buffers = _schedule(group, rank, size).buffers if group.codec is not None else {}
+    buffers = _schedule(group, rank, nodes).buffers if group.codec is not None else {}
     return {name for name, buffer in buffers.items() if buffer.role is Role.STATE}
 
 
@@ -166,14 +188,15 @@ def _owned(schedule: Schedule, name: str) -> Iterator[slice]:
     return (slice(start, stop) for buffer, start, stop in sums_of(schedule) if buffer == name)
 
 
-def _spec(group: ParameterGroup) -> CoalescedSpec:
-    """The spec of the group's calls."""
+def _spec(group: ParameterGroup, nodes: Sequence[int]) -> CollectiveSpec:
+    """The spec of the group's calls by ranks on these nodes."""
     counts = group.counts
-    return CoalescedSpec.from_arguments(sum(counts), group.dtype, group.codec, None, each=counts, op="avg")
+    spec = CoalescedSpec.from_arguments(sum(counts), group.dtype, group.codec, None, each=counts, op="avg")
+    return for_nodes(spec, nodes)
 
 
-def _schedule(group: ParameterGroup, rank: int, size: int) -> Schedule:
-    return _spec(group).schedule(rank, size, in_place=True)
+def _schedule(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> Schedule:
+    return _spec(group, nodes).schedule(rank, len(nodes), in_place=True)
 
 
 def _members(group: ParameterGroup) -> Iterator[tuple[str, str, str, Any]]:
@@ -218,6 +241,8 @@ def _check(state: Any, groups: Sequence[ParameterGroup], fields: set[str]) -> No
             f"a state is the dict that state_dict() returned, with {', '.join(sorted(_FULL | _PLACE))}, a list of "
             f"those of all ranks, or what full_state_dict() returned"
         )
+    if "nodes" in state and len(integers(state["nodes"], 'the state\'s "nodes"')) != state["size"]:
+        raise ArgumentError(f"the state has the nodes {state['nodes']} of {state['size']} ranks; each rank has one")
     own = [group.description() for group in groups]
     if state["groups"] != own:
         raise ArgumentError(
@@ -267,7 +292,7 @@ def _all_ranks(states: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     if len(sizes) != 1 or sorted(found) != list(range(*sizes)) or len(found) != len(states):
         have = ", ".join(f"{state['rank']} of {state['size']}" for state in states) or "none"
         raise ArgumentError(f"a list of states must have those of all ranks of one group, not those of ranks {have}")
-    for name in ("step", "calls", "lr"):
-        if len({state[name] for state in states}) != 1:
+    for name in ("step", "calls", "lr", "nodes"):
+        if any(state[name] != states[0][name] for state in states):
             raise ArgumentError(f"the ranks' states differ in {name!r}, so they were not saved after the same step")
     return [found[rank] for rank in range(len(states))]

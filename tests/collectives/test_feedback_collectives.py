@@ -254,8 +254,8 @@ def without_residuals(monkeypatch: pytest.MonkeyPatch, of_sums: bool) -> None:
             return replace(op, state=replace(op.state, residual=None))
         return op
 
-    def stripped(schedule: Schedule, guard: Any) -> Schedule:
-        made = with_feedback(schedule, guard)
+    def stripped(schedule: Schedule, *guard: Any) -> Schedule:
+        made = with_feedback(schedule, *guard)
         return replace(made, ops=tuple(map(strip, made.ops)))
 
     monkeypatch.setattr(rounds_module, "with_feedback", stripped)

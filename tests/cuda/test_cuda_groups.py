@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import socket
 import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import fake_cuda
 import fake_kernels
@@ -19,6 +21,7 @@ from cuda_ranks import one, ranks, values
 import qccl
 from qccl import launch, meetings
 from qccl.cuda import libraries
+from qccl.cuda import run as run_module
 from qccl.transports import rendezvous
 
 # -- groups and ways to make one -------------------------------------------------------------------------------------
@@ -221,8 +224,12 @@ def test_the_version_of_each_part_is_told(cupy, monkeypatch):
     assert libraries.part_versions()["CuPy"].startswith("none (")
 
 
-@pytest.mark.parametrize(("given", "expected"), [(None, "1"), ("0", "0")])
-def test_nccl_is_told_to_keep_the_order_of_several_communicators(given, expected, cupy, monkeypatch):
+@pytest.mark.parametrize(("given", "beside", "expected"), [(None, "torch", "1"), ("0", "torch", "0"), (None, "", None)])
+def test_nccl_is_told_to_keep_the_order_of_communicators_beside_torch(given, beside, expected, cupy, monkeypatch):
+    """Elsewhere it would refuse launches by two threads at once."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    if beside:
+        monkeypatch.setitem(sys.modules, beside, SimpleNamespace())
     monkeypatch.setenv(libraries.LAUNCH_ORDER, given or "")
     if given is None:
         monkeypatch.delenv(libraries.LAUNCH_ORDER)
@@ -231,7 +238,7 @@ def test_nccl_is_told_to_keep_the_order_of_several_communicators(given, expected
     monkeypatch.setattr(
         libraries.cuda_libraries().nccl,
         "NcclCommunicator",
-        lambda *arguments: seen.append(os.environ[libraries.LAUNCH_ORDER]) or make(*arguments),
+        lambda *arguments: seen.append(os.environ.get(libraries.LAUNCH_ORDER)) or make(*arguments),
     )
     one(lambda comm: None)
     assert seen == [expected]
@@ -302,3 +309,54 @@ def test_the_benchmark_on_a_gpu(cupy):
         return arrays.calls_per_run, arrays.run(run, 2)
 
     assert one(graphs) == (3, 1e-3 / 3)
+
+
+def test_a_gpu_that_is_too_new_for_nvrtc(cupy, monkeypatch):
+    """As Blackwell for a compiler before CUDA 12.8."""
+    names = {"name": b"B200", "major": 10, "minor": 0}
+    monkeypatch.setattr(cupy.cuda.runtime, "getDeviceProperties", lambda device: names)
+    assert libraries.missing() == []
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getVersion", lambda: (12, 6))
+    monkeypatch.setattr(cupy.cuda.nvrtc, "getSupportedArchs", lambda: (75, 80, 86, 87, 89, 90))
+    found = libraries.missing()
+    assert found[0].startswith("GPU 0 (B200) has the compute capability 10.0, and NVRTC 12.6 compiles for 9.0 at most")
+    assert "12.8 or newer" in found[0]
+
+
+@pytest.mark.parametrize(
+    "reason, hint",
+    [
+        ("Error while creating shared memory segment /dev/shm/nccl-a (size 9637888)", "--shm-size=1g"),
+        ("Bootstrap : no socket interface found", "NCCL_SOCKET_IFNAME"),
+        ("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 1000", "CUDA_VISIBLE_DEVICES"),
+        ("something else", "something else"),
+    ],
+)
+def test_nccl_s_reason_when_no_communicator_can_be_made(reason, hint, cupy, monkeypatch):
+    nccl = libraries.cuda_libraries().nccl
+
+    def refuse(*arguments):
+        raise nccl.NcclError(2)
+
+    monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "_last_error", lambda: reason)
+    with pytest.raises(qccl.EngineError) as found:
+        qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
+    assert reason in str(found.value) and hint in str(found.value) and found.value.code == 2
+
+
+def test_a_short_wait_is_not_prolonged(monkeypatch):
+    """Naps are a sixteenth of the wait so far, at most 0.5 ms."""
+    clock, naps = [0.0], []
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: clock[0])
+
+    def sleep(seconds):
+        naps.append((clock[0], seconds))
+        clock[0] += seconds
+
+    monkeypatch.setattr(run_module.time, "sleep", sleep)
+    nothing = SimpleNamespace(sweep=lambda: None, check_device=lambda: None, failure=None)
+    deadline = SimpleNamespace(is_over=lambda: False)
+    run_module.PendingRuns.wait_until(nothing, lambda: clock[0] > 0.02, deadline, "")
+    assert all(seconds <= max(10e-6, min(waited / 16, 500e-6)) for waited, seconds in naps)
+    assert len(naps) < 200

@@ -10,8 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from qccl.arrays import EXPONENT_BITS
 from qccl.cuda import source as cuda_source
 
+#: of each type, the largest finite number, and a number that is not finite
+_BITS = {"float32": (0x7F7FFFFF, 0xFF800000), "float16": (0x7BFF, 0x7E00), "bfloat16": (0x7F7F, 0x7F80)}
 HEADERS = Path(cuda_source.__file__).parent.parent / "kernels"
 SHIM = Path(__file__).parents[1] / "support" / "shim.h"
 
@@ -21,6 +24,11 @@ PROGRAM = """
 extern "C" void begin(unsigned long long* words, unsigned long long value, unsigned replay, qccl::Flags* flags,
                       unsigned run) {
   qccl_begin(words, value, replay, flags, run);
+}
+
+extern "C" bool nonfinite(const void* values, qccl::u64 count, unsigned itemsize, unsigned exponent, qccl::u64* first,
+                          unsigned blocks, unsigned seed) {
+  return emulator::run_grid(blocks, seed, [&] { qccl_nonfinite(values, count, itemsize, exponent, first, blocks); });
 }
 
 extern "C" bool end(const qccl::Memory* memory, const qccl::u64* sizes, unsigned replay, qccl::Flags* flags,
@@ -57,6 +65,22 @@ def end(
     addresses = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
     assert kernels.end(*addresses[:2], replay, addresses[2], run, seed, 2)
     return buffers
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(("count", "bad"), [(1, []), (1, [0]), (1000, [999]), (5000, [4000, 300, 2500]), (5000, [])])
+def test_the_first_nonfinite_element(kernels, dtype, count, bad):
+    """Also where several threads find one; the largest finite number is none."""
+    exponent, largest, wrong = EXPONENT_BITS[dtype], *_BITS[dtype]
+    bits = np.full(count, largest, "u4" if dtype == "float32" else "u2")
+    bits[bad] = wrong
+    first = np.array([2**64 - 1], np.uint64)
+    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (bits, first)]
+    for blocks in (1, 3):
+        first[0] = 2**64 - 1
+        given = addresses[0], ctypes.c_uint64(count), bits.itemsize, exponent, addresses[1], blocks, 5
+        assert kernels.nonfinite(*given)
+        assert first[0] == (min(bad) if bad else 2**64 - 1)
 
 
 @pytest.mark.parametrize(("replay", "flags"), [(0, [0, 7, 7]), (1, [0, 3, 3])])

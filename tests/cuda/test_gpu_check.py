@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -18,6 +19,7 @@ import fake_frameworks
 import fake_kernels
 import numpy as np
 import pytest
+from nvrtc import Nvrtc, Program
 
 import qccl
 from qccl import codecs
@@ -565,6 +567,17 @@ def test_the_sanitizers(monkeypatch, tmp_path, status, end, outcome):
     assert all("--report-api-errors no" in line for line in calls)
     monkeypatch.setenv("PATH", "/nonexistent")
     assert "there is no compute-sanitizer" in check.run_section("memcheck")["reason"]
+
+
+@pytest.mark.parametrize("cuda", [12, 13])
+def test_the_planted_race_is_compiled(cuda):
+    """The compiler keeps the store to shared memory, and the load after it."""
+    import device
+
+    program = Program(Nvrtc(cuda), device.SOURCE, [], ["--gpu-architecture=compute_90", "-std=c++17"])
+    assert not program.failed, program.log
+    race = program.ptx().split(".entry race")[1].split(".entry")[0]
+    assert re.search(r"st\.volatile\.shared\.\w+ .*ld\.volatile\.shared\.\w+ .*st\.global", race, re.DOTALL), race
 
 
 def test_the_limits_of_the_runs():

@@ -62,7 +62,8 @@ def reduce(codec: Codec, dtype: DType, op: str, encoded: bool = True) -> tuple[s
 
 def plain() -> Iterator[str]:
     """Kernels of the codec none, and the one without a codec."""
-    yield from (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL, cuda_source.ADDRESS_KERNEL)
+    yield from (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL)
+    yield from (cuda_source.ADDRESS_KERNEL, cuda_source.NONFINITE_KERNEL)
     for dtype in DTYPES:
         yield from encode(NoCodec(), dtype)
         yield from decode(NoCodec(), dtype, True)

@@ -30,7 +30,7 @@ extern "C" __global__ void copy(const unsigned* from, unsigned* to, unsigned lon
   }
 }
 extern "C" __global__ void race(unsigned* to) {
-  __shared__ unsigned last;
+  __shared__ volatile unsigned last;  // otherwise the compiler keeps the value in a register, and there is no race
   last = threadIdx.x;
   to[threadIdx.x] = last;
 }

@@ -218,7 +218,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         memset=ctypes.memset,
         streamSynchronize=lambda stream: Stream(world, ptr=stream).synchronize(),
         deviceSynchronize=lambda: world.finish(lambda: world.is_idle(world.local.__dict__.get("device", 0))),
-        getDeviceProperties=lambda device: {"name": b"Fake 100"},
+        getDeviceProperties=lambda device: {"name": b"Fake 100", "major": 9, "minor": 0},
         deviceGetPCIBusId=lambda device: f"0000:{device:02d}:00.0",
         driverGetVersion=lambda: 13000,
         runtimeGetVersion=lambda: 12090,
@@ -243,7 +243,7 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
     cuda = module(
         "cupy.cuda",
         compiler=SimpleNamespace(compile_using_nvrtc=compile_using_nvrtc, CompileException=CompileException),
-        nvrtc=SimpleNamespace(getVersion=lambda: (12, 9)),
+        nvrtc=SimpleNamespace(getVersion=lambda: (12, 9), getSupportedArchs=lambda: (75, 80, 90, 100, 120)),
         memory=SimpleNamespace(OutOfMemoryError=OutOfMemoryError),
         Device=lambda: SimpleNamespace(compute_capability="90"),
         function=SimpleNamespace(Module=Module),

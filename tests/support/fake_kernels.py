@@ -28,6 +28,8 @@ def work(name: str, grid: tuple[int, int, int], arguments: int) -> Callable[[], 
         return _end_of_run(name, (ctypes.c_void_p * 6).from_address(arguments))
     if name == cs.ADDRESS_KERNEL:
         return _store_addresses((ctypes.c_void_p * 3).from_address(arguments))
+    if name == cs.NONFINITE_KERNEL:
+        return _find_nonfinite((ctypes.c_void_p * 6).from_address(arguments))
     pointers = (ctypes.c_void_p * 4).from_address(arguments)
     jobs, sources = (ctypes.c_uint64.from_address(pointers[i]).value for i in range(2))
     parameters = np.frombuffer(ctypes.string_at(pointers[2], cs.PARAMETERS.itemsize), cs.PARAMETERS)[0]
@@ -76,6 +78,18 @@ def _store_addresses(pointers: Any) -> Callable[[], None]:
         ctypes.memmove(table, values, 8 * count)
 
     return store
+
+
+def _find_nonfinite(pointers: Any) -> Callable[[], None]:
+    address, count, first = (ctypes.c_uint64.from_address(pointers[i]).value for i in (0, 1, 4))
+    itemsize, exponent = (ctypes.c_uint32.from_address(pointers[i]).value for i in (2, 3))
+
+    def find() -> None:
+        bits = np.frombuffer(ctypes.string_at(address, count * itemsize), f"u{itemsize}")
+        if (bad := np.flatnonzero((bits & exponent) == exponent)).size:
+            ctypes.c_uint64.from_address(first).value = int(bad[0])
+
+    return find
 
 
 def _end_of_run(name: str, pointers: Any) -> Callable[[], None]:

@@ -157,6 +157,12 @@ inline unsigned atomicMax(unsigned* address, unsigned value) {
   return before;
 }
 
+inline unsigned long long atomicMin(unsigned long long* address, unsigned long long value) {
+  const unsigned long long before = *address;
+  if (value < before) *address = value;
+  return before;
+}
+
 inline unsigned atomicAdd(unsigned* address, unsigned value) {
   const unsigned before = *address;
   *address += value;

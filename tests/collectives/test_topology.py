@@ -1,0 +1,249 @@
+"""Calls on several nodes with several ranks each: the schedule that is chosen, its results, and its bytes."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import partial
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from cases import NUMPY, hard_data
+from laws import assert_same_bits
+
+import qccl
+from qccl.analysis import postconditions as expect
+from qccl.analysis.verify import verify
+from qccl.chunks import NETWORK, ChunkPolicy
+from qccl.codecs import MinMax, NoCodec, TwoRounds, get
+from qccl.collectives import AllGatherSpec, AllReduceSpec, CoalescedSpec, CollectiveSpec, ReduceScatterSpec, for_nodes
+from qccl.collectives.explain import sent_between_nodes
+from qccl.collectives.levels import all_gather_in_levels, reduce_scatter_in_levels
+from qccl.collectives.operands import CallerBuffers, Combine, Group, ranks_by_node
+from qccl.dtypes import BFLOAT16, DTYPES, FLOAT32, DType
+
+#: each of these makes all three collectives choose two levels
+LAYOUTS = [(0, 0, 1, 1), (0, 1, 0, 1), (0, 0, 0, 1, 1), (0, 1, 1, 2, 2, 2), (0, 0, 1, 1, 2, 2, 3, 3), (3, 3, 3, 1, 1)]
+
+
+def busiest(spec: CollectiveSpec, node_ids: tuple[int, ...]) -> int:
+    """Bytes that the node sends to others that sends most."""
+    size, sent = len(node_ids), dict.fromkeys(node_ids, 0)
+    for rank in range(size):
+        sent[node_ids[rank]] += sent_between_nodes(spec.schedule(rank, size, in_place=True), node_ids)
+    return max(sent.values())
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("ranks", [1, 4, 8])
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+def test_a_node_sends_no_more_than_with_a_ring(nodes: int, ranks: int, dtype: DType) -> None:
+    """NCCL's ring sends 2 (n-1)/n of the vector from each node in an all-reduce, and (n-1)/n in its halves."""
+    node_ids = tuple(rank // ranks for rank in range(nodes * ranks))
+    size, count, codec = len(node_ids), 1024 * 512, get("minmax8")
+    shared = count, dtype, codec, None
+    halves = (AllReduceSpec.from_arguments(*shared), 2), (ReduceScatterSpec.from_arguments(*shared), 1)
+    halves += ((AllGatherSpec.from_arguments(*shared), 1), (CoalescedSpec.from_arguments(*shared, each=[count]), 2))
+    for spec, hops in halves:
+        ring = 0 if nodes == 1 else hops * (size - 1) * codec.encoded_nbytes(count, dtype) // size
+        assert busiest(for_nodes(spec, node_ids), node_ids) <= ring, spec.name
+
+
+@pytest.mark.parametrize("name", ["allreduce", "reduce_scatter", "all_gather"])
+def test_the_choice(name: str) -> None:
+    """Two levels where nodes have several ranks and the call is large; what the program names is kept."""
+    makers = {"allreduce": AllReduceSpec, "reduce_scatter": ReduceScatterSpec, "all_gather": AllGatherSpec}
+
+    def chosen(count: int, node_ids: tuple[int, ...], **own: str) -> bool:
+        spec = makers[name].from_arguments(count, "float32", "minmax8", None, **own)
+        found = for_nodes(spec, node_ids)
+        assert found == for_nodes(spec, list(node_ids)), "the same on all ranks"
+        return found != spec
+
+    large = 120 << 13
+    assert all(chosen(large, node_ids) for node_ids in LAYOUTS)
+    assert chosen(large, (0, 0, 0, 1)) == (name == "allreduce"), "in its halves one node's three codes are needed"
+    assert not any(chosen(large, ids) for ids in [(0,), (0, 0, 0, 0), (0, 1, 2, 3)])
+    assert not chosen(1024, (0, 0, 1, 1)), "a further hop costs more"
+    if name == "allreduce":
+        assert not any(chosen(large, (0, 0, 1, 1), algorithm=each) for each in ("one_shot", "two_round"))
+
+
+def counts_of(draw: random.Random, size: int) -> list[int]:
+    return [draw.choice([0, 1, 7, 8, 9, 1024, draw.randint(0, 3000)]) for _ in range(size)]
+
+
+@pytest.mark.parametrize("node_ids", [*LAYOUTS, (0, 1, 2), (0, 0)], ids=str)
+def test_the_verifier_accepts_parts_in_levels(node_ids: tuple[int, ...]) -> None:
+    draw, size, nodes = random.Random(str(node_ids)), len(node_ids), ranks_by_node(node_ids)
+    for _ in range(12):
+        codec = draw.choice([MinMax(draw.randint(1, 8), draw.choice([8, 96, "shard"])), NoCodec(), get("minmax4+ef")])
+        codec = draw.choice([codec, TwoRounds(MinMax(4), MinMax(8)), get("onebit+ef+nesterov"), get("none+nesterov")])
+        counts, dtype, in_place = counts_of(draw, size), draw.choice(DTYPES), draw.random() < 0.5
+        chunking = draw.choice([NETWORK, ChunkPolicy.of_elements(draw.choice([1, 2000]), draw.randint(1, 4))])
+        combine, given = Combine(scale=draw.choice([1.0, 1 / size])), {"nodes": nodes, "chunking": chunking}
+        ranks = [
+            reduce_scatter_in_levels(
+                Group.of_all(rank, size),
+                CallerBuffers.scattered(counts, rank, dtype, in_place=in_place),
+                *(codec, combine),
+                **given,
+            )
+            for rank in range(size)
+        ]
+        verify(ranks, expect=partial(expect.reduce_scatter, counts=counts, scale=combine.scale))
+        gathered = partial(CallerBuffers.gathered, counts, dtype=dtype, in_place=in_place)
+        ranks = [
+            all_gather_in_levels(Group.of_all(rank, size), gathered(rank), codec.plain, **given) for rank in range(size)
+        ]
+        given_parts = partial(expect.given_parts, counts=counts)
+        verify(ranks, expect=partial(expect.all_gather, counts=counts), given=given_parts)
+
+
+@pytest.mark.parametrize("node_ids", LAYOUTS, ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_an_all_gather_has_the_bits_of_one_level(node_ids: tuple[int, ...], dtype: str) -> None:
+    size = len(node_ids)
+    counts = [50_000 + 1000 * rank for rank in range(size)]
+
+    def run(comm: qccl.Communicator) -> list[np.ndarray]:
+        found = []
+        for nodes in (comm.nodes, node_ids):
+            comm.nodes = nodes
+            x = hard_data("normal", counts[comm.rank], NUMPY[dtype], comm.rank)
+            out = np.zeros(sum(counts), x.dtype)
+            options = {"counts": counts, "codec": "minmax4:rounding=stochastic,seed=3"}
+            trace: list = []
+            before = comm.calls
+            comm.load_state_dict({"calls": 7, "keys": {}})
+            comm.quantized_all_gather(x, out, trace=trace, **options)
+            assert before in (0, 8) and trace
+            found.append(out)
+        return found
+
+    for flat, levels in qccl.run_ranks(size, run):
+        assert_same_bits(levels, flat, "two levels")
+
+
+@pytest.mark.parametrize("node_ids", LAYOUTS, ids=str)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_reduce_scatter_in_levels(node_ids: tuple[int, ...], in_place: bool) -> None:
+    """The sums of nodes are exact in float32, and each code of another node's sum errs by half a step of its range."""
+    size, nodes = len(node_ids), ranks_by_node(node_ids)
+    counts = [60_000 + 1000 * rank for rank in range(size)]
+    inputs = [hard_data("normal", sum(counts), np.float32, rank) for rank in range(size)]
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        comm.nodes = node_ids
+        x, out = inputs[comm.rank].copy(), np.empty(counts[comm.rank], np.float32)
+        spec = for_nodes(ReduceScatterSpec.from_arguments(len(x), "float32", "minmax8", None, counts=counts), node_ids)
+        assert spec.node_ids == node_ids
+        start = sum(counts[: comm.rank])
+        comm.quantized_reduce_scatter(x, None if in_place else out, counts=counts)
+        part = slice(start, start + counts[comm.rank])
+        others = np.delete(np.arange(len(x)), part)
+        assert (x[others] == inputs[comm.rank][others]).all(), "other parts do not change"
+        return x[part] if in_place else out
+
+    for rank, found in enumerate(qccl.run_ranks(size, run)):
+        part = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        sums = [np.sum([inputs[r][part] for r in node], axis=0, dtype=np.float64) for node in nodes]
+        bound = 1e-5 + sum(
+            get("minmax8").error_bound(each.astype(np.float32))
+            for each, node in zip(sums, nodes, strict=True)
+            if rank not in node
+        )
+        assert (np.abs(found - sum(sums)) <= bound * 1.001).all()
+
+
+def test_a_nonfinite_sum_of_the_node_changes_no_residual() -> None:
+    """Also on a rank whose own values and result are finite."""
+    node_ids, count = (0, 0, 1, 1), 400_000
+
+    def run(comm: qccl.Communicator) -> list[np.ndarray]:
+        comm.nodes, found = node_ids, []
+        for step in range(2):
+            x = np.random.default_rng(comm.rank).standard_normal(count).astype(np.float32)
+            if step == 1 and comm.rank == 0:
+                x[-1] = np.nan  # the part of rank 3, which rank 1 encodes for this node
+            comm.quantized_reduce_scatter(x, codec="minmax4+ef", key="a")
+            found.append(comm.state_dict()["keys"]["a"]["values"]["residual"])
+        return found
+
+    before, after = qccl.run_ranks(4, run)[1]
+    assert before.any()
+    assert_same_bits(after, before, "the residual of rank 1")
+
+
+@pytest.mark.parametrize("name", ["allreduce", "allreduce_coalesced"])
+@pytest.mark.parametrize("node_ids", LAYOUTS, ids=str)
+def test_an_all_reduce_has_the_bits_of_two_levels(name: str, node_ids: tuple[int, ...]) -> None:
+    """Those of hierarchical_allreduce; several arrays whose lengths are whole buckets are one vector."""
+    size, count = len(node_ids), 1 << 18
+
+    def run(comm: qccl.Communicator) -> list[np.ndarray]:
+        x = hard_data("normal", count, np.float32, comm.rank)
+        wanted, found = np.empty_like(x), np.empty_like(x)
+        options = {"codec": "minmax8+ef", "op": "avg"}
+        for _ in range(2):
+            comm.hierarchical_allreduce(x, wanted, node_ids=node_ids, key="h", **options)
+        comm.reset()
+        comm.nodes = node_ids
+        for _ in range(2):
+            if name == "allreduce":
+                comm.quantized_allreduce(x, found, key="a", **options)
+            else:
+                edges = [0, 1 << 10, 1 << 12, 1 << 12, count]
+                arrays = [[a[i:j] for i, j in pairwise(edges)] for a in (x, found)]
+                comm.quantized_allreduce_coalesced(*arrays, key="a", **options)
+        return [wanted, found]
+
+    results = qccl.run_ranks(size, run)
+    for wanted, found in results:
+        assert_same_bits(found, wanted, name)
+        assert_same_bits(found, results[0][1], "all ranks")
+
+
+def test_state_of_another_algorithm_is_refused() -> None:
+    """With both calls in the message; the named algorithm still takes it."""
+    node_ids = (0, 0, 1, 1)
+
+    def run(comm: qccl.Communicator) -> None:
+        x = np.ones(1 << 18, np.float32)
+        options = {"codec": "minmax8+ef", "key": "a"}
+        comm.quantized_allreduce(x, algorithm="two_round", **options)
+        saved = comm.state_dict()
+        comm.nodes = node_ids
+        comm.load_state_dict(saved)
+        with pytest.raises(
+            qccl.ArgumentError, match=r"belongs to allreduce.*this is hierarchical_allreduce.*algorithm="
+        ):
+            comm.quantized_allreduce(x, **options)
+        comm.quantized_allreduce(x, algorithm="two_round", **options)
+
+    qccl.run_ranks(4, run)
+
+
+@pytest.mark.parametrize(
+    "node_ids, name, options, wanted",
+    [
+        ((0, 0, 1, 1), "allreduce", {}, r"2 nodes of 2 ranks: two levels, with one_shot between nodes, because one"),
+        ((0, 0, 1, 1), "allreduce", {"algorithm": "two_round"}, r"one level, two_round, as the call says"),
+        ((0, 0, 0, 1), "reduce_scatter", {}, r"1 node of 1 rank and 1 node of 3 ranks: one level, reduce_scatter, "),
+        ((0, 0, 1, 1), "all_gather", {}, r"two levels, because one level has 1 hop and .* 24,576 bytes"),
+        ((0, 1, 2, 3), "allreduce", {}, r"4 nodes of 1 rank: one level, two_round, because no ranks share a node"),
+        ((0, 0, 0, 0), "allreduce", {}, r"because there are no other nodes.\n.*sends 0 bytes to other nodes"),
+        ((0, 0, 1, 1), "broadcast", {}, r"because this collective has no other"),
+        ((0, 0, 1, 1), "hierarchical_allreduce", {}, r"two levels, with one_shot between nodes, as the call says"),
+    ],
+)
+def test_a_plan_explains_itself(node_ids: tuple[int, ...], name: str, options: dict, wanted: str) -> None:
+    def run(comm: qccl.Communicator) -> str:
+        comm.nodes = node_ids
+        return comm.plan(name, 1 << 20, **options).explain()
+
+    found = qccl.run_ranks(4, run)[0]
+    assert re.search(wanted, found), found
+    sent = [int(each.replace(",", "")) for each in re.findall(r"([\d,]+) bytes to other nodes", found)]
+    assert len(sent) == 1 and (sent[0] > 0) == (len(set(node_ids)) > 1)
