@@ -417,6 +417,9 @@ class Loop:
         """Advance until a run has ended, or another thread wants to drive."""
 
     def step(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
+        """Run one operation if one is ready, and poll once."""
+
+    def advance_briefly(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Do what can be done now; begin nothing more after 0.1 ms."""
 
     def take_ended(self) -> list[int]:

@@ -24,7 +24,7 @@ from qccl.errors import ArgumentError
 from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, StateArrayOptions
 
 __all__ = ["ALLREDUCE", "ALL_GATHER", "ALL_TO_ALL", "BROADCAST", "COALESCED", "HIERARCHICAL", "PEER_EXCHANGE", "REDUCE"]
-__all__ += ["REDUCE_SCATTER", "Caller", "Checked", "Given", "Method"]
+__all__ += ["REDUCE_SCATTER", "Caller", "Checked", "Given", "Method", "pair_of", "two_of"]
 
 #: what a call was given: its arrays, or its other arguments
 Given = tuple[Any, ...]
@@ -54,15 +54,15 @@ class Method(NamedTuple):
     prepare: Callable[[Caller, Given, Given, CallOptions], Checked]
 
 
-def _pair(comm: Caller, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
+def pair_of(comm: Caller, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
     """The memory of both arrays, which is the same if ``out`` is None."""
     if out is not None:
-        return _two(comm, x, out, how)
+        return two_of(comm, x, out, how)
     source = comm._memory.from_array(x, dtype=how["dtype"], writable=True, what="x")
     return source, source
 
 
-def _two(comm: Caller, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
+def two_of(comm: Caller, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
     """The memory of an input and of an output."""
     source = comm._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
     return source, comm._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
@@ -70,7 +70,7 @@ def _two(comm: Caller, x: Any, out: Any, how: CallOptions) -> tuple[Values, Valu
 
 def _allreduce(comm: Caller, arrays: Given, parameters: Given, how: CallOptions) -> Checked:
     (x, out), (op, algorithm) = arrays, parameters
-    source, target = _pair(comm, x, out, how)
+    source, target = pair_of(comm, x, out, how)
     if target.count != source.count:
         raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
     spec = spec_of(AllReduceSpec.from_arguments, source, how, source.order, op=op, algorithm=algorithm)
@@ -116,7 +116,7 @@ REDUCE_SCATTER = Method("quantized_reduce_scatter", StateArrayOptions, _reduce_s
 
 def _all_gather(comm: Caller, arrays: Given, parameters: Given, how: CallOptions) -> Checked:
     (x, out), (counts,) = arrays, parameters
-    source, target = _two(comm, x, out, how)
+    source, target = two_of(comm, x, out, how)
     spec = spec_of(AllGatherSpec.from_arguments, target, how, counts=counts)
     return spec, {"input": source, "output": target}
 
@@ -126,7 +126,7 @@ ALL_GATHER = Method("quantized_all_gather", ResultArrayOptions, _all_gather)
 
 def _all_to_all(comm: Caller, arrays: Given, parameters: Given, how: CallOptions) -> Checked:
     (x, out), (send_counts, recv_counts) = arrays, parameters
-    source, target = _two(comm, x, out, how)
+    source, target = two_of(comm, x, out, how)
     spec = spec_of(AllToAllSpec.from_arguments, source, how, send_counts=send_counts, recv_counts=recv_counts)
     return spec, {"input": source, "output": target}
 
@@ -137,7 +137,7 @@ ALL_TO_ALL = Method("quantized_all_to_all", ArrayOptions, _all_to_all)
 def _broadcast(comm: Caller, arrays: Given, parameters: Given, how: CallOptions) -> Checked:
     (x, out), (root, algorithm) = arrays, parameters
     if comm.rank == root or out is None:
-        source, target = _pair(comm, x, out, how)
+        source, target = pair_of(comm, x, out, how)
     else:
         source = target = comm._memory.from_array(out, dtype=how["dtype"], writable=True, what="out")
     spec = spec_of(BroadcastSpec.from_arguments, source, how, source.order, root=root, algorithm=algorithm)
@@ -150,7 +150,7 @@ BROADCAST = Method("quantized_broadcast", ResultArrayOptions, _broadcast)
 def _reduce(comm: Caller, arrays: Given, parameters: Given, how: CallOptions) -> Checked:
     (x, out), (op, root, algorithm) = arrays, parameters
     if comm.rank == root:
-        source, target = _pair(comm, x, out, how)
+        source, target = pair_of(comm, x, out, how)
         by_name = {"input": source, "output": target}
     else:
         source = comm._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
@@ -164,7 +164,7 @@ REDUCE = Method("quantized_reduce", ArrayOptions, _reduce)
 
 def _hierarchical(comm: Caller, arrays: Given, parameters: Given, how: CallOptions) -> Checked:
     (x, out), (op, intra, layout, node_ids, algorithm, inter, exact) = arrays, parameters
-    source, target = _pair(comm, x, out, how)
+    source, target = pair_of(comm, x, out, how)
     own = {"op": op, "intra": intra, "layout": layout, "node_ids": node_ids, "algorithm": algorithm}
     own |= {"inter": inter, "exact": exact}
     spec = spec_of(HierarchicalSpec.from_arguments, source, how, source.order, **own)
