@@ -125,7 +125,7 @@ def describe(array: object, stream: int | None = None) -> View:
     """
 
 class CallTable:
-    """What earlier calls with equal arguments have proved: a payload, by options, and addresses and forms of arrays.
+    """What earlier calls with equal arguments have proved: a payload, by name, options, addresses and forms of arrays.
 
     An array may also be a raw address, if it is an int and no other integer. Options are texts, numbers, booleans,
     None, lists and tuples of these, or instances of the type ``constant``, which never change and equal only
@@ -137,6 +137,7 @@ class CallTable:
 
     def add(
         self,
+        name: str,
         arrays: tuple[object, ...],
         options: tuple[object, ...],
         keywords: Mapping[str, object],
@@ -145,7 +146,7 @@ class CallTable:
         """Add a call, with the payload that ``make()`` returns."""
 
     def find(
-        self, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object]
+        self, name: str, arrays: tuple[object, ...], options: tuple[object, ...], keywords: Mapping[str, object]
     ) -> tuple[Any, list[Any]] | None:
         """The payload, and a view of each array that is not None (or itself: raw addresses, NumPy's arrays)."""
 
@@ -416,6 +417,9 @@ class Loop:
         """Advance until a run has ended, or another thread wants to drive."""
 
     def step(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
+        """Run one operation if one is ready, and poll once."""
+
+    def advance_briefly(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Do what can be done now; begin nothing more after 0.1 ms."""
 
     def take_ended(self) -> list[int]:

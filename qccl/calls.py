@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 from qccl.arguments import CodecLike, OpLike, check_trace, timeout_of
 from qccl.arrays import Memory, Values, refuse_nonfinite, text_about_inputs
-from qccl.collectives import (
-    AllGatherSpec,
-    AllReduceSpec,
-    AllToAllSpec,
-    BroadcastSpec,
-    CoalescedSpec,
-    CollectiveSpec,
-    HierarchicalSpec,
-    PeerExchangeSpec,
-    ReduceScatterSpec,
-    ReduceSpec,
-    for_nodes,
-    spec_of,
-)
-from qccl.dtypes import FLOAT32
+from qccl.collectives import for_nodes
 from qccl.engine.base import Bound, Progress, Request
 from qccl.errors import ArgumentError
 from qccl.guard import guarded
+from qccl.methods import (
+    ALL_GATHER,
+    ALL_TO_ALL,
+    ALLREDUCE,
+    BROADCAST,
+    COALESCED,
+    HIERARCHICAL,
+    PEER_EXCHANGE,
+    REDUCE,
+    REDUCE_SCATTER,
+    Given,
+    Method,
+)
 from qccl.options import ArrayOptions, CallOptions, ResultArrayOptions, StateArrayOptions, accepts, complete
 from qccl.programs import Compiled, ProgramCache
 from qccl.schedule import Role
@@ -37,10 +37,6 @@ from qccl.work import Work
 __all__ = ["Collectives"]
 
 _NOW = Progress.NOW
-#: what a call was given: its arrays, or its other arguments
-_Given = tuple[Any, ...]
-#: checks a call's arguments: its spec, and its arrays by the names of the schedule's buffers
-_Prepare = Callable[[CallOptions], tuple[CollectiveSpec, dict[str, Values]]]
 
 
 class _Prepared(NamedTuple):
@@ -71,7 +67,6 @@ class Collectives:
     _programs: ProgramCache
 
     @accepts(CallOptions)
-    @guarded
     def quantized_allreduce(
         self, x: Any, out: Any = None, *, op: OpLike = "sum", algorithm: str = "auto", **options: Unpack[CallOptions]
     ) -> Any:
@@ -118,19 +113,9 @@ class Collectives:
             PeerLost: another rank failed, left or gave up.
             EngineError: the library of the transport (MPI, UCX, gloo, NCCL) or CUDA failed.
         """
-
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            source, target = self._pair(x, out, how)
-            if target.count != source.count:
-                raise ArgumentError(f"x has {source.count} elements and out has {target.count}; they must be equal")
-            spec = spec_of(AllReduceSpec.from_arguments, source, how, source.order, op=op, algorithm=algorithm)
-            return spec, {"input": source, "output": target}
-
-        name, result = "quantized_allreduce", x if out is None else out
-        return self._call(CallOptions, name, (x, out), (op, algorithm), options, prepare, result)
+        return self._call(ALLREDUCE, (x, out), (op, algorithm), options, x if out is None else out)
 
     @accepts(CallOptions)
-    @guarded
     def quantized_allreduce_coalesced(
         self,
         xs: Sequence[Any],
@@ -152,24 +137,10 @@ class Collectives:
         if len(targets) != len(xs):
             raise ArgumentError(f"there are {len(xs)} arrays in xs and {len(targets)} in outs; each needs its own")
 
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            memory, dtype = self._memory, how["dtype"]
-            arrays: dict[str, Values] = {}
-            for i, (x, out) in enumerate(zip(xs, targets, strict=True)):
-                source = memory.from_array(x, dtype=dtype, writable=outs is None, what=f"xs[{i}]")
-                dtype = source.dtype
-                arrays[f"input {i}"] = arrays[f"output {i}"] = source
-                if outs is not None:
-                    arrays[f"output {i}"] = memory.from_array(out, dtype=dtype, writable=True, what=f"outs[{i}]")
-            each = [arrays[f"input {i}"].count for i in range(len(xs))]
-            shared = sum(each), dtype or FLOAT32, how["codec"], how["chunk"]
-            return CoalescedSpec.from_arguments(*shared, each=each, op=op, algorithm=algorithm), arrays
-
-        name, given = "quantized_allreduce_coalesced", tuple(xs) if outs is None else (*xs, *outs)
-        return self._call(CallOptions, name, given, (outs is None, op, algorithm), options, prepare, targets)
+        given = tuple(xs) if outs is None else (*xs, *outs)
+        return self._call(COALESCED, given, (outs is None, op, algorithm), options, targets)
 
     @accepts(StateArrayOptions)
-    @guarded
     def quantized_reduce_scatter(
         self,
         x: Any,
@@ -186,21 +157,9 @@ class Collectives:
         what it sends; a rank changes its state if its ``x`` and its part of the result are finite. Other arguments: see
         quantized_allreduce. Returns ``out`` (or ``x``), or its Work.
         """
-
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            source = self._memory.from_array(x, dtype=how["dtype"], writable=out is None, what="x")
-            spec = spec_of(ReduceScatterSpec.from_arguments, source, how, op=op, counts=counts)
-            if out is None:
-                target = spec.output_in(source, self.rank, self.size)
-            else:
-                target = self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
-            return spec, {"input": source, "output": target}
-
-        name, result = "quantized_reduce_scatter", x if out is None else out
-        return self._call(StateArrayOptions, name, (x, out), (op, counts), options, prepare, result)
+        return self._call(REDUCE_SCATTER, (x, out), (op, counts), options, x if out is None else out)
 
     @accepts(ResultArrayOptions)
-    @guarded
     def quantized_all_gather(
         self, x: Any, out: Any, *, counts: Sequence[int] | None = None, **options: Unpack[ResultArrayOptions]
     ) -> Any:
@@ -210,17 +169,9 @@ class Collectives:
         ``out`` itself. All ranks get the same bits: each replaces its own part by the values that the others decode.
         Other arguments: see quantized_allreduce. Returns ``out``, or its Work.
         """
-
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            source, target = self._two(x, out, how)
-            spec = spec_of(AllGatherSpec.from_arguments, target, how, counts=counts)
-            return spec, {"input": source, "output": target}
-
-        name, parameters = "quantized_all_gather", (counts,)
-        return self._call(ResultArrayOptions, name, (x, out), parameters, options, prepare, out)
+        return self._call(ALL_GATHER, (x, out), (counts,), options, out)
 
     @accepts(ArrayOptions)
-    @guarded
     def quantized_all_to_all(
         self,
         x: Any,
@@ -236,17 +187,9 @@ class Collectives:
         means equal parts. A rank's part for itself is copied exactly. Other arguments: see quantized_allreduce. Returns
         ``out``, or its Work.
         """
-
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            source, target = self._two(x, out, how)
-            spec = spec_of(AllToAllSpec.from_arguments, source, how, send_counts=send_counts, recv_counts=recv_counts)
-            return spec, {"input": source, "output": target}
-
-        name, parameters = "quantized_all_to_all", (send_counts, recv_counts)
-        return self._call(ArrayOptions, name, (x, out), parameters, options, prepare, out)
+        return self._call(ALL_TO_ALL, (x, out), (send_counts, recv_counts), options, out)
 
     @accepts(ResultArrayOptions)
-    @guarded
     def quantized_broadcast(
         self, x: Any, out: Any = None, *, root: int = 0, algorithm: str = "auto", **options: Unpack[ResultArrayOptions]
     ) -> Any:
@@ -257,20 +200,11 @@ class Collectives:
         see quantized_allreduce. Returns the output array, or its Work.
         """
         has_input = self.rank == root or out is None
-
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            if has_input:
-                source, target = self._pair(x, out, how)
-            else:
-                source = target = self._memory.from_array(out, dtype=how["dtype"], writable=True, what="out")
-            spec = spec_of(BroadcastSpec.from_arguments, source, how, source.order, root=root, algorithm=algorithm)
-            return spec, {"input": source, "output": target}
-
-        name, arrays, result = "quantized_broadcast", (x if has_input else None, out), x if out is None else out
-        return self._call(ResultArrayOptions, name, arrays, (root, algorithm), options, prepare, result)
+        return self._call(
+            BROADCAST, (x if has_input else None, out), (root, algorithm), options, x if out is None else out
+        )
 
     @accepts(ArrayOptions)
-    @guarded
     def quantized_reduce(
         self,
         x: Any,
@@ -287,23 +221,10 @@ class Collectives:
         the output array on the root, None on the other ranks; or the Work.
         """
         is_root = self.rank == root
-
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            if is_root:
-                source, target = self._pair(x, out, how)
-                arrays = {"input": source, "output": target}
-            else:
-                source = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
-                arrays = {"input": source}
-            own = {"op": op, "root": root, "algorithm": algorithm}
-            return spec_of(ReduceSpec.from_arguments, source, how, source.order, **own), arrays
-
-        name, given = "quantized_reduce", (x, out if is_root else None)
         result = None if not is_root else x if out is None else out
-        return self._call(ArrayOptions, name, given, (op, root, algorithm), options, prepare, result)
+        return self._call(REDUCE, (x, out if is_root else None), (op, root, algorithm), options, result)
 
     @accepts(CallOptions)
-    @guarded
     def hierarchical_allreduce(
         self,
         x: Any,
@@ -338,19 +259,10 @@ class Collectives:
         """
         node_ids = self.nodes if node_ids is None else node_ids
 
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            source, target = self._pair(x, out, how)
-            own = {"op": op, "intra": intra, "layout": layout, "node_ids": node_ids, "algorithm": algorithm}
-            own |= {"inter": inter, "exact": exact}
-            spec = spec_of(HierarchicalSpec.from_arguments, source, how, source.order, **own)
-            return spec, {"input": source, "output": target}
-
-        name, result = "hierarchical_allreduce", x if out is None else out
         parameters = op, intra, layout, node_ids, algorithm, inter, exact
-        return self._call(CallOptions, name, (x, out), parameters, options, prepare, result)
+        return self._call(HIERARCHICAL, (x, out), parameters, options, x if out is None else out)
 
     @accepts(StateArrayOptions)
-    @guarded
     def peer_exchange(
         self,
         z: Any,
@@ -378,86 +290,58 @@ class Collectives:
         if not isinstance(replicas, Mapping):
             raise ArgumentError(f"replicas must be a dict of arrays by rank, not {type(replicas).__name__}")
         peers = tuple(replicas)
-
-        def prepare(how: CallOptions) -> tuple[CollectiveSpec, dict[str, Values]]:
-            memory = self._memory
-            own = memory.from_array(z, dtype=how["dtype"], writable=False, what="z")
-            arrays = {"input": own}
-            if applied is not None:
-                arrays["applied"] = memory.from_array(applied, dtype=own.dtype, writable=True, what="applied")
-            for peer, array in replicas.items():
-                what = f"replicas[{peer}]"
-                arrays[f"replica {peer}"] = memory.from_array(array, dtype=own.dtype, writable=True, what=what)
-            edges = {"send_to": send_to, "receive_from": peers, "applied": applied is not None}
-            return spec_of(PeerExchangeSpec.from_arguments, own, how, own.order, **edges), arrays
-
-        name, given, parameters = "peer_exchange", (z, applied, *replicas.values()), (send_to, peers)
-        return self._call(StateArrayOptions, name, given, parameters, options, prepare, applied)
-
-    def _pair(self, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
-        """The memory of both arrays, which is the same if ``out`` is None."""
-        if out is not None:
-            return self._two(x, out, how)
-        source = self._memory.from_array(x, dtype=how["dtype"], writable=True, what="x")
-        return source, source
-
-    def _two(self, x: Any, out: Any, how: CallOptions) -> tuple[Values, Values]:
-        """The memory of an input and of an output."""
-        source = self._memory.from_array(x, dtype=how["dtype"], writable=False, what="x")
-        return source, self._memory.from_array(out, dtype=source.dtype, writable=True, what="out")
+        return self._call(PEER_EXCHANGE, (z, applied, *replicas.values()), (send_to, peers), options, applied)
 
     # -- the way of every call ---------------------------------------------------------------------------------------
 
-    def _call(
-        self, kind: type, name: str, arrays: _Given, parameters: _Given, options: Any, prepare: _Prepare, result: Any
-    ) -> Any:
+    def _call(self, method: Method, arrays: Given, parameters: Given, options: Any, result: Any) -> Any:
         """Make a call, and return ``result`` or its Work. Only the first call with equal arguments is prepared.
 
-        ``kind`` are the options that the function ``name`` takes, ``options`` those of this call, ``parameters`` its
-        own; ``prepare`` checks them. An array may also be an address.
+        ``options`` are those of this call, ``parameters`` the method's own. An array may also be an address.
         """
         session, memory = self._session, self._memory
         if session.closed or session.calling or session.failure is not None or session.engine.failure is not None:
-            session.check_usable()
+            self._check_usable()
         # may be another one in each call
-        lr = options.pop("lr") if "lr" in options and "lr" in kind.__annotations__ else None
-        found = memory.calls.find(arrays, (name, *parameters), options)
-        kept: object
-        prepared, kept = found or self._prepare(kind, name, arrays, parameters, options, prepare)
+        lr = options.pop("lr") if "lr" in options and "lr" in method.options.__annotations__ else None
+        found = memory.calls.find(method.name, arrays, parameters, options)
+        prepared, views = found or self._prepare(method, arrays, parameters, options)
         compiled, bound, request, checked, _, _ = prepared
         is_async = request.progress is _NOW
+        kept: object = arrays, views
         if checked:
             kept = kept, memory.recheck(checked, arrays, hold=is_async)
         if lr is not None:
             request = request._replace(lr=lr_of(lr))
         streams = memory.streams(request.stream, arrays) if memory.has_streams else ()
-        if request.nonfinite == "error":
-            return self._checked(prepared, request, (arrays, kept), streams, result)
-        execution = session.start(compiled, bound, request, (arrays, kept), streams)
-        return Work(session, execution, result) if is_async else result
-
-    def _checked(
-        self, prepared: _Prepared, request: Request, kept: object, streams: tuple[int, ...], result: Any
-    ) -> Any:
-        """Make a call whose result must be finite; ``request`` has its learning rate."""
-        session, memory, before = self._session, self._memory, self._session.mark()
-        # "" while other calls are under way, which may be writing the input, and on CUDA, where the host would wait
-        own = text_about_inputs(memory, prepared.inputs, self.rank) if session.engine.is_idle else ""
-        execution = session.start(prepared.compiled, prepared.bound, request, kept, streams)
-        if request.progress is _NOW:
-            work = Work(session, execution, result)
-            work._check_result(lambda: refuse_nonfinite(memory, prepared.outputs, own))
+        check = self._check_of(prepared) if request.nonfinite == "error" else None
+        if is_async:
+            work = Work(session, result, check)
+            session.start(compiled, bound, request, kept, streams, work)
             return work
-        session.settle(before)  # the call has ended well, and the communicator stays usable
-        refuse_nonfinite(memory, prepared.outputs, own)
+        session.start(compiled, bound, request, kept, streams)
+        if check is not None:
+            check()
         return result
 
+    @guarded
+    def _check_usable(self) -> None:
+        self._session.check_usable()
+
+    @guarded
+    def _check_of(self, prepared: _Prepared) -> Callable[[], None]:
+        """What raises ArgumentError if the result is not finite, to be called after the call."""
+        # "" while other calls are under way, which may be writing the input, and on CUDA, where the host would wait
+        own = text_about_inputs(self._memory, prepared.inputs, self.rank) if self._session.engine.is_idle else ""
+        return partial(refuse_nonfinite, self._memory, prepared.outputs, own)
+
+    @guarded
     def _prepare(
-        self, kind: type, name: str, arrays: _Given, parameters: _Given, options: Any, prepare: _Prepare
+        self, method: Method, arrays: Given, parameters: Given, options: Any
     ) -> tuple[_Prepared, list[Values]]:
         """Check the arguments of a call, and let later calls find them; also returns the arrays' memory."""
-        session, how = self._session, complete(kind, name, options)
-        spec, by_name = prepare(how)
+        session, how = self._session, complete(method.options, method.name, options)
+        spec, by_name = method.prepare(self, arrays, parameters, how)
         spec = for_nodes(spec, self.nodes)
         request = _request(how)
         self._memory.streams(how["stream"], ())
@@ -479,7 +363,7 @@ class Collectives:
         )
         if request.trace is None and all(each.count for each in values):
             memory = self._memory
-            memory.calls.add(arrays, (name, *parameters), options, lambda: prepared)
+            memory.calls.add(method.name, arrays, parameters, options, lambda: prepared)
         return prepared, values
 
 

@@ -4,6 +4,9 @@ Python runs the handlers of signals in the main thread when a function begins, a
 body. Other threads can raise exceptions there, too. No ``try`` in the functions below covers the moment at which it is
 entered or left. So every method with which a program uses a communicator is guarded:
 
+Calls and runs of plans have their guard in Session.start(), and waits in Work._block(), to save a function: before it
+nothing is sent, and what follows it is a ``return``, before which Python runs no handler.
+
 - ``Session.unsettled`` has a mark for each thread that has begun something and not settled it. A thread sets its mark
   before its call takes a number, so before anything is sent. Only its guard sets the mark back: with its last
   statement, when the caller has the result or the Work, or when the other ranks were told. Code that refuses a call

@@ -110,6 +110,7 @@ class Plan:
         self._bound = self._prepare(arrays, result, self._key)
         return self
 
+    @guarded
     def _prepare(self, arrays: Mapping[str, Values], result: Any, key: str | None) -> _Arrays:
         """The arrays of later runs, whose element types and counts were checked."""
         spec, binding, bound = self._session.bind(self.spec, arrays, key)
@@ -124,7 +125,6 @@ class Plan:
         offset = self._session.numbers.offset
         return _Arrays(arrays, tensors, objects, result, compiled, bound, Request(key=key), offset)
 
-    @guarded
     def start(
         self,
         *,
@@ -151,13 +151,13 @@ class Plan:
             request = Request(Progress.SOON, timeout, self._key, lr, stream, trace)
         streams = memory.streams(stream, ready.objects) if memory.has_streams or stream is not None else ()
         self._result = None
-        execution = session.start(ready.compiled, ready.bound, request, ready.arrays, streams)
-        self._work = work = Work(session, execution, ready.result)
+        self._work = work = Work(session, ready.result)
+        session.start(ready.compiled, ready.bound, request, ready.arrays, streams, work)
         return work
 
     def wait(self, timeout: float | None = None) -> Any:
         """Work.wait() of the last run."""
-        if self._work is not None:
+        if self._work is not None and self._work._call >= 0:
             return self._work.wait(timeout)
         if self._result is None:
             self._session.check_usable()
@@ -166,7 +166,6 @@ class Plan:
             timeout_of(timeout)
         return self._result[0]
 
-    @guarded
     def run(self, *, lr: float | None = None) -> Any:
         """Run once on the bound arrays and return the output array; as start() and wait(), in less time.
 
@@ -178,11 +177,15 @@ class Plan:
         request = ready.request
         if lr is not None:
             request = request._replace(lr=lr_of(lr))
-        memory = self._session.memory
+        session, memory = self._session, self._session.memory
         streams = memory.streams(None, ready.objects) if memory.has_streams else ()
-        self._work = self._result = None
-        self._session.start(ready.compiled, ready.bound, request, ready.arrays, streams)
-        self._result = (ready.result,)
+        self._work, self._result, number = None, (ready.result,), session.numbers.sequence
+        try:
+            session.start(ready.compiled, ready.bound, request, ready.arrays, streams)
+        except BaseException:
+            if session.failure is not None or session.numbers.sequence == number:
+                self._result = None
+            raise
         return ready.result
 
     def __call__(self, x: Any, out: Any = None, *, lr: float | None = None) -> Any:
@@ -193,7 +196,7 @@ class Plan:
         """What the next run uses."""
         session, bound, work = self._session, self._bound, self._work
         if session.closed or session.calling or session.failure is not None or session.engine.failure is not None:
-            session.check_usable()
+            self._check_usable()
         if bound is None:
             raise ArgumentError("this plan has no arrays yet; call plan.bind(x, out) first")
         if bound.compiled.programs[0].users or (work is not None and work._execution is not None):
@@ -201,6 +204,10 @@ class Plan:
         if bound.offset != session.numbers.offset:  # load_state_dict() has changed it
             bound = self._bound = self._prepare(bound.arrays, bound.result, self._key)
         return bound
+
+    @guarded
+    def _check_usable(self) -> None:
+        self._session.check_usable()
 
     def _refuse_if_active(self) -> None:
         if self.is_active():

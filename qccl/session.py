@@ -6,13 +6,13 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from threading import get_ident
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from qccl.arrays import Values
 from qccl.collectives import Binding, CollectiveSpec
 from qccl.engine.base import Backend, Bound, Execution, Request
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked, gave_up
-from qccl.guard import Mark, abandoned, is_inside
+from qccl.guard import Mark, abandoned, is_guard, is_inside
 from qccl.lifetime import Registry
 from qccl.programs import Compiled
 from qccl.state import StateStore
@@ -23,6 +23,13 @@ _T = TypeVar("_T")
 
 #: how often settling an exception begins anew when further exceptions interrupt it, as of impatient users
 _ATTEMPTS = 100
+
+
+class Started(Protocol):
+    """What start() makes the Work of a call."""
+
+    def _begin(self, execution: Execution) -> None:
+        """The call has begun, or is queued."""
 
 
 class Session:
@@ -71,35 +78,44 @@ class Session:
             )
 
     def start(
-        self, compiled: Compiled, bound: Bound, request: Request, kept: object = None, streams: Sequence[int] = ()
-    ) -> Execution:
-        """Start the next call, of a program that is idle if there is one; see Engine.start().
+        self,
+        compiled: Compiled,
+        bound: Bound,
+        request: Request,
+        kept: object = None,
+        streams: Sequence[int] = (),
+        work: Started | None = None,
+    ) -> None:
+        """Start the next call, of a program that is idle if there is one; see Engine.start(). ``work`` gets the run.
 
-        This thread's mark is set before the call takes its number (guard.py). An error of the call ends the group; a
-        call that is refused has changed nothing.
+        It is a guard (guard.py), so that the methods of calls and plans need none: nothing is sent before this, and
+        what follows must be one ``return``. An error of the call ends the group; a call that is refused has changed
+        nothing.
         """
-        if compiled.keeps_state and request.key is not None:
-            bound, kept = self._with_state(request.key, compiled, bound, request.lr, kept)
-        program = compiled.programs[0]
-        if program.users:
-            program = compiled.another()
-        if request.trace is not None:
-            program.label(compiled.schedule())
-        numbers, thread = self.numbers, get_ident()
-        compiled.used = number = numbers.sequence
-        before = self.unsettled.get(thread)
-        self.unsettled[thread] = mark = (numbers.calls,)
+        session, unsettled, thread, numbers = self, self.unsettled, get_ident(), self.numbers
+        if unsettled:
+            session.check_abandoned()
+        before, number = unsettled.get(thread), numbers.sequence
         try:
-            return self.engine.start(program, bound, request, kept, streams)
-        except QcclError as error:
-            if numbers.sequence != number:
-                self.fail(error, mark[0])
-            self.settle(before)
+            if compiled.keeps_state and request.key is not None:
+                bound, kept = self._with_state(request.key, compiled, bound, request.lr, kept)
+            program = compiled.programs[0]
+            if program.users:
+                program = compiled.another()
+            if request.trace is not None:
+                program.label(compiled.schedule())
+            compiled.used = number
+            unsettled[thread] = (numbers.calls,)
+            execution = self.engine.start(program, bound, request, kept, streams)
+            if work is not None:
+                work._begin(execution)
+        except BaseException as error:
+            session.interrupted(error, before, number)
             raise
-        except BaseException:
-            if numbers.sequence == number:
-                self.settle(before)
-            raise
+        if before is None:
+            unsettled.pop(thread, None)
+        else:
+            unsettled[thread] = before
 
     def bind(
         self, spec: CollectiveSpec, arrays: Mapping[str, Values], key: str | None
@@ -202,13 +218,17 @@ class Session:
             self.failure = PeerLost(f"rank {self.rank} gave up: {reason}")
             self.engine.retire(str(self.failure))
 
-    def interrupted(self, error: BaseException, before: Mark | None) -> None:
-        """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this."""
+    def interrupted(self, error: BaseException, before: Mark | None, number: int | None = None) -> None:
+        """Settle what an exception has left that leaves a call (guard.py); further exceptions do not end this.
+
+        If the group's next call still has the ``number`` that it had at the begin, nothing was sent.
+        """
         for _ in range(_ATTEMPTS):
             try:
                 mark = self.mark()
-                if mark is not None and mark is not before:
-                    self.fail(gave_up(self.rank, error), mark[0])
+                if mark is not None and mark is not before and self.numbers.sequence != number:
+                    of_call = error if number is not None and isinstance(error, QcclError) else None
+                    self.fail(of_call or gave_up(self.rank, error), mark[0])
                 self.settle(before)
                 if not is_inside(self, self.engine):
                     for turns in (self.ending, self.calling):
@@ -248,4 +268,5 @@ def _forked(session: Session) -> None:
         each.clear()
 
 
+is_guard(Session.start)
 _sessions = Registry(at_fork=_forked)

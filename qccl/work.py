@@ -26,16 +26,22 @@ class Work:
     call completes by itself.
     """
 
-    __slots__ = ("__weakref__", "_call", "_callbacks", "_checks", "_exception", "_execution", "_result", "_session")
+    __slots__ = ("__weakref__", "_call", "_callbacks", "_check", "_exception", "_execution", "_result", "_session")
 
-    def __init__(self, session: Session, execution: Execution, result: Any) -> None:
+    def __init__(self, session: Session, result: Any, check: Callable[[], None] | None = None) -> None:
+        """Of a call that is not made yet. ``check`` raises an error that becomes the call's, if it has succeeded."""
         self._session = session
-        self._call = execution.call
-        self._execution: Execution | None = execution
+        self._call = -1  # its number, after _begin()
+        self._execution: Execution | None = None  # before _begin(), and after the end
         self._result = result
-        self._checks: tuple[Callable[[], None], ...] = ()
+        self._check = check
         self._exception: Exception | None = None
         self._callbacks: list[Callable[[Work], object]] = []  # that were not called yet
+
+    def _begin(self, execution: Execution) -> None:
+        """The call was made; it has begun, or is queued."""
+        self._call = execution.call
+        self._execution = execution
 
     @guarded
     def is_completed(self) -> bool:
@@ -53,7 +59,6 @@ class Work:
                 self._conclude(error)
         return self._execution is None
 
-    @guarded
     def wait(self, timeout: float | None = None) -> Any:
         """Return the output array as soon as the program may use it.
 
@@ -64,8 +69,16 @@ class Work:
         on the GPU). Raises the error of the call, or CollectiveTimeout, after which the communicator is unusable.
         """
         execution = self._execution
-        if execution is None or timeout is not None or self._checks or not execution.is_stream_ordered:
-            return self._block(None if timeout is None else timeout_of(timeout))
+        if execution is not None and execution.is_stream_ordered and timeout is None and self._check is None:
+            return self._make_stream_wait(execution)
+        return self._block(None if timeout is None else timeout_of(timeout))
+
+    def synchronize(self) -> Any:
+        """Block until the call has ended without an error, and return its output array. Raises as wait()."""
+        return self._block(None)
+
+    @guarded
+    def _make_stream_wait(self, execution: Execution) -> Any:
         try:
             execution.make_stream_wait()
         except QcclError as error:
@@ -73,31 +86,40 @@ class Work:
             raise
         return self._result
 
-    @guarded
-    def synchronize(self) -> Any:
-        """Block until the call has ended without an error, and return its output array. Raises as wait()."""
-        return self._block(None)
-
     def _block(self, timeout: float | None) -> Any:
-        execution = self._execution  # which another thread may set to None
-        if execution is not None:
-            session, thread = self._session, get_ident()
-            before = session.unsettled.get(thread)
-            session.unsettled[thread] = (self._call,)
-            try:
-                if timeout is None:
-                    if not execution.done:
-                        execution.run()
-                elif not execution.run(time.monotonic() + timeout):
-                    raise CollectiveTimeout(f"wait() ended after {timeout} s: {execution.waits_for()}")
-            except ArgumentError:
-                self._session.settle(before)
-                raise
-            except QcclError as error:
-                self._conclude(error)
-            else:
-                self._conclude()
-            self._session.settle(before)
+        """As synchronize(), for ``timeout`` seconds at most; a guard (guard.py)."""
+        session, thread = self._session, get_ident()
+        unsettled = session.unsettled
+        if unsettled:
+            session.check_abandoned()
+        before = unsettled.get(thread)
+        try:
+            execution = self._execution  # which another thread may set to None
+            if execution is not None:
+                unsettled[thread] = (self._call,)
+                try:
+                    if timeout is None:
+                        if not execution.done:
+                            execution.run()
+                    elif not execution.run(time.monotonic() + timeout):
+                        raise CollectiveTimeout(f"wait() ended after {timeout} s: {execution.waits_for()}")
+                except ArgumentError:
+                    session.settle(before)
+                    raise
+                except QcclError as error:
+                    self._conclude(error)
+                else:
+                    if self._check is not None:
+                        self._conclude()
+                    else:
+                        self._execution = None
+        except BaseException as error:
+            session.interrupted(error, before)
+            raise
+        if before is None:
+            unsettled.pop(thread, None)
+        else:
+            unsettled[thread] = before
         if self._exception is not None:
             raise self._exception
         return self._result
@@ -185,10 +207,6 @@ class Work:
             finally:
                 session.calling.pop(self, None)
 
-    def _check_result(self, check: Callable[[], None]) -> None:
-        """Call ``check`` after the call succeeded; an error that it raises is the call's."""
-        self._checks += (check,)
-
     def _is_under_way(self) -> bool:
         """Whether the call has not ended, or nobody has found that; never if it is ordered by streams."""
         return self._execution is not None and not self._execution.is_stream_ordered
@@ -218,17 +236,17 @@ class Work:
             return
         self._exception = error
         try:
-            if error is None:
-                for check in self._checks:
-                    check()
+            if error is None and self._check is not None:
+                self._check()
         except QcclError as refused:
             self._exception = refused
         finally:
             self._execution = None
-            self._checks = ()
+            self._check = None
 
 
-is_guard(Work._call_back)
+for each in (Work._block, Work._call_back):
+    is_guard(each)
 
 
 class _Unraisable:

@@ -14,6 +14,8 @@ import qccl
 from qccl import _host, codecs
 from qccl.codecs import Codec
 
+NAME = "method"
+
 
 def ones(count: int = 64) -> np.ndarray:
     return np.ones(count, np.float32)
@@ -22,10 +24,10 @@ def ones(count: int = 64) -> np.ndarray:
 def test_types_forms_and_addresses():
     table = _host.CallTable(Codec)
     x, y = np.zeros((2, 3), np.float32), np.zeros((2, 3), np.float32)
-    table.add((x, None), (1, "sum"), {"chunk": None}, lambda: "found")
-    payload, (view,) = table.find((x, None), (1, "sum"), {"chunk": None})
+    table.add(NAME, (x, None), (1, "sum"), {"chunk": None}, lambda: "found")
+    payload, (view,) = table.find(NAME, (x, None), (1, "sum"), {"chunk": None})
     assert payload == "found" and view.shape == (2, 3)
-    assert table.find((x[:], None), (1, "sum"), {"chunk": None})[0] == "found"
+    assert table.find(NAME, (x[:], None), (1, "sum"), {"chunk": None})[0] == "found"
     frozen = x[:]
     frozen.flags.writeable = False
     for arrays, options, keywords in (
@@ -49,38 +51,39 @@ def test_types_forms_and_addresses():
         ((x, None), (1, "sum"), {"codec": None}),
         ((x, None), (1, "sum"), {"chunk": []}),
     ):
-        assert table.find(arrays, options, keywords) is None
+        assert table.find(NAME, arrays, options, keywords) is None
+    assert table.find("another", (x, None), (1, "sum"), {"chunk": None}) is None
     for options in ((np.int64(1),), ({},), ([[1]],), ((1, (2,)),), (object(),)):
-        table.add((x,), options, {}, pytest.fail)
-        assert table.find((x,), options, {}) is None
+        table.add(NAME, (x,), options, {}, pytest.fail)
+        assert table.find(NAME, (x,), options, {}) is None
 
 
 def test_lists_and_tuples_are_compared_by_their_elements():
     table, x, counts = _host.CallTable(Codec), ones(), [1, 2]
-    table.add((x,), (counts,), {}, lambda: "list")
-    table.add((x,), ((1, 2),), {}, lambda: "tuple")
-    assert table.find((x,), ([1, 2],), {})[0] == "list" and table.find((x,), ((1, 2),), {})[0] == "tuple"
+    table.add(NAME, (x,), (counts,), {}, lambda: "list")
+    table.add(NAME, (x,), ((1, 2),), {}, lambda: "tuple")
+    assert table.find(NAME, (x,), ([1, 2],), {})[0] == "list" and table.find(NAME, (x,), ((1, 2),), {})[0] == "tuple"
     for other in ([2, 1], [1], [1, 2, 3], [1, 2.0], [True, 2], (1, True), (2, 1), (), [], None):
-        assert table.find((x,), (other,), {}) is None
+        assert table.find(NAME, (x,), (other,), {}) is None
     counts[0] = 5
-    assert table.find((x,), (counts,), {}) is None
-    assert table.find((x,), ([1, 2],), {})[0] == "list"
+    assert table.find(NAME, (x,), (counts,), {}) is None
+    assert table.find(NAME, (x,), ([1, 2],), {})[0] == "list"
 
 
 def test_raw_addresses():
     table = _host.CallTable(Codec)
-    table.add((4096, 8192), ("sum",), {}, lambda: "found")
-    assert table.find((4096, 8192), ("sum",), {}) == ("found", [4096, 8192])
-    table.add((1 << 200, None), (), {}, lambda: "large")
-    assert table.find((1 << 200, None), (), {})[0] == "large"
+    table.add(NAME, (4096, 8192), ("sum",), {}, lambda: "found")
+    assert table.find(NAME, (4096, 8192), ("sum",), {}) == ("found", [4096, 8192])
+    table.add(NAME, (1 << 200, None), (), {}, lambda: "large")
+    assert table.find(NAME, (1 << 200, None), (), {})[0] == "large"
     for addresses in ((8192, 4096), (4096, 4096), (4096, None), (4096.0, 8192), (True, 8192), (1 << 61, 8192)):
-        assert table.find(addresses, ("sum",), {}) is None
+        assert table.find(NAME, addresses, ("sum",), {}) is None
     for address in (np.int64(4096), np.uint64(4096), np.array(4096)):  # their own memory says nothing
-        table.add((address,), (), {}, pytest.fail)
-        assert table.find((address,), (), {}) is None
+        table.add(NAME, (address,), (), {}, pytest.fail)
+        assert table.find(NAME, (address,), (), {}) is None
     number = np.array(1, np.float32)  # an array without axes
-    table.add((number,), (), {}, lambda: "found")
-    assert table.find((number,), (), {})[0] == "found"
+    table.add(NAME, (number,), (), {}, lambda: "found")
+    assert table.find(NAME, (number,), (), {})[0] == "found"
 
 
 def test_devices():
@@ -94,14 +97,14 @@ def test_devices():
 
     table = _host.CallTable(Codec, describe)
     here = Producer(x, FLOAT, device=(2, 0))
-    table.add((here, None), (), {}, lambda: "found")
-    assert table.find((Producer(x, FLOAT, device=(2, 0)), None), (), {})[0] == "found"
+    table.add(NAME, (here, None), (), {}, lambda: "found")
+    assert table.find(NAME, (Producer(x, FLOAT, device=(2, 0)), None), (), {})[0] == "found"
     for device in ((2, 1), (13, 0), (3, 0), (1, 0)):
-        assert table.find((Producer(x, FLOAT, device=device), None), (), {}) is None
+        assert table.find(NAME, (Producer(x, FLOAT, device=device), None), (), {}) is None
     assert described[0] is here and len(described) == 6
     for refused in (object(), "text"):
-        table.add((refused, None), (), {}, pytest.fail)
-        assert table.find((refused, None), (), {}) is None
+        table.add(NAME, (refused, None), (), {}, pytest.fail)
+        assert table.find(NAME, (refused, None), (), {}) is None
 
 
 def test_an_interrupt_while_an_array_is_described():
@@ -114,25 +117,25 @@ def test_an_interrupt_while_an_array_is_described():
         return _host.describe(array)
 
     table = _host.CallTable(Codec, describe)
-    table.add((x,), (), {}, lambda: "found")  # an empty table describes nothing
+    table.add(NAME, (x,), (), {}, lambda: "found")  # an empty table describes nothing
     for call in (table.find, lambda *arguments: table.add(*arguments, lambda: "found")):
         for lost in (TypeError, BufferError):
             errors.append(lost())
-            assert call((x,), (), {}) is None
+            assert call(NAME, (x,), (), {}) is None
         errors.append(KeyboardInterrupt())
         with pytest.raises(KeyboardInterrupt):
-            call((x,), (), {})
-    assert table.find((x,), (), {})[0] == "found"
+            call(NAME, (x,), (), {})
+    assert table.find(NAME, (x,), (), {})[0] == "found"
 
 
 def test_a_codec_equals_only_itself():
     table, x = _host.CallTable(Codec), ones()
     codec, equal = codecs.get("minmax4"), dataclasses.replace(codecs.get("minmax4"))
     assert codec == equal and codec is not equal
-    table.add((x,), (), {"codec": codec}, lambda: "found")
-    assert table.find((x,), (), {"codec": codec})[0] == "found"
+    table.add(NAME, (x,), (), {"codec": codec}, lambda: "found")
+    assert table.find(NAME, (x,), (), {"codec": codec})[0] == "found"
     for other in (equal, codecs.get("minmax8"), codec.spec()):
-        assert table.find((x,), (), {"codec": other}) is None
+        assert table.find(NAME, (x,), (), {"codec": other}) is None
 
 
 @pytest.mark.parametrize(("calls", "arrays", "most"), [(5000, 1, 4096), (100, 1000, 65)])
@@ -140,8 +143,8 @@ def test_the_table_is_bounded(calls, arrays, most):
     """By the number of calls, and of their arrays."""
     table, xs = _host.CallTable(Codec), (ones(1),) * arrays
     for i in range(calls):
-        table.add(xs, (i,), {}, lambda i=i: i)
-    found = [i for i in range(calls) if table.find(xs, (i,), {})]
+        table.add(NAME, xs, (i,), {}, lambda i=i: i)
+    found = [i for i in range(calls) if table.find(NAME, xs, (i,), {})]
     assert found and found[-1] == calls - 1 and len(found) <= most
 
 

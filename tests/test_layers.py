@@ -62,8 +62,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "state": {"codecs", "engine", "errors", "scalars"},
     "session": {"arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "state"},
     "work": {"arguments", "engine", "errors", "guard", "session"},
+    "methods": {"arrays", "collectives", "dtypes", "errors", "options"},
     "calls": {
-        *("arguments", "arrays", "collectives", "dtypes", "engine", "errors", "guard", "options", "programs"),
+        *("arguments", "arrays", "collectives", "engine", "errors", "guard", "methods", "options", "programs"),
         *("schedule", "session", "state", "tensors", "work"),
     },
     "communicator": {
@@ -71,8 +72,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("collectives", "meetings", "programs", "session", "state", "transports"),
     },
     "pointers": {
-        *("arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "guard", "options"),
-        *("scalars", "work"),
+        *("arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "methods", "options"),
+        "work",
     },
     "weights": {"errors"},
     "decentralized": {"arguments", "codecs", "communicator", "errors", "scalars", "weights"},

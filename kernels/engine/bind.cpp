@@ -209,6 +209,12 @@ Outcome drive(Loop& loop, const nb::callable& on_control) {
 
 Outcome step(Loop& loop, const nb::callable& on_control) {
   Turn turn;
+  turn.once = true;
+  return loop.advance(turn, python_function(on_control));
+}
+
+Outcome advance_briefly(Loop& loop, const nb::callable& on_control) {
+  Turn turn;
   turn.brief = true;
   return loop.advance(turn, python_function(on_control));
 }
@@ -336,6 +342,7 @@ void bind_loop(nb::module_& m) {
       .def("run", &run_until, Release())
       .def("drive", &drive, Release())
       .def("step", &step, Release())
+      .def("advance_briefly", &advance_briefly, Release())
       .def("take_ended", &Loop::take_ended)
       .def_prop_ro("overdue", &Loop::overdue)
       .def(

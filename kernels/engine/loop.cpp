@@ -97,9 +97,9 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadli
 }
 
 Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
-  if (advancing_ && turn.brief) return Outcome::pause;  // a nested is_completed() makes no progress
+  if (advancing_ && (turn.once || turn.brief)) return Outcome::pause;  // a nested is_completed() makes no progress
   const ReentryGuard inside(advancing_);
-  if (turn.brief) return advance_briefly(on_control);
+  if (turn.once || turn.brief) return advance_for(turn.once ? 0 : kBriefSeconds, on_control);
   double checked = std::numeric_limits<double>::infinity();  // until the first look
   while (!halted_) {
     const bool computed = compute();
@@ -122,16 +122,18 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
   return Outcome::pause;
 }
 
-// Runs that end do not end the turn: the caller may not come back soon.
-Outcome Loop::advance_briefly(const OnControl& on_control) {
+// One operation and one poll; then others while there is something to do and time is left. Runs that end do not end the
+// turn: the caller may not come back soon.
+Outcome Loop::advance_for(double seconds_left, const OnControl& on_control) {
   std::uint64_t idle = idle_;
   double now = seconds();
-  const double end = now + kBriefSeconds;
-  for (bool acts = true; acts && now < end && !halted_; now = seconds()) {
+  const double end = now + seconds_left;
+  for (bool acts = true; acts && !halted_;) {
     acts = compute();
     poll(acts ? 0 : idle, 0, on_control);
-    acts = acts || !completed_.empty();
     idle = 0;
+    now = seconds();
+    acts = now < end && (acts || !completed_.empty());
   }
   if (!ended_.empty()) return Outcome::ended;
   return idle_ && now > deadline_ && find_overdue(now) ? Outcome::overdue : Outcome::pause;

@@ -31,6 +31,7 @@ using OnControl = std::function<void(int peer, std::string_view message)>;
 
 // For how long to advance.
 struct Turn {
+  bool once = false;                                      // one operation and one poll
   bool brief = false;                                     // while there is something to do, and for kBriefSeconds at most
   bool yields = false;                                    // to other threads that want to drive; also naps early
   double limit = std::numeric_limits<double>::infinity();    // in seconds()
@@ -90,7 +91,7 @@ class Loop {
     std::vector<unsigned char> message;
   };
 
-  Outcome advance_briefly(const OnControl& on_control);
+  Outcome advance_for(double seconds_left, const OnControl& on_control);
   bool compute();
   void poll(std::uint64_t idle, std::uint64_t extra_idle, const OnControl& on_control);
   bool is_call(const unsigned char* message) const;

@@ -151,20 +151,22 @@ class CallTable {
   CallTable(nb::type_object constant, nb::object describe)
       : constant_(std::move(constant)), describe_(std::move(describe)) {}
 
-  void add(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, const nb::callable& make) {
+  void add(const nb::str& name, const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords,
+           const nb::callable& make) {
     Key key;
     nb::list views;
-    if (!describe_call(arrays, options, keywords, key, views)) return;
+    if (!describe_call(name, arrays, options, keywords, key, views)) return;
     nb::object payload = make();
     if (entries_.size() >= kMostEntries || array_count_ + arrays.size() > kMostArrays) clear();
     array_count_ += arrays.size();
     entries_.insert_or_assign(std::move(key), std::move(payload));
   }
 
-  nb::object find(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords) const {
+  nb::object find(const nb::str& name, const nb::tuple& arrays, const nb::tuple& options,
+                  const nb::dict& keywords) const {
     Key key;
     nb::list found;
-    if (entries_.empty() || !describe_call(arrays, options, keywords, key, found)) return nb::none();
+    if (entries_.empty() || !describe_call(name, arrays, options, keywords, key, found)) return nb::none();
     const auto entry = entries_.find(key);
     if (entry == entries_.end()) return nb::none();
     return nb::make_tuple(entry->second, std::move(found));
@@ -189,13 +191,14 @@ class CallTable {
  private:
   // Makes the key of a call, and the views of its arrays; false if the call cannot be in the table. An array of
   // NumPy needs no view: it keeps its memory while it exists.
-  bool describe_call(const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords, Key& key,
-                     nb::list& views) const {
+  bool describe_call(const nb::str& name, const nb::tuple& arrays, const nb::tuple& options, const nb::dict& keywords,
+                     Key& key, nb::list& views) const {
     auto* const constant = reinterpret_cast<PyTypeObject*>(constant_.ptr());
+    if (!key.add_option(name.ptr(), constant)) return false;
     for (const nb::handle option : options)
       if (!key.add_option(option.ptr(), constant)) return false;
-    for (const auto& [name, value] : keywords)
-      if (!key.add_option(name.ptr(), constant) || !key.add_option(value.ptr(), constant)) return false;
+    for (const auto& [keyword, value] : keywords)
+      if (!key.add_option(keyword.ptr(), constant) || !key.add_option(value.ptr(), constant)) return false;
     for (const nb::handle array : arrays) {
       key.words.push_back(!array.is_none());
       if (array.is_none()) continue;
@@ -254,8 +257,8 @@ void bind_call_table(nb::module_& m) {
   nb::class_<CallTable>(m, "CallTable", nb::type_slots(kSlots), "What earlier calls with equal arguments have proved.")
       .def(nb::init<nb::type_object, nb::object>(), "constant"_a, "describe"_a = nb::none())
       .def("clear", &CallTable::clear)
-      .def("add", &CallTable::add, "arrays"_a, "options"_a, "keywords"_a, "make"_a)
-      .def("find", &CallTable::find, "arrays"_a, "options"_a, "keywords"_a);
+      .def("add", &CallTable::add, "name"_a, "arrays"_a, "options"_a, "keywords"_a, "make"_a)
+      .def("find", &CallTable::find, "name"_a, "arrays"_a, "options"_a, "keywords"_a);
 }
 
 }  // namespace qccl

@@ -21,13 +21,14 @@ using Pages = std::tuple<std::uintptr_t, std::uintptr_t, bool>;
 std::set<Pages> seen;
 constexpr std::size_t kMostSeen = 1024;
 
-// The kernel compares the word with 0, or combines it with 0 by an atomic OR. It wakes nobody and does not wait.
+// To write: the kernel combines the word with 0 by an atomic OR, and wakes nobody. To read: it copies a set of signals, and
+// then refuses the operation -1 on it (Abseil's AddressIsReadable() asks so); that takes half the time of a futex.
 bool may_access_word(std::uintptr_t address, bool writes) {
   static std::uint32_t nobody;
-  const unsigned long word = address & ~std::uintptr_t{3};  // is in one page
+  const unsigned long word = address & ~std::uintptr_t{7};  // is in one page
   const long done =
       writes ? syscall(SYS_futex, &nobody, FUTEX_WAKE_OP_PRIVATE, 0, nullptr, word, FUTEX_OP(FUTEX_OP_OR, 0, 0, 0))
-             : syscall(SYS_futex, word, FUTEX_CMP_REQUEUE_PRIVATE, 0, nullptr, &nobody, 0);
+             : syscall(SYS_rt_sigprocmask, -1, word, nullptr, 8);
   return done >= 0 || errno != EFAULT;  // a sandbox that forbids the call says EPERM
 }
 

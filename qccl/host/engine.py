@@ -126,8 +126,9 @@ class HostEngine:
         With an idle engine and a waiting caller this is one turn of the native loop. In a burst of calls, each advances
         those before it for a moment, so that they do not wait for the progress thread, nor until the caller waits.
         """
-        waits = request.progress is _CALLER or request.progress is _SYNCHRONOUS
-        deadline = time.monotonic() + (self.timeout if request.timeout is None else request.timeout)
+        progress, timeout = request.progress, request.timeout
+        waits = progress is _CALLER or progress is _SYNCHRONOUS
+        deadline = time.monotonic() + (self.timeout if timeout is None else timeout)
         if not self._lock.acquire(False):
             self._take_turn()
         try:
@@ -146,7 +147,7 @@ class HostEngine:
                     outcome = self._begin(execution, waits)
                 else:
                     self._queue.append(execution)
-                    outcome = self._loop.step(self._on_control)
+                    outcome = self._loop.advance_briefly(self._on_control)
                 if outcome is _ENDED and not self._queue:
                     self._remove_ended()
                 elif outcome is not _PAUSE:
@@ -165,10 +166,11 @@ class HostEngine:
             self._lock.release()
             if self._over:
                 self._call_back()
-        if waits and not execution.done:
-            execution.run()
-        if execution.detached and self._progress_thread is not None:
-            self._progress_thread.wake(at_once=request.progress is _NOW)
+        if waits:
+            if not execution.done:
+                execution.run()
+        elif execution.detached and self._progress_thread is not None:
+            self._progress_thread.wake(at_once=progress is _NOW)
         return execution
 
     def wait_until_idle(self, timeout: float) -> None:
@@ -249,7 +251,7 @@ class HostEngine:
         _live.discard(self)
 
     def step(self) -> None:
-        """Advance all runs for a moment; nothing if another thread drives."""
+        """Run one operation at most, and poll once; nothing if another thread drives."""
         if not self._lock.acquire(blocking=False):
             return
         try:
@@ -272,14 +274,20 @@ class HostEngine:
                     raise self._failure
                 if not execution.done:
                     until = limit if execution.begun else min(limit, execution.deadline)
-                    self._act(self._loop.run(until, self._on_control))
+                    outcome = self._loop.run(until, self._on_control)
+                    if outcome is _ENDED and not self._queue:
+                        self._remove_ended()
+                    elif outcome is not _PAUSE:
+                        self._act(outcome)
                     if not execution.begun and time.monotonic() >= execution.deadline:
                         raise self._overdue(execution)
             except BaseException as error:
                 self._fail_all(error)
                 raise
             finally:
-                self._release()
+                self._lock.release()
+                if self._over:
+                    self._call_back()
             if self._loop.halted:
                 time.sleep(_YIELD_SECONDS)
 
@@ -341,19 +349,20 @@ class HostEngine:
             self._loop.want(-1)
 
     def _act(self, outcome: _host.Outcome) -> None:
-        """Handle the event that ended a turn of the loop."""
+        """Handle the event that ended a turn of the loop: remove the runs that have ended, or raise for a late one."""
         if outcome is _ENDED:
-            self._admit()
+            self._remove_ended()
+            if self._queue:
+                self._begin_queued()
         elif outcome is _OVERDUE:
             raise self._overdue(self._active[self._loop.overdue])
 
-    def _admit(self) -> None:
-        """Remove the runs that have ended, and begin queued ones in the order of their calls.
+    def _begin_queued(self) -> None:
+        """Begin queued runs in the order of their calls.
 
         Ranks cannot block each other here: the oldest run that some rank has not ended is first in every queue, and
         begins.
         """
-        self._remove_ended()
         while self._queue and self._may_begin(self._queue[0]):
             self._begin(self._queue.popleft(), waits=False)
             self._remove_ended()

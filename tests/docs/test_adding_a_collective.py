@@ -33,12 +33,14 @@ def insert(file: Path, before: str, text: str) -> None:
 
 def follow(package: Path) -> None:
     """Do what the page says."""
-    collective, method, postcondition, tests = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    collective, check, method, postcondition, tests = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     (package / "collectives/shift.py").write_text(collective)
     insert(package / "collectives/__init__.py", "from qccl.collectives.spec import", IMPORT)
     insert(package / "collectives/__init__.py", "HierarchicalSpec,\n)", "ShiftSpec, ")
-    insert(package / "calls.py", "from qccl.dtypes import", IMPORT)
-    insert(package / "calls.py", "    def _pair(", method + "\n")
+    insert(package / "methods.py", "from qccl.dtypes import", IMPORT)
+    insert(package / "methods.py", "def _allreduce(", check + "\n\n")
+    insert(package / "calls.py", "    Given,\n", "    SHIFT,\n")
+    insert(package / "calls.py", "    def _call(", method + "\n")
     insert(package / "analysis/postconditions.py", "def given_replicas", postcondition + "\n\n")
     (package.parent / "test_shift.py").write_text(tests)
 
@@ -47,7 +49,7 @@ def files(package: Path) -> dict[str, bytes]:
     return {f"qccl/{path.relative_to(package)}": path.read_bytes() for path in package.rglob("*.py")}
 
 
-def test_a_collective_touches_the_five_files_that_the_page_lists_and_runs(tmp_path: Path) -> None:
+def test_a_collective_touches_the_six_files_that_the_page_lists_and_runs(tmp_path: Path) -> None:
     package = tmp_path / "qccl"
     shutil.copytree(ROOT / "qccl", package, ignore=shutil.ignore_patterns("__pycache__", "kernels", "bench"))
     shutil.copy(_host.__file__, package)
@@ -55,6 +57,6 @@ def test_a_collective_touches_the_five_files_that_the_page_lists_and_runs(tmp_pa
     follow(package)
     touched = {path for path, content in files(package).items() if before.get(path) != content}
     listed = re.findall(r"^\| `(\S+)` \|", PAGE, re.MULTILINE)
-    assert {*listed} == touched | {"tests/collectives/test_shift.py"} and len(listed) == 5
+    assert {*listed} == touched | {"tests/collectives/test_shift.py"} and len(listed) == 6
     done = subprocess.run([sys.executable, "-c", RUN], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-5000:] + done.stderr[-3000:]
