@@ -134,7 +134,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         state = outer.state_dict()
         for wrong, message in (
             ({}, "a state is the dict that"),
-            (state | {"steps": -1}, 'the state\'s "steps" must be'),
+            (state | {"steps": [-1]}, 'the state\'s "steps" must be'),
             (state | {"common": state["common"][:1]}, "the state's common has 1 arrays, and DiLoCo was made for 2"),
             (state | {"momentum": state["common"][::-1]}, r"the state's momentum\[0\] are \('float32', \(2,\)\), and"),
         ):
@@ -180,7 +180,7 @@ def test_another_communicator_continues_from_the_rank_with_the_most_steps() -> N
                 params += comm.rank + 1
                 outer.step()
             if comm.rank == 0:  # rank 1 has taken a step more
-                outer.steps, outer.common[0][...] = 1, 9
+                outer._taken, outer.common[0][...] = [1], 9
             else:
                 params += 1  # local steps, which it keeps
             kept = outer.common[0].copy() + comm.rank
