@@ -14,10 +14,10 @@ from qccl.arrays import Values
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError
+from qccl.outer_step import OuterStep
 from qccl.parameters import Form
 from qccl.scalars import as_bool, as_integer, as_real
 from qccl.state import check_key
-from qccl.outer_step import OuterStep
 
 __all__ = ["DiLoCo"]
 
@@ -200,7 +200,8 @@ class DiLoCo:
     def finish(self, params: Any = None) -> Any:
         """Collective: wait for all outer steps under way, and apply them now; returns the parameters.
 
-        For example before grow(). Arguments and errors are those of after_local_step().
+        Call it before grow(), and before the communicator is closed. Arguments and errors are those of
+        after_local_step().
         """
         params = self.params if params is None else params
         self._local(params)
@@ -242,9 +243,9 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
 
-        Waits for the outer steps under way, and applies none. The state is the same on all ranks, but with ``weighted``:
-        then each rank saves its own. The residuals of error feedback are in the communicator's state_dict(), which each
-        rank saves too. Raises ArgumentError if an average is not finite.
+        Waits for the outer steps under way, and applies none. The state is the same on all ranks, except with
+        ``weighted=True``: then each rank saves its own. The residuals of error feedback are in the communicator's
+        state_dict(), which each rank saves too. Raises ArgumentError if an average is not finite.
         """
         for outer_step in self._under_way:
             outer_step.settle()
@@ -312,7 +313,8 @@ class DiLoCo:
                     f"{what} has fragment {fragment}, due after local step {due}, which is not its turn between local "
                     f"steps {earliest + 1} and {now + self._delay}"
                 )
-            numbers = [] if each["averages"] == [] else self._members([fragment])  # no rank may have had a weight
+            has_none = isinstance(each["averages"], list | tuple) and not each["averages"]  # no rank had a weight
+            numbers = [] if has_none else self._members([fragment])
             self._check_arrays(each["averages"], [self._forms[n] for n in numbers], f"{what}: averages")
             averages = {n: parameters.copy_of(self.common[n]) for n in numbers}
             for average, array in zip(averages.values(), each["averages"], strict=True):
