@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import itertools
 import json
+import re
 import statistics
 import sys
 import time
@@ -54,12 +55,9 @@ STEPS = ("H", "outer steps", "codec", "link", "ms a step", "of it without commun
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the tables of this page.")
 def main(**given: Any) -> None:
     """Measure, and print tables."""
-    of, parts = machine(), given["codecs"].split(",")
-    codecs = [""]
-    for part in parts:  # a codec's options have commas, too
-        codecs = [*codecs[:-1], f"{codecs[-1]},{part}"] if "=" in part.partition(":")[0] else [*codecs, part]
+    of, codecs = machine(), re.split(r",(?!\w+=)", given["codecs"])  # a codec's options have commas, too
     periods = [int(each) for each in given["periods"].split(",")]
-    ways = list(itertools.product(periods, ("plain", "streaming"), codecs[1:]))
+    ways = list(itertools.product(periods, ("plain", "streaming"), codecs))
     for section in given["sections"].split(","):
         rows = list({"curves": _curves, "steps": _steps}[section](given, ways))
         head = [name.format(MODELS[given["model"]][3]) for name in {"curves": CURVES, "steps": STEPS}[section]]
