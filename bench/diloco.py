@@ -2,7 +2,7 @@
 
 Four ranks train a model of docs/examples with its own optimiser, and take outer steps every H local steps. "plain"
 stops for each outer step. "streaming" has two fragments, and applies an outer step ``--delay`` local steps after its
-all-reduce began, with equal shares of local and common parameters. Sections:
+all-reduce began. Sections:
 
 - "curves": the quality of the common parameters after ``--steps`` local steps, for several seeds, without a link: the
   results do not depend on it. Other programs may run meanwhile.
@@ -30,6 +30,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import click
+import numpy as np
 from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
 from training_rank import EXAMPLES, POSITIONS, sent_nbytes_behind
 from training_report import MODELS, network_of
@@ -49,7 +50,8 @@ STEPS = ("H", "outer steps", "codec", "link", "ms a step", "of it without commun
 @click.option("--periods", default="15,30,100", show_default=True, help="Local steps between two outer steps (H).")
 @click.option("--codecs", default=f"none,trellis2+ef,{_SPARSE}", show_default=True, help='"none" is fp32.')
 @click.option("--links", default="100mbit,100mbit 25ms 0.1% bbr", show_default=True)
-@click.option("--delay", default=5, show_default=True)
+@click.option("--delay", default=3, show_default=True)
+@click.option("--compute", type=float, help="Seconds of a step's computation; None: measured now.")
 @click.option("--seeds", default=5, show_default=True)
 @click.option("--steps", default=600, show_default=True, help="Of a training.")
 @click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the tables of this page.")
@@ -90,7 +92,8 @@ def _steps(given: dict[str, Any], ways: list[tuple[int, str, str]]) -> Iterator[
     """Time the steps of each way behind each link."""
     script = str(Path(__file__).with_name("training_rank.py"))
     (compute,) = run_ranks(script, 1, {"measure": "compute", "model": given["model"]}, "ucx", None, None)
-    seconds = compute["forward"] + compute["ready"][-1][1] + compute["optimiser"]
+    seconds = given["compute"] or compute["forward"] + compute["ready"][-1][1] + compute["optimiser"]
+    print(f"A step computes for {seconds * 1e3:.1f} ms.", flush=True)
     for link, way in itertools.product(given["links"].split(","), ways):
         network, (period, kind, codec) = network_of(link), way
         task = {"measure": "step", "way": way, "delay": given["delay"], "link": link, "compute": seconds}
@@ -115,7 +118,7 @@ def _as_rank(task: dict[str, Any]) -> None:
 
 def _outer(comm: qccl.Communicator, params: Any, task: dict[str, Any]) -> qccl.DiLoCo:
     period, kind, codec = task["way"]
-    streaming = {"fragments": 2, "delay": task["delay"], "mixing": 0.5} if kind == "streaming" else {}
+    streaming = {"fragments": 2, "delay": task["delay"]} if kind == "streaming" else {}
     return qccl.DiLoCo(comm, params, codec=codec, period=period, **streaming)
 
 
@@ -147,12 +150,9 @@ def _train(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
 
 def _time(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
     """The seconds of a step with outer steps and without, in turns, each in blocks of a period; and the bytes sent."""
-    import torch
-
-    torch.set_num_threads(1)
-    period, generator = task["way"][0], torch.Generator().manual_seed(comm.rank)
-    params = [torch.zeros(shape) for shape in task["shapes"]]
-    changes = [torch.randn(shape, generator=generator) * 1e-3 for shape in task["shapes"]]
+    period, rng = task["way"][0], np.random.default_rng(comm.rank)
+    params = [np.zeros(shape, np.float32) for shape in task["shapes"]]
+    changes = [rng.standard_normal(shape, np.float32) * np.float32(1e-3) for shape in task["shapes"]]
     outer = _outer(comm, params, task)
 
     def block(with_outer_steps: bool) -> float:

@@ -67,7 +67,7 @@ class DiLoCo:
         period: int | None = None,
         fragments: int | Collection[int] = 1,
         delay: int = 0,
-        mixing: float | None = None,
+        mixing: float = 0.0,
         weighted: bool = False,
         key: str = "diloco",
     ) -> None:
@@ -87,8 +87,8 @@ class DiLoCo:
                 equal size take turns ("strided" in the paper). Or the number of each array's fragment, from 0 on, in
                 a list like ``common``, or by name if ``params`` is a dict. At most ``period``.
             delay: local steps between the begin of a fragment's all-reduce and its outer step; less than ``period``.
-            mixing: the share of the local parameters that an outer step keeps, from 0 to below 1. None means 0.5 with
-                a delay, otherwise 0. With 0 the local steps during the delay are lost.
+            mixing: the share of the local parameters that an outer step keeps, from 0 to below 1. With 0 the local
+                steps during the delay are lost; with more, the ranks follow the common parameters more slowly.
             weighted: average with the ranks' numbers of local steps as weights, which may differ.
             key: the residuals' names in the communicator begin with it, so two objects on one communicator need
                 different keys.
@@ -132,9 +132,9 @@ class DiLoCo:
         if wait is None or not 0 <= wait < (every or 1):
             limit = f"less than period={period}" if every else "and only with period="
             raise ArgumentError(f"delay must be a number of local steps, 0 or more, {limit}, not {delay!r}")
-        share = (0.5 if wait else 0.0) if mixing is None else as_real(mixing)
+        share = as_real(mixing)
         if share is None or not 0 <= share < 1:
-            raise ArgumentError(f"mixing must be a number from 0 to below 1, or None, not {mixing!r}")
+            raise ArgumentError(f"mixing must be a number from 0 to below 1, not {mixing!r}")
         if uneven is None:
             raise ArgumentError(f"weighted must be True or False, not {weighted!r}")
         if uneven and all(0 in array.shape for array in self.common):

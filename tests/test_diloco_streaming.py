@@ -64,15 +64,15 @@ def reference(
 @pytest.mark.parametrize(
     ("fragments", "found", "period", "delay", "mixing"),
     [
-        (1, [0, 0, 0, 0], 3, 0, None),
+        (1, [0, 0, 0, 0], 3, 0, 0.0),
         (1, [0, 0, 0, 0], 4, 3, 0.25),
-        (2, [0, 1, 1, 0], 4, 1, None),
+        (2, [0, 1, 1, 0], 4, 1, 0.5),
         ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2, 0.0),
         (4, [0, 1, 2, 3], 5, 2, 0.5),
     ],
 )
 def test_fragments_take_their_outer_steps_as_the_paper_says(
-    fragments: Any, found: list[int], period: int, delay: int, mixing: float | None
+    fragments: Any, found: list[int], period: int, delay: int, mixing: float
 ) -> None:
     def run(comm: qccl.Communicator) -> tuple[list[np.ndarray], list[np.ndarray]]:
         params = begin(comm.rank + 1)
@@ -87,8 +87,7 @@ def test_fragments_take_their_outer_steps_as_the_paper_says(
         outer.finish()
         return state
 
-    share = (0.5 if delay else 0.0) if mixing is None else mixing
-    local, common = reference(17, found, period, delay, share)
+    local, common = reference(17, found, period, delay, mixing)
     for rank, (mine, shared) in enumerate(qccl.run_ranks(RANKS, run)):
         for i in range(len(SHAPES)):
             np.testing.assert_allclose(mine[i], local[rank][i], atol=5e-6)
@@ -189,7 +188,7 @@ def test_averages_are_weighted_by_local_steps(period: int | None) -> None:
 
     def run(comm: qccl.Communicator) -> np.ndarray:
         params, taken = begin(), (0, 1, 3)[comm.rank]
-        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "weighted": True, "mixing": 0}
+        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "weighted": True}
         outer = qccl.DiLoCo(comm, params, period=period, delay=1 if period else 0, **how)
 
         def turn(steps: int) -> None:
@@ -388,7 +387,7 @@ def test_arrays_of_jax_come_back_as_numpys_where_they_changed() -> None:
 
     def run(comm: qccl.Communicator) -> None:
         params: Any = {"w": jnp.ones(5), "b": jnp.ones(3)}
-        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "period": 2, "delay": 1}
+        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "period": 2, "delay": 1, "mixing": 0.5}
         outer = qccl.DiLoCo(comm, params, fragments={"w": 0, "b": 1}, **how)
         assert outer.fragments == [1, 0]  # "b" comes first
         for _ in range(3):
@@ -464,7 +463,7 @@ def test_refused() -> None:
             ({"fragments": [0, 1], "period": 9}, "fragments must be how many"),
             ({"delay": 1}, "delay must be a number of local steps, 0 or more, and only with period=, not 1"),
             ({"delay": 4, "period": 4}, "delay must be .* less than period=4, not 4"),
-            ({"mixing": 1}, "mixing must be a number from 0 to below 1, or None, not 1"),
+            ({"mixing": 1}, "mixing must be a number from 0 to below 1, not 1"),
             ({"weighted": 2}, "weighted must be True or False, not 2"),
             ({"algorithm": "ring"}, "algorithm"),
         ):
