@@ -245,7 +245,8 @@ class DiLoCo:
 
         Waits for the outer steps under way, and applies none. The state is the same on all ranks, except with
         ``weighted=True``: then each rank saves its own. The residuals of error feedback are in the communicator's
-        state_dict(), which each rank saves too. Raises ArgumentError if an average is not finite.
+        state_dict(), which each rank saves too. Raises ArgumentError if an average is not finite, and the failure of an
+        outer step that cannot end.
         """
         for outer_step in self._under_way:
             outer_step.settle()
@@ -348,16 +349,25 @@ class DiLoCo:
             calls.setdefault(f"{self._key} {fragment} {dtype}", []).append(change)
         if len(calls) > 1:  # one may be refused after others have changed their residuals
             outer_step.put_back = [self.comm._session.state.keep(key) for key in calls]
-        how: dict[str, Any] = {"op": "avg", "async_op": True}
         if self._weighted:
             like = next(array for array in self.common if 0 not in array.shape)
             outer_step.weigh([self._weights[fragment] / (self._period or 1) for fragment in fragments], like)
-            outer_step.works.append(self.comm.quantized_allreduce(outer_step.weights, codec="none", **how))
             self._weights = [0.0 if f in fragments else each for f, each in enumerate(self._weights)]
+        try:
+            self._call(outer_step, calls)
+        except BaseException:  # Ctrl-C, too
+            outer_step.abandon()
+            raise
+        return outer_step
+
+    def _call(self, outer_step: OuterStep, calls: Mapping[str, list[Any]]) -> None:
+        """Begin the calls of an outer step: that of its weights, and those of ``calls`` by their keys."""
+        how: dict[str, Any] = {"op": "avg", "async_op": True}
+        if outer_step.weights is not None:
+            outer_step.works.append(self.comm.quantized_allreduce(outer_step.weights, codec="none", **how))
         how |= {"codec": self._codec, "algorithm": self._algorithm, "nonfinite": "error"}
         for key, arrays in calls.items():
             outer_step.works.append(self.comm.quantized_allreduce_coalesced(arrays, key=key, **how))
-        return outer_step
 
     def _apply(self, outer_step: OuterStep, params: Any, mixing: float) -> Any:
         """End an outer step: change the common parameters, and return the local ones."""

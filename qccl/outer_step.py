@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from qccl.errors import ArgumentError
+from qccl.errors import ArgumentError, QcclError
 from qccl.parameters import float32s
 from qccl.work import Work
 
@@ -60,6 +61,13 @@ class OuterStep:
                 self._divide([float(weight) for weight in self.weights])
         if self.refused is not None:
             raise self.refused
+
+    def abandon(self) -> None:
+        """After an exception before all calls had begun: end those that have, and restore the residuals."""
+        for work in self.works:
+            with suppress(QcclError):
+                work.wait()
+        self._restore()
 
     def _restore(self) -> None:
         for each in self.put_back:
