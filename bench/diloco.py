@@ -1,4 +1,4 @@
-"""DiLoCo behind slow links: ``python bench/diloco.py`` (about 2 hours; needs root for the section "steps").
+"""DiLoCo behind slow links: ``python bench/diloco.py`` (about 90 minutes; needs root for the section "steps").
 
 Four ranks train a model of docs/examples with its own optimiser, and take outer steps every H local steps. "plain"
 stops for each outer step. "streaming" has two fragments, and applies an outer step ``--delay`` local steps after its
