@@ -150,14 +150,14 @@ def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
     blocks, sent = [], []
     for _ in range(7):
         dist.barrier()
-        before = _sent_nbytes(task["link"])
+        before = sent_nbytes_behind(task["link"])
         begin = time.perf_counter()
         for _ in range(4):
             step()
         mine = torch.tensor((time.perf_counter() - begin) / 4)
         dist.all_reduce(mine, dist.ReduceOp.MAX)
         blocks.append(mine.item())
-        nbytes = torch.tensor((_sent_nbytes(task["link"]) - before) / 4)
+        nbytes = torch.tensor((sent_nbytes_behind(task["link"]) - before) / 4)
         dist.all_reduce(nbytes, dist.ReduceOp.MAX)
         sent.append(nbytes.item())
     seconds = statistics.median(blocks)
@@ -165,7 +165,7 @@ def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
     return {"seconds": seconds, "blocks": blocks, "nbytes": statistics.median(sent), "summary": summary}
 
 
-def _sent_nbytes(link: str | None) -> int:
+def sent_nbytes_behind(link: str | None) -> int:
     """The bytes that this rank has sent through the lab; 0 without a link."""
     if link is None:
         return 0

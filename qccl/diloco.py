@@ -5,21 +5,24 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from qccl import codecs
-from qccl.arguments import CodecLike, count_of
+from qccl import codecs, parameters
+from qccl.arguments import CodecLike, count_of, one_of
 from qccl.arrays import Values
+from qccl.collectives.allreduce import ALLREDUCE
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError
-from qccl.scalars import as_bool, as_real
+from qccl.outer_step import OuterStep
+from qccl.parameters import Form
+from qccl.scalars import as_bool, as_integer, as_real
 from qccl.state import check_key
 
 __all__ = ["DiLoCo"]
 
-#: element type and shape
-_Form = tuple[str, tuple[int, ...]]
+#: the parts of a state_dict()
+_STATE = {"common", "momentum", "steps", "local_steps", "weights", "under_way"}
 
 
 class DiLoCo:
@@ -36,10 +39,19 @@ class DiLoCo:
     Every rank then continues from the common parameters, which are the same bits on all ranks. They and the outer
     momentum have the parameters' element types; keep parameters of 16 bits in float32 for training.
 
+    **Streaming and overlap** (Streaming DiLoCo, Douillard et al. 2025, arXiv 2501.18512, algorithm 2). With ``period``
+    call ``after_local_step()`` after each local step, instead of ``step()``. The arrays are divided into ``fragments``,
+    whose outer steps begin one after the other at equal distances, each every ``period`` local steps. The all-reduce of
+    a fragment runs while the rank takes ``delay`` further local steps. Then its outer step changes the common
+    parameters as above, and (equation 3 there)::
+
+        local = mixing local + (1 - mixing) common
+
     Attributes:
         params: the parameters as last given or returned.
         common: the common parameters, which no local step changes; a list of arrays, those of a dict by sorted name.
-        steps: the number of outer steps so far.
+        local_steps: the number of calls of after_local_step() so far.
+        fragments: for each array of ``common``, the number of its fragment.
     """
 
     def __init__(
@@ -48,17 +60,38 @@ class DiLoCo:
         params: Any,
         *,
         codec: CodecLike = "minmax4+ef",
+        algorithm: str = "auto",
         outer_lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
+        period: int | None = None,
+        fragments: int | Collection[int] = 1,
+        delay: int = 0,
+        mixing: float = 0.0,
+        weighted: bool = False,
         key: str = "diloco",
     ) -> None:
         """Collective: all ranks continue from rank 0's parameters, which are written to ``params``.
 
-        ``params`` is an array, a list of arrays or a dict of them, of float32, float16 or bfloat16 (NumPy, torch, CuPy;
-        JAX on the host). Arrays of dicts belong together by name, whatever the dicts' orders. A codec with error
-        feedback keeps its residuals in the communicator under ``key``, so two objects on one communicator need
-        different keys. ``outer_lr=1`` and ``momentum=0`` average the parameters.
+        Args:
+            comm: the ranks.
+            params: an array, a list of arrays or a dict of them, of float32, float16 or bfloat16 (NumPy, torch, CuPy;
+                JAX on the host). Arrays of dicts belong together by name, whatever the dicts' orders.
+            codec: of the all-reduce. Error feedback keeps its residuals in the communicator.
+            algorithm: of the all-reduce: "two_round", "one_shot", or "auto" (by size).
+            outer_lr: the learning rate of the outer step; 1 with ``momentum=0`` averages the parameters.
+            momentum: of the outer step, from 0 to below 1.
+            nesterov: whether the outer step looks ahead by the momentum.
+            period: the local steps between two outer steps of a fragment; None leaves that to the calls of step().
+            fragments: how many; an array then belongs to the fragment with the fewest elements so far, so arrays of
+                equal size take turns ("strided" in the paper). Or the number of each array's fragment, from 0 on, in
+                a list like ``common``, or by name if ``params`` is a dict. At most ``period``.
+            delay: local steps between the begin of a fragment's all-reduce and its outer step; less than ``period``.
+            mixing: the share of the local parameters that an outer step keeps, from 0 to below 1. With 0 the local
+                steps during the delay are lost; with more, the ranks follow the common parameters more slowly.
+            weighted: average with the ranks' numbers of local steps as weights, which may differ.
+            key: the residuals' names in the communicator begin with it, so two objects on one communicator need
+                different keys.
         """
         self._codec = codecs.get(codec)
         if "momentum" in self._codec.state_names:
@@ -72,202 +105,334 @@ class DiLoCo:
         if looks_ahead is None:
             raise ArgumentError(f"nesterov must be True or False, not {nesterov!r}")
         self._outer_lr, self._momentum, self._nesterov, self._key = float(rate), float(decay), looks_ahead, key
-        self.comm, self.params, self.steps = comm, params, 0
+        self._algorithm = one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
+        self.comm, self.params, self.local_steps = comm, params, 0
         given = self._values(params)
-        self._names = _names(params)
-        self._forms = [_form(values) for values in given]
-        self.common = [_mutable_copy(values) for values in given]
-        self._velocity = [_zeros(array) for array in self.common]
-        self.continue_on(comm)
+        self._names = parameters.names_of(params)
+        self._forms = [parameters.form_of(values) for values in given]
+        self.common = [parameters.mutable_copy(values) for values in given]
+        self._velocity = [parameters.zeros_like(array) for array in self.common]
+        self.fragments = parameters.fragments_of(fragments, self._names, [values.count for values in given])
+        self._schedule(period, delay, mixing, weighted)
+        self._taken = [0] * (max(self.fragments, default=0) + 1)
+        self._weights = [0.0] * len(self._taken)  # local steps of this rank since each fragment's last all-reduce began
+        self._under_way: list[OuterStep] = []  # in the order of their begin
+        self._join(comm, is_new=True)
 
-    def step(self, params: Any = None) -> Any:
-        """Collective: one outer step after any number of local ones; returns the parameters with the new values.
+    def _schedule(self, period: Any, delay: Any, mixing: Any, weighted: Any) -> None:
+        """Check and keep when outer steps begin and end."""
+        number = max(self.fragments, default=0) + 1
+        every, wait, uneven = as_integer(period), as_integer(delay), as_bool(weighted)
+        if period is not None and (every is None or every < number):
+            raise ArgumentError(
+                f"period must be a number of local steps, at least that of the fragments ({number}), not {period!r}"
+            )
+        if every is None and number > 1:
+            raise ArgumentError(f"{number} fragments have outer steps at different local steps; give period=, too")
+        if wait is None or not 0 <= wait < (every or 1):
+            limit = f"less than period={period}" if every else "and only with period="
+            raise ArgumentError(f"delay must be a number of local steps, 0 or more, {limit}, not {delay!r}")
+        share = as_real(mixing)
+        if share is None or not 0 <= share < 1:
+            raise ArgumentError(f"mixing must be a number from 0 to below 1, not {mixing!r}")
+        if uneven is None:
+            raise ArgumentError(f"weighted must be True or False, not {weighted!r}")
+        if uneven and all(0 in array.shape for array in self.common):
+            raise ArgumentError("weighted=True needs parameters with elements, and there are none")
+        self._period, self._delay, self._mixing, self._weighted = every, wait, float(share), uneven
 
-        ``params`` are the local parameters, in the same structure as before; None means ``self.params``. Arrays that
-        can be written get the new values in place. JAX's cannot: the result has NumPy copies in their place.
+    @property
+    def steps(self) -> int:
+        """The number of outer steps that every fragment has taken so far."""
+        return min(self._taken)
+
+    def step(self, params: Any = None, *, local_steps: float | None = None) -> Any:
+        """Collective: one outer step of all parameters; returns the parameters with the new values.
+
+        Outer steps under way are applied first, as by finish(). All ranks then have the same parameters. ``params`` are
+        the local parameters, in the same structure as before; None means ``self.params``. Arrays that can be written
+        get the new values in place. JAX's cannot: the result has NumPy copies in their place.
+
+        ``local_steps``, with ``weighted=True``, is the number of local steps that this rank has taken since the last
+        call; None means 1, or 0 if after_local_step() has counted them. A rank that took none adds nothing but its
+        residuals, and gets the result. If no rank took any, no fragment changes.
 
         Raises ArgumentError on all ranks, and changes neither parameters nor residuals, if the average is not finite.
         """
+        weight = self._weight_of(local_steps, 1.0 if self._period is None else 0.0)
+        params = self.finish(params)
+        self._count(weight)
+        outer_step = self._begin(range(len(self._taken)), self._local(params), self.local_steps)
+        return self._apply(outer_step, params, 0.0)
+
+    def after_local_step(self, params: Any = None, *, local_steps: float | None = None) -> Any:
+        """Collective: note that a local step has ended; returns the parameters, which an outer step may have changed.
+
+        All ranks make equally many calls. A call begins the all-reduce of a fragment if it is that one's turn, and
+        applies the result of another one whose delay is over. It waits only if that has not arrived.
+
+        ``local_steps``, with ``weighted=True``, is the number of local steps that this rank has taken since the last
+        call, 0 or more; None means 1. Other arguments are those of step().
+
+        Raises ArgumentError on all ranks if the average of a fragment is not finite. That fragment then keeps its
+        common and local parameters and its residuals until its next turn; training may go on.
+        """
+        if self._period is None:
+            raise ArgumentError("after_local_step() needs to know when outer steps begin; make DiLoCo with period=")
+        weight = self._weight_of(local_steps, 1.0)
+        params, now = self.params if params is None else params, self.local_steps + 1
+        begins = self._turn(now, self._period)
+        ends = bool(self._under_way) and self._under_way[0].due <= now
+        local = self._local(params) if begins or ends else []
+        self.local_steps, self.params = now, params
+        self._count(weight)
+        if begins:
+            self._under_way.append(self._begin(begins, local, now + self._delay))
+        if ends or (begins and self._delay == 0):
+            return self._apply(self._under_way.pop(0), params, self._mixing)
+        return params
+
+    def _turn(self, now: int, period: int) -> list[int]:
+        """The fragment whose all-reduce begins after local step ``now``, if there is one."""
+        number = len(self._taken)  # at most the period, so that no two have the same turn
+        return [f for f in range(number) if (now - (f + 1) * period // number) % period == 0]
+
+    def finish(self, params: Any = None) -> Any:
+        """Collective: wait for all outer steps under way, and apply them now; returns the parameters.
+
+        Call it before grow(), and before the communicator is closed. Arguments and errors are those of
+        after_local_step().
+        """
         params = self.params if params is None else params
-        if _names(params) != self._names:
-            raise ArgumentError(f"params has the names {_names(params)}, and DiLoCo was made for {self._names}")
-        local = self._values(params, self._forms)
-        changes = [_change(common, values.array) for common, values in zip(self.common, local, strict=True)]
-        by_type: dict[str, list[Any]] = {}
-        for change, values in zip(changes, local, strict=True):
-            by_type.setdefault(str(values.dtype), []).append(change)
-        self._average(by_type)
-        for common, velocity, change in zip(self.common, self._velocity, changes, strict=True):
-            self._advance(common, velocity, change)
-        self.steps += 1
-        self.params = self._deliver(params)
-        return self.params
+        self._local(params)
+        while self._under_way:
+            params = self._apply(self._under_way.pop(0), params, self._mixing)
+        return params
 
     def continue_on(self, comm: Communicator) -> None:
         """Collective: use another communicator, such as the one that shrink() or grow() returned.
 
-        The ranks of ``comm`` continue from the state of the one with the most outer steps; new ranks construct their
-        DiLoCo on ``comm`` meanwhile. A rank that was behind, or is new, gets the common parameters in ``params``; the
-        others keep their local ones, so that a step that failed can be repeated.
+        The ranks of ``comm`` continue from the state of the one with the most outer steps of each fragment; new ranks
+        construct their DiLoCo on ``comm`` meanwhile. A rank that is new, or was behind in a fragment, gets the common
+        parameters in ``params``; the others keep their local ones, so that a step that failed can be repeated.
+        Outer steps under way are dropped: call finish() before grow(). The changes that they had are not lost, because
+        they are part of the fragment's next outer step; the residuals then have the error of one all-reduce too much.
         """
-        found = comm.allgather(struct.pack("<q", self.steps) + self._identity())
-        others = [rank for rank, each in enumerate(found) if each[8:] != found[0][8:]]
+        self._join(comm, is_new=False)
+
+    def _join(self, comm: Communicator, *, is_new: bool) -> None:
+        form = struct.Struct(f"<{1 + len(self._taken)}q")
+        identity = self._identity()
+        found = comm.allgather(identity + form.pack(self.local_steps, *self._taken))
+        others = [rank for rank, each in enumerate(found) if each[: len(identity)] != found[0][: len(identity)]]
         if others:
             raise MismatchError(
                 f"ranks {others} have other parameters (number, names, shapes, types) or arguments of DiLoCo "
                 "than rank 0"
             )
-        steps = [struct.unpack("<q", each[:8])[0] for each in found]
-        root = steps.index(max(steps))
-        for array in (*self.common, *self._velocity):
-            comm.quantized_broadcast(array, root=root, codec="none")
-        behind = self.steps < steps[root] or self.steps == 0
-        self.comm, self.steps = comm, steps[root]
-        if behind:
-            self.params = self._deliver(self.params)
+        local_steps, *taken = zip(*(form.unpack(each[len(identity) :]) for each in found), strict=True)
+        roots = [each.index(max(each)) for each in taken]
+        for number, fragment in enumerate(self.fragments):
+            for array in (self.common[number], self._velocity[number]):
+                comm.quantized_broadcast(array, root=roots[fragment], codec="none")
+        behind = [is_new or own < max(each) for own, each in zip(self._taken, taken, strict=True)]
+        self.comm, self.local_steps, self._under_way = comm, max(local_steps), []
+        self._taken = [max(each) for each in taken]
+        self.params = self._deliver(self.params, [n for n, fragment in enumerate(self.fragments) if behind[fragment]])
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the common parameters and of the outer momentum, the same on all ranks, and the number of steps.
+        """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
 
-        The residuals of error feedback are in the communicator's state_dict(), which each rank saves too.
+        Waits for the outer steps under way, and applies none. The state is the same on all ranks, except with
+        ``weighted=True``: then each rank saves its own. The residuals of error feedback are in the communicator's
+        state_dict(), which each rank saves too. Raises ArgumentError if an average is not finite, and the failure of an
+        outer step that cannot end.
         """
+        for outer_step in self._under_way:
+            outer_step.settle()
         copies = {"common": self.common, "momentum": self._velocity}
-        return {name: [_copy(array) for array in arrays] for name, arrays in copies.items()} | {"steps": self.steps}
+        return {name: [parameters.copy_of(array) for array in arrays] for name, arrays in copies.items()} | {
+            "steps": list(self._taken),
+            "local_steps": self.local_steps,
+            "weights": list(self._weights),
+            "under_way": [
+                {
+                    "fragment": fragment,
+                    "due": outer_step.due,
+                    "averages": [parameters.copy_of(average) for average in averages.values()],
+                }
+                for outer_step in self._under_way
+                for fragment, averages in outer_step.changes.items()
+            ],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state_dict(), the same on all ranks; ``params`` get the common parameters.
+        """Continue from a state_dict(); ``params`` get the common parameters.
 
-        A state that was saved between two outer steps continues bit for bit if the local parameters are loaded
-        afterwards. Raises ArgumentError for any other state, and then changes nothing.
+        Training continues bit for bit if the local parameters are loaded afterwards. Raises ArgumentError for any other
+        state, and then changes nothing.
         """
-        if not isinstance(state, Mapping) or set(state) != {"common", "momentum", "steps"}:
-            raise ArgumentError("a state is the dict that state_dict() returned, with common, momentum and steps")
-        steps = count_of(state["steps"], 'the state\'s "steps"')
+        if not isinstance(state, Mapping) or set(state) != _STATE:
+            raise ArgumentError(f"a state is the dict that state_dict() returned, with {', '.join(sorted(_STATE))}")
+        local_steps = count_of(state["local_steps"], 'the state\'s "local_steps"')
+        taken = [count_of(each, 'the state\'s "steps"') for each in self._listed(state, "steps")]
+        weights = [_weight(each, 'the state\'s "weights"') for each in self._listed(state, "weights")]
         for name in ("common", "momentum"):
-            self._values(state[name], self._forms, f"the state's {name}")
+            self._check_arrays(state[name], self._forms, f"the state's {name}")
+        under_way = self._loaded(state["under_way"], local_steps)
         for arrays, name in ((self.common, "common"), (self._velocity, "momentum")):
             for array, saved in zip(arrays, state[name], strict=True):
                 array[...] = saved
-        self.steps = steps
-        self.params = self._deliver(self.params)
+        self.local_steps, self._taken, self._weights, self._under_way = local_steps, taken, weights, under_way
+        self.params = self._deliver(self.params, range(len(self.common)))
 
-    def _average(self, by_type: Mapping[str, list[Any]]) -> None:
-        """Replace arrays by their averages, in one call for each element type; an error changes no residuals."""
-        put_back: list[Callable[[], object]] = []
+    def _listed(self, state: Mapping[str, Any], name: str) -> list[Any]:
+        """A part of a state that has one item for each fragment."""
+        found = state[name]
+        if not isinstance(found, list | tuple) or len(found) != len(self._taken):
+            raise ArgumentError(f"the state's {name!r} must be a list with an item for each fragment, not {found!r}")
+        return list(found)
+
+    def _check_arrays(self, arrays: Any, forms: Sequence[Form], what: str) -> None:
+        if not isinstance(arrays, list | tuple):
+            raise ArgumentError(f"{what} must be a list of arrays, not {type(arrays).__name__}")
+        self._values(arrays, forms, what)
+
+    def _loaded(self, saved: Any, now: int) -> list[OuterStep]:
+        """The outer steps under way of a state that was saved after local step ``now``."""
+        what, found = "the state's under_way", list[OuterStep]()
+        if not isinstance(saved, list | tuple):
+            raise ArgumentError(f"{what} must be a list, not {type(saved).__name__}")
+        for each in saved:
+            if not isinstance(each, Mapping) or set(each) != {"fragment", "due", "averages"}:
+                raise ArgumentError(f"{what} must have dicts with fragment, due and averages, not {each!r}")
+            fragment, due = count_of(each["fragment"], f"{what}: fragment"), count_of(each["due"], f"{what}: due")
+            earliest = max([now, *(other.due for other in found)])
+            is_due = self._period is not None and fragment in self._turn(due - self._delay, self._period)
+            if not earliest < due <= now + self._delay or not is_due:
+                raise ArgumentError(
+                    f"{what} has fragment {fragment}, due after local step {due}, which is not its turn between local "
+                    f"steps {earliest + 1} and {now + self._delay}"
+                )
+            has_none = isinstance(each["averages"], list | tuple) and not each["averages"]  # no rank had a weight
+            numbers = [] if has_none else self._members([fragment])
+            self._check_arrays(each["averages"], [self._forms[n] for n in numbers], f"{what}: averages")
+            averages = {n: parameters.copy_of(self.common[n]) for n in numbers}
+            for average, array in zip(averages.values(), each["averages"], strict=True):
+                average[...] = array
+            found.append(OuterStep({fragment: averages}, due))
+        return found
+
+    def _weight_of(self, local_steps: Any, default: float) -> float:
+        """The weight that a number of local steps adds."""
+        if local_steps is None:
+            return default
+        if not self._weighted:
+            raise ArgumentError(f"local_steps={local_steps!r} is only for DiLoCo with weighted=True")
+        return _weight(local_steps, "local_steps")
+
+    def _count(self, weight: float) -> None:
+        if self._weighted:
+            self._weights = [each + weight for each in self._weights]
+
+    def _members(self, fragments: Collection[int]) -> list[int]:
+        """The numbers of the arrays in some fragments."""
+        return [number for number, fragment in enumerate(self.fragments) if fragment in fragments]
+
+    def _begin(self, fragments: Collection[int], local: Sequence[Values], due: int) -> OuterStep:
+        """Begin to average the changes of some fragments: one call for each fragment and element type."""
+        outer_step, calls = OuterStep({fragment: {} for fragment in fragments}, due), dict[str, list[Any]]()
+        for number in self._members(fragments):
+            change = parameters.difference(self.common[number], local[number].array)
+            fragment, (dtype, _) = self.fragments[number], self._forms[number]
+            outer_step.changes[fragment][number] = change
+            calls.setdefault(f"{self._key} {fragment} {dtype}", []).append(change)
+        if len(calls) > 1:  # one may be refused after others have changed their residuals
+            outer_step.put_back = [self.comm._session.state.keep(key) for key in calls]
+        if self._weighted:
+            like = next(array for array in self.common if 0 not in array.shape)
+            outer_step.weigh([self._weights[fragment] / (self._period or 1) for fragment in fragments], like)
+            self._weights = [0.0 if f in fragments else each for f, each in enumerate(self._weights)]
         try:
-            for number, (dtype, arrays) in enumerate(by_type.items(), 1):
-                key = f"{self._key} {dtype}"
-                if number < len(by_type):  # the last call changes nothing if it fails
-                    put_back.append(self.comm._session.state.keep(key))
-                self.comm.quantized_allreduce_coalesced(arrays, op="avg", codec=self._codec, key=key, nonfinite="error")
+            self._call(outer_step, calls)
         except BaseException:  # Ctrl-C, too
-            for each in put_back:
-                each()
+            outer_step.abandon()
             raise
+        return outer_step
+
+    def _call(self, outer_step: OuterStep, calls: Mapping[str, list[Any]]) -> None:
+        """Begin the calls of an outer step: that of its weights, and those of ``calls`` by their keys."""
+        how: dict[str, Any] = {"op": "avg", "async_op": True}
+        if outer_step.weights is not None:
+            outer_step.works.append(self.comm.quantized_allreduce(outer_step.weights, codec="none", **how))
+        how |= {"codec": self._codec, "algorithm": self._algorithm, "nonfinite": "error"}
+        for key, arrays in calls.items():
+            outer_step.works.append(self.comm.quantized_allreduce_coalesced(arrays, key=key, **how))
+
+    def _apply(self, outer_step: OuterStep, params: Any, mixing: float) -> Any:
+        """End an outer step: change the common parameters, and return the local ones."""
+        outer_step.settle()
+        for averages in outer_step.changes.values():
+            for number, average in averages.items():
+                self._advance(self.common[number], self._velocity[number], average)
+        self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
+        self.params = self._deliver(params, self._members(outer_step.changes), mixing)
+        return self.params
 
     def _advance(self, common: Any, velocity: Any, change: Any) -> None:
         """One step of SGD. Each operation rounds once, so that all ranks get the same bits on any processor."""
         velocity *= self._momentum
         velocity += change
         if self._nesterov:
-            change += _times(velocity, self._momentum)
+            change += parameters.times(velocity, self._momentum)
         else:
             change[...] = velocity
         change *= self._outer_lr
         common -= change
 
-    def _values(self, params: Any, forms: list[_Form] | None = None, what: str = "params") -> list[Values]:
+    def _local(self, params: Any) -> list[Values]:
+        """The memory of the local parameters."""
+        if parameters.names_of(params) != self._names:
+            raise ArgumentError(
+                f"params has the names {parameters.names_of(params)}, and DiLoCo was made for {self._names}"
+            )
+        return self._values(params, self._forms)
+
+    def _values(self, params: Any, forms: Sequence[Form] | None = None, what: str = "params") -> list[Values]:
         """The memory of all arrays, which must have ``forms`` if given."""
         values = [
-            self.comm._memory.from_array(_plain(array), writable=False, what=name)
-            for name, array in _named(params, what)
+            self.comm._memory.from_array(parameters.plain(array), writable=False, what=name)
+            for name, array in parameters.named(params, what)
         ]
         if forms is not None and len(values) != len(forms):
             raise ArgumentError(f"{what} has {len(values)} arrays, and DiLoCo was made for {len(forms)}")
         for each, form in zip(values, forms or (), strict=False):
-            if _form(each) != form:
-                raise ArgumentError(f"type and shape of {each.what} are {_form(each)}, and DiLoCo was made for {form}")
+            found = parameters.form_of(each)
+            if found != form:
+                raise ArgumentError(f"type and shape of {each.what} are {found}, and DiLoCo was made for {form}")
         return values
 
-    def _deliver(self, params: Any) -> Any:
-        """Write the common parameters into ``params``; returns them, with copies for arrays that cannot be written."""
-        delivered = []
-        for (_, array), values, common in zip(_named(params), self._values(params), self.common, strict=True):
-            if not values.view.readonly:
-                values.array[...] = common
-            delivered.append(_copy(common) if values.view.readonly else array)
-        if hasattr(params, "shape"):
-            return delivered[0]
-        if not isinstance(params, Mapping):
-            return delivered
-        by_name = dict(zip(_names(params), delivered, strict=True))
-        return {name: by_name[name] for name in params}
+    def _deliver(self, params: Any, numbers: Collection[int], mixing: float = 0.0) -> Any:
+        """Mix the common parameters into arrays of ``params``; returns all, with copies of those that are read-only."""
+        delivered = [array for _, array in parameters.named(params)]
+        for number, values in enumerate(self._values(params)):
+            if number in numbers:
+                target = parameters.mutable_copy(values) if values.view.readonly else values.array
+                parameters.mix(target, self.common[number], mixing)
+                if values.view.readonly:
+                    delivered[number] = target
+        return parameters.restored(delivered, params)
 
     def _identity(self) -> bytes:
         """What must be the same on all ranks."""
-        rule = self._outer_lr, self._momentum, self._nesterov, self._key
-        arrays = self._names, self._forms
-        return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {arrays}".encode()).digest()
+        rule = self._outer_lr, self._momentum, self._nesterov, self._key, self._algorithm
+        schedule = self._period, self._delay, self._mixing, self._weighted
+        arrays = self._names, self._forms, self.fragments
+        return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {schedule} {arrays}".encode()).digest()
 
 
-def _named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
-    """Each array with its name in messages."""
-    if hasattr(params, "shape"):
-        return [(what, params)]
-    if isinstance(params, Mapping):
-        return [(f"{what}[{name!r}]", params[name]) for name in _names(params)]
-    if isinstance(params, Collection) and not isinstance(params, str | bytes):
-        return [(f"{what}[{i}]", array) for i, array in enumerate(params)]
-    raise ArgumentError(
-        f"{what} must be an array, a list of arrays or a dict of arrays, not {type(params).__name__}; make a list of "
-        f"an iterator: list(model.parameters())"
-    )
-
-
-def _names(params: Any) -> list[Any]:
-    """The names of a dict's arrays in an order that its own does not change: jax.jit() sorts the dicts it returns."""
-    return sorted(params, key=repr) if isinstance(params, Mapping) else []
-
-
-def _plain(array: Any) -> Any:
-    """A torch tensor without its gradient, which shares the memory; other arrays as they are."""
-    return array.detach() if hasattr(array, "detach") else array
-
-
-def _form(values: Values) -> _Form:
-    return str(values.dtype), values.shape_and_strides[0]
-
-
-def _copy(array: Any) -> Any:
-    return array.clone() if hasattr(array, "clone") else array.copy()
-
-
-def _mutable_copy(values: Values) -> Any:
-    """A copy in the same library; in NumPy if that library's arrays cannot be written (JAX)."""
-    if not values.view.readonly:
-        return _copy(values.array)
-    import numpy as np
-
-    return np.array(values.array)
-
-
-def _zeros(like: Any) -> Any:
-    zeros = _copy(like)
-    zeros[...] = 0
-    return zeros
-
-
-def _change(common: Any, local: Any) -> Any:
-    """``common - local``, in an array of the kind of ``common`` (NumPy minus JAX would be JAX's)."""
-    change = _copy(common)
-    change[...] = local
-    change *= -1
-    change += common
-    return change
-
-
-def _times(array: Any, factor: float) -> Any:
-    """A product in the array's own type, which a factor outside the array may widen (NumPy with bfloat16)."""
-    product = _copy(array)
-    product *= factor
-    return product
+def _weight(value: Any, what: str) -> float:
+    weight = as_real(value)
+    if weight is None or not 0 <= weight < math.inf:
+        raise ArgumentError(f"{what} must be numbers of local steps, 0 or more, not {value!r}")
+    return float(weight)

@@ -134,7 +134,7 @@ def test_a_state_that_does_not_fit_changes_nothing() -> None:
         state = outer.state_dict()
         for wrong, message in (
             ({}, "a state is the dict that"),
-            (state | {"steps": -1}, 'the state\'s "steps" must be'),
+            (state | {"steps": [-1]}, 'the state\'s "steps" must be'),
             (state | {"common": state["common"][:1]}, "the state's common has 1 arrays, and DiLoCo was made for 2"),
             (state | {"momentum": state["common"][::-1]}, r"the state's momentum\[0\] are \('float32', \(2,\)\), and"),
         ):
@@ -180,7 +180,7 @@ def test_another_communicator_continues_from_the_rank_with_the_most_steps() -> N
                 params += comm.rank + 1
                 outer.step()
             if comm.rank == 0:  # rank 1 has taken a step more
-                outer.steps, outer.common[0][...] = 1, 9
+                outer._taken, outer.common[0][...] = [1], 9
             else:
                 params += 1  # local steps, which it keeps
             kept = outer.common[0].copy() + comm.rank
@@ -244,12 +244,13 @@ def test_an_average_that_is_not_finite_changes_nothing() -> None:
     qccl.run_ranks(2, run)
 
 
+def residuals(comm: qccl.Communicator) -> dict[tuple[str, str], bytes]:
+    keys = comm.state_dict()["keys"].items()
+    return {(key, n): v.tobytes() for key, entry in keys for n, v in entry["values"].items() if v.any()}
+
+
 def test_a_refused_step_of_several_element_types_changes_no_residuals() -> None:
     """The last type's average is not finite, after the others' calls have succeeded."""
-
-    def residuals(comm: qccl.Communicator) -> dict[tuple[str, str], bytes]:
-        keys = comm.state_dict()["keys"].items()
-        return {(key, n): v.tobytes() for key, entry in keys for n, v in entry["values"].items() if v.any()}
 
     def run(comm: qccl.Communicator) -> None:
         params = [np.zeros(64, np.float32), np.zeros(64, np.float16)]
@@ -266,6 +267,34 @@ def test_a_refused_step_of_several_element_types_changes_no_residuals() -> None:
                 array[...] = common + rng.standard_normal(64).astype(array.dtype)
             outer.step()
             assert len(residuals(comm)) == 2
+
+    qccl.run_ranks(2, run)
+
+
+def test_an_exception_between_the_calls_of_a_step_changes_no_residuals() -> None:
+    """The first call has begun then; the others would have been of further element types."""
+
+    def run(comm: qccl.Communicator) -> None:
+        params = [np.zeros(64, np.float32), np.zeros(64, np.float16)]
+        outer = qccl.DiLoCo(comm, params, codec="onebit+ef")
+        allreduce, begun = comm.quantized_allreduce_coalesced, []
+
+        def fails_once(arrays: Any, **how: Any) -> Any:
+            if len(begun) == 3:  # the second call of the second step
+                begun.append(None)
+                raise KeyboardInterrupt
+            begun.append(allreduce(arrays, **how))
+            return begun[-1]
+
+        vars(comm).update(quantized_allreduce_coalesced=fails_once)
+        outer.step()
+        params[0] += np.random.default_rng(comm.rank).standard_normal(64).astype(np.float32)
+        before = residuals(comm)
+        with pytest.raises(KeyboardInterrupt):
+            outer.step()
+        assert residuals(comm) == before and len(before) == 2
+        outer.step()
+        assert outer.steps == 2 and residuals(comm) != before
 
     qccl.run_ranks(2, run)
 

@@ -253,7 +253,11 @@ def test_states_of_diloco_and_of_decentralized_training_that_someone_made_up():
         params = [np.ones((4, 3), np.float32), np.ones(5, np.float16)]
         outer = qccl.DiLoCo(comm, params, codec="minmax4+ef")
         model = qccl.LowPrecisionDecentralized(comm, np.ones(20, np.float32))
-        for each, step in ((outer, outer.step), (model, lambda: model.step(np.full(20, 0.5, np.float32), 0.1))):
+        streaming = qccl.DiLoCo(comm, params, fragments=2, period=2, delay=1, key="streaming")  # one is under way
+        for each, step in (
+            *((outer, outer.step), (streaming, streaming.after_local_step)),
+            (model, lambda: model.step(np.full(20, 0.5, np.float32), 0.1)),
+        ):
             step()
             good = load(saved(each.state_dict()))
             each.load_state_dict(good)

@@ -1,5 +1,7 @@
 """DiLoCo: 4 ranks train a small language model, and average their changes every 50 steps in 32 bits, 4 bits or 1 bit.
 
+"Streaming" sends half of the parameters at a time while the training goes on, and applies the average 5 steps later.
+
     python docs/examples/diloco.py
 
 The model predicts the next byte of the text of Python's own documentation from the 8 bytes before it. Each rank has a
@@ -22,7 +24,14 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 import qccl
 
 RANKS, CONTEXT, WIDTH, HIDDEN, BATCH = 4, 8, 16, 96, 64
-CODECS = ("none", "minmax4+ef", "onebit:reconstruct=mean+ef")
+STREAMING = {"fragments": 2, "delay": 5}
+#: by the name in tables: the codec, and options of DiLoCo
+WAYS: dict[str, tuple[str, dict[str, int]]] = {
+    "none": ("none", {}),
+    "minmax4+ef": ("minmax4+ef", {}),
+    "minmax4+ef, streaming": ("minmax4+ef", STREAMING),
+    "onebit:reconstruct=mean+ef": ("onebit:reconstruct=mean+ef", {}),
+}
 Params = dict[str, np.ndarray]
 
 
@@ -84,37 +93,40 @@ class Adam:
             p[name] -= np.float32(lr * bias) * m / (np.sqrt(v) + 1e-8)
 
 
-def train(comm: qccl.Communicator, codec: str, rounds: int, local_steps: int) -> list[float]:
-    """The validation losses after each outer step, in bits per byte."""
+def train(comm: qccl.Communicator, way: str, rounds: int, local_steps: int) -> list[float]:
+    """The validation losses of the common parameters after each round of local steps, in bits per byte."""
     parts, validation, letters = text()
     params, part, rng = model(letters), parts[comm.rank], np.random.default_rng(comm.rank)
     check = samples(validation, np.arange(0, len(validation) - CONTEXT, 7))
-    outer, inner = qccl.DiLoCo(comm, params, codec=codec), Adam(params)
+    codec, options = WAYS[way]
+    outer, inner = qccl.DiLoCo(comm, params, codec=codec, period=local_steps, **options), Adam(params)
     losses = []
     for number in range(1, rounds + 1):
         for _ in range(local_steps):
             batch = samples(part, rng.integers(0, len(part) - CONTEXT, BATCH))
             inner.step(params, loss_and_gradient(params, *batch)[1])
-        outer.step()
+            outer.after_local_step()
         if comm.rank == 0:
-            losses.append(loss_and_gradient(params, *check)[0] / np.log(2))
-            print(f"{codec:28} outer step {number:3} of {rounds}: {losses[-1]:.3f} bits per byte", flush=True)
+            common = dict(zip(sorted(params), outer.common, strict=True))
+            losses.append(loss_and_gradient(common, *check)[0] / np.log(2))
+            print(f"{way:28} outer step {number:3} of {rounds}: {losses[-1]:.3f} bits per byte", flush=True)
+    outer.finish()
     return losses
 
 
-def sent_mb(codec: str) -> float:
-    """What a rank sends in an outer step."""
-    arrays = model(text()[2]).values()
-    return 2 * (RANKS - 1) / RANKS * sum(qccl.codecs.get(codec).encoded_nbytes(a.size, a.dtype) for a in arrays) / 1e6
+def sent_mb(way: str) -> float:
+    """What a rank sends in an outer step of all parameters."""
+    codec, arrays = qccl.codecs.get(WAYS[way][0]), model(text()[2]).values()
+    return 2 * (RANKS - 1) / RANKS * sum(codec.encoded_nbytes(a.size, a.dtype) for a in arrays) / 1e6
 
 
 def draw(path: str, losses: dict[str, list[float]], title: str) -> None:
     """The losses over outer steps, and over bytes."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for codec, each in losses.items():
+    for way, each in losses.items():
         steps = np.arange(1, len(each) + 1)
-        left.plot(steps, each, label=codec)
-        right.semilogx(steps * sent_mb(codec), each)
+        left.plot(steps, each, label=way)
+        right.semilogx(steps * sent_mb(way), each)
     left.set(xlabel="outer step", ylabel="validation loss, bits per byte")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.set(xlabel="MB sent by each rank")
@@ -126,19 +138,18 @@ def draw(path: str, losses: dict[str, list[float]], title: str) -> None:
 
 
 def main() -> None:
-    """Train with each codec, and compare."""
+    """Train in each way, and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
     parser.add_argument("--figure", default="diloco.png", help="the picture to write")
     options = parser.parse_args()
     rounds, local_steps = (3, 10) if options.quick else (30, 50)
     losses = {
-        codec: qccl.run_ranks(RANKS, lambda comm, codec=codec: train(comm, codec, rounds, local_steps))[0]
-        for codec in CODECS
+        way: qccl.run_ranks(RANKS, lambda comm, way=way: train(comm, way, rounds, local_steps))[0] for way in WAYS
     }
     print(f"\n{'codec':28} {'loss':>6} {'MB sent':>8}")
-    for codec, each in losses.items():
-        print(f"{codec:28} {each[-1]:6.3f} {sent_mb(codec) * rounds:8.2f}")
+    for way, each in losses.items():
+        print(f"{way:28} {each[-1]:6.3f} {sent_mb(way) * rounds:8.2f}")
     print(f"(an all-reduce of float32 in every local step would send {sent_mb('none') * rounds * local_steps:.0f} MB)")
     title = f"DiLoCo, {rounds} outer steps of {local_steps} local ones"
     draw(options.figure, losses, f"Short run: {title}" if options.quick else title)

@@ -1,0 +1,187 @@
+"""DiLoCo behind slow links: ``python bench/diloco.py`` (about 90 minutes; needs root for the section "steps").
+
+Four ranks train a model of docs/examples with its own optimiser, and take outer steps every H local steps. "plain"
+stops for each outer step. "streaming" has two fragments, and applies an outer step ``--delay`` local steps after its
+all-reduce began. Sections:
+
+- "curves": the quality of the common parameters after ``--steps`` local steps, for several seeds, without a link: the
+  results do not depend on it. Other programs may run meanwhile.
+- "steps": the time of a local step behind each link, outer steps included, beside that of the same step without
+  communication, which is measured in turns with it. Four ranks do not fit on two cores, so a rank does not compute but
+  sleeps, as long as a step takes one rank alone on this machine. The encoding and decoding of four ranks share the
+  cores. The machine must be idle.
+
+``--write docs/results.md`` replaces that page's table of each section that ran.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import itertools
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
+from training_rank import EXAMPLES, POSITIONS, sent_nbytes_behind
+from training_report import MODELS, network_of
+
+import qccl
+
+_RANKS = 4
+_SPARSE = "topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef"
+_BLOCKS = 5
+CURVES = ("H", "outer steps", "codec", "{}", "spread over seeds", "more than plain fp32")
+STEPS = ("H", "outer steps", "codec", "link", "ms a step", "of it without communication", "spread", "kB a step")
+
+
+@click.command()
+@click.option("--model", default="word_gpt", type=click.Choice(list(MODELS)), show_default=True)
+@click.option("--sections", default="curves,steps", show_default=True)
+@click.option("--periods", default="15,30,100", show_default=True, help="Local steps between two outer steps (H).")
+@click.option("--codecs", default=f"none,trellis2+ef,{_SPARSE}", show_default=True, help='"none" is fp32.')
+@click.option("--links", default="100mbit,100mbit 25ms 0.1% bbr", show_default=True)
+@click.option("--delay", default=3, show_default=True)
+@click.option("--compute", type=float, help="Seconds of a step's computation; None: measured now.")
+@click.option("--seeds", default=5, show_default=True)
+@click.option("--steps", default=600, show_default=True, help="Of a training.")
+@click.option("--write", type=click.Path(exists=True, dir_okay=False), help="Replace the tables of this page.")
+def main(**given: Any) -> None:
+    """Measure, and print tables."""
+    of, codecs = machine(), re.split(r",(?!\w+=)", given["codecs"])  # a codec's options have commas, too
+    periods = [int(each) for each in given["periods"].split(",")]
+    ways = list(itertools.product(periods, ("plain", "streaming"), codecs))
+    for section in given["sections"].split(","):
+        rows = list({"curves": _curves, "steps": _steps}[section](given, ways))
+        head = [name.format(MODELS[given["model"]][3]) for name in {"curves": CURVES, "steps": STEPS}[section]]
+        print_table(head, rows)
+        if given["write"]:
+            command = f"python bench/diloco.py --sections {section}"
+            rewrite_table(given["write"], command, document_table(head, rows, of))
+
+
+def _curves(given: dict[str, Any], ways: list[tuple[int, str, str]]) -> Iterator[tuple[object, ...]]:
+    """Train each way with each seed."""
+    found: dict[tuple[int, str, str], list[float]] = {}
+    for seed, way in itertools.product(range(given["seeds"]), ways):
+        task = {"measure": "curve", "model": given["model"], "way": way, "delay": given["delay"], "seed": seed}
+        (row,) = run_ranks(__file__, _RANKS, task | {"steps": given["steps"]}, "ucx", None, None)
+        print(f"seed {seed}, {way}: {row['quality']:.4f}, {row['seconds']:.0f} s", file=sys.stderr, flush=True)
+        found.setdefault(way, []).append(row["quality"])
+    for (period, kind, codec), each in found.items():
+        base = found.get((period, "plain", "none"), [])
+        more = [own - other for own, other in zip(each, base, strict=False)]
+        cells = f"{statistics.mean(each):.3f}", _deviation(each), f"{statistics.mean(more):+.3f}" if more else ""
+        yield period, kind, f"`{codec}`", *cells
+
+
+def _deviation(values: list[float]) -> str:
+    return f"{statistics.stdev(values):.3f}" if len(values) > 1 else ""
+
+
+def _steps(given: dict[str, Any], ways: list[tuple[int, str, str]]) -> Iterator[tuple[object, ...]]:
+    """Time the steps of each way behind each link."""
+    script = str(Path(__file__).with_name("training_rank.py"))
+    (compute,) = run_ranks(script, 1, {"measure": "compute", "model": given["model"]}, "ucx", None, None)
+    seconds = given["compute"] or compute["forward"] + compute["ready"][-1][1] + compute["optimiser"]
+    print(f"A step computes for {seconds * 1e3:.1f} ms.", flush=True)
+    for link, way in itertools.product(given["links"].split(","), ways):
+        network, (period, kind, codec) = network_of(link), way
+        task = {"measure": "step", "way": way, "delay": given["delay"], "link": link, "compute": seconds}
+        task["shapes"] = [shape for shape, _ in reversed(compute["ready"])]
+        transport = "wan" if network.is_forwarded else "ucx"
+        (row,) = run_ranks(__file__, _RANKS, task, transport, network.lab(_RANKS), None)
+        ratios = [own / other for own, other in zip(row["blocks"], row["alone"], strict=True)]
+        print(f"{link}, {way}: {statistics.median(ratios):.3f}", file=sys.stderr, flush=True)
+        cells = f"{statistics.median(row['blocks']) * 1e3:.1f}", f"{statistics.median(ratios):.1%}"
+        spread = f"{max(ratios) - min(ratios):.1%}"
+        yield period, kind, f"`{codec}`", link, *cells, spread, f"{row['nbytes'] / 1e3:.0f}"
+
+
+def _as_rank(task: dict[str, Any]) -> None:
+    """Measure as one rank; rank 0 prints what it found."""
+    with qccl.init("host") as comm:
+        found = {"curve": _train, "step": _time}[task["measure"]](task, comm)
+        comm.barrier()
+    if comm.rank == 0:
+        print(MARK + json.dumps([found]), flush=True)
+
+
+def _outer(comm: qccl.Communicator, params: Any, task: dict[str, Any]) -> qccl.DiLoCo:
+    period, kind, codec = task["way"]
+    streaming = {"fragments": 2, "delay": task["delay"]} if kind == "streaming" else {}
+    return qccl.DiLoCo(comm, params, codec=codec, period=period, **streaming)
+
+
+def _train(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
+    """Train, and return the quality of the common parameters."""
+    import torch
+
+    sys.path.insert(0, str(EXAMPLES))
+    from loop import train
+
+    torch.set_num_threads(1)
+    torch.manual_seed(task["seed"])
+    recipe, begin = importlib.import_module(task["model"]), time.monotonic()
+    model = recipe.make_model()
+    outer = _outer(comm, list(model.parameters()), task)
+
+    def update(model: Any, optimizer: Any) -> None:
+        recipe.update(model, optimizer)
+        outer.after_local_step()
+
+    local = SimpleNamespace(**{**vars(recipe), "update": update})
+    train(model, local, task["steps"], comm.rank, seed=task["seed"], measures=False)
+    outer.step()
+    text = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
+    assert len({*comm.allgather(hashlib.sha256(text).digest())}) == 1, "the ranks have different parameters"
+    quality = recipe.quality(model, recipe.corpus()[1], POSITIONS) if comm.rank == 0 else 0.0
+    return {"quality": quality, "seconds": time.monotonic() - begin}
+
+
+def _time(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
+    """The seconds of a step with outer steps and without, in turns, each in blocks of a period; and the bytes sent."""
+    period, rng = task["way"][0], np.random.default_rng(comm.rank)
+    params = [np.zeros(shape, np.float32) for shape in task["shapes"]]
+    changes = [rng.standard_normal(shape, np.float32) * np.float32(1e-3) for shape in task["shapes"]]
+    outer = _outer(comm, params, task)
+
+    def block(with_outer_steps: bool) -> float:
+        comm.barrier()
+        begin = time.perf_counter()
+        for number in range(period):
+            time.sleep(task["compute"])
+            if number % 5 == 0:  # codecs may take longer for some values, so there must be changes
+                for p, change in zip(params, changes, strict=True):
+                    p += change
+            if with_outer_steps:
+                outer.after_local_step()
+        mine = (time.perf_counter() - begin) / period
+        return max(float(each) for each in comm.allgather(repr(mine).encode()))
+
+    for _ in range(2):
+        block(True)
+    blocks, alone, sent = [], [], []
+    for _ in range(_BLOCKS):
+        alone.append(block(False))
+        before = sent_nbytes_behind(task["link"])
+        blocks.append(block(True))
+        sent.append((sent_nbytes_behind(task["link"]) - before) / period)
+    outer.finish()
+    return {"blocks": blocks, "alone": alone, "nbytes": statistics.median(sent)}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 2 and sys.argv[1].startswith("{"):
+        _as_rank(json.loads(sys.argv[1]))
+    else:
+        main()

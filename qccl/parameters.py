@@ -1,0 +1,136 @@
+"""Parameters of a model as a list of arrays in order: an array, a list of arrays or a dict of them, of any library."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from qccl.arrays import Values
+from qccl.errors import ArgumentError
+from qccl.scalars import as_integer
+
+__all__ = [
+    *("Form", "copy_of", "difference", "float32s", "form_of", "fragments_of", "mix", "mutable_copy", "named"),
+    *("names_of", "plain", "restored", "times", "zeros_like"),
+]
+
+#: element type and shape
+Form = tuple[str, tuple[int, ...]]
+
+
+def named(params: Any, what: str = "params") -> list[tuple[str, Any]]:
+    """Each array with its name in messages. Raises ArgumentError for anything but arrays, lists and dicts of them."""
+    if hasattr(params, "shape"):
+        return [(what, params)]
+    if isinstance(params, Mapping):
+        return [(f"{what}[{name!r}]", params[name]) for name in names_of(params)]
+    if isinstance(params, Collection) and not isinstance(params, str | bytes):
+        return [(f"{what}[{i}]", array) for i, array in enumerate(params)]
+    raise ArgumentError(
+        f"{what} must be an array, a list of arrays or a dict of arrays, not {type(params).__name__}; make a list of "
+        f"an iterator: list(model.parameters())"
+    )
+
+
+def names_of(params: Any) -> list[Any]:
+    """The names of a dict's arrays in an order that its own does not change: jax.jit() sorts the dicts it returns."""
+    return sorted(params, key=repr) if isinstance(params, Mapping) else []
+
+
+def restored(arrays: Sequence[Any], params: Any) -> Any:
+    """The arrays, which are in the order of named(), in the structure of ``params``."""
+    if hasattr(params, "shape"):
+        return arrays[0]
+    if not isinstance(params, Mapping):
+        return list(arrays)
+    by_name = dict(zip(names_of(params), arrays, strict=True))
+    return {name: by_name[name] for name in params}
+
+
+def plain(array: Any) -> Any:
+    """A torch tensor without its gradient, which shares the memory; other arrays as they are."""
+    return array.detach() if hasattr(array, "detach") else array
+
+
+def form_of(values: Values) -> Form:
+    """Element type and shape."""
+    return str(values.dtype), values.shape_and_strides[0]
+
+
+def copy_of(array: Any) -> Any:
+    """A copy in the same library."""
+    return array.clone() if hasattr(array, "clone") else array.copy()
+
+
+def mutable_copy(values: Values) -> Any:
+    """A copy in the same library; in NumPy if that library's arrays cannot be written (JAX)."""
+    if not values.view.readonly:
+        return copy_of(values.array)
+    import numpy as np
+
+    return np.array(values.array)
+
+
+def zeros_like(array: Any) -> Any:
+    """Zeros in the same library, of the same type and shape."""
+    zeros = copy_of(array)
+    zeros[...] = 0
+    return zeros
+
+
+def float32s(like: Any, values: Sequence[float]) -> Any:
+    """A vector of float32 in the library and the memory of ``like``, which has elements."""
+    first = like.reshape(-1)[:1]
+    vector = (first.float() if hasattr(first, "float") else first.astype("float32")).repeat(len(values))
+    for i, value in enumerate(values):
+        vector[i] = value
+    return vector
+
+
+def difference(common: Any, local: Any) -> Any:
+    """``common - local``, in an array of the kind of ``common`` (NumPy minus JAX would be JAX's)."""
+    change = copy_of(common)
+    change[...] = local
+    change *= -1
+    change += common
+    return change
+
+
+def times(array: Any, factor: float) -> Any:
+    """A product in the array's own type, which a factor outside the array may widen (NumPy with bfloat16)."""
+    product = copy_of(array)
+    product *= factor
+    return product
+
+
+def mix(local: Any, common: Any, share: float) -> None:
+    """Set ``local`` to ``share`` of itself and the rest of ``common``."""
+    if share == 0:  # also where ``local`` is not finite
+        local[...] = common
+        return
+    local *= share
+    local += times(common, 1 - share)
+
+
+def fragments_of(given: Any, names: Sequence[Any], counts: Sequence[int]) -> list[int]:
+    """The fragment of each array with ``counts`` elements, from what a caller gave for ``fragments``; see DiLoCo."""
+    number = as_integer(given)
+    if number is not None:
+        if not 1 <= number <= max(1, len(counts)):
+            raise ArgumentError(
+                f"fragments={given} is not possible; there are {len(counts)} arrays, each in one of them"
+            )
+        loads, found = [0] * number, []
+        for count in counts:
+            found.append(loads.index(min(loads)))
+            loads[found[-1]] += count
+        return found
+    if isinstance(given, Mapping) and set(given) == set(names):
+        given = [given[name] for name in names]
+    listed = [as_integer(each) for each in given] if isinstance(given, list | tuple) else []
+    if len(listed) != len(counts) or {*listed} != {*range(len({*listed}))}:
+        raise ArgumentError(
+            f"fragments must be how many, or for each of the {len(counts)} arrays the number of its fragment (of a "
+            f"dict's by name), where all numbers from 0 to the greatest occur; not {given!r}"
+        )
+    return [each for each in listed if each is not None]

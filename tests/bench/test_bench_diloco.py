@@ -1,0 +1,48 @@
+"""bench/diloco.py: a rank's timing on threads, and what the tables compare."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import qccl
+
+pytest.importorskip("click")
+PATH = Path(__file__).parents[2] / "bench" / "diloco.py"
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module under a name of its own: docs/examples has another one of this name."""
+    monkeypatch.setattr(sys, "path", [str(PATH.parent), *sys.path])
+    spec = importlib.util.spec_from_file_location("bench_diloco", PATH)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("kind", ["plain", "streaming"])
+def test_a_rank_times_steps_with_and_without_outer_steps(bench: Any, kind: str) -> None:
+    task = {"way": [6, kind, "minmax4+ef"], "delay": 2, "link": None, "compute": 0.0, "shapes": [[64, 8], [8], [8, 64]]}
+    for found in qccl.run_ranks(2, lambda comm: bench._time(task, comm)):
+        assert len(found["blocks"]) == len(found["alone"]) and min(found["blocks"] + found["alone"]) > 0
+
+
+def test_the_table_compares_each_seed_with_plain_fp32_of_the_same_period(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_ranks(script: str, ranks: int, task: dict[str, Any], *_: object) -> list[dict[str, Any]]:
+        period, kind, codec = task["way"]
+        more = 0.5 * (kind == "streaming") + 0.25 * (codec != "none")
+        return [{"quality": period / 10 + task["seed"] + more, "seconds": 1.0}]
+
+    monkeypatch.setattr(bench, "run_ranks", run_ranks)
+    ways = [(30, kind, codec) for kind in ("plain", "streaming") for codec in ("none", "minmax4")]
+    rows = list(bench._curves({"model": "word_gpt", "seeds": 3, "delay": 5, "steps": 600}, ways))
+    assert rows[0] == (30, "plain", "`none`", "4.000", "1.000", "+0.000")
+    assert rows[3] == (30, "streaming", "`minmax4`", "4.750", "1.000", "+0.750")

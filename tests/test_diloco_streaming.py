@@ -1,0 +1,486 @@
+"""qccl.DiLoCo with fragments, overlap and weights, against the published algorithms; joining, states, SparseLoCo."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import qccl
+from qccl.bench import start
+from qccl.trace import TraceEvent
+
+RANKS = 3
+SHAPES = ((40, 7), (), (300,), (12, 5))
+
+
+def local_change(rank: int, step: int, number: int) -> np.ndarray:
+    rng = np.random.default_rng([rank, step, number])
+    return np.asarray(rng.standard_normal(SHAPES[number]) * 1e-2, np.float32)
+
+
+def begin(value: float = 1.0, types: Sequence[Any] = (np.float32,)) -> list[np.ndarray]:
+    return [np.full(shape, value, types[i % len(types)]) for i, shape in enumerate(SHAPES)]
+
+
+def train(params: Sequence[Any], rank: int, step: int) -> None:
+    """A local step, whose change depends on the parameters and differs from rank to rank."""
+    for number, array in enumerate(params):
+        array *= 0.75
+        array += local_change(rank, step, number).astype(array.dtype)
+
+
+def reference(
+    steps: int, fragments: Sequence[int], period: int, delay: int, mixing: float
+) -> tuple[list[list[Any]], list[Any]]:
+    """Algorithm 2 of arXiv 2501.18512 in double precision: each rank's parameters, and the common ones."""
+    local = [[np.ones(shape) for shape in SHAPES] for _ in range(RANKS)]
+    common, velocity = ([np.full(shape, value) for shape in SHAPES] for value in (1.0, 0.0))
+    count = max(fragments) + 1
+    waiting: dict[tuple[int, int], Any] = {}  # the averages, by the step after which they are applied and the array
+    for t in range(1, steps + 1):
+        for rank in range(RANKS):
+            for i in range(len(SHAPES)):
+                local[rank][i] = local[rank][i] * 0.75 + local_change(rank, t, i)
+        for i, fragment in enumerate(fragments):
+            if t % period == (fragment + 1) * period // count % period:
+                waiting[t + delay, i] = np.mean([common[i] - local[rank][i] for rank in range(RANKS)], axis=0)
+            if (t, i) in waiting:
+                d = waiting.pop((t, i))
+                velocity[i] = 0.9 * velocity[i] + d
+                common[i] = common[i] - 0.7 * (d + 0.9 * velocity[i])
+                for rank in range(RANKS):
+                    local[rank][i] = mixing * local[rank][i] + (1 - mixing) * common[i]
+    return local, common
+
+
+@pytest.mark.parametrize(
+    ("fragments", "found", "period", "delay", "mixing"),
+    [
+        (1, [0, 0, 0, 0], 3, 0, 0.0),
+        (1, [0, 0, 0, 0], 4, 3, 0.25),
+        (2, [0, 1, 1, 0], 4, 1, 0.5),
+        ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2, 0.0),
+        (4, [0, 1, 2, 3], 5, 2, 0.5),
+    ],
+)
+def test_fragments_take_their_outer_steps_as_the_paper_says(
+    fragments: Any, found: list[int], period: int, delay: int, mixing: float
+) -> None:
+    def run(comm: qccl.Communicator) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        params = begin(comm.rank + 1)
+        how: dict[str, Any] = {"fragments": fragments, "period": period, "delay": delay, "mixing": mixing}
+        outer = qccl.DiLoCo(comm, params, codec="none", **how)
+        assert outer.fragments == found
+        for step in range(1, 18):
+            train(params, comm.rank, step)
+            assert all(a is b for a, b in zip(outer.after_local_step(), params, strict=True))
+        assert outer.local_steps == 17 and outer.steps >= 2
+        state = [array.copy() for array in params], [array.copy() for array in outer.common]
+        outer.finish()
+        return state
+
+    local, common = reference(17, found, period, delay, mixing)
+    for rank, (mine, shared) in enumerate(qccl.run_ranks(RANKS, run)):
+        for i in range(len(SHAPES)):
+            np.testing.assert_allclose(mine[i], local[rank][i], atol=5e-6)
+            np.testing.assert_allclose(shared[i], common[i], atol=5e-6)
+
+
+def test_one_fragment_without_delay_is_an_outer_step_every_period() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        params, others = begin(), begin()
+        plain = qccl.DiLoCo(comm, others, codec="minmax4+ef", key="b")
+        streaming = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=3, key="a")
+        for step in range(1, 10):
+            train(params, comm.rank, step)
+            train(others, comm.rank, step)
+            streaming.after_local_step()
+            if step % 3 == 0:
+                plain.step()
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(params, others, strict=True))
+
+    qccl.run_ranks(2, run)
+
+
+@pytest.mark.parametrize("codec", ["trellis2+ef", "topk:k=0.1,block=64/k=0.3,block=64+ef"])
+def test_all_ranks_hold_the_same_common_bits(codec: str) -> None:
+    """At every step, with two element types; after step() also the same parameters."""
+
+    def run(comm: qccl.Communicator) -> list[bytes]:
+        params = begin(1, (np.float32, np.float16))
+        outer = qccl.DiLoCo(comm, params, codec=codec, fragments=[0, 0, 1, 1], period=4, delay=3)
+        seen = []
+        for step in range(1, 13):
+            train(params, comm.rank, step)
+            outer.after_local_step()
+            seen.append(b"".join(array.tobytes() for array in outer.common))
+        train(params, comm.rank, 13)
+        outer.step()
+        assert outer.finish() is not None and outer.local_steps == 12
+        seen.append(b"".join(array.tobytes() for array in params))
+        assert seen[-1] == b"".join(array.tobytes() for array in outer.common) and len({*seen}) > 4
+        return seen
+
+    found = qccl.run_ranks(RANKS, run)
+    assert found[0] == found[1] == found[2]
+
+
+def test_a_local_step_runs_while_an_outer_step_is_under_way() -> None:
+    """Rank 0's local step makes no call, and keeps the interpreter busy until the all-reduce has ended by itself."""
+
+    def run(comm: qccl.Communicator) -> None:
+        events: list[TraceEvent] = []
+        allreduce = comm.quantized_allreduce_coalesced
+        traced = {"quantized_allreduce_coalesced": lambda *a, **how: allreduce(*a, trace=events, **how)}
+        vars(comm).update(traced)
+        params = [np.zeros(200_000, np.float32)]
+        outer = qccl.DiLoCo(comm, params, codec="trellis2+ef", period=2, delay=1)
+        outer.after_local_step()
+        params[0] += np.random.default_rng(comm.rank).standard_normal(params[0].size, np.float32)
+        if comm.rank == 1:
+            assert stepping.wait(60)
+        outer.after_local_step()
+        begun, limit = time.perf_counter(), time.perf_counter() + 60
+        if comm.rank == 0:
+            stepping.set()  # rank 1 begins its part now
+        while not {event.queue for event in events.copy()} >= {"compute", "recv"}:
+            assert time.perf_counter() < limit, "the all-reduce has not ended by itself"
+        ended = time.perf_counter()
+        assert not outer.common[0].any()  # the outer step comes after its delay
+        if comm.rank == 0:
+            during = {event.queue for event in events if begun < event.stop < ended}
+            assert during >= {"compute", "recv"}, during
+        outer.after_local_step()
+        assert outer.common[0].any() and outer.steps == 1
+
+    stepping = threading.Event()
+    qccl.run_ranks(2, run)
+
+
+def test_a_rank_that_is_late_holds_nobody_up_during_the_delay() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        params = begin()
+        outer = qccl.DiLoCo(comm, params, codec="minmax4+ef", period=4, delay=2)
+        for step in range(1, 7):
+            if comm.rank == 1 and step == 4:  # its part begins when the others have taken two further steps
+                assert others_went_on.wait(60)
+            train(params, comm.rank, step)
+            if comm.rank == 0 and step == 6:
+                others_went_on.set()
+            outer.after_local_step()
+        assert outer.steps == 1
+
+    others_went_on = threading.Event()
+    qccl.run_ranks(2, run)
+
+
+@pytest.mark.parametrize("period", [None, 4])
+def test_averages_are_weighted_by_local_steps(period: int | None) -> None:
+    """Ranks take 0, 1 and 3 steps in each turn; a turn in which nobody takes any changes nothing."""
+
+    def run(comm: qccl.Communicator) -> np.ndarray:
+        params, taken = begin(), (0, 1, 3)[comm.rank]
+        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "weighted": True}
+        outer = qccl.DiLoCo(comm, params, period=period, delay=1 if period else 0, **how)
+
+        def turn(steps: int) -> None:
+            if period is None:
+                outer.step(local_steps=steps)
+            else:
+                for number in range(period):
+                    outer.after_local_step(local_steps=steps if number == 0 else 0)
+                outer.finish()
+
+        for number in range(taken):
+            for i, array in enumerate(params):
+                array += local_change(comm.rank, number, i)
+        turn(taken)
+        found = [array.copy() for array in params]
+        turn(0)
+        assert all(a.tobytes() == b.tobytes() for a, b in zip(found, params, strict=True)) and outer.steps == 2
+        return params
+
+    wanted = [
+        1 + (local_change(1, 0, i) * 1.0 + 3 * sum(local_change(2, n, i).astype(float) for n in range(3))) / 4
+        for i in range(len(SHAPES))
+    ]
+    for found in qccl.run_ranks(RANKS, run):
+        for i, array in enumerate(found):
+            np.testing.assert_allclose(array, wanted[i], atol=1e-6)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_goes_on_from_a_state_to_the_bit_while_an_outer_step_is_under_way(library: str) -> None:
+    torch = pytest.importorskip("torch") if library == "torch" else None
+
+    def made() -> list[Any]:
+        return begin() if torch is None else [torch.from_numpy(array) for array in begin()]
+
+    def step(params: list[Any], rank: int, number: int) -> None:
+        train([array if torch is None else array.numpy() for array in params], rank, number)
+
+    def run(comm: qccl.Communicator) -> None:
+        how: dict[str, Any] = {"codec": "minmax2:rounding=stochastic+ef", "fragments": 2, "period": 4, "delay": 3}
+        params = made()
+        outer = qccl.DiLoCo(comm, params, weighted=True, **how)
+        for number in range(1, 8):
+            step(params, comm.rank, number)
+            outer.after_local_step(local_steps=comm.rank + 1)
+        file, residuals = io.BytesIO(), comm.state_dict()
+        state = outer.state_dict() | {"local": params}
+        if torch is None:
+            qccl.save_state(file, state)
+            state = qccl.load_state(io.BytesIO(file.getvalue()))
+        else:
+            torch.save(state, file)
+            state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+        assert len(state["under_way"]) == 1 and state["steps"] == [1, 1]
+
+        def go_on(each: qccl.DiLoCo, arrays: list[Any]) -> bytes:
+            for number in range(8, 13):
+                step(arrays, comm.rank, number)
+                each.after_local_step(local_steps=comm.rank + 1)
+            found = b"".join(np.asarray(array).tobytes() for array in (*arrays, *each.common, *each._velocity))
+            each.finish(made())
+            return found
+
+        wanted, again = go_on(outer, params), made()
+        other = qccl.DiLoCo(comm, again, weighted=True, **how)
+        saved = state.pop("local")
+        other.load_state_dict(state)
+        comm.load_state_dict(residuals)
+        for array, each in zip(again, saved, strict=True):
+            array[...] = each
+        assert other.local_steps == 7 and go_on(other, again) == wanted
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_refused_average_changes_neither_parameters_nor_residuals() -> None:
+    """Of two element types, of which one is not finite; training then goes on."""
+
+    def run(comm: qccl.Communicator) -> None:
+        params = begin(1, (np.float32, np.float16))
+        outer = qccl.DiLoCo(comm, params, codec="onebit+ef", period=2, delay=1)
+        for step in range(1, 4):
+            train(params, comm.rank, step)
+            outer.after_local_step()
+        before, common = comm.state_dict()["keys"], [array.copy() for array in outer.common]
+        params[1][...] = np.nan if comm.rank else 1
+        outer.after_local_step()
+        with pytest.raises(qccl.ArgumentError, match="not finite"):
+            outer.state_dict()  # and again when it is due
+        local = [array.copy() for array in params]
+        with pytest.raises(qccl.ArgumentError, match="not finite"):
+            outer.after_local_step()
+        for now, then in ((outer.common, common), (params, local)):
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(now, then, strict=True))
+        for key, entry in comm.state_dict()["keys"].items():
+            for name, values in entry["values"].items():
+                assert values.tobytes() == before[key]["values"][name].tobytes()
+        params[1][...] = 1
+        for _ in range(2):
+            outer.after_local_step()
+        assert outer.steps == 2 and outer.local_steps == 7
+
+    qccl.run_ranks(2, run)
+
+
+def test_a_new_rank_gets_common_parameters_momentum_and_turn() -> None:
+    def run(comm: qccl.Communicator) -> bytes:
+        both = comm.split(None if comm.rank == 2 else 0)
+        params = begin(comm.rank)
+        how: dict[str, Any] = {"codec": "minmax4+ef", "fragments": 2, "period": 4, "delay": 1}
+        if both is not None:
+            outer = qccl.DiLoCo(both, params, **how)
+            for step in range(1, 7):  # fragment 0 is under way
+                train(params, comm.rank, step)
+                outer.after_local_step()
+            assert len(outer._under_way) == 1
+            outer.finish()
+            kept = [array.copy() for array in params]
+            outer.continue_on(comm)
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(kept, params, strict=True))
+        else:
+            outer = qccl.DiLoCo(comm, params, **how)
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(outer.common, params, strict=True))
+        assert outer.local_steps == 6 and outer._taken == [2, 1]
+        seen = [b"".join(array.tobytes() for array in (*outer.common, *outer._velocity))]
+        for step in range(7, 12):
+            train(params, comm.rank, step)
+            outer.after_local_step()
+            seen.append(b"".join(array.tobytes() for array in outer.common))
+        assert len({*seen}) == 4  # two outer steps, and the state with momentum
+        return b"".join(seen)
+
+    found = qccl.run_ranks(3, run)
+    assert found[0] == found[1] == found[2]
+
+
+LOSES_AND_GAINS = """
+import hashlib, os, sys
+from pathlib import Path
+import numpy as np
+import qccl
+
+place = Path(sys.argv[1])
+
+
+def train(comm, left):
+    '''Until 24 local steps; the rank that fails after ``left`` of them returns None.'''
+    params = np.zeros(20_000, np.float32)
+    outer = qccl.DiLoCo(comm, [params[:5000], params[5000:]], codec="trellis2+ef", fragments=2, period=4, delay=2)
+    while outer.local_steps < 24:
+        try:
+            if outer.local_steps == left:
+                comm.abort("a fault")
+                return None
+            if comm.size == 2 and outer.local_steps >= 15:
+                outer.finish()
+                if comm.rank == 0:
+                    place.with_suffix(".new").write_text(comm.address)
+                    place.with_suffix(".new").replace(place)
+                comm = comm.grow(3, timeout=30)
+                outer.continue_on(comm)
+            params += np.random.default_rng([comm.rank, outer.local_steps]).standard_normal(20_000, np.float32)
+            outer.after_local_step()
+        except qccl.PeerLost:
+            comm = comm.shrink(10)
+            outer.continue_on(comm)
+    outer.step()
+    return f"{comm.size} ranks, {outer.steps} steps, {hashlib.sha256(params).hexdigest()}"
+
+
+comm = qccl.init("host", timeout=30)
+found = train(comm, 11 if comm.rank == 1 else None)
+if found is None:
+    comm.close()
+    import time
+    limit = time.monotonic() + 30
+    while not place.exists() and time.monotonic() < limit:
+        time.sleep(0.05)
+    found = train(qccl.join(place.read_text(), timeout=30), None)
+print(found + "\\n", end="", flush=True)
+"""
+
+
+@pytest.mark.mpi  # it starts processes
+@pytest.mark.skipif(bool(start.obstacle("ucx")), reason=start.obstacle("ucx") or "there")
+def test_training_goes_on_when_a_rank_is_lost_and_another_joins(tmp_path: Path) -> None:
+    lines: list[str] = []
+    command = [sys.executable, "-c", LOSES_AND_GAINS, str(tmp_path / "address")]
+    way = start.choose_way("ucx")
+    status = start.run_ranks(3, command, way=way, lab=None, smallest=0, silence=60, on_line=lines.append)
+    assert status == 0 and len(lines) == 3 and len({*lines}) == 1 and lines[0].startswith("3 ranks, ")
+
+
+def test_arrays_of_jax_come_back_as_numpys_where_they_changed() -> None:
+    jnp = pytest.importorskip("jax.numpy")
+
+    def run(comm: qccl.Communicator) -> None:
+        params: Any = {"w": jnp.ones(5), "b": jnp.ones(3)}
+        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "period": 2, "delay": 1, "mixing": 0.5}
+        outer = qccl.DiLoCo(comm, params, fragments={"w": 0, "b": 1}, **how)
+        assert outer.fragments == [1, 0]  # "b" comes first
+        for _ in range(3):
+            params = outer.after_local_step({name: array + 1 + comm.rank for name, array in params.items()})
+        # after step 1 the average of w is 2.5; after step 2 the local one has 3 + 2 rank; then one more step
+        np.testing.assert_allclose(params["w"], (3 + 2 * comm.rank + 2.5) / 2 + 1 + comm.rank)
+        np.testing.assert_allclose(params["b"], (4 + 3 * comm.rank + 4) / 2)
+        assert isinstance(params["b"], np.ndarray)
+        outer.finish()
+
+    qccl.run_ranks(2, run)
+
+
+def has_decay() -> bool:
+    try:
+        return bool(qccl.codecs.get("topk:k=0.1+ef:beta=0.95"))
+    except qccl.CodecError:
+        return False
+
+
+@pytest.mark.parametrize(
+    "beta", [1.0, pytest.param(0.95, marks=pytest.mark.skipif(not has_decay(), reason="+ef has no beta here"))]
+)
+def test_sparseloco_as_its_formulas_say(beta: float) -> None:
+    """arXiv 2508.15706: e = beta e + change; the 64 greatest of each 4,096 are sent; e loses them; plain SGD."""
+    sizes, steps, rate = (5000, 700), 5, 0.8
+
+    def change(rank: int, step: int, number: int) -> np.ndarray:
+        return np.random.default_rng([rank, step, number]).standard_normal(sizes[number], np.float32)
+
+    def run(comm: qccl.Communicator) -> list[list[np.ndarray]]:
+        params, found = [np.zeros(size, np.float32) for size in sizes], []
+        feedback = "+ef" if beta == 1 else f"+ef:beta={beta}"
+        how: dict[str, Any] = {"algorithm": "one_shot", "momentum": 0, "outer_lr": rate}
+        outer = qccl.DiLoCo(comm, params, codec=f"topk:k=64,block=4096{feedback}", **how)
+        for step in range(steps):
+            for number, array in enumerate(params):
+                array += change(comm.rank, step, number)
+            outer.step()
+            found.append([array.copy() for array in params])
+        return found
+
+    common = [np.zeros(size) for size in sizes]
+    errors = [[np.zeros(size) for size in sizes] for _ in range(RANKS)]
+    found = qccl.run_ranks(RANKS, run)[0]
+    for step in range(steps):
+        for number, size in enumerate(sizes):
+            total = np.zeros(size)
+            for rank in range(RANKS):
+                error = beta * errors[rank][number] - change(rank, step, number)
+                sent = np.zeros(size)
+                for begin_ in range(0, size, 4096):
+                    greatest = begin_ + np.argsort(-np.abs(error[begin_ : begin_ + 4096]), kind="stable")[:64]
+                    sent[greatest] = error[greatest]
+                errors[rank][number] = error - sent
+                total += sent
+            before = common[number].copy()
+            common[number] = before - rate * total / RANKS
+            earlier = found[step - 1][number] if step else np.zeros(size, np.float32)
+            assert ((found[step][number] != earlier) == (common[number] != before)).all()  # the same elements
+            np.testing.assert_allclose(found[step][number], common[number], atol=2e-5)
+
+
+def test_refused() -> None:
+    def run(comm: qccl.Communicator) -> None:
+        params = begin()
+        for arguments, message in (
+            ({"period": 0}, r"period must be a number of local steps, at least that of the fragments \(1\), not 0"),
+            ({"period": 1, "fragments": 2}, r"at least that of the fragments \(2\), not 1"),
+            ({"fragments": 2}, "2 fragments have outer steps at different local steps; give period="),
+            ({"fragments": 5, "period": 9}, "fragments=5 is not possible; there are 4 arrays"),
+            ({"fragments": [0, 2, 0, 0], "period": 9}, "fragments must be how many, or for each of the 4 arrays"),
+            ({"fragments": [0, 1], "period": 9}, "fragments must be how many"),
+            ({"delay": 1}, "delay must be a number of local steps, 0 or more, and only with period=, not 1"),
+            ({"delay": 4, "period": 4}, "delay must be .* less than period=4, not 4"),
+            ({"mixing": 1}, "mixing must be a number from 0 to below 1, not 1"),
+            ({"weighted": 2}, "weighted must be True or False, not 2"),
+            ({"algorithm": "ring"}, "algorithm"),
+        ):
+            with pytest.raises(qccl.ArgumentError, match=message):
+                qccl.DiLoCo(comm, params, **arguments)
+        with pytest.raises(qccl.ArgumentError, match="weighted=True needs parameters with elements"):
+            qccl.DiLoCo(comm, [np.ones(0, np.float32)], weighted=True)
+        outer = qccl.DiLoCo(comm, params)
+        with pytest.raises(qccl.ArgumentError, match=r"make DiLoCo with period="):
+            outer.after_local_step()
+        with pytest.raises(qccl.ArgumentError, match=r"local_steps=3 is only for DiLoCo with weighted=True"):
+            outer.step(local_steps=3)
+        weighted = qccl.DiLoCo(comm, params, period=1, weighted=True)
+        with pytest.raises(qccl.ArgumentError, match="local_steps must be numbers of local steps, 0 or more, not -1"):
+            weighted.after_local_step(local_steps=-1)
+        with pytest.raises(qccl.ArgumentError, match="params has 3 arrays, and DiLoCo was made for 4"):
+            weighted.after_local_step(params[:3])
+        assert weighted.local_steps == 0
+
+    qccl.run_ranks(1, run)
