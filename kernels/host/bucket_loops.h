@@ -100,15 +100,30 @@ QCCL_LOOP static inline void add_momentum(const StateArgs& state, u64 first, con
   }
 }
 
-QCCL_LOOP static inline void add_residual(const StateArgs& state, u64 first, u32 n, float* total) {
-  const float *old = state.residual + first, inverse_lr = 1.0f / state.lr;
-  for (u32 i = 0; i < n; ++i) total[i] = with_residual(total[i], old[i], inverse_lr);
+// Residuals of type R: adds them to the total, and stores those that the decoded values leave.
+template <class R>
+struct Residuals {
+  QCCL_LOOP static void add(const StateArgs& state, u64 first, u32 n, float* total) {
+    const auto* old = element<R>(state.residual, first);
+    const float factor = residual_factor(state.beta, state.lr);
+    for (u32 i = 0; i < n; ++i) total[i] = with_residual(total[i], R::to_float(old[i]), factor);
+  }
+
+  QCCL_LOOP static void keep(const StateArgs& state, u64 first, u32 n, const float* total, const float* decoded) {
+    auto* next = element<R>(state.new_residual, first);
+    const float lr = state.lr;
+    for (u32 i = 0; i < n; ++i) next[i] = R::from_float(next_residual<R>(total[i], decoded[i], lr));
+  }
+};
+
+static inline void add_residual(const StateArgs& state, u64 first, u32 n, float* total) {
+  if (state.residual_dtype == Float32::code) return Residuals<Float32>::add(state, first, n, total);
+  Residuals<BFloat16>::add(state, first, n, total);
 }
 
-QCCL_LOOP static inline void keep_residual(const StateArgs& state, u64 first, u32 n, const float* total,
-                                           const float* decoded) {
-  float *next = state.new_residual + first, lr = state.lr;
-  for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
+static inline void keep_residual(const StateArgs& state, u64 first, u32 n, const float* total, const float* decoded) {
+  if (state.residual_dtype == Float32::code) return Residuals<Float32>::keep(state, first, n, total, decoded);
+  Residuals<BFloat16>::keep(state, first, n, total, decoded);
 }
 
 // Encodes and decodes one bucket. `T` is the call's element type for typed codecs, and Float32 for the others, so that
