@@ -182,6 +182,15 @@ struct BucketOfElements {
   }
 };
 
+// Where a sparse codec decodes more floats than caches hold, buckets go around the caches: a store of zeros would
+// otherwise first read the line.
+constexpr u64 kStreamedFloats = 1 << 20;
+
+template <class Codec, class T>
+bool streams(u64 count, const typename T::Storage* to) {
+  return Codec::sparse && T::code == Float32::code && count >= kStreamedFloats && reinterpret_cast<std::uintptr_t>(to) % 16 == 0;
+}
+
 template <class Codec, class T>
 struct BucketLoops {
   using Storage = typename T::Storage;
@@ -208,11 +217,19 @@ struct BucketLoops {
   static void decode(const BucketOptions& options, const DecodeArgs& args) {
     const Format format = Format::make(options, args.count);
     float *total = part(format, args.scratch, 0), *term = part(format, args.scratch, 1);
+    const bool streamed = !args.accumulate && streams<Codec, T>(args.count, element<T>(args.dst, 0));
     for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
       const u64 first = Format::first_of(format, b);
       const u32 n = Format::size_of(format, b);
       Storage* dst = element<T>(args.dst, first);
       const RngCounter counter = counter_at(args.counter, first);
+      if constexpr (T::code == Float32::code) {
+        if (streamed) {
+          Elements::template decode<Bucket>(format, args.wire, b, counter, term, total);
+          stream_floats(total, n, dst);
+          continue;
+        }
+      }
       if (!args.accumulate) {
         Elements::template decode<Bucket>(format, args.wire, b, counter, total, dst);
         continue;
@@ -222,6 +239,7 @@ struct BucketLoops {
       add_bucket(format, args.wire, b, counter, sum, total, term);
       to_elements<T>(total, n, dst);
     }
+    if (streamed) stop_streaming();
   }
 
   static void add_bucket(const Format& format, const u8* wire, u64 b, const RngCounter& counter, Total& sum, float* total,
