@@ -98,7 +98,7 @@ class Operations:
             momentum=_pair(at, momentum),
             mu=mu,
             beta=beta,
-            residual_dtype=BFLOAT16.code if residual and residual[0].dtype == np.uint16 else 0,
+            residual_dtype=BFLOAT16.code if residual and residual[0].dtype.itemsize == BFLOAT16.itemsize else 0,
         )
 
     def _arguments(self, *arrays: np.ndarray) -> tuple[Any, Any, int]:
