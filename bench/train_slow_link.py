@@ -37,7 +37,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,7 @@ def main(**given: Any) -> None:
     before = _newest(name) if given["resume"] else path
     document = json.loads(before.read_text(encoding="utf-8")) if before and before.exists() else {}
     sections = [section for section in given["sections"].split(",") if section]
+    _check_fp32(given["methods"], sections, document if given["resume"] else {})
     if sections:
         document |= {"machine": machine(), "model": given["model"], "budget": given["budget"]}
     given |= {"until": time.monotonic() + given["patience"]}
@@ -90,6 +91,16 @@ def main(**given: Any) -> None:
         print("\n" + "\n\n".join(training_report.paragraphs(document)))
     if given["write"]:
         write_pages()
+
+
+def _check_fp32(methods: str, sections: Sequence[str], document: dict[str, Any]) -> None:
+    """Raise UsageError if the tables of these sections would lack the row that they compare with."""
+    for section in {"curves", "steps"} & set(sections):
+        if "fp32" not in [*methods.split(","), *(row["method"] for row in document.get(section, []))]:
+            raise click.UsageError(
+                f"the section {section!r} compares each method with fp32: add fp32 to --methods, or continue a file "
+                f"that has it, with --resume"
+            )
 
 
 def _name(model: str, ranks: int) -> str:

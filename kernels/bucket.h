@@ -8,7 +8,7 @@
 //   codes_nbytes<T>(options, n)              // size of a bucket of n elements in the codes section
 //   meta_nbytes<T>(options, n)               // size in the meta section; a multiple of four, or 0
 //   encode<T>(team, options, counter, x, n, codes, meta)      // x[i] is value i, in fp32
-//   decode<T>(team, options, counter, codes, meta, n, take)   // take(i, value), at most once for each element
+//   decode<T>(team, options, counter, codes, meta, n, take)   // take(i, value), at most once for each element; NaN at any time
 #pragma once
 
 #include "numeric.h"

@@ -85,7 +85,7 @@ class Reduce(Operation):
         self, memory: Memory, codec: Codec, dtype_code: int, srcs: Sequence[_Ref], own: _Ref | None, own_index: int,
         wire: _Ref | None, out: _Ref | None, count: int, op: int, scale: float, index: int, round: int, rank: int,
         source_ranks: Sequence[int] = (), source_round: int = 0, residual: tuple[_Ref, _Ref] | None = None,
-        momentum: tuple[_Ref, _Ref] | None = None, mu: float = 0.0,
+        momentum: tuple[_Ref, _Ref] | None = None, mu: float = 0.0, beta: float = 1.0, residual_dtype: int = 0,
     ) -> None: ...  # fmt: skip
 
 class Commit(Operation):

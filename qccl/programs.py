@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from qccl.collectives import CollectiveSpec
 from qccl.collectives.feedback import sums_of
 from qccl.engine.base import Engine, Program
 from qccl.schedule import Role, Schedule
-from qccl.state import Parts
+from qccl.state import Forms, Parts
 
 if TYPE_CHECKING:
     from qccl._host import CallTable
@@ -32,7 +32,7 @@ class Compiled:
     Attributes:
         programs: as many as calls were under way at once.
         keeps_state: the codec keeps state under a key; not every rank has some.
-        state: floats of each of this rank's state buffers, by its name.
+        state: the elements and their type of each of this rank's state buffers, by its name.
         owner: the text that state under a key belongs to.
         sums: see StateStore.take().
         used: number of the group's call that used it last.
@@ -43,8 +43,10 @@ class Compiled:
         self._engine, self._place, self.spec, self.in_place = engine, place, spec, in_place
         schedule = self.schedule()
         self.keeps_state = bool(spec.codec.state_names)
-        self.state: Mapping[str, int] = {
-            name: buffer.size for name, buffer in schedule.buffers.items() if buffer.role is Role.STATE
+        self.state: Forms = {
+            name: (buffer.size, buffer.dtype)
+            for name, buffer in schedule.buffers.items()
+            if buffer.role is Role.STATE and buffer.dtype is not None
         }
         self.owner = spec.state_owner(schedule.name)
         self.sums: Parts = sums_of(schedule) if self.state else ()

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from qccl.codecs.base import Codec
-from qccl.dtypes import DType
+from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError, QcclError
 from qccl.intervals import IntervalMap
 
@@ -32,6 +32,7 @@ __all__ += [
     "buffer_name",
     "dependencies",
     "reads",
+    "state_buffers",
     "tasks",
     "writes",
 ]
@@ -67,7 +68,7 @@ class Role(Enum):
     INPUT = "input"  # the caller's, read only
     OUTPUT = "output"  # the caller's, written (in place: read as well)
     WORK = "work"  # the plan's workspace
-    STATE = "state"  # float32 values that last from call to call, under the caller's key
+    STATE = "state"  # values that last from call to call, under the caller's key
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,10 +149,11 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class StateBuffer:
-    """Float32 values that last from call to call: read from ``old``, written to ``new``, which a Commit copies back."""
+    """Values that last from call to call: read from ``old``, written to ``new``, which a Commit copies back."""
 
     old: Span
     new: Span
+    dtype: DType = FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,15 +161,17 @@ class State:
     """The state of a Reduce, one value per element.
 
     Attributes:
-        residual: the quantisation error of earlier calls, times the learning rate.
-        momentum: the running sum of the own values.
+        residual: the quantisation error of earlier calls, times the learning rate; float32 or bfloat16.
+        momentum: the running sum of the own values, in float32.
         mu: the factor of the running sum from one call to the next.
+        beta: the factor of the residual from one call to the next.
         sums: the residual is that of sums that the rank owns, not of its own values.
     """
 
     residual: StateBuffer | None = None
     momentum: StateBuffer | None = None
     mu: float = 0.0
+    beta: float = 1.0
     sums: bool = False
 
 
@@ -180,11 +184,11 @@ class Reduce:
     ``wire``; without ``wire``, ``out`` receives the total itself. ``src_ranks`` (none: rank 0 for all) made the sources
     in round ``src_round``.
 
-    With ``state`` (in fp32; ``lr`` is the learning rate of the run, 1 if not given):
+    With ``state`` (computed in fp32; ``lr`` is the learning rate of the run, 1 if not given):
 
     - momentum: ``new = mu * old + own``, and ``own + mu * new`` replaces ``own``;
-    - residual, with ``wire``: ``old / lr`` is added to the scaled total, which is then encoded; ``new`` is the
-      quantisation error times ``lr``: the total less its decoded value.
+    - residual, with ``wire``: ``beta * old / lr`` is added to the scaled total, which is then encoded; ``new`` is the
+      quantisation error times ``lr``: the total less its decoded value, rounded to the residual's element type.
     """
 
     codec: Codec
@@ -317,7 +321,8 @@ def _present(spans: Iterable[Span | None]) -> tuple[Span, ...]:
     return tuple(span for span in spans if span is not None)
 
 
-def _state_buffers(state: State | None) -> tuple[StateBuffer, ...]:
+def state_buffers(state: State | None) -> tuple[StateBuffer, ...]:
+    """The residual and the momentum of an operation, as far as it has them."""
     return () if state is None else tuple(each for each in (state.residual, state.momentum) if each is not None)
 
 
@@ -329,7 +334,7 @@ def reads(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.wire, op.dst) if op.accumulate else (op.wire,)
         case Reduce():
-            return _present((*op.srcs, op.own, *(each.old for each in _state_buffers(op.state))))
+            return _present((*op.srcs, op.own, *(each.old for each in state_buffers(op.state))))
         case Commit():
             return (*op.guard, *(each.new for each in op.state_buffers))
         case Exchange():
@@ -344,7 +349,7 @@ def writes(op: Op) -> tuple[Span, ...]:
         case Decode():
             return (op.dst,)
         case Reduce():
-            return _present((op.wire, op.out, *(each.new for each in _state_buffers(op.state))))
+            return _present((op.wire, op.out, *(each.new for each in state_buffers(op.state))))
         case Commit():
             return tuple(each.old for each in op.state_buffers)
         case Exchange():

@@ -144,7 +144,7 @@ class Session:
         entry = self.state.entries.get(key)
         if entry is None or entry.bound is not bound or entry.lr is not (lr is not None):
             entry = self.state.take(key, compiled.owner, compiled.state, lr, compiled.sums)
-            own = {name: memory.address for name, (memory, _) in entry.memory.items()}
+            own = {name: array.memory.address for name, array in entry.memory.items()}
             entry.bound, entry.whole = bound, bound._replace(addresses={**bound.addresses, **own})
         whole: Bound = entry.whole
         if lr is not None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from qccl.codecs.base import Codec
+from qccl.dtypes import FLOAT32, DType
 from qccl.errors import ArgumentError
 from qccl.scalars import as_bool, as_integer, as_real
 
@@ -15,10 +16,38 @@ if TYPE_CHECKING:
 
     from qccl.engine.base import Persistent
 
-__all__ = ["Entry", "Parts", "StateStore", "check_key", "lr_of"]
+__all__ = ["Entry", "Forms", "Parts", "StateArray", "StateStore", "check_key", "lr_of"]
 
-#: parts of state buffers: the buffer's name, and its floats from start to stop
+#: parts of state buffers: the buffer's name, and its elements from start to stop
 Parts = Iterable[tuple[str, int, int]]
+#: of state buffers by name: the number of elements, and their type
+Forms = Mapping[str, tuple[int, DType]]
+
+
+@dataclass(frozen=True, slots=True)
+class StateArray:
+    """The ``count`` elements of a state buffer."""
+
+    memory: Persistent
+    count: int
+    dtype: DType
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.count * self.dtype.itemsize
+
+    def read(self) -> bytes:
+        """A copy of all elements."""
+        return self.memory.read(0, self.nbytes)
+
+    def floats(self) -> np.ndarray:
+        """A copy of all elements as float32, exactly."""
+        import numpy as np
+
+        from qccl.codecs.floats import storage, to_float32
+
+        return to_float32(np.frombuffer(self.read(), storage(self.dtype)), self.dtype)
 
 
 @dataclass(slots=True)
@@ -28,34 +57,30 @@ class Entry:
     Attributes:
         call: the call that it belongs to.
         lr: whether the calls give a learning rate; None before the first call.
-        memory: by the name of the schedule's buffer, with its number of floats.
+        memory: by the name of the schedule's buffer.
         sums: the parts (buffer, start, stop) that have residuals of sums, which this rank owns; None before a call.
         is_carried: it comes from another group, and no call has used it yet.
-        counts: the floats of each buffer that take() has found to be those of ``memory``.
+        forms: those of the buffers that take() has found to be those of ``memory``.
         bound, whole: the memory of the last call with this key (engine.base.Bound), without the state and with it.
     """
 
     call: str
     lr: bool | None = None
-    memory: dict[str, tuple[Persistent, int]] = field(default_factory=dict)
+    memory: dict[str, StateArray] = field(default_factory=dict)
     sums: Parts | None = None
     is_carried: bool = False
-    counts: Mapping[str, int] | None = None
+    forms: Forms | None = None
     bound: Any = None
     whole: Any = None
-
-    def held(self) -> dict[str, int]:
-        """The floats of each buffer."""
-        return {name: count for name, (_, count) in self.memory.items()}
 
     def clear(self, parts: Parts) -> None:
         """Set parts to zeros."""
         for name in {name for name, _, _ in parts}:
-            memory, count = self.memory[name]
-            values = bytearray(memory.read(0, 4 * count))
+            array = self.memory[name]
+            values, size = bytearray(array.read()), array.dtype.itemsize
             for _, start, stop in (part for part in parts if part[0] == name):
-                values[4 * start : 4 * stop] = bytes(4 * (stop - start))
-            memory.write(bytes(values))
+                values[size * start : size * stop] = bytes(size * (stop - start))
+            array.memory.write(bytes(values))
 
 
 class StateStore:
@@ -72,10 +97,26 @@ class StateStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all state."""
-        return sum(4 * count for entry in self.entries.values() for _, count in entry.memory.values())
+        return sum(array.nbytes for entry in self.entries.values() for array in entry.memory.values())
 
-    def take(self, key: str, call: str, counts: Mapping[str, int], lr: float | None, sums: Parts = ()) -> Entry:
-        """The state of a call with ``counts`` floats in each buffer; zeros for a new key.
+    def _zeros(self, form: tuple[int, DType]) -> StateArray:
+        count, dtype = form
+        return StateArray(self._allocate(count * dtype.itemsize), count, dtype)
+
+    def _stored(self, values: np.ndarray, dtype: DType) -> StateArray:
+        """Float32 values in new memory, rounded to ``dtype``; 0 where that is not finite, as a call stores them."""
+        import numpy as np
+
+        from qccl.codecs.floats import from_float32, to_float32
+
+        rounded = from_float32(values, dtype)
+        rounded[~np.isfinite(to_float32(rounded, dtype))] = 0
+        array = self._zeros((values.size, dtype))
+        array.memory.write(rounded.tobytes())
+        return array
+
+    def take(self, key: str, call: str, forms: Forms, lr: float | None, sums: Parts = ()) -> Entry:
+        """The state of a call with buffers of these forms; zeros for a new key.
 
         ``sums`` are the parts for residuals of sums, which this rank owns.
         Raises ArgumentError if the state under this key belongs to another call, or if only some calls give a learning
@@ -83,9 +124,9 @@ class StateStore:
         """
         entry = self.entries.get(key)
         if entry is not None and entry.is_carried:
-            entry = self._settle(entry, call, counts, sums)
+            entry = self._settle(entry, call, forms, sums)
         if entry is None:
-            entry = Entry(call, memory={name: (self._allocate(4 * count), count) for name, count in counts.items()})
+            entry = Entry(call, memory={name: self._zeros(form) for name, form in forms.items()})
             self.entries[key] = entry
         if entry.call != call:
             raise ArgumentError(
@@ -93,11 +134,8 @@ class StateStore:
                 f"each array, make the call as before (with its algorithm=, on the same nodes), or forget the state "
                 f"with reset({key!r})"
             )
-        if entry.counts is not counts and (held := entry.held()) != counts:  # only a loaded state can differ
-            raise ArgumentError(
-                f"the loaded state under key={key!r} has the numbers of floats {held}, but this call needs "
-                f"{dict(counts)}; load what state_dict() returned, or forget the state with reset({key!r})"
-            )
+        if entry.forms is not forms:
+            self._check_loaded(key, entry, forms)
         if entry.lr is None:
             entry.lr = lr is not None
         elif entry.lr != (lr is not None):
@@ -105,19 +143,29 @@ class StateStore:
                 f"earlier calls with key={key!r} were made {'with' if entry.lr else 'without'} lr, and this one is "
                 f"not; give lr in all calls or in none, or forget the state with reset({key!r})"
             )
-        entry.sums, entry.counts = sums, counts
+        entry.sums, entry.forms = sums, forms
         return entry
 
-    def _settle(self, entry: Entry, call: str, counts: Mapping[str, int], sums: Parts) -> Entry | None:
+    def _check_loaded(self, key: str, entry: Entry, forms: Forms) -> None:
+        """Give a loaded state, which is float32, the call's element types. Raises ArgumentError for another one."""
+        held, needed = {n: array.count for n, array in entry.memory.items()}, {n: form[0] for n, form in forms.items()}
+        if held != needed:
+            raise ArgumentError(
+                f"the loaded state under key={key!r} has the numbers of elements {held}, but this call needs {needed}; "
+                f"load what state_dict() returned, or forget the state with reset({key!r})"
+            )
+        for name, (_, dtype) in forms.items():
+            if entry.memory[name].dtype is not dtype:
+                entry.memory[name] = self._stored(entry.memory[name].floats(), dtype)
+
+    def _settle(self, entry: Entry, call: str, forms: Forms, sums: Parts) -> Entry | None:
         """The state of another group, as the first call with its key needs it; None if it does not fit the call.
 
         A rank alone keeps no residuals, so the call may need fewer buffers than there are, or more.
         """
-        if any(counts.get(name, count) != count for name, (_, count) in entry.memory.items()):
+        if any(forms.get(n, form) != form for n, form in ((n, (a.count, a.dtype)) for n, a in entry.memory.items())):
             return None
-        entry.memory = {
-            name: entry.memory.get(name) or (self._allocate(4 * count), count) for name, count in counts.items()
-        }
+        entry.memory = {name: entry.memory.get(name) or self._zeros(form) for name, form in forms.items()}
         entry.clear(sums)
         entry.call, entry.is_carried, entry.bound = call, False, None
         return entry
@@ -131,9 +179,9 @@ class StateStore:
             if old.sums is None:
                 continue
             entry = self.entries[key] = Entry(old.call, old.lr, is_carried=True)
-            for name, (memory, count) in old.memory.items():
-                entry.memory[name] = self._allocate(4 * count), count
-                entry.memory[name][0].write(memory.read(0, 4 * count))
+            for name, array in old.memory.items():
+                entry.memory[name] = self._zeros((array.count, array.dtype))
+                entry.memory[name].memory.write(array.read())
             entry.clear(old.sums)
 
     def reset(self, key: str | None) -> None:
@@ -149,7 +197,7 @@ class StateStore:
         if entry is None:
             return lambda: self.entries.pop(key, None)
         before = replace(entry, memory=dict(entry.memory), bound=None)
-        contents = [(memory, memory.read(0, 4 * count)) for memory, count in entry.memory.values()]
+        contents = [(array.memory, array.read()) for array in entry.memory.values()]
 
         def put_back() -> None:
             for memory, content in contents:
@@ -159,19 +207,14 @@ class StateStore:
         return put_back
 
     def save(self) -> dict[str, dict[str, Any]]:
-        """A copy of all state, in NumPy arrays."""
-        import numpy as np
-
-        def values(memory: Persistent, count: int) -> np.ndarray:
-            return np.frombuffer(memory.read(0, 4 * count), np.float32).copy()
-
+        """A copy of all state, in NumPy arrays of float32."""
         place = {"rank": self._rank, "size": self._size}
         return {
             key: {
                 "call": entry.call,
                 "lr": entry.lr,
                 **place,
-                "values": {n: values(*m) for n, m in entry.memory.items()},
+                "values": {name: array.floats() for name, array in entry.memory.items()},
             }
             for key, entry in self.entries.items()
         }
@@ -201,9 +244,7 @@ class StateStore:
             )
         entry = Entry(call, lr)
         for name, array in arrays.items():
-            memory = self._allocate(array.nbytes)
-            memory.write(array.tobytes())
-            entry.memory[name] = memory, array.size
+            entry.memory[name] = self._stored(array, FLOAT32)
         return entry
 
 

@@ -59,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("state", "tensors", "trace", "work"),
     },
     "programs": {"_host", "collectives", "engine", "schedule", "state"},
-    "state": {"codecs", "engine", "errors", "scalars"},
+    "state": {"codecs", "dtypes", "engine", "errors", "scalars"},
     "session": {"arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "state"},
     "work": {"arguments", "engine", "errors", "guard", "session"},
     "methods": {"arrays", "collectives", "dtypes", "errors", "options"},

@@ -30,7 +30,46 @@ struct EliasFano {
     team.set_bits(keep, [&](u32 j) { return (indices[j] >> low_bits) + j; }, to + lows_nbytes(), (u32)bitmap_nbytes());
   }
 
-  // Whether the bytes are `keep` ascending indices below n.
+  // body(j, i) for each index i and its number j. Returns whether the bytes are `keep` ascending indices below n; if they
+  // are not, body has been called for some elements of the block, or for none.
+  template <class Team, class Body>
+  QCCL_MEMBER bool decode(const Team& team, const u8* from, const Body& body) const {
+    if constexpr (Team::is_one_thread) {
+      return decode_words(team, from, body);
+    } else {
+      if (!valid(team, from)) return false;
+      team.each_set_bit(from + lows_nbytes(), (u32)bitmap_nbytes(), [&](u32 j, u32 p) {
+        body(j, ((p - j) << low_bits) | low_of(from, j));
+      });
+      return true;
+    }
+  }
+
+ private:
+  // decode() in one pass: the indices of one word of the bitmap at a time, which are checked before they are used.
+  template <class Team, class Body>
+  QCCL_MEMBER bool decode_words(const Team& team, const u8* from, const Body& body) const {
+    i32 indices[65] = {-1};  // the last one of the words before, then those of this word
+    u32 number = 0;
+    const bool checked = team.each_word(from + lows_nbytes(), (u32)bitmap_nbytes(), [&](u64 word, u32 first) {
+      const u32 count = (u32)__builtin_popcountll(word);
+      if (count > keep - number) return false;
+      for (u32 c = 0; c < count; ++c, word &= word - 1) {
+        const u32 j = number + c, upper = first + (u32)__builtin_ctzll(word) - j;
+        indices[c + 1] = (i32)(upper << low_bits | low_of(from, j));
+      }
+      u32 wrong = indices[count] >= (i32)n;
+      for (u32 c = 0; c < count; ++c) wrong |= indices[c + 1] <= indices[c];
+      if (wrong) return false;
+      for (u32 c = 0; c < count; ++c) body(number + c, (u32)indices[c + 1]);
+      indices[0] = indices[count];
+      number += count;
+      return true;
+    });
+    return checked && number == keep;
+  }
+
+  // Whether the bytes are `keep` ascending indices below n, by all threads of a team.
   template <class Team>
   QCCL_MEMBER bool valid(const Team& team, const u8* from) const {
     const u8* bitmap = from + lows_nbytes();
@@ -44,15 +83,6 @@ struct EliasFano {
     return !team.any(bad) && found == keep;
   }
 
-  // body(j, i) for each index i and its number j, of valid bytes.
-  template <class Team, class Body>
-  QCCL_MEMBER void decode(const Team& team, const u8* from, const Body& body) const {
-    team.each_set_bit(from + lows_nbytes(), (u32)bitmap_nbytes(), [&](u32 j, u32 p) {
-      body(j, ((p - j) << low_bits) | low_of(from, j));
-    });
-  }
-
- private:
   // The lower parts of eight indices, or of the rest, in whole bytes.
   QCCL_MEMBER void store_lows(const u32* indices, u32 first, u8* to) const {
     const u32 end = keep - first < 8 ? keep : first + 8;

@@ -28,11 +28,12 @@ struct EncodeJob {
   u32 round, rank, units, scratch;
 };
 
-// `index`, `round` and `rank` are those of the Encode or Reduce that made the wire.
+// `index`, `round` and `rank` are those of the Encode or Reduce that made the wire. `itemsize` is that of the elements that
+// commit() copies.
 struct DecodeJob {
   BufferRef wire, dst;
   u64 count, index;
-  u32 round, rank, units, unused;
+  u32 round, rank, units, itemsize;
 };
 
 // The wires are sources[first_source] and the next; `own` comes before wire number own_index (kNoBuffer: no own values).
@@ -46,12 +47,11 @@ struct ReduceJob {
   u32 source_round, unused;
 };
 
-// A Reduce with state in fp32; a buffer may be kNoBuffer.
+// A Reduce with state; a buffer may be kNoBuffer. Momenta are fp32, residuals of the kernel's element type R.
 struct StateJob {
   ReduceJob reduce;
   BufferRef residual, new_residual, momentum, new_momentum;
-  float mu;
-  u32 unused;
+  float mu, beta;
 };
 
 // What a block works on: block number `number` of those of job `job`.

@@ -95,38 +95,44 @@ copy(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters
   }
 }
 
+struct NoState {};
+template <class R>
+constexpr bool kStateful = true;
+template <>
+constexpr bool kStateful<NoState> = false;
+
 // Adds the own values to the total, with momentum if the job has it (../state.h).
 template <class T, class S, Pass P, Combine Op, bool Stateful>
 QCCL_FN void combine_own(const u8* own, const StateJob* state, const Memory& memory, const Unit& unit, Values<T, S>& total) {
-  const float* old = Stateful ? floats_of(memory, state->momentum, 0) : nullptr;
+  const float* old = Stateful ? elements_of<Float32>(memory, state->momentum, 0) : nullptr;
   if (Stateful && old) {
     Values<T, S> next;
-    load_floats<T, S>(old, unit, [&](u32 j, u32 i, float value) { next[j][i] = value; });
+    load_state<Float32, T, S>(old, unit, [&](u32 j, u32 i, float value) { next[j][i] = value; });
     load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) {
       const float momentum = next_momentum(state->mu, next[j][i], value);
       next[j][i] = finite_or_zero(momentum);
       total[j][i] = combine<Op>(total[j][i], with_momentum(state->mu, momentum, value));
     });
-    if (P != Pass::range) store_floats<T, S>(floats_of(memory, state->new_momentum, 0), unit, next);
+    if (P != Pass::range) store_state<Float32, T, S>(elements_of<Float32>(memory, state->new_momentum, 0), unit, next);
   } else {
     load_values<T, S>(own, unit, [&](u32 j, u32 i, float value) { total[j][i] = combine<Op>(total[j][i], value); });
   }
 }
 
 // Encodes the total, and stores the decoded values and the residual that they leave. Both replace the total in turn, because
-// registers are scarce.
-template <class Tile, class T, class S, Pass P, bool Stateful>
+// registers are scarce. R is the element type of residuals, NoState in a call without state.
+template <class Tile, class T, class S, Pass P, class R>
 QCCL_FN void encode_total(Values<T, S>& total, u8* wire, u8* out, const StateJob* state, const Unit& unit, const TileJob& job,
                           const Parameters& parameters, const Memory& memory) {
   typename Tile::template Wire<T, S> made;
   const bool nan = Tile::template encode<P, T, S>(total, wire, unit, job, parameters, memory, made);
   if constexpr (P == Pass::range) return;
-  if constexpr (Stateful) {
-    if (float* residual = floats_of(memory, state->new_residual, 0)) {
+  if constexpr (kStateful<R>) {
+    if (auto* residual = elements_of<R>(memory, state->new_residual, 0)) {
       Tile::template for_each_value<T, S>(made, unit, [&](u32 j, u32 i, float value) {
-        total[j][i] = next_residual(total[j][i], out ? rounded<T>(value) : value, memory.lr);
+        total[j][i] = next_residual<R>(total[j][i], out ? rounded<T>(value) : value, memory.lr);
       });
-      store_floats<T, S>(residual, unit, total);
+      store_state<R, T, S>(residual, unit, total);
     }
   }
   if (!out) return;
@@ -163,7 +169,7 @@ QCCL_FN const u8* of_lane(const u8* mine, u32 lane) {
   return global(reinterpret_cast<const u8*>(low | (u64)high << 32));
 }
 
-template <class Tile, class T, class S, Pass P, Combine Op, bool Stateful>
+template <class Tile, class T, class S, Pass P, Combine Op, class R>
 QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state, const BufferRef* sources,
                          const Parameters& parameters, const Memory& memory) {
   u8* own = resolve(memory, job.own);
@@ -172,8 +178,8 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
   Unit unit;
   if (!find_unit<T, S>(number, job.units, count, parameters, unit)) return;
   if (own) prefetch_raw<T>(own, unit);
-  if constexpr (Stateful) {
-    if (const float* residual = floats_of(memory, state->residual, 0)) prefetch_floats(residual, unit);
+  if constexpr (kStateful<R>) {
+    if (const u8* residual = resolve(memory, state->residual)) prefetch_raw<R>(residual, unit);
   }
   const u8* source = source_of_lane(job, sources, 0, memory);
 #pragma unroll 1
@@ -181,7 +187,7 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
   Values<T, S> total;
   for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] = neutral<Op>(); });
   for (u32 k = 0;; ++k) {
-    if (k == own_index) combine_own<T, S, P, Op, Stateful>(own, state, memory, unit, total);
+    if (k == own_index) combine_own<T, S, P, Op, kStateful<R>>(own, state, memory, unit, total);
     if (k == source_count) break;
     if (k > 0 && k % 32 == 0) source = source_of_lane(job, sources, k, memory);
     typename Tile::template Wire<T, S> codes;
@@ -194,18 +200,18 @@ QCCL_FN void reduce_unit(u32 number, const ReduceJob& job, const StateJob* state
   u8* wire = resolve(memory, job.wire);
   u8* out = resolve(memory, job.out);
   if (job.scale != 1.0f) for_each_element<T, S>([&](u32 j, u32 i) { total[j][i] *= job.scale; });
-  if constexpr (Stateful) {
-    const float inverse_lr = 1.0f / memory.lr;
-    if (const float* residual = floats_of(memory, state->residual, 0)) {
-      load_floats<T, S>(residual, unit, [&](u32 j, u32 i, float value) {
-        total[j][i] = with_residual(total[j][i], value, inverse_lr);
+  if constexpr (kStateful<R>) {
+    const float factor = residual_factor(state->beta, memory.lr);
+    if (const auto* residual = elements_of<R>(memory, state->residual, 0)) {
+      load_state<R, T, S>(residual, unit, [&](u32 j, u32 i, float value) {
+        total[j][i] = with_residual(total[j][i], value, factor);
       });
     }
   }
   if (wire) {
     repeat_first<T, S>(total, unit);
     const TileJob tile_job = {job.count, job.index, job.round, job.rank, job.scratch};
-    encode_total<Tile, T, S, P, Stateful>(total, wire, out, state, unit, tile_job, parameters, memory);
+    encode_total<Tile, T, S, P, R>(total, wire, out, state, unit, tile_job, parameters, memory);
   } else if (out && P != Pass::range) {
     store_values<T, S>(out, unit, total, any_nan<T, S>(total));
   }
@@ -227,17 +233,17 @@ __global__ void __launch_bounds__(kThreads, fitting_blocks<T>(Tile::reduce_block
 reduce(const ReduceJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
        const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
-  reduce_unit<Tile, T, S, P, Op, false>(block.number, share_job(jobs[block.job]), nullptr, sources, parameters, memory);
+  reduce_unit<Tile, T, S, P, Op, NoState>(block.number, share_job(jobs[block.job]), nullptr, sources, parameters, memory);
 }
 
-// A sum with state.
-template <class Tile, class T, class S, Pass P>
+// A sum with state; R is the element type of residuals.
+template <class Tile, class T, class S, Pass P, class R>
 __global__ void __launch_bounds__(kThreads, fitting_blocks<T>(Tile::state_blocks))
 reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                   const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);
   const StateJob& job = share_job(jobs[block.job]);
-  reduce_unit<Tile, T, S, P, Combine::sum, true>(block.number, job.reduce, &job, sources, parameters, memory);
+  reduce_unit<Tile, T, S, P, Combine::sum, R>(block.number, job.reduce, &job, sources, parameters, memory);
 }
 
 }  // namespace QCCL_NAMESPACE

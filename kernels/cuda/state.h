@@ -23,13 +23,15 @@ struct OwnValues {
   }
 };
 
-// The floats of a buffer from element `first` on; null for kNoBuffer.
-QCCL_FN float* floats_of(const Memory& memory, const BufferRef& place, u64 first) {
+// The elements of a buffer from number `first` on; null for kNoBuffer.
+template <class R>
+QCCL_FN typename R::Storage* elements_of(const Memory& memory, const BufferRef& place, u64 first) {
   u8* base = resolve(memory, place);
-  return base ? reinterpret_cast<float*>(base) + first : nullptr;
+  return base ? elements<R>(base, first) : nullptr;
 }
 
-template <class Codec, class T>
+// R is the element type of residuals.
+template <class Codec, class T, class R>
 __global__ void __launch_bounds__(kThreads, 2)
 bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const __grid_constant__ Parameters parameters,
                 const __grid_constant__ Memory memory) {
@@ -43,15 +45,16 @@ bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const _
   const u32 n = Format::size_of(format, b);
   const BlockTeam team;
   float* total = total_of(reduce, b, parameters);
-  const OwnValues<T> own = {elements<T>(resolve(memory, reduce.own), first), floats_of(memory, job.momentum, first),
-                            floats_of(memory, job.new_momentum, first), job.mu};
+  const OwnValues<T> own = {elements<T>(resolve(memory, reduce.own), first), elements_of<Float32>(memory, job.momentum, first),
+                            elements_of<Float32>(memory, job.new_momentum, first), job.mu};
   combine_bucket<Codec, T, Combine::sum>(format, reduce, sources, b, memory, own, total);
-  const float* residual = floats_of(memory, job.residual, first);
-  float* new_residual = floats_of(memory, job.new_residual, first);
-  const float lr = memory.lr, inverse_lr = 1.0f / lr;
+  const auto* residual = elements_of<R>(memory, job.residual, first);
+  auto* new_residual = elements_of<R>(memory, job.new_residual, first);
+  const float lr = memory.lr, factor = residual_factor(job.beta, lr);
+  const auto keep = [&](u32 i, float decoded) { new_residual[i] = R::from_float(next_residual<R>(total[i], decoded, lr)); };
   team.each(n, [&](u32 i) {
     if (reduce.scale != 1.0f) total[i] *= reduce.scale;
-    if (residual) total[i] = with_residual(total[i], residual[i], inverse_lr);
+    if (residual) total[i] = with_residual(total[i], R::to_float(residual[i]), factor);
   });
   team.sync();
   u8* wire = resolve(memory, reduce.wire);
@@ -67,24 +70,29 @@ bucket_reduce_with_state(const StateJob* jobs, const BufferRef* sources, const _
   if (out) {
     store_bucket(format, wire, b, counter, out);
     team.sync();
-    if (residual) team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], T::to_float(out[i]), lr); });
+    if (residual) team.each(n, [&](u32 i) { keep(i, T::to_float(out[i])); });
   } else if (residual) {
     if constexpr (Codec::sparse) {
-      team.each(n, [&](u32 i) { new_residual[i] = next_residual(total[i], 0.0f, lr); });
+      team.each(n, [&](u32 i) { keep(i, 0.0f); });
       team.sync();
     }
-    decode_bucket(format, wire, b, counter, [&](u32 i, float value) {
-      new_residual[i] = next_residual(total[i], Codec::sparse ? 0.0f + value : value, lr);
-    });
+    decode_bucket(format, wire, b, counter, [&](u32 i, float value) { keep(i, Codec::sparse ? 0.0f + value : value); });
   }
 }
 
 // Elements that a block handles in commit().
 constexpr u32 kCommitted = 4096;
 
+template <class R>
+QCCL_FN void copy_elements(const Memory& memory, const DecodeJob& job, u64 first, u32 n) {
+  const auto* from = elements_of<R>(memory, job.wire, first);
+  auto* to = elements_of<R>(memory, job.dst, first);
+  for (u32 i = threadIdx.x; i < n; i += kThreads) to[i] = from[i];
+}
+
 // First pass: set the first word of the scratch, zero before, if a job without a destination has a value that is not
-// finite, or after a failure, when received values may be garbage. Second pass: if the word is still zero, copy floats from
-// "wire" to "dst" for the other jobs.
+// finite, or after a failure, when received values may be garbage. Second pass: if the word is still zero, copy elements of
+// job.itemsize bytes, 2 or 4, from "wire" to "dst" for the other jobs.
 template <class T, Pass P>
 __global__ void __launch_bounds__(kThreads)
 commit(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
@@ -104,9 +112,11 @@ commit(const DecodeJob* jobs, const BufferRef*, const __grid_constant__ Paramete
     }
   } else {
     if (*parameters.scratch) return;
-    const float* from = floats_of(memory, job.wire, first);
-    float* to = floats_of(memory, job.dst, first);
-    for (u32 i = threadIdx.x; i < n; i += kThreads) to[i] = from[i];
+    if (job.itemsize == 2) {
+      copy_elements<BFloat16>(memory, job, first, n);
+    } else {
+      copy_elements<Float32>(memory, job, first, n);
+    }
   }
 }
 

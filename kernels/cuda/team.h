@@ -23,6 +23,8 @@ QCCL_FN i32* integer_lanes() {
 
 class BlockTeam {
  public:
+  static constexpr bool is_one_thread = false;
+
   // `scratch`: device memory for the words that the codec's Kernel asks for (qccl/codecs/base.py).
   QCCL_MEMBER explicit BlockTeam(u32* scratch = nullptr) : scratch_(scratch) {}
 

@@ -139,10 +139,6 @@ QCCL_FN void prefetch_raw(const u8* values, const Unit& unit) {
   prefetch(values + unit.warp_first * itemsize, unit.warp_size * itemsize, lane_number());
 }
 
-QCCL_FN void prefetch_floats(const float* floats, const Unit& unit) {
-  prefetch(reinterpret_cast<const u8*>(floats + unit.warp_first), unit.warp_size * 4, lane_number());
-}
-
 // Loads kRows rows of the unit from `row` on; `values` are the call's, aligned to Step. A vector that is partly outside the
 // unit is filled with copies of a value in it; a vector outside is undefined. All lanes of the warp take part.
 template <class T, class S, class Step = typename T::Storage>
@@ -286,46 +282,68 @@ QCCL_FN void store_values(u8* values, const Unit& unit, const Values<T, S>& x, b
   }
 }
 
-// take(j, i, x) for the float of each of a thread's values; `floats` are the call's. Outside the unit they are 0.
-template <class T, class S, class Take>
-QCCL_FN void load_floats(const float* floats, const Unit& unit, Take take) {
-  const float* from = floats + unit.first + unit.offset;
-  const bool wide = is_aligned(from, 16) && is_whole<T>(unit);
+// The bits of four elements of type R as floats; those from number n on are 0. If `wide`, one load suffices for all.
+template <class R>
+QCCL_FN uint4 load_four(const typename R::Storage* at, u32 n, bool wide) {
+  if (!wide) {
+    const auto bits = [&](u32 i) { return n > i ? bits_of(R::to_float(at[i])) : 0; };
+    return {bits(0), bits(1), bits(2), bits(3)};
+  }
+  if (!n) return {};
+  if constexpr (R::code == Float32::code) {
+    return *reinterpret_cast<const uint4*>(at);
+  } else {
+    static_assert(R::code == BFloat16::code, "state is float32 or bfloat16");
+    const u64 x = *reinterpret_cast<const u64*>(at);
+    return {(u32)x << 16, (u32)x & 0xffff0000u, (u32)(x >> 32) << 16, (u32)(x >> 32) & 0xffff0000u};
+  }
+}
+
+// Stores four floats, which R has, with one store.
+template <class R>
+QCCL_FN void store_four(typename R::Storage* at, const float* x) {
+  if constexpr (R::code == Float32::code) {
+    *reinterpret_cast<uint4*>(at) = {bits_of(x[0]), bits_of(x[1]), bits_of(x[2]), bits_of(x[3])};
+  } else {
+    const auto two = [&](u32 i) { return (u32)R::from_float(x[i]) | (u32)R::from_float(x[i + 1]) << 16; };
+    *reinterpret_cast<u64*>(at) = two(0) | (u64)two(2) << 32;
+  }
+}
+
+// take(j, i, x) for the state of each of a thread's values as a float; `state` is the call's, of type R. Outside the unit it
+// is 0.
+template <class R, class T, class S, class Take>
+QCCL_FN void load_state(const typename R::Storage* state, const Unit& unit, Take take) {
+  const auto* from = state + unit.first + unit.offset;
+  const bool wide = is_aligned(from, 4 * sizeof *from) && is_whole<T>(unit);
 #pragma unroll
   for (u32 j = 0; j < S::vectors; ++j) {
 #pragma unroll
     for (u32 i = 0; i < kPerVector<T>; i += 4) {
-      const float* at = from + j * kPerRow<T> + i;
       const u32 place = unit.offset + j * kPerRow<T> + i, n = place < unit.size ? unit.size - place : 0;
-      uint4 x = {};
-      if (wide) {
-        if (n) x = *reinterpret_cast<const uint4*>(at);
-      } else {
-        x = {n > 0 ? bits_of(at[0]) : 0, n > 1 ? bits_of(at[1]) : 0, n > 2 ? bits_of(at[2]) : 0, n > 3 ? bits_of(at[3]) : 0};
-      }
+      const uint4 x = load_four<R>(from + j * kPerRow<T> + i, n, wide);
       take(j, i, float_of(x.x)), take(j, i + 1, float_of(x.y)), take(j, i + 2, float_of(x.z)), take(j, i + 3, float_of(x.w));
     }
   }
 }
 
-// Stores the float of each of a thread's values in the unit.
-template <class T, class S>
-QCCL_FN void store_floats(float* floats, const Unit& unit, const Values<T, S>& x) {
-  float* to = floats + unit.first + unit.offset;
-  const bool wide = is_aligned(to, 16) && is_whole<T>(unit);
+// Stores the state of each of a thread's values in the unit.
+template <class R, class T, class S>
+QCCL_FN void store_state(typename R::Storage* state, const Unit& unit, const Values<T, S>& x) {
+  auto* to = state + unit.first + unit.offset;
+  const bool wide = is_aligned(to, 4 * sizeof *to) && is_whole<T>(unit);
 #pragma unroll
   for (u32 j = 0; j < S::vectors; ++j) {
     if (j >= unit.stored) break;
 #pragma unroll
     for (u32 i = 0; i < kPerVector<T>; i += 4) {
-      float* at = to + j * kPerRow<T> + i;
       const float(&y)[kPerVector<T>] = x[j];
       if (wide) {
-        *reinterpret_cast<uint4*>(at) = {bits_of(y[i]), bits_of(y[i + 1]), bits_of(y[i + 2]), bits_of(y[i + 3])};
+        store_four<R>(to + j * kPerRow<T> + i, y + i);
       } else {
 #pragma unroll
         for (u32 k = i; k < i + 4; ++k) {
-          if (unit.offset + j * kPerRow<T> + k < unit.size) to[j * kPerRow<T> + k] = y[k];
+          if (unit.offset + j * kPerRow<T> + k < unit.size) to[j * kPerRow<T> + k] = R::from_float(y[k]);
         }
       }
     }

@@ -100,15 +100,30 @@ QCCL_LOOP static inline void add_momentum(const StateArgs& state, u64 first, con
   }
 }
 
-QCCL_LOOP static inline void add_residual(const StateArgs& state, u64 first, u32 n, float* total) {
-  const float *old = state.residual + first, inverse_lr = 1.0f / state.lr;
-  for (u32 i = 0; i < n; ++i) total[i] = with_residual(total[i], old[i], inverse_lr);
+// Residuals of type R: adds them to the total, and stores those that the decoded values leave.
+template <class R>
+struct Residuals {
+  QCCL_LOOP static void add(const StateArgs& state, u64 first, u32 n, float* total) {
+    const auto* old = element<R>(state.residual, first);
+    const float factor = residual_factor(state.beta, state.lr);
+    for (u32 i = 0; i < n; ++i) total[i] = with_residual(total[i], R::to_float(old[i]), factor);
+  }
+
+  QCCL_LOOP static void keep(const StateArgs& state, u64 first, u32 n, const float* total, const float* decoded) {
+    auto* next = element<R>(state.new_residual, first);
+    const float lr = state.lr;
+    for (u32 i = 0; i < n; ++i) next[i] = R::from_float(next_residual<R>(total[i], decoded[i], lr));
+  }
+};
+
+static inline void add_residual(const StateArgs& state, u64 first, u32 n, float* total) {
+  if (state.residual_dtype == Float32::code) return Residuals<Float32>::add(state, first, n, total);
+  Residuals<BFloat16>::add(state, first, n, total);
 }
 
-QCCL_LOOP static inline void keep_residual(const StateArgs& state, u64 first, u32 n, const float* total,
-                                           const float* decoded) {
-  float *next = state.new_residual + first, lr = state.lr;
-  for (u32 i = 0; i < n; ++i) next[i] = next_residual(total[i], decoded[i], lr);
+static inline void keep_residual(const StateArgs& state, u64 first, u32 n, const float* total, const float* decoded) {
+  if (state.residual_dtype == Float32::code) return Residuals<Float32>::keep(state, first, n, total, decoded);
+  Residuals<BFloat16>::keep(state, first, n, total, decoded);
 }
 
 // Encodes and decodes one bucket. `T` is the call's element type for typed codecs, and Float32 for the others, so that
@@ -167,6 +182,15 @@ struct BucketOfElements {
   }
 };
 
+// Where a sparse codec decodes more floats than caches hold, buckets go around the caches: a store of zeros would
+// otherwise first read the line.
+constexpr u64 kStreamedFloats = 1 << 20;
+
+template <class Codec, class T>
+bool streams(u64 count, const typename T::Storage* to) {
+  return Codec::sparse && T::code == Float32::code && count >= kStreamedFloats && reinterpret_cast<std::uintptr_t>(to) % 16 == 0;
+}
+
 template <class Codec, class T>
 struct BucketLoops {
   using Storage = typename T::Storage;
@@ -193,11 +217,19 @@ struct BucketLoops {
   static void decode(const BucketOptions& options, const DecodeArgs& args) {
     const Format format = Format::make(options, args.count);
     float *total = part(format, args.scratch, 0), *term = part(format, args.scratch, 1);
+    const bool streamed = !args.accumulate && streams<Codec, T>(args.count, element<T>(args.dst, 0));
     for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
       const u64 first = Format::first_of(format, b);
       const u32 n = Format::size_of(format, b);
       Storage* dst = element<T>(args.dst, first);
       const RngCounter counter = counter_at(args.counter, first);
+      if constexpr (T::code == Float32::code) {
+        if (streamed) {
+          Elements::template decode<Bucket>(format, args.wire, b, counter, term, total);
+          stream_floats(total, n, dst);
+          continue;
+        }
+      }
       if (!args.accumulate) {
         Elements::template decode<Bucket>(format, args.wire, b, counter, total, dst);
         continue;
@@ -207,6 +239,7 @@ struct BucketLoops {
       add_bucket(format, args.wire, b, counter, sum, total, term);
       to_elements<T>(total, n, dst);
     }
+    if (streamed) stop_streaming();
   }
 
   static void add_bucket(const Format& format, const u8* wire, u64 b, const RngCounter& counter, Total& sum, float* total,

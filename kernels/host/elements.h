@@ -114,4 +114,20 @@ QCCL_FN void store_values(const f32xN& x, typename T::Storage* to, u32 lanes) {
   __builtin_memcpy(to, some, lanes * sizeof some[0]);
 }
 
+// Copies n floats without bringing `to`, which is aligned to 16 bytes, into the caches. stop_streaming() follows.
+static inline void stream_floats(const float* from, u32 n, float* to) {
+  u32 i = 0;
+#if defined(__SSE2__)
+  for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+#endif
+  for (; i < n; ++i) to[i] = from[i];
+}
+
+// Orders streamed stores before later ones, as other threads see them.
+static inline void stop_streaming() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
 }  // namespace QCCL_NAMESPACE

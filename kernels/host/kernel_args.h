@@ -36,13 +36,15 @@ struct DecodeArgs {
 
 enum class Combine : std::uint32_t { sum = 0, min = 1, max = 2, replace = 3 };
 
-// The state of a Reduce, in fp32, one value per element. Both pointers of a pair may be null.
+// The state of a Reduce, one value per element: residuals of the element type `residual_dtype` (float32 or bfloat16), and
+// momenta in fp32. Both pointers of a pair may be null.
 struct StateArgs {
-  const float* residual;
-  float* new_residual;
+  const void* residual;
+  void* new_residual;
   const float* momentum;
   float* new_momentum;
-  float mu, lr;
+  float mu, beta, lr;
+  std::uint32_t residual_dtype;
 };
 
 // `own` and `out` may be null, and `wire` if `out` is not. own == out is allowed, other overlap is not. `source_ranks` (null:

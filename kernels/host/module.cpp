@@ -71,7 +71,7 @@ struct CallbackCodec final : qccl::Codec {
     nb::object state = nb::none();
     if (const qccl::StateArgs* s = c.state) {
       state = nb::make_tuple(address(s->residual), address(s->new_residual), address(s->momentum),
-                             address(s->new_momentum), s->mu, s->lr);
+                             address(s->new_momentum), s->mu, s->beta, s->lr, s->residual_dtype);
     }
     nb::list sources;
     for (std::uint32_t i = 0; i < c.source_count; ++i) sources.append(address(c.sources[i]));
@@ -110,11 +110,11 @@ void bind_operations(nb::module_& m) {
                      "values alone.\n\n``op``: 0 sum, 1 min, 2 max. One object may not run in two threads at once.")
       .def(nb::init<MemoryPointer, CodecPointer, u32, std::vector<BufferRef>, std::optional<BufferRef>, u32,
                     std::optional<BufferRef>, std::optional<BufferRef>, u64, u32, float, u64, u32, u32, std::vector<u32>, u32,
-                    StateBuffer, StateBuffer, float>(),
+                    StateBuffer, StateBuffer, float, float, u32>(),
            "memory"_a, "codec"_a, "dtype_code"_a, "srcs"_a, "own"_a.none(), "own_index"_a, "wire"_a.none(),
            "out"_a.none(), "count"_a, "op"_a, "scale"_a, "index"_a, "round"_a, "rank"_a,
            "source_ranks"_a = std::vector<u32>(), "source_round"_a = 0, "residual"_a = nb::none(),
-           "momentum"_a = nb::none(), "mu"_a = 0.0f);
+           "momentum"_a = nb::none(), "mu"_a = 0.0f, "beta"_a = 1.0f, "residual_dtype"_a = 0);
   nb::class_<Commit, Operation>(m, "Commit",
                                 "Copies (from, to, bytes) if all of ``guard`` (dtype_code, buffer, count) is finite.")
       .def(nb::init<MemoryPointer, std::vector<std::tuple<u32, BufferRef, u64>>,

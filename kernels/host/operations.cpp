@@ -186,7 +186,8 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
                std::optional<BufferRef> own, std::uint32_t own_index, std::optional<BufferRef> wire,
                std::optional<BufferRef> out, std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index,
                std::uint32_t round, std::uint32_t rank, std::vector<std::uint32_t> source_ranks,
-               std::uint32_t source_round, StateBuffer residual, StateBuffer momentum, float mu)
+               std::uint32_t source_round, StateBuffer residual, StateBuffer momentum, float mu, float beta,
+               std::uint32_t residual_dtype)
     : memory_(std::move(memory)),
       codec_(std::move(codec)),
       sources_(std::move(sources)),
@@ -198,6 +199,8 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
       residual_(residual),
       momentum_(momentum),
       mu_(mu),
+      beta_(beta),
+      residual_dtype_(residual_dtype),
       args_{nullptr, nullptr, static_cast<std::uint32_t>(sources_.size()), source_round, own_index, nullptr, nullptr,
             nullptr, count, dtype, static_cast<Combine>(op), scale, {0, index, round, rank}, nullptr, nullptr, {}} {
   check_dtype(dtype);
@@ -207,6 +210,8 @@ Reduce::Reduce(MemoryPointer memory, CodecPointer codec, std::uint32_t dtype, st
     check_buffer(*memory_, state->second, "state");
     require(op == 0, "op is " + std::to_string(op) + "; a reduction with state allows 0 (sum) only");
   }
+  require(residual_dtype == 0 || residual_dtype == 2,
+          "residual_dtype is " + std::to_string(residual_dtype) + "; allowed: 0 (float32), 2 (bfloat16)");
   require(!residual_ || wire, "there is a residual, but no wire that could leave something out");
   require(!momentum_ || own, "there is a momentum, but no own values");
   for (const BufferRef& source : sources_) check_buffer(*memory_, source, "srcs");
@@ -244,10 +249,10 @@ void Reduce::run() {
 }
 
 StateArgs Reduce::resolve_state() const {
-  StateArgs state = {nullptr, nullptr, nullptr, nullptr, mu_, memory_->lr};
+  StateArgs state = {nullptr, nullptr, nullptr, nullptr, mu_, beta_, memory_->lr, residual_dtype_};
   if (residual_) {
-    state.residual = reinterpret_cast<const float*>(resolve(*memory_, residual_->first));
-    state.new_residual = reinterpret_cast<float*>(resolve(*memory_, residual_->second));
+    state.residual = resolve(*memory_, residual_->first);
+    state.new_residual = resolve(*memory_, residual_->second);
   }
   if (momentum_) {
     state.momentum = reinterpret_cast<const float*>(resolve(*memory_, momentum_->first));

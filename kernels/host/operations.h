@@ -128,7 +128,7 @@ class Reduce final : public Operation {
          std::optional<BufferRef> own, std::uint32_t own_index, std::optional<BufferRef> wire, std::optional<BufferRef> out,
          std::uint64_t count, std::uint32_t op, float scale, std::uint64_t index, std::uint32_t round,
          std::uint32_t rank, std::vector<std::uint32_t> source_ranks, std::uint32_t source_round, StateBuffer residual,
-         StateBuffer momentum, float mu);
+         StateBuffer momentum, float mu, float beta, std::uint32_t residual_dtype);
   void run() override;
   std::unique_ptr<Operation> copy() const override { return std::make_unique<Reduce>(*this); }
   std::size_t nbytes() const override { return sizeof *this + held(sources_) + held(addresses_) + held(source_ranks_); }
@@ -143,7 +143,8 @@ class Reduce final : public Operation {
   std::vector<std::uint32_t> source_ranks_;
   std::optional<BufferRef> own_, wire_, out_;
   StateBuffer residual_, momentum_;
-  float mu_;
+  float mu_, beta_;
+  std::uint32_t residual_dtype_;
   ReduceArgs args_;
 };
 

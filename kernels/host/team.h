@@ -25,6 +25,8 @@ struct SumLanes<FloatPair> {
 
 class HostTeam {
  public:
+  static constexpr bool is_one_thread = true;
+
   // `limit`: the end of the memory that unpack() may read. `scratch`: floats for twice a bucket.
   explicit HostTeam(const u8* limit, float* scratch = nullptr) : limit_(limit), scratch_(scratch) {}
 
@@ -198,6 +200,17 @@ class HostTeam {
   template <class Body>
   QCCL_MEMBER u32 each_set_bit(const u8* from, u32 nbytes, const Body& body) const {
     u32 number = 0;
+    each_word(from, nbytes, [&](u64 word, u32 first) {
+      for (; word; word &= word - 1) body(number++, first + (u32)__builtin_ctzll(word));
+      return true;
+    });
+    return number;
+  }
+
+  // body(word, first) for the bytes in words of 64 bits, of which `first` is the number of the first bit, until it returns
+  // false. Returns whether it never did.
+  template <class Body>
+  QCCL_MEMBER bool each_word(const u8* from, u32 nbytes, const Body& body) const {
     for (u32 at = 0; at < nbytes; at += 8) {
       u64 word = 0;
       if (nbytes - at >= 8) {
@@ -205,9 +218,9 @@ class HostTeam {
       } else {
         for (u32 i = at; i < nbytes; ++i) word |= (u64)from[i] << 8 * (i - at);
       }
-      for (; word; word &= word - 1) body(number++, 8 * at + (u32)__builtin_ctzll(word));
+      if (!body(word, 8 * at)) return false;
     }
-    return number;
+    return true;
   }
 
   // Whether `mine` is true in one of the team's threads.

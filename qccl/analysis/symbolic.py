@@ -407,7 +407,7 @@ class _Operation:
             terms.insert(op.own_index, own)
         total = self.combine(terms, op.op, op.scale)
         if op.state is not None and op.state.residual is not None:
-            total = self._with_state(total, op.state.residual, op.wire)
+            total = self._with_state(total, op.state.residual, (op.wire, op.state.beta))
         if op.wire is not None:
             wire = self.encode(op.codec, dtype, total, op.wire, op.index, op.round)
             total = _Term(wire.value, wire.first, wire.count)

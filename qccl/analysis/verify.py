@@ -34,7 +34,7 @@ from typing import NoReturn
 from qccl.analysis.events import Computation, Ensemble, Event, EventGraph, Gate, Rendezvous, Rules, in_order
 from qccl.analysis.postconditions import allreduce
 from qccl.analysis.symbolic import Contents, Postcondition, Precondition
-from qccl.dtypes import FLOAT32, DType
+from qccl.dtypes import DType
 from qccl.schedule import (
     Commit,
     Decode,
@@ -228,10 +228,10 @@ class _Checker:
     def _state_buffer(self, state_buffers: StateBuffer, count: int) -> None:
         for span, role in ((state_buffers.old, Role.STATE), (state_buffers.new, Role.WORK)):
             buffer = self._schedule.buffers[span.buffer]
-            if (len(span), buffer.dtype, buffer.role) != (count, FLOAT32, role):
+            if (len(span), buffer.dtype, buffer.role) != (count, state_buffers.dtype, role):
                 self._fail(
                     f"keeps state in {state_buffers.old} and {state_buffers.new}; both must have {count} elements of "
-                    f"float32, in a state and a work buffer"
+                    f"{state_buffers.dtype}, in a state and a work buffer"
                 )
 
     def _commit(self, op: Commit) -> None:

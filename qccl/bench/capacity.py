@@ -11,7 +11,8 @@ import click
 from qccl.bench.kinds import KINDS
 from qccl.bench.options import DTYPES, Options
 from qccl.bench.params import codec_of
-from qccl.dtypes import FLOAT32, get
+from qccl.codecs.feedback import state_nbytes
+from qccl.dtypes import get
 
 __all__ = ["available_nbytes", "check_memory", "needed_nbytes", "shared_processors"]
 
@@ -27,7 +28,7 @@ def needed_nbytes(options: Options, ranks: int, here: int, transport: str | None
     """The memory, in bytes, that ``here`` of ``ranks`` ranks need at the largest size, rather too low than too high.
 
     Each has its input and output, wire slots of a chunked call (taken as half the vector), and for codecs with state
-    the old and the new state in float32. On GPUs only the processes count.
+    the old and the new state. On GPUs only the processes count.
     """
     each = _RANK_NBYTES.get(transport or "", min(_RANK_NBYTES["mpi"], _RANK_NBYTES["ucx"]))
     if options.backend == "host":
@@ -35,8 +36,8 @@ def needed_nbytes(options: Options, ranks: int, here: int, transport: str | None
         part = size // ranks
         each += (size if kind.whole_input else part) + (size if kind.whole_output else part) + size // 2
         itemsize = min(get(DTYPES[name]).itemsize for name in options.dtypes)
-        states = max(len(codec_of(spec).state_names) for spec in options.codecs)
-        each += 2 * states * size // itemsize * FLOAT32.itemsize
+        states = max(state_nbytes(codec_of(spec)) for spec in options.codecs)
+        each += 2 * states * size // itemsize
     return each * here
 
 

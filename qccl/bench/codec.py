@@ -25,6 +25,7 @@ from qccl.bench.params import (
     codec_of,
     list_of,
     option,
+    output_file,
     output_file_or_stdout,
     picture_file,
 )
@@ -92,6 +93,7 @@ class Speed:
 @click.option("--frontier", is_flag=True, help="Errors against bytes instead, beside other systems' formulas.")
 @option("--draws", AT_LEAST_1, "N", "With --frontier: draws of each sample [5].")
 @option("--plot picture", picture_file, "FILE", "With --frontier: draw a chart.")
+@option("--write page", output_file, "FILE", "With --frontier: put the rows into the table of a Markdown page.")
 @option("-J --json path", output_file_or_stdout, "FILE", _JSON_HELP)
 def codec(
     size: int,
@@ -104,6 +106,7 @@ def codec(
     frontier: bool,
     draws: int | None,
     picture: str | None,
+    page: str | None,
     path: str | None,
 ) -> None:
     """Time encode, decode and the fused reduce of each codec, in turns with memcpy on one core.
@@ -116,6 +119,8 @@ def codec(
     """
     if picture is not None and not frontier:
         raise click.UsageError("--plot draws errors over bytes; give --frontier too")
+    if page is not None and not frontier:
+        raise click.UsageError("--write writes a table of errors; give --frontier too")
     if draws is not None and not frontier:
         raise click.UsageError("--draws is a number of draws of values to measure errors on; give --frontier too")
     try:
@@ -123,7 +128,7 @@ def codec(
     except ImportError as error:
         raise click.ClickException(f"the host extension cannot be loaded ({error}); install qccl again") from error
     if frontier:
-        return _frontier(specs, draws, picture, path)
+        return _frontier(specs, draws, picture, page, path)
     if size < 4:
         raise click.UsageError(f"-b {size} has no whole element; give 4 or more")
     head = {"qccl_version": qccl.__version__, "isa": isa, "threads": threads}
@@ -173,10 +178,14 @@ class _Output:
             write_json(self._path, self._document)
 
 
-def _frontier(specs: Sequence[str] | None, draws: int | None, picture: str | None, path: str | None) -> None:
+def _frontier(
+    specs: Sequence[str] | None, draws: int | None, picture: str | None, page: str | None, path: str | None
+) -> None:
     """Measure the codecs' errors; print, plot and write them."""
     from qccl.bench import frontier
 
+    if page is not None:
+        frontier.split_page(page)  # refuse a page without a table before measuring, which takes minutes
     number = draws or frontier.DRAWS
     points = frontier.measure(specs or frontier.FRONTIER, draws=number)
     with _Output(path, {"qccl_version": qccl.__version__, "draws": number}) as output:
@@ -193,6 +202,9 @@ def _frontier(specs: Sequence[str] | None, draws: int | None, picture: str | Non
 
             write_frontier(picture, points)
             output.line(f"# Wrote {picture}")
+        if page is not None:
+            frontier.write_rows(page, points)
+            output.line(f"# Wrote {page}")
         output.add(*map(asdict, points))
 
 

@@ -29,7 +29,8 @@ from qccl.bench.profile import Profile, estimated, measured
 from qccl.bench.sizes import parse_link, parse_seconds, parse_size
 from qccl.bench.tcp_model import Tcp
 from qccl.codecs import Codec
-from qccl.codecs.feedback import momentum_of
+from qccl.codecs.feedback import feedback_of, momentum_of
+from qccl.codecs.floats import storage
 from qccl.codecs.operations import Operations
 from qccl.dtypes import FLOAT32
 from qccl.launchers import detect
@@ -254,7 +255,9 @@ def _advice_lines(step: Step, advice: Advice | None) -> Iterator[str]:
 def measure_speed(codec: Codec, count: int) -> Speed:
     """Time the codec's kernels on ``count`` values; an encoder with state updates it."""
     values, decoded = gaussian(0, 0, count, FLOAT32, seed=0), empty(count, FLOAT32)
-    state = {name: [np.zeros(count, np.float32) for _ in range(2)] for name in codec.state_names}  # old and new
+    beta, kept_as = feedback_of(codec)
+    kinds = {"residual": storage(kept_as), "momentum": np.float32}
+    state = {name: [np.zeros(count, kinds[name]) for _ in range(2)] for name in codec.state_names}  # old and new
     wire = np.empty(codec.encoded_nbytes(count, FLOAT32), np.uint8)
     kernels = Operations(codec, FLOAT32)
     encode, decode = kernels.encode(values, wire), kernels.decode(wire, decoded)
@@ -263,7 +266,8 @@ def measure_speed(codec: Codec, count: int) -> Speed:
     error = float(np.linalg.norm(decoded - values) / np.linalg.norm(values))
     if codec.state_names:
         residual, momentum = state.get("residual", ()), state.get("momentum", ())
-        encode = kernels.reduce([], values, wire, residual=residual, momentum=momentum, mu=momentum_of(codec))
+        mu = momentum_of(codec)
+        encode = kernels.reduce([], values, wire, residual=residual, momentum=momentum, mu=mu, beta=beta)
     times = time_operations({"encode": encode, "decode": decode}, 5, 1)
     kept = sum(_seconds(partial(np.copyto, new, old)) for old, new in state.values())  # a call's last operation
     return Speed((min(times["encode"]) + kept) / count, min(times["decode"]) / count, error)

@@ -6,8 +6,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
 import numpy as np
 
 from qccl import codecs
@@ -15,14 +17,18 @@ from qccl.bench.params import codec_of
 from qccl.bench.peers import PEERS
 from qccl.bench.samples import SAMPLES, relative_error
 from qccl.codecs import Codec
+from qccl.files import writing
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["COUNT", "DRAWS", "FRONTIER", "Point", "cell", "measure", "shannon", "table"]
+__all__ = ["COUNT", "DRAWS", "FRONTIER", "Point", "cell", "measure", "shannon", "table", "write_rows"]
 
 #: elements of a sample: whole buckets of every codec
 COUNT = 1 << 20
+
+#: the comments around the table in a page
+BEGIN, END = "<!-- measured by qccl-bench codec --frontier -->", "<!-- end of qccl-bench codec --frontier -->"
 
 #: default number of draws of each sample
 DRAWS = 5
@@ -127,6 +133,46 @@ def table(points: Sequence[Point]) -> Iterator[str]:
     for name, *others in rows:
         aligned = (f"{each:>{width}}" for each, width in zip(others, widths[1:], strict=True))
         yield "  ".join([f"{name:<{widths[0]}}", *aligned])
+
+
+def write_rows(page: str, points: Sequence[Point]) -> None:
+    """Put the points into the Markdown table of a page, between the comments BEGIN and END, in the order of bytes.
+
+    A row of the same codec is replaced, the others stay. Raises UsageError if the page has no such comments.
+    """
+    before, old, after = split_page(page)
+    head = _markdown(["codec", "B/element", "Shannon", *SAMPLES]), _markdown(["---"] * (3 + len(SAMPLES)))
+    rows = {line.split(" | ")[0]: line for line in old.split("\n") if line.startswith("| ") and line not in head}
+    rows |= {line.split(" | ")[0]: line for line in map(_markdown, map(_cells, points))}
+    ordered = sorted(rows.values(), key=lambda line: (float(line.split(" | ")[1]), line.split(" | ")[0].strip("| `()")))
+    table = "\n".join([*head, *ordered])
+    with writing(page) as file:
+        file.write(f"{before}{BEGIN}\n\n{table}\n\n{END}{after}".encode())
+
+
+def split_page(page: str) -> tuple[str, str, str]:
+    """The text of a page before, between and behind the comments. Raises UsageError if it has none."""
+    try:
+        text = Path(page).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise click.UsageError(f"--write {page}: the page cannot be read ({error})") from error
+    before, found, rest = text.partition(BEGIN)
+    between, closed, after = rest.partition(END)
+    if not (found and closed):
+        raise click.UsageError(
+            f"--write {page}: it has no lines {BEGIN!r} and {END!r}; put them around the table's place"
+        )
+    return before, between, after
+
+
+def _cells(p: Point) -> list[str]:
+    """A row of a page: the errors have as many digits as draws agree in."""
+    errors = [cell(p.errors[name], *p.ranges[name]) for name in SAMPLES]
+    return [f"`{p.name}`" if p.ours else f"({p.name})", f"{p.density:.4f}", f"{shannon(p.density):.5f}", *errors]
+
+
+def _markdown(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def cell(median: float, least: float, greatest: float) -> str:

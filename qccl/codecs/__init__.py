@@ -44,17 +44,20 @@ _NAME = re.compile(r"([a-z_]+)(\d*)", re.ASCII)
 _PLUS = re.compile(r"\+(?![0-9])")
 #: keys of BytePS that repeat the codec's name
 _BYTEPS = {"onebit_scaling": "scaling", "dithering_partition": "partition", "dithering_normalize": "normalize"}
+#: fields of error feedback, and their keys in a dict, where the codec inside may have a "dtype" of its own
+_FEEDBACK = {"beta": "ef_beta", "dtype": "ef_dtype"}
 _MOMENTUM = (("momentum", "momentum_type"), "nesterov", "nesterov")
 
 
 def get(spec: str | Mapping[str, Any] | Codec, kinds: Mapping[str, type[Codec]] | None = None) -> Codec:
     """The codec that ``spec`` names.
 
-    A string is ``name[bits][:key=value,...]``; "+ef" and "+nesterov:mu=0.9" behind it add error feedback and
-    momentum. "/" separates the codecs of the two rounds (TwoRounds); the second may be options that differ from those
-    of the first, as in "topk:k=64,values=exp4/k=256+ef". A dict has the name under "compressor" and the same keys, each
-    with or without the prefix ``byteps_``; its values may be strings. ``kinds`` are the codecs by name (None: CODECS);
-    nothing is imported. Raises CodecError with the wrong key or value, the allowed ones, and the nearest.
+    A string is ``name[bits][:key=value,...]``; "+ef" (or "+ef:beta=0.95,dtype=bfloat16") and "+nesterov:mu=0.9" behind
+    it add error feedback and momentum. "/" separates the codecs of the two rounds (TwoRounds); the second may be
+    options that differ from those of the first, as in "topk:k=64,values=exp4/k=256+ef". A dict has the name under
+    "compressor" and the same keys, each with or without the prefix ``byteps_``; with "ef" also "ef_beta" and
+    "ef_dtype". Its values may be strings. ``kinds`` are the codecs by name (None: CODECS); nothing is imported. Raises
+    CodecError with the wrong key or value, the allowed ones, and the nearest.
     """
     if isinstance(spec, Codec):
         return spec
@@ -175,6 +178,11 @@ def _take_decorators(options: dict[str, Any], spec: Mapping[str, Any]) -> list[t
             )
         if given:
             found.append((name, {}))
+    feedback = {field: options.pop(key) for field, key in _FEEDBACK.items() if key in options}
+    if feedback:
+        if not found or found[0][0] != "ef":
+            raise CodecError(f"codec {dict(spec)!r} gives {_list(_FEEDBACK.values())} without ef; add ef='vanilla'")
+        found[0][1].update(feedback)
     mu = [options.pop(key) for key in ("mu", "momentum_mu") if key in options]
     if mu:
         if not found or found[-1][0] != "nesterov" or len(mu) > 1:

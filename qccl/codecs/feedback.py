@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from qccl.codecs.base import Codec, Kernel
 from qccl.codecs.checks import keep
-from qccl.dtypes import DType
+from qccl.dtypes import BFLOAT16, FLOAT32, DType
 from qccl.errors import CodecError
 from qccl.scalars import as_real
 
@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 __all__ = ["Decorator", "ErrorFeedback", "Momentum"]
+
+
+#: the element types in which errors can be kept
+_KEPT = {dtype.name: dtype for dtype in (FLOAT32, BFLOAT16)}
 
 
 @dataclass(frozen=True)
@@ -83,13 +87,27 @@ class ErrorFeedback(Decorator):
     of the sum.
 
     Sources: Seide et al. 2014 (1-bit SGD); Karimireddy et al. 2019, arXiv 1901.09847; BytePS's design of gradient
-    compression, "Compressor - Development API".
+    compression, "Compressor - Development API". The decay: DeMo (Peng et al. 2024, arXiv 2411.19870) and SparseLoCo
+    (arXiv 2508.15706).
+
+    Attributes:
+        beta: decay of the error from one call to the next, 0 < beta <= 1; with 1 nothing is ever lost.
+        dtype: element type in which errors are kept, "float32" or "bfloat16" (rounded to nearest, ties to even).
     """
+
+    beta: float = 1.0
+    dtype: str = "float32"
 
     name: ClassVar[str] = "ef"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        beta = as_real(self.beta)
+        if beta is None or not 0 < beta <= 1:
+            raise CodecError(f"ef: beta={self.beta!r} is not possible; allowed are numbers above 0, up to 1")
+        keep(self, "beta", float(beta))
+        if self.dtype not in _KEPT:
+            raise CodecError(f"ef: dtype={self.dtype!r} is not possible; allowed are {', '.join(_KEPT)}")
         if self.codec.state_names:
             raise CodecError(
                 f"{self.codec.spec()}+ef is not possible: +ef directly follows the codec, once, and momentum follows "
@@ -100,6 +118,15 @@ class ErrorFeedback(Decorator):
     def state_names(self) -> tuple[str, ...]:
         """The residual alone: +ef directly follows a codec without state."""
         return ("residual",)
+
+    def spec(self) -> str:
+        """With the fields that are not the defaults, such as "onebit+ef:beta=0.95,dtype=bfloat16"."""
+        options = [
+            f"{name}={value}"
+            for name in ("beta", "dtype")
+            if (value := getattr(self, name)) != getattr(ErrorFeedback, name)
+        ]
+        return f"{super().spec()}:{','.join(options)}" if options else super().spec()
 
 
 @dataclass(frozen=True)
@@ -142,6 +169,21 @@ class Momentum(Decorator):
     def spec(self) -> str:
         """With the value of mu, such as "topk:k=0.01+ef+nesterov:mu=0.9"."""
         return f"{super().spec()}:mu={self.mu}"
+
+
+def feedback_of(codec: Codec) -> tuple[float, DType]:
+    """The ``beta`` of a codec's error feedback, and the element type of the errors; 1 and float32 without."""
+    while isinstance(codec, Decorator):
+        if isinstance(codec, ErrorFeedback):
+            return codec.beta, _KEPT[codec.dtype]
+        codec = codec.codec
+    return 1.0, FLOAT32
+
+
+def state_nbytes(codec: Codec) -> int:
+    """The bytes of a codec's state for each element."""
+    itemsize = {"residual": feedback_of(codec)[1].itemsize, "momentum": FLOAT32.itemsize}
+    return sum(itemsize[name] for name in codec.state_names)
 
 
 def momentum_of(codec: Codec) -> float:

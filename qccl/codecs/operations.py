@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qccl import dtypes
-from qccl.dtypes import DTypeLike
+from qccl.dtypes import BFLOAT16, DTypeLike
 from qccl.errors import ArgumentError
 from qccl.scalars import as_integer
 
@@ -69,11 +69,13 @@ class Operations:
         residual: Sequence[np.ndarray] = (),
         momentum: Sequence[np.ndarray] = (),
         mu: float = 0.0,
+        beta: float = 1.0,
         place: Place = _FIRST,
     ) -> Callable[[], None]:
         """``wire = encode(own + decode(wires[0]) + ...)``; ``out`` receives the decoded sum.
 
-        ``residual`` and ``momentum`` are the old and the new state (qccl.schedule.Reduce): float32, one per element.
+        ``residual`` and ``momentum`` are the old and the new state (qccl.schedule.Reduce), one value per element:
+        float32, or for residuals uint16 that holds bfloat16.
         """
         from qccl import _host
 
@@ -95,6 +97,8 @@ class Operations:
             residual=_pair(at, residual),
             momentum=_pair(at, momentum),
             mu=mu,
+            beta=beta,
+            residual_dtype=BFLOAT16.code if residual and residual[0].dtype.itemsize == BFLOAT16.itemsize else 0,
         )
 
     def _arguments(self, *arrays: np.ndarray) -> tuple[Any, Any, int]:

@@ -127,14 +127,16 @@ class _Calls:
 
 @dataclass(frozen=True)
 class _State:
-    """Addresses of the fp32 arrays kept from call to call (0: none); the arithmetic is that of ``kernels/state.h``."""
+    """Addresses of the arrays kept from call to call (0: none); the arithmetic is that of ``kernels/state.h``."""
 
     residual: int = 0
     new_residual: int = 0
     momentum: int = 0
     new_momentum: int = 0
     mu: float = 0.0
+    beta: float = 1.0
     lr: float = 1.0
+    residual_dtype: int = 0
 
     def with_momentum(self, x: np.ndarray) -> np.ndarray:
         """This rank's values with Nesterov momentum; stores the new momentum."""
@@ -155,8 +157,8 @@ class _State:
         if not self.residual:
             return total
         with np.errstate(all="ignore"):
-            inverse = np.float32(1) / np.float32(self.lr)
-            return total + _load(self.residual, total.size, _FLOAT32) * inverse
+            factor = np.float32(self.beta) * (np.float32(1) / np.float32(self.lr))
+            return total + _load(self.residual, total.size, self.residual_dtype) * factor
 
     def keep_residual(self, total: np.ndarray, received: np.ndarray) -> None:
         """Store the new residual, which is 0 where it would not be finite."""
@@ -166,7 +168,9 @@ class _State:
             return
         with np.errstate(all="ignore"):
             left = (total - received) * np.float32(self.lr)
-        _store_float32(np.where(np.isfinite(left), left, np.float32(0)), self.new_residual)
+        _store(left, self.new_residual, self.residual_dtype)
+        kept = _load(self.new_residual, left.size, self.residual_dtype)
+        _store(np.where(np.isfinite(kept), kept, np.float32(0)), self.new_residual, self.residual_dtype)
 
 
 def _store_float32(x: np.ndarray, address: int) -> None:

@@ -1,8 +1,8 @@
 """Error feedback and momentum: gives state to the operations of a schedule that name stateful codecs.
 
 A round that encodes with a codec such as "onebit+ef" names it in its operations. Here each of these becomes an
-operation of the plain codec with a State, whose buffers hold one fp32 per element of the caller's array. A rank encodes
-its own values outside its shard and the sums inside it, so one vector holds the residuals of both.
+operation of the plain codec with a State, whose buffers hold one value per element of the caller's array. A rank
+encodes its own values outside its shard and the sums inside it, so one vector holds the residuals of both.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from qccl.codecs.base import Codec
-from qccl.codecs.feedback import momentum_of
-from qccl.dtypes import FLOAT32
+from qccl.codecs.feedback import feedback_of, momentum_of
+from qccl.dtypes import FLOAT32, DType
 from qccl.schedule import (
     Buffer,
     Commit,
@@ -27,6 +27,7 @@ from qccl.schedule import (
     State,
     StateBuffer,
     buffer_name,
+    state_buffers,
 )
 
 __all__ = ["encoded_parts", "residuals_of", "sums_of", "with_feedback"]
@@ -52,11 +53,12 @@ def with_feedback(schedule: Schedule, guard: Iterable[str], spans_guarded: Itera
     arrays = {span.buffer: own.buffer for span, own in used}
     names = [*schedule.buffers]
     owners = {name: schedule.buffers[array] for name, array in sorted(arrays.items(), key=lambda e: names.index(e[1]))}
-    buffers = {name: Buffer(owner.size, FLOAT32, Role.STATE, owner.index) for name, owner in owners.items()}
-    buffers |= {name + _NEXT: Buffer(owner.size, FLOAT32, Role.WORK) for name, owner in owners.items()}
+    dtypes = {each.old.buffer: each.dtype for op in ops if isinstance(op, Reduce) for each in state_buffers(op.state)}
+    buffers = {name: Buffer(owner.size, dtypes[name], Role.STATE, owner.index) for name, owner in owners.items()}
+    buffers |= {name + _NEXT: Buffer(owner.size, dtypes[name], Role.WORK) for name, owner in owners.items()}
     spans = _joined(span for span, _ in used)
     guarded = tuple(Span(name, 0, size) for name in guard if (size := schedule.buffers[name].size))
-    commit = Commit((*guarded, *spans_guarded), tuple(map(_state_buffer, spans)))
+    commit = Commit((*guarded, *spans_guarded), tuple(_state_buffer(span, dtypes[span.buffer]) for span in spans))
     return replace(schedule, buffers={**schedule.buffers, **buffers}, ops=(*ops, commit))
 
 
@@ -111,12 +113,16 @@ def _with_state(op: Op, buffers: Mapping[str, Buffer], sums: Collection[Span | N
 def _state(values: Span, buffer: Buffer, codec: Codec, *, encodes: bool) -> State | None:
     """The state of an operation on own values in a buffer; only one that encodes has a residual."""
     names = {kind: buffer_name(kind, buffer.index) for kind in codec.state_names if encodes or kind != "residual"}
-    found = {kind: _state_buffer(Span(name, values.start, values.stop)) for kind, name in names.items()}
-    return State(found.get("residual"), found.get("momentum"), momentum_of(codec)) if found else None
+    beta, dtype = feedback_of(codec)
+    found = {
+        kind: _state_buffer(Span(name, values.start, values.stop), dtype if kind == "residual" else FLOAT32)
+        for kind, name in names.items()
+    }
+    return State(found.get("residual"), found.get("momentum"), momentum_of(codec), beta) if found else None
 
 
-def _state_buffer(old: Span) -> StateBuffer:
-    return StateBuffer(old, Span(old.buffer + _NEXT, old.start, old.stop))
+def _state_buffer(old: Span, dtype: DType) -> StateBuffer:
+    return StateBuffer(old, Span(old.buffer + _NEXT, old.start, old.stop), dtype)
 
 
 def _used(ops: Iterable[Op], kind: str) -> Iterator[tuple[Span, Span]]:

@@ -80,14 +80,14 @@ def _record(*fields: tuple[str, Any]) -> np.dtype[Any]:
 
 BUFFER_REF = _record(("offset", "<u8"), ("buffer rank", "<u4"))
 ENCODE_JOB = _record(("src wire", BUFFER_REF), ("count index", "<u8"), ("round rank units scratch", "<u4"))
-DECODE_JOB = _record(("wire dst", BUFFER_REF), ("count index", "<u8"), ("round rank units unused", "<u4"))
+DECODE_JOB = _record(("wire dst", BUFFER_REF), ("count index", "<u8"), ("round rank units itemsize", "<u4"))
 REDUCE_JOB = _record(
     *(("own wire out", BUFFER_REF), ("count index", "<u8"), ("round rank units scratch", "<u4")),
     *(("first_source source_count own_index", "<u4"), ("scale", "<f4"), ("source_round unused", "<u4")),
 )
 STATE_JOB = _record(
     *(("reduce", REDUCE_JOB), ("residual new_residual momentum new_momentum", BUFFER_REF)),
-    *(("mu", "<f4"), ("unused", "<u4")),
+    ("mu beta", "<f4"),
 )
 BLOCK_OF_JOB = _record(("job number", "<u4"))
 PARAMETERS = _record(
@@ -298,16 +298,18 @@ def _reduce_with_state(
         state_buffers = [getattr(state, name) for state in states]
         old, new = ([each and getattr(each, end) for each in state_buffers] for end in ("old", "new"))
         _set_buffers(jobs, locate, **{name: old, f"new_{name}": new})
-    jobs["mu"] = [state.mu for state in states]
+    jobs["mu"], jobs["beta"] = [state.mu for state in states], [state.beta for state in states]
+    first = states[0].residual
+    residual = f", qccl::{_TYPES['float32' if first is None else first.dtype.name]}"
     draws = (ops[0].wire is not None and kernel.draws) or codec.decoder_draws
     if tile is None or tile.encoder is None:
-        names: tuple[str, ...] = (f"qccl::bucket_reduce_with_state<{_types(kernel.type, dtype)}>",)
+        names: tuple[str, ...] = (f"qccl::bucket_reduce_with_state<{_types(kernel.type, dtype)}{residual}>",)
         tiling, scratch = _whole_buckets(kernel), 4 * (kernel.bucket + kernel.scratch)
     else:
         counts = [_count(op) for op in ops]
         # momentum and residual take registers, too
         tiling = _tiling(tile, kernel.bucket, dtype, counts, encodes=ops[0].wire is not None, vectors=2)
-        names, scratch = _passes("reduce_with_state", tile.encoder, dtype, tiling), 0
+        names, scratch = _passes("reduce_with_state", tile.encoder, dtype, tiling, residual), 0
     launch = _launch(names, reductions, kernel, tiling, sources=sources, draws=draws, scratch=scratch)
     jobs["reduce"] = reductions
     return replace(launch, jobs=jobs)
@@ -323,6 +325,7 @@ def _commit(op: Op, dtype: DType, locate: Locate) -> Launch:
     _set_buffers(jobs, locate, wire=[a for a, _ in spans], dst=[b for _, b in spans])
     jobs["count"] = [len(a) for a, _ in spans]
     jobs["units"] = [-(-len(a) // COMMITTED) for a, _ in spans]
+    jobs["itemsize"][len(op.guard) :] = [each.dtype.itemsize for each in op.state_buffers]
     names = tuple(f"qccl::commit<qccl::{_TYPES[dtype.name]}, qccl::Pass::{each}>" for each in ("range", "codes"))
     parameters, blocks = np.zeros((), PARAMETERS), _blocks(jobs["units"], 1)
     return Launch(names, jobs, parameters, blocks, scratch_nbytes=_RANGE_NBYTES, clears_scratch=True)

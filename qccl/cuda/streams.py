@@ -143,7 +143,10 @@ def _kind(schedule: Schedule, op: Op) -> object:
             return Decode, codec, dtype(dst), accumulate
         case Reduce(codec, srcs, own, own_index, wire, out):
             shape = (len(srcs), own is None, own_index, wire is None, out is None, op.op, op.scale, op.round)
-            state = op.state and (op.state.residual is None, op.state.momentum is None, op.state.mu)
+            state = op.state and (
+                *(each and each.dtype for each in (op.state.residual, op.state.momentum)),
+                op.state.mu,
+            )
             return Reduce, codec, dtype(own, out), shape, state
         case Commit() | Exchange():
             return None

@@ -114,13 +114,16 @@ class Program:
                 raise EngineError(f"operation {task.op_index} takes values from {span.buffer!r}, a buffer of bytes")
             return dtype.code
 
-        def state(op: Reduce) -> tuple[Any, Any, float]:
+        def state(op: Reduce) -> tuple[Any, ...]:
             def old_and_new(buffers: StateBuffer | None) -> Any:
                 return None if buffers is None else (at(buffers.old), at(buffers.new))
 
             if op.state is None:
-                return None, None, 0.0
-            return old_and_new(op.state.residual), old_and_new(op.state.momentum), op.state.mu
+                return ()
+            residual, momentum, dtype = op.state.residual, op.state.momentum, FLOAT32
+            if residual is not None:
+                dtype = residual.dtype
+            return old_and_new(residual), old_and_new(momentum), op.state.mu, op.state.beta, dtype.code
 
         memory, rank = self.memory, schedule.rank
         match task.op:
@@ -154,7 +157,7 @@ class Program:
                     *state(op),
                 )
             case Commit(guard, state_buffers):
-                copies = [(at(each.new), at(each.old), len(each.new) * FLOAT32.itemsize) for each in state_buffers]
+                copies = [(at(each.new), at(each.old), len(each.new) * each.dtype.itemsize) for each in state_buffers]
                 return _host.Commit(memory, [(code(span), at(span), len(span)) for span in guard], copies)
             case _:
                 raise EngineError(f"the host engine cannot run {type(task.op).__name__} (operation {task.op_index})")

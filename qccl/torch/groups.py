@@ -60,10 +60,11 @@ class ParameterGroup:
 
     @property
     def encoded_nbytes(self) -> int:
-        """Bytes of the encoded gradients."""
+        """Bytes of the encoded gradients: the mean of both rounds, whose codecs differ in a pair such as "A/B"."""
         if self.codec is None:
             return self.nbytes
-        return sum(self.codec.encoded_nbytes(count, dtypes.get(self.dtype)) for count in self.counts)
+        dtype = dtypes.get(self.dtype)
+        return sum(each.encoded_nbytes(count, dtype) for each in self.codec.rounds for count in self.counts) // 2
 
     def description(self) -> dict[str, Any]:
         """What state belongs to, in types that torch.load() always reads. Strides tell the order of elements."""

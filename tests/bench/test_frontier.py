@@ -152,7 +152,30 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(set(r["errors"]) == set(SAMPLES) for r in results)
 
 
-@pytest.mark.parametrize("option", [("--plot", "x.png"), ("--draws", "3")])
+def test_rows_of_a_page_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that were measured; the others, and the text around the table, stay, and the order is that of bytes."""
+    monkeypatch.setattr(frontier, "measure", partial(frontier.measure, count=1 << 14))
+    page, command = tmp_path / "page.md", ["codec", "--frontier", "--draws", "1", "--codec"]
+    page.write_text("a\n")
+    arguments = [*command, "minmax4", "--write", str(page)]
+    refused = CliRunner().invoke(main, arguments)
+    assert refused.exit_code == 2 and "has no lines" in refused.output and page.read_text() == "a\n"
+    page.write_text(
+        f"a\n{frontier.BEGIN}\n\n| `trellis4` | 0.5195 | old |\n| `minmax4` | 9 | old |\n\n{frontier.END}\nb\n"
+    )
+    assert CliRunner().invoke(main, arguments, catch_exceptions=False).exit_code == 0
+    text = page.read_text()
+    assert text.startswith(f"a\n{frontier.BEGIN}\n\n| codec | B/element |") and text.endswith(
+        f"\n\n{frontier.END}\nb\n"
+    )
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith(("| `", "| ("))]
+    assert len(rows) == 2 + len(PEERS) and [float(row[1]) for row in rows] == sorted(float(row[1]) for row in rows)
+    assert ["| `trellis4`", "0.5195", "old |"] in rows and len(next(r for r in rows if r[0] == "| `minmax4`")) == 9
+    CliRunner().invoke(main, arguments, catch_exceptions=False)
+    assert page.read_text() == text
+
+
+@pytest.mark.parametrize("option", [("--plot", "x.png"), ("--draws", "3"), ("--write", "x.md")])
 def test_a_picture_and_draws_need_the_frontier(option: tuple[str, str]) -> None:
     result = CliRunner().invoke(main, ["codec", *option])
     assert result.exit_code == 2 and "--frontier" in result.output

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -37,6 +38,15 @@ def document(model: str = "word_gpt") -> dict[str, Any]:
         ],
         "steps": [common | {"method": m, "seconds": s, "nbytes": n} for m, (s, n) in times.items()],
     }
+
+
+def test_methods_without_fp32_are_refused(bench: Any) -> None:
+    """Before anything is measured, unless the file that is continued has fp32's rows."""
+    bench._check_fp32("fp32,minmax8", ["curves", "steps"], {})
+    bench._check_fp32("minmax8", ["whole", "scaling"], {})
+    bench._check_fp32("minmax8", ["curves", "steps"], document())
+    with pytest.raises(click.UsageError, match="section 'steps' compares each method with fp32: add fp32"):
+        bench._check_fp32("minmax8,powersgd:4", ["steps"], {})
 
 
 def test_the_headline_names_model_optimiser_computation_and_bound(bench: Any) -> None:

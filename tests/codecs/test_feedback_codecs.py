@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from qccl.codecs import ErrorFeedback, MinMax, Momentum, OneBit, get
-from qccl.codecs.feedback import momentum_of
-from qccl.dtypes import FLOAT16, FLOAT32
+from qccl.codecs import Cast, ErrorFeedback, MinMax, Momentum, OneBit, get
+from qccl.codecs.feedback import feedback_of, momentum_of, state_nbytes
+from qccl.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from qccl.errors import CodecError
 
 FEEDBACK = ErrorFeedback(OneBit())
@@ -41,6 +41,17 @@ BOTH = Momentum(ErrorFeedback(MinMax(bits=2, bucket=64)), 0.5)
             BOTH,
         ),
         (BOTH, BOTH),
+        ("onebit+ef:beta=1,dtype=float32", FEEDBACK),
+        ("onebit+ef:beta=0.95", ErrorFeedback(OneBit(), 0.95)),
+        ({"compressor": "onebit", "ef": "vanilla", "ef_beta": "0.95"}, ErrorFeedback(OneBit(), 0.95)),
+        (
+            "cast:dtype=float16+ef:dtype=bfloat16,beta=5e-1+nesterov:mu=0.5",
+            Momentum(ErrorFeedback(Cast("float16"), 0.5, "bfloat16"), 0.5),
+        ),
+        (
+            {"compressor": "cast", "dtype": "float16", "ef": "vanilla", "ef_dtype": "bfloat16"},
+            ErrorFeedback(Cast("float16"), 1, "bfloat16"),
+        ),
         ("minmax2:seed=1+nesterov:mu=1e-3", Momentum(MinMax(bits=2, seed=1), 0.001)),
         ("minmax2+nesterov:mu=0", Momentum(MinMax(bits=2), 0)),
     ],
@@ -59,7 +70,12 @@ def test_spellings_of_the_same_codec(spec, expected):
         ("onebit+", "there is no decorator ''; the decorators are ef, nesterov"),
         ("onebit+eff", "no decorator 'eff'.*Did you mean 'ef'"),
         ("onebit+nestrov", "Did you mean 'nesterov'"),
-        ("onebit+ef:mu=1", "ef has no key 'mu'; its keys: none"),
+        ("onebit+ef:mu=1", "ef has no key 'mu'; its keys: beta, dtype"),
+        ("onebit+ef:beta=0", "ef: beta=0 is not possible; allowed are numbers above 0, up to 1"),
+        ("onebit+ef:beta=1.01", "ef: beta=1.01 is not possible"),
+        ("onebit+ef:beta=nan", "ef: beta=nan is not possible"),
+        ("onebit+ef:dtype=float16", "ef: dtype='float16' is not possible; allowed are float32, bfloat16"),
+        ({"compressor": "onebit", "ef_beta": "0.5"}, "gives ef_beta, ef_dtype without ef; add ef='vanilla'"),
         ("onebit+nesterov:nu=0.5", "nesterov has no key 'nu'; its keys: mu"),
         ("onebit+nesterov:mu", "is not key=value"),
         ("onebit+nesterov:mu=1", "mu=1 is not possible; allowed are numbers from 0 to below 1"),
@@ -102,6 +118,11 @@ def test_what_a_codec_remembers():
         ("residual", "momentum"),
     ]
     assert get("onebit+ef+nesterov").plain == get("onebit").plain == OneBit()
+    assert [feedback_of(get(s)) for s in ("onebit+nesterov", "onebit+ef:beta=0.5,dtype=bfloat16+nesterov")] == [
+        (1, FLOAT32),
+        (0.5, BFLOAT16),
+    ]
+    assert [state_nbytes(get(s)) for s in ("onebit", "onebit+ef", "onebit+ef:dtype=bfloat16+nesterov")] == [0, 4, 6]
     assert [momentum_of(get(s)) for s in ("onebit", "onebit+ef", "onebit+ef+nesterov:mu=0.25")] == [0, 0, 0.25]
 
 

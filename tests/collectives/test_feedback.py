@@ -28,6 +28,8 @@ CODECS = [
     "onebit+nesterov",
     "none+ef",
     "none+nesterov:mu=0.25",
+    "minmax2:bucket=64+ef:beta=0.95",
+    "topk:k=0.1,block=64+ef:beta=0.9,dtype=bfloat16+nesterov:mu=0.5",
 ]
 LENGTHS = [0, 1, 63, 65, 1000, 9001]
 
@@ -119,6 +121,46 @@ def test_a_step_that_is_not_finite_leaves_the_state_on_every_rank(algorithm, spo
             before, after, later = (kept[step]["a"]["values"][kind] for step in (1, 2, 3))
             assert_same_bits(after, before, f"rank {rank}, {kind}")
             assert (later != before).any()
+
+
+def test_a_state_in_bfloat16_is_rounded_saved_and_loaded():
+    """A residual takes two bytes, is saved as float32, and comes back unchanged; another type's state is refused."""
+    codec, count = "minmax2:bucket=64+ef:dtype=bfloat16", 1000
+    xs = [np.random.default_rng(step).standard_normal((2, count)).astype(np.float32) for step in range(3)]
+
+    def run(comm: qccl.Communicator) -> None:
+        def step(number: int, spec: str = codec) -> bytes:
+            return comm.quantized_allreduce(xs[number][comm.rank].copy(), codec=spec, key="a").tobytes()
+
+        step(0)
+        assert comm._session.state.nbytes == 2 * count
+        saved = comm.state_dict()
+        residual = saved["keys"]["a"]["values"]["residual"]
+        assert residual.dtype == np.float32 and residual.any()
+        assert not (residual.view(np.uint32) & 0xFFFF).any()  # bfloat16 has the upper half of the bits
+        wanted = step(1), step(2)
+        comm.load_state_dict(saved)
+        assert (step(1), step(2)) == wanted
+        assert comm._session.state.nbytes == 2 * count
+        comm.load_state_dict(saved)
+        with pytest.raises(ArgumentError, match=r"belongs to .*ef:dtype=bfloat16.*and this is .*ef.*reset\('a'\)"):
+            step(1, "minmax2:bucket=64+ef")
+
+    qccl.run_ranks(2, run)
+
+
+def test_beta_makes_an_error_fade():
+    """Of 0.3 beside the levels 0 and 1 the errors add up to a level; with beta = 1/4 they stay below 0.4."""
+    x = np.full(64, 0.3, np.float32)
+    x[0], x[1] = 0, 1  # the two levels
+
+    def total(comm: qccl.Communicator, spec: str) -> float:
+        calls = [comm.quantized_allreduce(x.copy(), codec=spec, algorithm="one_shot", key=spec) for _ in range(20)]
+        return sum(float(y[5]) for y in calls) / comm.size
+
+    for beta, wanted in ((1, 20 * 0.3), (0.25, 0)):
+        for found in qccl.run_ranks(2, lambda comm, beta=beta: total(comm, f"minmax1:bucket=64+ef:beta={beta}")):
+            assert abs(found - wanted) <= (1 if wanted else 0), (beta, found)
 
 
 def test_chunks_do_not_matter():
@@ -469,7 +511,7 @@ def test_wrong_states_are_not_loaded(spoil, reason):
         assert comm.calls == saved["calls"] == 1
         assert kept_by(comm)["a"]["values"]["residual"].tobytes() == before.tobytes()
         comm.load_state_dict(saved | {"keys": {"a": saved["keys"]["a"] | {"values": {"residual": before[:50]}}}})
-        with pytest.raises(ArgumentError, match=r"numbers of floats .*50.* needs .*100.*reset\('a'\)"):
+        with pytest.raises(ArgumentError, match=r"numbers of elements .*50.* needs .*100.*reset\('a'\)"):
             comm.quantized_allreduce(np.ones(100, np.float32), codec="minmax2+ef", key="a")
 
     qccl.run_ranks(2, call)

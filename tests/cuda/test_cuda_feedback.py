@@ -18,12 +18,13 @@ from spans import Arrays
 import qccl
 from qccl import _host, codecs, dtypes
 from qccl.codecs import Codec
+from qccl.codecs.floats import from_float32, storage, to_float32
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
-from qccl.dtypes import DType
+from qccl.dtypes import BFLOAT16, FLOAT32, DType
 from qccl.schedule import Commit, Reduce, State, StateBuffer
 
-RANK, LR, MU = 2, 0.3, 0.9
+RANK, LR, MU, BETA = 2, 0.3, 0.9, 0.95
 
 #: what is reduced: number of codes, own values' place (None: none), wire, out, residual, momentum, scale
 VARIANTS = {
@@ -48,8 +49,9 @@ SPECS = (
 class Operations:
     """Reduces with state of a few counts as one launch, and the same on the host, in a copy of the memory."""
 
-    def __init__(self, codec: Codec, dtype: DType, variant: str) -> None:
-        self.codec, self.dtype, self.variant = codec, dtype, VARIANTS[variant]
+    def __init__(self, codec: Codec, dtype: DType, variant: str, kept_as: DType) -> None:
+        """``kept_as`` is the element type of residuals."""
+        self.codec, self.dtype, self.variant, self.kept_as = codec, dtype, VARIANTS[variant], kept_as
         self.rng = np.random.default_rng([sum(map(ord, codec.spec() + variant)), dtype.code])
         self.arrays = Arrays(False, self.rng)
         bucket = codec.kernel().bucket
@@ -77,17 +79,19 @@ class Operations:
         """NaNs of the state may be any: a run that makes one does not keep it."""
         for op in self.ops:
             assert op.state is not None
-            floats = [c.new for c in (op.state.residual, op.state.momentum) if c is not None]
-            for span in (*floats, op.wire, op.out):
+            state = {c.new: c.dtype for c in (op.state.residual, op.state.momentum) if c is not None}
+            for span in (*state, op.wire, op.out):
                 if span is None:
                     continue
                 number, offset = self.arrays.place(span)
-                kind = np.float32 if span in floats else np.uint8
-                size = len(span) * (4 if span in floats else 1 if span is op.wire else self.dtype.itemsize)
+                kind = storage(state[span]) if span in state else np.uint8
+                itemsize = 1 if span is op.wire else self.dtype.itemsize
+                size = len(span) * (state[span].itemsize if span in state else itemsize)
                 found, expected = (
                     memory[number][offset : offset + size].copy().view(kind) for memory in (self.arrays.buffers, copies)
                 )
-                if span in floats:
+                if span in state:
+                    found, expected = (to_float32(x, state[span]) for x in (found, expected))
                     nan = np.isnan(found)
                     assert np.array_equal(nan, np.isnan(expected))
                     found, expected = (np.where(nan, np.float32(0), x).view(np.uint32) for x in (found, expected))
@@ -102,7 +106,7 @@ class Operations:
         _host.Reduce(
             *(memory, self.codec.host(), self.dtype.code, [at(src) for src in op.srcs], at(op.own), op.own_index),
             *(wire, out, len(op.own), 0, op.scale, op.index, op.round, RANK, op.src_ranks, op.src_round),
-            *(*places, state.mu),
+            *(*places, state.mu, state.beta, self.kept_as.code),
         )()
 
     def _reduce(self, count: int) -> Reduce:
@@ -112,7 +116,8 @@ class Operations:
         makers = (7, 0, 1)[:sources]
         wires = tuple(self.arrays.add(self._wire(count, index, maker)) for maker in makers)
         own = self.arrays.add(self._values(count, name))
-        state = State(self._carried(count) if residual else None, self._carried(count) if momentum else None, MU)
+        kept = self._carried(count, self.kept_as) if residual else None
+        state = State(kept, self._carried(count, FLOAT32) if momentum else None, MU, BETA)
         wire = self.arrays.add(np.full(nbytes, 0x3C, np.uint8)) if encoded else None
         out = self.arrays.add(self._values(count, name)) if with_out else None
         return Reduce(*(self.codec, wires, own, own_index, wire, out, "sum", scale, index, 1, makers, 0), state=state)
@@ -131,15 +136,16 @@ class Operations:
     def _values(self, count: int, dtype: str) -> np.ndarray:
         return hard_values(self.rng.choice(KINDS), count, dtype, self.rng)
 
-    def _carried(self, count: int) -> StateBuffer:
-        old = self.rng.standard_normal(count).astype(np.float32)
-        return StateBuffer(self.arrays.add(old), self.arrays.add(np.full(count, 9, np.float32)))
+    def _carried(self, count: int, dtype: DType) -> StateBuffer:
+        old, new = self.rng.standard_normal(count).astype(np.float32), np.full(count, 9, np.float32)
+        return StateBuffer(*(self.arrays.add(from_float32(x, dtype)) for x in (old, new)), dtype)
 
 
-def cases() -> Iterator[tuple[str, DType, str]]:
+def cases() -> Iterator[tuple[str, DType, str, DType]]:
+    """The element types of values and of residuals take turns."""
     for i, spec in enumerate(SPECS):
         for j, variant in enumerate(VARIANTS):
-            yield spec, dtypes.DTYPES[(i + j) % 3], variant
+            yield spec, dtypes.DTYPES[(i + j) % 3], variant, (FLOAT32, BFLOAT16)[(i + j // 2) % 2]
 
 
 CASES = list(cases())
@@ -147,14 +153,14 @@ CASES = list(cases())
 
 @pytest.fixture(scope="module")
 def emulator(tmp_path_factory: pytest.TempPathFactory) -> Emulator:
-    names = [name for spec, dtype, v in CASES for name in Operations(codecs.get(spec), dtype, v).launch.kernels]
+    names = [name for spec, *case in CASES for name in Operations(codecs.get(spec), *case).launch.kernels]
     commits = [f"qccl::commit<qccl::{t}, qccl::Pass::{p}>" for t in ("Float32", "Float16") for p in ("range", "codes")]
     return Emulator([*names, *commits], tmp_path_factory.mktemp("kernels"))
 
 
-@pytest.mark.parametrize(("spec", "dtype", "variant"), CASES, ids=str)
-def test_bytes_are_the_hosts(emulator: Emulator, spec: str, dtype: DType, variant: str) -> None:
-    Operations(codecs.get(spec), dtype, variant).check(emulator)
+@pytest.mark.parametrize(("spec", "dtype", "variant", "kept_as"), CASES, ids=str)
+def test_bytes_are_the_hosts(emulator: Emulator, spec: str, dtype: DType, variant: str, kept_as: DType) -> None:
+    Operations(codecs.get(spec), dtype, variant, kept_as).check(emulator)
 
 
 @pytest.mark.parametrize("dtype", [dtypes.FLOAT32, dtypes.FLOAT16], ids=str)
@@ -169,19 +175,21 @@ def test_commit(emulator: Emulator, dtype: DType, spoilt: int | None, by: float 
         output[spoilt] = by
     guards = [arrays.add(np.ones(5, dtype.name)), arrays.add(output)]
     old, new = (rng.standard_normal((2, 5000)).astype(np.float32) for _ in range(2))
-    state_buffers = [StateBuffer(arrays.add(a), arrays.add(b)) for a, b in zip(old, new, strict=True)]
+    types = (BFLOAT16, FLOAT32)
+    old, new = ([from_float32(x, kind) for x, kind in zip(xs, types, strict=True)] for xs in (old, new))
+    state_buffers = [StateBuffer(arrays.add(a), arrays.add(b), t) for a, b, t in zip(old, new, types, strict=True)]
     launch = cuda_source.launch([Commit(tuple(guards), tuple(state_buffers))], RANK, dtype, arrays.place)
     emulator.run(launch, arrays.addresses, 0, failed=failed)
     arrays.check_guards()
     for i, each in enumerate(state_buffers):
         wanted = new[i] if spoilt is None else old[i]
-        assert np.array_equal(arrays.take(each.old, np.float32), wanted)
-        assert np.array_equal(arrays.take(each.new, np.float32), new[i])
+        assert np.array_equal(arrays.take(each.old, wanted.dtype), wanted)
+        assert np.array_equal(arrays.take(each.new, wanted.dtype), new[i])
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------
 
-CODEC = "minmax3:bucket=64+ef+nesterov"
+CODEC = "minmax3:bucket=64+ef:beta=0.9,dtype=bfloat16+nesterov"
 
 
 def steps(comm: qccl.Communicator, device: bool) -> tuple[list[bytes], dict]:

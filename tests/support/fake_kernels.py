@@ -164,16 +164,18 @@ def _run(name: str, count: int, jobs: int, sources: int, parameters: Any, memory
         ]
         if ctypes.c_uint32.from_address(memory.words[cs.FAILED_WORD]).value:
             return
-        copies = [(_buffer_ref(job["wire"]), _buffer_ref(job["dst"]), 4 * int(job["count"])) for job in table]
+        copies = [
+            (_buffer_ref(job["wire"]), _buffer_ref(job["dst"]), int(job["itemsize"]) * int(job["count"]))
+            for job in table
+        ]
         _host.Commit(host, guards, [each for each in copies if each[1] is not None])()
         return
     codec = _codec(name, parameters)
     for job in table:
         if kind == "reduce_with_state":
             state = [_state_buffers(job, each) for each in ("residual", "momentum")]
-            _reduce(
-                name, host, codec, dtype.code, job["reduce"], sources, int(job["reduce"]["count"]), state, job["mu"]
-            )
+            state += [float(job["mu"]), float(job["beta"]), _DTYPES[re.findall(r"qccl::(\w+)>$", name)[0]].code]
+            _reduce(name, host, codec, dtype.code, job["reduce"], sources, int(job["reduce"]["count"]), state)
             continue
         n = int(job["count"])
         if kind == "encode":
@@ -202,8 +204,7 @@ def _reduce(
     job: Any,
     sources: int,
     count: int,
-    state: Sequence[Any] = (None, None),
-    mu: float = 0.0,
+    state: Sequence[Any] = (),
 ) -> None:
     first, number = int(job["first_source"]), int(job["source_count"])
     table = np.frombuffer(ctypes.string_at(sources, (first + number) * cs.BUFFER_REF.itemsize), cs.BUFFER_REF)[first:]
@@ -229,7 +230,6 @@ def _reduce(
         *key,
         *makers,
         *state,
-        float(mu),
     )()
 
 

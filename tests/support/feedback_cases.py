@@ -22,6 +22,8 @@ BOTH = "minmax2:bucket=64+ef+nesterov:mu=0.5"
 CODECS = [
     *("minmax2:bucket=64+ef", "minmax3:bucket=8,rounding=stochastic,seed=4+ef", "minmax2:bucket=shard+ef"),
     *(BOTH, "onebit:bucket=32,reconstruct=scale+ef+nesterov", "onebit+nesterov", "none+ef", "none+nesterov:mu=0.25"),
+    *("minmax2:bucket=64+ef:beta=0.95", "onebit:bucket=32+ef:dtype=bfloat16"),
+    "minmax2:bucket=64+ef:beta=0.5,dtype=bfloat16+nesterov:mu=0.5",
     *(f"{row.spec}+ef" for row in with_small_buckets(256)),
 ]
 LENGTHS = [1, 63, 65, 1000, 9001]

@@ -11,7 +11,7 @@ from laws import shards
 from oracle import RngCounter, f32, from_float, to_float
 
 from qccl.codecs import get
-from qccl.codecs.feedback import momentum_of
+from qccl.codecs.feedback import feedback_of, momentum_of
 
 Codec = oracle.Codec
 
@@ -117,9 +117,14 @@ def finite(state: np.ndarray) -> np.ndarray:
 def coded(
     kept: Rank, x: np.ndarray, part: slice, spec: str, dtype: str, counter: RngCounter, lr: np.float32, *, rounded: bool
 ) -> np.ndarray:
-    """The decoded values of a part of ``x`` with its residual; ``rounded``: it is of those in the element type."""
+    """The decoded values of a part of ``x`` with its residual; ``rounded``: it is of those in the element type.
+
+    A residual is multiplied by beta and divided by the learning rate when it is added, and rounded to its own type when
+    it is stored.
+    """
     codec = oracle_codec(spec)
-    v = x[part] if kept.residual is None else x[part] + kept.residual[part] * (f32(1) / lr)
+    beta, kept_as = feedback_of(get(spec))
+    v = x[part] if kept.residual is None else x[part] + kept.residual[part] * (f32(beta) * (f32(1) / lr))
     if codec is None:
         decoded = to_float(from_float(v, dtype), dtype)
     else:
@@ -127,7 +132,7 @@ def coded(
         decoded = oracle.combine("sum", None, oracle.wire_floats(codec, wire, v.size, dtype, counter), v.size)
     if kept.residual is not None:
         received = to_float(from_float(decoded, dtype), dtype) if rounded else decoded
-        kept.residual[part] = finite((v - received) * lr)
+        kept.residual[part] = finite(to_float(from_float((v - received) * lr, kept_as.name), kept_as.name))
     return decoded
 
 

@@ -12,56 +12,18 @@ import torch.distributed as dist
 from rank_calls import error_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import Linear, ReLU, Sequential
+from torch.nn import Linear
+from torch_sharded import STATEFUL, batch, bits, gradients, loss_of, net, run_named, train
 
 import qccl
 from qccl import codecs
 from qccl.torch import AllGather, ReduceScatter
 
 FOLDER = Path(sys.argv[1])
-STATEFUL = "minmax3:bucket=64,rounding=stochastic,seed=5+ef+nesterov:mu=0.5"
 
 
 def line() -> DeviceMesh:
     return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
-def net(mesh: DeviceMesh, dtype=torch.float32, **options):
-    """A model with the same parameters in all processes, with lengths that 2 and 4 do not divide; four groups."""
-    torch.manual_seed(0)
-    model = Sequential(Linear(20, 64), ReLU(), Linear(64, 33), ReLU(), Linear(33, 1)).to(dtype)
-    for layer in model:
-        if isinstance(layer, Linear):
-            fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def batch(step: int, dtype=torch.float32):
-    return torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()), dtype=dtype)
-
-
-def loss_of(model, x):
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
-
-
-def train(model, steps, lr=0.02) -> float:
-    optimizer = torch.optim.SGD(model.parameters(), lr)
-    loss = torch.zeros(1)
-    for step in steps:
-        optimizer.zero_grad()
-        x = batch(step, next(model.parameters()).dtype)
-        loss = loss_of(model, x)
-        loss.backward()
-        optimizer.step()
-    return float(loss.detach())
-
-
-def bits(model) -> bytes:
-    return b"".join(p.to_local().detach().numpy().tobytes() for p in model.parameters())
-
-
-def gradients(model) -> torch.Tensor:
-    return torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
 
 
 def connect(mesh: DeviceMesh) -> qccl.Communicator:
@@ -335,10 +297,4 @@ def smaller_groups() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name in sys.argv[2:]:
-        globals()[name]()
-        dist.barrier()
-        print(f"{name} done", flush=True)
-    dist.destroy_process_group()
+    run_named(globals())

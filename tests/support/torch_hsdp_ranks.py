@@ -10,51 +10,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import Linear, ReLU, Sequential
+from torch.nn import Linear
+from torch_sharded import STATEFUL, backward, bits, gradients, net, run_named, train
 
 import qccl
 from qccl import codecs
 from qccl.torch import AllReduce
 
 FOLDER = Path(sys.argv[1])
-STATEFUL = "minmax3:bucket=64,rounding=stochastic,seed=5+ef+nesterov:mu=0.5"
 
 
 def mesh_of(replicas: int = 2) -> DeviceMesh:
     shape = (replicas, dist.get_world_size() // replicas)
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-def net(mesh: DeviceMesh, dtype=torch.float32, seed=0, **options):
-    """A model with lengths that 2 and 4 do not divide, in four groups; its last layer leaves a shard empty."""
-    torch.manual_seed(seed)
-    model = Sequential(Linear(20, 64), ReLU(), Linear(64, 33), ReLU(), Linear(33, 1)).to(dtype)
-    for layer in model:
-        if isinstance(layer, Linear):
-            fully_shard(layer, mesh=mesh, **options)
-    return fully_shard(model, mesh=mesh, **options)
-
-
-def train(model, steps) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), 0.02)
-    for step in steps:
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
-
-
-def backward(model, step: int) -> None:
-    x = torch.randn(8, 20, generator=torch.Generator().manual_seed(1000 * step + dist.get_rank()))
-    x = x.to(next(model.parameters()).dtype)
-    (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
-
-
-def bits(model) -> bytes:
-    return b"".join(p.to_local().detach().view(torch.uint8).numpy().tobytes() for p in model.parameters())
-
-
-def gradients(model) -> torch.Tensor:
-    return torch.cat([p.grad.to_local().flatten() for p in model.parameters()])
 
 
 def connect(mesh: DeviceMesh) -> qccl.Communicator:
@@ -251,10 +219,4 @@ def refuses() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    for name in sys.argv[2:]:
-        globals()[name]()
-        dist.barrier()
-        print(f"{name} done", flush=True)
-    dist.destroy_process_group()
+    run_named(globals())

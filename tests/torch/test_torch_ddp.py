@@ -150,3 +150,18 @@ def test_pytorch_is_loaded_only_when_asked_for():
     program = "import sys, qccl; qccl.Work; print('torch' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert found.stdout.strip() == "False"
+
+
+def test_the_table_counts_both_codecs_of_a_pair() -> None:
+    """A rank sends the first codec's bytes in one round, and the second one's in the other."""
+    import torch
+
+    from qccl.torch.groups import Policy, form_groups, table
+
+    named = [("weight", torch.nn.Parameter(torch.zeros(64, 1024)))]
+    sizes = {}
+    for codec in ("minmax2", "minmax4", "minmax2/minmax4+ef"):
+        (group,) = form_groups(named, Policy(codec), 4 << 20)
+        sizes[codec] = group.encoded_nbytes
+        assert f" {group.encoded_nbytes}  weight" in table([group])
+    assert sizes["minmax2/minmax4+ef"] == (sizes["minmax2"] + sizes["minmax4"]) / 2

@@ -7,10 +7,12 @@ import pytest
 
 import qccl
 from qccl import codecs
+from qccl.codecs.floats import from_float32
 from qccl.collectives.allreduce import AllReduceSpec
 from qccl.collectives.feedback import sums_of
+from qccl.dtypes import BFLOAT16, FLOAT32
 from qccl.engine.control import Block
-from qccl.state import StateStore
+from qccl.state import Forms, StateStore
 
 CALL = "allreduce(algorithm=two_round)"
 
@@ -43,28 +45,28 @@ def values(store: StateStore, key: str = "k") -> dict[str, np.ndarray]:
     return store.save()[key]["values"]
 
 
-def used(rank: int, size: int, counts: dict[str, int], sums, *, lr: float | None = None) -> StateStore:
+def used(rank: int, size: int, forms: Forms, sums, *, lr: float | None = None) -> StateStore:
     """A state whose values are all ones."""
     store = StateStore(rank, size, Block)
-    for name, (memory, _) in store.take("k", CALL, counts, lr, sums).memory.items():
-        memory.write(np.ones(counts[name], np.float32).tobytes())
+    for array in store.take("k", CALL, forms, lr, sums).memory.values():
+        array.memory.write(from_float32(np.ones(array.count, np.float32), array.dtype).tobytes())
     return store
 
 
 def test_residuals_of_own_values_stay_and_those_of_sums_are_zero():
-    counts = {"residual": 100, "momentum": 100}
-    old = used(2, 3, counts, [("residual", 60, 80), ("residual", 80, 100)], lr=0.5)
+    forms = {"residual": (100, BFLOAT16), "momentum": (100, FLOAT32)}
+    old = used(2, 3, forms, [("residual", 60, 80), ("residual", 80, 100)], lr=0.5)
     new = StateStore(1, 2, Block)
     new.carry_over(old)
     assert (values(new)["residual"] == [1] * 60 + [0] * 40).all() and (values(new)["momentum"] == 1).all()
     assert (values(old)["residual"] == 1).all(), "it is a copy"
     # the first call may choose another algorithm, and this rank owns other elements
     with pytest.raises(qccl.ArgumentError, match="were made with lr"):
-        new.take("k", "allreduce(algorithm=one_shot)", counts, None, [("residual", 50, 100)])
-    new.take("k", "allreduce(algorithm=one_shot)", counts, 0.5, [("residual", 50, 100)])
+        new.take("k", "allreduce(algorithm=one_shot)", forms, None, [("residual", 50, 100)])
+    new.take("k", "allreduce(algorithm=one_shot)", forms, 0.5, [("residual", 50, 100)])
     assert (values(new)["residual"] == [1] * 50 + [0] * 50).all() and (values(new)["momentum"] == 1).all()
     with pytest.raises(qccl.ArgumentError, match="belongs to allreduce"):
-        new.take("k", CALL, counts, 0.5)
+        new.take("k", CALL, forms, 0.5)
     third = StateStore(0, 1, Block)
     third.carry_over(new)
     assert (values(third)["residual"] == [1] * 50 + [0] * 50).all()
@@ -72,13 +74,13 @@ def test_residuals_of_own_values_stay_and_those_of_sums_are_zero():
 
 def test_state_that_does_not_fit_the_call_is_dropped():
     new = StateStore(0, 1, Block)
-    new.carry_over(used(0, 2, {"residual": 100}, []))
-    new.take("k", CALL, {"residual": 50}, None)
+    new.carry_over(used(0, 2, {"residual": (100, FLOAT32)}, []))
+    new.take("k", CALL, {"residual": (50, FLOAT32)}, None)
     assert (values(new)["residual"] == np.zeros(50)).all()
 
 
 def test_momenta_stay_while_a_rank_is_alone_and_has_no_residuals():
-    both, alone = {"residual": 100, "momentum": 100}, {"momentum": 100}
+    both, alone = {"residual": (100, BFLOAT16), "momentum": (100, FLOAT32)}, {"momentum": (100, FLOAT32)}
     one = StateStore(0, 1, Block)
     one.carry_over(used(0, 2, both, [("residual", 0, 50)]))
     one.take("k", "alone", alone, None)
@@ -92,7 +94,7 @@ def test_momenta_stay_while_a_rank_is_alone_and_has_no_residuals():
 def test_state_that_no_call_has_used_is_not_carried_over():
     """Nobody knows which of its residuals are those of sums."""
     loaded = StateStore(0, 2, Block)
-    loaded.load(used(0, 2, {"residual": 10}, []).save())
+    loaded.load(used(0, 2, {"residual": (10, FLOAT32)}, []).save())
     new = StateStore(0, 1, Block)
     new.carry_over(loaded)
     assert new.save() == {}

@@ -94,21 +94,20 @@ struct TopK : CodecDefaults {
     const u8* values = codes + indices.nbytes();
     const TopKValues how = form(options);
     const float most = how == TopKValues::exact ? 0.0f : load_float(values);
-    if (!(most >= 0.0f && is_finite(most) && indices.valid(team, codes))) {
-      return team.each(n, [&](i32 i) { take(i, float_of(kQuietNan)); });
-    }
-    if (how == TopKValues::exact) {
-      indices.decode(team, codes, [&](u32 j, u32 i) { take(i, load_element<T>(values, j)); });
-    } else if (how == TopKValues::float16) {
+    bool valid = most >= 0.0f && is_finite(most);
+    if (valid && how == TopKValues::exact) {
+      valid = indices.decode(team, codes, [&](u32 j, u32 i) { take(i, load_element<T>(values, j)); });
+    } else if (valid && how == TopKValues::float16) {
       const float unit = 1.0f / topk_half_scale(most);
-      indices.decode(team, codes, [&](u32 j, u32 i) {
+      valid = indices.decode(team, codes, [&](u32 j, u32 i) {
         take(i, Float16::to_float((u16)load_number<2>(values + 4 + 2 * j)) * unit);
       });
-    } else {
-      indices.decode(team, codes, [&](u32 j, u32 i) {
+    } else if (valid) {
+      valid = indices.decode(team, codes, [&](u32 j, u32 i) {
         take(i, topk_exponent_value((u32)values[4 + j / 2] >> 4 * (j & 1) & 15, most));
       });
     }
+    if (!valid) team.each(n, [&](i32 i) { take(i, float_of(kQuietNan)); });
   }
 };
 
