@@ -66,6 +66,47 @@ class Reports {
   std::optional<WireFault> fault_, mismatch_;
 };
 
+// A wire that connects a group, and reports to those who poll it. `Interface`: PartWire or what extends it.
+template <class Interface>
+class ReportingWire : public Interface {
+ public:
+  void poll(std::uint64_t idle, std::vector<Token>& completed) final {
+    Lock lock(mutex_);
+    advance(idle, lock);
+    if (reports_.has_completed()) return reports_.take_completed(completed);
+    has_fault();  // after everything that had come before it
+    reports_.raise_any(rank_, lock);
+  }
+
+  void progress(std::uint64_t idle) final {
+    Lock lock(mutex_);
+    advance(idle, lock);
+    has_fault();
+    reports_.raise_fault(rank_, lock);
+  }
+
+  std::uint64_t set_up_completed() final {
+    const Lock lock(mutex_);
+    return reports_.set_up_completed();
+  }
+
+ protected:
+  using Lock = Reports::Lock;
+
+  explicit ReportingWire(OnFault raise) : reports_(std::move(raise)) {}
+
+  // Moves data; where nothing has completed it may sleep, for about a millisecond at most. The lock is released meanwhile.
+  virtual void advance(std::uint64_t idle, Lock& lock) = 0;
+  // Whether a fault was reported; first reports ranks that were lost and for which a transfer waits.
+  virtual bool has_fault() = 0;
+
+  void fail(const WireFault& fault) { reports_.fail(fault); }
+
+  std::mutex mutex_;
+  Reports reports_;
+  int rank_ = -1;
+};
+
 // When to look for ended processes: after a time without a completion, and then again and again.
 class QuietTime {
  public:
