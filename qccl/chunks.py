@@ -9,7 +9,7 @@ from qccl.codecs.base import Codec
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError
 
-__all__ = ["DEFAULT_DEPTH", "GPU", "NETWORK", "ChunkPolicy", "shared_memory"]
+__all__ = ["BETWEEN_SITES", "DEFAULT_DEPTH", "GPU", "NETWORK", "ChunkPolicy", "shared_memory"]
 
 #: wire slots per peer. With all chunks posted at once the second round queues behind the first in TCP. Two to eight
 #: take the same time, so a few large slots are better than many small ones
@@ -78,6 +78,11 @@ class ChunkPolicy:
 #: 1% at 1 Gbit/s. In two levels a chunk passes through the node before and after the link: large chunks at the ends
 #: delay the start and the finish, and small ones everywhere cost processor time.
 NETWORK = ChunkPolicy(small=48 << 10, enough=9, large=160 << 10, slots=3 << 20, ramp=4)
+
+#: Between sites. A small chunk is one frame of the transport `wan`: a lost packet delays its own chunk, and the second
+#: round of the others goes on. So there are as many slots as chunks, or a delayed chunk would keep the slot of a later
+#: one. 1% of lost packets, 100 Mbit/s, 25 ms, 4 MiB, 16 connections: 207 ms instead of 244 with the chunks of NETWORK
+BETWEEN_SITES = ChunkPolicy(small=15 << 10, enough=36, large=160 << 10, slots=12 << 20, ramp=4, depth=36)
 
 
 def shared_memory(ranks: int) -> ChunkPolicy:

@@ -41,7 +41,7 @@ struct GroupWire : Wire {
   // Advance transfers without reporting the completed ones, as poll() does.
   virtual void progress(std::uint64_t idle) = 0;
   virtual std::uint64_t set_up_completed() = 0;
-  // The ranks whose connections go by a relay.
+  // The ranks that were reached last by a relay.
   virtual std::vector<int> relayed() { return {}; }
   // Deliver what was sent, for at most `seconds`; then close the connections. From then on no transfer touches the
   // caller's memory.

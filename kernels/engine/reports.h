@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "group_wire.h"
+#include "wire_thread.h"
 
 namespace qccl {
 
@@ -64,6 +65,53 @@ class Reports {
   std::vector<Token> completed_;
   std::uint64_t set_up_completed_ = 0;
   std::optional<WireFault> fault_, mismatch_;
+};
+
+// A wire that connects a group, and reports to those who poll it. `Interface`: PartWire or what extends it.
+template <class Interface>
+class ReportingWire : public Interface {
+ public:
+  void poll(std::uint64_t idle, std::vector<Token>& completed) final {
+    thread_.note_caller();
+    Lock lock(mutex_);
+    advance(idle, lock);
+    if (reports_.has_completed()) return reports_.take_completed(completed);
+    has_fault();  // after everything that had come before it
+    reports_.raise_any(rank_, lock);
+  }
+
+  void progress(std::uint64_t idle) final {
+    thread_.note_caller();
+    Lock lock(mutex_);
+    advance(idle, lock);
+    has_fault();
+    reports_.raise_fault(rank_, lock);
+  }
+
+  std::uint64_t set_up_completed() final {
+    const Lock lock(mutex_);
+    return reports_.set_up_completed();
+  }
+
+ protected:
+  using Lock = Reports::Lock;
+
+  explicit ReportingWire(OnFault raise) : reports_(std::move(raise)) {}
+
+  // Moves data; where nothing has completed it may sleep, for about a millisecond at most. The lock is released meanwhile.
+  virtual void advance(std::uint64_t idle, Lock& lock) = 0;
+  // In the wire's thread: moves data, then sleeps as WireThread says. Without Python.
+  virtual void advance_alone(int wakeup) = 0;
+  // Whether a fault was reported; first reports ranks that were lost and for which a transfer waits.
+  virtual bool has_fault() = 0;
+
+  void fail(const WireFault& fault) { reports_.fail(fault); }
+
+  std::mutex mutex_;
+  Reports reports_;
+  int rank_ = -1;
+  // connect() starts it, and close() stops it before it takes the lock.
+  WireThread thread_{[this](int wakeup) { advance_alone(wakeup); }};
 };
 
 // When to look for ended processes: after a time without a completion, and then again and again.

@@ -12,7 +12,6 @@
 
 #include "reports.h"
 #include "ucx_api.h"
-#include "wire_thread.h"
 
 namespace qccl {
 
@@ -81,11 +80,11 @@ void check_started(int status, const char* function) {
   if (status) throw std::runtime_error(std::string(function) + " failed with UCX status " + std::to_string(status));
 }
 
-class Worker final : public PartWire {
+class Worker final : public ReportingWire<PartWire> {
  public:
   Worker(const UcxFunctions& functions, const std::vector<std::pair<std::string, std::string>>& config,
          OnFault fault)
-      : ucp_(functions_at(functions)), reports_(std::move(fault)), process_(getpid()) {
+      : ReportingWire(std::move(fault)), ucp_(functions_at(functions)), process_(getpid()) {
     try {
       start(config);
     } catch (...) {
@@ -162,28 +161,6 @@ class Worker final : public PartWire {
     spins_left_ = kSpinsOfRun;
   }
 
-  void poll(std::uint64_t idle, std::vector<Token>& completed) override {
-    thread_.note_caller();
-    Lock lock(mutex_);
-    advance(idle, lock);
-    if (reports_.has_completed()) return reports_.take_completed(completed);
-    has_fault();  // after everything that had come before it
-    reports_.raise_any(rank_, lock);
-  }
-
-  void progress(std::uint64_t idle) override {
-    thread_.note_caller();
-    Lock lock(mutex_);
-    advance(idle, lock);
-    has_fault();
-    reports_.raise_fault(rank_, lock);
-  }
-
-  std::uint64_t set_up_completed() override {
-    const Lock lock(mutex_);
-    return reports_.set_up_completed();
-  }
-
   void set_spins(std::uint64_t spins) override { spins_ = spins; }
 
   Rest rest(std::uint64_t idle) override {
@@ -208,8 +185,6 @@ class Worker final : public PartWire {
   }
 
  private:
-  using Lock = Reports::Lock;
-
   struct Peer {
     int rank = 0;
     void* endpoint = nullptr;
@@ -282,7 +257,7 @@ class Worker final : public PartWire {
   }
 
   // Progresses the worker, and where nothing has completed leaves the processor to others, or sleeps.
-  void advance(std::uint64_t idle, Lock& lock) {
+  void advance(std::uint64_t idle, Lock& lock) override {
     if (!worker_) return;
     if (exhaust() || !idle || reports_.has_completed() || has_fault()) return;
     if (keeps_processor(idle) || !arm()) return;
@@ -295,7 +270,7 @@ class Worker final : public PartWire {
   }
 
   // In the wire's thread.
-  void advance_alone(int wakeup) {
+  void advance_alone(int wakeup) override {
     Lock lock(mutex_);
     exhaust();
     if (!arm()) return;
@@ -375,9 +350,7 @@ class Worker final : public PartWire {
     release(posted);
   }
 
-  void fail(const WireFault& fault) { reports_.fail(fault); }
-
-  bool has_fault() {
+  bool has_fault() override {
     for (const Peer& peer : peers_)
       if (peer.status && peer.under_way) fail({peer.status, "", peer.rank, true});
     return reports_.has_fault();
@@ -420,10 +393,7 @@ class Worker final : public PartWire {
   }
 
   const Functions ucp_;
-  Reports reports_;
   const pid_t process_;
-  int rank_ = -1;
-  std::mutex mutex_;
   std::vector<Peer> peers_;
   void* context_ = nullptr;
   void* worker_ = nullptr;
@@ -433,7 +403,6 @@ class Worker final : public PartWire {
   QuietTime quiet_{kQuiet, kBetweenLooks};
   std::deque<Posted> posted_;
   std::vector<Posted*> free_;
-  WireThread thread_{[this](int wakeup) { advance_alone(wakeup); }};  // ends before what it uses
 };
 
 }  // namespace

@@ -23,7 +23,6 @@
 #include "wan_outbox.h"
 #include "wan_relay.h"
 #include "wan_sockets.h"
-#include "wire_thread.h"
 
 namespace qccl {
 
@@ -62,8 +61,8 @@ constexpr int kMostEvents = 64;
 constexpr double kPauseRoundTrips = 0.01, kShortestPauseSeconds = 0.0001, kLongestPauseSeconds = 0.001;
 // How long a network counts as one that loses packets, after TCP has sent some again.
 constexpr double kLossySeconds = 10;
-// Then a frame is late that was not acknowledged in this time.
-constexpr double kLateRoundTrips = 1.25, kLateSeconds = 0.015;
+// Then a frame that was not acknowledged in this time is sent by another connection, too.
+constexpr double kLateRoundTrips = 2, kLateSeconds = 0.02;
 // And the network is idle that carried nothing new for so long.
 constexpr double kIdleNetworkSeconds = 0.003;
 // Time without a completion after which ended processes are looked for, and between two looks.
@@ -79,6 +78,8 @@ struct Link {
   bool is_caller = false, is_ready = false;  // the handshake is over
   bool is_up = false;                        // and both sides are known
   bool is_patient = false;                   // TCP has no timeout
+  bool has_tail = false;                     // nothing was sent behind its last frame
+  std::uint64_t turn = 0;                    // when it was given its last frame, counted in frames
   std::uint32_t events = 0, resent = 0;      // resent: segments, by TCP
   double since = 0, until = 0;               // when it was connected, and when it must be up
   double round_trip = 0;                     // of the handshake by the relay: TCP measures the way to the relay alone
@@ -95,7 +96,7 @@ struct Peer {
   std::vector<std::uint64_t> relayed;  // by slot: connections by the relay that are not up
   std::vector<double> next_relayed;
   double relay_from = 0;     // from then on it is called by the relay
-  bool was_direct = false;   // something has come over a connection that is not the relay's
+  bool was_direct = false, was_relayed = false;  // over which connection something has come last
   std::string relay_answer;  // why the relay did not join the last call
   std::string lost;      // why; nothing more is sent to it or received
   bool is_leaving = false;  // its messages go another way
@@ -105,10 +106,10 @@ struct Peer {
   double round_trip = 0;   // seconds, as TCP has measured it last
 };
 
-class Sites final : public WanWire {
+class Sites final : public ReportingWire<WanWire> {
  public:
   Sites(const WanSettings& settings, OnFault fault)
-      : settings_(settings), reports_(std::move(fault)), process_(getpid()), epoll_(epoll_create1(EPOLL_CLOEXEC)) {
+      : ReportingWire(std::move(fault)), settings_(settings), process_(getpid()), epoll_(epoll_create1(EPOLL_CLOEXEC)) {
     if (epoll_ < 0) throw std::runtime_error("epoll_create1 failed");
     fcntl(settings_.listener, F_SETFL, fcntl(settings_.listener, F_GETFL) | O_NONBLOCK);
   }
@@ -163,28 +164,6 @@ class Sites final : public WanWire {
     collect(from);
   }
 
-  void poll(std::uint64_t idle, std::vector<Token>& completed) override {
-    thread_.note_caller();
-    Lock lock(mutex_);
-    advance(idle, lock);
-    if (reports_.has_completed()) return reports_.take_completed(completed);
-    has_fault();  // after everything that had come before it
-    reports_.raise_any(rank_, lock);
-  }
-
-  void progress(std::uint64_t idle) override {
-    thread_.note_caller();
-    Lock lock(mutex_);
-    advance(idle, lock);
-    has_fault();
-    reports_.raise_fault(rank_, lock);
-  }
-
-  std::uint64_t set_up_completed() override {
-    const Lock lock(mutex_);
-    return reports_.set_up_completed();
-  }
-
   void leave(const std::vector<int>& ranks) override {
     const Lock lock(mutex_);
     for (const int rank : ranks) at(rank).is_leaving = true;
@@ -205,7 +184,7 @@ class Sites final : public WanWire {
     const Lock lock(mutex_);
     std::vector<int> found;
     for (const Peer& peer : peers_)
-      if (any_up(peer, true)) found.push_back(peer.rank);
+      if (peer.was_relayed) found.push_back(peer.rank);
     return found;
   }
 
@@ -237,8 +216,6 @@ class Sites final : public WanWire {
   }
 
  private:
-  using Lock = Reports::Lock;
-
   // Of two ranks the one with the higher number, because rank 0 is the one that all can reach.
   bool calls_first(const Peer& peer) const { return rank_ > peer.rank; }
 
@@ -256,7 +233,7 @@ class Sites final : public WanWire {
 
   // -- what happens in a poll -----------------------------------------------------------------------------------------
 
-  void advance(std::uint64_t idle, Lock& lock) {
+  void advance(std::uint64_t idle, Lock& lock) override {
     if (is_closed_) return;
     gone_.clear();
     take_events();
@@ -271,7 +248,7 @@ class Sites final : public WanWire {
   }
 
   // In the wire's thread. Its time is not the other ranks': nobody waits for them.
-  void advance_alone(int wakeup) {
+  void advance_alone(int wakeup) override {
     Lock lock(mutex_);
     gone_.clear();
     take_events();
@@ -350,6 +327,7 @@ class Sites final : public WanWire {
       } else if (link.is_up) {
         if (measures) measure(link, now);
         if (link.connection->unacknowledged()) acknowledge(link);
+        if (link.has_tail && is_lossy(at(link.peer), now)) probe(link);
       }
     }
     if (measures) find_nearest();
@@ -391,6 +369,17 @@ class Sites final : public WanWire {
     const bool is_full = !info.tcpi_unacked && link.connection->under_way();
     if (is_full != std::exchange(link.is_patient, is_full))
       wan::set_timeout(link.connection->descriptor(), !is_full);
+  }
+
+  // TCP finds a lost packet when a later one has come. Behind the last packets of a burst there is none, and its timer
+  // takes two round trips. So something small follows when all else has been sent. (RFC 8985: RACK, and TLP's timer.)
+  void probe(Link& link) {
+    link.has_tail = link.connection->under_way();
+    if (!link.has_tail || wan::unsent(link.connection->descriptor())) return;
+    Head head;
+    head.kind = Kind::probe;
+    link.connection->greet(head, "");
+    link.has_tail = false;
   }
 
   void find_nearest() {
@@ -477,6 +466,7 @@ class Sites final : public WanWire {
   void has_come(Peer& peer, bool is_direct) {
     peer.down_since = 0;
     peer.was_direct = is_direct;
+    peer.was_relayed = !is_direct;
     for (std::size_t slot = 0; is_direct && slot < peer.links.size(); ++slot) {
       if (peer.relayed[slot]) drop(peer.relayed[slot]);
       if (const Link* link = link_at(peer, slot); link && link->relay) drop(link->id);
@@ -485,7 +475,7 @@ class Sites final : public WanWire {
 
   void listen(bool does) {
     listens_at_ = does ? 0 : seconds() + kRetrySeconds;
-    watch(settings_.listener, 0, does ? EPOLLIN : 0, EPOLL_CTL_MOD);
+    watch(settings_.listener, 0, does ? std::uint32_t{EPOLLIN} : 0, EPOLL_CTL_MOD);
   }
 
   void accept() {
@@ -681,13 +671,19 @@ class Sites final : public WanWire {
     for (std::size_t slot = 0; slot < peer.links.size(); ++slot)
       if (Link* link = link_at(peer, slot); link && link->connection->has_rest()) write(*link, nullptr);
     while (Link* link = least_loaded(peer)) {
+      const bool is_alone = is_lossy(peer, now) && now - last_new_ > kIdleNetworkSeconds;
       last_new_ = now;
-      write(*link, peer.out.next(link->slot, takes_short(peer, *link), takes_long(peer, *link), now));
+      const int slot = link->slot;
+      const FramePointer frame = peer.out.next(slot, takes_short(peer, *link), takes_long(peer, *link), now);
+      write(*link, frame);
+      if (is_alone) write_twice(peer, frame, slot);
       if (!peer.out.has_long()) fill(peer);
     }
-    if (now < peer.lossy_until && now - last_new_ > kIdleNetworkSeconds && is_idle())
+    if (is_lossy(peer, now) && now - last_new_ > kIdleNetworkSeconds && is_idle())
       send_copies(peer, now - kLateRoundTrips * peer.round_trip - kLateSeconds);
   }
+
+  static bool is_lossy(const Peer& peer, double now) { return now < peer.lossy_until; }
 
   bool takes_short(Peer& peer, const Link& link) { return !link.slot || !link_at(peer, 0); }
   bool takes_long(Peer& peer, const Link& link) {
@@ -705,9 +701,25 @@ class Sites final : public WanWire {
       if (!link || link->connection->waits_to_write()) continue;
       const bool has_frame = (peer.out.has_short() && takes_short(peer, *link)) ||
                              (peer.out.has_long() && takes_long(peer, *link));
-      if (has_frame && (!found || link->connection->under_way() < found->connection->under_way())) found = link;
+      if (has_frame && (!found || load(*link) < load(*found))) found = link;
     }
     return found;
+  }
+
+  // Of the connections for long messages that take a frame, beside that of the slot `except`.
+  Link* idlest(Peer& peer, int except) {
+    Link* found = nullptr;
+    for (std::size_t slot = 1; slot < peer.links.size(); ++slot) {
+      Link* const link = link_at(peer, slot);
+      if (!link || link->slot == except || link->connection->waits_to_write()) continue;
+      if (!found || load(*link) < load(*found)) found = link;
+    }
+    return found;
+  }
+
+  // Frames under way; of equal ones the connection that was used first is the next.
+  static std::pair<std::size_t, std::uint64_t> load(const Link& link) {
+    return {link.connection->under_way(), link.turn};
   }
 
   // Nothing waits to be sent to any rank.
@@ -717,19 +729,31 @@ class Sites final : public WanWire {
     });
   }
 
-  // A connection that has lost packets goes on slowly, and TCP finds the loss of the last ones late. So an idle network
-  // carries what should have come over other connections once more.
+  // A frame for which an idle network has waited is often late already: a header, or the second round of a chunk that
+  // was lost in the first. Another round trip would be worse than its bytes.
+  void write_twice(Peer& peer, const FramePointer& frame, int slot) {
+    Link* const link = idlest(peer, slot);
+    if (!link || frame->copies != 1) return;
+    frame->copies = 2;
+    write(*link, frame);
+  }
+
+  // Where TCP has not delivered a frame in two round trips, what it sent again was lost, too. An idle network carries the
+  // frame over another connection.
   void send_copies(Peer& peer, double sent_before) {
-    for (std::size_t slot = 1; slot < peer.links.size(); ++slot)
-      for (Link* link = link_at(peer, slot); link && !link->connection->waits_to_write(); link = link_at(peer, slot)) {
-        FramePointer frame = peer.out.copy(link->slot, sent_before);
-        if (!frame) break;
-        write(*link, std::move(frame));
-      }
+    while (Link* link = idlest(peer, -1)) {
+      FramePointer frame = peer.out.copy(link->slot, sent_before);
+      if (!frame) return;
+      write(*link, std::move(frame));
+    }
   }
 
   void write(Link& link, FramePointer frame) {
     Peer& peer = at(link.peer);
+    if (frame) {
+      link.has_tail = true;
+      link.turn = ++turns_;
+    }
     try {
       link.connection->write([&] { return std::exchange(frame, nullptr); });
       update(link);
@@ -790,7 +814,7 @@ class Sites final : public WanWire {
     std::vector<int> waited;
     for (const Peer& peer : peers_)
       // Where there is a relay, a rank may have the address of this machine in a network of its own.
-      if (peer.down_since && peer.rank != rank_ && peer.in.under_way() && (!has_relay() || peer.was_direct))
+      if (peer.down_since && peer.rank != rank_ && peer.in.under_way() && (!has_relay() || peer.was_direct || peer.was_relayed))
         waited.push_back(peer.rank);
     if (waited.empty()) return;
     lock.unlock();  // it takes a moment, and Python's lock
@@ -799,10 +823,8 @@ class Sites final : public WanWire {
     for (const int rank : ended) lose(at(rank), "its process has ended");
   }
 
-  void fail(const WireFault& fault) { reports_.fail(fault); }
-
   // A rank that has left in order counts as lost only where a transfer waits for it.
-  bool has_fault() {
+  bool has_fault() override {
     for (const Peer& peer : peers_)
       if (!peer.lost.empty() && (peer.in.under_way() || peer.out.under_way())) fail({0, peer.lost, peer.rank, true});
     return reports_.has_fault();
@@ -854,17 +876,14 @@ class Sites final : public WanWire {
   }
 
   const WanSettings settings_;
-  Reports reports_;
   const pid_t process_;
   const int epoll_;
-  int rank_ = -1;
   bool is_closed_ = false, is_closing_ = false;
-  std::mutex mutex_;
   std::string group_;  // names the group: the nonce of rank 0's address
   FindEnded find_ended_;
   std::vector<Peer> peers_;
   std::map<std::uint64_t, Link> links_;
-  std::uint64_t last_id_ = 0;
+  std::uint64_t last_id_ = 0, turns_ = 0;
   std::vector<std::uint64_t> guests_;  // callers that are not known yet
   const std::size_t most_guests_ = wan::most_guests();
   std::minstd_rand random_{std::random_device{}()};
@@ -875,7 +894,6 @@ class Sites final : public WanWire {
   double listens_at_ = 0;  // when strangers may call again, as there were no descriptors; 0: they may
   double nearest_ = 0;  // the shortest round trip, in seconds
   std::vector<Token> copied_;
-  WireThread thread_{[this](int wakeup) { advance_alone(wakeup); }};  // ends before what it uses
 };
 
 }  // namespace

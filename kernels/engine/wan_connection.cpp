@@ -85,6 +85,7 @@ void Connection::read(const std::function<void(const Head&, const unsigned char*
         peer_number_ = head.offset;
         continue;
       }
+      if (head.kind == Kind::probe) continue;
       if (head.kind != Kind::hello) ++received_;
       take(head, input_.get() + begin_ - head.nbytes);
     }

@@ -15,8 +15,8 @@ namespace qccl::wan {
 // Bytes of a message in one frame, with whose head it fills one record of TLS. Small, because it is decided late which
 // connection carries a frame: the fastest takes most.
 constexpr std::size_t kPartNbytes = (16 << 10) - 40;
-// A message up to this size does not wait behind longer ones.
-constexpr std::size_t kShortNbytes = kPartNbytes;
+// A message up to this size does not wait behind longer ones: a header with its data, and messages about the group.
+constexpr std::size_t kShortNbytes = 9 << 10;
 
 enum class Kind : std::uint32_t {
   hello = 1,  // the first frame of a connection: `tag` is its number, `index` and `offset` the ranks from and to
@@ -26,6 +26,7 @@ enum class Kind : std::uint32_t {
   announce,   // message `index` with `tag` waits, because too many bytes wait for receives
   posted,     // the receive of that message is there
   bye,        // the rank has closed the group, and everything that it sent has come
+  probe,      // nothing: from its acknowledgement TCP learns that what was sent before it is lost. It is not counted
 };
 
 // Little-endian on every machine that qccl runs on.

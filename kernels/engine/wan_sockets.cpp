@@ -1,8 +1,10 @@
 #include "wan_sockets.h"
 
+#include <linux/sockios.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
+#include <sys/ioctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -78,6 +80,12 @@ void configure(int descriptor, const std::string& congestion_control, int connec
 
 void set_timeout(int descriptor, bool has_timeout) {
   set(descriptor, IPPROTO_TCP, TCP_USER_TIMEOUT, has_timeout ? kUserTimeoutMilliseconds : 0);
+}
+
+int unsent(int descriptor) {
+  int nbytes = 0;
+  ioctl(descriptor, SIOCOUTQNSD, &nbytes);
+  return nbytes;
 }
 
 std::size_t most_guests() {

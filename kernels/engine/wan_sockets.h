@@ -31,6 +31,9 @@ void configure(int descriptor, const std::string& congestion_control, int connec
 // Whether TCP gives a connection up that is not answered.
 void set_timeout(int descriptor, bool has_timeout);
 
+// Bytes that TCP has not sent even once.
+int unsent(int descriptor);
+
 // Callers that are not known yet, at most: a part of the descriptors that this process may have.
 std::size_t most_guests();
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from qccl import _host
-from qccl.chunks import NETWORK, shared_memory
+from qccl.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
 from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
@@ -81,7 +81,7 @@ class HostEngine:
         self._transport = transport
         self.rank = transport.rank
         self.threads = _threads(transport.local_size)
-        self.chunking = shared_memory(transport.size) if transport.shares_memory else NETWORK
+        self.chunking = _chunking(transport)
         self.numbers = Numbers()
         self.timeout = 60.0
         self.detached = 0
@@ -538,6 +538,13 @@ class HostEngine:
                     self._broadcast_control(Kind.CLOSE, str(self._failure))
                     self._flush()
         self._lock.release()
+
+
+def _chunking(transport: Transport) -> ChunkPolicy:
+    """The same on all ranks."""
+    if transport.shares_memory:
+        return shared_memory(transport.size)
+    return BETWEEN_SITES if transport.is_between_sites else NETWORK
 
 
 def _threads(local_size: int) -> int:

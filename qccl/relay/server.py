@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from qccl.relay.jobs import Job
 from qccl.relay.pair import Pair, Side, configure
-from qccl.transports.relay_protocol import FULL, HELLO_NBYTES, JOINED, NO_KEY, Hello, Role, greeting
+from qccl.transports.relay_protocol import ENDED, FULL, HELLO_NBYTES, JOINED, NO_KEY, NOT_ENDED, Hello, Role, greeting
 from qccl.transports.sockets import Place, place_text
 
 __all__ = ["Limits", "Relay", "Totals"]
@@ -32,6 +32,8 @@ HELLO_SECONDS = 5.0
 MOST_UNKNOWN = 256
 #: connections of one name and role that wait, at most: the oldest is dropped first
 MOST_OF_A_NAME = 64
+#: names whose listeners have ended that are remembered, at most: the oldest is forgotten first
+MOST_ENDED = 4096
 #: connections that are accepted in one turn
 _MOST_ACCEPTED = 64
 #: between two looks at what has taken too long, and at jobs that have used up their rate
@@ -88,11 +90,16 @@ class _Caller:
         self.hello: Hello | None = None
 
     def read(self) -> Hello | None:
-        """What it says, when all of it has come. Raises ConnectionError for something else, and where it has gone."""
+        """What it says, when all of it has come.
+
+        Raises ConnectionError for something else, and where the connection is broken; EOFError where it was closed.
+        """
         part = self.socket.recv(HELLO_NBYTES + 1 - len(self.received))
+        if not part:
+            raise EOFError
         self.received += part
-        if not part or len(self.received) > HELLO_NBYTES:
-            raise ConnectionError("it has gone, or says more than it may")
+        if len(self.received) > HELLO_NBYTES:
+            raise ConnectionError("it says more than it may")
         if len(self.received) < HELLO_NBYTES:
             return None
         found = Hello.of(self.received)
@@ -113,6 +120,7 @@ class Relay:
         self._events: dict[int, int] = {}
         self._unknown: dict[_Caller, None] = {}  # the oldest first, like the following
         self._waiting: dict[tuple[bytes, bytes, Role], dict[_Caller, None]] = {}
+        self._ended: dict[tuple[bytes, bytes], None] = {}
         self._pairs: dict[Pair, None] = {}
         self._sole: dict[tuple[bytes, bytes], Pair] = {}
         self._held: list[tuple[Pair, Side]] = []
@@ -228,6 +236,9 @@ class Relay:
             hello = caller.read()
         except BlockingIOError:
             return
+        except EOFError:
+            self._refuse(caller)
+            return self._note_end(caller)
         except OSError:
             return self._refuse(caller)
         if hello is None:
@@ -235,6 +246,8 @@ class Relay:
         job = self.jobs.get(hello.job)
         if job is None or not hello.is_proved(job.key, caller.nonce):
             return self._refuse(caller, NO_KEY)
+        if hello.role is Role.ASKER:
+            return self._refuse(caller, ENDED if (hello.job, hello.name) in self._ended else NOT_ENDED)
         connections = sum(each.connections for each in self.jobs.values())
         if job.connections >= self._limits.of_a_job or connections >= self._limits.connections:
             _log.warning("job %s: no room for a connection from %s", job.name, place_text(caller.address))
@@ -259,6 +272,19 @@ class Relay:
             if answer:
                 caller.socket.send(answer)
 
+    def _note_end(self, caller: _Caller) -> None:
+        """The machine of a listener that waited has closed its connection in order.
+
+        A process closes the connections that wait only when it ends, and then all of them. Where a network fails,
+        connections are reset or silent.
+        """
+        hello = caller.hello
+        if hello is None or hello.role is not Role.LISTENER or (hello.job, hello.name, hello.role) in self._waiting:
+            return
+        self._ended[hello.job, hello.name] = None
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
+
     def _leave(self, caller: _Caller, hello: Hello) -> None:
         """It waits no longer."""
         key = hello.job, hello.name, hello.role
@@ -278,6 +304,8 @@ class Relay:
 
     def _join_or_wait(self, job: Job, caller: _Caller, hello: Hello) -> None:
         """Join it to the one that came last, whose way through its network is the freshest."""
+        if hello.role is Role.LISTENER:
+            self._ended.pop((hello.job, hello.name), None)
         while others := self._waiting.get((hello.job, hello.name, hello.role.other)):
             other = next(reversed(others))
             self._leave(other, hello._replace(role=hello.role.other))

@@ -120,12 +120,14 @@ class Transport(Group):
         progress_hook: allgather() and split() call it while they wait, and raise its errors. The engine sets it.
         eager_nbytes: bytes that a message may be shorter than its receive; so much data may be sent with a header.
         shares_memory: all ranks are on one machine and in one network namespace, so no link is slower than they are.
+        is_between_sites: the ranks may be far from each other, and packets may be lost.
         wire: send, receive and poll in native code; None: the run loop calls the methods of this class.
     """
 
     progress_hook: Callable[[], object]
     eager_nbytes: int = 0
     shares_memory: bool = False
+    is_between_sites: bool = False
     wire: Wire | None = None
 
     @property

@@ -81,12 +81,24 @@ class MembershipSocket(Membership):
         try:
             channel = call(place, until, self._keys, ways, is_sealed=is_sealed)
         except ConnectionRefusedError as error:
-            if member.id in self._reached or (self._ways.relay is None and is_free(*place)):
+            if (
+                member.id in self._reached
+                or (self._ways.relay is None and is_free(*place))
+                or self._ways.has_ended(place)
+            ):
                 raise
             raise ConnectionAbortedError("refused, perhaps by a firewall") from error
         if not ways.needs_relay(place):
             self._reached.add(member.id)
         return channel
+
+    def has_ended(self, rank: int, *, is_relayed: bool) -> bool:
+        """Whether a rank's process has ended, without waiting for an answer from itself.
+
+        Known of a process of this machine, and of one that is reached by the relay (``is_relayed``).
+        """
+        place = self.members[rank].host, self.members[rank].port
+        return self._ways.has_ended(place) if is_relayed else is_free(*place)
 
     def inform(self, processes: Iterable[Member], message: dict[str, Any]) -> list[Member]:
         """Send a decision to processes that it leaves out; returns those that are out of reach."""

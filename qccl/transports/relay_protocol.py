@@ -2,7 +2,8 @@
 
 The relay greets with a nonce. The process answers with its role, its job, a name and a proof. When two processes of one
 job have given the same name, one as a caller and one as a listener, the relay tells both that they are joined. From
-then on it forwards what they send, which is TLS with a key that the relay does not have.
+then on it forwards what they send, which is TLS with a key that the relay does not have. A process can also ask whether
+the listeners of a name have ended.
 
 The **relay key** follows from the job's token. The relay has the relay keys of the jobs that may use it, and so knows
 its users, but neither their tokens nor what follows from the job's secret. A name is 32 bytes that follow from a secret
@@ -19,10 +20,12 @@ from typing import NamedTuple
 from qccl.transports.secret import NBYTES, Secret, derive
 
 __all__ = [
+    "ENDED",
     "FULL",
     "GREETING_NBYTES",
     "HELLO_NBYTES",
     "JOINED",
+    "NOT_ENDED",
     "NO_KEY",
     "Hello",
     "Role",
@@ -41,6 +44,8 @@ HELLO_NBYTES = _HELLO.size
 
 #: the relay's answers, each one byte, after which all but the first close the connection
 JOINED, NO_KEY, FULL = b"J", b"K", b"F"
+#: those to Role.ASKER
+ENDED, NOT_ENDED = b"E", b"N"
 _REASONS = {
     NO_KEY: "the relay does not know this job; give it the key that qccl-relay --show-key prints where the token is",
     FULL: "the relay has no room for further connections of this job",
@@ -51,13 +56,15 @@ class Role(Enum):
     """What a process is to the other one with its name.
 
     The two ``SOLE`` roles are for names of which each side has one connection at a time: a new one ends its
-    predecessor, and the connection that this was joined to.
+    predecessor, and the connection that this was joined to. ``ASKER`` is joined to nobody: it asks whether all
+    connections that waited as ``LISTENER`` were closed by their machine, which happens when the process ends.
     """
 
     CALLER = b"c"
     LISTENER = b"l"
     SOLE_CALLER = b"C"
     SOLE_LISTENER = b"L"
+    ASKER = b"a"
 
     @property
     def other(self) -> Role:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from qccl.errors import ArgumentError, EngineError
-from qccl.transports.relay_protocol import GREETING_NBYTES, JOINED, Hello, Role, reason, relay_key
+from qccl.transports.relay_protocol import ENDED, GREETING_NBYTES, JOINED, Hello, Role, reason, relay_key
 from qccl.transports.secret import Secret, derive, token_key
 from qccl.transports.sockets import Place, check_connected, connect, host_and_port, place_text
 from qccl.transports.timed import receive, send
@@ -28,6 +28,8 @@ __all__ = ["Relay", "RelayListener", "Ways", "call_by_relay", "relay_of"]
 
 #: how long a process tries to reach another one directly where there is a relay, and then waits at the relay
 _DIRECT_SECONDS, _RELAY_SECONDS = 2.0, 1.5
+#: how long it waits for the relay's answer whether another process has ended
+_ASK_SECONDS = 1.0
 #: between two connections to a relay of which the first one has failed
 _RETRY_SECONDS = 0.5
 #: connections of one listener that wait at the relay. More callers wait there, until the next ones have come
@@ -79,12 +81,8 @@ def relay_of(environ: Mapping[str, str] = os.environ) -> Relay | None:
 
 def call_by_relay(relay: Relay, name: bytes, seconds: float) -> socket.socket:
     """A connection to the process that waits at the relay under ``name``. Raises OSError if none comes in time."""
-    deadline = time.monotonic() + seconds
-    connection = connect(relay.place, seconds)
+    connection, answer = _call(relay, Role.CALLER, name, seconds)
     try:
-        greeting = receive(connection, GREETING_NBYTES, deadline)
-        send(connection, Hello.make(Role.CALLER, name, relay.key, greeting).packed(), deadline)
-        answer = receive(connection, 1, deadline)
         if answer != JOINED:
             raise ConnectionError(reason(answer))
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -92,6 +90,19 @@ def call_by_relay(relay: Relay, name: bytes, seconds: float) -> socket.socket:
         connection.close()
         raise
     return connection
+
+
+def _call(relay: Relay, role: Role, name: bytes, seconds: float) -> tuple[socket.socket, bytes]:
+    """A connection to the relay, and its answer. Raises OSError if none comes in time."""
+    deadline = time.monotonic() + seconds
+    connection = connect(relay.place, seconds)
+    try:
+        greeting = receive(connection, GREETING_NBYTES, deadline)
+        send(connection, Hello.make(role, name, relay.key, greeting).packed(), deadline)
+        return connection, receive(connection, 1, deadline)
+    except BaseException:
+        connection.close()
+        raise
 
 
 class Ways:
@@ -134,6 +145,17 @@ class Ways:
                 raise error from None
             self._only_by_relay.add(place)
             return connection
+
+    def has_ended(self, place: Place) -> bool:
+        """Whether the relay says that the process which listened at ``place`` has ended. Takes a second at most."""
+        if self.relay is None:
+            return False
+        try:
+            connection, answer = _call(self.relay, Role.ASKER, self._name(place), _ASK_SECONDS)
+        except OSError:
+            return False
+        connection.close()
+        return answer == ENDED
 
     def _name(self, place: Place) -> bytes:
         return derive(self._secret, f"relay {self._purpose} {place_text(place)}")

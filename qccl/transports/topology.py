@@ -25,7 +25,7 @@ class Topology(NamedTuple):
 
 def machine() -> str:
     """This process's machine and network namespace: 64 hexadecimal digits, of which the first half is the machine's."""
-    return _digest(socket.gethostname()) + _digest(str(_network()))
+    return _digest(f"{socket.gethostname()} {_boot()}") + _digest(str(_network()))
 
 
 def _digest(text: str) -> str:
@@ -41,17 +41,22 @@ def find_topology(rank: int, found: Sequence[str]) -> Topology:
 
 def network_id() -> str:
     """Equal for two processes that reach each other by the loopback interface; empty if that is not known."""
-    try:
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-    return f"{machine} {_network()}" if machine and _network() else ""
+    boot, network = _boot(), _network()
+    return f"{boot} {network}" if boot and network else ""
 
 
 def memory_id() -> str:
     """Equal for two processes of one machine that can share memory in every way; empty if that is not known."""
     try:
         return f"{_namespace('ipc')} {_namespace('pid')} {os.stat('/dev/shm').st_dev}"
+    except OSError:
+        return ""
+
+
+def _boot() -> str:
+    """The start of this machine's kernel: machines may have equal host names. Empty: unknown."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return ""
 

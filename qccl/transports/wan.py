@@ -6,8 +6,9 @@ the long ones, each as much as it can carry. Of two ranks the one with the highe
 other one calls if that does not succeed, so it suffices that one of them can be reached. Ranks of one machine that
 share memory exchange their messages by UCX instead (neighbours.py).
 
-A rank is lost when it closes its connections, when its process on the same machine has ended, or when it could not be
-reached for a minute. A process that is busy or stopped is not lost, because its machine answers: it has the deadline.
+A rank is lost when it closes its connections, when its process has ended on the same machine or behind the relay, or
+when it could not be reached for a minute. A process that is busy or stopped is not lost, because its machine answers:
+it has the deadline.
 """
 
 from __future__ import annotations
@@ -27,14 +28,13 @@ from qccl.transports.regroup import MembershipSocket
 from qccl.transports.relayed import Relay, relay_of
 from qccl.transports.secret import derive
 from qccl.transports.sockets import listen
-from qccl.transports.watch import is_free
 
 __all__ = ["WanTransport", "congestion_control"]
 
 _log = logging.getLogger("qccl")
 
 #: connections for long messages between two ranks: where TCP measures the bandwidth (BBR), and where loss slows it down
-_WITH_BBR, _WITHOUT = 2, 24
+_WITH_BBR, _WITHOUT = 16, 24
 _MOST_CONNECTIONS = 64
 #: seconds in which a rank must be reached again
 _AWAY_SECONDS = 60.0
@@ -75,6 +75,7 @@ class WanTransport(ConnectedTransport):
 
     name = "wan"
     eager_nbytes = 8 << 10
+    is_between_sites = True
 
     @classmethod
     def _relay(cls) -> Relay | None:
@@ -121,11 +122,11 @@ class WanTransport(ConnectedTransport):
         return tuple("ucx" if rank in self._near else self.name for rank in range(self.size))
 
     def _find_ended(self, ranks: list[int]) -> list[int]:
-        """Only on this machine: elsewhere a firewall that refuses, perhaps for a while, looks like the end."""
+        """On this machine, or by the relay: elsewhere a firewall that refuses for a while looks like the end."""
         assert self.membership is not None
-        members = self.membership.members
         near = self._watch.ended([rank for rank in ranks if rank in self._near])
-        return [rank for rank in ranks if rank in near or is_free(members[rank].host, members[rank].port)]
+        relayed = self.wire.relayed()
+        return [rank for rank in ranks if rank in near or self.membership.has_ended(rank, is_relayed=rank in relayed)]
 
 
 def _sites_wire(network: Network, membership: MembershipSocket, secret: bytes | None, suffix: bytes) -> _host.WanWire:

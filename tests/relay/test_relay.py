@@ -17,7 +17,7 @@ from relays import KEY, NAME, Client, joined, running, wait_for
 from qccl.relay import pair, server
 from qccl.relay.jobs import Job
 from qccl.relay.server import Limits
-from qccl.transports.relay_protocol import FULL, GREETING_NBYTES, JOINED, NO_KEY, Hello, Role
+from qccl.transports.relay_protocol import ENDED, FULL, GREETING_NBYTES, JOINED, NO_KEY, NOT_ENDED, Hello, Role
 
 OTHER = hashlib.sha256(b"another").digest()
 
@@ -113,6 +113,44 @@ def test_one_that_has_gone_is_not_joined():
         wait_for(lambda: relay.totals()[1:3] == (0, 0), "it is forgotten")
         with joined(relay.place) as (caller, listener):
             exchange(caller, listener, 1000)
+
+
+def asked(place, name=NAME) -> bytes:
+    with Client(place, Role.ASKER, name) as client:
+        return client.hear()
+
+
+def test_the_end_of_a_process_is_known_when_all_its_connections_were_closed():
+    with running() as relay:
+        first, second = Client(relay.place, Role.LISTENER), Client(relay.place, Role.LISTENER)
+        wait_for(lambda: relay.totals().waiting == 2, "both wait")
+        first.socket.close()
+        wait_for(lambda: relay.totals().waiting == 1, "one has gone")
+        assert asked(relay.place) == NOT_ENDED
+        second.socket.close()
+        wait_for(lambda: asked(relay.place) == ENDED, "the process has ended")
+        assert asked(relay.place, OTHER) == NOT_ENDED
+        with Client(relay.place, Role.LISTENER):
+            wait_for(lambda: asked(relay.place) == NOT_ENDED, "it is there again")
+
+
+def test_a_broken_connection_is_not_the_end_of_a_process():
+    with running() as relay, Client(relay.place, Role.LISTENER) as client:
+        wait_for(lambda: relay.totals().waiting == 1, "it waits")
+        client.socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        client.socket.close()  # by a reset
+        wait_for(lambda: relay.totals().waiting == 0, "it has gone")
+        assert asked(relay.place) == NOT_ENDED
+
+
+def test_so_many_ended_processes_are_remembered(monkeypatch):
+    monkeypatch.setattr(server, "MOST_ENDED", 1)
+    with running() as relay:
+        for name in (NAME, OTHER):
+            with Client(relay.place, Role.LISTENER, name):
+                wait_for(lambda: relay.totals().waiting == 1, "it waits")
+            wait_for(lambda: asked(relay.place, name) == ENDED, "it has ended")  # noqa: B023
+        assert asked(relay.place) == NOT_ENDED
 
 
 def test_each_pair_has_a_line_in_the_log(caplog):

@@ -26,6 +26,7 @@ __all__ = [
     "HELLO",
     "PART",
     "POSTED",
+    "PROBE",
     "Fault",
     "Raw",
     "Wire",
@@ -38,7 +39,7 @@ __all__ = [
 
 #: kernels/engine/wan_frames.h: the head of a frame, its kinds, and the bytes of a message in one frame
 HEAD = struct.Struct("<IIiIQQQ")
-HELLO, DATA, ACK, ANNOUNCE, POSTED, BYE = range(1, 7)
+HELLO, DATA, ACK, ANNOUNCE, POSTED, BYE, PROBE = range(1, 8)
 PART = (16 << 10) - 40
 
 

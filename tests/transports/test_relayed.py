@@ -166,6 +166,8 @@ def test_ways_by_the_relay():
                         caller.sendall(b"hello")
                         accepted.settimeout(10)
                         assert accepted.recv(5) == b"hello"
+                assert not ways.has_ended(place)
+            wait_for(lambda: ways.has_ended(place), "the relay knows that the listener has ended")
         with pytest.raises(ConnectionRefusedError) as raised:
             ways.connect(place, 5.0)
         assert "by the relay" in raised.value.__notes__[0]
