@@ -59,6 +59,8 @@ constexpr int kMostAccepts = 16;
 constexpr int kMostEvents = 64;
 // Part of a round trip for which a thread sleeps whatever comes meanwhile, if that is not too short.
 constexpr double kPauseRoundTrips = 0.01, kShortestPauseSeconds = 0.0001, kLongestPauseSeconds = 0.001;
+// Probes of a full connection on their way, at most.
+constexpr int kUnanswered = 1;
 // How long a network counts as one that loses packets, after TCP has sent some again.
 constexpr double kLossySeconds = 10;
 // Then a frame that was not acknowledged in this time is sent by another connection, too.
@@ -366,7 +368,8 @@ class Sites final : public ReportingWire<WanWire> {
     peer.round_trip = std::max(1e-6 * info.tcpi_rtt, link.round_trip);
     if (info.tcpi_total_retrans != std::exchange(link.resent, info.tcpi_total_retrans)) peer.lossy_until = now + kLossySeconds;
     // The other rank's machine has taken all that there is room for, and its process is busy: TCP's timeout would count that.
-    const bool is_full = !info.tcpi_unacked && link.connection->under_way();
+    // It answers each probe, unless this rank's machine has lost the address, and so cannot even send.
+    const bool is_full = !info.tcpi_unacked && link.connection->under_way() && info.tcpi_probes <= kUnanswered;
     if (is_full != std::exchange(link.is_patient, is_full))
       wan::set_timeout(link.connection->descriptor(), !is_full);
   }

@@ -247,7 +247,7 @@ class Relay:
         if job is None or not hello.is_proved(job.key, caller.nonce):
             return self._refuse(caller, NO_KEY)
         if hello.role is Role.ASKER:
-            return self._refuse(caller, ENDED if (hello.job, hello.name) in self._ended else NOT_ENDED)
+            return self._dismiss(caller, ENDED if (hello.job, hello.name) in self._ended else NOT_ENDED)
         connections = sum(each.connections for each in self.jobs.values())
         if job.connections >= self._limits.of_a_job or connections >= self._limits.connections:
             _log.warning("job %s: no room for a connection from %s", job.name, place_text(caller.address))
@@ -260,10 +260,13 @@ class Relay:
         self._join_or_wait(job, caller, hello)
 
     def _refuse(self, caller: _Caller, answer: bytes = b"") -> None:
-        """Close a connection that is not joined, after a last ``answer``."""
+        """Close a connection that is not joined, after a last ``answer``; it counts unless it waited."""
+        self._refused += caller.hello is None
+        self._dismiss(caller, answer)
+
+    def _dismiss(self, caller: _Caller, answer: bytes) -> None:
         if caller.hello is None:
             self._unknown.pop(caller, None)
-            self._refused += 1
         else:
             self._leave(caller, caller.hello)
             self.jobs[caller.hello.job].connections -= 1

@@ -9,14 +9,15 @@ import numpy as np
 
 import qccl
 
+#: with algorithms: by default ranks that share nodes use two levels, and loopback's ranks are on one node
 CALLS = [
     ("minmax8", 0, {}),
-    ("minmax8", 1, {}),
-    ("none", 1000, {"op": "max"}),
+    ("minmax8", 1, {"algorithm": "one_shot"}),
+    ("none", 1000, {"algorithm": "one_shot", "op": "max"}),
     ("minmax4:rounding=stochastic,seed=3", 5000, {"algorithm": "one_shot"}),
     ("minmax8", 100_003, {"algorithm": "two_round", "chunk": 4096, "op": "avg"}),
-    ("minmax3:bucket=shard", 3001, {}),
-    ("none", 700_001, {}),
+    ("minmax3:bucket=shard", 3001, {"algorithm": "two_round"}),
+    ("none", 700_001, {"algorithm": "two_round"}),
 ]
 
 

@@ -212,12 +212,13 @@ def test_a_rank_that_ends_every_connection_is_lost():
 
 
 def test_without_descriptors_a_rank_naps_until_there_are_some():
-    with rank_0(slots=0) as (wire, _), Raw(wire.port) as raw:
-        raw.say(hello(wire.nonce, 1), frame(DATA, b"x", total=1))
+    with rank_0(slots=0) as (wire, _), socket.socket() as caller:
         token = wire.receive(1, 1)
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
         try:
+            caller.connect(("127.0.0.1", wire.port))
+            caller.sendall(hello(wire.nonce, 1) + frame(DATA, b"x", total=1))
             begin, naps = time.monotonic(), 0
             while time.monotonic() < begin + 0.3:
                 wire.nap()
