@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "group_wire.h"
+#include "held_at_fork.h"
 #include "wire_thread.h"
 
 namespace qccl {
@@ -108,6 +109,7 @@ class ReportingWire : public Interface {
   void fail(const WireFault& fault) { reports_.fail(fault); }
 
   std::mutex mutex_;
+  const HeldAtFork held_at_fork_{mutex_};
   Reports reports_;
   int rank_ = -1;
   // connect() starts it, and close() stops it before it takes the lock.

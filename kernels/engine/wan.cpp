@@ -862,8 +862,8 @@ class Sites final : public ReportingWire<WanWire> {
     peer.relayed.assign(peer.links.size(), 0);
   }
 
-  // In a child of fork(), which must not keep its parent's connections: their ends tell the other ranks of its end. Another
-  // thread of the parent may have had the lock; then what it guards cannot be used.
+  // In a child of fork(), which must not keep its parent's connections: their ends tell the other ranks of its end. Where
+  // a thread of the parent had the lock for too long (HeldAtFork), what it guards cannot be used.
   void forget_parent() {
     const Lock lock(mutex_, std::try_to_lock);
     if (lock && !is_closed_) close_descriptors();

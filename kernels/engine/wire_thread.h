@@ -1,6 +1,7 @@
 // A wire's own thread, which advances it while its callers do something else.
 #pragma once
 
+#include <poll.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -8,7 +9,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <mutex>
@@ -66,11 +66,7 @@ class WireThread {
     }
     const std::lock_guard<std::mutex> one_at_a_time(stopping_);
     if (wakeup_ < 0) return;
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      is_ended_ = true;
-    }
-    ended_.notify_all();
+    is_ended_ = true;
     eventfd_write(wakeup_, 1);
     if (thread_.joinable()) thread_.join();
     ::close(std::exchange(wakeup_, -1));
@@ -79,16 +75,14 @@ class WireThread {
  private:
   void run() {
     std::uint64_t seen = calls_.load(std::memory_order_relaxed);
-    std::unique_lock<std::mutex> lock(mutex_);
     while (!is_ended_) {
       if (const std::uint64_t calls = calls_.load(std::memory_order_relaxed); calls != seen) {
         seen = calls;
-        ended_.wait_for(lock, kQuiet);
-        continue;
+        pollfd waited = {wakeup_, POLLIN, 0};
+        ::poll(&waited, 1, kQuiet.count());
+      } else {
+        advance_(wakeup_);
       }
-      lock.unlock();
-      advance_(wakeup_);
-      lock.lock();
     }
   }
 
@@ -96,9 +90,8 @@ class WireThread {
   const pid_t process_;
   int wakeup_;
   std::atomic<std::uint64_t> calls_{0};
-  std::mutex mutex_, stopping_;
-  std::condition_variable ended_;
-  bool is_ended_ = false;
+  std::atomic<bool> is_ended_{false};
+  std::mutex stopping_;
   std::thread thread_;
 };
 

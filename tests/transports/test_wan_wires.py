@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import resource
 import select
 import signal
 import socket
+import stat
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -307,6 +310,45 @@ def test_a_child_keeps_no_connection():
             connection.close()
             os.close(reading)
             os.close(writing)
+
+
+def sockets() -> set[int]:
+    """The descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the one that lists them
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.add(int(name))
+    return found
+
+
+def test_each_child_can_close_its_parents_connections():
+    """Also of a process that forks while another thread moves data."""
+    others = sockets()
+    a, b = connected(2, 2)
+    ends = threading.Event()
+
+    def exchange() -> None:
+        while not ends.is_set():
+            tokens = {a.receive(1, 1 << 18)}
+            b.send(0, bytes(1 << 18))
+            poll_until(functools.partial(tokens.__le__, a.done), a, b)
+
+    with ThreadPoolExecutor(1) as pool:
+        exchanges = pool.submit(exchange)
+        try:
+            for _ in range(50):
+                child = os.fork()
+                if not child:
+                    for wire in (a, b):
+                        wire.native.close(0)
+                    os._exit(len(sockets() - others))
+                assert os.waitpid(child, 0)[1] == 0
+        finally:
+            ends.set()
+            exchanges.result()
+            a.close()
+            b.close()
 
 
 def test_threads_poll_while_others_close():
