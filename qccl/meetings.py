@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError
 from qccl.launchers import Launcher
 from qccl.transports import tls
-from qccl.transports.choice import Offer, choose
+from qccl.transports.choice import Offer, choose, is_alone
 from qccl.transports.relayed import relay_of
 from qccl.transports.rendezvous import Rendezvous, meeting_place
 from qccl.transports.secret import derive, draw, is_insecure, job_secret, token_key
@@ -381,6 +381,7 @@ def connect_by(meeting: Meeting, offers: Sequence[Offer], timeout: float) -> Tra
         master=meeting.host,
         is_local=chosen.is_local,
         shares_memory=chosen.shares_memory,
+        is_alone=is_alone(offers, meeting.rank),
         secret=secret,
         encrypts=chosen.encrypts,
     )

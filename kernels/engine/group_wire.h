@@ -50,8 +50,10 @@ struct GroupWire : Wire {
 
 // How a thread may wait for a wire.
 struct Rest {
-  int descriptor = -1;  // becomes readable when there may be something to do; -1: poll again at once
+  int descriptor = -1;  // becomes readable when there may be something to do; -1: there is none
   double pause = 0;     // seconds for which the thread need not look at the descriptor
+  // Whether to poll again at once.
+  bool is_none() const { return descriptor < 0 && pause <= 0; }
 };
 
 // A wire that may be a part of another one, which waits for all its parts together.

@@ -119,9 +119,9 @@ class Mixed final : public MixedWire {
     if (has_far_ && patience_ <= 0) idle = kLongIdle;
     --patience_;
     const Rest near = memory_->rest(idle);
-    if (near.descriptor < 0) return;
+    if (near.is_none()) return;
     const Rest far = sites_->rest(idle);
-    if (far.descriptor < 0) return;
+    if (far.is_none()) return;
     pollfd waited[] = {{near.descriptor, POLLIN, 0}, {far.descriptor, POLLIN, 0}};
     if (far.pause > 0) {
       const timespec time = {0, static_cast<long>(far.pause * 1e9)};

@@ -7,11 +7,13 @@
 #include <chrono>
 #include <deque>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
 #include "reports.h"
 #include "ucx_api.h"
+#include "ucx_fork.h"
 
 namespace qccl {
 
@@ -165,8 +167,10 @@ class Worker final : public ReportingWire<PartWire> {
 
   Rest rest(std::uint64_t idle) override {
     const Lock lock(mutex_);
-    if (!worker_ || reports_.has_completed() || has_fault() || keeps_processor(idle) || !arm()) return {};
-    return {descriptor_};
+    if (!worker_ || reports_.has_completed() || has_fault() || keeps_processor(idle)) return {};
+    const std::optional<int> descriptor = arm();
+    if (!descriptor) return {};
+    return {*descriptor, *descriptor < 0 ? 1e-3 * kSleepMilliseconds : 0};
   }
 
   void slept() override {
@@ -177,7 +181,7 @@ class Worker final : public ReportingWire<PartWire> {
 
   void close(double seconds) override {
     thread_.stop();
-    if (getpid() != process_) return;  // a child of fork(): its parent's connections, and perhaps a locked mutex
+    if (getpid() != process_) return forget_parent();
     const Lock lock(mutex_);
     if (worker_ && seconds > 0) flush(seconds);
     destroy();
@@ -260,8 +264,10 @@ class Worker final : public ReportingWire<PartWire> {
   void advance(std::uint64_t idle, Lock& lock) override {
     if (!worker_) return;
     if (exhaust() || !idle || reports_.has_completed() || has_fault()) return;
-    if (keeps_processor(idle) || !arm()) return;
-    pollfd waited = {descriptor_, POLLIN, 0};
+    if (keeps_processor(idle)) return;
+    const std::optional<int> descriptor = arm();
+    if (!descriptor) return;
+    pollfd waited = {*descriptor, POLLIN, 0};
     lock.unlock();
     ::poll(&waited, 1, kSleepMilliseconds);
     lock.lock();
@@ -273,10 +279,11 @@ class Worker final : public ReportingWire<PartWire> {
   void advance_alone(int wakeup) override {
     Lock lock(mutex_);
     exhaust();
-    if (!arm()) return;
+    const std::optional<int> descriptor = arm();
+    if (!descriptor) return;
     lock.unlock();
-    pollfd waited[] = {{descriptor_, POLLIN, 0}, {wakeup, POLLIN, 0}};
-    ::poll(waited, 2, WireThread::kSleepMilliseconds);
+    pollfd waited[] = {{*descriptor, POLLIN, 0}, {wakeup, POLLIN, 0}};
+    ::poll(waited, 2, *descriptor < 0 ? kSleepMilliseconds : WireThread::kSleepMilliseconds);
   }
 
   // Whether to poll again at once. Where other threads may need the processor, they get it first.
@@ -290,8 +297,13 @@ class Worker final : public ReportingWire<PartWire> {
     return true;
   }
 
-  // Makes the descriptor readable by the next event; false: something has come meanwhile.
-  bool arm() { return ucp_.worker_arm(worker_) == ucx::kOk; }
+  // A descriptor that becomes readable by the next event; none: something has come meanwhile. -1, which poll() ignores: UCX
+  // has failed, and the descriptor tells nothing.
+  std::optional<int> arm() {
+    const Status status = ucp_.worker_arm(worker_);
+    if (status == ucx::kBusy) return std::nullopt;
+    return status == ucx::kOk ? descriptor_ : -1;
+  }
 
   // After kQuiet without a completion, marks the connections to processes that have ended. What they sent before counts
   // first: a rank may have left in order.
@@ -376,6 +388,14 @@ class Worker final : public ReportingWire<PartWire> {
       ucp_.worker_destroy(worker_);
     }
     if (context_) ucp_.cleanup(context_);
+  }
+
+  // In a child of fork(): while it has its parent's sockets, their ends do not tell the other ranks of the parent's end.
+  // Where a thread of the parent had the lock for too long (HeldAtFork), what it guards cannot be used.
+  void forget_parent() {
+    const Lock lock(mutex_, std::try_to_lock);
+    if (lock && worker_) ucx::let_go_of_sockets(descriptor_);
+    if (lock) worker_ = context_ = nullptr;
   }
 
   std::vector<void*> close_endpoints(std::uint32_t flags) {

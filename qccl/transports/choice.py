@@ -19,7 +19,7 @@ from typing import NamedTuple
 from qccl.errors import EngineError, MismatchError
 from qccl.transports.strangers import printable
 
-__all__ = ["TRUSTED_NETWORK", "Choice", "Offer", "choose"]
+__all__ = ["TRUSTED_NETWORK", "Choice", "Offer", "choose", "is_alone"]
 
 TRUSTED_NETWORK = "nothing is encrypted: the network between the machines must be trusted"
 
@@ -121,6 +121,12 @@ def choose(offers: Sequence[Offer], who: str) -> Choice:
             return Choice(name, why, is_local, shares_memory, not no_tls, encrypts)
         against.append(f"{name}: rank {found[0]}: {found[1]}")
     raise EngineError(f"the {len(offers)} ranks of {who} have no transport in common. {'; '.join(against)}")
+
+
+def is_alone(offers: Sequence[Offer], rank: int) -> bool:
+    """Whether no other rank can share memory with ``rank``. Where a rank does not tell its machine, it may."""
+    machines = [(offer.network, offer.memory) for offer in offers]
+    return not any("" in each for each in machines) and machines.count(machines[rank]) == 1
 
 
 def _remarks(name: str, against: list[str], no_tls: str, *, is_safe: bool) -> Iterator[str]:

@@ -75,6 +75,7 @@ class ConnectedTransport(NativeTransport):
         master: str | None = None,
         is_local: bool = False,
         shares_memory: bool = False,
+        is_alone: bool = False,
         secret: bytes | None = None,
         encrypts: bool = True,
         progress_hook: Callable[[], object] = lambda: None,
@@ -84,13 +85,14 @@ class ConnectedTransport(NativeTransport):
         ``gather`` returns every rank's bytes in rank order: some hundred of each, the addresses of the ranks' wires and
         sockets. ``master`` is a host that all ranks reach: TCP connections use the network interface that leads there.
         ``is_local`` says that all ranks, and those that join later, are on this machine, and ``shares_memory`` that
-        they can share memory. ``secret``: 32 bytes that the ranks alone have. With it the membership sockets are
-        encrypted, and also, unless ``encrypts`` is False, the wire of a transport that can encrypt.
+        they can share memory; ``is_alone``, that no other rank is on this machine. ``secret``: 32 bytes that the ranks
+        alone have. With it the membership sockets are encrypted, and also, unless ``encrypts`` is False, the wire of a
+        transport that can encrypt.
         """
         protection = Protection(secret, encrypts)
         with contextlib.ExitStack() as on_failure:
             try:
-                network = Network.towards(master, is_local=is_local, shares_memory=shares_memory)
+                network = Network.towards(master, is_local=is_local, shares_memory=shares_memory, is_alone=is_alone)
                 membership = MembershipSocket(network.own_host(), secret, relay=self._relay())
                 on_failure.callback(membership.close)
                 wire = self._start(network, membership, protection.of_wire)
@@ -213,6 +215,7 @@ class ConnectedTransport(NativeTransport):
     def regroup(self, calls: int, timeout: float, *, grows: bool) -> tuple[Self, int]:
         """By regroup.py, over TCP. After an error it may be called again."""
         membership = self._member()
+        network = self._network._replace(is_alone=self._network.is_alone and not grows)
 
         def agree(worker: bytes) -> Decision:
             # until all have come, ranks may be in a call that this one has ended, and need what it has sent
@@ -221,7 +224,7 @@ class ConnectedTransport(NativeTransport):
             finally:
                 self._end(0)
 
-        formed = self._form(membership, self._network, self._protection, agree, timeout)
+        formed = self._form(membership, network, self._protection, agree, timeout)
         self.membership = None  # it belongs to the new transport
         return formed
 

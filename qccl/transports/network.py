@@ -25,16 +25,20 @@ class Network(NamedTuple):
         master: a host that all ranks reach; None: unknown.
         is_local: all ranks are on this machine, and in its network namespace.
         shares_memory: and they can share memory, so that UCX needs no network.
+        is_alone: no other rank is on this machine.
     """
 
     master: str | None
     is_local: bool
     shares_memory: bool = False
+    is_alone: bool = False
 
     @classmethod
-    def towards(cls, master: str | None, *, is_local: bool = False, shares_memory: bool = False) -> Network:
+    def towards(
+        cls, master: str | None, *, is_local: bool = False, shares_memory: bool = False, is_alone: bool = False
+    ) -> Network:
         """The network that leads to ``master``, which may say itself that all ranks are on this machine."""
-        return cls(master, is_local or (master is not None and is_loopback(master)), shares_memory)
+        return cls(master, is_local or (master is not None and is_loopback(master)), shares_memory, is_alone)
 
     @property
     def interfaces(self) -> str | None:

@@ -83,7 +83,7 @@ class WanTransport(ConnectedTransport):
 
     @classmethod
     def _start(cls, network: Network, membership: MembershipSocket, secret: bytes | None) -> _host.GroupWire:
-        memory = start_memory(membership)
+        memory = None if network.is_alone else start_memory(membership)
         try:
             sites = _sites_wire(network, membership, secret, memory.suffix if memory else b"")
         except BaseException:

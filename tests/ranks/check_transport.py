@@ -8,7 +8,7 @@ import time
 import numpy as np
 import processes
 import pytest
-from processes import IS_OPEN_MPI, OVER_MPI, RANK, SIZE
+from processes import IS_OPEN_MPI, RANK, SIZE, TRANSPORT
 from threads import address
 
 from qccl.errors import EngineError, MismatchError, PeerLost
@@ -36,7 +36,7 @@ def memory_of(x):
 
 
 def test_ranks(transport):
-    assert (transport.name, transport.rank, transport.size) == ("mpi" if OVER_MPI else "ucx", RANK, SIZE)
+    assert (transport.name, transport.rank, transport.size) == (TRANSPORT, RANK, SIZE)
     assert (transport.local_rank, transport.local_size) == (RANK, SIZE)
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from qccl import launchers, meetings
 
-OVER_MPI = meetings.wanted_transport() not in ("ucx", "wan")
+#: the transport that is tested
+TRANSPORT = meetings.wanted_transport() or "mpi"
+OVER_MPI = TRANSPORT == "mpi"
 #: how the processes find each other over UCX: by the launcher's variables, or "torch" or "jax" by that library
 FRAMEWORK = os.environ.get("QCCL_TEST_FRAMEWORK", "")
 
@@ -35,9 +37,9 @@ def connect(timeout: float = 20.0) -> Any:
         from qccl.transports.mpi import MpiTransport
 
         return MpiTransport.world(timeout)
-    from qccl.transports.ucx import UcxTransport
-
-    return UcxTransport(lambda address: _gather(address, timeout), timeout)
+    transport = meetings.connected_transport(TRANSPORT)
+    how = {"is_local": True, "secret": bytes(range(32))} if TRANSPORT == "wan" else {}
+    return transport(lambda address: _gather(address, timeout), timeout, **how)
 
 
 def allgather(item: Any) -> list[Any]:

@@ -114,6 +114,19 @@ def test_without_ucx_all_stay_on_wan(monkeypatch):
     assert once(carriers)(2, 2) == [("wan", "wan")] * 2
 
 
+def test_ucx_starts_only_where_another_rank_may_be_on_the_machine(monkeypatch):
+    """A process that joins may be."""
+    started = []
+    start = neighbours.memory_wire
+    monkeypatch.setattr(neighbours, "memory_wire", lambda membership: started.append(membership) or start(membership))
+    first = WanTransport(lambda note: [note], 10.0, is_local=True, is_alone=True)
+    second, _ = first.regroup(0, 10.0, grows=False)
+    assert not started
+    third, _ = second.regroup(0, 10.0, grows=True)
+    assert len(started) == 1
+    third.close()
+
+
 @pytest.mark.parametrize("blind", [0, 1])
 def test_one_rank_that_cannot_read_the_other_ones_file(blind, monkeypatch):
     """Both use wan, although the other one could read."""

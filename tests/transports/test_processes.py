@@ -11,7 +11,10 @@ from start_ranks import CHECKS, NETWORKS, assert_passed, needs_ucx, start_plain,
 pytestmark = [pytest.mark.starts_first, needs_ucx]
 
 DIGESTS = tuple(part.replace("tests/ranks", "tests/ranks/check_digests.py") for part in CHECKS)
-COLLECTIVES = tuple(part.replace("tests/ranks", "tests/ranks/check_collectives.py") for part in CHECKS)
+MIXED = (
+    *(part.replace("tests/ranks", "tests/ranks/check_collectives.py") for part in CHECKS),
+    "tests/ranks/check_transport.py",
+)
 #: the pairs of size and network that every run has; the others take minutes
 USUAL = [(2, "shared memory"), (3, "tcp")]
 
@@ -35,8 +38,9 @@ def test_checks_on(n, network):
 
 
 @pytest.mark.slow
-def test_collectives_of_a_mixed_group():
-    assert_passed(start_plain(4, *COLLECTIVES, limit=300, **NETWORKS["mixed"]), 4)
+def test_checks_on_a_mixed_group():
+    """Each rank has one peer that it reaches by shared memory, and two between sites."""
+    assert_passed(start_plain(4, *MIXED, limit=300, **NETWORKS["mixed"]), 4)
 
 
 @needs("torch")

@@ -14,7 +14,7 @@ import qccl
 from qccl import ArgumentError, EngineError, MismatchError, meetings
 from qccl.bench.cli import main
 from qccl.transports import choice, secret
-from qccl.transports.choice import Offer, choose
+from qccl.transports.choice import Offer, choose, is_alone
 from qccl.transports.join_address import JoinAddress
 from qccl.transports.secret import Secret, derive, draw, is_insecure, job_secret, token_key
 
@@ -181,6 +181,21 @@ def test_the_transport_that_ranks_choose(offers, name, encrypts):
     assert (found.name, found.encrypts, found.has_secret) == (name, encrypts, True)
     assert found.is_local == (offers[0].network == offers[1].network != "")
     assert ("must be trusted" in found.why) == (not found.is_local and not encrypts)
+
+
+HERE, THERE = (NONE._replace(network=where, memory="shm") for where in ("here", "there"))
+
+
+@pytest.mark.parametrize(
+    ("offers", "alone"),
+    [
+        ([HERE, HERE, THERE], [False, False, True]),
+        ([HERE, HERE._replace(memory="other"), THERE], [True] * 3),
+        ([HERE, THERE, THERE._replace(network="")], [False] * 3),
+    ],
+)
+def test_ranks_that_are_alone_on_their_machines(offers, alone):
+    assert [is_alone(offers, rank) for rank in range(3)] == alone
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -140,6 +141,40 @@ def test_a_rank_that_is_killed_and_not_reaped_is_named():
 @pytest.mark.parametrize("over", NETWORKS)
 def test_a_rank_that_stops_meets_the_deadline(over):
     check("stops", run(3, "stops", **NETWORKS[over]), but=1)
+
+
+def connections() -> set[str]:
+    """The TCP connections that this process has, by their inodes."""
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    established = {fields[9] for line in lines if (fields := line.split())[3] == "01"}
+    names = (os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink())
+    return established & {name[len("socket:[") : -1] for name in names if name.startswith("socket:[")}
+
+
+def test_a_forked_child_does_not_keep_its_parents_connections():
+    """Otherwise the other ranks would not notice the parent's end as long as the child lives."""
+    before = connections()
+    wires = [ucx._wire([("TLS", "tcp")], None) for _ in range(2)]
+    addresses = [wire.address() for wire in wires]
+    for rank, wire in enumerate(wires):
+        wire.connect(rank, addresses, lambda _: [])
+    memory = ctypes.create_string_buffer(2)
+    wires[0].receive(1, 1, ctypes.addressof(memory), 1, 1, 0)
+    wires[1].send(0, 1, ctypes.addressof(memory) + 1, 1, 2)
+    limit = patience.Limit(10)
+    while 1 not in wires[0].poll(0):
+        wires[1].poll(0)
+        assert limit.left()
+    made = connections() - before
+    assert len(made) >= 2  # both ends are here
+    if (child := os.fork()) == 0:
+        for wire in wires:
+            wire.close(0)
+        os._exit(len(connections() & made))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert connections() >= made
+    for wire in wires:
+        wire.close(0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGSEGV])

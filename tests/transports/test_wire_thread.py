@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import socket
+import time
 
 import numpy as np
 from start_ranks import needs_ucx
@@ -44,6 +45,31 @@ class _UcxWire:
 
     def poll(self) -> None:
         self.done.update(self.native.poll(0))
+
+
+@needs_ucx
+def test_a_library_that_has_failed_does_not_keep_the_processor(monkeypatch):
+    """Where UCX cannot say when to wake up, the thread looks again after a millisecond, not at once."""
+    calls: list[float] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_byte, ctypes.c_void_p)
+    def fails(worker: int) -> int:
+        calls.append(time.monotonic())
+        return -3  # UCS_ERR_IO_ERROR
+
+    address = ucx._address
+    monkeypatch.setattr(
+        ucx,
+        "_address",
+        lambda library, name: (
+            ctypes.cast(fails, ctypes.c_void_p).value if name == "ucp_worker_arm" else address(library, name)
+        ),
+    )
+    wire = _UcxWire()
+    wire.native.connect(0, [wire.native.address()], lambda _: [])
+    poll_until(lambda: len(calls) > 20)
+    wire.native.close(0)
+    assert calls[20] - calls[0] >= 20 * 0.001
 
 
 @needs_ucx
