@@ -383,7 +383,7 @@ class Loop:
     MismatchError, which names the rank, for a message that no rank of this version sends.
     """
 
-    def __init__(self, wire: Wire, rank: int, size: int, most_eager: int, call: bytes, patience: float) -> None: ...
+    def __init__(self, wire: Wire, rank: int, size: int, most_eager: int, call: bytes) -> None: ...
     @property
     def size(self) -> int: ...
     @property
@@ -420,10 +420,7 @@ class Loop:
         """Run one operation if one is ready, and poll once."""
 
     def advance_briefly(self, on_control: Callable[[int, bytes], None], /) -> Outcome:
-        """Do what can be done now; begin nothing more after 0.1 ms.
-
-        While more than 2 runs are under way, wait for the next message, ``patience`` seconds at most.
-        """
+        """Do what can be done now; begin nothing more after 0.1 ms."""
 
     def take_ended(self) -> list[int]:
         """The sequence numbers of the runs that have ended since the last call."""

@@ -329,9 +329,10 @@ void bind_loop(nb::module_& m) {
   nb::class_<Loop>(m, "Loop", nb::type_slots(kLoopSlots), "Advances all runs of a transport together.")
       .def(
           "__init__",
-          [](Loop* self, std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, const nb::bytes& call,
-             double patience) { new (self) Loop(std::move(wire), rank, size, most_eager, text(call), patience); },
-          "wire"_a, "rank"_a, "size"_a, "most_eager"_a, "call"_a, "patience"_a)
+          [](Loop* self, std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, const nb::bytes& call) {
+            new (self) Loop(std::move(wire), rank, size, most_eager, text(call));
+          },
+          "wire"_a, "rank"_a, "size"_a, "most_eager"_a, "call"_a)
       .def_prop_ro("wanted", [](const Loop& loop) { return loop.wanted.load(); })
       .def_prop_ro("early", &Loop::early)
       .def_prop_ro("control_sends", &Loop::control_sends)

@@ -55,12 +55,11 @@ std::string_view text(const unsigned char* message) { return {reinterpret_cast<c
 
 }  // namespace
 
-Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eager, std::string call, double patience)
+Loop::Loop(std::shared_ptr<Wire> given, int rank, int size, std::size_t most_eager, std::string call)
     : wire(std::move(given)),
       rank(rank),
       size(size),
       call_(std::move(call)),
-      patience_(patience),
       inbox_nbytes_(kHeaderNbytes + most_eager),
       inbox_(inbox_nbytes_ * static_cast<std::size_t>(size)),
       arrived_(static_cast<std::size_t>(size)),
@@ -124,19 +123,17 @@ Outcome Loop::advance(const Turn& turn, const OnControl& on_control) {
 }
 
 // One operation and one poll; then others while there is something to do and time is left. Runs that end do not end the
-// turn: the caller may not come back soon. While too many runs are under way, it also waits for messages a little.
+// turn: the caller may not come back soon.
 Outcome Loop::advance_for(double seconds_left, const OnControl& on_control) {
   std::uint64_t idle = idle_;
-  double now = seconds(), acted = now;
+  double now = seconds();
   const double end = now + seconds_left;
-  for (bool goes_on = true; goes_on && !halted_;) {
-    const bool computed = compute();
-    poll(computed ? 0 : idle, 0, on_control);
+  for (bool acts = true; acts && !halted_;) {
+    acts = compute();
+    poll(acts ? 0 : idle, 0, on_control);
     idle = 0;
     now = seconds();
-    const bool acts = computed || !completed_.empty();
-    if (acts) acted = now;
-    goes_on = now < end && (acts || (active_.size() > kAhead && now < acted + patience_));
+    acts = now < end && (acts || !completed_.empty());
   }
   if (!ended_.empty()) return Outcome::ended;
   return idle_ && now > deadline_ && find_overdue(now) ? Outcome::overdue : Outcome::pause;

@@ -42,16 +42,12 @@ enum class Outcome { pause, overdue, ended };
 
 // After this time a brief turn begins no further operation.
 constexpr double kBriefSeconds = 100e-6;
-// A brief turn waits for messages while more runs than these are under way. The memory of a few runs stays in the
-// processor's cache, and that of many does not.
-constexpr std::size_t kAhead = 2;
 
 // One thread at a time may use it.
 class Loop {
  public:
-  // `call`: the first bytes of every call's header. `most_eager`: bytes of data that may follow a header. `patience`:
-  // seconds that a brief turn waits for the next message while more than kAhead runs are under way.
-  Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call, double patience);
+  // `call`: the first bytes of every call's header. `most_eager`: bytes of data that may follow a header.
+  Loop(std::shared_ptr<Wire> wire, int rank, int size, std::size_t most_eager, std::string call);
 
   // `run` has its headers. Runs are numbered from 0 on, in the order of their calls.
   void begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadline, bool traced,
@@ -113,7 +109,6 @@ class Loop {
   unsigned char* inbox(int peer) { return inbox_.data() + inbox_nbytes_ * static_cast<std::size_t>(peer); }
 
   const std::string call_;
-  const double patience_;
   const std::size_t inbox_nbytes_;
   std::vector<unsigned char> inbox_, outbox_;
   std::vector<std::size_t> arrived_;  // by rank: bytes of the message in its inbox

@@ -48,9 +48,6 @@ __all__ = ["HostEngine"]
 
 #: how long abort() waits for the thread that drives, which stops after its present operation
 _HALT_SECONDS = 1.0
-#: how long a call that nobody waits for yet polls for messages of earlier calls, while several are under way. Otherwise
-#: a rank that is ahead of another one begins more and more calls, whose memory leaves the cache before they go on
-_PATIENCE_SECONDS = 30e-6
 #: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
 _YIELD_SECONDS = 1e-3
 
@@ -95,8 +92,7 @@ class HostEngine:
         self._failure_sent = False  # and the transport was released
         self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
-        patience = _PATIENCE_SECONDS if _may_spin(transport) else 0.0
-        self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL, patience)
+        self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
         self._shutdown = Shutdown(self._loop)
         self._left = self._shutdown.left
         self._barrier: Program | None = None
@@ -515,11 +511,6 @@ def _chunking(transport: Transport) -> ChunkPolicy:
     if transport.shares_memory:
         return shared_memory(transport.size)
     return BETWEEN_SITES if transport.is_between_sites else NETWORK
-
-
-def _may_spin(transport: Transport) -> bool:
-    """Whether messages come within microseconds, and a rank that waits for them takes no processor from another one."""
-    return transport.shares_memory and transport.local_size <= len(os.sched_getaffinity(0))
 
 
 def _threads(local_size: int) -> int:
