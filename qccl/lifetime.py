@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator, MutableSet
 from enum import IntEnum
 from typing import Any, Generic, TypeVar
 
-__all__ = ["Registry", "Stage", "at_exit", "keep"]
+__all__ = ["Registry", "Stage", "at_exit", "keep", "unhandled"]
 
 _T = TypeVar("_T")
 
@@ -57,6 +58,18 @@ def at_exit(stage: Stage, function: Callable[[], object]) -> None:
 def keep(kept: object) -> None:
     """Do not free an object before the end of the process: other ranks' messages may still arrive in its memory."""
     _kept.append(kept)
+
+
+def unhandled() -> BaseException | None:
+    """At the process's end: the exception that ended the program, or None.
+
+    Python keeps it in sys.last_value. The prompt, pytest and notebooks store exceptions there that they have caught;
+    their tracebacks begin in a frame that has a caller, and the program's main frame has none.
+    """
+    error: BaseException | None = getattr(sys, "last_value", None)
+    if error is None or error.__traceback__ is None or hasattr(sys, "ps1"):
+        return None
+    return error if error.__traceback__.tb_frame.f_back is None else None
 
 
 class Registry(Generic[_T]):

@@ -43,8 +43,8 @@ def quantized_allreduce(
     """
     if not isinstance(comm, Collectives):
         _refuse(comm)
-    parameters, given = (count, datatype, op, algorithm), {**options, "stream": stream}
-    work: Work | None = comm._call(_ALLREDUCE, (sendbuf, recvbuf), parameters, given, None)
+    options["stream"] = stream  # type: ignore[typeddict-unknown-key]
+    work: Work | None = comm._call(_ALLREDUCE, (sendbuf, recvbuf), (count, datatype, op, algorithm), options, None)
     return work
 
 
@@ -71,7 +71,8 @@ def hierarchical_allreduce(
         _refuse(comm)
     node_ids = comm.nodes if node_ids is None else node_ids
     parameters = count, datatype, op, intra, layout, node_ids, inter, exact, algorithm
-    work: Work | None = comm._call(_HIERARCHICAL, (sendbuf, recvbuf), parameters, {**options, "stream": stream}, None)
+    options["stream"] = stream  # type: ignore[typeddict-unknown-key]
+    work: Work | None = comm._call(_HIERARCHICAL, (sendbuf, recvbuf), parameters, options, None)
     return work
 
 
@@ -94,7 +95,8 @@ def peer_exchange(
     if not isinstance(comm, Collectives):
         _refuse(comm)
     pointers, parameters = (sendbuf, applied, *replicas.values()), (count, datatype, send_to, tuple(replicas))
-    work: Work | None = comm._call(_PEER_EXCHANGE, pointers, parameters, {**options, "stream": stream}, None)
+    options["stream"] = stream  # type: ignore[typeddict-unknown-key]
+    work: Work | None = comm._call(_PEER_EXCHANGE, pointers, parameters, options, None)
     return work
 
 

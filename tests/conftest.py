@@ -17,8 +17,18 @@ from plain_ranks import free_ports
 machines.pretend(int(os.environ.get("RANK", "0")))  # for the ranks that run the checks of tests/ranks
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest files start first, so that at the end no worker is left alone with one of them."""
+#: markers of tests that run only where -m names the marker, because they take too long for every change
+_ON_REQUEST = ("every_arch", "every_size", "every_interruption")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests that run on request only; the longest files start first.
+
+    So at the end no worker is left alone with a long file.
+    """
+    left_out = [name for name in _ON_REQUEST if name not in config.getoption("markexpr")]
+    config.hook.pytest_deselected(items=[item for item in items if any(map(item.get_closest_marker, left_out))])
+    items[:] = [item for item in items if not any(map(item.get_closest_marker, left_out))]
     items.sort(key=lambda item: item.get_closest_marker("starts_first") is None)
 
 

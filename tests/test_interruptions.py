@@ -33,6 +33,8 @@ LONG = tuple(name for name, kind in KINDS.items() if kind.warm == 0 or name == "
 SHORT = tuple(name for name in KINDS if name not in LONG)
 #: of the instructions of short calls, and of long ones
 STRIDES = 1, 97
+#: the instructions of a kind of call are shared out among so many tests, so that each ends within minutes
+PARTS = 8
 
 
 def entries(names, **options) -> Tally:
@@ -67,9 +69,11 @@ class TestAtFunctionEntries:
         check(entries((name,)), "not made", "failed")
 
     @pytest.mark.every_interruption
+    @pytest.mark.parametrize("part", range(PARTS))
     @pytest.mark.parametrize("name", KINDS)
-    def test_instructions(self, name):
-        check(entries((name,), opcodes=True, stride=STRIDES[name in LONG]), "not made", "failed")
+    def test_instructions(self, name, part):
+        stride = STRIDES[name in LONG]
+        check(entries((name,), opcodes=True, stride=PARTS * stride, first=part * stride), "not made", "failed")
 
     @pytest.mark.every_interruption
     @pytest.mark.parametrize("again", range(12))

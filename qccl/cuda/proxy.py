@@ -124,7 +124,7 @@ class HostProxy:
             self.detached += 1
             for message in batch.messages:
                 self._waiting[message.is_send].append((batch, message))
-        self._progress_thread.wake(at_once=True)
+        self._progress_thread.wake_at_once()
 
     def drive(self) -> bool:
         """Move messages in the progress thread; see progress.Driven."""

@@ -56,7 +56,7 @@ class Driven(Protocol):
 
 
 class ProgressThread:
-    """The progress thread of one engine. Only the thread that uses the engine calls wake() and join()."""
+    """The progress thread of one engine. Only the thread that uses the engine wakes and joins it."""
 
     def __init__(self, engine: Driven) -> None:
         self._engine = engine
@@ -70,20 +70,24 @@ class ProgressThread:
         self._last = -math.inf  # when a run to be driven at once was detached
         self._in_burst = False
 
-    def wake(self, *, at_once: bool) -> None:
-        """A run was detached: drive it, at once or if nobody waits for it.
+    def wake(self) -> None:
+        """A run was detached: drive it if nobody waits for it."""
+        self._begun += 1
+        if self._urgent:
+            self._urgent = self._engine.detached > 1  # by another run
+        if self._asleep or self._thread is None:
+            self._notify()
 
-        In a burst of runs to be driven at once the thread is not woken for each: it takes short naps.
+    def wake_at_once(self) -> None:
+        """A run was detached: drive it now.
+
+        In a burst of such runs the thread is not woken for each: it takes short naps.
         """
         self._begun += 1
-        if at_once:
-            now = time.monotonic()
-            self._in_burst, self._last = now - self._last < _BURST_SECONDS, now
-        self._urgent = at_once or (self._urgent and self._engine.detached > 1)  # by another run
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name="qccl progress", daemon=True)
-            self._thread.start()
-        elif self._asleep or (at_once and not self._in_burst):
+        self._urgent = True
+        now = time.monotonic()
+        self._in_burst, self._last = now - self._last < _BURST_SECONDS, now
+        if self._asleep or not self._in_burst or self._thread is None:
             self._notify()
 
     def stop(self) -> None:
@@ -98,6 +102,10 @@ class ProgressThread:
             self._thread.join()
 
     def _notify(self) -> None:
+        if self._thread is None and not self._ended:
+            self._thread = threading.Thread(target=self._loop, name="qccl progress", daemon=True)
+            self._thread.start()
+            return
         with contextlib.suppress(RuntimeError):  # it was released already
             self._wakeup.release()
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -24,7 +23,7 @@ from qccl import _host
 from qccl.chunks import BETWEEN_SITES, NETWORK, ChunkPolicy, shared_memory
 from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
-from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
+from qccl.engine.control import CALL, Block, Header, Kind
 from qccl.engine.progress import ProgressThread
 from qccl.errors import (
     ArgumentError,
@@ -40,17 +39,13 @@ from qccl.errors import (
 from qccl.guard import release_all
 from qccl.host.execution import Execution
 from qccl.host.program import Program
-from qccl.lifetime import Registry, Stage, keep
+from qccl.host.shutdown import Shutdown
+from qccl.lifetime import Registry, Stage, keep, unhandled
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
 
 __all__ = ["HostEngine"]
 
-#: how long a failing rank tries to send its last control message
-_FLUSH_SECONDS = 0.1
-#: how long a rank whose call differs waits until the others have heard of it: the end of its connections may overtake
-#: its last message, and then they would take it for lost
-_MISMATCH_SECONDS = 1.0
 #: how long abort() waits for the thread that drives, which stops after its present operation
 _HALT_SECONDS = 1.0
 #: how long a thread whose loop was halted sleeps, so that the thread that halted it gets the lock
@@ -92,13 +87,14 @@ class HostEngine:
         #: for runs that begin when no other is under way, and that their callers wait for in start(): none outlives it
         self._spare = Execution(self)
         self._over: list[Execution] = []  # ended or failed, with functions to call once the lock is released
-        self._left: dict[int, str] = {}  # ranks that make no more calls, with the text of their last control message
         self._failure: QcclError | None = None
         self._failure_broadcast = False
         self._failure_sent = False  # and the transport was released
         self._closed = False
         wire = transport.wire or _host.PythonWire(transport)
         self._loop = _host.Loop(wire, transport.rank, transport.size, transport.eager_nbytes, CALL)
+        self._shutdown = Shutdown(self._loop)
+        self._left = self._shutdown.left
         self._barrier: Program | None = None
         transport.progress_hook = self.step
         _live.add(self)
@@ -170,7 +166,10 @@ class HostEngine:
             if not execution.done:
                 execution.run()
         elif execution.detached and self._progress_thread is not None:
-            self._progress_thread.wake(at_once=progress is _NOW)
+            if progress is _NOW:
+                self._progress_thread.wake_at_once()
+            else:
+                self._progress_thread.wake()
         return execution
 
     def wait_until_idle(self, timeout: float) -> None:
@@ -226,8 +225,8 @@ class HostEngine:
         self._end_progress_thread()
         self._closed, self._failure = True, PeerLost(reason)
         with contextlib.suppress(QcclError):
-            self._broadcast_control(Kind.CLOSE, reason)
-        self._flush()
+            self._shutdown.send(Kind.CLOSE, reason)
+        self._shutdown.flush()
         _live.discard(self)
 
     def recover(self) -> None:
@@ -245,7 +244,9 @@ class HostEngine:
         self._closed = True
         if self._failure is None:
             try:
-                self._leave(timeout)
+                text = f"rank {self.rank} has closed its communicator"
+                if not self._shutdown.close(text, timeout, self._on_control):
+                    keep(self)  # the others are busy elsewhere, which is no failure
             except QcclError as error:  # another rank has failed; this one needs no more messages
                 self._transport.abort(str(error))
         _live.discard(self)
@@ -288,7 +289,7 @@ class HostEngine:
                 self._lock.release()
                 if self._over:
                     self._call_back()
-            if self._loop.halted:
+            if not execution.done and self._loop.halted:
                 time.sleep(_YIELD_SECONDS)
 
     def drive(self) -> bool:
@@ -471,51 +472,16 @@ class HostEngine:
         self._loop.halt()
         if not self._failure_broadcast:
             with contextlib.suppress(QcclError):
-                self._broadcast_control(kind, text)
+                self._shutdown.send(kind, text)
             self._failure_broadcast = True
         try:
-            self._flush()
+            self._shutdown.flush()
             if kind is Kind.MISMATCH:
-                self._hear_others()
+                self._shutdown.hear_others()
         finally:
             self._transport.abort(str(error))
             _live.discard(self)
             self._failure_sent = True
-
-    def _broadcast_control(self, kind: Kind, text: str) -> None:
-        self._loop.broadcast_control(Header(kind, 0, text).pack() + data_nbytes(0))
-
-    def _flush(self) -> None:
-        """Wait a moment until the last control messages are sent."""
-        deadline = time.monotonic() + _FLUSH_SECONDS
-        while self._loop.control_sends and time.monotonic() < deadline:
-            with contextlib.suppress(QcclError):
-                self._loop.drain(1, self._note_left)
-
-    def _hear_others(self) -> None:
-        """Wait until every other rank has sent its last control message, too, or none can any more."""
-        deadline, idle = time.monotonic() + _MISMATCH_SECONDS, 0
-        with contextlib.suppress(QcclError):  # a rank closed its connections: it has heard of all
-            while len(self._left) + self._loop.refused < self._transport.size - 1 and time.monotonic() < deadline:
-                idle += 1
-                with contextlib.suppress(MismatchError):
-                    self._loop.drain(idle, self._note_left)
-
-    def _note_left(self, peer: int, message: bytes) -> None:
-        header = Header.unpack(message, peer)
-        if header.kind is not Kind.CALL:
-            self._left[peer] = header.text
-
-    def _leave(self, timeout: float) -> None:
-        deadline = time.monotonic() + timeout
-        self._broadcast_control(Kind.CLOSE, f"rank {self.rank} has closed its communicator")
-        idle = 0
-        while self._loop.control_sends or len(self._left) < self._transport.size - 1:
-            idle += 1
-            self._loop.drain(idle, self._on_control)
-            if time.monotonic() > deadline:  # the others are busy elsewhere, which is no failure
-                keep(self)
-                return
 
     def _leave_at_exit(self) -> None:
         """At the process's end: send the close message unless close() did, and stop the thread that drives.
@@ -527,7 +493,7 @@ class HostEngine:
         if not self._take_turn(_HALT_SECONDS):
             return
         if not self._failure_sent and not self._closed:
-            error = _unhandled()
+            error = unhandled()
             reason = f"rank {self.rank} ended its process" if error is None else failure_text(self.rank, error)
             if self._active or self._queue or self._failure is not None:
                 reason += " in the middle of a call" if error is None else ""
@@ -535,8 +501,8 @@ class HostEngine:
             else:
                 self._failure, self._failure_sent = PeerLost(reason), True
                 with contextlib.suppress(QcclError):
-                    self._broadcast_control(Kind.CLOSE, str(self._failure))
-                    self._flush()
+                    self._shutdown.send(Kind.CLOSE, str(self._failure))
+                    self._shutdown.flush()
         self._lock.release()
 
 
@@ -552,18 +518,6 @@ def _threads(local_size: int) -> int:
     if "OMP_NUM_THREADS" in os.environ:
         return _host.most_threads()
     return max(1, len(os.sched_getaffinity(0)) // local_size) if _host.most_threads() > 1 else 1
-
-
-def _unhandled() -> BaseException | None:
-    """At the process's end: the exception that ended the program, or None.
-
-    Python keeps it in sys.last_value. The prompt, pytest and notebooks store exceptions there that they have caught;
-    their tracebacks begin in a frame that has a caller, and the program's main frame has none.
-    """
-    error: BaseException | None = getattr(sys, "last_value", None)
-    if error is None or error.__traceback__ is None or hasattr(sys, "ps1"):
-        return None
-    return error if error.__traceback__.tb_frame.f_back is None else None
 
 
 def _forked(engine: HostEngine) -> None:

@@ -12,11 +12,13 @@ import pytest
 from schedule_cases import one_rank
 from threads import CODEC, Caller, near_sum, outcomes, ramp
 
+from qccl import lifetime
 from qccl.collectives.allreduce import one_shot
 from qccl.dtypes import FLOAT32
 from qccl.engine.control import CONTROL_TAG
 from qccl.errors import ArgumentError, CollectiveTimeout, MismatchError, PeerLost
 from qccl.host import engine as host
+from qccl.host import shutdown
 from qccl.transports import loopback
 
 # -- deadlines and failure -----------------------------------------------------------------------------------------
@@ -321,7 +323,7 @@ def test_a_failed_engine_raises_the_same_again():
 
 def test_last_words_get_out_before_a_failed_rank_lets_go(monkeypatch):
     """Another message is before them, and the other rank does not look just now."""
-    monkeypatch.setattr(host, "_FLUSH_SECONDS", 10.0)
+    monkeypatch.setattr(shutdown, "_FLUSH_SECONDS", 10.0)
     monkeypatch.setattr(loopback, "_CONTROL_NBYTES", 0)  # what is not taken is lost
     begun = threading.Event()
 
@@ -436,9 +438,9 @@ def test_an_exception_that_was_caught_is_not_what_ended_the_process(monkeypatch)
         raise ValueError("caught")
     except ValueError as error:
         monkeypatch.setattr(sys, "last_value", error, raising=False)
-        assert host._unhandled() is None
+        assert lifetime.unhandled() is None
         monkeypatch.delattr(sys, "last_value")
-        assert host._unhandled() is None
+        assert lifetime.unhandled() is None
 
 
 def test_engines_say_goodbye_before_their_transports_end():

@@ -120,7 +120,7 @@ def test_a_rank_that_calls_while_another_closes_is_still_heard():
         if t.rank:
             for message in (caller.header(1000), Header(Kind.CLOSE, 0, "rank 1 left the group")):
                 caller.engine._loop.broadcast_control(message.pack() + data_nbytes(0))
-                caller.engine._flush()
+                caller.engine._shutdown.flush()
             return None
         caller.engine.close(3.0)
         return caller.engine not in lifetime._kept

@@ -1,0 +1,71 @@
+"""The control messages at the end of a group: each rank tells the others that it leaves, or that it gives up."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+
+from qccl import _host
+from qccl.engine.control import Header, Kind, data_nbytes
+from qccl.errors import MismatchError, QcclError
+
+__all__ = ["Shutdown"]
+
+#: how long a failing rank tries to send its last control message
+_FLUSH_SECONDS = 0.1
+#: how long a rank whose call differs waits until the others have heard of it: the end of its connections may overtake
+#: its last message, and then they would take it for lost
+_MISMATCH_SECONDS = 1.0
+
+
+class Shutdown:
+    """Sends this rank's last control message, and takes those of the other ranks. The caller holds the engine's lock.
+
+    Attributes:
+        left: ranks that make no more calls, with the text of their last control message.
+    """
+
+    def __init__(self, loop: _host.Loop) -> None:
+        self._loop = loop
+        self.left: dict[int, str] = {}
+
+    def send(self, kind: Kind, text: str) -> None:
+        """Begin to send this rank's last control message to all others."""
+        self._loop.broadcast_control(Header(kind, 0, text).pack() + data_nbytes(0))
+
+    def flush(self) -> None:
+        """Wait a moment until it is sent."""
+        deadline = time.monotonic() + _FLUSH_SECONDS
+        while self._loop.control_sends and time.monotonic() < deadline:
+            with contextlib.suppress(QcclError):
+                self._loop.drain(1, self._note)
+
+    def hear_others(self) -> None:
+        """Wait until every other rank has sent its last control message, too, or none can any more."""
+        deadline, idle = time.monotonic() + _MISMATCH_SECONDS, 0
+        with contextlib.suppress(QcclError):  # a rank closed its connections: it has heard of all
+            while self._are_missing(self._loop.refused) and time.monotonic() < deadline:
+                idle += 1
+                with contextlib.suppress(MismatchError):
+                    self._loop.drain(idle, self._note)
+
+    def close(self, text: str, timeout: float, on_control: Callable[[int, bytes], None]) -> bool:
+        """Collective: leave when all other ranks do. False if some have not after ``timeout`` seconds."""
+        deadline, idle = time.monotonic() + timeout, 0
+        self.send(Kind.CLOSE, text)
+        while self._loop.control_sends or self._are_missing():
+            idle += 1
+            self._loop.drain(idle, on_control)
+            if time.monotonic() > deadline:
+                return False
+        return True
+
+    def _are_missing(self, refused: int = 0) -> bool:
+        """Whether last control messages of other ranks are missing, beside those of ``refused`` ranks."""
+        return len(self.left) + refused < self._loop.size - 1
+
+    def _note(self, peer: int, message: bytes) -> None:
+        header = Header.unpack(message, peer)
+        if header.kind is not Kind.CALL:
+            self.left[peer] = header.text
