@@ -74,12 +74,13 @@ def low_rank_loses_nothing() -> None:
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1 + dist.get_rank() % 2)
-    for codec, rates in itertools.product(CODECS, (False, True)):
+    for number, codec in enumerate(CODECS):
+        rates = number % 2
         model = DistributedDataParallel(Given(), bucket_cap_mb=0.01)
         with qccl.torch.compress(model, codec, low_rank=2, min_elements=100, group_bytes=10_000) as handle:
             assert by_factors(handle) == {"weights.0", "weights.1", "weights.2"}
             owed = [torch.zeros(shape, dtype=torch.float64) for shape in Given.SHAPES]
-            for i in range(5):
+            for i in range(4):
                 lr = handle.lr = 0.5 / (1 + i) if rates else None
                 given = random_gradients(i)
                 found = reduced(model, given)
@@ -89,21 +90,20 @@ def low_rank_loses_nothing() -> None:
             kept = handle.state_dict()["residuals"]
             for i in range(3):
                 lacking, found = owed[i], mean(kept[f"weights.{i}"])
-                assert (found - lacking).abs().max() <= 3e-5 * lacking.abs().max() > 0, (codec, rates, i)
+                assert (found - lacking).abs().max() <= 3e-5 * lacking.abs().max() > 0, (codec, i)
     torch.set_num_threads(threads)
 
 
 def low_rank_projects() -> None:
     """The first result is the mean's projection on r directions; a mean of lower rank is exact."""
     model = DistributedDataParallel(Given())
-    with qccl.torch.compress(model, "none", low_rank=3, min_elements=100) as handle:
+    with qccl.torch.compress(model, "none", low_rank=3, min_elements=100):
         given = random_gradients(7)
         for own, result in list(zip(given, reduced(model, given), strict=True))[:2]:
             u, s, _ = torch.linalg.svd(result.double())
             assert s[3] <= 1e-5 * s[0] < s[2] * 100
             exact = mean(own)
             assert (u[:, :3] @ u[:, :3].T @ exact - result).abs().max() <= 1e-5 * exact.abs().max()
-        assert by_factors(handle) == {"weights.0", "weights.1"}  # rank 3 does not shorten the third one
     model = DistributedDataParallel(Given())
     with qccl.torch.compress(model, "none", low_rank=3, min_elements=100):
         vectors = [torch.outer(torch.arange(1.0, 34), torch.arange(1.0, 71)), torch.zeros(129, 31)]
@@ -141,7 +141,7 @@ def low_rank_trains() -> None:
     for codec, rank in (("none", 0), ("minmax8+ef", 2)):
         model = train(wrapped(), 60, codec=codec, low_rank=rank)
         assert_same_everywhere(model)
-        losses[rank] = float(loss_of(model, x))
+        losses[rank] = loss_of(model, x).item()
     assert losses[2] < 1.5 * losses[0], losses
     assert_same_everywhere(train(wrapped(net(Branches), find_unused_parameters=True), 5, low_rank=2))
     model = wrapped()
@@ -186,9 +186,9 @@ def low_rank_resumes() -> None:
             handle.close()
         assert ends[0] == ends[1], codec
         other = wrapped()
-        with qccl.torch.compress(other, codec, low_rank=1, **GROUPS) as handle:
+        with qccl.torch.compress(other, codec, low_rank=3, **GROUPS) as handle:
             text = error_of(lambda: handle.load_state_dict(state), qccl.ArgumentError)  # noqa: B023
-            assert "low_rank:2:" in text and "here it is low_rank:1:" in text
+            assert "low_rank:2:" in text and "here it is low_rank:3:" in text
 
 
 def low_rank_loads_at_another_size() -> None:
