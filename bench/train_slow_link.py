@@ -1,8 +1,9 @@
 """Time to the same quality behind slow links: ``python bench/train_slow_link.py`` (takes hours; needs root).
 
-It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks (fp16, PowerSGD)
-and qccl's codecs. ``--model`` says which: word_gpt, a GPT of words with AdamW, or byte_model, a model of bytes with
-SGD. The batch, the schedule, the learning rate and the number of steps are the model's, and the same for all methods.
+It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks (fp16, PowerSGD),
+qccl's codecs, and its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors).
+``--model`` says which: word_gpt, a GPT of words with AdamW, or byte_model, a model of bytes with SGD. The batch, the
+schedule, the learning rate and the number of steps are the model's, and the same for all methods.
 Sections:
 
 - "curves": validation quality by step, for several seeds, without a link: the results do not depend on it;

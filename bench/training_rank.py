@@ -1,7 +1,8 @@
 """One rank of bench/train_slow_link.py, which starts this script: ``python bench/training_rank.py TASK``.
 
-A method is "fp32", "fp16", "powersgd:RANK" (PyTorch's own), or a codec of qccl. "CODEC@25" sends the first 25 steps as
-they are: ``compress(warmup_steps=25)``.
+A method is "fp32", "fp16", "powersgd:RANK" (PyTorch's own), a codec of qccl, or "low_rank:RANK:CODEC", which is
+``compress(low_rank=RANK, codec=CODEC)``. "CODEC@25" sends the first 25 steps as they are:
+``compress(warmup_steps=25)``.
 """
 
 from __future__ import annotations
@@ -68,7 +69,11 @@ def _wrapped(module: Any, method: str, link: str | None = None) -> Any:
         model.register_comm_hook(None, default_hooks.fp16_compress_hook)
     elif name != "fp32":
         codec, _, steps = method.partition("@")
-        qccl.torch.compress(model, codec, warmup_steps=int(steps or 0))
+        rank = 0
+        if name == "low_rank":
+            number, _, codec = codec.removeprefix("low_rank:").partition(":")
+            rank = int(number)
+        qccl.torch.compress(model, codec, low_rank=rank, warmup_steps=int(steps or 0))
     return model
 
 

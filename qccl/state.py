@@ -191,6 +191,14 @@ class StateStore:
         elif not isinstance(key, str) or self.entries.pop(key, None) is None:
             raise ArgumentError(f"there is no state under key={key!r}; the keys are {_listed(self.entries)}")
 
+    def drain(self, key: str) -> dict[str, np.ndarray]:
+        """The values under ``key`` by the buffer's name, as float32, when no run uses them; they become zeros."""
+        entry, found = self.entries.get(key), {}
+        for name, array in entry.memory.items() if entry is not None else ():
+            found[name] = array.floats()
+            array.memory.write(bytes(array.nbytes))
+        return found
+
     def keep(self, key: str) -> Callable[[], object]:
         """A function that puts back the present state under ``key``, when no run uses it."""
         entry = self.entries.get(key)

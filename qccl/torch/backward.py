@@ -67,6 +67,7 @@ class BackwardPass:
         gradients: of each group, flat parts of DDP's buckets.
         buckets: that each group has gradients in.
         lr: the learning rate of the pass; None: no call gives one.
+        by_factors: the groups whose factors are under way, in the order of their start.
     """
 
     lr: float | None = None
@@ -74,6 +75,7 @@ class BackwardPass:
     def __init__(self, groups: Sequence[ParameterGroup]) -> None:
         self.gradients: list[list[Any]] = [[None] * len(group.parameters) for group in groups]
         self.buckets: list[list[Bucket]] = [[] for _ in groups]
+        self.by_factors: list[int] = []
         self._missing = [len(group.parameters) for group in groups]
         self._next = 0  # the first group that was not started
         self._groups = groups

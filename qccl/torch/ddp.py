@@ -7,6 +7,10 @@ buckets have brought all its gradients. The calls work in place in DDP's buckets
 
 The groups start in their own order, whatever order they become complete in: so every rank makes the same calls in the
 same order, and a call's number, which random codecs depend on, follows from the step and the group.
+
+Gradients that travel by factors (qccl.torch.low_rank) take two calls, of which the second needs the result of the
+first. All second calls follow the first call of the last group, in the order of the groups: that, too, is the same on
+all ranks, and no hook waits before the backward pass has computed its last gradient.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from textwrap import shorten
 from types import TracebackType
@@ -26,9 +31,10 @@ from torch.nn.parallel import DistributedDataParallel
 from qccl.arguments import CodecLike, count_of, timeout_of
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
-from qccl.errors import ArgumentError, MismatchError
+from qccl.errors import ArgumentError, MismatchError, QcclError
 from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
-from qccl.torch.groups import ParameterGroup, Policy, form_groups, table
+from qccl.torch.groups import ParameterGroup, Policy, form_groups, rank_within, table
+from qccl.torch.low_rank import LowRank
 from qccl.torch.scaling import LossScaling
 from qccl.torch.state import from_saved, to_full, to_saved
 
@@ -50,6 +56,8 @@ def compress(
     codecs: Mapping[str, CodecLike] | None = None,
     exclude: Sequence[str] = (),
     min_elements: int = 4096,
+    low_rank: int = 0,
+    step_bytes: int | None = None,
     warmup_steps: int = 0,
     group_bytes: int = 4 << 20,
     comm: Communicator | None = None,
@@ -72,6 +80,13 @@ def compress(
             a parameter's size; the first pattern that matches counts. "none" sends values as they are.
         exclude: patterns of the names of parameters that are sent as they are.
         min_elements: parameters with fewer elements are sent as they are, unless ``codecs`` names them.
+        low_rank: the rank r of PowerSGD's factors (Vogels, Karimireddy and Jaggi 2019, arXiv 1905.13727), which travel
+            in place of the gradients of large matrices, encoded by ``codec``: r (n + m) float32 numbers for n x m, if
+            that is less than half of n m. n is the outermost dimension in memory, and m the product of the others.
+            Smaller matrices, and those that ``codecs`` names, travel as usual. What the factors lack of the gradients
+            is kept as a residual, with any codec. On the CPU. 0: all gradients travel as usual.
+        step_bytes: take the largest rank with which the encoded gradients of a step have at most so many bytes (the
+            last row of table()), in place of ``low_rank``.
         warmup_steps: so many first steps send all values as they are.
         group_bytes: the most bytes of gradients that one call reduces; the first one at most 1 MiB, so that it starts
             early. Smaller groups start earlier; each costs a call.
@@ -103,6 +118,7 @@ def compress(
         raise ArgumentError("group_bytes must be a positive number, the most bytes that one call reduces, not 0")
     policy = Policy(codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
     policy.check(parameters)
+    policy = replace(policy, low_rank=_rank_of(parameters, policy, low_rank, step_bytes))
     warmup_steps = count_of(warmup_steps, "warmup_steps")
     if warmup_steps and "momentum" in policy.state_names:
         raise ArgumentError(
@@ -131,6 +147,24 @@ def compress(
             raise ArgumentError(f"DDP refuses the hook of compress(): {error}") from error
         raise
     return handle
+
+
+def _rank_of(parameters: Mapping[str, Any], policy: Policy, low_rank: int, step_bytes: int | None) -> int:
+    """The rank of the factors; 0 without. Raises ArgumentError if factors are not possible."""
+    rank = count_of(low_rank, "low_rank")
+    if not rank and step_bytes is None:
+        return 0
+    if "momentum" in policy.state_names:
+        raise ArgumentError(
+            "low_rank and +nesterov exclude each other, because factors have no momentum; use the optimiser's"
+        )
+    if any(p.device.type != "cpu" for p in parameters.values()):
+        raise ArgumentError("low_rank is for models on the CPU so far; PyTorch has powerSGD_hook for GPUs")
+    if step_bytes is None:
+        return rank
+    if rank:
+        raise ArgumentError(f"step_bytes chooses the rank, and low_rank={low_rank} is one; leave one of them out")
+    return rank_within(parameters.items(), policy, count_of(step_bytes, "step_bytes"))
 
 
 class Compression:
@@ -164,6 +198,7 @@ class Compression:
             for number, group in enumerate(groups)
             for i, parameter in enumerate(group.parameters)
         }
+        self._low_rank = {i: LowRank(group, comm, timeout, trace) for i, group in enumerate(groups) if group.rank}
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._lock = threading.Lock()  # of the buckets: the threads that end calls complete them
         self._closed = False
@@ -222,7 +257,8 @@ class Compression:
         """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
 
         "residuals" and "momenta" have float32 tensors by parameter name, in the parameters' shapes; those that no step
-        has used yet are zeros. "step" and "calls" are counters, on which warm-up and random codecs depend.
+        has used yet are zeros. With low_rank, "factors" has those with which the next step begins. "step" and "calls"
+        are counters, on which warm-up and random codecs depend.
         """
         self._check_between_steps("state_dict()")
         return to_saved(self._comm, self._groups, self.step)
@@ -327,13 +363,20 @@ class Compression:
             self._start(number)
         if bucket.is_last():
             self._pass.check_complete()
-            self._pass = BackwardPass(self._groups)
+            ended, self._pass = self._pass, BackwardPass(self._groups)
+            self._end_factors(ended)
             self.step += 1
         return arrived.future()
 
     def _start(self, number: int) -> None:
         """Start the reduction of a group. The buckets that wait for it get their futures when it ends."""
         group, gradients, buckets = self._groups[number], self._pass.gradients[number], self._pass.buckets[number]
+        if group.rank and self.step >= self._warmup_steps:
+            if self._scaled is not None:
+                self._scaled.keep(self._comm, group.key)
+            self._low_rank[number].begin(gradients, self._pass.lr)
+            self._pass.by_factors.append(number)
+            return
         if self._stream is None:
             work = self._launch(group, gradients)
             work.add_done_callback(lambda ended: self._ended(gradients, buckets, ended.exception()))
@@ -342,6 +385,22 @@ class Compression:
         with torch.cuda.stream(self._stream):  # the backward pass continues on the current one
             self._launch(group, gradients).wait()
             self._ended(gradients, buckets, None)
+
+    def _end_factors(self, ended: BackwardPass) -> None:
+        """All groups have started: make the second calls of those that travel by factors, and wait for the results."""
+        error: Exception | None = None
+        try:
+            for number in ended.by_factors:
+                self._low_rank[number].exchange()
+        except QcclError as found:
+            error = found
+        for number in ended.by_factors:
+            try:
+                if error is None:
+                    self._low_rank[number].finish()
+            except QcclError as found:
+                error = found
+            self._ended(ended.gradients[number], ended.buckets[number], error)
 
     def _launch(self, group: ParameterGroup, gradients: list[Any]) -> Any:
         """Start a call; returns its Work."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -13,14 +14,19 @@ from qccl import codecs, dtypes
 from qccl.arguments import CodecLike
 from qccl.codecs import Codec, Momentum, NoCodec
 from qccl.codecs.feedback import momentum_of
+from qccl.dtypes import DType
 from qccl.errors import ArgumentError
+from qccl.torch.factors import matrix_shape
 
-__all__ = ["ParameterGroup", "Policy", "form_groups", "table"]
+__all__ = ["ParameterGroup", "Policy", "form_groups", "rank_within", "table"]
 
 #: element types that codecs encode; the process group itself reduces the others
 _ENCODED = (torch.float32, torch.float16, torch.bfloat16)
 #: the most bytes of the first group of a kind: the network is idle until it starts. DDP's first bucket is as large
 _FIRST_BYTES = 1 << 20
+#: factors must have at least so many times fewer elements than the matrix, as in PyTorch's PowerSGD hook
+#: (min_compression_rate)
+_LOW_RANK_GAIN = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +35,16 @@ class ParameterGroup:
 
     Attributes:
         key: the name of its state.
-        codec: of its gradients; None: the process group reduces them, exactly.
+        codec: of its gradients, or of their factors; None: the process group reduces them, exactly.
         names, parameters: in the order of the call's arrays.
+        rank: the rank of the factors by which the gradients travel (qccl.torch.low_rank); 0: they travel themselves.
     """
 
     key: str
     codec: Codec | None
     names: tuple[str, ...]
     parameters: tuple[Any, ...]
+    rank: int = 0
 
     @property
     def dtype(self) -> str:
@@ -45,8 +53,22 @@ class ParameterGroup:
 
     @property
     def codec_spec(self) -> str:
-        """The specification of the codec, or the word "exact", for tables."""
-        return "exact" if self.codec is None else self.codec.spec()
+        """The specification of the codec, with the rank of factors before it, or the word "exact", for tables."""
+        if self.codec is None:
+            return "exact"
+        return f"low_rank:{self.rank}:{self.codec.spec()}" if self.rank else self.codec.spec()
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """The kinds of state that the group's calls keep."""
+        if self.rank:
+            return "residual", "factor"
+        return () if self.codec is None else self.codec.state_names
+
+    @property
+    def low_rank_owner(self) -> str:
+        """The text that the state of factors belongs to (StateStore.take)."""
+        return f"compress(low_rank={self.rank}) of {', '.join(self.names)} ({self.dtype})"
 
     @property
     def counts(self) -> list[int]:
@@ -63,8 +85,14 @@ class ParameterGroup:
         """Bytes of the encoded gradients: the mean of both rounds, whose codecs differ in a pair such as "A/B"."""
         if self.codec is None:
             return self.nbytes
-        dtype = dtypes.get(self.dtype)
-        return sum(each.encoded_nbytes(count, dtype) for each in self.codec.rounds for count in self.counts) // 2
+        counts, dtype = self._travelling()
+        return sum(each.encoded_nbytes(count, dtype) for each in self.codec.rounds for count in counts) // 2
+
+    def _travelling(self) -> tuple[list[int], DType]:
+        """The elements of each array that travels, and their type: factors are float32."""
+        if not self.rank:
+            return self.counts, dtypes.get(self.dtype)
+        return [self.rank * side for p in self.parameters for side in matrix_shape(p)], dtypes.FLOAT32
 
     def description(self) -> dict[str, Any]:
         """What state belongs to, in types that torch.load() always reads. Strides tell the order of elements."""
@@ -83,6 +111,7 @@ class Policy:
     codecs: Mapping[str, CodecLike] = field(default_factory=dict)
     exclude: Sequence[str] = ()
     min_elements: int = 0
+    low_rank: int = 0
 
     @property
     def state_names(self) -> set[str]:
@@ -98,9 +127,24 @@ class Policy:
         for pattern, codec in self.codecs.items():
             if fnmatchcase(name, pattern):
                 return codecs.get(codec)
-        if parameter.dim() <= 1 or parameter.numel() < self.min_elements:
-            return self._uncompressed()
-        return codecs.get(self.codec)
+        return codecs.get(self.codec) if self._is_large(parameter) else self._uncompressed()
+
+    def rank_of(self, name: str, parameter: Any) -> int:
+        """The rank of the factors by which a parameter's gradient travels; 0: it travels itself.
+
+        Only matrices have factors that ``codec`` encodes, not those that ``codecs`` and ``exclude`` name.
+        """
+        if not self.low_rank or parameter.dtype not in _ENCODED or not self._is_large(parameter):
+            return 0
+        if any(fnmatchcase(name, pattern) for pattern in (*self.exclude, *self.codecs)):
+            return 0
+        rows, columns = matrix_shape(parameter)
+        is_smaller = (rows + columns) * self.low_rank * _LOW_RANK_GAIN < rows * columns
+        return self.low_rank if is_smaller else 0
+
+    def _is_large(self, parameter: Any) -> bool:
+        """Whether it takes ``codec`` if no pattern says otherwise."""
+        return bool(parameter.dim() > 1 and parameter.numel() >= self.min_elements)
 
     def check(self, names: Iterable[str]) -> None:
         """Raise ArgumentError for a pattern that matches no name, and for something else than a codec."""
@@ -123,24 +167,47 @@ class Policy:
 def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: int) -> list[ParameterGroup]:
     """The groups of these parameters, in the order in which a backward pass usually completes them.
 
-    It runs from the last parameter to the first. A group has one element type and one codec, and at most
+    It runs from the last parameter to the first. A group has one element type, one codec and one rank, and at most
     ``group_bytes`` (the first of its kind also at most 1 MiB) unless it has a single parameter.
     """
     parts: list[_Part] = []
-    filling: dict[tuple[torch.dtype, Codec | None], _Part] = {}
+    filling: dict[tuple[torch.dtype, Codec | None, int], _Part] = {}
     for position, (name, parameter) in enumerate(reversed(list(named))):
-        kind = parameter.dtype, policy.codec_of(name, parameter)
+        kind = parameter.dtype, policy.codec_of(name, parameter), policy.rank_of(name, parameter)
         nbytes = parameter.numel() * parameter.element_size()
         part = filling.get(kind)
         if part is None or part.nbytes + nbytes > part.limit:
             limit = min(group_bytes, _FIRST_BYTES) if part is None else group_bytes
-            part = filling[kind] = _Part(kind[1], limit)
+            part = filling[kind] = _Part(kind[1], kind[2], limit)
             parts.append(part)
         part.members.append((name, parameter))
         part.nbytes += nbytes
         part.last = position
     parts.sort(key=lambda part: part.last)
-    return [ParameterGroup(f"group {i}", part.codec, *zip(*part.members, strict=True)) for i, part in enumerate(parts)]
+    return [part.group(f"group {i}") for i, part in enumerate(parts)]
+
+
+def rank_within(named: Iterable[tuple[str, Any]], policy: Policy, step_bytes: int) -> int:
+    """The largest rank with which the encoded gradients of a step have at most ``step_bytes`` bytes.
+
+    With a larger rank fewer matrices travel by factors. Raises ArgumentError if rank 1 has too many bytes.
+    """
+    named = list(named)
+
+    def nbytes_of(rank: int) -> int:
+        return sum(group.encoded_nbytes for group in form_groups(named, replace(policy, low_rank=rank), 1 << 62))
+
+    matrices = [matrix_shape(p) for name, p in named if replace(policy, low_rank=1).rank_of(name, p)]
+    if not matrices:
+        raise ArgumentError("step_bytes chooses the rank of factors, and no parameter is large enough for factors")
+    largest = max((rows * columns - 1) // (_LOW_RANK_GAIN * (rows + columns)) for rows, columns in matrices)
+    rank = bisect_right(range(1, largest + 1), step_bytes, key=nbytes_of)
+    if not rank:
+        raise ArgumentError(
+            f"step_bytes is {step_bytes}, and with low_rank=1 a step already has {nbytes_of(1)} encoded bytes; allow "
+            f"as many, or take a codec with fewer bits"
+        )
+    return rank
 
 
 @dataclass
@@ -148,10 +215,16 @@ class _Part:
     """A group that is being filled to ``limit`` bytes; ``last`` is its last parameter's place in the backward pass."""
 
     codec: Codec | None
+    rank: int
     limit: int
     members: list[tuple[str, Any]] = field(default_factory=list)
     nbytes: int = 0
     last: int = 0
+
+    def group(self, key: str) -> ParameterGroup:
+        """The group of its members."""
+        names, parameters = zip(*self.members, strict=True)
+        return ParameterGroup(key, self.codec, names, parameters, self.rank)
 
 
 def table(groups: Sequence[ParameterGroup]) -> str:

@@ -10,6 +10,9 @@ each rank gets it as an error of its own value, since the mean of equal values i
 the sum gets it, since owners do not encode values of their own. In two levels owners encode the sums of their nodes,
 and with one_shot each gets its node's share. Momentum is linear in the gradients, and its mean
 enters the result, so each rank gets the mean.
+
+Gradients that travel by factors (qccl.torch.low_rank) have residuals of the ranks' own values alone, and factors that
+all ranks have alike; both become the mean.
 """
 
 from __future__ import annotations
@@ -23,18 +26,18 @@ import numpy as np
 import torch
 
 from qccl.arguments import count_of, integers
-from qccl.codecs import Codec
 from qccl.collectives import CoalescedSpec, CollectiveSpec, HierarchicalSpec, for_nodes
 from qccl.collectives.feedback import encoded_parts, residuals_of, sums_of
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
 from qccl.schedule import Role, Schedule, buffer_name
+from qccl.torch.factors import matrix_shape
 from qccl.torch.groups import ParameterGroup
 
-__all__ = ["from_saved", "to_full", "to_saved"]
+__all__ = ["from_saved", "owned_parts", "to_full", "to_saved"]
 
 #: the kinds of state by their names in a schedule, and in a saved state
-_KINDS = {"residual": "residuals", "momentum": "momenta"}
+_KINDS = {"residual": "residuals", "momentum": "momenta", "factor": "factors"}
 #: of a state of all ranks; that of one rank also says which
 _FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
 _PLACE = {"rank", "size", "nodes"}
@@ -50,9 +53,9 @@ def to_saved(comm: Communicator, groups: Sequence[ParameterGroup], step: int) ->
     for group in groups:
         entry = kept["keys"].get(group.key, {"lr": saved["lr"], "values": {}})
         saved["lr"] = entry["lr"]
-        for kind, buffer, name, parameter in _members(group):
-            values = entry["values"].get(buffer, np.zeros(parameter.numel(), np.float32))
-            saved[_KINDS[kind]][name] = _shaped(values, parameter)
+        for kind, buffer, name, like in _members(group):
+            values = entry["values"].get(buffer, np.zeros(like.numel(), np.float32))
+            saved[_KINDS[kind]][name] = _shaped(values, like)
     return saved
 
 
@@ -68,10 +71,10 @@ def to_full(
     full |= {kind: {} for kind in _KINDS.values()}
     for group in groups:
         share = _share(_values_of(own, group), group, comm.rank, comm.nodes)
-        for kind, buffer, name, parameter in _members(group):
-            total = torch.from_numpy(share[buffer]).to(parameter.device)
+        for kind, buffer, name, like in _members(group):
+            total = torch.from_numpy(share[buffer]).to(like.device)
             add_ranks(total)
-            full[_KINDS[kind]][name] = _shaped(total.float().cpu().numpy(), parameter)
+            full[_KINDS[kind]][name] = _shaped(total.float().cpu().numpy(), like)
     return full
 
 
@@ -89,8 +92,8 @@ def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any)
     keys = {}
     for group, found in zip(groups, values, strict=True):
         if found:
-            call = _spec(group, comm.nodes).state_owner(_schedule(group, comm.rank, comm.nodes).name)
-            keys[group.key] = {"call": call, "lr": state["lr"], "rank": comm.rank, "size": comm.size, "values": found}
+            keys[group.key] = {"call": _owner(group, comm.rank, comm.nodes), "lr": state["lr"], "values": found}
+            keys[group.key] |= {"rank": comm.rank, "size": comm.size}
     ours = {group.key for group in groups}
     others = {key: entry for key, entry in comm.state_dict()["keys"].items() if key not in ours}
     comm.load_state_dict({"calls": state["calls"], "keys": {**others, **keys}})
@@ -131,7 +134,7 @@ def _fitting(
 
 def _fit(saved: Sequence[int], groups: Sequence[ParameterGroup], nodes: Sequence[int]) -> bool:
     """Whether ranks on the nodes ``saved`` make the calls with state as ranks on ``nodes`` do."""
-    stateful = (group for group in groups if group.codec is not None and group.codec.state_names)
+    stateful = (group for group in groups if group.state_names and not group.rank)
     return all(_spec(group, saved) == _spec(group, nodes) for group in stateful)
 
 
@@ -141,12 +144,9 @@ def _share(
     """What a rank contributes to the total of its group, from its own state, in double precision."""
     if not values:
         return {}
-    schedule = _schedule(group, rank, nodes)
-    shares = {}
-    for name, own in values.items():
-        shares[name] = own.astype(np.float64) / len(nodes)
-        for part in _owned(schedule, name):
-            shares[name][part] = own[part]
+    shares = {name: own.astype(np.float64) / len(nodes) for name, own in values.items()}
+    for name, start, stop in owned_parts(group, rank, nodes):
+        shares[name][start:stop] = values[name][start:stop]
     return shares
 
 
@@ -160,8 +160,8 @@ def _divided(
     total: Mapping[str, np.ndarray], group: ParameterGroup, rank: int, nodes: Sequence[int]
 ) -> dict[str, np.ndarray]:
     """The state of ``rank``, one of the ranks on ``nodes`` that together have this total."""
-    if not total:
-        return {}
+    if not total or group.rank:
+        return dict(total)
     schedule, spec = _schedule(group, rank, nodes), _spec(group, nodes)
     algorithm, share = schedule.name, 1.0
     if isinstance(spec, HierarchicalSpec):
@@ -179,13 +179,22 @@ def _divided(
 
 def _buffers(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> set[str]:
     """The buffers that have state."""
+    if group.rank:
+        return {buffer for _, buffer, _, _ in _members(group)}
     buffers = _schedule(group, rank, nodes).buffers if group.codec is not None else {}
     return {name for name, buffer in buffers.items() if buffer.role is Role.STATE}
 
 
-def _owned(schedule: Schedule, name: str) -> Iterator[slice]:
-    """The parts of a buffer with errors of sums."""
-    return (slice(start, stop) for buffer, start, stop in sums_of(schedule) if buffer == name)
+def owned_parts(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> list[tuple[str, int, int]]:
+    """The parts (buffer, start, stop) of residuals that are errors of sums, of one of the ranks on these nodes."""
+    return [] if group.rank else sums_of(_schedule(group, rank, nodes))
+
+
+def _owner(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> str:
+    """The text that the group's state belongs to."""
+    if group.rank:
+        return group.low_rank_owner
+    return _spec(group, nodes).state_owner(_schedule(group, rank, nodes).name)
 
 
 def _spec(group: ParameterGroup, nodes: Sequence[int]) -> CollectiveSpec:
@@ -200,21 +209,25 @@ def _schedule(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> Schedul
 
 
 def _members(group: ParameterGroup) -> Iterator[tuple[str, str, str, Any]]:
-    """For each kind of state of the codec, and each parameter that has elements: kind, buffer, name, parameter."""
-    kinds = group.codec.state_names if isinstance(group.codec, Codec) else ()
-    for kind in kinds:
+    """For each kind of state, and each parameter that has elements: kind, buffer, name, and a tensor of this form."""
+    for kind in group.state_names:
         for i, (name, parameter) in enumerate(zip(group.names, group.parameters, strict=True)):
             if parameter.numel():
-                yield kind, buffer_name(kind, i), name, parameter
+                yield kind, buffer_name(kind, i), name, _factor_of(parameter, group) if kind == "factor" else parameter
+
+
+def _factor_of(parameter: Any, group: ParameterGroup) -> Any:
+    """A tensor of the form of a parameter's factor Q."""
+    return torch.empty(group.rank, matrix_shape(parameter)[1], device=parameter.device)
 
 
 def _values_of(state: Mapping[str, Any], group: ParameterGroup) -> dict[str, np.ndarray]:
     """The values of a group's state by the buffers of its schedule; empty if the group had no state yet."""
     values: dict[str, np.ndarray] = {}
-    for kind, buffer, name, parameter in _members(group):
+    for kind, buffer, name, like in _members(group):
         tensor = state[_KINDS[kind]].get(name)
         if tensor is not None:
-            values[buffer] = _flat(tensor, parameter, f"{_KINDS[kind]}[{name!r}]")
+            values[buffer] = _flat(tensor, like, f"{_KINDS[kind]}[{name!r}]")
     return values
 
 

@@ -10,7 +10,8 @@ from torch_ddp_models import GROUPS, batches, bits, gradients, loss_of, on_all, 
 import qccl
 import qccl.torch
 
-CODECS = ("minmax2+ef", "onebit:reconstruct=mean+ef", "topk:k=0.1+ef")
+#: codecs, and the ranks of the factors that they encode
+CODECS = (("minmax2+ef", 0), ("onebit:reconstruct=mean+ef", 0), ("topk:k=0.1+ef", 0), ("minmax8+ef", 2))
 
 
 class Factor:
@@ -24,10 +25,11 @@ class Factor:
 
 def follows_the_scale() -> None:
     """Powers of two change no digit, so the gradients are those without a scaler, to the bit."""
-    for spec in CODECS:
+    for spec, rank in CODECS:
         for has_rates in (False, True):
             plain, scaled, scaler = wrapped(), wrapped(), Factor()
-            with qccl.torch.compress(plain, spec, **GROUPS) as one, qccl.torch.compress(scaled, spec, **GROUPS) as two:
+            one, two = (qccl.torch.compress(model, spec, low_rank=rank, **GROUPS) for model in (plain, scaled))
+            with one, two:
                 two.scale_with(scaler)
                 for i, (x, scale) in enumerate(zip(batches(6), (16, 12, 4, 4, 5, 13), strict=True)):
                     if has_rates:
@@ -49,9 +51,9 @@ def follows_the_scale() -> None:
 
 def skips() -> None:
     """One gradient of one rank is infinite or NaN: all ranks skip the step, and no residual of any group changes."""
-    for spec in CODECS:
+    for spec, rank in CODECS:
         for bad in (torch.inf, torch.nan):
-            skipping, without = Trainer(spec), Trainer(spec)
+            skipping, without = Trainer(spec, rank), Trainer(spec, rank)
             for i, x in enumerate(batches(6)):
                 if i == 3:
                     before = skipping.handle.state_dict(), bits(skipping.model)
@@ -73,10 +75,10 @@ def skips() -> None:
 class Trainer:
     """Steps with a GradScaler, whose gradient of one parameter may be spoilt."""
 
-    def __init__(self, spec):
+    def __init__(self, spec, rank):
         self.model, self.bad = wrapped(), 0.0
         self.model.module.inner[2].weight.register_hook(self.spoil)
-        self.handle = qccl.torch.compress(self.model, spec, **GROUPS)
+        self.handle = qccl.torch.compress(self.model, spec, low_rank=rank, **GROUPS)
         assert len(self.handle._groups) > 2
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1000)
         self.handle.scale_with(self.scaler)

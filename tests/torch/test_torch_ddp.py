@@ -25,7 +25,7 @@ def run(size, *names, folder="", transport="auto"):
     return ended.output
 
 
-BOTH = ("none_equals_plain", "within_the_bound", "replicas")
+BOTH = ("none_equals_plain", "within_the_bound", "replicas", "low_rank_loses_nothing")
 
 
 @pytest.mark.slow
@@ -33,12 +33,13 @@ def test_two_ranks(tmp_path):
     names = (*BOTH, "resumes", "warms_up", "accumulates", "leaves_parameters_unused", "freezes")
     names += ("other_element_types", "keeps_the_order_of_memory", "traces", "changes_the_rate", "joins", "refuses")
     names += ("loads_in_place", "follows_the_scale", "skips", "clips", "checkpoints_activations", "compiles")
+    names += ("low_rank_projects", "low_rank_and_nonfinite", "low_rank_trains", "low_rank_resumes", "low_rank_refuses")
     run(2, *names, folder=tmp_path)
 
 
 @pytest.mark.slow
 def test_four_ranks():
-    run(4, *BOTH, "loads_at_another_size")
+    run(4, *BOTH, "loads_at_another_size", "low_rank_loads_at_another_size")
 
 
 @pytest.mark.slow
@@ -94,6 +95,36 @@ def test_patterns(parameters):
     assert (found["a.bias"], found["a.weight"], found["b.weight"]) == ("onebit", "minmax4", "none")
     found = specs(groups_of(parameters, codecs={"head.weight": "minmax4"}, exclude=["embedding.weight"]))
     assert (found["head.weight"], found["embedding.weight"]) == ("minmax4", "none")
+
+
+def test_large_matrices_travel_by_factors(parameters):
+    """Those that the usual codec encodes, if their factors have less than half of their elements."""
+    parameters["inner.weight"] = parameters["a.weight"].new_zeros(64, 16).t().requires_grad_()
+    found = {name: group.rank for group in groups_of(parameters, low_rank=2, exclude=["b.*"]) for name in group.names}
+    assert {name for name, rank in found.items() if rank == 2} == {"embedding.weight", "a.weight", "inner.weight"}
+    assert {rank for rank in found.values()} == {0, 2}
+    assert specs(groups_of(parameters, low_rank=2))["a.weight"] == "low_rank:2:minmax8"
+    assert not any(group.rank for group in groups_of(parameters, low_rank=2, codecs={"*": "minmax4"}))
+    assert {g.rank for g in groups_of(parameters, low_rank=6)} == {0, 6}  # (64 + 16) * 6 * 2 < 64 * 16 < 7 * 2 * 80
+    assert not any(group.rank for group in groups_of(parameters, low_rank=7))
+
+
+def test_the_largest_rank_within_a_number_of_bytes(parameters):
+    from qccl.torch.groups import Policy, rank_within, table
+
+    def encoded(rank):
+        lines = table(groups_of(parameters, low_rank=rank)).splitlines()
+        return int(lines[-1].split()[3])
+
+    policy = Policy("minmax8", min_elements=100)
+    for rank in (1, 2, 3, 6):
+        assert rank_within(parameters.items(), policy, encoded(rank)) == rank
+        if rank > 1:
+            assert rank_within(parameters.items(), policy, encoded(rank) - 1) == rank - 1
+    with pytest.raises(ArgumentError, match=f"already has {encoded(1)} encoded bytes"):
+        rank_within(parameters.items(), policy, encoded(1) - 1)
+    with pytest.raises(ArgumentError, match="no parameter is large enough"):
+        rank_within(parameters.items(), Policy("minmax8", min_elements=10_000), 1000)
 
 
 def test_momentum_is_kept_where_values_are_sent_as_they_are(parameters):
