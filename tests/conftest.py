@@ -17,6 +17,11 @@ from plain_ranks import free_ports
 machines.pretend(int(os.environ.get("RANK", "0")))  # for the ranks that run the checks of tests/ranks
 
 
+def pytest_collection() -> None:
+    """Thousands of tests are made, and none is garbage."""
+    gc.disable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files start first, so that at the end no worker is left alone with one of them."""
     items.sort(key=lambda item: item.get_closest_marker("starts_first") is None)
@@ -26,6 +31,7 @@ def pytest_collection_finish() -> None:
     """Thousands of tests stay to the end: the collector of garbage need not look through them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
