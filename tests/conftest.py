@@ -17,6 +17,11 @@ from plain_ranks import free_ports
 machines.pretend(int(os.environ.get("RANK", "0")))  # for the ranks that run the checks of tests/ranks
 
 
+def pytest_collection() -> None:
+    """Thousands of tests are made, and none is garbage."""
+    gc.disable()
+
+
 #: markers of tests that run only where -m names the marker, because they take too long for every change
 _ON_REQUEST = ("every_arch", "every_size", "every_interruption")
 
@@ -36,6 +41,7 @@ def pytest_collection_finish() -> None:
     """Thousands of tests stay to the end: the collector of garbage need not look through them again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import threading
 
 import numpy as np
 import pytest
-import torch
 
 import qccl
 from qccl.errors import ArgumentError, InvalidBufferError
@@ -93,8 +92,14 @@ def test_a_plan_started_in_the_middle_of_its_run(monkeypatch):
     assert qccl.run_ranks(2, run) == [([True], 2 ** (WARM + 1))] * 2
 
 
+@pytest.fixture
+def torch():
+    """Imported for these tests alone: the import takes seconds."""
+    return pytest.importorskip("torch")
+
+
 @pytest.mark.parametrize("call", ["run", "start"])
-def test_a_plan_whose_tensor_has_less_memory_at_the_same_address(call):
+def test_a_plan_whose_tensor_has_less_memory_at_the_same_address(call, torch):
     def run(comm):
         memory = np.ones(COUNT, np.float32)
         x = torch.frombuffer(memory, dtype=torch.float32)
@@ -106,7 +111,7 @@ def test_a_plan_whose_tensor_has_less_memory_at_the_same_address(call):
     qccl.run_ranks(1, run)
 
 
-def test_a_plan_that_runs_leaves_its_tensor_resizable():
+def test_a_plan_that_runs_leaves_its_tensor_resizable(torch):
     def run(comm):
         x = torch.ones(COUNT)
         plan = comm.plan("allreduce", COUNT).bind(x)
@@ -117,7 +122,7 @@ def test_a_plan_that_runs_leaves_its_tensor_resizable():
     qccl.run_ranks(1, run)
 
 
-def test_a_plan_whose_tensor_was_moved():
+def test_a_plan_whose_tensor_was_moved(torch):
     def run(comm):
         x = torch.ones(COUNT)
         plan = comm.plan("allreduce", COUNT).bind(x)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from codec_table import TABLE
@@ -15,6 +17,7 @@ from nvrtc import WHEELS, Nvrtc, Program
 
 from qccl import codecs
 from qccl.codecs import Codec, MinMax, NoCodec, Trellis
+from qccl.cuda import cache
 from qccl.cuda import source as cuda_source
 from qccl.dtypes import BFLOAT16, DTYPES, FLOAT16, FLOAT32, DType
 from qccl.schedule import Commit, Decode, Encode, Reduce, Span, State, StateBuffer
@@ -153,19 +156,29 @@ class Kernels(Program):
 
 
 def usage(library: Nvrtc, kernels: Iterable[str], arch: int, *more: str) -> dict[str, Usage]:
-    """Compile on all processors; fails with the compiler's message."""
+    """Compile on all processors; fails with the compiler's message.
+
+    What a program uses is kept as compiled kernels are: an unchanged source is not compiled again.
+    """
     chosen = list(dict.fromkeys(kernels))
     groups = [chosen[i : i + PER_PROGRAM] for i in range(0, len(chosen), PER_PROGRAM)]
+    path = Path(library.library._name)
+    compiler = f"NVRTC {library.version}, {path.stat().st_size if path.is_file() else path} bytes"
 
     def compile(group: list[str]) -> dict[str, Usage]:
-        program = Kernels(library, group, f"sm_{arch}", *more)
-        assert not program.failed, program.log[:3000]
-        assert "warning" not in program.log, program.log[:3000]
-        found = {
-            mangled: Usage(int(stack), int(stores) + int(loads), int(registers))
-            for mangled, stack, stores, loads, registers in _USAGE.findall(program.log)
+        def make() -> tuple[bytes, str]:
+            program = Kernels(library, group, f"sm_{arch}", *more)
+            assert not program.failed, program.log[:3000]
+            assert "warning" not in program.log, program.log[:3000]
+            found = {mangled: [*map(int, figures)] for mangled, *figures in _USAGE.findall(program.log)}
+            return json.dumps([found[program.mangled(name)] for name in group]).encode(), ""
+
+        code, options = cuda_source.source(group)
+        figures, _ = cache.compiled(["usage", compiler, f"sm_{arch}", code, *options, *more], make)
+        return {
+            name: Usage(stack, stores + loads, registers)
+            for name, (stack, stores, loads, registers) in zip(group, json.loads(figures), strict=True)
         }
-        return {name: found[program.mangled(name)] for name in group}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return {name: use for each in pool.map(compile, groups) for name, use in each.items()}

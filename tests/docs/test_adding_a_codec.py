@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -175,9 +176,13 @@ def build(root: Path) -> None:
     cmake = Path(sys.executable).with_name("cmake")
     options = [f"-DPython_EXECUTABLE={sys.executable}", "-DQCCL_X86_64_LEVELS=OFF", "-DQCCL_LOOP_OPTIMIZATION=-O0"]
     options += ["-DCMAKE_BUILD_TYPE=Debug", "-DCMAKE_CXX_FLAGS_DEBUG=-O0 -Dalways_inline= -Wno-psabi"]
+    options += ["-DCMAKE_CXX_COMPILER_LAUNCHER=ccache"] if shutil.which("ccache") else []
+    environment = os.environ | {"CCACHE_BASEDIR": str(root), "CCACHE_NOHASHDIR": "1"}  # each copy has another name
     commands = [["-S", ".", "-B", "build", *options], ["--build", "build", "--target", "_host", "--parallel", "2"]]
     for arguments in commands:
-        done = subprocess.run([cmake, *arguments], cwd=root, capture_output=True, text=True, timeout=500)
+        done = subprocess.run(
+            [cmake, *arguments], cwd=root, env=environment, capture_output=True, text=True, timeout=500
+        )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (library,) = (root / "build").glob("_host*.so")
     shutil.copy(library, root / "qccl")

@@ -7,17 +7,14 @@ one program in the order of the page, and run on ranks that are threads, with ``
 from __future__ import annotations
 
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 from plain_ranks import free_ports
-from start_ranks import start
+from start_ranks import start, start_plain
 
 import qccl
 from qccl import codecs
@@ -33,9 +30,10 @@ ELSEWHERE = {DOCS / f"adding-a-{kind}.md" for kind in ("codec", "collective", "t
 PAGES = sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE)
 RANKS = 4
 
-#: runs the programs that it is given as PORT=FILE
+#: runs the programs that it is given as PORT=FILE, in their folder
 IN_TURN = """
 import os, runpy, sys
+os.chdir(sys.path[0])
 for place in sys.argv[1:]:
     os.environ["MASTER_PORT"], _, path = place.partition("=")
     print(path, flush=True)
@@ -113,7 +111,8 @@ def test_programs(block, tmp_path):
 @pytest.mark.parametrize(("with_trainers", "size"), [(False, 2), (False, 4), (True, 2)])
 def test_programs_of_torchrun(tmp_path, with_trainers, size):
     """Those of the same size share processes with torchrun's variables, because importing torch takes long."""
-    for name in ("torch", *(("accelerate", "lightning", "transformers") if with_trainers else ())):
+    libraries = ("accelerate", "lightning", "transformers") if with_trainers else ()
+    for name in ("torch", *libraries):
         pytest.importorskip(name)
     trainers = DOCS / "howto" / "trainers.md"
     programs = []
@@ -123,37 +122,18 @@ def test_programs_of_torchrun(tmp_path, with_trainers, size):
             assert found and found[2] == block.program[1], block.program[2]
             programs += [block] if int(found[1]) == size else []
     assert programs
-    run_torch_programs([block.write(tmp_path) for block in programs], size)
+    run_torch_programs([block.write(tmp_path) for block in programs], size, *libraries)
 
 
-def run_torch_programs(programs: list[Path], size: int) -> None:
+def run_torch_programs(programs: list[Path], size: int, *imported: str) -> None:
     """Run programs one after the other, all in the same ``size`` processes, each program with a port of its own."""
     places = [f"{port}={path}" for port, path in zip(free_ports(len(programs)), programs, strict=True)]
-    processes = []
-    for rank in range(size):
-        variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        settings = {
-            "MASTER_ADDR": "127.0.0.1",
-            "TORCHELASTIC_RUN_ID": "docs",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "OMP_NUM_THREADS": 1,
-            "PYTHONPATH": ROOT,
-        }
-        environment = os.environ | {key: str(value) for key, value in (variables | settings).items()}
-        command, pipe = [sys.executable, "-c", IN_TURN, *places], subprocess.PIPE
-        process = subprocess.Popen(
-            command, cwd=programs[0].parent, env=environment, stdout=pipe, stderr=subprocess.STDOUT, text=True
-        )
-        processes.append(process)
-    try:
-        for rank, process in enumerate(processes):
-            output, _ = process.communicate(timeout=300)
-            assert process.returncode == 0, f"rank {rank}:\n{output}"
-    finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait(10)
+    in_turn = programs[0].with_name("in_turn.py")
+    in_turn.write_text(IN_TURN)
+    settings = {"TORCHELASTIC_RUN_ID": "docs", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    modules = ",".join(("torch.distributed", *imported))
+    ended = start_plain(size, str(in_turn), *places, limit=300, imported=modules, QCCL_TRANSPORT="auto", **settings)
+    assert ended.status == 0, ended.output
 
 
 def test_every_block_of_python_is_marked():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import shutil
 import subprocess
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,8 +14,9 @@ import numpy as np
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
 
+_CCACHE = ("ccache",) if shutil.which("ccache") else ()
 _SHIM = Path(__file__).with_name("shim.h")
-_OPTIONS = ("-O0", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
+_OPTIONS = ("-O0", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
 #: the compiler's time: functions are compiled once, not in each of their callers, and without tables of unwinding
 _OPTIONS += ("-Dalways_inline=", "-fno-exceptions", "-fno-rtti", "-fno-asynchronous-unwind-tables")
 
@@ -55,12 +57,26 @@ class Emulator:
         if self._headers:
             options = tuple(f"-I{self._headers}" if option.startswith("-I") else option for option in options)
         cases = "".join(f"    case {i}: return run({name}, arguments, blocks, seed);\n" for i, name in enumerate(names))
-        text = target.with_suffix(".cpp")
-        text.write_text(f"{code}{_RUN}{cases}  }}\n  return false;\n}}\n")
+        target.with_suffix(".cpp").write_text(f"{code}{_RUN}{cases}  }}\n  return false;\n}}\n")
         given = [option for option in options if option.startswith(("-I", "--std"))]
-        command = ["g++", *given, *_OPTIONS, "-include", _SHIM, text, "-o", target.with_suffix(".so")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[:4000]
+        # in two steps and with relative names, because ccache keeps only object files, by their names
+        for command in (
+            [
+                *_CCACHE,
+                "g++",
+                *given,
+                *_OPTIONS,
+                "-include",
+                _SHIM,
+                "-c",
+                f"{target.name}.cpp",
+                "-o",
+                f"{target.name}.o",
+            ],
+            ["g++", "-shared", f"{target.name}.o", "-o", f"{target.name}.so"],
+        ):
+            done = subprocess.run(command, cwd=target.parent, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr[:4000]
         return ctypes.CDLL(str(target.with_suffix(".so")))
 
     def run(

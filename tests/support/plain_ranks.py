@@ -1,16 +1,24 @@
 """Starts Python processes with torchrun's variables, as mpiexec starts ranks: ``plain_ranks.py N ARGUMENT...``.
 
-Its status is the first one that is not 0. Processes that have stopped are killed when all others have ended.
+With ``--import MODULE,...`` before the arguments the ranks are forks of this process, which has imported these modules:
+the import of PyTorch takes longer than many a run. Such ranks have the same seed for the hashes of texts, so a program
+whose ranks must not depend on the order of a set needs ranks that are no forks.
+
+The status is the first one that is not 0. Processes that have stopped are killed when all others have ended.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 import random
+import runpy
 import signal
 import socket
 import sys
 from contextlib import suppress
+from pathlib import Path
 
 
 def free_ports(count: int) -> list[int]:
@@ -23,16 +31,35 @@ def free_ports(count: int) -> list[int]:
     return list(found)
 
 
+def start(arguments: list[str], variables: dict[str, str], *, fork: bool) -> int:
+    """Start a rank, and return its process; in the fork 0, when its program has ended."""
+    if not fork:
+        return os.posix_spawn(sys.executable, [sys.executable, *arguments], os.environ | variables)
+    if pid := os.fork():
+        return pid
+    os.environ |= variables
+    sys.argv, sys.path[0] = arguments, str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+    return 0
+
+
 def main() -> int:
-    size = sys.argv[1]
+    size, *arguments = sys.argv[1:]
+    if fork := arguments[0] == "--import":
+        for name in arguments[1].split(","):
+            importlib.import_module(name)
+        arguments = arguments[2:]
+        gc.freeze()  # so that the ranks' last collection of garbage need not visit these objects
     master_port, port = free_ports(2)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master_port), "QCCL_PORT": str(port)}
     left: dict[int, int] = {}
     stopped, worst = set(), 0
     for rank in range(int(size)):
         ranks = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        command = [sys.executable, *sys.argv[2:]]
-        left[os.posix_spawn(sys.executable, command, os.environ | place | ranks)] = rank
+        pid = start(arguments, place | ranks, fork=fork)
+        if not pid:
+            return 0
+        left[pid] = rank
     while left.keys() - stopped:
         pid, status = os.waitpid(-1, os.WUNTRACED | os.WCONTINUED)
         if os.WIFSTOPPED(status):

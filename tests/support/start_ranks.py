@@ -64,9 +64,12 @@ def start(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
     return _run(command, n, arguments, limit, root | environment)
 
 
-def start_plain(n: int, *arguments: str, limit: float, **environment: str) -> Ended:
-    """The same on ``n`` processes that have torchrun's variables, and UCX."""
-    command = [sys.executable, "tests/support/plain_ranks.py", str(n)]
+def start_plain(n: int, *arguments: str, limit: float, imported: str = "", **environment: str) -> Ended:
+    """The same on ``n`` processes that have torchrun's variables, and UCX.
+
+    With ``imported``, names with commas between them, they are forks of a process that has imported these modules.
+    """
+    command = [sys.executable, "tests/support/plain_ranks.py", str(n), *(("--import", imported) if imported else ())]
     return _run(command, n, arguments, limit, {"QCCL_TRANSPORT": "ucx"} | environment)
 
 

@@ -20,7 +20,8 @@ SETTINGS = {"QCCL_TRANSPORT": "auto", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAM
 
 def run(size, *names, folder="", transport="auto"):
     environment = SETTINGS | {"FOLDER": str(folder), "QCCL_TRANSPORT": transport}
-    ended = start_plain(size, "tests/support/torch_ddp_ranks.py", *names, limit=240, **environment)
+    program = ("tests/support/torch_ddp_ranks.py", *names)
+    ended = start_plain(size, *program, limit=240, imported="torch.distributed", **environment)
     assert ended.status == 0, ended.output
     return ended.output
 

@@ -19,7 +19,8 @@ ALWAYS = ("exact", "bounds", "identical", "resumes", "accumulates", "refuses", "
 @pytest.mark.parametrize(("size", "names"), [(2, ALWAYS), (4, (*ALWAYS, "replicas", "smaller_groups"))])
 def test_ranks(tmp_path, size: int, names: tuple[str, ...]) -> None:
     environment = {"QCCL_TRANSPORT": "auto", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = start_plain(size, "tests/support/torch_fsdp_ranks.py", str(tmp_path), *names, limit=240, **environment)
+    program = ("tests/support/torch_fsdp_ranks.py", str(tmp_path), *names)
+    ended = start_plain(size, *program, limit=240, imported="torch.distributed.fsdp", **environment)
     assert ended.status == 0, ended.output
     for name in names:
         assert ended.output.count(f"{name} done") == size, ended.output

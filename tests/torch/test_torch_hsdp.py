@@ -17,7 +17,8 @@ NAMES = ("exact", "bounds", "replicas", "accumulates", "resumes", "other_meshes"
 
 def test_two_replicas_of_two_shards(tmp_path) -> None:
     environment = {"QCCL_TRANSPORT": "auto", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    ended = start_plain(4, "tests/support/torch_hsdp_ranks.py", str(tmp_path), *NAMES, limit=240, **environment)
+    program = ("tests/support/torch_hsdp_ranks.py", str(tmp_path), *NAMES)
+    ended = start_plain(4, *program, limit=240, imported="torch.distributed.fsdp", **environment)
     assert ended.status == 0, ended.output
     for name in NAMES:
         assert ended.output.count(f"{name} done") == 4, ended.output
