@@ -26,6 +26,7 @@ from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import CALL, Block, Header, Kind, data_nbytes
 from qccl.engine.progress import ProgressThread
+from qccl.engine.records import CallRecord
 from qccl.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -40,6 +41,7 @@ from qccl.errors import (
 from qccl.guard import release_all
 from qccl.host.execution import Execution
 from qccl.host.program import Program
+from qccl.host.records import records
 from qccl.lifetime import Registry, Stage, keep
 from qccl.schedule import Schedule
 from qccl.transports.base import Transport
@@ -214,6 +216,15 @@ class HostEngine:
                 self._release()
             elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
+
+    def records(self) -> list[CallRecord]:
+        """The last calls; none if another thread drives, and does not let this one look within a second."""
+        if not self._take_turn(_HALT_SECONDS):
+            return []
+        try:
+            return list(records(self._loop, self._queue))
+        finally:
+            self._lock.release()
 
     def retire(self, reason: str) -> None:
         """As abort(), but a rank that is still in a call that this rank has ended gets the rest of its messages.
