@@ -410,6 +410,15 @@ class Loop:
         ENDED: take_ended() has some.
         """
 
+    def records(self) -> list[tuple[int, int, bytes, int, int, float, float]]:
+        """Of the last 1,024 runs: number, call, header, bytes to send and to receive, begin, and end or 0."""
+
+    def under_way(self) -> list[tuple[int, int, int, bool, list[int], list[tuple[bool, int, int, float]]]]:
+        """Of each run under way: its number, bytes sent and received, whether an operation is ready, missing ranks.
+
+        And of its transfers under way: whether it is a send, the other rank, bytes, and begin.
+        """
+
     def run(self, limit: float, on_control: Callable[[int, bytes], None], /) -> Outcome:
         """Advance until a run has ended, or ``limit``; signal handlers run meanwhile."""
 

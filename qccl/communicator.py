@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import struct
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +21,7 @@ from qccl.host import HostBackend
 from qccl.meetings import connect, of_jax, of_torch
 from qccl.plan import Plan
 from qccl.programs import ProgramCache
+from qccl.records import GroupRecord
 from qccl.session import Session
 from qccl.state import check_key
 
@@ -33,6 +35,8 @@ __all__ = ["Communicator"]
 _CALLS = 1 << 63
 #: how often grow() looks for processes that wait
 _NAP_SECONDS = 0.02
+#: of the groups that this process makes: as a rule each rank makes the same ones in the same order
+_numbers = itertools.count()
 
 
 class Communicator(Collectives):
@@ -71,7 +75,9 @@ class Communicator(Collectives):
         setup = setup_timeout(timeout)
         self._set_up(NcclTransport.from_unique_id(unique_id, rank, size, device, setup), timeout, CudaBackend)
 
-    def _set_up(self, transport: Group, timeout: float | None, backend: Callable[[Any], Backend]) -> None:
+    def _set_up(
+        self, transport: Group, timeout: float | None, backend: Callable[[Any], Backend], name: str | None = None
+    ) -> None:  # fmt: skip
         made = backend(transport)
         self.rank, self.size = transport.rank, transport.size
         self.local_rank, self.local_size = transport.local_rank, transport.local_size
@@ -79,17 +85,23 @@ class Communicator(Collectives):
         self.backend = made.name
         self.transport = transport
         self._make_backend = backend
-        self._session = Session(self.rank, self.size, made, timeout_of(timeout, made.timeout))
+        self._session = Session(
+            self.rank, self.size, made, timeout_of(timeout, made.timeout), name or f"group {next(_numbers)}"
+        )
         self._memory = made.memory
         self._programs = ProgramCache(made.engine, (self.rank, self.size), made.memory.calls)
 
     @classmethod
     def _from_transport(
-        cls, transport: Group, timeout: float | None = None, backend: Callable[[Any], Backend] = HostBackend
+        cls,
+        transport: Group,
+        timeout: float | None = None,
+        backend: Callable[[Any], Backend] = HostBackend,
+        name: str | None = None,
     ) -> Communicator:
-        """A communicator over a transport of the kind that the backend needs."""
+        """A communicator over a transport of the kind that the backend needs; ``name`` is the group's, for records."""
         comm = cls.__new__(cls)
-        comm._set_up(transport, timeout, backend)
+        comm._set_up(transport, timeout, backend, name)
         return comm
 
     @classmethod
@@ -315,7 +327,8 @@ class Communicator(Collectives):
         transport = self._session.run_collective("split()", lambda: self.transport.split(color, key, self.timeout))
         if transport is None:
             return None
-        return Communicator._from_transport(transport, self.timeout, self._make_backend)
+        name = f"{self._session.group}, {color} of split {self._session.numbers.sequence}"
+        return Communicator._from_transport(transport, self.timeout, self._make_backend, name)
 
     @property
     def address(self) -> str:
@@ -387,6 +400,7 @@ class Communicator(Collectives):
     def _continue_on(self, transport: Transport, calls: int) -> Communicator:
         """The communicator that follows this one, with the state of this rank."""
         comm = Communicator._joined(transport, calls, self.timeout, self._make_backend)
+        comm._session.group = f"{self._session.group}, size {transport.size} from call {calls}"
         comm._session.state.carry_over(self._session.state)
         return comm
 
@@ -399,6 +413,14 @@ class Communicator(Collectives):
         numbers = comm._session.numbers
         numbers.calls = numbers.offset = calls
         return comm
+
+    def record(self, reason: str = "record() was called") -> GroupRecord:
+        """The last 1,024 calls of this rank: what each was, when it began and ended, and what it waits for.
+
+        Its ``as_dict()`` is for a file of JSON, which ``qccl-bench explain`` reads beside those of the other ranks. May
+        be called after a failure.
+        """
+        return self._session.record(reason)
 
     @guarded
     def abort(self, reason: str = "abort() was called") -> None:

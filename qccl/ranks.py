@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,8 @@ _T = TypeVar("_T")
 
 #: time beyond the timeout in which a rank may notice that another one has failed
 _GRACE_SECONDS = 5.0
+#: of the groups, for records
+_numbers = itertools.count()
 
 
 def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0) -> list[_T]:
@@ -29,7 +32,7 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
     """
     timeout = timeout_of(timeout)
     n = integer(n, "n")
-    group = LoopbackGroup(n)
+    group, name = LoopbackGroup(n), f"threads {next(_numbers)}"
     results: dict[int, _T] = {}
     failures: list[BaseException] = []  # in the order of time
 
@@ -41,7 +44,7 @@ def run_ranks(n: int, fn: Callable[[Communicator], _T], *, timeout: float = 60.0
     def run(rank: int) -> None:
         transport = group.transport(rank)
         try:
-            with Communicator._from_transport(transport, timeout=timeout) as comm:
+            with Communicator._from_transport(transport, timeout=timeout, name=name) as comm:
                 try:
                     results[rank] = fn(comm)
                 except BaseException as error:  # recorded before it makes the other ranks fail

@@ -15,6 +15,7 @@ from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError, forked,
 from qccl.guard import Mark, abandoned, is_guard, is_inside
 from qccl.lifetime import Registry
 from qccl.programs import Compiled
+from qccl.records import FOLDER, GroupRecord, watch_signal, write_record
 from qccl.state import StateStore
 
 __all__ = ["Session"]
@@ -36,6 +37,7 @@ class Session:
     """One rank's engine with everything that its calls have in common.
 
     Attributes:
+        group: its name, for records.
         engine, memory: of the backend.
         state: the state of stateful codecs, by key.
         numbers: of the group's next call.
@@ -45,8 +47,8 @@ class Session:
         calling: the Works whose functions a thread is calling, and that thread's number.
     """
 
-    def __init__(self, rank: int, size: int, backend: Backend, timeout: float) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int, size: int, backend: Backend, timeout: float, group: str = "") -> None:
+        self.rank, self.size, self.group = rank, size, group
         self.engine, self.memory = backend.engine, backend.memory
         self.state = StateStore(rank, size, self.engine.persistent)
         self.numbers, self.engine.timeout = self.engine.numbers, timeout
@@ -57,14 +59,16 @@ class Session:
         self.ending: dict[object, tuple[int]] = {}
         self._process = os.getpid()
         _sessions.add(self)
+        watch_signal(_write_all)
 
     def check_usable(self) -> None:
         """Raise the error of an earlier failure, or ArgumentError after close() and in a function of a Work."""
         if self.closed:
             raise ArgumentError("this communicator is closed; make another with qccl.init()")
         self.check_thread()
-        if self.failure is None:
+        if self.failure is None and self.engine.failure is not None:
             self.failure = self.engine.failure
+            self.write_record(str(self.failure))
         if self.failure is not None:
             text = f"this communicator failed earlier and is unusable: {self.failure}"
             raise type(self.failure)(text) from self.failure  # a variable would keep this call's arrays alive
@@ -208,9 +212,21 @@ class Session:
         """Keep the first failure, of call number ``call``, and abort the engine (the host's tells the other ranks)."""
         if call is not None:
             self.numbers.calls = min(self.numbers.calls, call)  # not every rank has made it
-        if self.failure is None:
+        is_first = self.failure is None
+        if is_first:
             self.failure = error
         self.engine.abort(str(self.failure))  # again if an exception has ended it before
+        if is_first:
+            self.write_record(str(error))
+
+    def record(self, reason: str) -> GroupRecord:
+        """The last calls; see Communicator.record()."""
+        return GroupRecord.of(self.group, self.rank, self.size, self.engine.records(), reason)
+
+    def write_record(self, reason: str) -> None:
+        """To the folder that QCCL_RECORDS names."""
+        if FOLDER in os.environ:
+            write_record(self.record(reason))
 
     def retire(self, reason: str) -> None:
         """Make no more calls on the host, where the other ranks may still be in the last one; see HostEngine."""
@@ -260,6 +276,12 @@ class Session:
         if self.failure is None:
             self.engine.close(self.engine.timeout)
         return self.failure is None
+
+
+def _write_all() -> None:
+    for session in _sessions:
+        if not session.closed:
+            session.write_record("the signal SIGUSR1 came")
 
 
 def _forked(session: Session) -> None:

@@ -34,6 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "collectives": {"arguments", "arrays", "chunks", "codecs", "dtypes", "errors", "schedule"},
     "guard": set(),
     "launchers": {"errors"},
+    "records": {"engine", "errors", "files"},
     "saved": {"errors", "files"},
     "tensors": {"errors"},
     "arrays": {"_host", "dtypes", "errors", "scalars", "tensors"},
@@ -60,7 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "programs": {"_host", "collectives", "engine", "schedule", "state"},
     "state": {"codecs", "dtypes", "engine", "errors", "scalars"},
-    "session": {"arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "state"},
+    "session": {"arrays", "collectives", "engine", "errors", "guard", "lifetime", "programs", "records", "state"},
     "work": {"arguments", "engine", "errors", "guard", "session"},
     "methods": {"arrays", "collectives", "dtypes", "errors", "options"},
     "calls": {
@@ -69,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "communicator": {
         *("arguments", "host", "cuda", "calls", "codecs", "dtypes", "engine", "errors", "arrays", "plan", "guard"),
-        *("collectives", "meetings", "programs", "session", "state", "transports"),
+        *("collectives", "meetings", "programs", "records", "session", "state", "transports"),
     },
     "pointers": {
         *("arguments", "arrays", "calls", "collectives", "communicator", "dtypes", "errors", "methods", "options"),
@@ -109,7 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 #: what a program that measures calls may use: not the engines, nor what a call consists of
 MAY_IMPORT["bench"] = {
     *("", "chunks", "codecs", "collectives", "communicator", "cuda", "dtypes", "emulation", "errors", "files"),
-    *("launch", "launchers", "meetings", "plan", "schedule", "trace", "transports"),
+    *("launch", "launchers", "meetings", "plan", "records", "schedule", "trace", "transports"),
 }
 
 #: other packages that files (or all files of a folder) may import

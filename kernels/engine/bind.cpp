@@ -232,6 +232,35 @@ std::optional<std::pair<bool, int>> transfer(const Steps& steps, Number i) {
   return std::pair(steps[i].is_send, steps[i].peer);
 }
 
+// Of each run: its number, the call's number, the header for rank 0, bytes to send and to receive, begin and end.
+using PythonRecord = std::tuple<std::uint64_t, std::uint64_t, nb::bytes, std::size_t, std::size_t, double, double>;
+
+std::vector<PythonRecord> records(const Loop& loop) {
+  std::vector<PythonRecord> found;
+  for (const Recorder::Entry& each : loop.records())
+    found.emplace_back(each.sequence, each.call, nb::bytes(each.header->data(), each.header->size()), each.sent,
+                       each.received, each.begun, each.ended);
+  return found;
+}
+
+// Of each run: its number, bytes that were sent and received, whether an operation is ready, the ranks whose headers are
+// missing, and of each transfer under way: whether it is a send, the other rank, its bytes, and its begin.
+using PythonTransfer = std::tuple<bool, int, std::size_t, double>;
+using PythonProgress =
+    std::tuple<std::uint64_t, std::size_t, std::size_t, bool, std::vector<int>, std::vector<PythonTransfer>>;
+
+std::vector<PythonProgress> under_way(const Loop& loop) {
+  std::vector<PythonProgress> found;
+  for (const std::shared_ptr<Run>& run : loop.runs()) {
+    std::vector<PythonTransfer> transfers;
+    for (const TransferRecord& each : run->under_way())
+      transfers.emplace_back(each.is_send, each.peer, each.nbytes, each.since);
+    const auto [sent, received] = run->transferred();
+    found.emplace_back(run->sequence(), sent, received, run->can_compute(), run->missing_ranks(), std::move(transfers));
+  }
+  return found;
+}
+
 const Token kSetUp = GroupWire::kSetUp;
 
 void bind_wires(nb::module_& m) {
@@ -345,6 +374,8 @@ void bind_loop(nb::module_& m) {
       .def("advance_briefly", &advance_briefly, Release())
       .def("take_ended", &Loop::take_ended)
       .def_prop_ro("overdue", &Loop::overdue)
+      .def("records", &records)
+      .def("under_way", &under_way)
       .def(
           "broadcast_control", [](Loop& loop, const nb::bytes& message) { loop.broadcast_control(text(message)); })
       .def(

@@ -80,6 +80,7 @@ void Loop::begin(std::shared_ptr<Run> run, std::uint64_t sequence, double deadli
   active_.push_back(run);
   deadline_ = std::min(deadline_, deadline);
   idle_ = 0;
+  recorder_.begin(*run);
   wire->begin_run();
   run->begin(*wire);
   // encode first the data that is sent with the headers
@@ -292,6 +293,7 @@ void Loop::collect_ended() {
       continue;
     }
     ended_.push_back(active_[i]->sequence());
+    recorder_.end(active_[i]->sequence());
     by_slot_[active_[i]->sequence() % kRunsInFlight] = nullptr;
     active_.erase(active_.begin() + static_cast<std::ptrdiff_t>(i));
     find_deadline();

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "recorder.h"
 #include "run.h"
 
 namespace qccl {
@@ -56,6 +57,11 @@ class Loop {
   Outcome advance(const Turn& turn, const OnControl& on_control);
   // The sequence numbers of the runs that have ended since the last call.
   std::vector<std::uint64_t> take_ended() { return std::exchange(ended_, {}); }
+
+  // The last runs, from the oldest on.
+  std::vector<Recorder::Entry> records() const { return recorder_.entries(next_run_); }
+  // The runs under way, in the order of their calls.
+  const std::vector<std::shared_ptr<Run>>& runs() const { return active_; }
 
   bool has_ended() const { return !ended_.empty(); }
   // Runs under way.
@@ -117,6 +123,7 @@ class Loop {
   std::vector<std::uint64_t> next_header_;
   std::vector<std::shared_ptr<Run>> active_;  // in the order of their calls
   std::shared_ptr<Run> by_slot_[kRunsInFlight];
+  Recorder recorder_;
   std::deque<Early> early_;  // at most kRunsInFlight from each rank
   std::vector<std::uint64_t> ended_;
   std::vector<Token> completed_;

@@ -15,6 +15,12 @@ double seconds() {
   return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
 }
 
+double coarse_seconds() {
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &now);
+  return static_cast<double>(now.tv_sec) + 1e-9 * static_cast<double>(now.tv_nsec);
+}
+
 Run::Run(std::shared_ptr<const Steps> steps, MemoryPointer memory)
     : steps_(std::move(steps)),
       memory_(std::move(memory)),
@@ -36,7 +42,7 @@ void Run::prepare(std::uint64_t sequence, Token run_slot, int first_tag, double 
   std::fill(filled_.begin(), filled_.end(), false);
   for (Message& each : data_) each.clear();
   traced_ = traced;
-  starts_.assign(traced ? steps_->count() : 0, 0.0);
+  starts_.resize(steps_->count());
   trace_.clear();
 }
 
@@ -54,6 +60,7 @@ void Run::set_headers(const std::vector<std::string>& headers) {
     headers_[k].assign(kHeaderNbytes, 0);
     std::memcpy(headers_[k].data(), headers[k].data(), kAgreedNbytes);
   }
+  description_ = std::make_shared<const std::string>(headers[0]);
 }
 
 void Run::begin(Wire& wire) {
@@ -167,6 +174,24 @@ std::vector<int> Run::missing_ranks() const {
   return found;
 }
 
+std::pair<std::size_t, std::size_t> Run::transferred() const {
+  std::size_t sent = 0, received = 0;
+  for (Number i = 0; i < steps_->count(); ++i) {
+    const Step& step = (*steps_)[i];
+    if (!step.operation && counts_[i] == kCompleted) (step.is_send ? sent : received) += step.nbytes;
+  }
+  return {sent, received};
+}
+
+std::vector<TransferRecord> Run::under_way() const {
+  std::vector<TransferRecord> found;
+  for (Number i = 0; i < steps_->count(); ++i) {
+    const Step& step = (*steps_)[i];
+    if (!step.operation && !counts_[i]) found.push_back({step.is_send, step.peer, step.nbytes, starts_[i]});
+  }
+  return found;
+}
+
 std::vector<int> Run::waits_for(bool is_send) const {
   std::vector<int> found;
   for (Number i = 0; i < steps_->count(); ++i) {
@@ -179,7 +204,11 @@ std::vector<int> Run::waits_for(bool is_send) const {
 }
 
 void Run::started(Number i) {
-  if (traced_) starts_[i] = seconds();
+  if (traced_) {
+    starts_[i] = seconds();
+  } else if (!(*steps_)[i].operation) {
+    starts_[i] = coarse_seconds();
+  }
 }
 
 void Run::stopped(Number i) {

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "steps.h"
@@ -20,10 +21,20 @@ constexpr std::size_t kSequenceOffset = 8;
 constexpr int kControlTag = 0;
 
 double seconds();  // as time.monotonic() and time.perf_counter() count
+// The same at the kernel's last tick, some milliseconds ago at most; takes a few nanoseconds on every machine.
+double coarse_seconds();
 
 struct TraceRecord {
   Number step;
   double start, stop;
+};
+
+// Of a run under way: a send or receive that has begun and not completed.
+struct TransferRecord {
+  bool is_send;
+  int peer;
+  std::size_t nbytes;
+  double since;
 };
 
 class Run {
@@ -53,6 +64,9 @@ class Run {
   void compute(Wire& wire);
 
   std::uint64_t sequence() const { return sequence_; }
+  std::uint64_t call() const { return memory_->call; }
+  // The header for rank 0, which contains the text of the call; the same object until set_headers().
+  const std::shared_ptr<const std::string>& description() const { return description_; }
   double deadline() const { return deadline_; }
   // Moves the deadline, at most once in a run; false if it was moved before.
   bool extend(double deadline);
@@ -60,6 +74,9 @@ class Run {
   bool sends_data_with_headers() const { return shares_header() && !eager_.empty(); }
   const Steps& steps() const { return *steps_; }
   const std::vector<TraceRecord>& trace() const { return trace_; }
+  // How much of this run has completed: bytes of sends and of receives.
+  std::pair<std::size_t, std::size_t> transferred() const;
+  std::vector<TransferRecord> under_way() const;
   // The ranks whose header has not arrived.
   std::vector<int> missing_ranks() const;
   // The ranks of transfers under way.
@@ -90,12 +107,13 @@ class Run {
   std::vector<Number> ready_;   // a heap of operations, the first in program order on top
   std::size_t left_ = 0;        // number of steps and sends that must complete
   std::vector<Message> headers_, eager_;
+  std::shared_ptr<const std::string> description_;
   std::vector<bool> filled_;              // which eager messages hold this run's data
   std::vector<Message> data_;             // by rank: data that arrived before its receive could start
   int arriving_ = -1;                     // the rank whose data is at `arrived_`
   const unsigned char* arrived_ = nullptr;
   bool traced_ = false;
-  std::vector<double> starts_;
+  std::vector<double> starts_;            // by step; of a run that is not traced only transfers, by coarse_seconds()
   std::vector<TraceRecord> trace_;
 };
 

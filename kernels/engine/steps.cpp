@@ -27,6 +27,7 @@ void Steps::add_transfer(bool is_send, int peer, int tag, std::uintptr_t address
   step.tag = tag;
   step.data = reinterpret_cast<unsigned char*>(address);
   step.nbytes = nbytes;
+  (is_send ? sent_ : received_) += nbytes;
   add(std::move(step), needs, false);
 }
 

@@ -66,6 +66,9 @@ class Steps {
 
   // Bytes of memory, after link().
   std::size_t nbytes() const;
+  // Bytes that all sends, and all receives, carry in a run.
+  std::size_t sent() const { return sent_; }
+  std::size_t received() const { return received_; }
   Number count() const { return static_cast<Number>(steps_.size()); }
   const Step& operator[](Number i) const { return steps_[i]; }
   Number gate() const { return count(); }
@@ -94,7 +97,7 @@ class Steps {
   Number message_of(const Step& step);
   void find_eager();
 
-  std::size_t most_eager_;
+  std::size_t most_eager_, sent_ = 0, received_ = 0;
   std::vector<bool> sends_ahead_;  // by rank
   Number commit_ = kNone;
   std::vector<Step> steps_;

@@ -26,6 +26,8 @@ constexpr double kSecondSeconds = 1;
 constexpr double kDirectSeconds = 2.5;
 // Callers that are accepted at once: those that have said who they are come first.
 constexpr int kMostAccepts = 16;
+// For long messages: to all ranks of a large group together, and to each at least.
+constexpr int kMostConnections = 1000, kLeastConnections = 2;
 
 }  // namespace
 
@@ -43,12 +45,13 @@ void Links::begin(int rank, const std::vector<std::string>& addresses, double no
   group_.name = parsed.at(0).nonce;
   group_.rank = rank;
   group_.peers = std::vector<Peer>(parsed.size());
+  const auto most = std::max(kLeastConnections, kMostConnections / std::max(1, static_cast<int>(parsed.size()) - 1));
   for (std::size_t i = 0; i < parsed.size(); ++i) {
     Peer& peer = group_.peers[i];
     peer.rank = static_cast<int>(i);
     peer.places = parsed[i].places;
     peer.down_since = now;
-    peer.links.assign(static_cast<std::size_t>(std::min(settings_.connections, parsed[i].connections)) + 1, 0);
+    peer.links.assign(static_cast<std::size_t>(std::min({settings_.connections, parsed[i].connections, most})) + 1, 0);
     peer.next_dial.assign(peer.links.size(), now + (calls_first(peer) ? 0 : kSecondSeconds));
     peer.relayed.assign(peer.links.size(), 0);
     peer.next_relayed.assign(peer.links.size(), 0);

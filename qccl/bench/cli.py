@@ -9,6 +9,7 @@ from qccl.bench.codec import codec
 from qccl.bench.collective import command
 from qccl.bench.columns import columns_help
 from qccl.bench.doctor import doctor
+from qccl.bench.explain import explain
 from qccl.bench.info import info
 from qccl.bench.kinds import KINDS, NCCL_OTHERS, NCCL_TESTS
 from qccl.bench.launched import LaunchedGroup
@@ -34,5 +35,5 @@ def main() -> None:
     """Measure what compressed collectives gain on this machine and this network."""
 
 
-for _command in (*map(command, KINDS), codec, run, doctor, info, token):
+for _command in (*map(command, KINDS), codec, run, doctor, explain, info, token):
     main.add_command(_command)

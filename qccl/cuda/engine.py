@@ -41,6 +41,7 @@ from qccl.cuda.watchdog import Watchdog
 from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import Header, Kind
+from qccl.engine.records import CallRecord
 from qccl.errors import ArgumentError, CollectiveTimeout, PeerLost, QcclError, gave_up
 from qccl.lifetime import Registry, Stage
 from qccl.schedule import Queue, Schedule
@@ -192,6 +193,10 @@ class CudaEngine:
         self._wait_for_runs(Deadline(timeout).start(), timeout)
         self._check_usable()
         self.transport.check()
+
+    def records(self) -> list[CallRecord]:
+        """None: this engine keeps no records."""
+        return []
 
     def _wait_for_stream(self, stream: int, deadline: float) -> None:
         event = self.device.take_event()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 from qccl.arrays import Memory
 from qccl.chunks import ChunkPolicy
+from qccl.engine.records import CallRecord
 from qccl.errors import QcclError
 from qccl.schedule import Schedule
 from qccl.trace import TraceEvent
@@ -211,6 +212,9 @@ class Engine(Protocol):
 
     def abort(self, reason: str) -> None:
         """Fail all runs under way with ``reason``, here and as far as possible on the other ranks. Idempotent."""
+
+    def records(self) -> list[CallRecord]:
+        """The last 1,024 calls that have begun, from the oldest on, and those that are queued."""
 
     def retire(self, reason: str) -> None:
         """Before shrink(): as abort(), but other ranks may still end the calls that this rank has ended."""

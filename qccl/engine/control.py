@@ -19,7 +19,7 @@ from typing import NamedTuple
 from qccl import _host
 from qccl.errors import EngineError, MismatchError
 
-__all__ = ["CALL", "HEADER_NBYTES", "Block", "Header", "Kind"]
+__all__ = ["CALL", "HEADER_NBYTES", "Block", "Header", "Kind", "text_of"]
 
 #: bytes of a control message: the fields below, zero-padded text in UTF-8, and the number of bytes of data that follow.
 #: Only that number may differ between ranks that agree
@@ -82,10 +82,15 @@ class Header(NamedTuple):
                 f"rank {peer} sent a control message that this version of qccl cannot read (starts with "
                 f"{message[:8]!r}); every rank must run the same version"
             )
-        text = _shown(message[_LAYOUT.size : _AGREED_NBYTES].rstrip(b"\0").decode(errors="replace"))
+        text = _shown(text_of(message))
         if kind != Kind.CALL and "rank" not in text:
             text = f"rank {peer} gave up: {text or 'it did not say why'}"
         return cls(Kind(kind), sequence, text)
+
+
+def text_of(header: bytes) -> str:
+    """The text in the packed header of a call, which may be truncated."""
+    return header[_LAYOUT.size : _AGREED_NBYTES].rstrip(b"\0").decode(errors="replace")
 
 
 def _shown(text: str) -> str:

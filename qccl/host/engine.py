@@ -25,6 +25,7 @@ from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import CALL, Block, Header, Kind
 from qccl.engine.progress import ProgressThread
+from qccl.engine.records import CallRecord
 from qccl.errors import (
     ArgumentError,
     CollectiveTimeout,
@@ -39,6 +40,7 @@ from qccl.errors import (
 from qccl.guard import release_all
 from qccl.host.execution import Execution
 from qccl.host.program import Program
+from qccl.host.records import records
 from qccl.host.shutdown import Shutdown
 from qccl.lifetime import Registry, Stage, keep, unhandled
 from qccl.schedule import Schedule
@@ -213,6 +215,15 @@ class HostEngine:
                 self._release()
             elif self._failure is None:  # the thread that drives still uses everything: it fails when it returns
                 self._failure = PeerLost(reason)
+
+    def records(self) -> list[CallRecord]:
+        """The last calls; none if another thread drives, and does not let this one look within a second."""
+        if not self._take_turn(_HALT_SECONDS):
+            return []
+        try:
+            return list(records(self._loop, self._queue))
+        finally:
+            self._lock.release()
 
     def retire(self, reason: str) -> None:
         """As abort(), but a rank that is still in a call that this rank has ended gets the rest of its messages.

@@ -34,7 +34,7 @@ __all__ = ["WanTransport", "congestion_control"]
 _log = logging.getLogger("qccl")
 
 #: connections for long messages between two ranks: where TCP measures the bandwidth (BBR), and where loss slows it down
-_WITH_BBR, _WITHOUT = 2, 24
+_WITH_BBR, _WITHOUT = 2, 48
 _MOST_CONNECTIONS = 64
 #: seconds in which a rank must be reached again
 _AWAY_SECONDS = 60.0

@@ -1,0 +1,59 @@
+"""Records of calls: what each of a rank's last calls was, when it began and ended, and what it waits for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["STATES", "CallRecord", "TransferRecord"]
+
+#: of a call; a queued one waits for other calls of its rank
+STATES = ("ended", "under way", "queued")
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """A send or receive that has begun and not completed.
+
+    Attributes:
+        is_send: or a receive.
+        peer: the other rank.
+        nbytes: of data.
+        since: its begin in time.monotonic() seconds, some milliseconds early at most.
+    """
+
+    is_send: bool
+    peer: int
+    nbytes: int
+    since: float
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of a group.
+
+    Attributes:
+        sequence: number in the group, barriers included.
+        call: number that keys its random numbers.
+        text: the call with its arguments, as the ranks compare it.
+        state: one of STATES.
+        begun, ended: in time.monotonic() seconds; None where it has not.
+        send_nbytes, receive_nbytes: bytes of encoded data that this rank sends and receives in all.
+        sent_nbytes, received_nbytes: how many of these have completed.
+        missing: the ranks that have not made the call, as far as this rank has heard.
+        computes: an operation of this rank is ready or runs.
+        transfers: those under way.
+    """
+
+    sequence: int
+    call: int
+    text: str
+    state: str
+    begun: float | None
+    ended: float | None = None
+    send_nbytes: int = 0
+    receive_nbytes: int = 0
+    sent_nbytes: int = 0
+    received_nbytes: int = 0
+    missing: tuple[int, ...] = ()
+    computes: bool = False
+    transfers: tuple[TransferRecord, ...] = ()

@@ -1,0 +1,167 @@
+"""What a rank's last calls were, as a record that ``qccl-bench explain`` reads (docs/howto/hangs.md).
+
+``Communicator.record()`` makes one. With QCCL_RECORDS set to a folder every rank writes its record there when a call
+fails, and when the process gets the signal SIGUSR1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from qccl.engine.records import STATES, CallRecord, TransferRecord
+from qccl.errors import ArgumentError
+from qccl.files import writing
+
+__all__ = ["FOLDER", "CallRecord", "GroupRecord", "TransferRecord", "read_record", "watch_signal", "write_record"]
+
+_LOG = logging.getLogger(__name__)
+
+#: the environment variable that names the folder
+FOLDER = "QCCL_RECORDS"
+#: of the files; they change with it
+FORMAT = 1
+#: no record of 1,024 calls is longer
+_MOST_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """One rank's last calls in one group.
+
+    Attributes:
+        group: name of the group, the same on its ranks.
+        rank, size: in the group.
+        host, pid: of the process.
+        reason: why the record was made; an error's text, for example.
+        written: when, in seconds since 1970, as all times of the calls.
+        calls: from the oldest on.
+    """
+
+    group: str
+    rank: int
+    size: int
+    host: str
+    pid: int
+    reason: str
+    written: float
+    calls: tuple[CallRecord, ...]
+
+    @classmethod
+    def of(cls, group: str, rank: int, size: int, calls: list[CallRecord], reason: str) -> GroupRecord:
+        """The record of this process, whose calls have times of time.monotonic()."""
+        now = time.time()
+        shift = now - time.monotonic()
+        own = tuple(_shifted(call, shift) for call in calls)
+        return cls(group, rank, size, socket.gethostname(), os.getpid(), reason, now, own)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"format": FORMAT, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, given: Any) -> GroupRecord:
+        """Of what as_dict() returned. Raises ArgumentError for anything else."""
+        try:
+            if given.pop("format") != FORMAT:
+                raise ValueError("another version of qccl wrote it")
+            calls = tuple(_call(each) for each in _list(given.pop("calls")))
+            record = _checked(cls, {**given, "calls": calls})
+        except (AttributeError, TypeError, ValueError, KeyError) as error:
+            raise ArgumentError(f"this is no record of a rank ({error})") from error
+        if not 0 <= record.rank < record.size <= 1 << 20:
+            raise ArgumentError(f"this is no record of a rank (rank {record.rank} of {record.size})")
+        return record
+
+
+def write_record(record: GroupRecord) -> None:
+    """Write it to the folder that QCCL_RECORDS names, if it does; a failure is logged."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return
+    name = "".join(c if c.isalnum() else "-" for c in record.group)
+    path = Path(folder) / f"{name}-rank-{record.rank}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(path) as file:
+            file.write(json.dumps(record.as_dict()).encode())
+    except OSError as error:
+        _LOG.warning("rank %d could not write its record to %s: %s", record.rank, path, error)
+
+
+def read_record(path: str | os.PathLike[str]) -> GroupRecord:
+    """Raises ArgumentError, which names the file, for a file that is no record; OSError if it cannot be read."""
+    with open(path, "rb") as file:
+        content = file.read(_MOST_BYTES + 1)
+    try:
+        if len(content) > _MOST_BYTES:
+            raise ValueError(f"it has more than {_MOST_BYTES} bytes")
+        given = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise ArgumentError(f"{os.fspath(path)} is no record of a rank ({error})") from error
+    try:
+        return GroupRecord.from_dict(given)
+    except ArgumentError as error:
+        raise ArgumentError(f"{os.fspath(path)}: {error}") from error
+
+
+def watch_signal(write_all: Callable[[], None]) -> None:
+    """Call ``write_all`` when SIGUSR1 comes, if QCCL_RECORDS is set and the program has no handler of its own."""
+    if not os.environ.get(FOLDER) or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda number, frame: write_all())
+
+
+def _shifted(call: CallRecord, shift: float) -> CallRecord:
+    transfers = tuple(dataclasses.replace(each, since=each.since + shift) for each in call.transfers)
+    begun, ended = (time and time + shift for time in (call.begun, call.ended))
+    return dataclasses.replace(call, begun=begun, ended=ended, transfers=transfers)
+
+
+def _call(given: Any) -> CallRecord:
+    transfers = tuple(_checked(TransferRecord, each) for each in _list(given.pop("transfers")))
+    missing = tuple(_list(given.pop("missing")))
+    if not all(isinstance(rank, int) for rank in missing):
+        raise ValueError("missing ranks that are no numbers")
+    if given["state"] not in STATES:
+        raise ValueError(f"the state {given['state']!r:.100}")
+    return _checked(CallRecord, {**given, "transfers": transfers, "missing": missing})
+
+
+#: what a field's value may be, by its type as it is written
+_TYPES: Mapping[str, tuple[type, ...]] = {
+    "int": (int,),
+    "str": (str,),
+    "bool": (bool,),
+    "float": (float, int),
+    "float | None": (float, int, type(None)),
+}
+
+
+_T = TypeVar("_T", GroupRecord, CallRecord, TransferRecord)
+
+
+def _checked(kind: type[_T], values: dict[str, Any]) -> _T:
+    """An object of a dataclass, whose simple fields have values of their types."""
+    for field in dataclasses.fields(kind):
+        allowed = _TYPES.get(str(field.type))
+        if allowed and type(values[field.name]) not in allowed:
+            raise ValueError(f"{field.name} is {values[field.name]!r:.100}")
+    return kind(**values)
+
+
+def _list(given: Any) -> list[Any]:
+    if not isinstance(given, list):
+        raise ValueError(f"{given!r:.100} is no list")
+    return given
