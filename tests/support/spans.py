@@ -50,6 +50,11 @@ class Arrays:
     def addresses(self) -> list[int]:
         return [buffer.ctypes.data for buffer in self.buffers]
 
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """The address and the bytes of each array."""
+        return [(self.addresses[number] + offset, nbytes) for number, offset, nbytes in self._places]
+
     def take(self, span: Span, dtype: type[np.generic]) -> np.ndarray:
         number, offset, nbytes = self._places[int(span.buffer.split()[1])]
         return self.buffers[number][offset : offset + nbytes].copy().view(dtype)
