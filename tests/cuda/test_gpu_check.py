@@ -587,7 +587,9 @@ def test_the_verdict_of_the_triage(world, tmp_path, monkeypatch, capsys):
     import check
 
     status = {}
-    monkeypatch.setattr(check, "run_apart", lambda name: {"seconds": 1.0, "status": status[name], "reason": f"as {name}"})
+    monkeypatch.setattr(
+        check, "run_apart", lambda name: {"seconds": 1.0, "status": status[name], "reason": f"as {name}"}
+    )
     path = tmp_path / "r.json"
     status |= dict.fromkeys(check.RUNS["triage"], "passed") | {"profile": "not run"}
     assert check.main(["--run", "triage", "-o", str(path)]) == 0
@@ -611,7 +613,9 @@ def test_the_triage_on_a_fake_gpu(world, monkeypatch):
     cases = triage.codecs()["cases"]
     for name in ("none", "minmax", *TABLE):
         assert any(case.startswith(name) for case in cases), name
-    monkeypatch.setattr(codec_kernels, "difference", lambda case, *others: f"{case}: a byte" if "top" in str(case) else "")
+    monkeypatch.setattr(
+        codec_kernels, "difference", lambda case, *others: f"{case}: a byte" if "top" in str(case) else ""
+    )
     with pytest.raises(AssertionError, match="topk.*: a byte"):
         triage.codecs()
     monkeypatch.setattr(ranks, "check", lambda size: {"ranks": size})
@@ -665,8 +669,23 @@ def test_the_limits_of_the_runs():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "section",
-    ["kernels", "streams", "graphs", "dispatch", "overlap", "staged", "ranks", "faults", "torch", "jax", "large",
-     "driver", "codecs", "nccl", "rates"],
+    [
+        "kernels",
+        "streams",
+        "graphs",
+        "dispatch",
+        "overlap",
+        "staged",
+        "ranks",
+        "faults",
+        "torch",
+        "jax",
+        "large",
+        "driver",
+        "codecs",
+        "nccl",
+        "rates",
+    ],
 )
 def test_a_section(section):
     if lacking := libraries.missing():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 from kernel_cases import Case, Operations
@@ -50,11 +51,13 @@ def findings(name: str, kind: str) -> dict[str, str]:
     return {plant: found for plant, found in every.items() if found is not None}
 
 
-@pytest.mark.parametrize("kind", [pytest.param(each, marks=() if each == "reduce" else pytest.mark.every_arch) for each in KINDS])
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=() if each == "reduce" else pytest.mark.every_arch) for each in KINDS]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_planted_faults_are_found(name: str, kind: str) -> None:
     expected = {plant.name: plant.finding for plant in PLANTS}
-    missed = {plant: found for plant, found in findings(name, kind).items() if expected[plant] not in found}
+    missed = {plant: found for plant, found in findings(name, kind).items() if not re.search(expected[plant], found)}
     assert not missed
 
 

@@ -291,7 +291,9 @@ def earlier(about: dict[str, Any], paths: Sequence[Path]) -> tuple[dict[str, dic
 def main(arguments: Sequence[str]) -> int:
     """Run the requested sections, write the file, and print the outcome."""
     parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all but the triage's)")
+    parser.add_argument(
+        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all but the triage's)"
+    )
     parser.add_argument(
         "--run", choices=RUNS, help="triage: the most decisive checks; 1, 2, 3: all others, in eight minutes each"
     )

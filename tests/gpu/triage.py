@@ -44,7 +44,10 @@ def driver() -> dict[str, Any]:
     device = runtime.getDevice()
     properties = runtime.getDeviceProperties(device)
     figures: dict[str, Any] = libraries.part_versions()
-    figures |= {"gpu": properties["name"].decode(), "compute_capability": f"{properties['major']}.{properties['minor']}"}
+    figures |= {
+        "gpu": properties["name"].decode(),
+        "compute_capability": f"{properties['major']}.{properties['minor']}",
+    }
     figures["free_gb"], figures["memory_gb"] = (nbytes / 1e9 for nbytes in runtime.memGetInfo())
     values = np.arange(1 << 20, dtype=np.float32)
     assert np.array_equal(DeviceArray(values).get(), values), "copies to the GPU and back change the bytes"
@@ -62,7 +65,10 @@ def codecs() -> dict[str, Any]:
 
     every = list(codec_kernels.cases())
     first = {case.codec.name: case for case in reversed(every)}
-    chosen = [*first.values(), next(case for case in every if case.codec.name == "minmax" and case.dtype is dtypes.BFLOAT16)]
+    chosen = [
+        *first.values(),
+        next(case for case in every if case.codec.name == "minmax" and case.dtype is dtypes.BFLOAT16),
+    ]
     compared, differences = codec_kernels.check(chosen)
     figures = {"operations": compared, "cases": [str(case) for case in chosen]}
     if differences:

@@ -55,7 +55,17 @@ class Machine:
 
     def __init__(self, folder: Path) -> None:
         library = folder / "ptx_machine.so"
-        options = ("-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror")
+        options = (
+            "-std=c++20",
+            "-O2",
+            "-ffp-contract=off",
+            "-fno-math-errno",
+            "-fPIC",
+            "-shared",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+        )
         done = subprocess.run(
             ["g++", *options, _FOLDER / "machine.cpp", "-o", library], capture_output=True, text=True, timeout=300
         )
@@ -67,7 +77,14 @@ class Machine:
         self.operations = {name: number for number, name in enumerate(names)}
 
     def run(
-        self, kernels: Sequence[Kernel], parameters: bytes, blocks: int, extents: np.ndarray, *, threads: int, seed: int = 0
+        self,
+        kernels: Sequence[Kernel],
+        parameters: bytes,
+        blocks: int,
+        extents: np.ndarray,
+        *,
+        threads: int,
+        seed: int = 0,
     ) -> None:
         """Run kernels with the same parameters, one after the other; raises Fault.
 
@@ -172,7 +189,10 @@ class PtxEmulator:
         tables = np.array([launch.jobs.ctypes.data, launch.sources.ctypes.data], np.uint64)
         known = extents(
             [
-                *((each.ctypes.data, each.nbytes, False, True) for each in (launch.jobs, launch.sources, launch.blocks)),
+                *(
+                    (each.ctypes.data, each.nbytes, False, True)
+                    for each in (launch.jobs, launch.sources, launch.blocks)
+                ),
                 *((each.ctypes.data, each.nbytes, False, True) for each in (number, flag)),
                 (scratch.ctypes.data, scratch.nbytes, True, launch.clears_scratch),
                 *((begin, nbytes, True, True) for begin, nbytes in arrays.extents),

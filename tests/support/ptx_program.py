@@ -16,7 +16,14 @@ import numpy as np
 #: Instruction in machine.cpp
 INSTRUCTION = np.dtype(
     [
-        *(("operation", "<u4"), ("line", "<u4"), ("guard", "<i4"), ("negated", "<u4"), ("to", "<i4", 4), ("from", "<i4", 4)),
+        *(
+            ("operation", "<u4"),
+            ("line", "<u4"),
+            ("guard", "<i4"),
+            ("negated", "<u4"),
+            ("to", "<i4", 4),
+            ("from", "<i4", 4),
+        ),
         *(("address", "<i4"), ("space", "<u4"), ("offset", "<i8"), ("nbytes", "<u4"), ("count", "<u4")),
         *(("mode", "<u4"), ("flags", "<u4")),
     ]
@@ -24,14 +31,31 @@ INSTRUCTION = np.dtype(
 SPACES = {"generic": 0, "global": 1, "const": 1, "shared": 2, "param": 3}
 SPECIAL = ("%tid.x", "%ctaid.x", "%ntid.x", "%nctaid.x", "%laneid")
 #: of the other dimensions, which grids of qccl do not have
-_CONSTANT_SPECIAL = {f"%{name}.{axis}": int("n" in name) for name in ("tid", "ctaid", "ntid", "nctaid") for axis in "yz"}
+_CONSTANT_SPECIAL = {
+    f"%{name}.{axis}": int("n" in name) for name in ("tid", "ctaid", "ntid", "nctaid") for axis in "yz"
+}
 _SHARED_WINDOW, _SHARED_BEGIN, _PARAMETER_WINDOW = 0x7F00 << 48, 256, 0x7E00 << 48
 _SIGNED, _CONSTANT = 1, 2
 
 _SHUFFLES = {"up": 0, "down": 1, "bfly": 2, "idx": 3}
 _REDUCTIONS = {name: i for i, name in enumerate(("add", "min", "max", "and", "or", "xor", "exch", "cas"))}
 _VOTES = {"ballot": 0, "any": 1, "all": 2}
-_SAME_FOR_ALL_SIGNS = {"mov", "add", "sub", "neg", "and", "or", "xor", "not", "shl", "selp", "popc", "clz", "brev", "bfi"}
+_SAME_FOR_ALL_SIGNS = {
+    "mov",
+    "add",
+    "sub",
+    "neg",
+    "and",
+    "or",
+    "xor",
+    "not",
+    "shl",
+    "selp",
+    "popc",
+    "clz",
+    "brev",
+    "bfi",
+}
 
 _ENTRY = re.compile(r"\.entry\s+([\w$]+)\s*\(([^)]*)\)[^{]*")
 _PARAMETER = re.compile(r"\.param\s+(?:\.align\s+(\d+)\s+)?\.(\w+)\s+(?:\.ptr[^%_]*?\s)?([\w$]+)(?:\[(\d+)\])?\s*$")
@@ -324,7 +348,9 @@ class Program:
             to, source = self._targets(operands[0]), self._source(operands[1])
             for i, each in enumerate(to):
                 if each >= 0:
-                    self._emit(f"shr.u{bits}" if bits > 8 else "mov.b8", [each], [source, self._constant(bits // len(to) * i)])
+                    self._emit(
+                        f"shr.u{bits}" if bits > 8 else "mov.b8", [each], [source, self._constant(bits // len(to) * i)]
+                    )
                     self._narrow(each, bits // len(to))
         elif operands[1].startswith("{"):
             sources = self._sources(operands[1])
@@ -357,7 +383,9 @@ class Program:
         signed = parts[-1].startswith("s")
         width = self._registers[_OPERANDS.findall(operands[0].strip("{}"))[0]][1] if signed else 0
         flags = _SIGNED * signed | (_CONSTANT if "nc" in parts else 0)
-        self._emit("ld", to, address=address, space=space, offset=offset, nbytes=nbytes, count=len(to), mode=width, flags=flags)
+        self._emit(
+            "ld", to, address=address, space=space, offset=offset, nbytes=nbytes, count=len(to), mode=width, flags=flags
+        )
 
     def _store(self, parts: list[str], operands: list[str]) -> None:
         space, nbytes = self._memory(parts)
@@ -398,7 +426,9 @@ class Program:
                 self._emit("not.pred", [opposite], [result])
                 result = opposite
             if target >= 0:
-                self._emit(f"{combine}.pred" if combine else "mov.pred", [target], [result, *([other] if combine else [])])
+                self._emit(
+                    f"{combine}.pred" if combine else "mov.pred", [target], [result, *([other] if combine else [])]
+                )
 
     def _shuffle(self, parts: list[str], operands: list[str]) -> None:
         to = [self._target(each) for each in operands[0].split("|")]

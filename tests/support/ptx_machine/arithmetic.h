@@ -61,6 +61,7 @@ enum class Spread {
   either,   // or: unless the other bit is a one
   any,      // xor, not: the same bits
   moved,    // the instruction moves the bits of its first `data` sources; the others say where
+  halves,   // of the first source to the upper 16 bits, of the second to the lower
   select,   // selp: the bits that differ, if the predicate is undefined
   table,    // lop3
 };
@@ -135,6 +136,8 @@ inline u64 undefined_result(const Operation& op, const Sources& x, const Sources
       }
       return op.one(moved);
     }
+    case Spread::halves:
+      return (ua ? 0xffff0000u : 0u) | (ub ? 0xffffu : 0u);
     case Spread::select:
       return uc ? ((a ^ b) | ua | ub) & op.width : c ? ua : ub;
     case Spread::table: {

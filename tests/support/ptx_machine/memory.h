@@ -6,7 +6,8 @@
 //   bar.sync       orders all threads of a block: Block::barriers counts them;
 //   bar.warp.sync  orders the lanes that take part: Warp::known is a vector clock;
 //   the end of a kernel orders everything.
-// Shuffles order no memory. Two writes of the same value do not conflict: the kernels set flags so.
+// Shuffles order no memory. Two writes of the same value do not conflict: the kernels set flags so. Nor does a write to global
+// memory with an earlier read by a lane of the same warp: lanes without a unit read the last unit, and store nothing.
 #pragma once
 
 #include <algorithm>
@@ -90,7 +91,7 @@ struct Byte {
 
 class Record {
  public:
-  static void access(Byte& byte, const Thread& me, Kind kind, bool same_value) {
+  static void access(Byte& byte, const Thread& me, Kind kind, bool same_value, bool shared) {
     if (byte.written && !(byte.atomic && kind == Kind::atomic)) {
       if (kind == Kind::constant_read) throw fault("a read of constant memory (ld.global.nc) of what the kernel writes");
       if (!(kind == Kind::write && same_value && !byte.atomic) && !after_write(byte, me)) {
@@ -102,7 +103,7 @@ class Record {
       note_read(byte, me);
       return;
     }
-    if (byte.read && !(kind == Kind::write && same_value)) check_reads(byte, me);
+    if (byte.read && !(kind == Kind::write && same_value)) check_reads(byte, me, shared);
     byte.written = true;
     byte.atomic = kind == Kind::atomic;
     byte.writer = (u16)me.number;
@@ -131,7 +132,7 @@ class Record {
     byte.lanes[warp] |= 1u << me.lane();
   }
 
-  static void check_reads(const Byte& byte, const Thread& me) {
+  static void check_reads(const Byte& byte, const Thread& me, bool shared) {
     const char* message = "race: writes what thread %u of block %u reads, with no barrier between";
     if (byte.many_blocks || byte.read_block != me.block) throw fault(message, 0u, byte.read_block);
     if (byte.read_barriers < me.barriers) return;
@@ -139,6 +140,7 @@ class Record {
       if (!(byte.reading_warps >> warp & 1)) continue;
       for (unsigned lane = 0; lane < kLanes; ++lane) {
         if (!(byte.lanes[warp] >> lane & 1) || (warp == me.warp() && lane == me.lane())) continue;
+        if (warp == me.warp() && !shared) continue;
         if (warp == me.warp() && byte.read_generations[warp] <= me.clock->known[me.lane()][lane]) continue;
         throw fault(message, warp * kLanes + lane, byte.read_block);
       }
@@ -208,7 +210,7 @@ class Memory {
     const u32 now = space == Space::shared ? blocks_ : kernels_;
     for (u32 i = 0; i < nbytes; ++i) {
       found.bytes[i].renew(now);
-      Record::access(found.bytes[i], me, kind, value && value[i] == found.at[i]);
+      Record::access(found.bytes[i], me, kind, value && value[i] == found.at[i], space == Space::shared);
     }
     return found;
   }

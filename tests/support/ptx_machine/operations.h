@@ -147,11 +147,11 @@ inline std::vector<Operation> operations() {
       QCCL_OPERATION("cvt.rn.f16.f32", all, QCCL_TYPES(u16, u32), half_of),
       QCCL_OPERATION("cvt.rn.bf16.f32", all, QCCL_TYPES(u16, u32), bfloat16_of),
       QCCL_OPERATION("cvt.rz.bf16.f32", all, QCCL_TYPES(u16, u32), bfloat16_toward_zero),
-      QCCL_OPERATION("cvt.rn.f16x2.f32", all, QCCL_TYPES(u32, u32, u32),
+      QCCL_OPERATION("cvt.rn.f16x2.f32", halves, QCCL_TYPES(u32, u32, u32),
                      [](u32 a, u32 b) -> u32 { return (u32)half_of(a) << 16 | half_of(b); }),
-      QCCL_OPERATION("cvt.rn.bf16x2.f32", all, QCCL_TYPES(u32, u32, u32),
+      QCCL_OPERATION("cvt.rn.bf16x2.f32", halves, QCCL_TYPES(u32, u32, u32),
                      [](u32 a, u32 b) -> u32 { return (u32)bfloat16_of(a) << 16 | bfloat16_of(b); }),
-      QCCL_OPERATION("cvt.rz.bf16x2.f32", all, QCCL_TYPES(u32, u32, u32),
+      QCCL_OPERATION("cvt.rz.bf16x2.f32", halves, QCCL_TYPES(u32, u32, u32),
                      [](u32 a, u32 b) -> u32 { return (u32)bfloat16_toward_zero(a) << 16 | bfloat16_toward_zero(b); }),
   };
 }
