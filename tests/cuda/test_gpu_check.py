@@ -616,7 +616,7 @@ def test_the_triage_on_a_fake_gpu(world, monkeypatch):
     monkeypatch.setattr(
         codec_kernels, "difference", lambda case, *others: f"{case}: a byte" if "top" in str(case) else ""
     )
-    with pytest.raises(AssertionError, match="topk.*: a byte"):
+    with pytest.raises(AssertionError, match=r"topk.*: a byte"):
         triage.codecs()
     monkeypatch.setattr(ranks, "check", lambda size: {"ranks": size})
     assert triage.nccl()["two ranks"] == {"ranks": 2}

@@ -184,10 +184,10 @@ _PUT, _GET = "st.shared.u32 [%r2], %r0;", "xor.b32 %r5, %r2, {}; ld.shared.u32 %
 def test_what_orders_accesses_to_shared_memory(between: str, distance: int, race: bool) -> None:
     # room begins at a multiple of 256, so that the exclusive or stays within it
     body = f"{_PUT} {between} {_GET.format(distance)} {_STORE}"
-    again = f"{_PUT} bar.sync 0; {_GET.format(distance)} {between} st.shared.u32 [%r2], %r2; {_STORE}"  # overwrites what others read
+    again = f"{_PUT} bar.sync 0; {_GET.format(distance)} {between} st.shared.u32 [%r2], %r2; {_STORE}"
     for each in (body, again):
         if race:
-            with pytest.raises(Fault, match="race|never set"):  # another warp may not have stored yet
+            with pytest.raises(Fault, match=r"race|never set"):
                 run(each)
         else:
             assert np.array_equal(run(each), np.arange(64) ^ distance // 4)

@@ -1,4 +1,4 @@
-"""Runs the CUDA kernels without a device: NVRTC compiles them to PTX, which ptx_machine/machine.cpp executes with checks.
+"""Runs the CUDA kernels without a device: NVRTC compiles them to PTX, which ptx_machine/machine.cpp executes.
 
 Unlike emulator.py, which compiles the source for the host, it sees what NVRTC makes of the code for a device, and each
 access to memory: alignment, bounds, races, and bits that were never set.
@@ -112,7 +112,7 @@ class Machine:
         )  # fmt: skip
         line = ctypes.c_uint(0)
         message = self._library.ptx_run(
-            memory, ctypes.byref(given), parameters, ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_uint64(seed),
+            memory, ctypes.byref(given), parameters, ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_uint64(seed),  # noqa: E501
             ctypes.c_uint64(MOST_INSTRUCTIONS), ctypes.byref(line),
         )  # fmt: skip
         if message is not None:
@@ -199,7 +199,7 @@ class PtxEmulator:
             ]
         )
         self._machine.run(
-            [self._kernel(name, edited) for name in launch.kernels], tables.tobytes() + parameters.tobytes() + memory.tobytes(),
+            [self._kernel(name, edited) for name in launch.kernels], tables.tobytes() + parameters.tobytes() + memory.tobytes(),  # noqa: E501
             len(launch.blocks), known, threads=cuda_source.THREADS, seed=seed,
         )  # fmt: skip
 

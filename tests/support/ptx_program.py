@@ -3,7 +3,7 @@
 Instructions keep PTX's names without flags that change nothing there; some become two or three of simpler names. What is
 not known raises PtxError, and so do instructions whose result the PTX ISA leaves to the hardware (``.approx``, ``.ftz``,
 sums and products that may be fused).
-"""
+"""  # noqa: E501
 
 from __future__ import annotations
 
@@ -167,7 +167,8 @@ class Program:
         self._labels: dict[str, int] = {}
         self._branches: list[tuple[int, str]] = []
         self._line, self._guard, self._negated = 0, -1, False
-        for self._line, statement in self._statements(body, entry.line):
+        for line, statement in self._statements(body, entry.line):
+            self._line = line
             self._translate(statement)
         self.registers = self._count
         self._finish()
@@ -316,9 +317,9 @@ class Program:
     def _simple(self, parts: list[str], operands: list[str]) -> None:
         """One instruction of the machine."""
         root, kind = parts[0], parts[-1]
-        if root in ("mul", "mad") and parts[1] == "lo":
-            kind = f"b{8 * size_of(kind)}"
-        elif root in _SAME_FOR_ALL_SIGNS and kind != "pred" and not (kind == "f32" and root in ("add", "sub", "neg")):
+        if (root in ("mul", "mad") and parts[1] == "lo") or (
+            root in _SAME_FOR_ALL_SIGNS and kind != "pred" and not (kind == "f32" and root in ("add", "sub", "neg"))
+        ):
             kind = f"b{8 * size_of(kind)}"
         middle = [part for part in parts[1:-1] if part not in ("uni", "xorsign")]
         sources = [source for operand in operands[1:] for source in self._sources(operand)]
