@@ -649,7 +649,7 @@ def test_the_profile(monkeypatch, tmp_path):
     program.chmod(0o755)
     assert triage.profile() == {"0 encode": {"time us": 1234.5, "registers": 48.0}}
     program.write_text(_NCU.format(print="echo ERR_NVGPUCTRPERM; exit 1"))
-    with pytest.raises(triage.Missing, match=r"exit status 1.*ERR_NVGPUCTRPERM"):
+    with pytest.raises(triage.Missing, match=r"(?s)exit status 1.*ERR_NVGPUCTRPERM"):
         triage.profile()
 
 
