@@ -83,12 +83,13 @@ class Program:
     """Source compiled with ``options``; ``names`` are the expressions of its kernels.
 
     Attributes:
+        names: the kernels' expressions.
         failed: whether it does not compile.
         log: the compiler's messages.
     """
 
     def __init__(self, nvrtc: Nvrtc, code: str, names: Sequence[str], options: Sequence[str]) -> None:
-        self._nvrtc, self._handle = nvrtc, ctypes.c_void_p()
+        self._nvrtc, self._handle, self.names = nvrtc, ctypes.c_void_p(), names
         nvrtc.call("nvrtcCreateProgram", ctypes.byref(self._handle), code.encode(), b"kernels.cu", 0, None, None)
         for name in names:
             nvrtc.call("nvrtcAddNameExpression", self._handle, name.encode())

@@ -71,7 +71,7 @@ class Operations:
         memory.call, memory.lr = self.call, LR
         for op in self.ops:
             self._on_host(memory, op)
-        emulator.run(self.launch, self.arrays.addresses, self.call, lr=LR)
+        emulator.run(self.launch, self.arrays, self.call, lr=LR)
         self.arrays.check_guards()
         self._compare(copies)
 
@@ -179,7 +179,7 @@ def test_commit(emulator: Emulator, dtype: DType, spoilt: int | None, by: float 
     old, new = ([from_float32(x, kind) for x, kind in zip(xs, types, strict=True)] for xs in (old, new))
     state_buffers = [StateBuffer(arrays.add(a), arrays.add(b), t) for a, b, t in zip(old, new, types, strict=True)]
     launch = cuda_source.launch([Commit(tuple(guards), tuple(state_buffers))], RANK, dtype, arrays.place)
-    emulator.run(launch, arrays.addresses, 0, failed=failed)
+    emulator.run(launch, arrays, 0, failed=failed)
     arrays.check_guards()
     for i, each in enumerate(state_buffers):
         wanted = new[i] if spoilt is None else old[i]

@@ -19,6 +19,7 @@ import fake_frameworks
 import fake_kernels
 import numpy as np
 import pytest
+from codec_table import TABLE
 from nvrtc import Nvrtc, Program
 
 import qccl
@@ -50,6 +51,7 @@ def modules(monkeypatch):
         "queues",
         "ranks",
         "staged",
+        "triage",
     } - before:
         sys.modules.pop(name, None)
 
@@ -98,7 +100,7 @@ def test_the_file(world, tmp_path, monkeypatch, capsys):
     assert ran == ["streams", "graphs"]
     content = json.loads(path.read_text())
     assert set(content["sections"]) == {"streams", "graphs"}
-    assert not content["passed"] and content["not_run"] == [s for s in check.SECTIONS if s not in ran]
+    assert not content["passed"] and content["not_run"] == [s for s in check.REQUIRED if s not in ran]
     assert content["machine"]["gpus"] == ["Fake 100"] * fake_cuda.DEVICES
     assert content["machine"]["nccl"] == "2.28.0"
     assert content["qccl"] == qccl.__version__ and content["commit"]
@@ -106,7 +108,7 @@ def test_the_file(world, tmp_path, monkeypatch, capsys):
     assert check.main(["memcheck", "-o", str(path)]) == 1  # a section that did not run counts as a failure
     assert "no sanitizer" in capsys.readouterr().out
     assert check.main(["-o", str(path)]) == 1
-    assert ran[-len(check.SECTIONS) :] == list(check.SECTIONS)
+    assert ran[-len(check.REQUIRED) :] == check.REQUIRED
     assert not json.loads(path.read_text())["passed"]
 
 
@@ -580,6 +582,77 @@ def test_the_planted_race_is_compiled(cuda):
     assert re.search(r"st\.volatile\.shared\.\w+ .*ld\.volatile\.shared\.\w+ .*st\.global", race, re.DOTALL), race
 
 
+def test_the_verdict_of_the_triage(world, tmp_path, monkeypatch, capsys):
+    """The first section that did not pass; a machine without a profiler is usable, and each result is kept."""
+    import check
+
+    status = {}
+    monkeypatch.setattr(
+        check, "run_apart", lambda name: {"seconds": 1.0, "status": status[name], "reason": f"as {name}"}
+    )
+    path = tmp_path / "r.json"
+    status |= dict.fromkeys(check.RUNS["triage"], "passed") | {"profile": "not run"}
+    assert check.main(["--run", "triage", "-o", str(path)]) == 0
+    assert "verdict: usable" in capsys.readouterr().out
+    assert list(json.loads(path.read_text())["sections"]) == list(check.RUNS["triage"])
+    status |= {"nccl": "failed", "rates": "failed"}
+    assert check.main(["--run", "triage", "-o", str(path)]) == 1
+    assert "verdict: not usable yet: nccl: as nccl" in capsys.readouterr().out
+    assert not json.loads(path.read_text())["passed"]
+
+
+def test_the_triage_on_a_fake_gpu(world, monkeypatch):
+    """Its sections, except two ranks in processes; wrong bytes are found."""
+    import bandwidth
+    import codec_kernels
+    import ranks
+    import triage
+
+    found = triage.driver()
+    assert found["gpu"] == "Fake 100" and found["compute_capability"] == "9.0" and found["NVRTC"] == "12.9"
+    cases = triage.codecs()["cases"]
+    for name in ("none", "minmax", *TABLE):
+        assert any(case.startswith(name) for case in cases), name
+    monkeypatch.setattr(
+        codec_kernels, "difference", lambda case, *others: f"{case}: a byte" if "top" in str(case) else ""
+    )
+    with pytest.raises(AssertionError, match=r"topk.*: a byte"):
+        triage.codecs()
+    monkeypatch.setattr(ranks, "check", lambda size: {"ranks": size})
+    assert triage.nccl()["two ranks"] == {"ranks": 2}
+    monkeypatch.setattr(bandwidth, "_add_predictions", lambda *given: None)
+    figures = bandwidth.first_figures(mebibytes=1, jobs=2, repeats=1)
+    assert set(figures) == {"copy_gb_per_s", "encode minmax4 bfloat16", "reduce minmax8 bfloat16"}
+    bandwidth.run_once()
+
+
+#: stands for ncu: it prints as Nsight Compute's --csv does, or that counters may not be read
+_NCU = """#!/bin/sh
+echo "==PROF== Connected to process 1"
+if [ "$2" != --metrics ]; then exit 2; fi
+{print}
+"""
+_NCU_TABLE = """cat <<'END'
+"ID","Process ID","Kernel Name","Section Name","Metric Name","Metric Unit","Metric Value"
+"0","1","encode<qccl::MinMaxTile<4, 0>>","Command line profiler metrics","gpu__time_duration.sum","us","1,234.5"
+"0","1","encode<qccl::MinMaxTile<4, 0>>","Command line profiler metrics","launch__registers_per_thread","","48"
+"1","1","reduce<qccl::MinMaxTile<8, 0>>","Command line profiler metrics","gpu__time_duration.sum","us","n/a"
+END"""
+
+
+def test_the_profile(monkeypatch, tmp_path):
+    import triage
+
+    program = tmp_path / "ncu"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    program.write_text(_NCU.format(print=_NCU_TABLE))
+    program.chmod(0o755)
+    assert triage.profile() == {"0 encode": {"time us": 1234.5, "registers": 48.0}}
+    program.write_text(_NCU.format(print="echo ERR_NVGPUCTRPERM; exit 1"))
+    with pytest.raises(triage.Missing, match=r"(?s)exit status 1.*ERR_NVGPUCTRPERM"):
+        triage.profile()
+
+
 def test_the_limits_of_the_runs():
     """Each run takes at most eight minutes, and the comparison of bytes comes first."""
     import check
@@ -588,6 +661,7 @@ def test_the_limits_of_the_runs():
         assert check.BUILD_SECONDS + sum(check.SECTIONS[name][1] for name in sections) <= check.RUN_SECONDS == 480
     assert [name for sections in check.RUNS.values() for name in sections] == list(check.SECTIONS)
     assert next(iter(check.SECTIONS)) == "kernels"
+    assert set(check.OPTIONAL) < set(check.RUNS["triage"]) and not set(check.RUNS["triage"]) & set(check.REQUIRED)
     assert f"timeout {check.BUILD_SECONDS} cmake --build" in (ROOT / "scripts" / "gpu-check").read_text()
 
 
@@ -595,7 +669,23 @@ def test_the_limits_of_the_runs():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "section",
-    ["kernels", "streams", "graphs", "dispatch", "overlap", "staged", "ranks", "faults", "torch", "jax", "large"],
+    [
+        "kernels",
+        "streams",
+        "graphs",
+        "dispatch",
+        "overlap",
+        "staged",
+        "ranks",
+        "faults",
+        "torch",
+        "jax",
+        "large",
+        "driver",
+        "codecs",
+        "nccl",
+        "rates",
+    ],
 )
 def test_a_section(section):
     if lacking := libraries.missing():

@@ -31,6 +31,8 @@ _KINDS = ("encode", "decode", "reduce")
 _TILED = ("minmax8", "minmax4", "minmax8:rounding=stochastic", "cast:dtype=float8_e4m3", "onebit", "none")
 #: what is measured of each codec; trellis' search takes many times as long as a copy
 _SPECS = {**dict.fromkeys(_TILED, _KINDS), "trellis4": ("decode",)}
+#: the kernels of which first_figures() tells the rate
+_FIRST = (("encode", "minmax4", dtypes.BFLOAT16), ("reduce", "minmax8", dtypes.BFLOAT16))
 _TO_DEVICE, _ON_DEVICE = 1, 3
 _NCCL_FLOAT32, _NCCL_SUM = 7, 0
 
@@ -89,7 +91,8 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
                 figures[f"{kind} {spec} {dtype}"] = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
         del memory
     engine.close(30)
-    _add_predictions(figures, device_names()[engine.device.number])
+    asked = [(kind, spec, dtypes.get(name)) for spec, kinds in _SPECS.items() for kind in kinds for name in _MEASURED]
+    _add_predictions(figures, device_names()[engine.device.number], asked)
     slow = [
         f"{name} {figures[name]['share_of_copy']:.0%}"
         for name in (f"{k} minmax{b} {t}" for k in _KINDS for b in (8, 4) for t in _MEASURED)
@@ -97,6 +100,46 @@ def measure(mebibytes: int = 64, jobs: int = 8, repeats: int = 20) -> dict[str, 
     ]
     figures["slower_than_limit"] = slow
     return figures
+
+
+def first_figures(mebibytes: int = 64, jobs: int = 4, repeats: int = 10) -> dict[str, Any]:
+    """The rate of a copy and of two kernels on ``jobs`` arrays of ``mebibytes``, in seconds rather than minutes."""
+    from qccl.cuda.engine import CudaEngine
+
+    engine = CudaEngine(Mirror(1))
+    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
+    copied = _copy_rate(stream, jobs * mebibytes << 20, repeats)
+    figures: dict[str, Any] = {"copy_gb_per_s": copied / 1e9}
+    for name, (run, moved) in _first_runs(engine, mebibytes, jobs, stream).items():
+        rate = moved / _seconds(run, stream, repeats)
+        figures[name] = {"gb_per_s": rate / 1e9, "share_of_copy": rate / copied}
+    engine.close(30)
+    _add_predictions(figures, device_names()[engine.device.number], _FIRST)
+    return figures
+
+
+def run_once() -> None:
+    """Run the kernels of first_figures() once, under a profiler."""
+    from qccl.cuda.engine import CudaEngine
+
+    engine = CudaEngine(Mirror(1))
+    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
+    for run, _ in _first_runs(engine, 32, 2, stream).values():
+        run()
+    stream.synchronize()
+    engine.close(30)
+
+
+def _first_runs(engine: Any, mebibytes: int, jobs: int, stream: Any) -> dict[str, tuple[Callable[[], None], int]]:
+    """What enqueues each kernel of _FIRST, and the bytes that it moves."""
+    runs = {}
+    for kind, spec, dtype in _FIRST:
+        codec, count = codecs.get(spec), (mebibytes << 20) // dtype.itemsize
+        memory = _memory(dtype, count * jobs)
+        _run(engine, _schedule("fill", codec, dtype, count, jobs)[0], memory, stream)()
+        schedule, moved = _schedule(kind, codec, dtype, count, jobs)
+        runs[f"{kind} {spec} {dtype}"] = _run(engine, schedule, memory, stream), moved
+    return runs
 
 
 def _copy_rate(stream: Any, nbytes: int, repeats: int) -> float:
@@ -119,7 +162,7 @@ def _nccl_rate(stream: Any, nbytes: int, repeats: int) -> float:
     return rate
 
 
-def _add_predictions(figures: dict[str, Any], device: str) -> None:
+def _add_predictions(figures: dict[str, Any], device: str, asked: Sequence[tuple[str, str, DType]]) -> None:
     """Put what bench/sass.py predicts for this GPU beside the shares that were measured."""
     sys.path.append(str(Path(__file__).parent.parent.parent / "bench"))
     try:
@@ -128,9 +171,6 @@ def _add_predictions(figures: dict[str, Any], device: str) -> None:
         gpu = next((each for each in sass.GPUS if each.name in device), None)
         if gpu is None:
             raise LookupError(f"it knows {', '.join(each.name for each in sass.GPUS)}, but not {device}")
-        asked = [
-            (kind, spec, dtypes.get(name)) for spec, kinds in _SPECS.items() for kind in kinds for name in _MEASURED
-        ]
         for (kind, spec, dtype), (share, limit) in zip(asked, _predicted(sass, gpu, asked), strict=True):
             if limit:
                 figures[f"{kind} {spec} {dtype}"] |= {"predicted_share": share, "predicted_limit": limit}

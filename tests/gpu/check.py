@@ -125,14 +125,24 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "large": (_of("large", "check"), 60),  # more than 2^31 elements
     "memcheck": (memcheck, 190),
     "racecheck": (racecheck, 190),
+    "driver": (_of("triage", "driver"), 40),
+    "codecs": (_of("triage", "codecs"), 90),
+    "nccl": (_of("triage", "nccl"), 90),
+    "rates": (_of("triage", "rates"), 60),
+    "profile": (_of("triage", "profile"), 100),
 }
 #: a machine may be available for ten minutes at a time only, so each run takes at most eight: BUILD_SECONDS for the
 #: extension, which scripts/gpu-check builds, and the limits of the run's sections
 RUNS = {
-    1: ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
-    2: ("staged", "ranks", "faults", "torch", "jax", "large"),
-    3: ("memcheck", "racecheck"),
+    "1": ("kernels", "streams", "graphs", "dispatch", "overlap", "bandwidth"),
+    "2": ("staged", "ranks", "faults", "torch", "jax", "large"),
+    "3": ("memcheck", "racecheck"),
+    "triage": ("driver", "codecs", "nccl", "rates", "profile"),
 }
+#: a machine without a profiler is good enough
+OPTIONAL = ("profile",)
+#: the sections that must pass; those of the triage ask less of the same
+REQUIRED = [name for name in SECTIONS if name not in RUNS["triage"]]
 RUN_SECONDS, BUILD_SECONDS = 480, 100
 
 
@@ -228,10 +238,11 @@ def description() -> dict[str, Any]:
 
 
 def document(about: dict[str, Any], sections: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """The content of the results file; it has passed when every section has."""
-    lacking = [name for name in SECTIONS if name not in sections]
+    """The content of the results file; it has passed when every required section has, and none has failed."""
+    lacking = [name for name in REQUIRED if name not in sections]
+    failed = [name for name, each in sections.items() if each["status"] == "failed"]
     return about | {
-        "passed": not lacking and all(each["status"] == "passed" for each in sections.values()),
+        "passed": not lacking and not failed and all(sections[name]["status"] == "passed" for name in REQUIRED),
         "not_run": lacking,
         "sections": {name: sections[name] for name in SECTIONS if name in sections},
     }
@@ -280,9 +291,11 @@ def earlier(about: dict[str, Any], paths: Sequence[Path]) -> tuple[dict[str, dic
 def main(arguments: Sequence[str]) -> int:
     """Run the requested sections, write the file, and print the outcome."""
     parser = argparse.ArgumentParser(prog="scripts/gpu-check", description=__doc__)
-    parser.add_argument("sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all)")
     parser.add_argument(
-        "--run", type=int, choices=RUNS, help="the sections of one of three runs, of eight minutes each"
+        "sections", nargs="*", metavar="SECTION", help=f"of {', '.join(SECTIONS)} (all but the triage's)"
+    )
+    parser.add_argument(
+        "--run", choices=RUNS, help="triage: the most decisive checks; 1, 2, 3: all others, in eight minutes each"
     )
     parser.add_argument("-o", "--output", type=Path, help="the results file (docs/results/<gpu>-<date>.json)")
     parser.add_argument("--inside", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -302,7 +315,7 @@ def main(arguments: Sequence[str]) -> int:
     about = description()
     if not about["commit"]:
         parser.error(f"{ROOT} is no git checkout: set QCCL_COMMIT to the commit, under which the results are kept")
-    return check(about, given.sections or RUNS.get(given.run) or list(SECTIONS), given.output)
+    return check(about, given.sections or RUNS.get(given.run) or REQUIRED, given.output)
 
 
 def check(about: dict[str, Any], names: Sequence[str], output: Path | None) -> int:
@@ -316,7 +329,17 @@ def check(about: dict[str, Any], names: Sequence[str], output: Path | None) -> i
         write(output, document(about, found))
         print(_lines(name, found[name]), flush=True)
     print(f"wrote {output}", flush=True)
-    return 0 if all(found[name]["status"] == "passed" for name in names) else 1
+    bad = [name for name in names if found[name]["status"] != "passed" and name not in OPTIONAL]
+    if tuple(names) == RUNS["triage"]:
+        print(verdict(bad, found), flush=True)
+    return 1 if bad else 0
+
+
+def verdict(bad: Sequence[str], sections: dict[str, dict[str, Any]]) -> str:
+    """A line on the triage: the first section that did not pass, or what comes next."""
+    if bad:
+        return f"verdict: not usable yet: {bad[0]}: {sections[bad[0]].get('reason', '')[:_MOST_PRINTED]}"
+    return "verdict: usable: the kernels' bytes are the host's, and NCCL's ranks agree; go on with --run 1, 2, 3"
 
 
 def _lines(name: str, result: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from spans import Arrays
 
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
@@ -80,21 +81,11 @@ class Emulator:
         return ctypes.CDLL(str(target.with_suffix(".so")))
 
     def run(
-        self,
-        launch: Launch,
-        addresses: Sequence[int],
-        call: int,
-        seed: int = 0,
-        lr: float = 1.0,
-        *,
-        failed: bool = False,
+        self, launch: Launch, arrays: Arrays, call: int, seed: int = 0, lr: float = 1.0, *, failed: bool = False
     ) -> None:
-        """As a device would, with the buffers at ``addresses``; ``failed``: after a failure of the communicator."""
-        memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
-        memory[: len(addresses)] = addresses
-        memory[cuda_source.LR_WORD] = np.array([lr, 0], np.float32).view(np.uint64)[0]
+        """As a device would, in the memory of ``arrays``; ``failed``: after a failure of the communicator."""
         number, flag = np.array([call, 0], np.uint64), np.array([failed], np.uint32)
-        memory[cuda_source.CALL_WORD], memory[cuda_source.FAILED_WORD] = number.ctypes.data, flag.ctypes.data
+        memory = memory_argument(arrays, lr, number, flag)
         scratch = np.zeros(max(launch.scratch_nbytes, 1), np.uint8)
         parameters = launch.parameters.copy()
         parameters["scratch"], parameters["blocks"] = scratch.ctypes.data, launch.blocks.ctypes.data
@@ -103,3 +94,12 @@ class Emulator:
         for name in launch.kernels:
             library, kernel = self._kernels[name]
             assert library.launch(kernel, arguments, len(launch.blocks), seed), f"{name}: threads wait for ever"
+
+
+def memory_argument(arrays: Arrays, lr: float, number: np.ndarray, failed: np.ndarray) -> np.ndarray:
+    """Memory of jobs.h: the buffers, the learning rate, and where the call's number and the flag of failures are."""
+    memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
+    memory[: len(arrays.addresses)] = arrays.addresses
+    memory[cuda_source.LR_WORD] = np.array([lr, 0], np.float32).view(np.uint64)[0]
+    memory[cuda_source.CALL_WORD], memory[cuda_source.FAILED_WORD] = number.ctypes.data, failed.ctypes.data
+    return memory

@@ -50,6 +50,12 @@ class Arrays:
     def addresses(self) -> list[int]:
         return [buffer.ctypes.data for buffer in self.buffers]
 
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """The address and the bytes of each array up to the next multiple of 8: kernels load whole pieces of a wire."""
+        begins = [(self.addresses[number] + offset, nbytes) for number, offset, nbytes in self._places]
+        return [(begin, nbytes + -(begin + nbytes) % 8) for begin, nbytes in begins]
+
     def take(self, span: Span, dtype: type[np.generic]) -> np.ndarray:
         number, offset, nbytes = self._places[int(span.buffer.split()[1])]
         return self.buffers[number][offset : offset + nbytes].copy().view(dtype)
