@@ -323,7 +323,15 @@ def test_info_says_which_ucx_is_used() -> None:
 
 
 def test_versions_and_names_are_read() -> None:
-    assert isinstance(main, click.Group) and set(main.commands) == {*KINDS, "codec", "run", "doctor", "info", "token"}
+    assert isinstance(main, click.Group) and set(main.commands) == {
+        *KINDS,
+        "codec",
+        "run",
+        "doctor",
+        "explain",
+        "info",
+        "token",
+    }
     assert "qccl-bench, version" in invoke("--version").output
 
 

@@ -408,7 +408,7 @@ def test_bandwidth_on_a_fake_gpu(world, monkeypatch):
     assert "predicted_share" in figures["decode trellis4 float32"] and "encode trellis4 float32" not in figures
     assert "predicted_share" not in figures["decode none float32"] and "predictions" not in figures
     gpu.name = "another"
-    bandwidth._add_predictions(figures, "Fake 100")
+    bandwidth._add_predictions(figures, "Fake 100", ())
     assert figures["predictions"] == "none: it knows another, but not Fake 100"
     moved = (1 << 20) + qccl.codecs.get("minmax8").encoded_nbytes(1 << 18, "float32")
     assert figures["encode minmax8 float32"]["gb_per_s"] == pytest.approx(2 * moved / 1e-3 / 1e9)
