@@ -67,10 +67,16 @@ def nvrtc_13() -> Nvrtc:
         pytest.skip(f"{error} (extra 'nvrtc')")
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_bytes_are_the_hosts(emulator: Runs, prepared: dict[Case, Operations], case: Case) -> None:
-    if case not in prepared:
-        pytest.skip("not one of PTX_CASES")
+@pytest.mark.parametrize(
+    ("kind", "case"),
+    [
+        *(pytest.param("source", case, id=f"source-{case}") for case in CASES),
+        *(pytest.param("ptx", case, id=f"ptx-{case}", marks=pytest.mark.every_arch) for case in PTX_CASES),
+    ],
+    indirect=["kind"],
+    scope="module",
+)
+def test_bytes_are_the_hosts(kind: str, emulator: Runs, prepared: dict[Case, Operations], case: Case) -> None:
     prepared.pop(case).check(emulator)
 
 
