@@ -400,7 +400,6 @@ class Communicator(Collectives):
     def _continue_on(self, transport: Transport, calls: int) -> Communicator:
         """The communicator that follows this one, with the state of this rank."""
         comm = Communicator._joined(transport, calls, self.timeout, self._make_backend)
-        comm._session.group = f"{self._session.group}, size {transport.size} from call {calls}"
         comm._session.state.carry_over(self._session.state)
         return comm
 
@@ -409,7 +408,8 @@ class Communicator(Collectives):
         cls, transport: Transport, calls: int, timeout: float, backend: Callable[[Any], Backend] = HostBackend
     ) -> Communicator:
         """A communicator whose next call has the number ``calls``."""
-        comm = cls._from_transport(transport, timeout, backend)
+        name = f"{transport.size} ranks from call {calls} on"  # which a newcomer knows, too
+        comm = cls._from_transport(transport, timeout, backend, name)
         numbers = comm._session.numbers
         numbers.calls = numbers.offset = calls
         return comm

@@ -84,11 +84,8 @@ class GroupRecord:
         return record
 
 
-def write_record(record: GroupRecord) -> None:
-    """Write it to the folder that QCCL_RECORDS names, if it does; a failure is logged."""
-    folder = os.environ.get(FOLDER)
-    if not folder:
-        return
+def write_record(record: GroupRecord, folder: str) -> None:
+    """Write it to a file of the folder; a failure is logged."""
     name = "".join(c if c.isalnum() else "-" for c in record.group)
     path = Path(folder) / f"{name}-rank-{record.rank}.json"
     try:

@@ -224,9 +224,9 @@ class Session:
         return GroupRecord.of(self.group, self.rank, self.size, self.engine.records(), reason)
 
     def write_record(self, reason: str) -> None:
-        """To the folder that QCCL_RECORDS names."""
-        if FOLDER in os.environ:
-            write_record(self.record(reason))
+        """To the folder that QCCL_RECORDS names, if it does."""
+        if folder := os.environ.get(FOLDER):
+            write_record(self.record(reason), folder)
 
     def retire(self, reason: str) -> None:
         """Make no more calls on the host, where the other ranks may still be in the last one; see HostEngine."""

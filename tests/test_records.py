@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import qccl
+import qccl.transports.loopback
 from qccl.errors import ArgumentError, CollectiveTimeout
 from qccl.records import FOLDER, CallRecord, GroupRecord, TransferRecord, read_record
 
@@ -58,6 +59,13 @@ def test_a_record_has_1024_calls():
 
     (record,) = qccl.run_ranks(1, run)
     assert [call.sequence for call in record.calls] == list(range(6, 1030))
+
+
+def test_the_next_group_has_a_name_that_newcomers_know():
+    """After shrink(), grow() and join(); a newcomer knows the size and the call alone."""
+    transport = qccl.transports.loopback.LoopbackGroup(1).transport(0)
+    with qccl.Communicator._joined(transport, 7, 10.0) as comm:
+        assert comm.record().group == "1 ranks from call 7 on"
 
 
 def test_calls_under_way_and_queued():

@@ -33,15 +33,14 @@ class Recorder {
     entry.received = run.steps().received();
     entry.begun = seconds();
     entry.ended = 0;
-    if (count_ < kRuns) ++count_;
   }
 
   void end(std::uint64_t sequence) { at(sequence).ended = seconds(); }
 
-  // From the oldest on; `next`: the number of the next run.
+  // From the oldest on; `next`: the number of the next run. The first has the number 0.
   std::vector<Entry> entries(std::uint64_t next) const {
     std::vector<Entry> found;
-    for (std::uint64_t i = next - count_; i < next; ++i) found.push_back(entries_[i % kRuns]);
+    for (std::uint64_t i = next > kRuns ? next - kRuns : 0; i < next; ++i) found.push_back(entries_[i % kRuns]);
     return found;
   }
 
@@ -49,7 +48,6 @@ class Recorder {
   Entry& at(std::uint64_t sequence) { return entries_[sequence % kRuns]; }
 
   std::vector<Entry> entries_;
-  std::size_t count_ = 0;
 };
 
 }  // namespace qccl

@@ -12,6 +12,7 @@ import click
 from qccl.bench.torch_record import as_torch
 from qccl.errors import ArgumentError
 from qccl.records import CallRecord, GroupRecord, TransferRecord, read_record
+from qccl.transports.strangers import printable
 
 __all__ = ["explain", "explained"]
 
@@ -176,8 +177,3 @@ def _names(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}" if ranks else "no rank"
-
-
-def printable(text: str) -> str:
-    """Without characters that would control a terminal: a file may contain anything."""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
