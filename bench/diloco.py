@@ -26,11 +26,11 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import click
 import numpy as np
+from local_training import local_recipe, outer_of, replayed_step
 from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
 from training_rank import EXAMPLES, POSITIONS, sent_nbytes_behind
 from training_report import MODELS, network_of
@@ -116,10 +116,10 @@ def _as_rank(task: dict[str, Any]) -> None:
         print(MARK + json.dumps([found]), flush=True)
 
 
-def _outer(comm: qccl.Communicator, params: Any, task: dict[str, Any]) -> qccl.DiLoCo:
+def _method(task: dict[str, Any]) -> str:
     period, kind, codec = task["way"]
-    streaming = {"fragments": 2, "delay": task["delay"]} if kind == "streaming" else {}
-    return qccl.DiLoCo(comm, params, codec=codec, period=period, **streaming)
+    streaming = f",fragments=2,delay={task['delay']}" if kind == "streaming" else ""
+    return f"diloco:period={period}{streaming}:{codec}"
 
 
 def _train(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
@@ -133,14 +133,8 @@ def _train(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
     torch.manual_seed(task["seed"])
     recipe, begin = importlib.import_module(task["model"]), time.monotonic()
     model = recipe.make_model()
-    outer = _outer(comm, list(model.parameters()), task)
-
-    def update(model: Any, optimizer: Any) -> None:
-        recipe.update(model, optimizer)
-        outer.after_local_step()
-
-    local = SimpleNamespace(**{**vars(recipe), "update": update})
-    train(model, local, task["steps"], comm.rank, seed=task["seed"], measures=False)
+    outer = outer_of(comm, list(model.parameters()), _method(task))
+    train(model, local_recipe(recipe, outer), task["steps"], comm.rank, seed=task["seed"], measures=False)
     outer.step()
     text = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     assert len({*comm.allgather(hashlib.sha256(text).digest())}) == 1, "the ranks have different parameters"
@@ -150,21 +144,16 @@ def _train(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
 
 def _time(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
     """The seconds of a step with outer steps and without, in turns, each in blocks of a period; and the bytes sent."""
-    period, rng = task["way"][0], np.random.default_rng(comm.rank)
+    period = task["way"][0]
     params = [np.zeros(shape, np.float32) for shape in task["shapes"]]
-    changes = [rng.standard_normal(shape, np.float32) * np.float32(1e-3) for shape in task["shapes"]]
-    outer = _outer(comm, params, task)
+    outer = outer_of(comm, params, _method(task))
+    step = replayed_step(outer, params, task["compute"], comm.rank)
 
     def block(with_outer_steps: bool) -> float:
         comm.barrier()
         begin = time.perf_counter()
-        for number in range(period):
-            time.sleep(task["compute"])
-            if number % 5 == 0:  # codecs may take longer for some values, so there must be changes
-                for p, change in zip(params, changes, strict=True):
-                    p += change
-            if with_outer_steps:
-                outer.after_local_step()
+        for _ in range(period):
+            step(with_outer_steps)
         mine = (time.perf_counter() - begin) / period
         return max(float(each) for each in comm.allgather(repr(mine).encode()))
 

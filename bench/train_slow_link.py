@@ -1,7 +1,8 @@
 """Time to the same quality behind slow links: ``python bench/train_slow_link.py`` (takes hours; needs root).
 
 It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks (fp16, PowerSGD),
-qccl's codecs, and its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors).
+qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), and DiLoCo
+("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps).
 ``--model`` says which: word_gpt, a GPT of words with AdamW, or byte_model, a model of bytes with SGD. The batch, the
 schedule, the learning rate and the number of steps are the model's, and the same for all methods.
 Sections:
@@ -45,6 +46,7 @@ from typing import Any
 
 import click
 import training_report
+from local_training import is_local
 from runs import machine, rewrite_table, run_ranks, run_undisturbed
 
 __all__ = ["limit"]
@@ -187,7 +189,10 @@ def _step(ranks: int, method: str, link: str | None, compute: dict[str, Any], un
     del found["compute"]
     network = training_report.network_of(link) if link else None
     rate, delay = (network.slowest.rate, network.delay or 0.0) if network and network.slowest else (math.inf, 0.0)
-    found["limit"] = limit(compute, found["nbytes"], rate, delay)
+    if is_local(method):  # outer steps overlap the local ones
+        found["limit"] = max(training_report.computation({"compute": compute}), found["nbytes"] / rate)
+    else:
+        found["limit"] = limit(compute, found["nbytes"], rate, delay)
     return found
 
 

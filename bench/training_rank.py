@@ -1,8 +1,8 @@
 """One rank of bench/train_slow_link.py, which starts this script: ``python bench/training_rank.py TASK``.
 
-A method is "fp32", "fp16", "powersgd:RANK" (PyTorch's own), a codec of qccl, or "low_rank:RANK:CODEC", which is
-``compress(low_rank=RANK, codec=CODEC)``. "CODEC@25" sends the first 25 steps as they are:
-``compress(warmup_steps=25)``.
+A method is "fp32", "fp16", "powersgd:RANK" (PyTorch's own), a codec of qccl, "low_rank:RANK:CODEC", which is
+``compress(low_rank=RANK, codec=CODEC)``, or "diloco:OPTIONS:CODEC", which is ``qccl.DiLoCo(codec=CODEC, OPTIONS)``.
+"CODEC@25" sends the first 25 steps as they are: ``compress(warmup_steps=25)``.
 """
 
 from __future__ import annotations
@@ -18,9 +18,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from local_training import is_local, local_recipe, options_of, outer_of, replayed_step
 from runs import MARK
-from training_report import network_of
+from training_report import computation, network_of
 
+import qccl
 from qccl.bench.lab import sent_nbytes, shaped_nbytes
 
 EXAMPLES = Path(__file__).parent.parent / "docs" / "examples"
@@ -85,7 +87,12 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
 
     recipe = importlib.import_module(task["model"])
     torch.manual_seed(task["seed"])
-    model, number = _wrapped(recipe.make_model(), task["method"]), dist.get_rank()
+    model, number = recipe.make_model(), dist.get_rank()
+    if is_local(task["method"]):
+        comm = qccl.Communicator.from_torch()
+        recipe = local_recipe(recipe, outer_of(comm, list(model.parameters()), task["method"]))
+    else:
+        model = _wrapped(model, task["method"])
     begin = time.monotonic()
     how = {"seed": task["seed"], "measures": number == 0, "every": EVERY, "positions": POSITIONS}
     curve = train(model, recipe, task["steps"], number, **how)
@@ -141,7 +148,38 @@ def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    step, number = _step_of(task)
+    for _ in range(max(WARM_UP, 2 * number)):
+        step()
+    blocks, sent = [], []
+    for _ in range(7):
+        dist.barrier()
+        before = sent_nbytes_behind(task["link"])
+        begin = time.perf_counter()
+        for _ in range(number):
+            step()
+        mine = torch.tensor((time.perf_counter() - begin) / number)
+        dist.all_reduce(mine, dist.ReduceOp.MAX)
+        blocks.append(mine.item())
+        nbytes = torch.tensor((sent_nbytes_behind(task["link"]) - before) / number)
+        dist.all_reduce(nbytes, dist.ReduceOp.MAX)
+        sent.append(nbytes.item())
+    seconds = statistics.median(blocks)
+    summary = f"{seconds * 1e3:.1f} ms a step, {statistics.median(sent) / 1e6:.2f} MB"
+    return {"seconds": seconds, "blocks": blocks, "nbytes": statistics.median(sent), "summary": summary}
+
+
+def _step_of(task: dict[str, Any]) -> tuple[Callable[[], None], int]:
+    """A function that takes a step, and how many steps are timed together: for DiLoCo those of a period."""
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+
     compute = task["compute"]
+    if is_local(task["method"]):
+        params = [np.zeros(shape, np.float32) for shape, _ in reversed(compute["ready"])]
+        outer = outer_of(qccl.Communicator.from_torch(), params, task["method"])
+        return replayed_step(outer, params, computation(task), dist.get_rank()), options_of(task["method"])["period"]
     model = _wrapped(_replay(compute["ready"]), task["method"], task["link"])
 
     def step() -> None:
@@ -150,24 +188,7 @@ def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
         model(torch.zeros(1, requires_grad=True)).backward()
         time.sleep(compute["optimiser"])
 
-    for _ in range(WARM_UP):
-        step()
-    blocks, sent = [], []
-    for _ in range(7):
-        dist.barrier()
-        before = sent_nbytes_behind(task["link"])
-        begin = time.perf_counter()
-        for _ in range(4):
-            step()
-        mine = torch.tensor((time.perf_counter() - begin) / 4)
-        dist.all_reduce(mine, dist.ReduceOp.MAX)
-        blocks.append(mine.item())
-        nbytes = torch.tensor((sent_nbytes_behind(task["link"]) - before) / 4)
-        dist.all_reduce(nbytes, dist.ReduceOp.MAX)
-        sent.append(nbytes.item())
-    seconds = statistics.median(blocks)
-    summary = f"{seconds * 1e3:.1f} ms a step, {statistics.median(sent) / 1e6:.2f} MB"
-    return {"seconds": seconds, "blocks": blocks, "nbytes": statistics.median(sent), "summary": summary}
+    return step, 4
 
 
 def sent_nbytes_behind(link: str | None) -> int:

@@ -43,9 +43,10 @@ class DiLoCo:
     call ``after_local_step()`` after each local step, instead of ``step()``. The arrays are divided into ``fragments``,
     whose outer steps begin one after the other at equal distances, each every ``period`` local steps. The all-reduce of
     a fragment runs while the rank takes ``delay`` further local steps. Then its outer step changes the common
-    parameters as above, and (equation 3 there)::
+    parameters as above. The rank keeps the local steps that it took meanwhile (delayed averaging: Zhou et al. 2020,
+    arXiv 2006.00441), or with ``mixing`` follows equation 3 of Streaming DiLoCo::
 
-        local = mixing local + (1 - mixing) common
+        local = common + (local - local at the begin)         or: mixing local + (1 - mixing) common
 
     Attributes:
         params: the parameters as last given or returned.
@@ -67,7 +68,7 @@ class DiLoCo:
         period: int | None = None,
         fragments: int | Collection[int] = 1,
         delay: int = 0,
-        mixing: float = 0.0,
+        mixing: float | None = None,
         weighted: bool = False,
         key: str = "diloco",
     ) -> None:
@@ -87,8 +88,10 @@ class DiLoCo:
                 equal size take turns ("strided" in the paper). Or the number of each array's fragment, from 0 on, in
                 a list like ``common``, or by name if ``params`` is a dict. At most ``period``.
             delay: local steps between the begin of a fragment's all-reduce and its outer step; less than ``period``.
-            mixing: the share of the local parameters that an outer step keeps, from 0 to below 1. With 0 the local
-                steps during the delay are lost; with more, the ranks follow the common parameters more slowly.
+            mixing: None keeps the local steps of the delay, for which a fragment under way needs a copy of its local
+                parameters. A number from 0 to below 1 is the share of the local parameters that an outer step keeps:
+                with 0 the local steps during the delay are lost; with more, the ranks follow the common parameters
+                more slowly.
             weighted: average with the ranks' numbers of local steps as weights, which may differ.
             key: the residuals' names in the communicator begin with it, so two objects on one communicator need
                 different keys.
@@ -133,13 +136,13 @@ class DiLoCo:
             limit = f"less than period={period}" if every else "and only with period="
             raise ArgumentError(f"delay must be a number of local steps, 0 or more, {limit}, not {delay!r}")
         share = as_real(mixing)
-        if share is None or not 0 <= share < 1:
-            raise ArgumentError(f"mixing must be a number from 0 to below 1, not {mixing!r}")
+        if mixing is not None and (share is None or not 0 <= share < 1):
+            raise ArgumentError(f"mixing must be None or a number from 0 to below 1, not {mixing!r}")
         if uneven is None:
             raise ArgumentError(f"weighted must be True or False, not {weighted!r}")
         if uneven and all(0 in array.shape for array in self.common):
             raise ArgumentError("weighted=True needs parameters with elements, and there are none")
-        self._period, self._delay, self._mixing, self._weighted = every, wait, float(share), uneven
+        self._period, self._delay, self._mixing, self._weighted = every, wait, share, uneven
 
     @property
     def steps(self) -> int:
@@ -243,10 +246,10 @@ class DiLoCo:
     def state_dict(self) -> dict[str, Any]:
         """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
 
-        Waits for the outer steps under way, and applies none. The state is the same on all ranks, except with
-        ``weighted=True``: then each rank saves its own. The residuals of error feedback are in the communicator's
-        state_dict(), which each rank saves too. Raises ArgumentError if an average is not finite, and the failure of an
-        outer step that cannot end.
+        Waits for the outer steps under way, and applies none. The state is the same on all ranks, so that one may save
+        it for all, except with ``weighted=True`` or while outer steps are under way. The residuals of error feedback
+        are in the communicator's state_dict(), which each rank saves. Raises ArgumentError if an average is not finite,
+        and the failure of an outer step that cannot end.
         """
         for outer_step in self._under_way:
             outer_step.settle()
@@ -260,6 +263,7 @@ class DiLoCo:
                     "fragment": fragment,
                     "due": outer_step.due,
                     "averages": [parameters.copy_of(average) for average in averages.values()],
+                    "begun": [parameters.copy_of(array) for array in outer_step.begun.values()],
                 }
                 for outer_step in self._under_way
                 for fragment, averages in outer_step.changes.items()
@@ -304,8 +308,8 @@ class DiLoCo:
         if not isinstance(saved, list | tuple):
             raise ArgumentError(f"{what} must be a list, not {type(saved).__name__}")
         for each in saved:
-            if not isinstance(each, Mapping) or set(each) != {"fragment", "due", "averages"}:
-                raise ArgumentError(f"{what} must have dicts with fragment, due and averages, not {each!r}")
+            if not isinstance(each, Mapping) or set(each) != {"fragment", "due", "averages", "begun"}:
+                raise ArgumentError(f"{what} must have dicts with fragment, due, averages and begun, not {each!r}")
             fragment, due = count_of(each["fragment"], f"{what}: fragment"), count_of(each["due"], f"{what}: due")
             earliest = max([now, *(other.due for other in found)])
             is_due = self._period is not None and fragment in self._turn(due - self._delay, self._period)
@@ -316,12 +320,19 @@ class DiLoCo:
                 )
             has_none = isinstance(each["averages"], list | tuple) and not each["averages"]  # no rank had a weight
             numbers = [] if has_none else self._members([fragment])
-            self._check_arrays(each["averages"], [self._forms[n] for n in numbers], f"{what}: averages")
-            averages = {n: parameters.copy_of(self.common[n]) for n in numbers}
-            for average, array in zip(averages.values(), each["averages"], strict=True):
-                average[...] = array
-            found.append(OuterStep({fragment: averages}, due))
+            averages = self._loaded_arrays(each["averages"], numbers, f"{what}: averages")
+            members = self._members([fragment]) if self._mixing is None else []
+            begun = self._loaded_arrays(each["begun"], members, f"{what}: begun")
+            found.append(OuterStep({fragment: averages}, due, begun=begun))
         return found
+
+    def _loaded_arrays(self, saved: Any, numbers: Sequence[int], what: str) -> dict[int, Any]:
+        """Copies of saved arrays that belong to the parameters ``numbers``, in the parameters' library."""
+        self._check_arrays(saved, [self._forms[n] for n in numbers], what)
+        arrays = {n: parameters.copy_of(self.common[n]) for n in numbers}
+        for array, each in zip(arrays.values(), saved, strict=True):
+            array[...] = each
+        return arrays
 
     def _weight_of(self, local_steps: Any, default: float) -> float:
         """The weight that a number of local steps adds."""
@@ -344,6 +355,8 @@ class DiLoCo:
         outer_step, calls = OuterStep({fragment: {} for fragment in fragments}, due), dict[str, list[Any]]()
         for number in self._members(fragments):
             change = parameters.difference(self.common[number], local[number].array)
+            if self._mixing is None and due > self.local_steps:
+                outer_step.begun[number] = parameters.mutable_copy(local[number])
             fragment, (dtype, _) = self.fragments[number], self._forms[number]
             outer_step.changes[fragment][number] = change
             calls.setdefault(f"{self._key} {fragment} {dtype}", []).append(change)
@@ -369,14 +382,14 @@ class DiLoCo:
         for key, arrays in calls.items():
             outer_step.works.append(self.comm.quantized_allreduce_coalesced(arrays, key=key, **how))
 
-    def _apply(self, outer_step: OuterStep, params: Any, mixing: float) -> Any:
+    def _apply(self, outer_step: OuterStep, params: Any, mixing: float | None) -> Any:
         """End an outer step: change the common parameters, and return the local ones."""
         outer_step.settle()
         for averages in outer_step.changes.values():
             for number, average in averages.items():
                 self._advance(self.common[number], self._velocity[number], average)
         self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
-        self.params = self._deliver(params, self._members(outer_step.changes), mixing)
+        self.params = self._deliver(params, self._members(outer_step.changes), mixing or 0.0, outer_step.begun)
         return self.params
 
     def _advance(self, common: Any, velocity: Any, change: Any) -> None:
@@ -412,13 +425,21 @@ class DiLoCo:
                 raise ArgumentError(f"type and shape of {each.what} are {found}, and DiLoCo was made for {form}")
         return values
 
-    def _deliver(self, params: Any, numbers: Collection[int], mixing: float = 0.0) -> Any:
-        """Mix the common parameters into arrays of ``params``; returns all, with copies of those that are read-only."""
+    def _deliver(
+        self, params: Any, numbers: Collection[int], mixing: float = 0.0, begun: Mapping[int, Any] | None = None
+    ) -> Any:
+        """Bring the common parameters into arrays of ``params``; returns all, with copies of those that are read-only.
+
+        Arrays that have a copy in ``begun`` keep what has changed since.
+        """
         delivered = [array for _, array in parameters.named(params)]
         for number, values in enumerate(self._values(params)):
             if number in numbers:
                 target = parameters.mutable_copy(values) if values.view.readonly else values.array
-                parameters.mix(target, self.common[number], mixing)
+                if begun and number in begun:
+                    parameters.move(target, begun[number], self.common[number])
+                else:
+                    parameters.mix(target, self.common[number], mixing)
                 if values.view.readonly:
                     delivered[number] = target
         return parameters.restored(delivered, params)

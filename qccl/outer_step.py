@@ -23,6 +23,7 @@ class OuterStep:
         due: the local step after which its result is applied.
         works: its calls.
         weights: None, or the weight of each fragment; the mean over the ranks when the calls have ended.
+        begun: by number of the array, the local parameters when it began; empty unless the steps since are kept.
         put_back: functions that restore the residuals from before the calls.
         refused: the error of an average that is not finite.
     """
@@ -31,6 +32,7 @@ class OuterStep:
     due: int
     works: list[Work] = field(default_factory=list)
     weights: Any = None
+    begun: dict[int, Any] = field(default_factory=dict)
     put_back: Sequence[Callable[[], object]] = ()
     refused: ArgumentError | None = None
 

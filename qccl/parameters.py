@@ -10,8 +10,8 @@ from qccl.errors import ArgumentError
 from qccl.scalars import as_integer
 
 __all__ = [
-    *("Form", "copy_of", "difference", "float32s", "form_of", "fragments_of", "mix", "mutable_copy", "named"),
-    *("names_of", "plain", "restored", "times", "zeros_like"),
+    *("Form", "copy_of", "difference", "float32s", "form_of", "fragments_of", "mix", "move", "mutable_copy"),
+    *("named", "names_of", "plain", "restored", "times", "zeros_like"),
 ]
 
 #: element type and shape
@@ -110,6 +110,12 @@ def mix(local: Any, common: Any, share: float) -> None:
         return
     local *= share
     local += times(common, 1 - share)
+
+
+def move(local: Any, begun: Any, common: Any) -> None:
+    """Set ``local`` to ``common`` and what has changed in it since it was ``begun``."""
+    local -= begun
+    local += common
 
 
 def fragments_of(given: Any, names: Sequence[Any], counts: Sequence[int]) -> list[int]:

@@ -38,13 +38,17 @@ def train(params: Sequence[Any], rank: int, step: int) -> None:
 
 
 def reference(
-    steps: int, fragments: Sequence[int], period: int, delay: int, mixing: float
+    steps: int, fragments: Sequence[int], period: int, delay: int, mixing: float | None
 ) -> tuple[list[list[Any]], list[Any]]:
-    """Algorithm 2 of arXiv 2501.18512 in double precision: each rank's parameters, and the common ones."""
+    """Algorithm 2 of arXiv 2501.18512 in double precision: each rank's parameters, and the common ones.
+
+    Without ``mixing`` the local steps of the delay are added to the common parameters, as in arXiv 2006.00441.
+    """
     local = [[np.ones(shape) for shape in SHAPES] for _ in range(RANKS)]
     common, velocity = ([np.full(shape, value) for shape in SHAPES] for value in (1.0, 0.0))
     count = max(fragments) + 1
     waiting: dict[tuple[int, int], Any] = {}  # the averages, by the step after which they are applied and the array
+    begun: dict[int, Any] = {}  # each rank's parameters when the last all-reduce of the array began
     for t in range(1, steps + 1):
         for rank in range(RANKS):
             for i in range(len(SHAPES)):
@@ -52,12 +56,16 @@ def reference(
         for i, fragment in enumerate(fragments):
             if t % period == (fragment + 1) * period // count % period:
                 waiting[t + delay, i] = np.mean([common[i] - local[rank][i] for rank in range(RANKS)], axis=0)
+                begun[i] = [local[rank][i] for rank in range(RANKS)]
             if (t, i) in waiting:
                 d = waiting.pop((t, i))
                 velocity[i] = 0.9 * velocity[i] + d
                 common[i] = common[i] - 0.7 * (d + 0.9 * velocity[i])
                 for rank in range(RANKS):
-                    local[rank][i] = mixing * local[rank][i] + (1 - mixing) * common[i]
+                    if mixing is None:
+                        local[rank][i] = common[i] + local[rank][i] - begun[i][rank]
+                    else:
+                        local[rank][i] = mixing * local[rank][i] + (1 - mixing) * common[i]
     return local, common
 
 
@@ -69,10 +77,13 @@ def reference(
         (2, [0, 1, 1, 0], 4, 1, 0.5),
         ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2, 0.0),
         (4, [0, 1, 2, 3], 5, 2, 0.5),
+        (1, [0, 0, 0, 0], 4, 3, None),
+        ([2, 1, 0, 2], [2, 1, 0, 2], 3, 2, None),
+        (2, [0, 1, 1, 0], 4, 0, None),
     ],
 )
-def test_fragments_take_their_outer_steps_as_the_paper_says(
-    fragments: Any, found: list[int], period: int, delay: int, mixing: float
+def test_fragments_take_their_outer_steps_as_the_papers_say(
+    fragments: Any, found: list[int], period: int, delay: int, mixing: float | None
 ) -> None:
     def run(comm: qccl.Communicator) -> tuple[list[np.ndarray], list[np.ndarray]]:
         params = begin(comm.rank + 1)
@@ -454,7 +465,7 @@ def test_refused() -> None:
             ({"fragments": [0, 1], "period": 9}, "fragments must be how many"),
             ({"delay": 1}, "delay must be a number of local steps, 0 or more, and only with period=, not 1"),
             ({"delay": 4, "period": 4}, "delay must be .* less than period=4, not 4"),
-            ({"mixing": 1}, "mixing must be a number from 0 to below 1, not 1"),
+            ({"mixing": 1}, "mixing must be None or a number from 0 to below 1, not 1"),
             ({"weighted": 2}, "weighted must be True or False, not 2"),
             ({"algorithm": "ring"}, "algorithm"),
         ):
