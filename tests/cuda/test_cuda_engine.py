@@ -145,13 +145,16 @@ def test_the_host_never_waits_and_never_allocates(world, cupy):
 
 def test_the_calls_of_a_run(world, cupy):
     """Two ranks, one chunk: the caller's stream, then launches, groups and events as streams.py has them."""
-    recorded, put = {}, threading.Event()
+    recorded, idle, put = {}, threading.Event(), threading.Event()
 
     def run(comm):
         x = fake_cuda.array(values(comm.rank, 3000), comm.rank)
         plan = comm.plan("allreduce", 3000, codec="minmax8", algorithm="two_round").bind(x)
         plan.start().synchronize()
         comm.barrier()
+        if comm.rank == 1:
+            idle.set()
+        assert idle.wait(10)  # rank 1's barrier may end later, and the ranks share the list of calls
         if comm.rank == 0:
             world.calls.clear()
             plan.start(stream=0).wait()
