@@ -2,9 +2,10 @@
 
 Two replicas of two shards train a model of docs/examples with FSDP2. Each replica is a node of the lab behind a slow
 link; inside a node nothing is limited. PyTorch's own HSDP averages the gradients of the replicas by gloo in fp32;
-qccl.torch.AllReduce does it with each codec. The steps compute. Where four ranks share two processors, they compute
-for longer than on machines of their own, and the gain is smaller; the time of a step without a link, in shared memory,
-shows how long.
+qccl.torch.AllReduce does it with each codec. Four ranks do not fit on two cores, so a rank does not compute but sleeps,
+as long as forward pass, backward pass and optimiser take one rank alone on this machine; each layer has the share of
+its parameters. FSDP2 gathers, reduces and frees parameters of the model's shapes, and the codecs run; four ranks share
+the cores for that. The time of a step without a link, in shared memory, shows how long it takes.
 
 ``--write docs/howto/pytorch.md`` replaces that page's table.
 """
@@ -48,7 +49,10 @@ def main(models: str, codecs: str, link: str, write: str | None) -> None:
     """Measure, and print the table."""
     of, rows = machine(), []
     for model in models.split(","):
-        task = {"model": model, "codecs": codecs.split(",")}
+        script = str(Path(__file__).with_name("training_rank.py"))
+        (compute,) = run_ranks(script, 1, {"measure": "compute", "model": model}, "ucx", None, None)
+        print(f"{model}: {compute['summary']}", flush=True)
+        task = {"model": model, "codecs": codecs.split(","), "compute": compute}
         behind = run_ranks(__file__, _RANKS, task | {"link": link}, "ucx", Lab(_RANKS, parse_link(link), _NODES), None)
         without = run_ranks(__file__, _RANKS, task | {"link": None}, "ucx", None, None)
         for row, alone in zip(behind, without, strict=True):
@@ -91,27 +95,23 @@ def _timed(task: dict[str, Any], mesh: Any, reduction: Any = None) -> dict[str, 
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 
-    recipe = importlib.import_module(task["model"])
-    torch.manual_seed(0)
-    model = recipe.make_model()
-    for layers in model.children():
-        for each in layers if isinstance(layers, torch.nn.ModuleList | torch.nn.Sequential) else ():
-            if any(p.dim() > 1 for p in each.parameters()):
-                fully_shard(each, mesh=mesh)
+    torch.manual_seed(0)  # replicas begin with the same parameters
+    model = importlib.import_module(task["model"]).make_model()
+    torch.manual_seed(dist.get_rank())
+    model = _replay(model, task["compute"])
+    for layer in list(model)[:-1]:
+        fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     if reduction is not None:
         reduction.install(model)
-    optimizer = recipe.optimizer_of(model)
-    text, _ = recipe.corpus()
-    generator = torch.Generator().manual_seed(dist.get_rank())
 
     def sent_nbytes() -> int:
         return shaped_nbytes() if task["link"] else 0
 
     def step() -> None:
-        optimizer.zero_grad()
-        recipe.loss_of(model, recipe.random_batch(text, generator)).backward()
-        recipe.update(model, optimizer)
+        model.zero_grad()
+        model(torch.zeros(1, requires_grad=True)).backward()
+        time.sleep(task["compute"]["optimiser"] / (_RANKS // _NODES))  # a rank updates its shard
 
     for _ in range(_WARM_UP):
         step()
@@ -125,6 +125,47 @@ def _timed(task: dict[str, Any], mesh: Any, reduction: Any = None) -> dict[str, 
         dist.barrier()
         sent.append((sent_nbytes() - before) / _STEPS)
     return {"seconds": statistics.median(seconds), "nbytes": statistics.median(sent)}
+
+
+def _replay(model: Any, compute: dict[str, Any]) -> Any:
+    """Layers with the parameters of those of ``model`` that have matrices; the last one has all other parameters.
+
+    A layer sleeps in place of computing. Its gradients are normally distributed, as a codec's time may depend on them.
+    """
+    import torch
+    from torch import nn
+
+    class Pause(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, layer: Layer, *_: torch.Tensor) -> torch.Tensor:
+            time.sleep(compute["forward"] * layer.share)
+            ctx.layer = layer
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+            time.sleep(compute["ready"][-1][1] * ctx.layer.share)
+            return gradient, None, *(each.clone() for each in ctx.layer.gradients)
+
+    class Layer(nn.Module):
+        def __init__(self, weights: list[nn.Parameter]) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(weights)
+            self.gradients = [torch.randn(p.shape) for p in weights]
+            self.share = sum(p.numel() for p in weights) / total
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Pause.apply(x, self, *self.weights)
+
+    total, rest = sum(p.numel() for p in model.parameters()), list(model.parameters())
+    layers = []
+    for children in model.children():
+        for each in children if isinstance(children, nn.ModuleList | nn.Sequential) else ():
+            weights = list(each.parameters())
+            if any(p.dim() > 1 for p in weights):
+                layers.append(Layer(weights))
+                rest = [p for p in rest if all(p is not other for other in weights)]
+    return nn.Sequential(*layers, Layer(rest))
 
 
 if __name__ == "__main__":

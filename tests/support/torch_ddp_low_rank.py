@@ -135,14 +135,13 @@ def low_rank_and_nonfinite() -> None:
 
 
 def low_rank_trains() -> None:
-    """The loss falls about as with exact gradients; unused parameters, join(), bfloat16 and no_sync() work."""
-    x = batches(1, seed=9)[0]
-    losses = {}
+    """The loss falls to less than half, like exact gradients; also unused parameters, join(), bfloat16, no_sync()."""
+    x, model = batches(1, seed=9)[0], wrapped()
+    before = loss_of(model, x).item()
     for codec, rank in (("none", 0), ("minmax8+ef", 2)):
         model = train(wrapped(), 60, codec=codec, low_rank=rank)
         assert_same_everywhere(model)
-        losses[rank] = loss_of(model, x).item()
-    assert losses[2] < 1.5 * losses[0], losses
+        assert loss_of(model, x).item() < 0.5 * before, (codec, rank)
     assert_same_everywhere(train(wrapped(net(Branches), find_unused_parameters=True), 5, low_rank=2))
     model = wrapped()
     with qccl.torch.compress(model, low_rank=2, **GROUPS), model.join():  # a rank without batches sends its residuals
