@@ -272,7 +272,7 @@ def test_control_c_on_a_terminal_restores_it() -> None:
     try:
         seen = read_until(master, b"out of place", 30)
         os.write(master, b"\x03")
-        seen += read_until(master, b"stopped", 20)
+        seen += read_until(master, b"stopped", 60)
         process.wait(timeout=20)
         assert process.returncode == 130
         bar = max(seen.rfind(b"[#"), seen.rfind(b"[."))
