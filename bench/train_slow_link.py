@@ -223,7 +223,7 @@ def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float
 
     (row,) = run_undisturbed(run, until)
     print(f"{row['measure']} {row.get('method', '')} {link or ''}: {row['summary']}", file=sys.stderr, flush=True)
-    return row | {"ranks": ranks}
+    return row | {"ranks": ranks, "cpu": machine()["cpu"]}  # a run that is continued may be on another machine
 
 
 if __name__ == "__main__":

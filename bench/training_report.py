@@ -27,7 +27,8 @@ THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
 OURS = (
     *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis4+ef", "trellis2+ef"),
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef", "topk:k=0.01+ef"),
-    *("onebit:reconstruct=mean+ef", "low_rank:4:minmax8+ef"),
+    *("onebit:reconstruct=mean+ef", "low_rank:4:minmax8+ef", "low_rank:32:minmax4+ef"),
+    *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
 )
 #: the rows of README.md's table: the methods that most readers would compare first
 FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
