@@ -1,8 +1,8 @@
 """DiLoCo.sparseloco() against SparseLoCo's rule, and what its 2-bit values lose.
 
 The reference follows the paper (Sarfi et al. 2025, arXiv 2508.15706) and its authors' program
-(github.com/tplr-ai/SparseLoCo): chunks of 64 x 64 of a matrix, the 64 greatest of each, error feedback with decay. The
-paper averages over all ranks; the program averages an element over the ranks that sent it.
+(github.com/tplr-ai/SparseLoCo): chunks of 64 x 64 of a matrix, the 64 greatest of each, error feedback with decay. It
+averages over all ranks; the program averages an element over the ranks that sent it.
 """
 
 from __future__ import annotations
