@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from qccl.communicator import Communicator
     from qccl.cuda.nccl import get_unique_id
     from qccl.decentralized import LowPrecisionDecentralized
+    from qccl.decoupled_momentum import DeMo
     from qccl.diloco import DiLoCo
     from qccl.launch import init, join
     from qccl.plan import Plan
@@ -43,6 +44,7 @@ __all__ = [
     "CodecError",
     "CollectiveTimeout",
     "Communicator",
+    "DeMo",
     "DiLoCo",
     "EngineError",
     "InvalidBufferError",
@@ -66,6 +68,7 @@ __all__ = [
 
 _HOME = {
     "Communicator": "qccl.communicator",
+    "DeMo": "qccl.decoupled_momentum",
     "DiLoCo": "qccl.diloco",
     "LowPrecisionDecentralized": "qccl.decentralized",
     "Plan": "qccl.plan",

@@ -18,11 +18,17 @@ from qccl.outer_step import OuterStep
 from qccl.parameters import Form
 from qccl.scalars import as_bool, as_integer, as_real
 from qccl.state import check_key
+from qccl.tiles import Tiles
 
 __all__ = ["DiLoCo"]
 
 #: the parts of a state_dict()
 _STATE = {"common", "momentum", "steps", "local_steps", "weights", "under_way"}
+#: options of sparseloco(). The fraction, unlike k=64, also holds for arrays that are shorter than a block.
+_SPARSELOCO: dict[str, Any] = {
+    **{"codec": "topk:k=0.015625,block=4096,values=mean2+ef:beta=0.95", "algorithm": "one_shot", "tile": 64},
+    **{"outer_lr": 1.0, "momentum": 0.0},
+}
 
 
 class DiLoCo:
@@ -62,6 +68,7 @@ class DiLoCo:
         *,
         codec: CodecLike = "minmax4+ef",
         algorithm: str = "auto",
+        tile: int | None = None,
         outer_lr: float = 0.7,
         momentum: float = 0.9,
         nesterov: bool = True,
@@ -80,6 +87,9 @@ class DiLoCo:
                 JAX on the host). Arrays of dicts belong together by name, whatever the dicts' orders.
             codec: of the all-reduce. Error feedback keeps its residuals in the communicator.
             algorithm: of the all-reduce: "two_round", "one_shot", or "auto" (by size).
+            tile: encode matrices by squares of ``tile`` x ``tile`` elements, one after the other, instead of by rows; a
+                side that is no multiple is divided by its greatest divisor below. With blocks of ``tile**2`` elements
+                a codec then sees squares. None: by rows.
             outer_lr: the learning rate of the outer step; 1 with ``momentum=0`` averages the parameters.
             momentum: of the outer step, from 0 to below 1.
             nesterov: whether the outer step looks ahead by the momentum.
@@ -109,18 +119,35 @@ class DiLoCo:
             raise ArgumentError(f"nesterov must be True or False, not {nesterov!r}")
         self._outer_lr, self._momentum, self._nesterov, self._key = float(rate), float(decay), looks_ahead, key
         self._algorithm = one_of(algorithm, ("auto", *ALLREDUCE), "algorithm")
+        self._tile = 0 if tile is None else count_of(tile, "tile")
+        if tile is not None and not self._tile:
+            raise ArgumentError("tile must be the side of a square of elements, 1 or more, or None; not 0")
         self.comm, self.params, self.local_steps = comm, params, 0
         given = self._values(params)
         self._names = parameters.names_of(params)
         self._forms = [parameters.form_of(values) for values in given]
         self.common = [parameters.mutable_copy(values) for values in given]
         self._velocity = [parameters.zeros_like(array) for array in self.common]
+        self._tiles = [] if tile is None else [Tiles(shape, self._tile) for _, shape in self._forms]
         self.fragments = parameters.fragments_of(fragments, self._names, [values.count for values in given])
         self._schedule(period, delay, mixing, weighted)
         self._taken = [0] * (max(self.fragments, default=0) + 1)
         self._weights = [0.0] * len(self._taken)  # local steps of this rank since each fragment's last all-reduce began
         self._under_way: list[OuterStep] = []  # in the order of their begin
         self._join(comm, is_new=True)
+
+    @classmethod
+    def sparseloco(cls, comm: Communicator, params: Any, **options: Any) -> DiLoCo:
+        """Collective: a DiLoCo with the outer step of SparseLoCo (Sarfi et al. 2025, arXiv 2508.15706).
+
+        A rank sends the 64 greatest of 4096 changes, in 2 bits each, with their positions. The rest is part of its next
+        change, by error feedback that decays by 0.95. The average over the ranks is a step of SGD. ``options`` are
+        those of DiLoCo, and replace these::
+
+            codec="topk:k=0.015625,block=4096,values=mean2+ef:beta=0.95", algorithm="one_shot", tile=64, outer_lr=1,
+            momentum=0
+        """
+        return cls(comm, params, **(_SPARSELOCO | options))
 
     def _schedule(self, period: Any, delay: Any, mixing: Any, weighted: Any) -> None:
         """Check and keep when outer steps begin and end."""
@@ -357,6 +384,8 @@ class DiLoCo:
             change = parameters.difference(self.common[number], local[number].array)
             if self._mixing is None and due > self.local_steps:
                 outer_step.begun[number] = parameters.mutable_copy(local[number])
+            if self._tiles:
+                change = self._tiles[number].split(change).reshape(change.shape)
             fragment, (dtype, _) = self.fragments[number], self._forms[number]
             outer_step.changes[fragment][number] = change
             calls.setdefault(f"{self._key} {fragment} {dtype}", []).append(change)
@@ -387,6 +416,8 @@ class DiLoCo:
         outer_step.settle()
         for averages in outer_step.changes.values():
             for number, average in averages.items():
+                if self._tiles:
+                    average = self._tiles[number].join(average)
                 self._advance(self.common[number], self._velocity[number], average)
         self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
         self.params = self._deliver(params, self._members(outer_step.changes), mixing or 0.0, outer_step.begun)
@@ -446,7 +477,7 @@ class DiLoCo:
 
     def _identity(self) -> bytes:
         """What must be the same on all ranks."""
-        rule = self._outer_lr, self._momentum, self._nesterov, self._key, self._algorithm
+        rule = self._outer_lr, self._momentum, self._nesterov, self._key, self._algorithm, self._tile
         schedule = self._period, self._delay, self._mixing, self._weighted
         arrays = self._names, self._forms, self.fragments
         return hashlib.sha256(f"{codecs.identity(self._codec)} {rule} {schedule} {arrays}".encode()).digest()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qccl.errors import ArgumentError, QcclError
-from qccl.parameters import float32s
+from qccl.parameters import vector
 from qccl.work import Work
 
 __all__ = ["OuterStep"]
@@ -38,7 +38,7 @@ class OuterStep:
 
     def weigh(self, weights: Sequence[float], like: Any) -> None:
         """Multiply the changes of each fragment by its weight, before the calls; ``like`` is one of the parameters."""
-        self.weights = float32s(like, weights)
+        self.weights = vector(like, weights, "float32")
         for weight, changes in zip(weights, self.changes.values(), strict=True):
             for change in changes.values():
                 change *= weight

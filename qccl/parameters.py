@@ -10,8 +10,8 @@ from qccl.errors import ArgumentError
 from qccl.scalars import as_integer
 
 __all__ = [
-    *("Form", "copy_of", "difference", "float32s", "form_of", "fragments_of", "mix", "move", "mutable_copy"),
-    *("named", "names_of", "plain", "restored", "times", "zeros_like"),
+    *("Form", "converted", "copy_of", "difference", "form_of", "fragments_of", "mix", "move", "mutable_copy"),
+    *("named", "names_of", "plain", "restored", "row_maxima", "times", "vector", "zeros_like"),
 ]
 
 #: element type and shape
@@ -78,13 +78,24 @@ def zeros_like(array: Any) -> Any:
     return zeros
 
 
-def float32s(like: Any, values: Sequence[float]) -> Any:
-    """A vector of float32 in the library and the memory of ``like``, which has elements."""
-    first = like.reshape(-1)[:1]
-    vector = (first.float() if hasattr(first, "float") else first.astype("float32")).repeat(len(values))
+def converted(array: Any, dtype: str) -> Any:
+    """The values in "float32" or "float64"; the array itself or a copy."""
+    if hasattr(array, "double"):
+        return array.double() if dtype == "float64" else array.float()
+    return array.astype(dtype)
+
+
+def vector(like: Any, values: Sequence[float], dtype: str) -> Any:
+    """A vector of "float32" or "float64" in the library and the memory of ``like``, which has elements."""
+    found = converted(plain(like).reshape(-1)[:1], dtype).repeat(len(values))
     for i, value in enumerate(values):
-        vector[i] = value
-    return vector
+        found[i] = value
+    return found
+
+
+def row_maxima(matrix: Any) -> Any:
+    """The greatest element of each row."""
+    return matrix.amax(-1) if hasattr(matrix, "amax") else matrix.max(-1)
 
 
 def difference(common: Any, local: Any) -> Any:

@@ -24,7 +24,7 @@ __all__ = ["RandomK", "TopK", "index_nbytes"]
 _GREATEST = 3.4028e38
 _SUBNORMAL = 2.0**-149
 #: forms of TopK's values, in the order of their numbers in kernels/codecs/topk/codec.h
-_FORMS = ("exact", "float16", "exp4")
+_FORMS = ("exact", "float16", "exp4", "mean2")
 
 
 def index_nbytes(kept: int, count: int) -> int:
@@ -81,7 +81,9 @@ class TopK(_Sparse):
         block: elements, a multiple of 8 up to 2**24.
         values: "exact": in the call's element type. "float16": 16-bit floats, scaled by a power of two for each block,
             so that no value overflows. "exp4": 4 bits, the sign and the nearest of the block's greatest magnitude times
-            1, 1/2, ..., 1/64; values below 3/4 of the last become 0.
+            1, 1/2, ..., 1/64; values below 3/4 of the last become 0. "mean2": 2 bits, the sign and whether the
+            magnitude lies in the lowest third between the least and the greatest that the block keeps. It decodes to
+            the mean magnitude of the values there, or to that of the others.
 
     Raises CodecError for other values.
 
@@ -101,8 +103,8 @@ class TopK(_Sparse):
 
     def _sections(self, count: int, dtype: DType) -> tuple[int, int]:
         kept = self.kept(count)
-        values = {"exact": kept * dtype.itemsize, "float16": 4 + 2 * kept, "exp4": 4 + -(-kept // 2)}
-        return index_nbytes(kept, count) + values[self.values], 0
+        values = {"float16": 4 + 2 * kept, "exp4": 4 + -(-kept // 2), "mean2": 8 + -(-kept // 4)}
+        return index_nbytes(kept, count) + values.get(self.values, kept * dtype.itemsize), 0
 
     def kernel(self) -> Kernel:
         """The C++ type in ``kernels/codecs/topk/``, and its arguments."""
@@ -115,7 +117,8 @@ class TopK(_Sparse):
         "exact" has none (in the call's type). "float16" rounds to 11 significant bits, or among its subnormals to
         ``2**-24`` of the scaled values, which are multiplied by ``2**14`` over the power of two of the greatest
         magnitude. With "exp4" no power of two is nearer than the one chosen, but for a rounding of the ratio by which
-        it is chosen, and values below 3/4 of the least one become 0.
+        it is chosen, and values below 3/4 of the least one become 0. With "mean2" the distance to the mean of the
+        magnitudes on the same side of the limit, plus that mean's roundings, which are those of OneBit's means.
         """
         import numpy as np
 
@@ -139,6 +142,12 @@ def _form_error(form: str, size: np.ndarray) -> np.ndarray:
     if form == "float16":
         scale = 2.0 ** min(14 - (int(np.frexp(greatest)[1]) - 1), 127)
         np.maximum(size * 2.0**-11, 2.0**-25 / scale, out=bound)
+    elif form == "mean2":
+        low, high = size.min().astype(np.float32), size.max().astype(np.float32)
+        small = size < low + (high - low) * np.float32(1 / 3)  # in fp32 as the encoder does, so the sides are the same
+        for side in (small, ~small):
+            bound[side] = np.abs(size[side] - size[side].mean()) if side.any() else 0.0
+        bound += (min(size.size, 8) + size.size / 2048 + 12) * 2.0**-24 * greatest
     else:
         levels = greatest * 2.0 ** -np.arange(7)
         nearest = np.abs(size[:, None] - levels).min(axis=1) + greatest * 2.0**-20

@@ -44,6 +44,7 @@ TABLE: dict[str, list[Bucketed]] = {
         *(TopK(k, block) for k, block in [(0.01, 8200), (0.999, 1024), (0.002, 65544)]),
         *(TopK(k, block, "float16") for k, block in [(3, 16), (1, 8), (64, 1000), (0.01, 8200)]),
         *(TopK(k, block, "exp4") for k, block in [(3, 16), (8, 8), (0.3, 264), (64, 4096)]),
+        *(TopK(k, block, "mean2") for k, block in [(5, 16), (1, 8), (0.3, 264), (64, 4096), (0.5, 8200)]),
     ],
     "trellis": [Trellis(*parameters) for parameters in TRELLIS],
 }

@@ -28,6 +28,16 @@ def sum_of(x: np.ndarray) -> np.float32:
     return lanes[0]
 
 
+def mean_of(x: np.ndarray, chosen: np.ndarray) -> np.float32:
+    """The mean of the chosen values, whose sum is scaled by a power of two; 0 if there are none."""
+    if not chosen.any():
+        return f32(0)
+    most = abs(x).max()
+    pre = f32(2.0**-64) if most >= f32(2.0**64) else f32(2.0**64) if most < f32(2.0**-64) else f32(1)
+    found = sum_of(np.where(chosen, x, f32(0)) * pre) / f32(chosen.sum())
+    return np.clip(found, -most * pre, most * pre) * (f32(1) / pre)
+
+
 def numbers(*x: float) -> np.ndarray:
     return np.array(x, "<f4").view(np.uint8)
 
@@ -101,21 +111,12 @@ class OneBit(Bucketed):
         return pack((x < 0).astype(np.int64), 1), numbers(*self.sides(x))
 
     def sides(self, x: np.ndarray) -> list[np.float32]:
-        most = abs(x).max()
-        pre = f32(2.0**-64) if most >= f32(2.0**64) else f32(2.0**64) if most < f32(2.0**-64) else f32(1)
-
-        def mean(chosen: np.ndarray) -> np.float32:
-            if not chosen.any():
-                return f32(0)
-            found = sum_of(np.where(chosen, x, f32(0)) * pre) / f32(chosen.sum())
-            return np.clip(found, -most * pre, most * pre) * (f32(1) / pre)
-
         if self.reconstruct == "sign":
             return [f32(1)]
         if self.reconstruct == "scale":
-            return [np.minimum(sum_of(abs(x) * pre) / f32(x.size), most * pre) * (f32(1) / pre)]
+            return [mean_of(abs(x), np.full(x.size, True))]
         if self.reconstruct == "mean":
-            return [mean(x < 0), mean(~(x < 0))]
+            return [mean_of(x, x < 0), mean_of(x, ~(x < 0))]
         ordered = x[np.lexsort((~np.signbit(x), x))]
         least, greatest = ordered[0], ordered[-1]
         return [f32(0.75) * least + f32(0.25) * greatest, f32(0.25) * least + f32(0.75) * greatest]
@@ -301,8 +302,8 @@ class TopK(BlockSparse):
     def sizes(self, count: int, dtype: str) -> tuple[int, int]:
         kept = self.kept(count)
         exact = kept * np.dtype(storage(dtype)).itemsize
-        values = {"exact": exact, "float16": 4 + 2 * kept, "exp4": 4 + (kept + 1) // 2}[self.values]
-        return index_nbytes(kept, count) + values, 0
+        values = {"exact": exact, "float16": 4 + 2 * kept, "exp4": 4 + (kept + 1) // 2, "mean2": 8 + (kept + 3) // 4}
+        return index_nbytes(kept, count) + values[self.values], 0
 
     def encode_bucket(self, x: np.ndarray, dtype: str, counter: RngCounter) -> tuple[np.ndarray, np.ndarray]:
         if not np.isfinite(x).all():
@@ -314,6 +315,11 @@ class TopK(BlockSparse):
         if self.values == "exact":
             return from_float(values, dtype).view(np.uint8)
         greatest = abs(values).max()
+        if self.values == "mean2":
+            least = abs(values).min()
+            large = ~(abs(values) < least + (greatest - least) * f32(1 / 3))
+            means = [mean_of(abs(values), ~large), mean_of(abs(values), large)]
+            return np.concatenate([numbers(*means), pack(large + 2 * (values < 0), 2)])
         if self.values == "float16":
             with np.errstate(under="ignore"):
                 codes = (values * self.scale(greatest)).astype("<f2").view(np.uint8)
@@ -338,6 +344,11 @@ class TopK(BlockSparse):
             return spoiled
         if self.values == "exact":
             return Sparse(indices, to_float(rest.copy().view(storage(dtype)), dtype))
+        if self.values == "mean2":
+            means = rest[:8].copy().view("<f4")
+            if not (np.isfinite(means).all() and (means >= 0).all()):
+                return spoiled
+            return Sparse(indices, np.concatenate([means, -means])[unpack(rest[8:], indices.size, 2)])
         greatest = rest[:4].copy().view("<f4")[0]
         if not (np.isfinite(greatest) and greatest >= 0):
             return spoiled

@@ -5,7 +5,7 @@
 // its negative), or two, the lower side first. They are NaN for a bucket with a NaN or an infinity.
 #pragma once
 
-#include "../../bucket.h"
+#include "../means.h"
 
 namespace QCCL_NAMESPACE {
 
@@ -26,17 +26,6 @@ struct OneBit : CodecDefaults {
     return options.options[0] >= kMean ? 8 : 4;
   }
 
-  // A power of two that keeps a bucket's sums clear of overflow and underflow; `greatest` is the greatest magnitude().
-  QCCL_FN float clear(i32 greatest) {
-    return greatest >= 0x5f800000 ? 0x1p-64f : greatest < 0x1f800000 ? 0x1p64f : 1.0f;
-  }
-
-  // The mean of n values with a given sum, scaled by `pre`; clamped, because rounding must not exceed the greatest value.
-  QCCL_FN float mean_of(float sum, float n, float pre, i32 greatest) {
-    const float mean = sum / n, most = float_of((u32)greatest) * pre;
-    return (mean > most ? most : mean < -most ? -most : mean) * (1.0f / pre);
-  }
-
   // The NaNs are explicit, because devices' arithmetic makes other NaNs.
   QCCL_FN Sides midpoints(const Range& range) {
     if (!is_finite(range.low)) return {float_of(kQuietNan), float_of(kQuietNan)};
@@ -51,9 +40,7 @@ struct OneBit : CodecDefaults {
 
   // The means of the `below` negative values and of the other n - below, from their sums.
   QCCL_FN Sides means(const FloatPair& sums, float below, float n, float pre, i32 greatest) {
-    const float rest = n - below;
-    return {below > 0.0f ? mean_of(sums.first, below, pre, greatest) : 0.0f,
-            rest > 0.0f ? mean_of(sums.second, rest, pre, greatest) : 0.0f};
+    return {mean_of(sums.first, below, pre, greatest), mean_of(sums.second, n - below, pre, greatest)};
   }
 
   QCCL_FN void store_sides(u32 reconstruct, const Sides& sides, u8* meta) {
@@ -78,7 +65,7 @@ struct OneBit : CodecDefaults {
     const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
     if (greatest >= kInfinite) return {nan, nan};
     if (reconstruct == kSign) return {-1.0f, 1.0f};
-    const float pre = clear(greatest);
+    const float pre = sum_scale(greatest);
     if (reconstruct == kScale) {
       const float sum = team.sum(n, [&](i32 i) { return absolute(x[i]) * pre; });
       const float mean = mean_of(sum, (float)n, pre, greatest);

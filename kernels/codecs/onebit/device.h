@@ -75,11 +75,11 @@ struct OneBitCoder {
     }
     const float nan = float_of(kQuietNan);
     const i32 greatest = greatest_magnitude(keys);
-    const float pre = OneBit::clear(greatest);
+    const float pre = sum_scale(greatest);
     OneBit::Sides sides = {-1.0f, 1.0f};
     if constexpr (Reconstruct == OneBit::kScale) {
       const float sum = sum_values<T, S>(x, unit, [=](float y) { return absolute(y) * pre; });
-      sides.upper = OneBit::mean_of(sum, (float)unit.size, pre, greatest);
+      sides.upper = mean_of(sum, (float)unit.size, pre, greatest);
     } else if constexpr (Reconstruct == OneBit::kMean) {
       const FloatPair sums = sum_values<T, S>(x, unit, [=](float y) { return OneBit::terms(y, pre); });
       const float below = (float)count_values<T, S>(x, unit, [](float y) { return y < 0.0f; });

@@ -151,9 +151,9 @@ bool onebit_encode(const typename T::Storage* x, u32 n, u8* codes, OneBit::Sides
     sides = {-1.0f, 1.0f};
     return true;
   }
-  if (OneBit::clear(greatest) != 1.0f) return false;
+  if (sum_scale(greatest) != 1.0f) return false;
   if constexpr (Reconstruct == OneBit::kScale) {
-    const float mean = OneBit::mean_of(folded(survey.first), (float)n, 1.0f, greatest);
+    const float mean = mean_of(folded(survey.first), (float)n, 1.0f, greatest);
     sides = {-mean, mean};
   } else {
     const float below = (float)ones(codes, n);
