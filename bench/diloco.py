@@ -30,10 +30,10 @@ from typing import Any
 
 import click
 import numpy as np
-from local_training import local_recipe, outer_of, replayed_step
 from runs import MARK, document_table, machine, print_table, rewrite_table, run_ranks
 from training_rank import EXAMPLES, POSITIONS, sent_nbytes_behind
 from training_report import MODELS, network_of
+from without_ddp import local_recipe, outer_of, replayed_local_step
 
 import qccl
 
@@ -147,7 +147,7 @@ def _time(task: dict[str, Any], comm: qccl.Communicator) -> dict[str, Any]:
     period = task["way"][0]
     params = [np.zeros(shape, np.float32) for shape in task["shapes"]]
     outer = outer_of(comm, params, _method(task))
-    step = replayed_step(outer, params, task["compute"], comm.rank)
+    step = replayed_local_step(outer, params, task["compute"], comm.rank)
 
     def block(with_outer_steps: bool) -> float:
         comm.barrier()

@@ -1,8 +1,9 @@
 """Time to the same quality behind slow links: ``python bench/train_slow_link.py`` (takes hours; needs root).
 
 It trains a model of docs/examples on 4 ranks, with PyTorch's DistributedDataParallel, its own hooks (fp16, PowerSGD),
-qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), and DiLoCo
-("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps).
+qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and the codec of the factors), DiLoCo
+("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps), SparseLoCo
+("sparseloco:period=15") and DeMo ("demo:lr=0.001,values=exp4").
 ``--model`` says which: word_gpt, a GPT of words with AdamW, or byte_model, a model of bytes with SGD. The batch, the
 schedule, the learning rate and the number of steps are the model's, and the same for all methods.
 Sections:
@@ -46,8 +47,8 @@ from typing import Any
 
 import click
 import training_report
-from local_training import is_local
 from runs import machine, rewrite_table, run_ranks, run_undisturbed
+from without_ddp import is_local, is_without_ddp
 
 __all__ = ["limit"]
 
@@ -189,8 +190,11 @@ def _step(ranks: int, method: str, link: str | None, compute: dict[str, Any], un
     del found["compute"]
     network = training_report.network_of(link) if link else None
     rate, delay = (network.slowest.rate, network.delay or 0.0) if network and network.slowest else (math.inf, 0.0)
-    if is_local(method):  # outer steps overlap the local ones
-        found["limit"] = max(training_report.computation({"compute": compute}), found["nbytes"] / rate)
+    computation = training_report.computation({"compute": compute})
+    if is_local(method):  # outer steps may overlap the local ones
+        found["limit"] = max(computation, found["nbytes"] / rate)
+    elif is_without_ddp(method):
+        found["limit"] = computation + found["nbytes"] / rate + delay
     else:
         found["limit"] = limit(compute, found["nbytes"], rate, delay)
     return found

@@ -1,7 +1,7 @@
 """One rank of bench/train_slow_link.py, which starts this script: ``python bench/training_rank.py TASK``.
 
 A method is "fp32", "fp16", "powersgd:RANK" (PyTorch's own), a codec of qccl, "low_rank:RANK:CODEC", which is
-``compress(low_rank=RANK, codec=CODEC)``, or "diloco:OPTIONS:CODEC", which is ``qccl.DiLoCo(codec=CODEC, OPTIONS)``.
+``compress(low_rank=RANK, codec=CODEC)``, or one of without_ddp.py, such as "diloco:OPTIONS:CODEC".
 "CODEC@25" sends the first 25 steps as they are: ``compress(warmup_steps=25)``.
 """
 
@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from local_training import is_local, local_recipe, options_of, outer_of, replayed_step
 from runs import MARK
 from training_report import computation, network_of
+from without_ddp import is_without_ddp, recipe_with, step_of
 
 import qccl
 from qccl.bench.lab import sent_nbytes, shaped_nbytes
@@ -88,9 +88,8 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
     recipe = importlib.import_module(task["model"])
     torch.manual_seed(task["seed"])
     model, number = recipe.make_model(), dist.get_rank()
-    if is_local(task["method"]):
-        comm = qccl.Communicator.from_torch()
-        recipe = local_recipe(recipe, outer_of(comm, list(model.parameters()), task["method"]))
+    if is_without_ddp(task["method"]):
+        recipe = recipe_with(recipe, qccl.Communicator.from_torch(), model, task["method"])
     else:
         model = _wrapped(model, task["method"])
     begin = time.monotonic()
@@ -170,16 +169,14 @@ def _measure_step(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _step_of(task: dict[str, Any]) -> tuple[Callable[[], None], int]:
-    """A function that takes a step, and how many steps are timed together: for DiLoCo those of a period."""
-    import numpy as np
+    """A function that takes a step, and how many steps are timed together."""
     import torch
     import torch.distributed as dist
 
     compute = task["compute"]
-    if is_local(task["method"]):
-        params = [np.zeros(shape, np.float32) for shape, _ in reversed(compute["ready"])]
-        outer = outer_of(qccl.Communicator.from_torch(), params, task["method"])
-        return replayed_step(outer, params, computation(task), dist.get_rank()), options_of(task["method"])["period"]
+    if is_without_ddp(task["method"]):
+        shapes = [shape for shape, _ in reversed(compute["ready"])]
+        return step_of(qccl.Communicator.from_torch(), shapes, task["method"], computation(task), dist.get_rank())
     model = _wrapped(_replay(compute["ready"]), task["method"], task["link"])
 
     def step() -> None:

@@ -1,0 +1,147 @@
+"""The methods of this folder's trainings that need no DistributedDataParallel: DiLoCo, SparseLoCo and DeMo.
+
+- "diloco:OPTIONS:CODEC", such as "diloco:period=8,fragments=2,delay=3:trellis2+ef": ``qccl.DiLoCo``;
+- "sparseloco:OPTIONS": ``qccl.DiLoCo.sparseloco``;
+- "demo:OPTIONS", such as "demo:lr=0.001,values=exp4": ``qccl.DeMo`` in place of the recipe's optimiser. Its learning
+  rate rises as the recipe's does.
+
+OPTIONS are keyword arguments with commas between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+import qccl
+
+__all__ = ["is_local", "is_without_ddp", "local_recipe", "outer_of", "recipe_with", "replayed_local_step", "step_of"]
+
+#: local steps between two changes of the parameters while steps are timed
+_EVERY = 5
+#: steps of DeMo that are timed together
+_TOGETHER = 4
+
+
+def is_local(method: str) -> bool:
+    """Whether ranks of this method train alone between outer steps."""
+    return method.startswith(("diloco:", "sparseloco:"))
+
+
+def is_without_ddp(method: str) -> bool:
+    """Whether this module has the method."""
+    return is_local(method) or method.startswith("demo:")
+
+
+def _options(text: str) -> dict[str, Any]:
+    return {name: _value(value) for name, value in (option.split("=") for option in text.split(","))}
+
+
+def _value(text: str) -> int | float | str:
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def recipe_with(recipe: Any, comm: qccl.Communicator, model: Any, method: str) -> Any:
+    """A recipe of docs/examples that trains ``model`` by a method."""
+    if is_local(method):
+        return local_recipe(recipe, outer_of(comm, list(model.parameters()), method))
+    demo = _demo_of(comm, list(model.parameters()), method)
+    rate = demo.lr
+
+    def optimizer_of(model: Any) -> Any:
+        return SimpleNamespace(param_groups=[{"lr": recipe.RATE}], zero_grad=model.zero_grad, step=demo.step)
+
+    def update(model: Any, optimizer: Any) -> None:
+        demo.lr = rate * optimizer.param_groups[0]["lr"] / recipe.RATE
+        recipe.update(model, optimizer)
+
+    return SimpleNamespace(**{**vars(recipe), "optimizer_of": optimizer_of, "update": update})
+
+
+def outer_of(comm: qccl.Communicator, params: Any, method: str) -> qccl.DiLoCo:
+    """DiLoCo or SparseLoCo as a method says."""
+    kind, _, rest = method.partition(":")
+    options, _, codec = rest.partition(":")
+    if kind == "sparseloco":
+        return qccl.DiLoCo.sparseloco(comm, params, **_options(options))
+    return qccl.DiLoCo(comm, params, codec=codec, **_options(options))
+
+
+def _demo_of(comm: qccl.Communicator, params: Any, method: str) -> qccl.DeMo:
+    return qccl.DeMo(comm, params, **_options(method.removeprefix("demo:")))
+
+
+def local_recipe(recipe: Any, outer: qccl.DiLoCo) -> Any:
+    """A recipe whose updates count as local steps, and whose quality is the common parameters'."""
+
+    def update(model: Any, optimizer: Any) -> None:
+        recipe.update(model, optimizer)
+        outer.after_local_step()
+
+    def quality(model: Any, data: Any, positions: int) -> float:
+        own = [p.detach().clone() for p in model.parameters()]
+        _write(model, outer.common)
+        found = recipe.quality(model, data, positions)
+        _write(model, own)
+        return float(found)
+
+    return SimpleNamespace(**{**vars(recipe), "update": update, "quality": quality})
+
+
+def _write(model: Any, values: Sequence[Any]) -> None:
+    for p, value in zip(model.parameters(), values, strict=True):
+        p.data.copy_(value)
+
+
+def step_of(
+    comm: qccl.Communicator, shapes: Sequence[Sequence[int]], method: str, seconds: float, rank: int
+) -> tuple[Callable[[], None], int]:
+    """A function that takes a step of a method, and how many steps are timed together: for DiLoCo those of a period.
+
+    A step sleeps ``seconds`` in place of computing.
+    """
+    params = [np.zeros(shape, np.float32) for shape in shapes]
+    if is_local(method):
+        outer = outer_of(comm, params, method)
+        return replayed_local_step(outer, params, seconds, rank), int(_options(method.split(":")[1])["period"])
+    demo, rng = _demo_of(comm, params, method), np.random.default_rng(rank)
+    gradients = [rng.standard_normal(p.shape, np.float32) for p in params]
+
+    def step() -> None:
+        time.sleep(seconds)
+        demo.step(gradients)
+
+    return step, _TOGETHER
+
+
+def replayed_local_step(
+    outer: qccl.DiLoCo, params: Sequence[np.ndarray[Any, Any]], seconds: float, rank: int
+) -> Callable[..., None]:
+    """A function that takes a local step, with or without DiLoCo, and sleeps ``seconds`` in place of computing.
+
+    Some steps change the parameters, as a codec's time may depend on its values.
+    """
+    rng = np.random.default_rng(rank)
+    changes = [rng.standard_normal(p.shape, np.float32) * np.float32(1e-3) for p in params]
+    taken = 0
+
+    def step(with_outer_steps: bool = True) -> None:
+        nonlocal taken
+        time.sleep(seconds)
+        if taken % _EVERY == 0:
+            for p, change in zip(params, changes, strict=True):
+                p += change
+        taken += 1
+        if with_outer_steps:
+            outer.after_local_step()
+
+    return step
