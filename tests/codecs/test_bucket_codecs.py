@@ -219,7 +219,7 @@ def test_topk_of_few_magnitudes(k: int, magnitudes: int) -> None:
 
 @pytest.mark.parametrize("codec", [TopK(164), TopK(64, 4096, "exp4")], ids=lambda codec: codec.spec)
 def test_buckets_around_the_caches_leave_nothing_to_the_next_one(codec: TopK) -> None:
-    """The host decodes 2**20 floats or more by way of one bucket's memory; here some buckets are invalid, or not finite."""
+    """The host decodes 2**20 floats or more by way of one bucket's memory; here two buckets are invalid or infinite."""
     rng, count = np.random.default_rng(1), (1 << 20) + 5
     x, before = (rng.standard_normal(count).astype(np.float32) for _ in range(2))
     x[3 * codec.bucket] = np.inf
