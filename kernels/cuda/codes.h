@@ -153,12 +153,13 @@ QCCL_FN void store_codes(u8* wire, const Unit& unit, const Pieces<Bits, T, S>& p
 }
 
 // Loads codes from the wire of the call; those outside the unit are undefined. All lanes of the warp take part. A direct
-// piece that is partly outside the unit is loaded whole: the wire has 8 bytes or more behind the codes.
+// piece that is partly outside the unit is loaded whole if a meta section follows, which begins at a multiple of 4 bytes
+// and has 4 or more. Codes of 16 bits have none: the wire may end behind the last code.
 template <int Bits, class T, class S>
 QCCL_FN void load_codes(const u8* wire, const Unit& unit, Pieces<Bits, T, S>& pieces) {
   using P = Piece<Bits, T>;
   if constexpr (P::direct && !kTransposed<Bits, T, S>) {
-    if (is_aligned(wire, P::bits / 8)) {
+    if (is_aligned(wire, P::bits / 8) && (Bits < 16 || is_whole<T>(unit))) {
       using Direct = UnsignedOf<P::bits / 8>;
       const Direct* from = reinterpret_cast<const Direct*>(wire + piece_offset<Bits, T, S>(unit));
 #pragma unroll

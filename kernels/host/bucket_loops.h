@@ -142,16 +142,15 @@ struct OneBucket {
     Codec::template decode<T>(team, format.options, counter, codes, meta, n, take);
   }
 
-  // The same to the caller's output, where every NaN becomes the quiet one.
+  // The same to the caller's output, where every NaN becomes the quiet one; a sparse codec adds the elements that it has.
   QCCL_LOOP static void decode_to_values(const Format& format, const u8* wire, u64 b, const RngCounter& counter, float* y) {
     const HostTeam team(wire + Format::nbytes(format));
     const u8 *codes = wire + Format::codes_of(format, b), *meta = wire + Format::meta_of(format, b);
-    const u32 n = Format::size_of(format, b);
-    if (Codec::sparse) __builtin_memset(y, 0, n * sizeof *y);
     const auto take = [y](i32 i, float value) QCCL_INLINE {
-      y[i] = is_nan(value) ? float_of(kQuietNan) : Codec::sparse ? 0.0f + value : value;
+      const float x = Codec::sparse ? y[i] + value : value;
+      y[i] = is_nan(x) ? float_of(kQuietNan) : x;
     };
-    Codec::template decode<T>(team, format.options, counter, codes, meta, n, take);
+    Codec::template decode<T>(team, format.options, counter, codes, meta, Format::size_of(format, b), take);
   }
 
   QCCL_LOOP static void encode(const Format& format, const float* x, u64 b, const RngCounter& counter, u8* wire, float* scratch) {
@@ -174,6 +173,7 @@ struct BucketOfElements {
   static void decode(const Format& format, const u8* wire, u64 b, const RngCounter& counter, [[maybe_unused]] float* scratch,
                      Storage* to) {
     if constexpr (T::code == Float32::code) {
+      if (Codec::sparse) __builtin_memset(to, 0, Format::size_of(format, b) * sizeof *to);
       Bucket::decode_to_values(format, wire, b, counter, to);
     } else {
       Bucket::decode(format, wire, b, counter, false, scratch);
@@ -218,15 +218,17 @@ struct BucketLoops {
     const Format format = Format::make(options, args.count);
     float *total = part(format, args.scratch, 0), *term = part(format, args.scratch, 1);
     const bool streamed = !args.accumulate && streams<Codec, T>(args.count, element<T>(args.dst, 0));
+    if (streamed) __builtin_memset(total, 0, smaller(format.bucket, format.count) * sizeof *total);
     for (u64 b = args.buckets.first; b < args.buckets.last; ++b) {
       const u64 first = Format::first_of(format, b);
       const u32 n = Format::size_of(format, b);
       Storage* dst = element<T>(args.dst, first);
       const RngCounter counter = counter_at(args.counter, first);
-      if constexpr (T::code == Float32::code) {
-        if (streamed) {
-          Elements::template decode<Bucket>(format, args.wire, b, counter, term, total);
-          stream_floats(total, n, dst);
+      if constexpr (Codec::sparse && T::code == Float32::code) {
+        if (streamed || args.accumulate) {
+          if (args.accumulate) make_nans_quiet(dst, n);
+          Bucket::decode_to_values(format, args.wire, b, counter, streamed ? total : dst);
+          if (streamed) move_floats(total, n, dst);
           continue;
         }
       }

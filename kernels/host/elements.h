@@ -114,13 +114,29 @@ QCCL_FN void store_values(const f32xN& x, typename T::Storage* to, u32 lanes) {
   __builtin_memcpy(to, some, lanes * sizeof some[0]);
 }
 
-// Copies n floats without bringing `to`, which is aligned to 16 bytes, into the caches. stop_streaming() follows.
-static inline void stream_floats(const float* from, u32 n, float* to) {
+// Replaces NaNs in memory, and stores nothing where there is none. It prefetches 4 KiB ahead, beyond n, too: memory then loads
+// the next bucket while the processor decodes this one. (A prefetch of an address that does not exist does nothing.)
+QCCL_LOOP static inline void make_nans_quiet(float* x, u32 n) {
+  u32 i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    __builtin_prefetch(x + i + 1024, 1);
+    const f32xN values = load_lanes<float>(x + i);
+    if (bits_of(is_nan(values))) store_lanes(quiet_nans(values), x + i);
+  }
+  for (; i < n; ++i) x[i] = is_nan(x[i]) ? float_of(kQuietNan) : x[i];
+}
+
+// Copies n floats without bringing `to`, which is aligned to 16 bytes, into the caches, and leaves zeros in their place.
+// stop_streaming() follows.
+QCCL_LOOP static inline void move_floats(float* from, u32 n, float* to) {
   u32 i = 0;
 #if defined(__SSE2__)
-  for (; i + 4 <= n; i += 4) _mm_stream_ps(to + i, _mm_loadu_ps(from + i));
+  for (; i + 16 <= n; i += 16) {
+    for (u32 j = i; j < i + 16; j += 4) _mm_stream_ps(to + j, _mm_loadu_ps(from + j));
+    store_lanes(all_lanes(0.0f), from + i);
+  }
 #endif
-  for (; i < n; ++i) to[i] = from[i];
+  for (; i < n; ++i) to[i] = from[i], from[i] = 0.0f;
 }
 
 // Orders streamed stores before later ones, as other threads see them.

@@ -206,4 +206,66 @@ QCCL_FN Lanes<E> greatest(Lanes<E> a, const Lanes<E>& b) {
   return a;
 }
 
+// The sum of the lanes, and the greatest of them.
+QCCL_FN i32 sum_of_lanes(const i32xN& x) {
+#if defined(QCCL_AVX512)
+  return _mm512_reduce_add_epi32((__m512i)x.part[0]);
+#else
+  i32xN::Part sums = x.part[0];
+  for (u32 p = 1; p < kParts; ++p) sums += x.part[p];
+  i32 sum = 0;
+  for (u32 i = 0; i < kRegisterBytes / 4; ++i) sum += sums[i];
+  return sum;
+#endif
+}
+QCCL_FN i32 greatest_lane(const i32xN& x) {
+#if defined(QCCL_AVX512)
+  return _mm512_reduce_max_epi32((__m512i)x.part[0]);
+#else
+  alignas(64) i32 lanes[kLanes];
+  store_lanes(x, lanes);
+  for (u32 i = 1; i < kLanes; ++i) lanes[0] = lanes[i] > lanes[0] ? lanes[i] : lanes[0];
+  return lanes[0];
+#endif
+}
+
+#if defined(QCCL_AVX2)
+// For each mask of eight lanes, the numbers of its lanes as bytes, lowest first. (The instruction pext would make them, but
+// takes hundreds of cycles on AMD's Zen 2.)
+struct LanesOfMask {
+  u64 lanes[256] = {};
+
+  constexpr LanesOfMask() {
+    for (u32 mask = 0; mask < 256; ++mask) {
+      u32 at = 0;
+      for (u64 i = 0; i < 8; ++i) {
+        if (mask >> i & 1) lanes[mask] |= i << 8 * at++;
+      }
+    }
+  }
+};
+#endif
+
+// Stores `first` + i for each lane i of the mask, one after the other, and may write to all sixteen places; returns how many.
+QCCL_FN u32 store_numbers(const Mask& mask, u32 first, u32* to) {
+#if defined(QCCL_AVX512)
+  _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(mask, (__m512i)(lane_numbers() + first).part[0]));
+  return (u32)__builtin_popcount(mask);
+#elif defined(QCCL_AVX2)
+  static constexpr LanesOfMask table;
+  u32 count = 0;
+  for (u32 p = 0; p < kParts; ++p) {
+    const u32 bits = (u32)_mm256_movemask_ps((__m256)mask.part[p]);
+    const __m256i lanes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(table.lanes + bits)));
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + count), _mm256_add_epi32(lanes, _mm256_set1_epi32((i32)(first + 8 * p))));
+    count += (u32)__builtin_popcount(bits);
+  }
+  return count;
+#else
+  u32 count = 0;
+  for (u32 bits = bits_of(mask); bits; bits &= bits - 1) to[count++] = first + (u32)__builtin_ctz(bits);
+  return count;
+#endif
+}
+
 }  // namespace QCCL_NAMESPACE

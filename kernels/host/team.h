@@ -166,13 +166,12 @@ class HostTeam {
           keys[g] = k > keys[g] ? k : keys[g];
         }
       }
-      bound = reached_by(keys, (u32)groups, keep, kCoarse);
-      bound = bound > 1 ? bound : 1;
+      bound = reached_by(keys, (u32)groups, keep, keep / 8, 1);
     }
     const u32 count = filter(n, bound, key, found);
     if (count <= keep) return with_zeros(found, count, keep, reinterpret_cast<u32*>(keys));
     for (u32 c = 0; c < count; ++c) keys[c] = key((i32)found[c]);
-    const i32 least = reached_by(keys, count, keep, 0);
+    const i32 least = reached_by(keys, count, keep, 0, bound);
     u32 ties = keep;  // elements whose key is `least` that are kept
     for (u32 c = 0; c < count; ++c) ties -= keys[c] > least;
     u32 chosen = 0;
@@ -259,30 +258,30 @@ class HostTeam {
   }
 
   static constexpr i32 kStage = 256;
-  static constexpr u32 kCoarse = 14;  // lowest bits of a first bound that are zero
 
-  // The greatest number that at least `keep` of n keys reach, but with its `coarse` lowest bits zero. Keys up to a multiple
-  // of kLanes are overwritten.
-  QCCL_LOOP static i32 reached_by(i32* keys, u32 n, u32 keep, u32 coarse) {
+  // A number that `keep` to `keep` + `more` of the n keys reach; if there is none, because keys are equal, the greatest that
+  // at least `keep` reach. All keys reach `least`. Keys up to a multiple of kLanes are overwritten.
+  QCCL_LOOP static i32 reached_by(i32* keys, u32 n, u32 keep, u32 more, i32 least) {
     for (u32 i = n; i % kLanes; ++i) keys[i] = -1;
-    i32 bound = 0;
-    for (i32 bit = 30; bit >= (i32)coarse; --bit) {
-      const i32xN below = all_lanes((bound | 1 << bit) - 1), minus_one = all_lanes(-1);
+    i32xN lowest = all_lanes(0x7fffffff), highest = all_lanes(least);
+    for (u32 i = 0; i < n; i += kLanes) {
+      lowest = QCCL_NAMESPACE::least(lowest, load_lanes<i32>(keys + i));
+      highest = QCCL_NAMESPACE::greatest(highest, load_lanes<i32>(keys + i));
+    }
+    const i32 all_reach = -greatest_lane(all_lanes(0) - lowest);
+    u32 reached = (u32)(all_reach > least ? all_reach : least), beyond = (u32)greatest_lane(highest) + 1;
+    while (beyond - reached > 1) {
+      const u32 middle = reached + (beyond - reached) / 2;
+      const i32xN below = all_lanes((i32)middle - 1), minus_one = all_lanes(-1);
       i32xN counts = all_lanes(0);
       for (u32 i = 0; i < n; i += kLanes) {
         counts = subtract_where(is_less(below, load_lanes<i32>(keys + i)), counts, minus_one);
       }
-      if (sum_of_lanes(counts) >= keep) bound |= 1 << bit;
+      const u32 count = (u32)sum_of_lanes(counts);
+      if (count >= keep && count <= keep + more) return (i32)middle;
+      (count > keep ? reached : beyond) = middle;
     }
-    return bound;
-  }
-
-  QCCL_FN u32 sum_of_lanes(const i32xN& x) {
-    alignas(64) u32 lanes[kLanes];
-    store_lanes(x, lanes);
-    u32 sum = 0;
-    for (u32 i = 0; i < kLanes; ++i) sum += lanes[i];
-    return sum;
+    return (i32)reached;
   }
 
   // Stores `keep` indices to `to`, in ascending order: the `count` indices found, which ascend, and the lowest others.
@@ -300,19 +299,18 @@ class HostTeam {
     return to;
   }
 
-  // Stores the indices of the elements whose key is not below `least`, which is not negative; returns their number.
+  // Stores the indices of the elements whose key is not below `least`, which is 1 or more; returns their number. Sixteen may
+  // be stored behind the last one.
   template <class Key>
   QCCL_MEMBER static u32 filter(u32 n, i32 least, const Key& key, u32* to) {
     u32 count = 0;
     i32 first = 0;
-    alignas(64) i32 keys[kStage], below[kLanes];
-    for (i32 j = 0; j < (i32)kLanes; ++j) below[j] = least - 1;
+    alignas(64) i32 keys[kStage];
     for (; (i32)n - first >= kStage; first += kStage) {
       for (i32 j = 0; j < kStage; ++j) keys[j] = key(first + j);
       for (i32 j = 0; j < kStage; j += kLanes) {
-        for (u32 bits = bits_of(is_less(load_lanes<i32>(below), load_lanes<i32>(keys + j))); bits; bits &= bits - 1) {
-          to[count++] = (u32)(first + j + __builtin_ctz(bits));
-        }
+        const Mask enough = is_less(all_lanes(least - 1), load_lanes<i32>(keys + j));
+        count += store_numbers(enough, (u32)(first + j), to + count);
       }
     }
     for (; first < (i32)n; ++first) {

@@ -206,6 +206,35 @@ def test_topk_of_values_that_are_mostly_zeros(n: int, missing: int) -> None:
     assert wire[-4 * k :].tobytes() == x[chosen].tobytes()
 
 
+@pytest.mark.parametrize("magnitudes", [1, 2, 3, 20])
+@pytest.mark.parametrize("k", [1, 100, 164, 3000])
+def test_topk_of_few_magnitudes(k: int, magnitudes: int) -> None:
+    """Many ties: no bound separates exactly the elements that are kept, and the first ones are."""
+    rng = np.random.default_rng([k, magnitudes])
+    levels = (2.0 ** rng.integers(-149, 127, magnitudes)).astype(np.float32)
+    x = rng.choice(levels, 16384) * rng.choice(np.array([-1, 1], np.float32), 16384)
+    codec = TopK(k)
+    assert_same_bits(kernel_calls.encode(codec, x, "float32", RngCounter()), oracle.encode(codec, x, "float32"), "wire")
+
+
+@pytest.mark.parametrize("codec", [TopK(164), TopK(64, 4096, "exp4")], ids=lambda codec: codec.spec)
+def test_buckets_around_the_caches_leave_nothing_to_the_next_one(codec: TopK) -> None:
+    """The host decodes 2**20 floats or more by way of one bucket's memory; here two buckets are invalid or infinite."""
+    rng, count = np.random.default_rng(1), (1 << 20) + 5
+    x, before = (rng.standard_normal(count).astype(np.float32) for _ in range(2))
+    x[3 * codec.bucket] = np.inf
+    before[::5003] = np.array([0xFFC12345], np.uint32).view(np.float32)
+    wire = oracle.encode(codec, x, "float32")
+    stride = kernel_calls.wire_nbytes(codec, codec.bucket, "float32")
+    wire[5 * stride : 6 * stride] = rng.integers(0, 256, stride, np.uint8)
+    for add_to in (None, before):
+        found = kernel_calls.decode(codec, wire, count, "float32", add_to)
+        assert np.isnan(found[3 * codec.bucket : 4 * codec.bucket]).all()
+        assert_same_bits(
+            found, oracle.decode(codec, wire, count, "float32", add_to), f"values, added {add_to is before}"
+        )
+
+
 @pytest.mark.parametrize("op", ["min", "max"])
 @pytest.mark.parametrize("spec", ["topk:k=0.1", "randomk:k=3+ef"])
 def test_sparse_codes_have_no_min_and_no_max(spec: str, op: str) -> None:

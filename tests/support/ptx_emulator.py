@@ -113,7 +113,7 @@ class Machine:
         line = ctypes.c_uint(0)
         message = self._library.ptx_run(
             memory, ctypes.byref(given), parameters, ctypes.c_uint(blocks), ctypes.c_uint(threads), ctypes.c_uint64(seed),  # noqa: E501
-            ctypes.c_uint64(MOST_INSTRUCTIONS), ctypes.byref(line),
+            ctypes.c_uint64(MOST_INSTRUCTIONS), ctypes.c_void_p(kernel.executed.ctypes.data), ctypes.byref(line),
         )  # fmt: skip
         if message is not None:
             raise Fault(f"{message.decode()}: {kernel.text_of(line.value)}")
@@ -161,6 +161,11 @@ class PtxEmulator:
         """A kernel's PTX: what is between its braces."""
         module, mangled = self._modules[name]
         return module.entries[mangled].body
+
+    def executed_lines(self, name: str) -> list[int]:
+        """The numbers of the lines of a kernel's text() that a run without ``edited`` has executed."""
+        kernel = self._kernel(name, {})
+        return (np.flatnonzero(kernel.executed) - kernel.first_line).tolist()
 
     def _kernel(self, name: str, edited: Mapping[str, str]) -> Kernel:
         module, mangled = self._modules[name]

@@ -161,7 +161,8 @@ class Program:
         self.tables: dict[str, np.ndarray] = {}
         entry = module.entries[name]
         body = entry.body if body is None else body
-        self._body, self._first_line = body, entry.line
+        self._body, self.first_line = body, entry.line
+        self.executed = np.zeros(entry.line + body.count("\n") + 1, np.uint8)  # 1 for each line of the module that ran
         self._parameters, self.parameter_nbytes = _parameters(entry.parameters)
         self._rows: list[tuple[object, ...]] = []
         self._labels: dict[str, int] = {}
@@ -468,7 +469,7 @@ class Program:
 
     def text_of(self, line: int) -> str:
         """A line of the module, in the kernel."""
-        return self._body.split("\n")[line - self._first_line].strip()
+        return self._body.split("\n")[line - self.first_line].strip()
 
 
 def _parameters(text: str) -> tuple[dict[str, int], int]:

@@ -52,9 +52,8 @@ class Arrays:
 
     @property
     def extents(self) -> list[tuple[int, int]]:
-        """The address and the bytes of each array up to the next multiple of 8: kernels load whole pieces of a wire."""
-        begins = [(self.addresses[number] + offset, nbytes) for number, offset, nbytes in self._places]
-        return [(begin, nbytes + -(begin + nbytes) % 8) for begin, nbytes in begins]
+        """The address and the bytes of each array: kernels access nothing else."""
+        return [(self.addresses[number] + offset, nbytes) for number, offset, nbytes in self._places]
 
     def take(self, span: Span, dtype: type[np.generic]) -> np.ndarray:
         number, offset, nbytes = self._places[int(span.buffer.split()[1])]

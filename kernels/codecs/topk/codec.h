@@ -74,11 +74,11 @@ struct TopK : CodecDefaults {
     const u32 keep = (u32)kept(options, n);
     const EliasFano indices = EliasFano::make(keep, n);
     u8* values = codes + indices.nbytes();
-    const i32 greatest = team.greatest(n, [&](i32 i) { return magnitude(x[i]); });
+    const u32* chosen = team.select(n, keep, [&](i32 i) { return magnitude(x[i]); });
+    const i32 greatest = team.greatest(keep, [&](i32 j) { return magnitude(x[chosen[j]]); });
     if (greatest >= kInfinite) {
       return team.each((u32)(indices.nbytes() + values_nbytes<T>(options, keep)), [&](i32 i) { codes[i] = 0; });
     }
-    const u32* chosen = team.select(n, keep, [&](i32 i) { return magnitude(x[i]); });
     indices.encode(team, chosen, codes);
     if (form(options) == TopKValues::exact) {
       return team.each(keep, [&](i32 j) { store_element<T>(values, j, x[chosen[j]]); });
