@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from qccl.arguments import CodecLike, count_of, timeout_of
 from qccl.codecs import NoCodec
 from qccl.communicator import Communicator
+from qccl.costs.grouping import GROUP_NBYTES
 from qccl.errors import ArgumentError, MismatchError, QcclError
 from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
 from qccl.torch.groups import ParameterGroup, Policy, form_groups, rank_within, table
@@ -59,7 +60,7 @@ def compress(
     low_rank: int = 0,
     step_bytes: int | None = None,
     warmup_steps: int = 0,
-    group_bytes: int = 4 << 20,
+    group_bytes: int = GROUP_NBYTES,
     comm: Communicator | None = None,
     timeout: float | None = None,
     trace: list[TraceEvent] | None = None,

@@ -14,6 +14,7 @@ from qccl import codecs, dtypes
 from qccl.arguments import CodecLike
 from qccl.codecs import Codec, Momentum, NoCodec
 from qccl.codecs.feedback import momentum_of
+from qccl.costs.grouping import grouped
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError
 from qccl.torch.factors import matrix_shape
@@ -22,8 +23,6 @@ __all__ = ["ParameterGroup", "Policy", "form_groups", "rank_within", "table"]
 
 #: element types that codecs encode; the process group itself reduces the others
 _ENCODED = (torch.float32, torch.float16, torch.bfloat16)
-#: the most bytes of the first group of a kind: the network is idle until it starts. DDP's first bucket is as large
-_FIRST_BYTES = 1 << 20
 #: factors must have at least so many times fewer elements than the matrix, as in PyTorch's PowerSGD hook
 #: (min_compression_rate)
 _LOW_RANK_GAIN = 2
@@ -167,24 +166,18 @@ class Policy:
 def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: int) -> list[ParameterGroup]:
     """The groups of these parameters, in the order in which a backward pass usually completes them.
 
-    It runs from the last parameter to the first. A group has one element type, one codec and one rank, and at most
-    ``group_bytes`` (the first of its kind also at most 1 MiB) unless it has a single parameter.
+    It runs from the last parameter to the first. A group has one element type, one codec and one rank, and the size
+    that qccl.costs.grouping gives it.
     """
-    parts: list[_Part] = []
-    filling: dict[tuple[torch.dtype, Codec | None, int], _Part] = {}
-    for position, (name, parameter) in enumerate(reversed(list(named))):
-        kind = parameter.dtype, policy.codec_of(name, parameter), policy.rank_of(name, parameter)
-        nbytes = parameter.numel() * parameter.element_size()
-        part = filling.get(kind)
-        if part is None or part.nbytes + nbytes > part.limit:
-            limit = min(group_bytes, _FIRST_BYTES) if part is None else group_bytes
-            part = filling[kind] = _Part(kind[1], kind[2], limit)
-            parts.append(part)
-        part.members.append((name, parameter))
-        part.nbytes += nbytes
-        part.last = position
-    parts.sort(key=lambda part: part.last)
-    return [part.group(f"group {i}") for i, part in enumerate(parts)]
+    order = list(named)[::-1]
+    kinds = [(p.dtype, policy.codec_of(name, p), policy.rank_of(name, p)) for name, p in order]
+    sizes = [p.numel() * p.element_size() for _, p in order]
+    groups = []
+    for i, members in enumerate(grouped(zip(kinds, sizes, strict=True), group_bytes)):
+        names, parameters = zip(*(order[position] for position in members), strict=True)
+        _, codec, rank = kinds[members[0]]
+        groups.append(ParameterGroup(f"group {i}", codec, names, parameters, rank))
+    return groups
 
 
 def rank_within(named: Iterable[tuple[str, Any]], policy: Policy, step_bytes: int) -> int:
@@ -208,23 +201,6 @@ def rank_within(named: Iterable[tuple[str, Any]], policy: Policy, step_bytes: in
             f"as many, or take a codec with fewer bits"
         )
     return rank
-
-
-@dataclass
-class _Part:
-    """A group that is being filled to ``limit`` bytes; ``last`` is its last parameter's place in the backward pass."""
-
-    codec: Codec | None
-    rank: int
-    limit: int
-    members: list[tuple[str, Any]] = field(default_factory=list)
-    nbytes: int = 0
-    last: int = 0
-
-    def group(self, key: str) -> ParameterGroup:
-        """The group of its members."""
-        names, parameters = zip(*self.members, strict=True)
-        return ParameterGroup(key, self.codec, names, parameters, self.rank)
 
 
 def table(groups: Sequence[ParameterGroup]) -> str:

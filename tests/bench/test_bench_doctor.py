@@ -18,13 +18,14 @@ from click.testing import CliRunner, Result
 from qccl import codecs
 from qccl.bench import costs, quality
 from qccl.bench.cli import main
-from qccl.bench.costs import Cost, Speed, Step, cost_of
+from qccl.bench.costs import Cost, cost_of
 from qccl.bench.doctor import measure_speed, parse_count, parse_sizes, recommendation
 from qccl.bench.mpiexec import StartError, find_mpiexec
-from qccl.bench.profile import Gradient, Profile
 from qccl.bench.sizes import parse_link
 from qccl.bench.tcp import congestion_control
-from qccl.bench.timeline import Call, Rank, Segment, step_seconds
+from qccl.costs.profile import Gradient, Profile
+from qccl.costs.step import Speed, Step
+from qccl.costs.timeline import Call, Rank, Segment, step_seconds
 
 ROOT = Path(__file__).parents[2]
 #: seconds per element on one quiet core of the machine of docs/results, with values that no cache holds
