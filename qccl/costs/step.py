@@ -19,7 +19,7 @@ from qccl.collectives.partitions import partition
 from qccl.costs.profile import Profile
 from qccl.costs.tcp_model import Tcp, rate_with_loss, wait_for_losses
 from qccl.costs.timeline import Call, Rank, Segment, step_seconds
-from qccl.dtypes import FLOAT32
+from qccl.dtypes import FLOAT32, DType
 
 __all__ = ["ADD", "BYTE", "COPIED", "LATENCY", "Reduction", "Speed", "Step", "encoded_nbytes", "later", "link_seconds"]
 __all__ += ["predicted", "rank_of", "reduction", "round_nbytes", "sent_nbytes", "two_rounds"]
@@ -112,9 +112,9 @@ class Reduction:
     processor: float
 
 
-def encoded_nbytes(codec: Codec, count: int) -> float:
-    """The encoded bytes of ``count`` float32 elements, the mean of both rounds."""
-    return sum(each.encoded_nbytes(count, FLOAT32) for each in codec.rounds) / 2
+def encoded_nbytes(codec: Codec, count: int, dtype: DType = FLOAT32) -> float:
+    """The encoded bytes of ``count`` elements, the mean of both rounds."""
+    return sum(each.encoded_nbytes(count, dtype) for each in codec.rounds) / 2
 
 
 def sent_nbytes(encoded: float, ranks: int) -> float:
@@ -160,9 +160,11 @@ def two_rounds(step: Step, codec: Codec, count: int, encoded: float, encode: flo
     )
 
 
-def reduction(step: Step, codec: Codec, counts: Sequence[int], ready: float, speed: Speed) -> Reduction:
+def reduction(
+    step: Step, codec: Codec, counts: Sequence[int], ready: float, speed: Speed, dtype: DType = FLOAT32
+) -> Reduction:
     """The call that reduces a group of gradients of so many elements each, which is complete at ``ready``."""
-    count, encoded = sum(counts), sum(encoded_nbytes(codec, each) for each in counts)
+    count, encoded = sum(counts), sum(encoded_nbytes(codec, each, dtype) for each in counts)
     processor = count * (speed.encode + (2 * step.ranks - 1) / step.ranks * speed.decode)
     return Reduction(ready, two_rounds(step, codec, count, encoded, speed.encode, speed.decode), encoded, processor)
 

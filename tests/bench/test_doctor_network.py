@@ -18,7 +18,7 @@ from bench_runs import LAUNCHERS, ROOT
 from click.testing import CliRunner, Result
 
 import qccl
-from qccl.bench import costs, lab, probe_traffic, tcp_model
+from qccl.bench import costs, lab, probe_traffic
 from qccl.bench.advice import Advice, Conditions, advise
 from qccl.bench.cli import main
 from qccl.bench.costs import Cost, call_seconds, cost_of
@@ -27,7 +27,7 @@ from qccl.bench.probe import Pair, Probe, probe
 from qccl.bench.tcp_counters import Counters, counters
 from qccl.costs.profile import Gradient, Profile
 from qccl.costs.step import Speed, Step, rank_of
-from qccl.costs.tcp_model import Tcp, needed_connections, rate_with_loss, wait_for_losses
+from qccl.costs.tcp_model import MAX_LOSS, Tcp, needed_connections, rate_with_loss, wait_for_losses
 from qccl.costs.timeline import Segment, step_seconds
 from qccl.errors import EngineError
 
@@ -78,7 +78,7 @@ def test_without_delay_and_loss_nothing_changes(method: str, tcp: Tcp) -> None:
 @pytest.mark.parametrize("tcp", [Tcp("bbr", 2), Tcp("cubic", 24), Tcp("cubic", 1)], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_more_delay_and_more_loss_take_longer(method: str, tcp: Tcp, ranks: int) -> None:
-    delays, losses = (0.0, 1e-4, 1e-3, 0.01, 0.1, 1.0), (0.0, 1e-5, 1e-4, 1e-3, 0.01, 0.05, tcp_model.MAX_LOSS)
+    delays, losses = (0.0, 1e-4, 1e-3, 0.01, 0.1, 1.0), (0.0, 1e-5, 1e-4, 1e-3, 0.01, 0.05, MAX_LOSS)
     table = [
         [cost(a_step(ranks, delay=delay, loss=loss, tcp=tcp, gloo=tcp), method) for loss in losses] for delay in delays
     ]
