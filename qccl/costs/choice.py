@@ -22,15 +22,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from qccl import codecs
+from qccl.codecs import Codec
 from qccl.costs.grouping import GROUP_NBYTES, grouped
 from qccl.costs.step import COPIED, Reduction, Speed, Step, predicted, reduction
 from qccl.dtypes import FLOAT32, DType
 
-__all__ = ["CANDIDATES", "Choice", "Layer", "choose"]
+__all__ = ["Choice", "Layer", "choose"]
 
-#: the codecs that compress() chooses among, from the most accurate to the one with the fewest bytes
-CANDIDATES = ("none", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis2+ef")
 #: beyond the least lengthening that can be reached, so much is as good as it
 _TOLERANCE = 0.1
 #: the choices of the sequence that are predicted at once, before those between two of them
@@ -57,7 +55,7 @@ class Layer:
     count: int
     ready: float
     norm: float
-    errors: Mapping[str, float]
+    errors: Mapping[Codec, float]
     dtype: DType = FLOAT32
 
 
@@ -66,14 +64,14 @@ class Choice:
     """A codec for each layer.
 
     Attributes:
-        codecs: their specifications, in the order of the layers.
+        codecs: in the order of the layers.
         seconds: the predicted step.
         fits: communication lengthens it by no more than the budget.
         limit: what makes it longer than the computation: "the link's rate", "the link's delay", "encoding and
             decoding"; or "the computation".
     """
 
-    codecs: tuple[str, ...]
+    codecs: tuple[Codec, ...]
     seconds: float
     fits: bool
     limit: str
@@ -81,7 +79,7 @@ class Choice:
 
 def choose(
     layers: Sequence[Layer],
-    speeds: Mapping[str, Speed],
+    speeds: Mapping[Codec, Speed],
     step: Step,
     budget: float,
     group_nbytes: int = GROUP_NBYTES,
@@ -91,7 +89,7 @@ def choose(
     Args:
         layers: in the order in which groups are formed: from the last parameter of the model to the first. Their times
             and ``step.profile.computation`` must be measured on the machine that also encodes.
-        speeds: of each codec that a layer may have, except "none".
+        speeds: of each codec that a layer may have, except NoCodec().
         step: computation and network; its profile's gradients do not count.
         budget: seconds.
         group_nbytes: the most bytes of gradients that one call reduces.
@@ -126,12 +124,12 @@ def _first(low: int, high: int, fits: Callable[[int], bool]) -> int:
 class _Sequence:
     """The choices of codecs, each with one more move of a layer to a cheaper codec."""
 
-    def __init__(self, layers: Sequence[Layer], speeds: Mapping[str, Speed], step: Step, group_nbytes: int) -> None:
+    def __init__(self, layers: Sequence[Layer], speeds: Mapping[Codec, Speed], step: Step, group_nbytes: int) -> None:
         self._layers, self._speeds, self._step, self._group_nbytes = layers, speeds, step, group_nbytes
         self._found: dict[int, float] = {}
         self.moves = self._all_moves()
 
-    def codecs(self, number: int) -> tuple[str, ...]:
+    def codecs(self, number: int) -> tuple[Codec, ...]:
         """The choice after so many moves."""
         chosen = [next(iter(layer.errors)) for layer in self._layers]
         for i, codec in self.moves[:number]:
@@ -156,7 +154,7 @@ class _Sequence:
         name, seconds = min(without.items(), key=lambda item: item[1])
         return name if seconds < now * (1 - _MATTERS) else "the computation"
 
-    def _predicted(self, chosen: Sequence[str], step: Step, speeds: Mapping[str, Speed] | None = None) -> float:
+    def _predicted(self, chosen: Sequence[Codec], step: Step, speeds: Mapping[Codec, Speed] | None = None) -> float:
         """The step by the timeline, with calls for the groups that these codecs form."""
         layers, speeds = self._layers, self._speeds if speeds is None else speeds
         kinds = [(layer.dtype, codec) for layer, codec in zip(layers, chosen, strict=True)]
@@ -167,10 +165,10 @@ class _Sequence:
             dtype, codec = kinds[group[0]]
             ready = max([ready, *(layers[i].ready for i in group)])  # groups start in their order
             counts = [layers[i].count for i in group]
-            calls.append(reduction(step, codecs.get(codec), counts, ready, speeds.get(codec, COPIED), dtype))
+            calls.append(reduction(step, codec, counts, ready, speeds.get(codec, COPIED), dtype))
         return predicted(step, calls)
 
-    def _all_moves(self) -> list[tuple[int, str]]:
+    def _all_moves(self) -> list[tuple[int, Codec]]:
         """The moves by rule 2, as a layer and its new codec."""
         layers = self._layers
         cost = [{codec: self._cost(layer, codec) for codec in layer.errors} for layer in layers]
@@ -181,28 +179,25 @@ class _Sequence:
             ends = accumulate(cost[i][chosen[i]] for i in reversed(order))
             busy = [layers[i].ready + rest for i, rest in zip(reversed(order), ends, strict=True)]
             waiting = order[len(order) - 1 - busy.index(max(busy)) :]
-            best = max((self._gain(i, chosen[i], codec, cost[i]), codec) for i in waiting for codec in layers[i].errors)
-            (_, saved, _, i), codec = best
-            if saved <= 0:
+            possible = ((i, codec) for i in waiting for codec in layers[i].errors)
+            i, codec = max(possible, key=lambda move: self._gain(move[0], chosen[move[0]], move[1], cost[move[0]]))
+            if cost[i][codec] >= cost[i][chosen[i]]:
                 break
             chosen[i] = codec
             moves.append((i, codec))
         return moves
 
-    def _gain(self, i: int, old: str, new: str, cost: Mapping[str, float]) -> tuple[float, float, float, int]:
-        """For the comparison of moves: seconds saved for the error added; seconds; the time when it is ready; the layer.
-
-        No gain where nothing is saved.
-        """
+    def _gain(self, i: int, old: Codec, new: Codec, cost: Mapping[Codec, float]) -> tuple[float, float, float]:
+        """What moves are compared by: the seconds saved for the error added, the seconds saved, when it is ready."""
         layer = self._layers[i]
         saved = cost[old] - cost[new]
         added = (layer.errors[new] ** 2 - layer.errors[old] ** 2) * layer.norm**2
         if saved <= 0:
-            return 0.0, 0.0, 0.0, i
-        return saved / added if added > 0 else float("inf"), saved, layer.ready, i
+            return 0.0, 0.0, 0.0
+        return saved / added if added > 0 else float("inf"), saved, layer.ready
 
-    def _cost(self, layer: Layer, codec: str) -> float:
+    def _cost(self, layer: Layer, codec: Codec) -> float:
         """Seconds that the layer's call occupies the link or, if that is longer, a processor."""
         speed = self._speeds.get(codec, COPIED)
-        call = reduction(self._step, codecs.get(codec), [layer.count], layer.ready, speed, layer.dtype)
+        call = reduction(self._step, codec, [layer.count], layer.ready, speed, layer.dtype)
         return max(2 * call.call.link, call.processor)

@@ -19,17 +19,21 @@ from qccl.dtypes import FLOAT32
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["speed_of"]
+__all__ = ["relative_error", "speed_of"]
 
 #: passes of which the fastest counts: others can only be disturbed ones
 _PASSES = 5
 
 
-def speed_of(codec: Codec, values: NDArray[np.float32]) -> Speed:
-    """Time the codec's kernels on ``values``; an encoder with state updates it.
+def relative_error(codec: Codec, values: NDArray[np.float32]) -> float:
+    """The L2 norm of what one encoding loses, relative to that of the values; 0 where all are zeros."""
+    lost = values - codec.decode(codec.encode(values), values.size, FLOAT32)
+    norm = float(np.linalg.norm(values))
+    return float(np.linalg.norm(lost)) / norm if norm else 0.0
 
-    The error is the L2 norm of what one encoding loses, relative to that of the values; 0 where all are zeros.
-    """
+
+def speed_of(codec: Codec, values: NDArray[np.float32]) -> Speed:
+    """Time the codec's kernels on ``values``; an encoder with state updates it. The error is relative_error()."""
     count, decoded = values.size, np.empty_like(values)
     beta, kept_as = feedback_of(codec)
     kinds: dict[str, Any] = {"residual": storage(kept_as), "momentum": np.float32}
@@ -39,14 +43,13 @@ def speed_of(codec: Codec, values: NDArray[np.float32]) -> Speed:
     encode, decode = kernels.encode(values, wire), kernels.decode(wire, decoded)
     encode()
     decode()
-    lost, norm = float(np.linalg.norm(decoded - values)), float(np.linalg.norm(values))
     if codec.state_names:
         residual, momentum = state.get("residual", ()), state.get("momentum", ())
         mu = momentum_of(codec)
         encode = kernels.reduce([], values, wire, residual=residual, momentum=momentum, mu=mu, beta=beta)
         encode()
     kept = sum(_seconds(partial(np.copyto, new, old)) for old, new in state.values())  # a call's last operation
-    return Speed((_seconds(encode) + kept) / count, _seconds(decode) / count, lost / norm if norm else 0.0)
+    return Speed((_seconds(encode) + kept) / count, _seconds(decode) / count, relative_error(codec, values))
 
 
 def _seconds(run: Callable[[], object]) -> float:
