@@ -3,11 +3,10 @@
 The rule, for layers of which each has some codecs, from the most accurate to the cheapest:
 
 1. All layers begin with their most accurate codec.
-2. The calls are taken for a queue on one link, in the order in which the gradients become ready. A call occupies it for
-   the time of its bytes, or of its encoding and decoding if that is longer. A codec can shorten the step only in the
-   layers from which on the link does not rest until the last call ends. Of these layers the one moves to a cheaper
-   codec that saves most seconds for the error that it adds. An error is the squared L2 norm of what one encoding loses
-   of the layer's gradient.
+2. The calls that these codecs form are taken for a queue on one link. A layer occupies it for the time of its bytes,
+   or of its encoding and decoding if that is longer. A codec can shorten the step only in the calls from which on the
+   link does not rest until the last one ends. Of their layers the one moves to a cheaper codec that saves most seconds
+   for the error that it adds. An error is the squared L2 norm of what one encoding loses of the layer's gradient.
 3. This goes on until no layer moves any more. So there is one sequence of choices, each cheaper than the one before.
 4. Taken is the first of the sequence whose step, predicted by the timeline (qccl.costs.step), fits the budget. If that
    is less than the sequence can reach, the limit is that least time, with a tolerance, because predictions are no more
@@ -156,33 +155,38 @@ class _Sequence:
 
     def _predicted(self, chosen: Sequence[Codec], step: Step, speeds: Mapping[Codec, Speed] | None = None) -> float:
         """The step by the timeline, with calls for the groups that these codecs form."""
-        layers, speeds = self._layers, self._speeds if speeds is None else speeds
-        kinds = [(layer.dtype, codec) for layer, codec in zip(layers, chosen, strict=True)]
-        sizes = [layer.count * layer.dtype.itemsize for layer in layers]
+        speeds = self._speeds if speeds is None else speeds
         calls: list[Reduction] = []
-        ready = 0.0
-        for group in grouped(zip(kinds, sizes, strict=True), self._group_nbytes):
-            dtype, codec = kinds[group[0]]
-            ready = max([ready, *(layers[i].ready for i in group)])  # groups start in their order
-            counts = [layers[i].count for i in group]
+        for group, ready in self._groups(chosen):
+            codec, dtype = chosen[group[0]], self._layers[group[0]].dtype
+            counts = [self._layers[i].count for i in group]
             calls.append(reduction(step, codec, counts, ready, speeds.get(codec, COPIED), dtype))
         return predicted(step, calls)
+
+    def _groups(self, chosen: Sequence[Codec]) -> list[tuple[list[int], float]]:
+        """The layers of each call, and when it may start: calls start in their order."""
+        layers = self._layers
+        kinds = ((layer.dtype, codec) for layer, codec in zip(layers, chosen, strict=True))
+        sizes = (layer.count * layer.dtype.itemsize for layer in layers)
+        found = grouped(zip(kinds, sizes, strict=True), self._group_nbytes)
+        starts = accumulate((max(layers[i].ready for i in group) for group in found), max)
+        return list(zip(found, starts, strict=True))
 
     def _all_moves(self) -> list[tuple[int, Codec]]:
         """The moves by rule 2, as a layer and its new codec."""
         layers = self._layers
         cost = [{codec: self._cost(layer, codec) for codec in layer.errors} for layer in layers]
         chosen = [next(iter(layer.errors)) for layer in layers]
-        order = sorted(range(len(layers)), key=lambda i: layers[i].ready)
-        moves = []
-        while order:
-            ends = accumulate(cost[i][chosen[i]] for i in reversed(order))
-            busy = [layers[i].ready + rest for i, rest in zip(reversed(order), ends, strict=True)]
-            waiting = order[len(order) - 1 - busy.index(max(busy)) :]
+        moves: list[tuple[int, Codec]] = []
+        while layers:
+            groups = self._groups(chosen)[::-1]
+            rests = accumulate(sum(cost[i][chosen[i]] for i in group) for group, _ in groups)
+            ends = [start + rest for (_, start), rest in zip(groups, rests, strict=True)]
+            waiting = [i for group, _ in groups[: ends.index(max(ends)) + 1] for i in group]
             possible = ((i, codec) for i in waiting for codec in layers[i].errors)
             i, codec = max(possible, key=lambda move: self._gain(move[0], chosen[move[0]], move[1], cost[move[0]]))
             if cost[i][codec] >= cost[i][chosen[i]]:
-                break
+                return moves
             chosen[i] = codec
             moves.append((i, codec))
         return moves
