@@ -103,8 +103,8 @@ def compress(
     warmup_steps = count_of(warmup_steps, "warmup_steps")
     if (warmup_steps or is_auto) and "momentum" in policy.state_names:
         raise ArgumentError(
-            "warmup_steps and codec='auto' exclude +nesterov, because their first steps would have no momentum; leave "
-            "one of them out"
+            f"{'codec=auto' if is_auto else 'warmup_steps'} and +nesterov exclude each other, because the first steps "
+            f"would have no momentum; leave one of them out"
         )
     auto = None
     if is_auto:
