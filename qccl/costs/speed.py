@@ -28,8 +28,8 @@ _PASSES = 5
 def relative_error(codec: Codec, values: NDArray[np.float32]) -> float:
     """The L2 norm of what one encoding loses, relative to that of the values; 0 where all are zeros."""
     lost = values - codec.decode(codec.encode(values), values.size, FLOAT32)
-    norm = float(np.linalg.norm(values))
-    return float(np.linalg.norm(lost)) / norm if norm else 0.0
+    norm = float(np.linalg.norm(values.astype(np.float64)))  # squares of float32 may be too large for float32
+    return float(np.linalg.norm(lost.astype(np.float64))) / norm if norm else 0.0
 
 
 def speed_of(codec: Codec, values: NDArray[np.float32]) -> Speed:

@@ -148,7 +148,7 @@ class AutoCodec:
             if name not in self._free:
                 continue
             taken = _sampled(gradient)
-            square = float(np.dot(taken, taken))
+            square = float(np.square(taken, dtype=np.float64).sum())  # of float32 values: cannot overflow
             if np.isfinite(square):
                 self._samples[name] = taken
                 self._norms[name] = (square * gradient.numel() / max(1, taken.size)) ** 0.5
