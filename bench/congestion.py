@@ -25,7 +25,8 @@ from runs import document_table, machine, print_table, rewrite_table, run_ranks
 
 from qccl import codecs
 from qccl.bench.network_options import NetworkOptions
-from qccl.bench.sizes import parse_link, parse_loss, parse_seconds, parse_size
+from qccl.bench.sizes import parse_link, parse_loss, parse_size
+from qccl.scalars import parse_seconds
 
 _SCRIPT = str(Path(__file__).parent / "congestion_rank.py")
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"

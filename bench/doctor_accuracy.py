@@ -26,12 +26,13 @@ from typing import Any
 import click
 from runs import MARK, machine, measured_on, rewrite_table, run_ranks, table
 
-from qccl.bench.costs import FP16, FP32, POWERSGD, Speed, Step, cost_of
+from qccl.bench.costs import FP16, FP32, POWERSGD, cost_of
 from qccl.bench.lab import Lab
 from qccl.bench.params import codec_of
-from qccl.bench.profile import Gradient, Profile
 from qccl.bench.sizes import parse_link
 from qccl.bench.tcp import congestion_control
+from qccl.costs.profile import Gradient, Profile
+from qccl.costs.step import Speed, Step
 
 _RESULTS = Path(__file__).parent.parent / "docs" / "results"
 MODELS = "byte_model,word_gpt,conv_net"

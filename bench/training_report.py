@@ -11,7 +11,8 @@ from typing import Any
 from runs import measured_on, table
 
 from qccl.bench.network_options import NetworkOptions
-from qccl.bench.sizes import parse_link, parse_loss, parse_seconds
+from qccl.bench.sizes import parse_link, parse_loss
+from qccl.scalars import parse_seconds
 
 __all__ = ["FIRST", "OURS", "THEIRS", "computation", "draw", "headline", "network_of", "paragraphs"]
 

@@ -1,11 +1,14 @@
-"""Convert numbers and booleans of Python or NumPy, and zero-dimensional arrays, to Python's types."""
+"""Convert numbers and booleans of Python or NumPy, zero-dimensional arrays, and times in words, to Python's types."""
 
 from __future__ import annotations
 
 import operator
+import re
 from typing import Any
 
-__all__ = ["as_bool", "as_integer", "as_real"]
+__all__ = ["as_bool", "as_integer", "as_real", "parse_seconds"]
+
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def as_integer(value: Any) -> int | None:
@@ -29,6 +32,15 @@ def as_bool(value: Any) -> bool | None:
     """``value`` as a bool; None if it is not a boolean."""
     value = _plain(value)
     return value if isinstance(value, bool) else None
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "20ms", "1.5 s", "300us". Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(us|ms|s)", text.strip().lower())
+    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise ValueError(f"{text!r} is not a time; give a positive number with us, ms or s, such as 20ms")
+    return seconds
 
 
 def _plain(value: Any) -> Any:

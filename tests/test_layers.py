@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "schedule": {"codecs", "dtypes", "errors", "intervals"},
     "analysis": {"codecs", "dtypes", "intervals", "schedule", "trace"},
     "collectives": {"arguments", "arrays", "chunks", "codecs", "dtypes", "errors", "schedule"},
+    "costs": {"codecs", "collectives", "dtypes"},
     "guard": set(),
     "launchers": {"errors"},
     "records": {"engine", "errors", "files"},
@@ -93,8 +94,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "torch": {
-        *("arguments", "codecs", "collectives", "communicator", "cuda", "dtypes", "errors", "meetings", "schedule"),
-        *("state", "trace", "transports", "work"),
+        *("arguments", "codecs", "collectives", "communicator", "costs", "cuda", "dtypes", "errors", "meetings"),
+        *("scalars", "schedule", "state", "trace", "transports", "work"),
     },
     "": {
         "codecs",
@@ -115,8 +116,8 @@ MAY_IMPORT: dict[str, set[str]] = {
 }
 #: what a program that measures calls may use: not the engines, nor what a call consists of
 MAY_IMPORT["bench"] = {
-    *("", "chunks", "codecs", "collectives", "communicator", "cuda", "dtypes", "emulation", "errors", "files"),
-    *("launch", "launchers", "meetings", "plan", "records", "schedule", "trace", "transports"),
+    *("", "chunks", "codecs", "collectives", "communicator", "costs", "cuda", "dtypes", "emulation", "errors", "files"),
+    *("launch", "launchers", "meetings", "plan", "records", "scalars", "schedule", "trace", "transports"),
 }
 
 #: other packages that files (or all files of a folder) may import
@@ -130,6 +131,7 @@ PACKAGES: dict[str, set[str]] = {
     "bench/worker.py": {"torch"},
     "bench/sweep.py": {"mpi4py", "numpy"},
     "codecs": {"numpy"},
+    "costs/speed.py": {"numpy"},
     "cuda/program.py": {"numpy"},
     "cuda/source.py": {"numpy"},
     "cuda/libraries.py": {"cuda", "cupy"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qccl.bench.tcp_model import Tcp, needed_connections
+from qccl.costs.tcp_model import Tcp, needed_connections
 
 __all__ = ["BBR", "Advice", "Choice", "Conditions", "advise"]
 

@@ -6,10 +6,8 @@ import importlib
 import os
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import click
@@ -18,24 +16,24 @@ import numpy as np
 import qccl
 from qccl.bench import quality
 from qccl.bench.advice import BBR, Advice
-from qccl.bench.codec import time_operations
-from qccl.bench.costs import FP16, FP32, POWERSGD, Cost, Speed, Step, cost_of
-from qccl.bench.data import empty, gaussian
+from qccl.bench.costs import FP16, FP32, POWERSGD, Cost, cost_of
+from qccl.bench.data import gaussian
 from qccl.bench.doctor_network import TrainingNetwork, given_network, measured_network, parse_delay, parse_small_loss
 from qccl.bench.files import write_json
 from qccl.bench.launched import LaunchedCommand, check_other_ranks
 from qccl.bench.params import codec_list, codec_of, option, output_file
-from qccl.bench.profile import Profile, estimated, measured
-from qccl.bench.sizes import parse_link, parse_seconds, parse_size
-from qccl.bench.tcp_model import Tcp
+from qccl.bench.profile import measured
+from qccl.bench.sizes import parse_link, parse_size
 from qccl.codecs import Codec
-from qccl.codecs.feedback import feedback_of, momentum_of
-from qccl.codecs.floats import storage
-from qccl.codecs.operations import Operations
+from qccl.costs.profile import Profile, estimated
+from qccl.costs.speed import speed_of
+from qccl.costs.step import Speed, Step
+from qccl.costs.tcp_model import Tcp
 from qccl.dtypes import FLOAT32
 from qccl.launchers import detect
+from qccl.scalars import parse_seconds
 
-__all__ = ["Cost", "Speed", "Step", "Training", "cost_of", "doctor", "measure_speed", "recommendation"]
+__all__ = ["Training", "doctor", "measure_speed", "recommendation"]
 
 _NAMES = {FP32: "none (fp32)", FP16: "cast (fp16)"}
 _DEFAULT_CODECS = (
@@ -253,34 +251,8 @@ def _advice_lines(step: Step, advice: Advice | None) -> Iterator[str]:
 
 
 def measure_speed(codec: Codec, count: int) -> Speed:
-    """Time the codec's kernels on ``count`` values; an encoder with state updates it."""
-    values, decoded = gaussian(0, 0, count, FLOAT32, seed=0), empty(count, FLOAT32)
-    beta, kept_as = feedback_of(codec)
-    kinds = {"residual": storage(kept_as), "momentum": np.float32}
-    state = {name: [np.zeros(count, kinds[name]) for _ in range(2)] for name in codec.state_names}  # old and new
-    wire = np.empty(codec.encoded_nbytes(count, FLOAT32), np.uint8)
-    kernels = Operations(codec, FLOAT32)
-    encode, decode = kernels.encode(values, wire), kernels.decode(wire, decoded)
-    encode()
-    decode()
-    error = float(np.linalg.norm(decoded - values) / np.linalg.norm(values))
-    if codec.state_names:
-        residual, momentum = state.get("residual", ()), state.get("momentum", ())
-        mu = momentum_of(codec)
-        encode = kernels.reduce([], values, wire, residual=residual, momentum=momentum, mu=mu, beta=beta)
-    times = time_operations({"encode": encode, "decode": decode}, 5, 1)
-    kept = sum(_seconds(partial(np.copyto, new, old)) for old, new in state.values())  # a call's last operation
-    return Speed((min(times["encode"]) + kept) / count, min(times["decode"]) / count, error)
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    """The least of a few times: others can only be disturbed ones."""
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    """The codec's speed and error on ``count`` Gaussian values."""
+    return speed_of(codec, gaussian(0, 0, count, FLOAT32, seed=0))
 
 
 def recommendation(costs: Sequence[Cost]) -> str:

@@ -15,15 +15,17 @@ import numpy as np
 
 import qccl
 from qccl.bench.advice import BBR, Advice, Conditions, advise
-from qccl.bench.costs import FP32, LATENCY, Step, sent_nbytes
+from qccl.bench.costs import FP32
 from qccl.bench.network import Path
 from qccl.bench.probe import Probe, probe
-from qccl.bench.profile import Profile
-from qccl.bench.sizes import parse_link, parse_loss, parse_seconds
+from qccl.bench.sizes import parse_link, parse_loss
 from qccl.bench.tcp import congestion_control
-from qccl.bench.tcp_model import MAX_LOSS, Tcp
+from qccl.costs.profile import Profile
+from qccl.costs.step import LATENCY, Step, sent_nbytes
+from qccl.costs.tcp_model import MAX_LOSS, Tcp
 from qccl.dtypes import FLOAT32
 from qccl.errors import ArgumentError, QcclError
+from qccl.scalars import parse_seconds
 from qccl.transports import wan
 
 if TYPE_CHECKING:

@@ -14,8 +14,9 @@ from qccl.bench.lab import Lab
 from qccl.bench.network_options import NetworkOptions
 from qccl.bench.params import option
 from qccl.bench.sites import sites_file
-from qccl.bench.sizes import parse_link, parse_loss, parse_seconds
+from qccl.bench.sizes import parse_link, parse_loss
 from qccl.errors import ArgumentError
+from qccl.scalars import parse_seconds
 
 __all__ = ["NETWORK_FLAGS", "lab_of", "network_flags", "network_of", "show_network", "show_remark"]
 

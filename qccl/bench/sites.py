@@ -28,7 +28,8 @@ from pathlib import Path as File
 from typing import Any
 
 from qccl.bench.network import DEFAULT_QUEUE, Network, Path, Site
-from qccl.bench.sizes import Link, parse_link, parse_loss, parse_seconds
+from qccl.bench.sizes import Link, parse_link, parse_loss
+from qccl.scalars import parse_seconds
 
 __all__ = ["parse_sites", "sites_file"]
 

@@ -1,4 +1,4 @@
-"""Sizes, rates, times and losses as the command line spells them: 64K, 1G; 100mbit, 1gbit; 20ms; 0.1%."""
+"""Sizes, rates and losses as the command line spells them: 64K, 1G; 100mbit, 1gbit; 0.1%."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-__all__ = ["Link", "format_size", "parse_link", "parse_loss", "parse_seconds", "parse_size", "sweep"]
+__all__ = ["Link", "format_size", "parse_link", "parse_loss", "parse_size", "sweep"]
 
 _BINARY = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 #: bytes in the burst of the lab's limiters: two packets at the interfaces' MTU, and one unsplit TCP segment
 _PACKETS, _SEGMENT = 2 * 9_100, 66_000
 
@@ -65,15 +64,6 @@ def parse_link(text: str) -> Link:
             f"{text!r} is not a link's rate; give bits per second from 100kbit to 100gbit, such as 100mbit or 1gbit"
         )
     return Link(name, rate, _burst(rate))
-
-
-def parse_seconds(text: str) -> float:
-    """Seconds of "20ms", "1.5s", "300us". Raises ValueError."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms|s)", text.strip().lower())
-    seconds = float(match[1]) * _SECONDS[match[2]] if match else 0.0
-    if seconds <= 0:
-        raise ValueError(f"{text!r} is not a time; give a positive number with us, ms or s, such as 20ms")
-    return seconds
 
 
 def parse_loss(text: str) -> float:

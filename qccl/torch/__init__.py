@@ -3,7 +3,8 @@
 The import registers the backend "qccl" of torch.distributed: ``dist.init_process_group("qccl")``.
 """
 
-from qccl.torch.ddp import Compression, compress
+from qccl.torch.compression import Compression
+from qccl.torch.ddp import compress
 from qccl.torch.fsdp import AllGather, ReduceScatter
 from qccl.torch.hsdp import AllReduce
 from qccl.torch.process_group import Options, ProcessGroupQccl

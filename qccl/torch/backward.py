@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from qccl.errors import EngineError
+from qccl.torch.clock import PassTimes
 from qccl.torch.groups import ParameterGroup
 
 __all__ = ["BackwardPass", "Bucket", "ExactWork", "gradients_of"]
@@ -68,6 +69,7 @@ class BackwardPass:
         buckets: that each group has gradients in.
         lr: the learning rate of the pass; None: no call gives one.
         by_factors: the groups whose factors are under way, in the order of their start.
+        times: when its gradients were ready and its calls ran; they begin with the pass.
     """
 
     lr: float | None = None
@@ -76,6 +78,7 @@ class BackwardPass:
         self.gradients: list[list[Any]] = [[None] * len(group.parameters) for group in groups]
         self.buckets: list[list[Bucket]] = [[] for _ in groups]
         self.by_factors: list[int] = []
+        self.times = PassTimes()
         self._missing = [len(group.parameters) for group in groups]
         self._next = 0  # the first group that was not started
         self._groups = groups
@@ -97,6 +100,7 @@ class BackwardPass:
             self.gradients[number][i] = gradient
             self._missing[number] -= 1
             found.add(number)
+        self.times.arrive(self._groups[number].names[i] for number, i in map(places.__getitem__, parameters))
         bucket.expect(found)
         for number in found:
             self.buckets[number].append(bucket)

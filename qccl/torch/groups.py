@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -14,16 +14,15 @@ from qccl import codecs, dtypes
 from qccl.arguments import CodecLike
 from qccl.codecs import Codec, Momentum, NoCodec
 from qccl.codecs.feedback import momentum_of
-from qccl.dtypes import DType
+from qccl.costs.grouping import grouped
+from qccl.costs.step import encoded_nbytes
 from qccl.errors import ArgumentError
 from qccl.torch.factors import matrix_shape
 
-__all__ = ["ParameterGroup", "Policy", "form_groups", "rank_within", "table"]
+__all__ = ["ParameterGroup", "Policy", "aligned", "form_groups", "rank_within", "table"]
 
 #: element types that codecs encode; the process group itself reduces the others
 _ENCODED = (torch.float32, torch.float16, torch.bfloat16)
-#: the most bytes of the first group of a kind: the network is idle until it starts. DDP's first bucket is as large
-_FIRST_BYTES = 1 << 20
 #: factors must have at least so many times fewer elements than the matrix, as in PyTorch's PowerSGD hook
 #: (min_compression_rate)
 _LOW_RANK_GAIN = 2
@@ -83,16 +82,17 @@ class ParameterGroup:
     @property
     def encoded_nbytes(self) -> int:
         """Bytes of the encoded gradients: the mean of both rounds, whose codecs differ in a pair such as "A/B"."""
-        if self.codec is None:
-            return self.nbytes
-        counts, dtype = self._travelling()
-        return sum(each.encoded_nbytes(count, dtype) for each in self.codec.rounds for count in counts) // 2
+        return int(sum(self.encoded_each))
 
-    def _travelling(self) -> tuple[list[int], DType]:
-        """The elements of each array that travels, and their type: factors are float32."""
+    @property
+    def encoded_each(self) -> list[float]:
+        """The same for each parameter."""
+        if self.codec is None:
+            return [p.numel() * p.element_size() for p in self.parameters]
         if not self.rank:
-            return self.counts, dtypes.get(self.dtype)
-        return [self.rank * side for p in self.parameters for side in matrix_shape(p)], dtypes.FLOAT32
+            return [encoded_nbytes(self.codec, count, dtypes.get(self.dtype)) for count in self.counts]
+        sides = [[self.rank * side for side in matrix_shape(p)] for p in self.parameters]  # of float32 factors
+        return [sum(encoded_nbytes(self.codec, count) for count in both) for both in sides]
 
     def description(self) -> dict[str, Any]:
         """What state belongs to, in types that torch.load() always reads. Strides tell the order of elements."""
@@ -112,6 +112,8 @@ class Policy:
     exclude: Sequence[str] = ()
     min_elements: int = 0
     low_rank: int = 0
+    #: by the names of parameters that takes_codec(): in place of ``codec``
+    chosen: Mapping[str, Codec] = field(default_factory=dict)
 
     @property
     def state_names(self) -> set[str]:
@@ -127,16 +129,21 @@ class Policy:
         for pattern, codec in self.codecs.items():
             if fnmatchcase(name, pattern):
                 return codecs.get(codec)
-        return codecs.get(self.codec) if self._is_large(parameter) else self._uncompressed()
+        if not self._is_large(parameter):
+            return self._uncompressed()
+        return self.chosen[name] if name in self.chosen else codecs.get(self.codec)
+
+    def takes_codec(self, name: str, parameter: Any) -> bool:
+        """Whether a parameter has ``codec``: no pattern names it, it is large, and its elements can be encoded."""
+        is_named = any(fnmatchcase(name, pattern) for pattern in (*self.exclude, *self.codecs))
+        return parameter.dtype in _ENCODED and self._is_large(parameter) and not is_named
 
     def rank_of(self, name: str, parameter: Any) -> int:
         """The rank of the factors by which a parameter's gradient travels; 0: it travels itself.
 
         Only matrices have factors that ``codec`` encodes, not those that ``codecs`` and ``exclude`` name.
         """
-        if not self.low_rank or parameter.dtype not in _ENCODED or not self._is_large(parameter):
-            return 0
-        if any(fnmatchcase(name, pattern) for pattern in (*self.exclude, *self.codecs)):
+        if not self.low_rank or not self.takes_codec(name, parameter):
             return 0
         rows, columns = matrix_shape(parameter)
         is_smaller = (rows + columns) * self.low_rank * _LOW_RANK_GAIN < rows * columns
@@ -167,24 +174,18 @@ class Policy:
 def form_groups(named: Iterable[tuple[str, Any]], policy: Policy, group_bytes: int) -> list[ParameterGroup]:
     """The groups of these parameters, in the order in which a backward pass usually completes them.
 
-    It runs from the last parameter to the first. A group has one element type, one codec and one rank, and at most
-    ``group_bytes`` (the first of its kind also at most 1 MiB) unless it has a single parameter.
+    It runs from the last parameter to the first. A group has one element type, one codec and one rank, and the size
+    that qccl.costs.grouping gives it.
     """
-    parts: list[_Part] = []
-    filling: dict[tuple[torch.dtype, Codec | None, int], _Part] = {}
-    for position, (name, parameter) in enumerate(reversed(list(named))):
-        kind = parameter.dtype, policy.codec_of(name, parameter), policy.rank_of(name, parameter)
-        nbytes = parameter.numel() * parameter.element_size()
-        part = filling.get(kind)
-        if part is None or part.nbytes + nbytes > part.limit:
-            limit = min(group_bytes, _FIRST_BYTES) if part is None else group_bytes
-            part = filling[kind] = _Part(kind[1], kind[2], limit)
-            parts.append(part)
-        part.members.append((name, parameter))
-        part.nbytes += nbytes
-        part.last = position
-    parts.sort(key=lambda part: part.last)
-    return [part.group(f"group {i}") for i, part in enumerate(parts)]
+    order = list(named)[::-1]
+    kinds = [(p.dtype, policy.codec_of(name, p), policy.rank_of(name, p)) for name, p in order]
+    sizes = [p.numel() * p.element_size() for _, p in order]
+    groups = []
+    for i, members in enumerate(grouped(zip(kinds, sizes, strict=True), group_bytes)):
+        names, parameters = zip(*(order[position] for position in members), strict=True)
+        _, codec, rank = kinds[members[0]]
+        groups.append(ParameterGroup(f"group {i}", codec, names, parameters, rank))
+    return groups
 
 
 def rank_within(named: Iterable[tuple[str, Any]], policy: Policy, step_bytes: int) -> int:
@@ -210,23 +211,6 @@ def rank_within(named: Iterable[tuple[str, Any]], policy: Policy, step_bytes: in
     return rank
 
 
-@dataclass
-class _Part:
-    """A group that is being filled to ``limit`` bytes; ``last`` is its last parameter's place in the backward pass."""
-
-    codec: Codec | None
-    rank: int
-    limit: int
-    members: list[tuple[str, Any]] = field(default_factory=list)
-    nbytes: int = 0
-    last: int = 0
-
-    def group(self, key: str) -> ParameterGroup:
-        """The group of its members."""
-        names, parameters = zip(*self.members, strict=True)
-        return ParameterGroup(key, self.codec, names, parameters, self.rank)
-
-
 def table(groups: Sequence[ParameterGroup]) -> str:
     """A line for each group: its codec, element type, elements, bytes before and after encoding, and parameters."""
     rows: list[tuple[str, ...]] = [("group", "codec", "dtype", "elements", "bytes", "encoded", "parameters")]
@@ -236,10 +220,15 @@ def table(groups: Sequence[ParameterGroup]) -> str:
     total = [sum(getattr(group, name) for group in groups) for name in ("nbytes", "encoded_nbytes")]
     elements = sum(sum(group.counts) for group in groups)
     rows.append(("all", "", "", f"{elements}", *map(str, total), f"{sum(len(group.names) for group in groups)}"))
+    return aligned(rows, range(3, 6))
+
+
+def aligned(rows: Sequence[Sequence[str]], numbers: Container[int]) -> str:
+    """Rows as lines with aligned columns; those of ``numbers`` at their right ends."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (
         "  ".join(
-            text.rjust(width) if 3 <= i < 6 else text.ljust(width)
+            text.rjust(width) if i in numbers else text.ljust(width)
             for i, (text, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows

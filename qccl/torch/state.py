@@ -34,7 +34,7 @@ from qccl.schedule import Role, Schedule, buffer_name
 from qccl.torch.factors import matrix_shape
 from qccl.torch.groups import ParameterGroup
 
-__all__ = ["from_saved", "owned_parts", "to_full", "to_saved"]
+__all__ = ["from_saved", "owned_parts", "schedule_of", "to_full", "to_saved"]
 
 #: the kinds of state by their names in a schedule, and in a saved state
 _KINDS = {"residual": "residuals", "momentum": "momenta", "factor": "factors"}
@@ -162,7 +162,7 @@ def _divided(
     """The state of ``rank``, one of the ranks on ``nodes`` that together have this total."""
     if not total or group.rank:
         return dict(total)
-    schedule, spec = _schedule(group, rank, nodes), _spec(group, nodes)
+    schedule, spec = schedule_of(group, rank, nodes), _spec(group, nodes)
     algorithm, share = schedule.name, 1.0
     if isinstance(spec, HierarchicalSpec):
         levels = spec.levels()
@@ -181,20 +181,20 @@ def _buffers(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> set[str]
     """The buffers that have state."""
     if group.rank:
         return {buffer for _, buffer, _, _ in _members(group)}
-    buffers = _schedule(group, rank, nodes).buffers if group.codec is not None else {}
+    buffers = schedule_of(group, rank, nodes).buffers if group.codec is not None else {}
     return {name for name, buffer in buffers.items() if buffer.role is Role.STATE}
 
 
 def owned_parts(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> list[tuple[str, int, int]]:
     """The parts (buffer, start, stop) of residuals that are errors of sums, of one of the ranks on these nodes."""
-    return [] if group.rank else sums_of(_schedule(group, rank, nodes))
+    return [] if group.rank else sums_of(schedule_of(group, rank, nodes))
 
 
 def _owner(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> str:
     """The text that the group's state belongs to."""
     if group.rank:
         return group.low_rank_owner
-    return _spec(group, nodes).state_owner(_schedule(group, rank, nodes).name)
+    return _spec(group, nodes).state_owner(schedule_of(group, rank, nodes).name)
 
 
 def _spec(group: ParameterGroup, nodes: Sequence[int]) -> CollectiveSpec:
@@ -204,7 +204,8 @@ def _spec(group: ParameterGroup, nodes: Sequence[int]) -> CollectiveSpec:
     return for_nodes(spec, nodes)
 
 
-def _schedule(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> Schedule:
+def schedule_of(group: ParameterGroup, rank: int, nodes: Sequence[int]) -> Schedule:
+    """The schedule of the group's calls on a rank, by ranks on these nodes."""
     return _spec(group, nodes).schedule(rank, len(nodes), in_place=True)
 
 

@@ -18,13 +18,15 @@ from click.testing import CliRunner, Result
 from qccl import codecs
 from qccl.bench import costs, quality
 from qccl.bench.cli import main
-from qccl.bench.costs import Cost, Speed, Step, cost_of
+from qccl.bench.costs import Cost, cost_of
 from qccl.bench.doctor import measure_speed, parse_count, parse_sizes, recommendation
 from qccl.bench.mpiexec import StartError, find_mpiexec
-from qccl.bench.profile import Gradient, Profile
 from qccl.bench.sizes import parse_link
 from qccl.bench.tcp import congestion_control
-from qccl.bench.timeline import Call, Rank, Segment, step_seconds
+from qccl.costs import step
+from qccl.costs.profile import Gradient, Profile
+from qccl.costs.step import Speed, Step
+from qccl.costs.timeline import Call, Rank, Segment, step_seconds
 
 ROOT = Path(__file__).parents[2]
 #: seconds per element on one quiet core of the machine of docs/results, with values that no cache holds
@@ -147,11 +149,13 @@ def rows_without_delay(document: dict[str, Any]) -> list[dict[str, Any]]:
 def test_the_steps_that_were_measured_are_predicted(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within 20%, a part of which is that SPEEDS were measured another day: fp32, fp16 and codecs behind links."""
     document = json.loads(path.read_text())
-    monkeypatch.setattr(costs, "Segment", sleeping)
+    monkeypatch.setattr(step, "Segment", sleeping)
     ready = [(_shape(what), at) for what, at in document["compute"]["ready"]]
     for row in rows_without_delay(document):
-        step = Step(replayed(document["compute"], ready), row["ranks"], parse_link(row["link"]).rate, 2 / row["ranks"])
-        cost = cost_of(step, {"fp32": "none", "fp16": "cast"}.get(row["method"], row["method"]), SPEEDS[row["method"]])
+        rate = parse_link(row["link"]).rate
+        replay = Step(replayed(document["compute"], ready), row["ranks"], rate, 2 / row["ranks"])
+        method = {"fp32": "none", "fp16": "cast"}.get(row["method"], row["method"])
+        cost = cost_of(replay, method, SPEEDS[row["method"]])
         assert cost.overlapped == pytest.approx(row["seconds"], rel=0.2), (row["method"], row["link"], cost)
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from qccl.bench import lab, start
 from qccl.bench.cli import main
-from qccl.bench.sizes import parse_seconds
+from qccl.scalars import parse_seconds
 
 
 def needs(what: str, reason: str | None) -> list[pytest.MarkDecorator]:

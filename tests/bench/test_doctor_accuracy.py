@@ -8,9 +8,10 @@ from typing import Any
 import doctor_accuracy as program
 import pytest
 
-from qccl.bench.costs import Speed, Step, cost_of
-from qccl.bench.profile import estimated
+from qccl.bench.costs import cost_of
 from qccl.bench.sizes import parse_link
+from qccl.costs.profile import estimated
+from qccl.costs.step import Speed, Step
 
 METHODS = ("none", "minmax4+ef", "powersgd:4")
 

@@ -18,16 +18,17 @@ from bench_runs import LAUNCHERS, ROOT
 from click.testing import CliRunner, Result
 
 import qccl
-from qccl.bench import costs, lab, probe_traffic, tcp_model
+from qccl.bench import costs, lab, probe_traffic
 from qccl.bench.advice import Advice, Conditions, advise
 from qccl.bench.cli import main
-from qccl.bench.costs import Cost, Speed, Step, call_seconds, cost_of
+from qccl.bench.costs import Cost, call_seconds, cost_of
 from qccl.bench.mpiexec import StartError, find_mpiexec
 from qccl.bench.probe import Pair, Probe, probe
-from qccl.bench.profile import Gradient, Profile
 from qccl.bench.tcp_counters import Counters, counters
-from qccl.bench.tcp_model import Tcp, needed_connections, rate_with_loss, wait_for_losses
-from qccl.bench.timeline import Segment, step_seconds
+from qccl.costs.profile import Gradient, Profile
+from qccl.costs.step import Speed, Step, rank_of
+from qccl.costs.tcp_model import MAX_LOSS, Tcp, needed_connections, rate_with_loss, wait_for_losses
+from qccl.costs.timeline import Segment, step_seconds
 from qccl.errors import EngineError
 
 LINK = 12.5e6
@@ -77,7 +78,7 @@ def test_without_delay_and_loss_nothing_changes(method: str, tcp: Tcp) -> None:
 @pytest.mark.parametrize("tcp", [Tcp("bbr", 2), Tcp("cubic", 24), Tcp("cubic", 1)], ids=str)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_more_delay_and_more_loss_take_longer(method: str, tcp: Tcp, ranks: int) -> None:
-    delays, losses = (0.0, 1e-4, 1e-3, 0.01, 0.1, 1.0), (0.0, 1e-5, 1e-4, 1e-3, 0.01, 0.05, tcp_model.MAX_LOSS)
+    delays, losses = (0.0, 1e-4, 1e-3, 0.01, 0.1, 1.0), (0.0, 1e-5, 1e-4, 1e-3, 0.01, 0.05, MAX_LOSS)
     table = [
         [cost(a_step(ranks, delay=delay, loss=loss, tcp=tcp, gloo=tcp), method) for loss in losses] for delay in delays
     ]
@@ -152,7 +153,7 @@ def test_the_calls_of_gloo_are_predicted(
     """Within 15%."""
     step = Step(Profile((), 0, 0, 0), ranks, LINK, delay=delay / 1e3, loss=loss, gloo=Tcp(congestion))
     call = costs._gloo(step, 4 * count, 0.0, 0.0, rounds=1)
-    found = step_seconds([Segment(0.0, [call]), Segment(0.0, waits=True)], costs._rank(step))
+    found = step_seconds([Segment(0.0, [call]), Segment(0.0, waits=True)], rank_of(step))
     assert found * 1e3 == pytest.approx(seconds, rel=0.15)
 
 

@@ -7,13 +7,21 @@ import time
 
 import torch
 import torch.distributed as dist
+import torch_ddp_auto
 import torch_ddp_failures
 import torch_ddp_low_rank
 import torch_ddp_results
 import torch_ddp_scaling
 import torch_ddp_state
 
-MODULES = (torch_ddp_results, torch_ddp_state, torch_ddp_failures, torch_ddp_scaling, torch_ddp_low_rank)
+MODULES = (
+    torch_ddp_auto,
+    torch_ddp_results,
+    torch_ddp_state,
+    torch_ddp_failures,
+    torch_ddp_scaling,
+    torch_ddp_low_rank,
+)
 
 
 def main() -> None:

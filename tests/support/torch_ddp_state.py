@@ -26,7 +26,7 @@ from torch_ddp_models import (
 
 import qccl
 import qccl.torch
-from qccl.torch.state import _schedule
+from qccl.torch.state import schedule_of
 
 KINDS = ("residuals", "momenta")
 
@@ -169,7 +169,7 @@ def loads_at_another_size() -> None:
                 for name, exact in gradients(plain).items():
                     lacking[name] += exact - gradients(model)[name]
             states, full = on_all(handle.state_dict()), handle.full_state_dict()
-            algorithms = {(size, _schedule(handle._groups[0], 0, (0,) * size).name) for size in (2, 4)}
+            algorithms = {(size, schedule_of(handle._groups[0], 0, (0,) * size).name) for size in (2, 4)}
         assert algorithms == {(2, algorithm), (4, algorithm)}
         if dist.get_rank() >= 2:
             continue

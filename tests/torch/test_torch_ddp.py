@@ -39,6 +39,12 @@ def test_two_ranks(tmp_path):
 
 
 @pytest.mark.slow
+def test_two_ranks_choose_codecs(tmp_path):
+    names = ("auto_chooses", "auto_behind_a_slow_link", "auto_and_nonfinite", "auto_resumes", "auto_refuses")
+    run(2, *names, folder=tmp_path)
+
+
+@pytest.mark.slow
 def test_four_ranks():
     run(4, *BOTH, "loads_at_another_size", "low_rank_loads_at_another_size")
 

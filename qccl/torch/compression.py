@@ -1,0 +1,402 @@
+"""The handle of compress(): the communication hook of a DistributedDataParallel model, and its state.
+
+DDP collects gradients in buckets, and calls the hook with each as soon as its gradients are complete. Which parameters
+share a bucket changes after the first step, and again after a resume. Results must not depend on that, so the handle
+has groups of parameters of its own (qccl.torch.groups), and reduces each by one call as soon as the buckets have
+brought all its gradients. The calls work in place in DDP's buckets. Groups change only where all ranks choose codecs
+(qccl.torch.auto), between two steps.
+
+The groups start in their own order, whatever order they become complete in: so every rank makes the same calls in the
+same order, and a call's number, which random codecs depend on, follows from the step and the group.
+
+Gradients that travel by factors (qccl.torch.low_rank) take two calls, of which the second needs the result of the
+first. All second calls follow the first call of the last group, in the order of the groups: that, too, is the same on
+all ranks, and no hook waits before the backward pass has computed its last gradient.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from textwrap import shorten
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from qccl.codecs import NoCodec
+from qccl.communicator import Communicator
+from qccl.errors import ArgumentError, MismatchError, QcclError
+from qccl.torch.auto import AutoCodec
+from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
+from qccl.torch.clock import PassTimes
+from qccl.torch.decision import CHOICE, without_choice
+from qccl.torch.figures import Figures, residual_norms
+from qccl.torch.groups import ParameterGroup, table
+from qccl.torch.low_rank import LowRank
+from qccl.torch.scaling import LossScaling
+from qccl.torch.state import from_saved, to_full, to_saved
+
+if TYPE_CHECKING:
+    from qccl.trace import TraceEvent
+
+__all__ = ["Compression", "FullState", "in_use"]
+
+#: the communicators of open handles: the state of two would have the same keys
+in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+class Compression:
+    """What compress() returns: the reduction of one model's gradients. A context manager that closes it.
+
+    Attributes:
+        lr: the learning rate of the step, for codecs with state if it changes from step to step (see
+            :doc:`/guide/state`); set it before each backward(), or never (None).
+        step: backward passes so far that reduced gradients.
+        trace: the list of events, or None.
+    """
+
+    def __init__(
+        self,
+        process_group: Any,
+        groups: Sequence[ParameterGroup],
+        comm: Communicator,
+        is_own: bool,
+        warmup_steps: int,
+        timeout: float | None,
+        trace: list[TraceEvent] | None,
+        auto: AutoCodec | None = None,
+    ) -> None:
+        self.lr: float | None = None
+        self.step = 0
+        self.trace = trace
+        self._scaled: LossScaling | None = None
+        self._process_group, self._comm, self._is_own = process_group, comm, is_own
+        self._warmup_steps, self._timeout, self._auto = warmup_steps, timeout, auto
+        self._times: PassTimes | None = None  # of the last pass
+        self._was_exact = False  # the last pass has sent all values as they are
+        self._adopt(groups)
+        self._low_rank = {i: LowRank(group, comm, timeout, trace) for i, group in enumerate(groups) if group.rank}
+        self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        self._lock = threading.Lock()  # of the buckets: the threads that end calls complete them
+        self._closed = False
+        self._failure: Exception | None = None  # of a call; others of its step may have ended well
+
+    def _adopt(self, groups: Sequence[ParameterGroup]) -> None:
+        """Reduce by these groups from the next pass on."""
+        self._groups, self._figures = groups, Figures(groups, self._comm)
+        self._places = {
+            parameter: (number, i)
+            for number, group in enumerate(groups)
+            for i, parameter in enumerate(group.parameters)
+        }
+        self._pass = BackwardPass(groups)
+
+    def __enter__(self) -> Compression:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if error is not None and self._is_own:
+            self._comm.abort(f"{type(error).__name__}: {error}")
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Compression of {len(self._places)} parameters in {len(self._groups)} groups, {self._comm!r}>"
+
+    def __str__(self) -> str:
+        return self.table()
+
+    def table(self) -> str:
+        """A line for each group: codec, element type, elements, bytes before and after encoding, and parameters.
+
+        Among n ranks each sends 2 (n-1)/n times the encoded bytes, or a little more for small groups. With codec="auto"
+        it says how far the measurements are, and after them has a line for each parameter, with the relative error of
+        its codec and when its gradient is ready, and below it what was measured and predicted.
+        """
+        return table(self._groups) if self._auto is None else self._auto.table(self._groups, self.step)
+
+    def statistics(self, *, residuals: bool = False) -> dict[str, float]:
+        """The figures of the last step on this rank by name, for TensorBoard or W&B. Call it between two steps.
+
+        - ``qccl/bytes_raw``, ``qccl/bytes_sent``: bytes of the gradients, and bytes that this rank sends for them;
+          ``qccl/NAME/bytes_raw``, ``qccl/NAME/bytes_sent``: those of the parameter NAME.
+        - ``qccl/calls``: the number of calls.
+        - ``qccl/seconds``: the time in which calls were under way, and ``qccl/seconds_hidden``, the part of it before
+          the last gradients were ready, beside the backward pass. On the host.
+        - ``qccl/NAME/relative_error``: with codec="auto", what one encoding lost of the parameter's gradient when the
+          codecs were chosen, relative to its L2 norm.
+        - ``qccl/NAME/residual_norm``: only with ``residuals``: the L2 norm of what the next step owes, for codecs with
+          ``+ef``. It copies all residuals, so ask for it every hundred steps or so.
+
+        Empty before the first step. Bytes that PyTorch's process group sends itself are those of a ring.
+        """
+        found = self._figures.of_step(self._times, is_exact=self._was_exact)
+        if found and self._auto is not None and self._auto.decision is not None:
+            found |= self._auto.decision.errors()
+        return found | residual_norms(self.state_dict(), self.lr) if found and residuals else found
+
+    def close(self) -> None:
+        """Collective: end. A later backward() raises ArgumentError, because DDP keeps its hook. Idempotent."""
+        self._closed = True
+        in_use.discard(self._comm)
+        if self._is_own:
+            self._comm.close()
+
+    def scale_with(self, scaler: Any) -> None:
+        """Follow a GradScaler, which multiplies the gradients by a factor that changes.
+
+        Each backward pass reads ``scaler.get_scale()``, and residuals are converted from the factor of their step to
+        that of the next. A pass whose gradients are not all finite, which the scaler skips, changes no residual. For
+        that the residuals are copied in each step. Call it once, on all ranks, before the first backward pass. The
+        scaler must not change its factor between a backward() and the ``scaler.step()`` that uses its gradients.
+
+        Raises ArgumentError for something without get_scale(), and for codecs with momentum, which would keep the
+        old factor.
+        """
+        if not callable(getattr(scaler, "get_scale", None)):
+            raise ArgumentError(f"scale_with() takes a torch.amp.GradScaler, not {type(scaler).__name__}")
+        if any("momentum" in group.codec.state_names for group in self._groups if group.codec is not None):
+            raise ArgumentError(
+                "+nesterov keeps a momentum of scaled gradients, which does not follow the scaler; use the optimiser's "
+                "momentum instead"
+            )
+        self._scaled = LossScaling(scaler)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults.
+
+        "residuals" and "momenta" have float32 tensors by parameter name, in the parameters' shapes; those that no step
+        has used yet are zeros. With low_rank, "factors" has those with which the next step begins. "step" and "calls"
+        are counters, on which warm-up and random codecs depend.
+        """
+        self._check_between_steps("state_dict()")
+        return self._with_choice(to_saved(self._comm, self._groups, self.step))
+
+    @property
+    def full(self) -> FullState:
+        """An object whose state_dict() is full_state_dict(), for frameworks that save one state for all ranks."""
+        return FullState(self)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Collective: the state of all ranks between two steps, the same on each, which fits any number of ranks.
+
+        Its residuals are what the results lack so far: per element, the mean of the ranks' own errors plus the error
+        of the sum. A group that loads it delivers that, whatever its size; "momenta" are the means over the ranks. A
+        run that goes on from it has not lost anything, but only state_dict() of each rank continues with the same bits.
+        """
+        self._check_between_steps("full_state_dict()")
+
+        def add_ranks(values: torch.Tensor) -> None:
+            dist.all_reduce(values, group=self._process_group)
+
+        return self._with_choice(to_full(self._comm, self._groups, self.step, add_ranks))
+
+    def _with_choice(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state if self._auto is None else state | {CHOICE: self._auto.text()}
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Restore a state; every rank must call it.
+
+        - ``state_dict()`` of the rank of this number in a group of this size: training goes on with the same bits.
+        - ``full_state_dict()``, or a list of the ``state_dict()`` of all ranks, of a group of any size: what their
+          residuals have not delivered yet is delivered by this group, in the mean over the ranks; momenta become their
+          mean. On one rank nothing is encoded, and residuals are dropped.
+
+        With codec="auto" the codecs are those of the state; if it was saved before they were chosen, the measurements
+        begin anew.
+
+        Raises ArgumentError for a state of other parameters or codecs, or without residuals after the first step, and
+        then changes nothing.
+        """
+        self._settle()
+        text, state = without_choice(state)
+        if self._auto is None:
+            self.step = from_saved(self._comm, self._groups, state)
+            self._adopt(self._groups)
+        else:
+            decision, groups = self._auto.groups_of(text)
+            self.step = from_saved(self._comm, groups, state)
+            self._auto.adopt(decision, self.step)
+            self._adopt(groups)
+        self._times = None
+
+    def _check_between_steps(self, what: str) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._pass.is_under_way:
+            raise ArgumentError(f"{what} is for the time between steps, and the last backward pass did not end")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Undo what a pass that the scaler skips has done to the residuals."""
+        if self._scaled is not None:
+            self._scaled.settle()
+
+    # -- the hook ----------------------------------------------------------------------------------------------------
+
+    def _check_ranks(self) -> None:
+        """Raise ArgumentError unless the communicator fits the model."""
+        comm, group = self._comm, self._process_group
+        mine, theirs = (comm.rank, comm.size), (dist.get_rank(group), dist.get_world_size(group))
+        if mine != theirs:
+            raise ArgumentError(
+                f"comm is rank {mine[0]} of {mine[1]}, but in the model's process group this is rank {theirs[0]} of "
+                f"{theirs[1]}"
+            )
+        if (comm.backend == "cuda") != (self._device.type == "cuda"):
+            raise ArgumentError(
+                f"the model is on {self._device}, and the communicator has the backend {comm.backend}; pass a comm of "
+                f"the model's device"
+            )
+        if not comm.transport.is_threaded:
+            raise ArgumentError(
+                "the hook never waits, so it needs a progress thread, which MPI allows with MPI_THREAD_MULTIPLE only; "
+                "leave mpi4py.rc.thread_level as it is, or comm out"
+            )
+
+    def _check_alike(self) -> None:
+        """Collective: raise MismatchError on all ranks unless they reduce the same parameters in the same way."""
+        lines = [f"warmup_steps={self._warmup_steps}", "a codec" if self._auto is None else self._auto.description()]
+        lines += [f"{group.codec_spec} for {', '.join(group.names)} ({group.dtype})" for group in self._groups]
+        ranks = [item.decode().split("\n") for item in self._comm.allgather("\n".join(lines).encode())]
+        for rank, other in enumerate(ranks):
+            if other != ranks[0]:
+                pairs = zip_longest(ranks[0], other, fillvalue="nothing more")
+                ours, theirs = next((a, b) for a, b in pairs if a != b)
+                raise MismatchError(
+                    f"all ranks must call compress() with the same arguments, for models with the same parameters that "
+                    f"need gradients; rank 0 has {shorten(ours, 300)}, and rank {rank} has {shorten(theirs, 300)}"
+                )
+
+    @property
+    def _device(self) -> torch.device:
+        device: torch.device = self._groups[0].parameters[0].device
+        return device
+
+    def _reduce(self, bucket: Any) -> Any:
+        """The hook: start the groups that are complete with this bucket; returns the future of its buffer."""
+        if self._closed:
+            raise ArgumentError("the handle that compress() returned is closed; wrap the model in DDP again")
+        if not self._pass.is_under_way:
+            self._begin_pass()
+        arrived = Bucket(bucket.buffer())
+        parameters = bucket.parameters()
+        complete = self._pass.add(arrived, parameters, gradients_of(bucket.buffer(), parameters), self._places)
+        for number in complete:
+            self._start(number)
+        if bucket.is_last():
+            self._pass.check_complete()
+            ended, self._pass = self._pass, BackwardPass(self._groups)
+            self._end_factors(ended)
+            self._times, self._was_exact = ended.times, self._is_exact
+            self.step += 1
+        return arrived.future()
+
+    def _begin_pass(self) -> None:
+        """The first bucket of a pass has arrived, and all calls of the pass before it have ended."""
+        auto = self._auto
+        if auto is not None and auto.decision is None:
+            if self._times is not None and auto.is_measured(self.step - 1):
+                auto.add(self._times, time.perf_counter())
+            if self.step >= auto.until:
+                auto.decide(self._comm, self._timeout)
+                self._adopt(auto.groups())
+        self._pass.lr = self.lr if self._scaled is None else self._scaled.begin(self.lr)
+
+    @property
+    def _is_exact(self) -> bool:
+        """Whether this step sends all values as they are."""
+        measures = self._auto is not None and self._auto.decision is None
+        return measures or self.step < self._warmup_steps
+
+    def _start(self, number: int) -> None:
+        """Start the reduction of a group. The buckets that wait for it get their futures when it ends."""
+        begun = self._pass
+        group, gradients = self._groups[number], begun.gradients[number]
+        if self._auto is not None and self._auto.is_measured(self.step):
+            self._auto.sample(group.names, gradients)
+        begun.times.start(number)
+        if group.rank and not self._is_exact:
+            if self._scaled is not None:
+                self._scaled.keep(self._comm, group.key)
+            self._low_rank[number].begin(gradients, begun.lr)
+            begun.by_factors.append(number)
+            return
+        if self._stream is None:
+            work = self._launch(group, gradients)
+            work.add_done_callback(lambda ended: self._ended(begun, number, ended.exception()))
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):  # the backward pass continues on the current one
+            self._launch(group, gradients).wait()
+            self._ended(begun, number, None)
+
+    def _end_factors(self, ended: BackwardPass) -> None:
+        """All groups have started: make the second calls of those that travel by factors, and wait for the results."""
+        error: Exception | None = None
+        try:
+            for number in ended.by_factors:
+                self._low_rank[number].exchange()
+        except QcclError as found:
+            error = found
+        for number in ended.by_factors:
+            try:
+                if error is None:
+                    self._low_rank[number].finish()
+            except QcclError as found:
+                error = found
+            self._ended(ended, number, error)
+
+    def _launch(self, group: ParameterGroup, gradients: list[Any]) -> Any:
+        """Start a call; returns its Work."""
+        if group.codec is None:
+            return ExactWork(gradients, self._process_group)
+        codec = NoCodec() if self._is_exact else group.codec
+        keeps = bool(codec.state_names)
+        if keeps and self._scaled is not None:
+            self._scaled.keep(self._comm, group.key)
+        return self._comm.quantized_allreduce_coalesced(
+            gradients,
+            codec=codec,
+            op="avg",
+            key=group.key if keeps else None,
+            lr=self._pass.lr if keeps else None,
+            timeout=self._timeout,
+            trace=self.trace,
+            async_op=True,
+        )
+
+    def _ended(self, begun: BackwardPass, number: int, error: Exception | None) -> None:
+        """A group's call has ended on the host, or is ordered before the current stream."""
+        if self._stream is None:
+            begun.times.end(number)
+        if self._scaled is not None and error is None:
+            self._scaled.look_at(begun.gradients[number])
+        with self._lock:
+            self._failure = self._failure or error
+            complete = [bucket for bucket in begun.buckets[number] if bucket.group_ended(error)]
+        for bucket in complete:
+            bucket.complete()
+
+
+class FullState:
+    """``compression.full``: for frameworks that save one state for all ranks, which may then be another number.
+
+    For torch.distributed.checkpoint, Accelerate's register_for_checkpointing() and others that call state_dict() on
+    every rank and keep one result.
+    """
+
+    def __init__(self, compression: Compression) -> None:
+        self._compression = compression
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: full_state_dict()."""
+        return self._compression.full_state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """load_state_dict() of the compression; every rank must call it."""
+        self._compression.load_state_dict(state)
