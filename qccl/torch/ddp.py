@@ -36,12 +36,12 @@ from qccl.torch.backward import BackwardPass, Bucket, ExactWork, gradients_of
 from qccl.torch.groups import ParameterGroup, Policy, form_groups, rank_within, table
 from qccl.torch.low_rank import LowRank
 from qccl.torch.scaling import LossScaling
-from qccl.torch.state import from_saved, to_full, to_saved
+from qccl.torch.state import FullState, from_saved, to_full, to_saved
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
 
-__all__ = ["Compression", "FullState", "compress"]
+__all__ = ["Compression", "compress"]
 
 #: the default of torch.distributed: a rank may evaluate or save for a while before its next step
 _TIMEOUT_SECONDS = 1800.0
@@ -430,25 +430,6 @@ class Compression:
             complete = [bucket for bucket in buckets if bucket.group_ended(error)]
         for bucket in complete:
             bucket.complete()
-
-
-class FullState:
-    """``compression.full``: for frameworks that save one state for all ranks, which may then be another number.
-
-    For torch.distributed.checkpoint, Accelerate's register_for_checkpointing() and others that call state_dict() on
-    every rank and keep one result.
-    """
-
-    def __init__(self, compression: Compression) -> None:
-        self._compression = compression
-
-    def state_dict(self) -> dict[str, Any]:
-        """Collective: full_state_dict()."""
-        return self._compression.full_state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """load_state_dict() of the compression; every rank must call it."""
-        self._compression.load_state_dict(state)
 
 
 def _parameters_of(model: Any) -> dict[str, Any]:
