@@ -29,6 +29,8 @@ REFERENCE = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.
 ELSEWHERE = {DOCS / f"adding-a-{kind}.md" for kind in ("codec", "collective", "transport")}
 PAGES = sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE)
 RANKS = 4
+#: the libraries of docs/howto/trainers.md that take long to import
+TRAINERS = ("accelerate", "lightning", "transformers")
 
 #: runs the programs that it is given as PORT=FILE, in their folder
 IN_TURN = """
@@ -108,12 +110,9 @@ def test_programs(block, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("with_trainers", "size"), [(False, 2), (False, 4), (True, 2)])
+@pytest.mark.parametrize(("with_trainers", "size"), [(False, 2), (False, 4), (True, 2), (True, 4)])
 def test_programs_of_torchrun(tmp_path, with_trainers, size):
     """Those of the same size share processes with torchrun's variables, because importing torch takes long."""
-    libraries = ("accelerate", "lightning", "transformers") if with_trainers else ()
-    for name in ("torch", *libraries):
-        pytest.importorskip(name)
     trainers = DOCS / "howto" / "trainers.md"
     programs = []
     for block in PROGRAMS:
@@ -122,6 +121,10 @@ def test_programs_of_torchrun(tmp_path, with_trainers, size):
             assert found and found[2] == block.program[1], block.program[2]
             programs += [block] if int(found[1]) == size else []
     assert programs
+    text = "\n".join(block.text for block in programs)
+    libraries = [name for name in TRAINERS if re.search(rf"^(import|from) {name}\b", text, re.MULTILINE)]
+    for name in ("torch", *libraries):
+        pytest.importorskip(name)
     run_torch_programs([block.write(tmp_path) for block in programs], size, *libraries)
 
 
