@@ -116,7 +116,7 @@ def test_programs_of_torchrun(tmp_path, with_trainers, size):
     trainers = DOCS / "howto" / "trainers.md"
     programs = []
     for block in PROGRAMS:
-        if block.launcher != "mpiexec" and (block.page == trainers) == with_trainers:
+        if block.launcher != "mpiexec" and "torchtitan" not in block.text and (block.page == trainers) == with_trainers:
             found = re.fullmatch(r"torchrun --standalone --nproc-per-node ([24]) (\w+\.py)", block.program[2])
             assert found and found[2] == block.program[1], block.program[2]
             programs += [block] if int(found[1]) == size else []
@@ -126,6 +126,19 @@ def test_programs_of_torchrun(tmp_path, with_trainers, size):
     for name in ("torch", *libraries):
         pytest.importorskip(name)
     run_torch_programs([block.write(tmp_path) for block in programs], size, *libraries)
+
+
+@pytest.mark.slow
+def test_the_program_of_torchtitan(tmp_path):
+    """Trains, and goes on from the checkpoint of the first run. Its dependencies are not those of the other tests."""
+    pytest.importorskip("torchtitan")
+    (block,) = [block for block in PROGRAMS if "torchtitan" in block.text]
+    command = ("tests/support/torchtitan_ranks.py", str(block.write(tmp_path)), str(tmp_path / "out"))
+    settings = {"QCCL_TRANSPORT": "auto", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    for steps in (2, 4):
+        ended = start_plain(4, *command, str(steps), limit=200, **settings)
+        assert ended.status == 0, ended.output
+        assert ended.output.count(f"the same bits on all replicas after step {steps}") == 4, ended.output
 
 
 def run_torch_programs(programs: list[Path], size: int, *imported: str) -> None:
