@@ -39,12 +39,12 @@ from qccl.torch.figures import Figures, residual_norms
 from qccl.torch.groups import ParameterGroup, table
 from qccl.torch.low_rank import LowRank
 from qccl.torch.scaling import LossScaling
-from qccl.torch.state import from_saved, to_full, to_saved
+from qccl.torch.state import FullState, from_saved, to_full, to_saved
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
 
-__all__ = ["Compression", "FullState", "in_use"]
+__all__ = ["Compression", "in_use"]
 
 #: the communicators of open handles: the state of two would have the same keys
 in_use: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -381,22 +381,3 @@ class Compression:
             complete = [bucket for bucket in begun.buckets[number] if bucket.group_ended(error)]
         for bucket in complete:
             bucket.complete()
-
-
-class FullState:
-    """``compression.full``: for frameworks that save one state for all ranks, which may then be another number.
-
-    For torch.distributed.checkpoint, Accelerate's register_for_checkpointing() and others that call state_dict() on
-    every rank and keep one result.
-    """
-
-    def __init__(self, compression: Compression) -> None:
-        self._compression = compression
-
-    def state_dict(self) -> dict[str, Any]:
-        """Collective: full_state_dict()."""
-        return self._compression.full_state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """load_state_dict() of the compression; every rank must call it."""
-        self._compression.load_state_dict(state)

@@ -216,11 +216,17 @@ def _same_ranks(comm: Communicator, group: dist.ProcessGroup) -> bool:
 
 
 def sharded_modules(model: Any) -> list[tuple[str, FSDPModule]]:
-    """The modules that fully_shard() has wrapped, by name; "" is the model itself."""
+    """The modules that fully_shard() has wrapped, by name; "" is the model itself.
+
+    Of modules that one call has wrapped as a list, the first stands for all: FSDP2 reduces their gradients together.
+    """
     if isinstance(model, torch.nn.Module):
-        found = [(name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+        found: dict[int, tuple[str, FSDPModule]] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                found.setdefault(id(module._get_fsdp_state()), (name, module))
         if found:
-            return found
+            return [*found.values()]
     raise ArgumentError(
         f"the model, of type {type(model).__name__}, has no module that fully_shard() has wrapped; call "
         f"torch.distributed.fsdp.fully_shard() first"

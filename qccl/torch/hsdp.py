@@ -25,7 +25,7 @@ from qccl.communicator import Communicator
 from qccl.errors import ArgumentError
 from qccl.torch.fsdp import checked_communicator, sharded_modules
 from qccl.torch.groups import ParameterGroup, Policy, table
-from qccl.torch.state import from_saved, to_full, to_saved
+from qccl.torch.state import FullState, from_saved, to_full, to_saved
 
 __all__ = ["AllReduce"]
 
@@ -88,6 +88,11 @@ class AllReduce:
     def state_dict(self) -> dict[str, Any]:
         """This rank's state between two steps, for ``torch.save``; ``torch.load`` reads it with its defaults."""
         return to_saved(self._comm, self._groups, self.step)
+
+    @property
+    def full(self) -> FullState:
+        """An object whose state_dict() is full_state_dict(), for frameworks that save one state for all ranks."""
+        return FullState(self)
 
     def full_state_dict(self) -> dict[str, Any]:
         """Collective: the state of all ranks of the mesh between two steps, the same on each, for any other mesh.

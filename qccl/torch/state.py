@@ -34,13 +34,34 @@ from qccl.schedule import Role, Schedule, buffer_name
 from qccl.torch.factors import matrix_shape
 from qccl.torch.groups import ParameterGroup
 
-__all__ = ["from_saved", "owned_parts", "schedule_of", "to_full", "to_saved"]
+__all__ = ["FullState", "from_saved", "owned_parts", "schedule_of", "to_full", "to_saved"]
 
 #: the kinds of state by their names in a schedule, and in a saved state
 _KINDS = {"residual": "residuals", "momentum": "momenta", "factor": "factors"}
 #: of a state of all ranks; that of one rank also says which
 _FULL = {"step", "calls", "lr", "groups", *_KINDS.values()}
 _PLACE = {"rank", "size", "nodes"}
+
+
+class FullState:
+    """``compression.full``: for frameworks that save one state for all ranks, which may then be another number.
+
+    For torch.distributed.checkpoint, Accelerate's register_for_checkpointing() and others that call state_dict() on
+    every rank and keep one result.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        """``owner`` has full_state_dict() and load_state_dict()."""
+        self._owner = owner
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collective: full_state_dict()."""
+        full: dict[str, Any] = self._owner.full_state_dict()
+        return full
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """load_state_dict() of the owner; every rank must call it."""
+        self._owner.load_state_dict(state)
 
 
 def to_saved(comm: Communicator, groups: Sequence[ParameterGroup], step: int) -> dict[str, Any]:

@@ -29,6 +29,8 @@ REFERENCE = "\n".join(path.read_text() for path in (DOCS / "reference").glob("*.
 ELSEWHERE = {DOCS / f"adding-a-{kind}.md" for kind in ("codec", "collective", "transport")}
 PAGES = sorted({ROOT / "README.md", *DOCS.rglob("*.md")} - ELSEWHERE)
 RANKS = 4
+#: the libraries of docs/howto/trainers.md that take long to import
+TRAINERS = ("accelerate", "lightning", "transformers")
 
 #: runs the programs that it is given as PORT=FILE, in their folder
 IN_TURN = """
@@ -108,21 +110,35 @@ def test_programs(block, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("with_trainers", "size"), [(False, 2), (False, 4), (True, 2)])
+@pytest.mark.parametrize(("with_trainers", "size"), [(False, 2), (False, 4), (True, 2), (True, 4)])
 def test_programs_of_torchrun(tmp_path, with_trainers, size):
     """Those of the same size share processes with torchrun's variables, because importing torch takes long."""
-    libraries = ("accelerate", "lightning", "transformers") if with_trainers else ()
-    for name in ("torch", *libraries):
-        pytest.importorskip(name)
     trainers = DOCS / "howto" / "trainers.md"
     programs = []
     for block in PROGRAMS:
-        if block.launcher != "mpiexec" and (block.page == trainers) == with_trainers:
+        if block.launcher != "mpiexec" and "torchtitan" not in block.text and (block.page == trainers) == with_trainers:
             found = re.fullmatch(r"torchrun --standalone --nproc-per-node ([24]) (\w+\.py)", block.program[2])
             assert found and found[2] == block.program[1], block.program[2]
             programs += [block] if int(found[1]) == size else []
     assert programs
+    text = "\n".join(block.text for block in programs)
+    libraries = [name for name in TRAINERS if re.search(rf"^(import|from) {name}\b", text, re.MULTILINE)]
+    for name in ("torch", *libraries):
+        pytest.importorskip(name)
     run_torch_programs([block.write(tmp_path) for block in programs], size, *libraries)
+
+
+@pytest.mark.slow
+def test_the_program_of_torchtitan(tmp_path):
+    """Trains, and goes on from the checkpoint of the first run. Its dependencies are not those of the other tests."""
+    pytest.importorskip("torchtitan")
+    (block,) = [block for block in PROGRAMS if "torchtitan" in block.text]
+    command = ("tests/support/torchtitan_ranks.py", str(block.write(tmp_path)), str(tmp_path / "out"))
+    settings = {"QCCL_TRANSPORT": "auto", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    for steps in (2, 4):
+        ended = start_plain(4, *command, str(steps), limit=200, **settings)
+        assert ended.status == 0, ended.output
+        assert ended.output.count(f"the same bits on all replicas after step {steps}") == 4, ended.output
 
 
 def run_torch_programs(programs: list[Path], size: int, *imported: str) -> None:

@@ -177,6 +177,29 @@ def other_meshes() -> None:
             assert are_equal(mesh, model)
 
 
+def lists() -> None:
+    """Modules that fully_shard() wrapped as a list have one vector of gradients, and one state."""
+    mesh = mesh_of()
+    with connect(mesh) as comm:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(Linear(20, 64), Linear(64, 33), Linear(33, 1))
+        fully_shard([model[1], model[2]], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh["shard"])
+        reduction = AllReduce("minmax2:bucket=64+ef", comm, min_elements=0)
+        reduction.install(model)
+        assert [name for group in reduction._groups for name in group.names] == [
+            "0.weight", "0.bias", "1.weight", "2.weight", "1.bias", "2.bias"
+        ]  # fmt: skip
+        train(model, range(3))
+        assert are_equal(mesh, model) and comm.calls == 12, comm.calls
+        full = reduction.full.state_dict()
+        assert all(full["residuals"][f"{i}.weight"].any() for i in range(3))
+        reduction.full.load_state_dict(full)
+        again = reduction.full_state_dict()
+        for name, values in full["residuals"].items():
+            assert torch.allclose(again["residuals"][name], values, rtol=1e-6, atol=1e-7), name
+
+
 class Branch(torch.nn.Module):
     """A second layer that is used in some steps only."""
 

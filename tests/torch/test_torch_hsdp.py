@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
 ]
 
-NAMES = ("exact", "bounds", "replicas", "accumulates", "resumes", "other_meshes", "refuses")
+NAMES = ("exact", "bounds", "replicas", "accumulates", "resumes", "other_meshes", "lists", "refuses")
 
 
 def test_two_replicas_of_two_shards(tmp_path) -> None:
