@@ -23,7 +23,7 @@ def pytest_collection() -> None:
 
 
 #: markers of tests that run only where -m names the marker, because they take too long for every change
-_ON_REQUEST = ("every_arch", "every_size", "every_interruption")
+_ON_REQUEST = ("every_arch", "every_size", "every_interruption", "every_trainer")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -128,10 +128,10 @@ def test_programs_of_torchrun(tmp_path, with_trainers, size):
     run_torch_programs([block.write(tmp_path) for block in programs], size, *libraries)
 
 
+@pytest.mark.every_trainer
 @pytest.mark.slow
 def test_the_program_of_torchtitan(tmp_path):
     """Trains, and goes on from the checkpoint of the first run. Its dependencies are not those of the other tests."""
-    pytest.importorskip("torchtitan")
     (block,) = [block for block in PROGRAMS if "torchtitan" in block.text]
     command = ("tests/support/torchtitan_ranks.py", str(block.write(tmp_path)), str(tmp_path / "out"))
     settings = {"QCCL_TRANSPORT": "auto", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
