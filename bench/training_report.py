@@ -27,12 +27,13 @@ MODELS = {
 THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
 OURS = (
     *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis4+ef", "trellis2+ef"),
+    "topk:k=96,block=4096,values=exp4/topk:k=192,block=4096,values=exp4+ef",
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef", "topk:k=0.01+ef"),
     *("onebit:reconstruct=mean+ef", "low_rank:4:minmax8+ef", "low_rank:32:minmax4+ef"),
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
 )
 #: the rows of README.md's table: the methods that most readers would compare first
-FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
+FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "low_rank:32:minmax4+ef")
 #: the last row of the headline
 BOUND = "the most, (c + n) / c"
 ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
@@ -193,6 +194,14 @@ def _sooner(document: Document, link: str) -> dict[str, str]:
 
 
 def _titled(method: str) -> str:
+    """A method as a user of qccl would write it."""
+    kind, _, rest = method.partition(":")
+    options, _, codec = rest.partition(":")
+    match kind:
+        case "low_rank":
+            return f"`{codec}`, `low_rank={options}`"
+        case "diloco":
+            return f"`{codec}`, `DiLoCo({options.replace(',', ', ')})`"
     if method == BOUND:
         return method
     return f"{method} (PyTorch)" if method in THEIRS else f"`{method}`"
