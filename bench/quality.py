@@ -19,8 +19,8 @@ _PAGE = _ROOT / "qccl" / "bench" / "quality.py"
 #: the methods of the files that are no specifications of codecs
 _NAMES = {"fp32": "none", "fp16": "cast"}
 _BEGIN, _END = "# written by bench/quality.py\n", "# end of bench/quality.py\n"
-#: in the names of methods that are more than a codec, such as one with other warm-up steps
-_VARIANT = "@"
+#: methods that are more than a codec: other warm-up steps, factors, outer steps, another optimiser
+_MORE = re.compile("@|^(low_rank|diloco|sparseloco|demo):")
 #: files of before there were several models
 _FIRST_MODEL = "byte_model"
 
@@ -33,7 +33,7 @@ def found(folder: Path = _ROOT / "docs" / "results") -> dict[str, dict[str, floa
         if document.get("curves"):
             model = document.get("model", _FIRST_MODEL)
             for method, steps in _relative(document).items():
-                if _VARIANT not in method:
+                if not _MORE.search(method):
                     result.setdefault(_NAMES.get(method, method), {})[model] = steps
     return result
 
