@@ -57,7 +57,7 @@ QCCL_FN void store_bucket(const WireFormat<Codec, T>& format, const u8* wire, u6
 }
 
 template <class Codec, class T>
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, Codec::sparse ? 3 : 4)  // four blocks leave too few registers for a selection
 bucket_encode(const EncodeJob* jobs, const BufferRef*, const __grid_constant__ Parameters parameters,
               const __grid_constant__ Memory memory) {
   const BlockOfJob block = this_block(parameters);

@@ -189,7 +189,8 @@ def check(found: dict[str, Usage], arch: int) -> None:
     spilling = {name: use for name, use in found.items() if use.stack or use.spilled}
     assert not spilling, f"kernels use local memory: {spilling}"
     for name, use in found.items():
-        of_a_block = "encode<" in name and f"Shape<{cuda_source.THREADS}" in name
+        is_sparse = "::TopK" in name or "::RandomK" in name
+        of_a_block = "encode<" in name and (f"Shape<{cuda_source.THREADS}" in name or is_sparse)
         blocks = 2 if "reduce" in name or name.endswith("true>") else 3 if of_a_block else 4
         if arch >= 100 and "::reduce" in name and "Tile" in name and "Float16" in name:  # see fitting_blocks()
             blocks = 1
