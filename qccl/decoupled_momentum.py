@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,9 @@ from qccl.scalars import as_real
 from qccl.tiles import Tiles
 
 __all__ = ["DeMo"]
+
+#: what load_state_dict() takes from rank 0: the number of steps, and the learning rate
+_AGREED = struct.Struct("<qd")
 
 
 class DeMo:
@@ -63,7 +67,8 @@ class DeMo:
             lr: the learning rate: how far a step moves each element.
             decay: of the momentum in each step, from 0 to below 1.
             k: coefficients that a rank sends of each tile.
-            chunk: the longest side of a tile, 1 to 128; its sides divide those of the matrix. An array of more than two
+            chunk: the longest side of a tile, 1 to 128; its sides divide those of the matrix, so one with a prime side
+                has small tiles, which save nothing: pad such arrays. An array of more than two
                 dimensions is a matrix whose rows are its first dimension; one of fewer is a row.
             values: how coefficients are encoded, as in qccl.codecs.TopK: "exact", "float16", "exp4" or "mean2".
             weight_decay: a step multiplies the parameters by ``1 - lr weight_decay``, as in AdamW.
@@ -98,7 +103,8 @@ class DeMo:
         ``gradients`` are those of this rank, in the structure of the parameters; None takes them from the attribute
         ``grad`` of PyTorch's parameters, where a parameter without one counts as one with a gradient of zeros.
 
-        Raises ArgumentError on all ranks, and changes neither parameters nor momenta, if a sum is not finite.
+        Raises ArgumentError on all ranks, and changes neither parameters nor momenta, if a momentum is not finite.
+        After any other exception, such as Ctrl-C, load a checkpoint on all ranks.
         """
         lr, given = _number(self.lr, "lr"), self._gradients(gradients)
         momenta = [self._next(group, given, lr) for group in self._groups]
@@ -118,9 +124,10 @@ class DeMo:
         return {"momenta": momenta, "steps": self.steps, "lr": self.lr}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state_dict(), after the parameters were restored.
+        """Collective: continue from a state_dict(), after the parameters were restored.
 
-        Raises ArgumentError for anything else, and then changes nothing.
+        The learning rate and the number of steps are rank 0's on all ranks. Raises ArgumentError for anything else, and
+        then changes nothing.
         """
         if not isinstance(state, Mapping) or set(state) != {"momenta", "steps", "lr"}:
             raise ArgumentError("a state is the dict that state_dict() returned, with momenta, steps and lr")
@@ -134,14 +141,18 @@ class DeMo:
             )
         for momentum, (_, saved) in zip(momenta, parameters.named(state["momenta"]), strict=True):
             momentum[...] = saved
-        self.steps, self.lr = steps, lr
+        self.steps, self.lr = _AGREED.unpack(self.comm.allgather(_AGREED.pack(steps, lr))[0])
 
     def _next(self, group: _Group, gradients: list[Any], lr: float) -> Any:
         """The momenta of a group with these gradients, before any are sent."""
         momentum = parameters.times(group.momentum, self._decay)
         for number, rows in group.rows.items():
             if gradients[number] is not None:
-                coefficients = self._transform.forward(self._tiles[number].split(gradients[number]))
+                gradient = parameters.converted(
+                    parameters.copy_of(self._arrays[number]), "float32"
+                )  # in the parameter's library
+                gradient[...] = gradients[number]
+                coefficients = self._transform.forward(self._tiles[number].split(gradient))
                 momentum[rows, : group.length] += coefficients.reshape(-1, group.length) * lr
         return momentum
 
@@ -170,8 +181,8 @@ class DeMo:
             if self._members and all(gradient is None for gradient in found):
                 raise ArgumentError("no parameter has a gradient; call step(gradients), or backward() before")
             return [parameters.plain(gradient) for gradient in found]
-        names = parameters.names_of(given)
-        shapes = [tuple(gradient.shape) for _, gradient in parameters.named(given, "gradients")]
+        names, named = parameters.names_of(given), parameters.named(given, "gradients")
+        shapes = [tuple(getattr(gradient, "shape", ())) for _, gradient in named]
         wanted = [shape for _, shape in self._forms]
         if names != self._names or shapes != wanted:
             raise ArgumentError(

@@ -268,7 +268,8 @@ class DiLoCo:
         behind = [is_new or own < max(each) for own, each in zip(self._taken, taken, strict=True)]
         self.comm, self.local_steps, self._under_way = comm, max(local_steps), []
         self._taken = [max(each) for each in taken]
-        self.params = self._deliver(self.params, [n for n, fragment in enumerate(self.fragments) if behind[fragment]])
+        values = {n: self.common[n] for n, fragment in enumerate(self.fragments) if behind[fragment]}
+        self.params = self._deliver(self.params, values)
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
@@ -289,7 +290,7 @@ class DiLoCo:
                 {
                     "fragment": fragment,
                     "due": outer_step.due,
-                    "averages": [parameters.copy_of(average) for average in averages.values()],
+                    "averages": [parameters.copy_of(self._joined(n, each)) for n, each in averages.items()],
                     "begun": [parameters.copy_of(array) for array in outer_step.begun.values()],
                 }
                 for outer_step in self._under_way
@@ -300,7 +301,8 @@ class DiLoCo:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state_dict(); ``params`` get the common parameters.
 
-        Training continues bit for bit if the local parameters are loaded afterwards. Raises ArgumentError for any other
+        Those of which an outer step is under way get the local ones of its begin, which are the state's. Training
+        continues bit for bit if the local parameters are loaded afterwards. Raises ArgumentError for any other
         state, and then changes nothing.
         """
         if not isinstance(state, Mapping) or set(state) != _STATE:
@@ -315,7 +317,8 @@ class DiLoCo:
             for array, saved in zip(arrays, state[name], strict=True):
                 array[...] = saved
         self.local_steps, self._taken, self._weights, self._under_way = local_steps, taken, weights, under_way
-        self.params = self._deliver(self.params, range(len(self.common)))
+        begun = {number: array for outer_step in under_way for number, array in outer_step.begun.items()}
+        self.params = self._deliver(self.params, dict(enumerate(self.common)) | begun)
 
     def _listed(self, state: Mapping[str, Any], name: str) -> list[Any]:
         """A part of a state that has one item for each fragment."""
@@ -348,6 +351,7 @@ class DiLoCo:
             has_none = isinstance(each["averages"], list | tuple) and not each["averages"]  # no rank had a weight
             numbers = [] if has_none else self._members([fragment])
             averages = self._loaded_arrays(each["averages"], numbers, f"{what}: averages")
+            averages = {n: self._cut(n, average) for n, average in averages.items()}
             members = self._members([fragment]) if self._mixing is None else []
             begun = self._loaded_arrays(each["begun"], members, f"{what}: begun")
             found.append(OuterStep({fragment: averages}, due, begun=begun))
@@ -371,7 +375,18 @@ class DiLoCo:
 
     def _count(self, weight: float) -> None:
         if self._weighted:
-            self._weights = [each + weight for each in self._weights]
+            self._add_weights([weight] * len(self._weights))
+
+    def _add_weights(self, more: Sequence[float]) -> None:
+        self._weights = [own + each for own, each in zip(self._weights, more, strict=True)]
+
+    def _cut(self, number: int, array: Any) -> Any:
+        """An array of the parameter's shape with its elements in the order of the tiles, if there are any."""
+        return self._tiles[number].split(array).reshape(array.shape) if self._tiles else array
+
+    def _joined(self, number: int, array: Any) -> Any:
+        """The array that _cut() gave this one for."""
+        return self._tiles[number].join(array) if self._tiles else array
 
     def _members(self, fragments: Collection[int]) -> list[int]:
         """The numbers of the arrays in some fragments."""
@@ -384,8 +399,7 @@ class DiLoCo:
             change = parameters.difference(self.common[number], local[number].array)
             if self._mixing is None and due > self.local_steps:
                 outer_step.begun[number] = parameters.mutable_copy(local[number])
-            if self._tiles:
-                change = self._tiles[number].split(change).reshape(change.shape)
+            change = self._cut(number, change)
             fragment, (dtype, _) = self.fragments[number], self._forms[number]
             outer_step.changes[fragment][number] = change
             calls.setdefault(f"{self._key} {fragment} {dtype}", []).append(change)
@@ -394,7 +408,9 @@ class DiLoCo:
         if self._weighted:
             like = next(array for array in self.common if 0 not in array.shape)
             outer_step.weigh([self._weights[fragment] / (self._period or 1) for fragment in fragments], like)
+            given = [each if f in fragments else 0.0 for f, each in enumerate(self._weights)]
             self._weights = [0.0 if f in fragments else each for f, each in enumerate(self._weights)]
+            outer_step.put_back = [*outer_step.put_back, lambda: self._add_weights(given)]
         try:
             self._call(outer_step, calls)
         except BaseException:  # Ctrl-C, too
@@ -416,11 +432,10 @@ class DiLoCo:
         outer_step.settle()
         for averages in outer_step.changes.values():
             for number, average in averages.items():
-                if self._tiles:
-                    average = self._tiles[number].join(average)
-                self._advance(self.common[number], self._velocity[number], average)
+                self._advance(self.common[number], self._velocity[number], self._joined(number, average))
         self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
-        self.params = self._deliver(params, self._members(outer_step.changes), mixing or 0.0, outer_step.begun)
+        values = {number: self.common[number] for number in self._members(outer_step.changes)}
+        self.params = self._deliver(params, values, mixing or 0.0, outer_step.begun)
         return self.params
 
     def _advance(self, common: Any, velocity: Any, change: Any) -> None:
@@ -457,21 +472,21 @@ class DiLoCo:
         return values
 
     def _deliver(
-        self, params: Any, numbers: Collection[int], mixing: float = 0.0, begun: Mapping[int, Any] | None = None
+        self, params: Any, values: Mapping[int, Any], mixing: float = 0.0, begun: Mapping[int, Any] | None = None
     ) -> Any:
-        """Bring the common parameters into arrays of ``params``; returns all, with copies of those that are read-only.
+        """Bring ``values``, by number, into arrays of ``params``; returns all, with copies of those that are read-only.
 
         Arrays that have a copy in ``begun`` keep what has changed since.
         """
         delivered = [array for _, array in parameters.named(params)]
-        for number, values in enumerate(self._values(params)):
-            if number in numbers:
-                target = parameters.mutable_copy(values) if values.view.readonly else values.array
+        for number, local in enumerate(self._values(params)):
+            if number in values:
+                target = parameters.mutable_copy(local) if local.view.readonly else local.array
                 if begun and number in begun:
-                    parameters.move(target, begun[number], self.common[number])
+                    parameters.move(target, begun[number], values[number])
                 else:
-                    parameters.mix(target, self.common[number], mixing)
-                if values.view.readonly:
+                    parameters.mix(target, values[number], mixing)
+                if local.view.readonly:
                     delivered[number] = target
         return parameters.restored(delivered, params)
 

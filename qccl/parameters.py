@@ -124,9 +124,14 @@ def mix(local: Any, common: Any, share: float) -> None:
 
 
 def move(local: Any, begun: Any, common: Any) -> None:
-    """Set ``local`` to ``common`` and what has changed in it since it was ``begun``."""
-    local -= begun
-    local += common
+    """Set ``local`` to ``common`` and what has changed in it since it was ``begun``, which is used up.
+
+    ``local`` changes at once, so an interruption leaves it as it was, or as it shall be.
+    """
+    begun *= -1
+    begun += local
+    begun += common
+    local[...] = begun
 
 
 def fragments_of(given: Any, names: Sequence[Any], counts: Sequence[int]) -> list[int]:

@@ -217,6 +217,38 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     qccl.run_ranks(2, run)
 
 
+def test_a_state_brings_all_ranks_to_the_rate_of_the_first() -> None:
+    """After a failure the ranks' states may differ by a step and its learning rate."""
+
+    def run(comm: qccl.Communicator) -> bytes:
+        params = begin(0)
+        demo = qccl.DeMo(comm, params, lr=LR, k=K, chunk=CHUNK)
+        demo.step(gradients(comm.rank, 0))
+        state = demo.state_dict()
+        demo.load_state_dict(state | {"lr": LR / (1 + comm.rank), "steps": 5 + comm.rank})
+        assert demo.lr == LR and demo.steps == 5
+        demo.step(gradients(comm.rank, 1))
+        return b"".join(array.tobytes() for array in params.values())
+
+    assert len({*qccl.run_ranks(RANKS, run)}) == 1
+
+
+def test_gradients_of_jax_for_arrays_of_numpy() -> None:
+    jax = pytest.importorskip("jax")
+
+    def run(comm: qccl.Communicator) -> None:
+        both = [begin(0), begin(0)]
+        for params, convert in zip(both, (np.asarray, jax.numpy.asarray), strict=True):
+            demo = qccl.DeMo(comm, params, lr=LR, k=K, chunk=CHUNK)
+            demo.step({name: convert(each) for name, each in gradients(comm.rank, 0).items()})
+        for name in SHAPES:
+            np.testing.assert_array_equal(both[0][name], both[1][name])
+        with pytest.raises(qccl.ArgumentError, match="gradients must have the names and shapes"):
+            demo.step({name: each.tolist() for name, each in gradients(comm.rank, 0).items()})
+
+    qccl.run_ranks(2, run)
+
+
 def test_zeros_denormals_and_empty_arrays() -> None:
     def run(comm: qccl.Communicator) -> bytes:
         params = [np.ones((8, 8), np.float32), np.zeros((0, 4), np.float32), np.ones(1, np.float32)]

@@ -108,9 +108,10 @@ class AutoCodec:
         self._backward: list[float] = []
         self._computation: list[float] = []
 
-    def description(self) -> str:
-        """What all ranks must have alike, beside their groups."""
-        return f"codec='auto', budget={self._budget}, group_bytes={self._group_bytes} for {', '.join(self._free)}"
+    def description(self) -> list[str]:
+        """What all ranks must have alike, beside their groups, as lines."""
+        arguments = f"codec='auto', budget={self._budget}, group_bytes={self._group_bytes}"
+        return [arguments, *(f"codec='auto' for {name}" for name in self._free)]
 
     def groups(self) -> list[ParameterGroup]:
         """The groups by the choice, or by its most accurate codec until then."""
@@ -143,15 +144,20 @@ class AutoCodec:
         return self.decision is None and self.until - MEASURED_STEPS < step < self.until
 
     def sample(self, names: Sequence[str], gradients: Sequence[Any]) -> None:
-        """Keep samples of this rank's gradients, which are about to be reduced, unless they are not finite."""
+        """Keep samples of this rank's gradients, which are about to be reduced: the last that are finite and not zero.
+
+        Zeros say nothing about the errors of codecs: a parameter may be unused in one step and not in the next.
+        """
         for name, gradient in zip(names, gradients, strict=True):
             if name not in self._free:
                 continue
             taken = _sampled(gradient)
             square = float(np.square(taken, dtype=np.float64).sum())  # of float32 values: cannot overflow
-            if np.isfinite(square):
+            if square == 0:
+                self._norms.setdefault(name, 0.0)
+            elif np.isfinite(square):
                 self._samples[name] = taken
-                self._norms[name] = (square * gradient.numel() / max(1, taken.size)) ** 0.5
+                self._norms[name] = (square * gradient.numel() / taken.size) ** 0.5
 
     def add(self, times: PassTimes, after: float) -> None:
         """The times of a measured pass that has ended; the next one began at ``after``."""
@@ -227,15 +233,20 @@ class AutoCodec:
         )
 
     def _layer(self, name: str, ready: float, ranks: Sequence[Mapping[str, Any]]) -> Layer:
-        """A parameter for the choice; with one codec if a pattern names it, or if its gradients were not finite."""
+        """A parameter for the choice; with one codec if a pattern names it, or if its error is not known.
+
+        That is so if its gradients were not finite on one rank, or zero on all of them. ``norms`` has a rank's finite
+        gradients, and ``errors`` those of them that are not zero.
+        """
         parameter = self._named[name]
         fixed = None if name in self._free else self._policy.codec_of(name, parameter)
-        if name not in self._free or not all(name in rank["errors"] for rank in ranks):
+        found = [rank["errors"][name] for rank in ranks if name in rank["errors"]]
+        if name not in self._free or not found or not all(name in rank["norms"] for rank in ranks):
             words = -(-parameter.numel() * parameter.element_size() // 4)
             is_encoded = fixed is not None and fixed != NoCodec()
             count, dtype = (parameter.numel(), _dtype(parameter)) if is_encoded else (words, dtypes.FLOAT32)
             return Layer(name, count, ready, 0.0, {fixed or NoCodec(): 0.0}, dtype)
-        squares = [[each**2 for each in rank["errors"][name]] for rank in ranks]
+        squares = [[each**2 for each in errors] for errors in found]
         errors = [statistics.fmean(each) ** 0.5 for each in zip(*squares, strict=True)]
         norm = statistics.fmean(rank["norms"][name] ** 2 for rank in ranks) ** 0.5
         candidates = dict(zip((codecs.get(spec) for spec in CANDIDATES), errors, strict=True))

@@ -39,7 +39,7 @@ from qccl.torch.figures import Figures, residual_norms
 from qccl.torch.groups import ParameterGroup, table
 from qccl.torch.low_rank import LowRank
 from qccl.torch.scaling import LossScaling
-from qccl.torch.state import FullState, from_saved, to_full, to_saved
+from qccl.torch.state import FullState, forget, from_saved, to_full, to_saved
 
 if TYPE_CHECKING:
     from qccl.trace import TraceEvent
@@ -79,6 +79,7 @@ class Compression:
         self._warmup_steps, self._timeout, self._auto = warmup_steps, timeout, auto
         self._times: PassTimes | None = None  # of the last pass
         self._was_exact = False  # the last pass has sent all values as they are
+        self._last_lr: float | None = None  # the learning rate of the last pass, which its residuals are stored times
         self._adopt(groups)
         self._low_rank = {i: LowRank(group, comm, timeout, trace) for i, group in enumerate(groups) if group.rank}
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -124,7 +125,7 @@ class Compression:
 
         - ``qccl/bytes_raw``, ``qccl/bytes_sent``: bytes of the gradients, and bytes that this rank sends for them;
           ``qccl/NAME/bytes_raw``, ``qccl/NAME/bytes_sent``: those of the parameter NAME.
-        - ``qccl/calls``: the number of calls.
+        - ``qccl/calls``: the number of calls; PyTorch's process group makes one for each parameter that it reduces.
         - ``qccl/seconds``: the time in which calls were under way, and ``qccl/seconds_hidden``, the part of it before
           the last gradients were ready, beside the backward pass. On the host.
         - ``qccl/NAME/relative_error``: with codec="auto", what one encoding lost of the parameter's gradient when the
@@ -137,7 +138,7 @@ class Compression:
         found = self._figures.of_step(self._times, is_exact=self._was_exact)
         if found and self._auto is not None and self._auto.decision is not None:
             found |= self._auto.decision.errors()
-        return found | residual_norms(self.state_dict(), self.lr) if found and residuals else found
+        return found | residual_norms(self.state_dict(), self._last_lr) if found and residuals else found
 
     def close(self) -> None:
         """Collective: end. A later backward() raises ArgumentError, because DDP keeps its hook. Idempotent."""
@@ -220,6 +221,9 @@ class Compression:
         else:
             decision, groups = self._auto.groups_of(text)
             self.step = from_saved(self._comm, groups, state)
+            # from_saved() leaves other keys alone, and a later choice may use those of the old groups again
+            keys = {group.key for group in groups}
+            forget(self._comm, [group for group in self._groups if group.key not in keys])
             self._auto.adopt(decision, self.step)
             self._adopt(groups)
         self._times = None
@@ -260,7 +264,10 @@ class Compression:
 
     def _check_alike(self) -> None:
         """Collective: raise MismatchError on all ranks unless they reduce the same parameters in the same way."""
-        lines = [f"warmup_steps={self._warmup_steps}", "a codec" if self._auto is None else self._auto.description()]
+        lines = [
+            f"warmup_steps={self._warmup_steps}",
+            *(["a codec"] if self._auto is None else self._auto.description()),
+        ]
         lines += [f"{group.codec_spec} for {', '.join(group.names)} ({group.dtype})" for group in self._groups]
         ranks = [item.decode().split("\n") for item in self._comm.allgather("\n".join(lines).encode())]
         for rank, other in enumerate(ranks):
@@ -292,7 +299,7 @@ class Compression:
             self._pass.check_complete()
             ended, self._pass = self._pass, BackwardPass(self._groups)
             self._end_factors(ended)
-            self._times, self._was_exact = ended.times, self._is_exact
+            self._times, self._was_exact, self._last_lr = ended.times, self._is_exact, self.lr
             self.step += 1
         return arrived.future()
 
@@ -304,6 +311,7 @@ class Compression:
                 auto.add(self._times, time.perf_counter())
             if self.step >= auto.until:
                 auto.decide(self._comm, self._timeout)
+                forget(self._comm, self._groups)  # zeros of patterns, from a state saved before a choice
                 self._adopt(auto.groups())
         self._pass.lr = self.lr if self._scaled is None else self._scaled.begin(self.lr)
 

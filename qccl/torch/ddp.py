@@ -51,10 +51,10 @@ def compress(
             ``group_bytes`` or less: DDP gives gradients away one bucket at a time.
         codec: for parameters with two or more dimensions, such as "minmax8" or "minmax4+ef". The others (biases,
             norms) are sent as they are. Parameters of other element types than float32, float16 and bfloat16 are
-            reduced exactly by the process group itself. "auto": the first 5 steps send all values as they are and are
-            measured; then the ranks choose, for each of these parameters, the most accurate codec with which a step
-            fits ``budget``: "none", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef" or "trellis2+ef" (the rule is in
-            qccl.costs.choice). On the CPU.
+            reduced exactly by the process group itself. "auto": the first 5 steps send all values as they are, and the
+            last 4 of them are measured; then the ranks choose, for each of these parameters, the most accurate codec
+            with which a step fits ``budget``: "none", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef" or "trellis2+ef"
+            (the rule is in qccl.costs.choice). On the CPU.
         codecs: codecs by patterns of parameter names (fnmatch), such as ``{"embedding.*": "topk:k=0.01+ef"}``, whatever
             a parameter's size; the first pattern that matches counts. "none" sends values as they are.
         exclude: patterns of the names of parameters that are sent as they are.
@@ -68,7 +68,8 @@ def compress(
             last row of table()), in place of ``low_rank``.
         budget: for "auto": how much longer than its computation communication may make a step: seconds, or text such
             as "50 ms". None: 5% of the computation.
-        warmup_steps: so many first steps send all values as they are. With "auto" the last 5 of them are measured.
+        warmup_steps: so many first steps send all values as they are. With "auto" the ranks choose after
+            ``warmup_steps`` steps, if that is more than 5, and the last 4 of them are measured.
         group_bytes: the most bytes of gradients that one call reduces; the first one at most 1 MiB, so that it starts
             early. Smaller groups start earlier; each costs a call.
         comm: a communicator of the same ranks, for this handle alone; the caller closes it. None: a new one, by
@@ -97,7 +98,7 @@ def compress(
         )
     if count_of(group_bytes, "group_bytes") == 0:
         raise ArgumentError("group_bytes must be a positive number, the most bytes that one call reduces, not 0")
-    is_auto, budget = isinstance(codec, str) and codec.strip() == "auto", budget_of(budget)
+    is_auto, budget = _asks_for_auto(codec, codecs or {}), budget_of(budget)
     policy = Policy("none" if is_auto else codec, codecs or {}, tuple(exclude), count_of(min_elements, "min_elements"))
     policy.check(parameters)
     warmup_steps = count_of(warmup_steps, "warmup_steps")
@@ -153,6 +154,23 @@ def _rank_of(parameters: Mapping[str, Any], policy: Policy, low_rank: int, step_
     if rank:
         raise ArgumentError(f"step_bytes chooses the rank, and low_rank={low_rank} is one; leave one of them out")
     return rank_within(parameters.items(), policy, count_of(step_bytes, "step_bytes"))
+
+
+def _asks_for_auto(codec: CodecLike, codecs: Mapping[str, CodecLike]) -> bool:
+    """Whether ``codec`` is "auto". Raises ArgumentError for the word in capitals, and in ``codecs``."""
+
+    def word(given: CodecLike) -> str:
+        return given.strip() if isinstance(given, str) else ""
+
+    for pattern, each in codecs.items():
+        if word(each).lower() == "auto":
+            raise ArgumentError(
+                f"codecs has 'auto' for the pattern {pattern!r}, but 'auto' is for codec=, and then chooses for all "
+                f"parameters that no pattern names; give codec='auto', and leave the pattern out"
+            )
+    if word(codec) != "auto" and word(codec).lower() == "auto":
+        raise ArgumentError(f"codec={codec!r} must be written in small letters: codec='auto'")
+    return word(codec) == "auto"
 
 
 def _check_auto(parameters: Mapping[str, Any], low_rank: int, step_bytes: int | None) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 from qccl import codecs
 from qccl.codecs import Codec
+from qccl.costs.choice import LIMITS
 from qccl.errors import ArgumentError
-from qccl.scalars import as_real
 from qccl.torch.groups import ParameterGroup, aligned
 
 __all__ = ["CHOICE", "Decision", "LayerChoice", "parameters_table", "without_choice"]
@@ -29,7 +29,8 @@ class LayerChoice:
     Attributes:
         codec: its specification.
         ready: seconds from DDP's first bucket until its gradient was ready.
-        error: what one encoding by it lost of the gradient, relative to its L2 norm; None: it was not finite.
+        error: what one encoding by it lost of the gradient, relative to its L2 norm; None: the gradient was not finite
+            on a rank, or zero on all ranks.
     """
 
     codec: str
@@ -50,7 +51,7 @@ class Decision:
         budget: by which communication may lengthen it.
         seconds: the predicted step.
         fits: the prediction is within the budget.
-        limit: what makes the step longer than its computation.
+        limit: what makes the step longer than its computation, one of LIMITS.
     """
 
     layers: Mapping[str, LayerChoice]
@@ -125,12 +126,17 @@ def parameters_table(groups: Sequence[ParameterGroup], layers: Mapping[str, Laye
 def without_choice(given: Any) -> tuple[str | None, Any]:
     """The choice in a state or in a list of those of all ranks, and the states without it; None if they have none.
 
-    Raises ArgumentError if the ranks' choices differ. What is no state is returned as it is.
+    Raises ArgumentError if a choice is no text, or the ranks' choices differ. What is no state is returned as it is.
     """
     states = [given] if isinstance(given, Mapping) else given
     if not isinstance(states, Sequence) or not all(isinstance(state, Mapping) for state in states):
         return None, given
     found = [state.get(CHOICE) for state in states]
+    for text in found:
+        if not isinstance(text, str | None):
+            raise ArgumentError(
+                f"the choice of codecs in a state is a text, not {type(text).__name__}; load what state_dict() returned"
+            )
     if any(text != found[0] for text in found):
         raise ArgumentError("the ranks' states have different choices of codecs, so they are not of one group")
     rest = [{key: value for key, value in state.items() if key != CHOICE} for state in states]
@@ -155,14 +161,17 @@ def _checked(text: str, allowed: Mapping[str, Sequence[str]]) -> Decision:
         if layer.codec not in [codecs.get(spec).spec() for spec in allowed[name]]:
             raise ValueError(f"the codec {layer.codec!r} of {name} is not one of {', '.join(allowed[name])}"[:300])
         _check_numbers(layer.ready, 0.0 if layer.error is None else layer.error)
-    _check_numbers(*(found[name] for name in ("ranks", "rate", "delay", "computation", "budget", "seconds")))
-    if not isinstance(found["fits"], bool) or not isinstance(found["limit"], str):
-        raise ValueError("its fields have other types")
+    _check_numbers(*(found[name] for name in ("rate", "delay", "computation", "budget", "seconds")))
+    if type(found["ranks"]) is not int or not 0 < found["ranks"] < 1 << 31:
+        raise ValueError("its ranks are not a positive integer")
+    if not isinstance(found["fits"], bool):
+        raise ValueError("its field fits is neither true nor false")
+    if found["limit"] not in LIMITS:
+        raise ValueError(f"its limit is not one of {', '.join(LIMITS)}")
     return Decision(**found | {"layers": layers})
 
 
 def _check_numbers(*values: Any) -> None:
     for value in values:
-        number = as_real(value)
-        if number is None or not 0 <= number < float("inf"):
-            raise ValueError(f"{str(value)[:40]!r} is not a finite number of at least 0")
+        if not isinstance(value, float) or not 0 <= value < float("inf"):
+            raise ValueError(f"{repr(value)[:40]} is not a finite floating-point number of at least 0")

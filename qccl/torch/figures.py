@@ -37,7 +37,7 @@ class Figures:
                 raw += found[f"qccl/{name}/bytes_raw"]
         found["qccl/bytes_raw"] = raw
         found["qccl/bytes_sent"] = sum(sum(self._sent_by(i, is_exact).values()) for i in range(len(self._groups)))
-        found["qccl/calls"] = float(sum(2 if group.rank and not is_exact else 1 for group in self._groups))
+        found["qccl/calls"] = float(sum(_calls_of(group, is_exact) for group in self._groups))
         if times.ended:
             found |= {"qccl/seconds": times.seconds, "qccl/seconds_hidden": times.hidden}
         return found
@@ -56,6 +56,12 @@ class Figures:
             share = sent / (sum(each) or 1)
             self._sent[number, is_exact] = {n: share * own for n, own in zip(group.names, each, strict=True)}
         return self._sent[number, is_exact]
+
+
+def _calls_of(group: ParameterGroup, is_exact: bool) -> int:
+    if group.codec is None:
+        return len(group.names)  # the process group reduces each gradient by a call of its own
+    return 2 if group.rank and not is_exact else 1
 
 
 def residual_norms(state: Mapping[str, Any], lr: float | None) -> dict[str, float]:

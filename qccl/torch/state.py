@@ -34,7 +34,7 @@ from qccl.schedule import Role, Schedule, buffer_name
 from qccl.torch.factors import matrix_shape
 from qccl.torch.groups import ParameterGroup
 
-__all__ = ["FullState", "from_saved", "owned_parts", "schedule_of", "to_full", "to_saved"]
+__all__ = ["FullState", "forget", "from_saved", "owned_parts", "schedule_of", "to_full", "to_saved"]
 
 #: the kinds of state by their names in a schedule, and in a saved state
 _KINDS = {"residual": "residuals", "momentum": "momenta", "factor": "factors"}
@@ -119,6 +119,12 @@ def from_saved(comm: Communicator, groups: Sequence[ParameterGroup], given: Any)
     others = {key: entry for key, entry in comm.state_dict()["keys"].items() if key not in ours}
     comm.load_state_dict({"calls": state["calls"], "keys": {**others, **keys}})
     return int(state["step"])
+
+
+def forget(comm: Communicator, groups: Sequence[ParameterGroup]) -> None:
+    """Delete the state of these groups, of those that have any. Every rank must call it alike."""
+    for key in comm.state_dict()["keys"].keys() & {group.key for group in groups}:
+        comm.reset(key)
 
 
 def _fitting(

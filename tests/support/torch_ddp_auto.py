@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -49,6 +52,26 @@ class measured_as:
         qccl.torch.auto.measure_link = self._own
 
 
+class choosing:
+    """Inside, the ranks choose for each free parameter the next of these codecs; their own choice depends on times."""
+
+    def __init__(self, *specs: str) -> None:
+        self._specs = specs
+
+    def __enter__(self) -> None:
+        self._own = qccl.torch.auto.choose
+        qccl.torch.auto.choose = self._choose
+
+    def __exit__(self, *error: object) -> None:
+        qccl.torch.auto.choose = self._own
+
+    def _choose(self, layers, *given):
+        found, specs = self._own(layers, *given), cycle(self._specs)
+        pairs = zip(layers, found.codecs, strict=True)
+        chosen = (qccl.codecs.get(next(specs)) if len(layer.errors) > 1 else codec for layer, codec in pairs)
+        return replace(found, codecs=tuple(chosen))
+
+
 def codecs_of(handle) -> dict[str, str]:
     return {name: group.codec_spec for group in handle._groups for name in group.names}
 
@@ -84,6 +107,7 @@ def auto_behind_a_slow_link() -> None:
     with measured_as(SLOW):
         model = wrapped()
         with auto(model, codecs={"inner.1.*": "topk:k=0.1+ef"}, exclude=["inner.2.*"]) as handle:
+            handle.lr = 0.02
             assert codecs_of(handle)["inner.1.weight"].startswith("topk")
             plain = wrapped()
             for x in batches(MEASURED_STEPS):
@@ -109,6 +133,8 @@ def auto_behind_a_slow_link() -> None:
             assert found["qccl/calls"] == len(handle._groups)
             assert 0.01 < found["qccl/inner.0.weight/relative_error"] < 1
             assert found["qccl/inner.0.weight/residual_norm"] > 0
+            handle.lr = 0.002  # of the next step
+            assert handle.statistics(residuals=True) == found
         model = wrapped()
         with auto(model, budget="100 s") as handle:
             for x in batches(MEASURED_STEPS + 1):
@@ -185,15 +211,76 @@ def auto_resumes() -> None:
         assert handle._auto.decision is not None
 
 
+def auto_chooses_again() -> None:
+    """A state from before the choice leaves nothing of the old choice, so a handle goes on as a new one does.
+
+    A pattern has state in the saved one (zeros), and its group has another number after the choice.
+    """
+    ends = []
+    for is_new in (False, True):
+        model = wrapped()
+        with auto(model, codecs={"inner.1.weight": "topk:k=0.1+ef"}) as handle:
+            early = handle.state_dict()
+            if not is_new:
+                with choosing("minmax4+ef", "trellis2+ef"):
+                    for x in batches(MEASURED_STEPS + 3):
+                        backward(x, model)
+                assert handle.state_dict()["residuals"]["inner.0.weight"].any()
+            handle.load_state_dict(early)
+            for specs in (("trellis2+ef", "minmax4+ef"), ("minmax4+ef", "trellis2+ef"), ("minmax4+ef",)):
+                with choosing(*specs):
+                    for x in batches(MEASURED_STEPS + 2):
+                        backward(x, model)
+                assert set(specs) <= set(codecs_of(handle).values())
+                ends.append({name: gradient.numpy().tobytes() for name, gradient in gradients(model).items()})
+                handle.load_state_dict(early)
+    assert ends[:3] == ends[3:]
+
+
+def auto_and_zeros() -> None:
+    """Of gradients that are zero at times, the last others count; those that are never anything else have no codec.
+
+    One rank sees only zeros of inner.1.weight, all ranks see only zeros of inner.2.weight, and inner.3.weight is unused
+    in the last measured step.
+    """
+    with measured_as(SLOW):
+        model = wrapped()
+        with auto(model) as handle:
+            for i, x in enumerate(batches(MEASURED_STEPS + 1)):
+                model.zero_grad()
+                factors = {
+                    "inner.1.weight": dist.get_rank(),
+                    "inner.2.weight": 0,
+                    "inner.3.weight": i + 1 < MEASURED_STEPS,
+                }
+                hooks = [
+                    p.register_hook(partial(torch.mul, factors[name]))
+                    for name, p in model.module.named_parameters()
+                    if name in factors
+                ]
+                loss_of(model, x).backward()
+                for hook in hooks:
+                    hook.remove()
+            errors = {name: layer.error for name, layer in handle._auto.decision.layers.items()}
+            assert errors["inner.2.weight"] is None and codecs_of(handle)["inner.2.weight"] == "none"
+            for name in ("inner.0.weight", "inner.1.weight", "inner.3.weight"):
+                assert errors[name] > 0.01 and codecs_of(handle)[name] != "none", (name, errors)
+
+
 def refuses_others(handle, state) -> None:
     """What is no choice for these parameters is refused, and changes nothing."""
     refused = partial(error_of, kind=qccl.ArgumentError)
     text = state["choice"]
     before = codecs_of(handle)
     numbers = ('"rate": ', '"rate": -'), ('"ready": ', '"ready": NaN, "x": '), ("inner.0.weight", "inner.9.weight")
-    wrong = [text.replace(*each) for each in (*numbers, ("+ef", "+ef+nesterov"), ('"fits": ', '"fits": "", "x": '))]
+    fields = {"rate": 10**400, "delay": 1, "limit": "the\x1b[2Jweather", "ranks": 2.5, "budget": "1", "seconds": True}
+    wrong = [json.dumps(json.loads(text) | {name: value}) for name, value in fields.items()]
+    wrong += [text.replace(*each) for each in (*numbers, ("+ef", "+ef+nesterov"), ('"fits": ', '"fits": "", "x": '))]
     assert text not in wrong
-    for given in (*wrong, "{", "[]", "7", "[" * 100_000, '{"layers": {}}', 5):
+    for given in (0, [], b"", torch.zeros(3), 5):
+        for whole in (state | {"choice": given}, [state | {"choice": given}] * 2):
+            assert "is a text, not" in refused(partial(handle.load_state_dict, whole)), given
+    for given in (*wrong, "{", "[]", "7", "[" * 100_000, '{"layers": {}}'):
         assert "has no choice of codecs" in refused(partial(handle.load_state_dict, state | {"choice": given})), given
     without = {name: value for name, value in state.items() if name != "choice"}
     assert "the state has no choice of codecs" in refused(lambda: handle.load_state_dict(without))
@@ -210,9 +297,15 @@ def auto_refuses() -> None:
     assert "leave low_rank and step_bytes out" in refused(lambda: auto(model, low_rank=2))
     assert "leave low_rank and step_bytes out" in refused(lambda: auto(model, step_bytes=10_000))
     assert "codec=auto and +nesterov exclude" in refused(lambda: auto(model, codecs={"inner.*": "minmax8+nesterov"}))
+    assert "written in small letters" in refused(lambda: compress(model, "AUTO"))
+    assert "leave the pattern out" in refused(lambda: compress(model, codecs={"inner.*": "auto"}))
     assert "nothing to choose" in refused(lambda: auto(model, exclude=["*"]))
     text = error_of(lambda: auto(model, budget=1 + dist.get_rank()), qccl.MismatchError)
     assert "budget=1.0" in text and "budget=2.0" in text
+    deep = wrapped(torch.nn.Sequential(torch.nn.Linear(4, 2), *(torch.nn.Linear(4, 4) for _ in range(60))))
+    smallest = 8 + dist.get_rank()  # the first parameter has 8 elements, and comes last, behind 300 characters of names
+    text = error_of(lambda: compress(deep, "auto", min_elements=smallest), qccl.MismatchError)
+    assert "rank 0 has codec='auto' for 0.weight" in text
     with auto(model) as handle:
         loss_of(model, batches(1)[0]).backward()
         assert gradients(model)["inner.0.weight"].any() and handle.step == 1

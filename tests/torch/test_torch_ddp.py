@@ -40,7 +40,8 @@ def test_two_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_two_ranks_choose_codecs(tmp_path):
-    names = ("auto_chooses", "auto_behind_a_slow_link", "auto_and_nonfinite", "auto_resumes", "auto_refuses")
+    names = ("auto_chooses", "auto_behind_a_slow_link", "auto_and_nonfinite", "auto_and_zeros", "auto_resumes")
+    names += ("auto_chooses_again", "auto_refuses")
     run(2, *names, folder=tmp_path)
 
 
