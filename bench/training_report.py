@@ -33,7 +33,7 @@ OURS = (
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
 )
 #: the rows of README.md's table: the methods that most readers would compare first
-FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "low_rank:32:minmax4+ef")
+FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
 #: the last row of the headline
 BOUND = "the most, (c + n) / c"
 ACCURACY = ("method", "{} at the end", "more than fp32", "steps to the target", "MB a step")
@@ -309,20 +309,20 @@ def draw(documents: Sequence[Document], path: Path) -> None:
 
     documents = [_in_order(document) for document in documents]
     methods = dict.fromkeys(row["method"] for document in documents for row in document["curves"])
-    colours = {method: f"C{number}" for number, method in enumerate(methods)}
+    colours = dict(zip(methods, plt.get_cmap("tab20").colors, strict=False))
     links = [link for has_delay in (False, True) if (link := _headline_link(documents, has_delay))]
     shown = [(document, link) for link in links for document in documents]
     figure, panels = plt.subplots(len(shown), 1, figsize=(5.6, 4.4 * len(shown)), layout="constrained", squeeze=False)
     lines: dict[str, Any] = {}
     for axes, (document, link) in zip(panels.flat, shown, strict=True):
         lines |= _panel(axes, document, link, colours)
-    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=1, fontsize="small")
     figure.suptitle("Quality by time behind a slow link\nLower and further left is better")
     figure.savefig(path, dpi=150)
     print(f"wrote {path}")
 
 
-def _panel(axes: Any, document: Document, link: str, colours: dict[str, str]) -> dict[str, Any]:
+def _panel(axes: Any, document: Document, link: str, colours: dict[str, Any]) -> dict[str, Any]:
     """One model: the mean over the seeds, and the band of their extremes. Returns the lines by their labels."""
     rows = [row for row in _behind_links(document) if row["link"] == link]
     seconds = {row["method"]: row["seconds"] for row in rows}
