@@ -18,9 +18,6 @@ from qccl.tiles import Tiles
 
 __all__ = ["DeMo"]
 
-#: what load_state_dict() takes from rank 0: the number of steps, and the learning rate
-_AGREED = struct.Struct("<qd")
-
 
 class DeMo:
     """SGD by signs with decoupled momentum (Peng, Quesnelle and Kingma 2024, arXiv 2411.19870).
@@ -67,9 +64,10 @@ class DeMo:
             lr: the learning rate: how far a step moves each element.
             decay: of the momentum in each step, from 0 to below 1.
             k: coefficients that a rank sends of each tile.
-            chunk: the longest side of a tile, 1 to 128; its sides divide those of the matrix, so one with a prime side
-                has small tiles, which save nothing: pad such arrays. An array of more than two
-                dimensions is a matrix whose rows are its first dimension; one of fewer is a row.
+            chunk: the longest side of a tile, 1 to 128; its sides divide those of the matrix. An array of more than two
+                dimensions is a matrix whose rows are its first dimension; one of fewer is a row. A side without a great
+                divisor below, such as a prime, makes small tiles, of which ``k`` coefficients save little or nothing:
+                pad or reshape such an array.
             values: how coefficients are encoded, as in qccl.codecs.TopK: "exact", "float16", "exp4" or "mean2".
             weight_decay: a step multiplies the parameters by ``1 - lr weight_decay``, as in AdamW.
 
@@ -93,6 +91,7 @@ class DeMo:
             _Group([n for n in self._members if lengths[n] == length], length, k, values, self._tiles, self._arrays)
             for length in sorted({lengths[number] for number in self._members})
         ]
+        self._commit = parameters.Commit("restore the parameters and call load_state_dict() on all ranks")
         self._check_agreement(chunk)
         for array in self._arrays:
             comm.quantized_broadcast(array, root=0, codec="none")
@@ -103,32 +102,56 @@ class DeMo:
         ``gradients`` are those of this rank, in the structure of the parameters; None takes them from the attribute
         ``grad`` of PyTorch's parameters, where a parameter without one counts as one with a gradient of zeros.
 
-        Raises ArgumentError on all ranks, and changes neither parameters nor momenta, if a momentum is not finite.
-        After any other exception, such as Ctrl-C, load a checkpoint on all ranks.
+        Raises ArgumentError on all ranks, and changes neither parameters nor momenta, if a momentum or a mean of the
+        ranks' momenta is not finite. After any other exception in a step, such as Ctrl-C, the ranks may have different
+        parameters: further steps of this rank raise ArgumentError until load_state_dict().
         """
+        self._commit.check()
         lr, given = _number(self.lr, "lr"), self._gradients(gradients)
         momenta = [self._next(group, given, lr) for group in self._groups]
-        gathered = [self._gather(group, momentum) for group, momentum in zip(self._groups, momenta, strict=True)]
-        for group, momentum, sent in zip(self._groups, momenta, gathered, strict=True):
-            momentum -= sent[self.comm.rank]
-            group.momentum = momentum
-            means = _means(sent)
-            for number, rows in group.rows.items():
-                self._move(self._arrays[number], self._tiles[number], means[rows, : group.length], lr)
-        self.steps += 1
+        with self._commit:  # when a gather has ended here, other ranks may go on with the step
+            gathered = [self._gather(group, momentum) for group, momentum in zip(self._groups, momenta, strict=True)]
+            means = [_means(sent) for sent in gathered]
+            for group, momentum, sent, mean in zip(self._groups, momenta, gathered, means, strict=True):
+                momentum -= sent[self.comm.rank]
+                group.momentum = momentum
+                for number, rows in group.rows.items():
+                    self._move(self._arrays[number], self._tiles[number], mean[rows, : group.length], lr)
+            self.steps += 1
         return self.params
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of this rank's momenta, with the number of steps and the learning rate; each rank saves its own."""
+        self._commit.check()
         momenta = [parameters.copy_of(group.momentum) for group in self._groups]
         return {"momenta": momenta, "steps": self.steps, "lr": self.lr}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Collective: continue from a state_dict(), after the parameters were restored.
 
-        The learning rate and the number of steps are rank 0's on all ranks. Raises ArgumentError for anything else, and
-        then changes nothing.
+        Raises ArgumentError for anything else, and MismatchError if another rank's state is not one or has another
+        learning rate. Then no rank changes anything.
         """
+        rate, refused = math.nan, None
+        try:
+            momenta, steps, rate = self._checked(state)
+        except ArgumentError as error:
+            refused = error
+        rates = [struct.unpack("<d", each)[0] for each in self.comm.allgather(struct.pack("<d", rate))]
+        if refused is not None:
+            raise refused
+        if any(each != rate for each in rates):
+            raise MismatchError(
+                f"the learning rates of the ranks' states are {rates} (nan: the state was refused); load on all ranks "
+                'with one rate: load_state_dict(state | {"lr": rate})'
+            )
+        with self._commit:
+            for group, saved in zip(self._groups, momenta, strict=True):
+                group.momentum[...] = saved
+            self.steps, self.lr = steps, rate
+
+    def _checked(self, state: Any) -> tuple[list[Any], int, float]:
+        """The momenta, the steps and the learning rate of a state."""
         if not isinstance(state, Mapping) or set(state) != {"momenta", "steps", "lr"}:
             raise ArgumentError("a state is the dict that state_dict() returned, with momenta, steps and lr")
         steps, lr = count_of(state["steps"], 'the state\'s "steps"'), _number(state["lr"], 'the state\'s "lr"')
@@ -139,20 +162,14 @@ class DeMo:
             raise ArgumentError(
                 f"the state has momenta of the types and shapes {found}; these parameters have {wanted}"
             )
-        for momentum, (_, saved) in zip(momenta, parameters.named(state["momenta"]), strict=True):
-            momentum[...] = saved
-        self.steps, self.lr = _AGREED.unpack(self.comm.allgather(_AGREED.pack(steps, lr))[0])
+        return [saved for _, saved in parameters.named(state["momenta"])], steps, lr
 
     def _next(self, group: _Group, gradients: list[Any], lr: float) -> Any:
         """The momenta of a group with these gradients, before any are sent."""
         momentum = parameters.times(group.momentum, self._decay)
         for number, rows in group.rows.items():
             if gradients[number] is not None:
-                gradient = parameters.converted(
-                    parameters.copy_of(self._arrays[number]), "float32"
-                )  # in the parameter's library
-                gradient[...] = gradients[number]
-                coefficients = self._transform.forward(self._tiles[number].split(gradient))
+                coefficients = self._transform.forward(self._tiles[number].split(gradients[number]))
                 momentum[rows, : group.length] += coefficients.reshape(-1, group.length) * lr
         return momentum
 
@@ -182,14 +199,17 @@ class DeMo:
                 raise ArgumentError("no parameter has a gradient; call step(gradients), or backward() before")
             return [parameters.plain(gradient) for gradient in found]
         names, named = parameters.names_of(given), parameters.named(given, "gradients")
-        shapes = [tuple(getattr(gradient, "shape", ())) for _, gradient in named]
+        for name, gradient in named:
+            if not hasattr(gradient, "shape"):
+                raise ArgumentError(f"{name} must be an array with the shape of its parameter, not {gradient!r}")
+        shapes = [tuple(gradient.shape) for _, gradient in named]
         wanted = [shape for _, shape in self._forms]
         if names != self._names or shapes != wanted:
             raise ArgumentError(
                 f"gradients must have the names and shapes of the parameters, {self._names} and {wanted}, not {names} "
                 f"and {shapes}"
             )
-        return [parameters.plain(gradient) for _, gradient in parameters.named(given, "gradients")]
+        return [_like(array, gradient, name) for array, (name, gradient) in zip(self._arrays, named, strict=True)]
 
     def _forms_of(self, params: Any, what: str = "params", *, writable: bool = True) -> list[parameters.Form]:
         """The element types and shapes of arrays."""
@@ -231,12 +251,36 @@ class _Group:
         self.momentum = parameters.vector(arrays[members[0]], [0.0], "float32").repeat(end * block).reshape(end, block)
 
 
+def _like(array: Any, gradient: Any, name: str) -> Any:
+    """A gradient in the library of ``array``, its parameter; a copy in float32 if it is of another one."""
+    gradient = parameters.plain(gradient)
+    if type(gradient) is type(array):
+        return gradient
+    found = parameters.converted(parameters.copy_of(array), "float32")
+    try:
+        found[...] = gradient
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"{name} is of type {type(gradient).__name__}, which cannot be copied into one of {type(array).__name__}, "
+            f"the type of the parameter ({error}); convert it before"
+        ) from error
+    return found
+
+
 def _means(sent: Any) -> Any:
-    """The mean of each coefficient over the ranks that sent it, added in the order of the ranks."""
+    """The mean of each coefficient over the ranks that sent it, added in the order of the ranks.
+
+    Raises ArgumentError if a sum overflows: on all ranks, which have the same coefficients.
+    """
+    import numpy as np
+
     sums, senders = parameters.zeros_like(sent[0]), parameters.zeros_like(sent[0])
-    for each in sent:
-        sums += each
-        senders += each != 0
+    with np.errstate(over="ignore"):
+        for each in sent:
+            sums += each
+            senders += each != 0
+    if not math.isfinite(abs(sums).max()):
+        raise ArgumentError("the sum of the ranks' momenta is not finite in float32; a lower lr makes them smaller")
     senders[senders == 0] = 1
     return sums / senders
 

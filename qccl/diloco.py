@@ -14,8 +14,8 @@ from qccl.arrays import Values
 from qccl.collectives.allreduce import ALLREDUCE
 from qccl.communicator import Communicator
 from qccl.errors import ArgumentError, MismatchError
-from qccl.outer_step import OuterStep
-from qccl.parameters import Form
+from qccl.outer_step import OuterStep, advance
+from qccl.parameters import Commit, Form
 from qccl.scalars import as_bool, as_integer, as_real
 from qccl.state import check_key
 from qccl.tiles import Tiles
@@ -128,12 +128,14 @@ class DiLoCo:
         self._forms = [parameters.form_of(values) for values in given]
         self.common = [parameters.mutable_copy(values) for values in given]
         self._velocity = [parameters.zeros_like(array) for array in self.common]
-        self._tiles = [] if tile is None else [Tiles(shape, self._tile) for _, shape in self._forms]
+        # without tile= each array is one tile, which is encoded by rows
+        self._tiles = [Tiles(shape, self._tile or max(1, math.prod(shape))) for _, shape in self._forms]
         self.fragments = parameters.fragments_of(fragments, self._names, [values.count for values in given])
         self._schedule(period, delay, mixing, weighted)
         self._taken = [0] * (max(self.fragments, default=0) + 1)
         self._weights = [0.0] * len(self._taken)  # local steps of this rank since each fragment's last all-reduce began
         self._under_way: list[OuterStep] = []  # in the order of their begin
+        self._commit = Commit("call continue_on() or load a state on all ranks")
         self._join(comm, is_new=True)
 
     @classmethod
@@ -209,6 +211,7 @@ class DiLoCo:
         """
         if self._period is None:
             raise ArgumentError("after_local_step() needs to know when outer steps begin; make DiLoCo with period=")
+        self._commit.check()
         weight = self._weight_of(local_steps, 1.0)
         params, now = self.params if params is None else params, self.local_steps + 1
         begins = self._turn(now, self._period)
@@ -233,6 +236,7 @@ class DiLoCo:
         Call it before grow(), and before the communicator is closed. Arguments and errors are those of
         after_local_step().
         """
+        self._commit.check()
         params = self.params if params is None else params
         self._local(params)
         while self._under_way:
@@ -243,8 +247,9 @@ class DiLoCo:
         """Collective: use another communicator, such as the one that shrink() or grow() returned.
 
         The ranks of ``comm`` continue from the state of the one with the most outer steps of each fragment; new ranks
-        construct their DiLoCo on ``comm`` meanwhile. A rank that is new, or was behind in a fragment, gets the common
-        parameters in ``params``; the others keep their local ones, so that a step that failed can be repeated.
+        construct their DiLoCo on ``comm`` meanwhile. A rank that is new, was behind in a fragment, or was interrupted
+        in an outer step (as by Ctrl-C), gets the common parameters in ``params``. The others keep their local ones, so
+        that a step that failed can be repeated. Raises ArgumentError on all ranks if each was interrupted.
         Outer steps under way are dropped: call finish() before grow(). The changes that they had are not lost, because
         they are part of the fragment's next outer step; the residuals then have the error of one all-reduce too much.
         """
@@ -252,8 +257,8 @@ class DiLoCo:
 
     def _join(self, comm: Communicator, *, is_new: bool) -> None:
         form = struct.Struct(f"<{1 + len(self._taken)}q")
-        identity = self._identity()
-        found = comm.allgather(identity + form.pack(self.local_steps, *self._taken))
+        identity, own_taken = self._identity(), [-1 if self._commit.interrupted else each for each in self._taken]
+        found = comm.allgather(identity + form.pack(self.local_steps, *own_taken))
         others = [rank for rank, each in enumerate(found) if each[: len(identity)] != found[0][: len(identity)]]
         if others:
             raise MismatchError(
@@ -262,23 +267,29 @@ class DiLoCo:
             )
         local_steps, *taken = zip(*(form.unpack(each[len(identity) :]) for each in found), strict=True)
         roots = [each.index(max(each)) for each in taken]
+        if -1 in (max(each) for each in taken):
+            raise ArgumentError("an exception interrupted an outer step on every rank; load a state on all ranks")
+        behind = [is_new or own < max(each) for own, each in zip(own_taken, taken, strict=True)]
         for number, fragment in enumerate(self.fragments):
             for array in (self.common[number], self._velocity[number]):
                 comm.quantized_broadcast(array, root=roots[fragment], codec="none")
-        behind = [is_new or own < max(each) for own, each in zip(self._taken, taken, strict=True)]
-        self.comm, self.local_steps, self._under_way = comm, max(local_steps), []
-        self._taken = [max(each) for each in taken]
-        values = {n: self.common[n] for n, fragment in enumerate(self.fragments) if behind[fragment]}
-        self.params = self._deliver(self.params, values)
+        with self._commit:
+            for outer_step in self._under_way:
+                self._count_again(outer_step)
+            self.comm, self.local_steps, self._under_way = comm, max(local_steps), []
+            self._taken = [max(each) for each in taken]
+            self._weights = [0.0 if late else each for late, each in zip(behind, self._weights, strict=True)]
+            self.params = self._deliver(self.params, [n for n, f in enumerate(self.fragments) if behind[f]])
 
     def state_dict(self) -> dict[str, Any]:
         """Copies of the common parameters, of the outer momentum and of the averages under way, with all counts.
 
         Waits for the outer steps under way, and applies none. The state is the same on all ranks, so that one may save
-        it for all, except with ``weighted=True`` or while outer steps are under way. The residuals of error feedback
-        are in the communicator's state_dict(), which each rank saves. Raises ArgumentError if an average is not finite,
-        and the failure of an outer step that cannot end.
+        it for all, except with ``weighted=True``, or while outer steps are under way that keep local steps
+        (``mixing=None``). The residuals of error feedback are in the communicator's state_dict(), which each rank
+        saves. Raises ArgumentError if an average is not finite, and the failure of an outer step that cannot end.
         """
+        self._commit.check()
         for outer_step in self._under_way:
             outer_step.settle()
         copies = {"common": self.common, "momentum": self._velocity}
@@ -286,24 +297,15 @@ class DiLoCo:
             "steps": list(self._taken),
             "local_steps": self.local_steps,
             "weights": list(self._weights),
-            "under_way": [
-                {
-                    "fragment": fragment,
-                    "due": outer_step.due,
-                    "averages": [parameters.copy_of(self._joined(n, each)) for n, each in averages.items()],
-                    "begun": [parameters.copy_of(array) for array in outer_step.begun.values()],
-                }
-                for outer_step in self._under_way
-                for fragment, averages in outer_step.changes.items()
-            ],
+            "under_way": [part for each in self._under_way for part in each.saved(self.comm.rank, self._tiles)],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state_dict(); ``params`` get the common parameters.
 
-        Those of which an outer step is under way get the local ones of its begin, which are the state's. Training
-        continues bit for bit if the local parameters are loaded afterwards. Raises ArgumentError for any other
-        state, and then changes nothing.
+        Arrays of an outer step under way that keeps local steps get the local parameters of its begin. Training
+        continues bit for bit if the local parameters are loaded afterwards. Raises ArgumentError for any other state,
+        and then changes nothing.
         """
         if not isinstance(state, Mapping) or set(state) != _STATE:
             raise ArgumentError(f"a state is the dict that state_dict() returned, with {', '.join(sorted(_STATE))}")
@@ -313,12 +315,16 @@ class DiLoCo:
         for name in ("common", "momentum"):
             self._check_arrays(state[name], self._forms, f"the state's {name}")
         under_way = self._loaded(state["under_way"], local_steps)
-        for arrays, name in ((self.common, "common"), (self._velocity, "momentum")):
-            for array, saved in zip(arrays, state[name], strict=True):
-                array[...] = saved
-        self.local_steps, self._taken, self._weights, self._under_way = local_steps, taken, weights, under_way
-        begun = {number: array for outer_step in under_way for number, array in outer_step.begun.items()}
-        self.params = self._deliver(self.params, dict(enumerate(self.common)) | begun)
+        with self._commit:
+            for arrays, name in ((self.common, "common"), (self._velocity, "momentum")):
+                for array, saved in zip(arrays, state[name], strict=True):
+                    array[...] = saved
+            self.local_steps, self._taken, self._weights, self._under_way = local_steps, taken, weights, under_way
+            self.params = self._deliver(self.params, range(len(self.common)))
+            local = self._values(self.params)
+            for outer_step in under_way:
+                for number, begun in outer_step.begun.items():
+                    local[number].array[...] = begun
 
     def _listed(self, state: Mapping[str, Any], name: str) -> list[Any]:
         """A part of a state that has one item for each fragment."""
@@ -338,8 +344,10 @@ class DiLoCo:
         if not isinstance(saved, list | tuple):
             raise ArgumentError(f"{what} must be a list, not {type(saved).__name__}")
         for each in saved:
-            if not isinstance(each, Mapping) or set(each) != {"fragment", "due", "averages", "begun"}:
-                raise ArgumentError(f"{what} must have dicts with fragment, due, averages and begun, not {each!r}")
+            if not isinstance(each, Mapping) or set(each) != {"fragment", "due", "averages", "begun", "rank"}:
+                raise ArgumentError(
+                    f"{what} must have dicts with fragment, due, averages, begun and rank, not {each!r}"
+                )
             fragment, due = count_of(each["fragment"], f"{what}: fragment"), count_of(each["due"], f"{what}: due")
             earliest = max([now, *(other.due for other in found)])
             is_due = self._period is not None and fragment in self._turn(due - self._delay, self._period)
@@ -351,10 +359,12 @@ class DiLoCo:
             has_none = isinstance(each["averages"], list | tuple) and not each["averages"]  # no rank had a weight
             numbers = [] if has_none else self._members([fragment])
             averages = self._loaded_arrays(each["averages"], numbers, f"{what}: averages")
-            averages = {n: self._cut(n, average) for n, average in averages.items()}
             members = self._members([fragment]) if self._mixing is None else []
             begun = self._loaded_arrays(each["begun"], members, f"{what}: begun")
-            found.append(OuterStep({fragment: averages}, due, begun=begun))
+            if each["rank"] != (self.comm.rank if begun else None):
+                raise ArgumentError(f"{what} is that of rank {each['rank']!r}; rank {self.comm.rank} needs its own")
+            changes = {n: self._tiles[n].split(each).reshape(each.shape) for n, each in averages.items()}
+            found.append(OuterStep({fragment: changes}, due, begun=begun))
         return found
 
     def _loaded_arrays(self, saved: Any, numbers: Sequence[int], what: str) -> dict[int, Any]:
@@ -375,18 +385,13 @@ class DiLoCo:
 
     def _count(self, weight: float) -> None:
         if self._weighted:
-            self._add_weights([weight] * len(self._weights))
+            self._weights = [each + weight for each in self._weights]
 
-    def _add_weights(self, more: Sequence[float]) -> None:
-        self._weights = [own + each for own, each in zip(self._weights, more, strict=True)]
-
-    def _cut(self, number: int, array: Any) -> Any:
-        """An array of the parameter's shape with its elements in the order of the tiles, if there are any."""
-        return self._tiles[number].split(array).reshape(array.shape) if self._tiles else array
-
-    def _joined(self, number: int, array: Any) -> Any:
-        """The array that _cut() gave this one for."""
-        return self._tiles[number].join(array) if self._tiles else array
+    def _count_again(self, outer_step: OuterStep) -> None:
+        """The local steps of an outer step that is not applied belong to the next one of its fragments."""
+        for fragment, steps in outer_step.local_steps.items():
+            self._weights[fragment] += steps
+        outer_step.local_steps = {}
 
     def _members(self, fragments: Collection[int]) -> list[int]:
         """The numbers of the arrays in some fragments."""
@@ -399,7 +404,7 @@ class DiLoCo:
             change = parameters.difference(self.common[number], local[number].array)
             if self._mixing is None and due > self.local_steps:
                 outer_step.begun[number] = parameters.mutable_copy(local[number])
-            change = self._cut(number, change)
+            change = self._tiles[number].split(change).reshape(change.shape)
             fragment, (dtype, _) = self.fragments[number], self._forms[number]
             outer_step.changes[fragment][number] = change
             calls.setdefault(f"{self._key} {fragment} {dtype}", []).append(change)
@@ -408,9 +413,9 @@ class DiLoCo:
         if self._weighted:
             like = next(array for array in self.common if 0 not in array.shape)
             outer_step.weigh([self._weights[fragment] / (self._period or 1) for fragment in fragments], like)
-            given = [each if f in fragments else 0.0 for f, each in enumerate(self._weights)]
+            outer_step.local_steps = {fragment: self._weights[fragment] for fragment in fragments}
+            outer_step.put_back.append(lambda: self._count_again(outer_step))
             self._weights = [0.0 if f in fragments else each for f, each in enumerate(self._weights)]
-            outer_step.put_back = [*outer_step.put_back, lambda: self._add_weights(given)]
         try:
             self._call(outer_step, calls)
         except BaseException:  # Ctrl-C, too
@@ -430,24 +435,14 @@ class DiLoCo:
     def _apply(self, outer_step: OuterStep, params: Any, mixing: float | None) -> Any:
         """End an outer step: change the common parameters, and return the local ones."""
         outer_step.settle()
-        for averages in outer_step.changes.values():
-            for number, average in averages.items():
-                self._advance(self.common[number], self._velocity[number], self._joined(number, average))
-        self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
-        values = {number: self.common[number] for number in self._members(outer_step.changes)}
-        self.params = self._deliver(params, values, mixing or 0.0, outer_step.begun)
+        rule: dict[str, Any] = {"outer_lr": self._outer_lr, "momentum": self._momentum, "nesterov": self._nesterov}
+        with self._commit:
+            for averages in outer_step.changes.values():
+                for n, average in averages.items():
+                    advance(self.common[n], self._velocity[n], self._tiles[n].join(average), **rule)
+            self._taken = [each + (fragment in outer_step.changes) for fragment, each in enumerate(self._taken)]
+            self.params = self._deliver(params, self._members(outer_step.changes), mixing or 0.0, outer_step.begun)
         return self.params
-
-    def _advance(self, common: Any, velocity: Any, change: Any) -> None:
-        """One step of SGD. Each operation rounds once, so that all ranks get the same bits on any processor."""
-        velocity *= self._momentum
-        velocity += change
-        if self._nesterov:
-            change += parameters.times(velocity, self._momentum)
-        else:
-            change[...] = velocity
-        change *= self._outer_lr
-        common -= change
 
     def _local(self, params: Any) -> list[Values]:
         """The memory of the local parameters."""
@@ -472,21 +467,21 @@ class DiLoCo:
         return values
 
     def _deliver(
-        self, params: Any, values: Mapping[int, Any], mixing: float = 0.0, begun: Mapping[int, Any] | None = None
+        self, params: Any, numbers: Collection[int], mixing: float = 0.0, begun: Mapping[int, Any] | None = None
     ) -> Any:
-        """Bring ``values``, by number, into arrays of ``params``; returns all, with copies of those that are read-only.
+        """Bring the common parameters into arrays of ``params``; returns all, with copies of those that are read-only.
 
         Arrays that have a copy in ``begun`` keep what has changed since.
         """
         delivered = [array for _, array in parameters.named(params)]
-        for number, local in enumerate(self._values(params)):
-            if number in values:
-                target = parameters.mutable_copy(local) if local.view.readonly else local.array
+        for number, values in enumerate(self._values(params)):
+            if number in numbers:
+                target = parameters.mutable_copy(values) if values.view.readonly else values.array
                 if begun and number in begun:
-                    parameters.move(target, begun[number], values[number])
+                    parameters.move(target, begun[number], self.common[number])
                 else:
-                    parameters.mix(target, values[number], mixing)
-                if local.view.readonly:
+                    parameters.mix(target, self.common[number], mixing)
+                if values.view.readonly:
                     delivered[number] = target
         return parameters.restored(delivered, params)
 

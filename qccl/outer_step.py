@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from qccl.errors import ArgumentError, QcclError
-from qccl.parameters import vector
+from qccl.parameters import copy_of, times, vector
+from qccl.tiles import Tiles
 from qccl.work import Work
 
-__all__ = ["OuterStep"]
+__all__ = ["OuterStep", "advance"]
 
 
 @dataclass
@@ -23,8 +24,9 @@ class OuterStep:
         due: the local step after which its result is applied.
         works: its calls.
         weights: None, or the weight of each fragment; the mean over the ranks when the calls have ended.
+        local_steps: by fragment, this rank's local steps, of which its weights were made; empty unless weighted.
         begun: by number of the array, the local parameters when it began; empty unless the steps since are kept.
-        put_back: functions that restore the residuals from before the calls.
+        put_back: functions that restore what the calls have changed: residuals, and counts of local steps.
         refused: the error of an average that is not finite.
     """
 
@@ -32,8 +34,9 @@ class OuterStep:
     due: int
     works: list[Work] = field(default_factory=list)
     weights: Any = None
+    local_steps: dict[int, float] = field(default_factory=dict)
     begun: dict[int, Any] = field(default_factory=dict)
-    put_back: Sequence[Callable[[], object]] = ()
+    put_back: list[Callable[[], object]] = field(default_factory=list)
     refused: ArgumentError | None = None
 
     def weigh(self, weights: Sequence[float], like: Any) -> None:
@@ -71,9 +74,22 @@ class OuterStep:
                 work.wait()
         self._restore()
 
+    def saved(self, rank: int, tiles: Sequence[Tiles]) -> list[dict[str, Any]]:
+        """Copies for a state, by fragment. Local parameters in it make it the state of this rank alone."""
+        return [
+            {
+                "fragment": fragment,
+                "due": self.due,
+                "averages": [copy_of(tiles[number].join(average)) for number, average in averages.items()],
+                "begun": [copy_of(array) for array in self.begun.values()],
+                "rank": rank if self.begun else None,
+            }
+            for fragment, averages in self.changes.items()
+        ]
+
     def _restore(self) -> None:
-        for each in self.put_back:
-            each()
+        while self.put_back:  # each once
+            self.put_back.pop()()
 
     def _divide(self, weights: Sequence[float]) -> None:
         for weight, changes in zip(weights, self.changes.values(), strict=True):
@@ -81,6 +97,18 @@ class OuterStep:
                 changes.clear()
             for change in changes.values():
                 change *= 1 / weight
+
+
+def advance(common: Any, velocity: Any, change: Any, *, outer_lr: float, momentum: float, nesterov: bool) -> None:
+    """One step of SGD. Each operation rounds once, so that all ranks get the same bits on any processor."""
+    velocity *= momentum
+    velocity += change
+    if nesterov:
+        change += times(velocity, momentum)
+    else:
+        change[...] = velocity
+    change *= outer_lr
+    common -= change
 
 
 def _refusal(work: Work) -> ArgumentError | None:

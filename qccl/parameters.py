@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from qccl.arrays import Values
-from qccl.errors import ArgumentError
+from qccl.errors import ArgumentError, QcclError
 from qccl.scalars import as_integer
 
 __all__ = [
-    *("Form", "converted", "copy_of", "difference", "form_of", "fragments_of", "mix", "move", "mutable_copy"),
+    *("Commit", "Form", "converted", "copy_of", "difference", "form_of", "fragments_of", "mix", "move", "mutable_copy"),
     *("named", "names_of", "plain", "restored", "row_maxima", "times", "vector", "zeros_like"),
 ]
 
@@ -124,14 +124,41 @@ def mix(local: Any, common: Any, share: float) -> None:
 
 
 def move(local: Any, begun: Any, common: Any) -> None:
-    """Set ``local`` to ``common`` and what has changed in it since it was ``begun``, which is used up.
+    """Set ``local`` to ``common`` and what has changed in it since it was ``begun``, which is lost.
 
-    ``local`` changes at once, so an interruption leaves it as it was, or as it shall be.
+    ``local`` changes at once at the end, so that an exception before leaves it as it was.
     """
     begun *= -1
     begun += local
     begun += common
     local[...] = begun
+
+
+class Commit:
+    """A change of many arrays, as ``with commit:``. If an exception such as Ctrl-C ends it, no step may follow.
+
+    An error of qccl may end it, too: such an error comes before the first array has changed.
+
+    Attributes:
+        interrupted: whether some arrays may have changed, and others not.
+    """
+
+    def __init__(self, remedy: str) -> None:
+        """``remedy`` is the end of the message of check(): what to do."""
+        self.interrupted, self._remedy = False, remedy
+
+    def check(self) -> None:
+        """Raise ArgumentError if a change was interrupted."""
+        if self.interrupted:
+            raise ArgumentError(
+                f"an exception interrupted a change of the parameters, so they may differ between ranks; {self._remedy}"
+            )
+
+    def __enter__(self) -> None:
+        self.interrupted = True
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.interrupted = kind is not None and not issubclass(kind, QcclError)
 
 
 def fragments_of(given: Any, names: Sequence[Any], counts: Sequence[int]) -> list[int]:

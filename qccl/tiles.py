@@ -43,4 +43,4 @@ class Tiles:
 
 def _divisor(number: int, limit: int) -> int:
     """The greatest divisor of ``number`` from 1 to ``limit``."""
-    return next(each for each in range(min(limit, number or limit), 0, -1) if number % each == 0)
+    return next(each for each in range(min(limit, max(number, 1)), 0, -1) if number % each == 0)

@@ -16,7 +16,7 @@ from qccl.tiles import Tiles
     ("shape", "height", "width"),
     [
         *(((128, 192), 64, 64), ((100, 7), 50, 7), ((67, 130), 1, 26), ((96,), 1, 48), ((), 1, 1), ((6, 5, 4), 6, 20)),
-        *(((0, 4), 64, 4), ((1,), 1, 1)),
+        *(((0, 4), 1, 4), ((1,), 1, 1)),
     ],
 )
 def test_tiles_are_rectangles_of_divisors(shape: tuple[int, ...], height: int, width: int) -> None:
@@ -28,6 +28,13 @@ def test_tiles_are_rectangles_of_divisors(shape: tuple[int, ...], height: int, w
         row, column = divmod(number, matrix.shape[1] // width)
         wanted = matrix[row * height : (row + 1) * height, column * width : (column + 1) * width]
         assert (tile == wanted).all()
+
+
+def test_a_tile_may_be_much_longer_than_the_array() -> None:
+    """The greatest divisor is found at once."""
+    tiles = Tiles((6, 35), 1 << 60)
+    assert (tiles.height, tiles.width, tiles.number) == (6, 35, 1)
+    assert Tiles((0, 7), 1 << 60).number == 0
 
 
 def cosines(n: int) -> np.ndarray:

@@ -217,38 +217,6 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
     qccl.run_ranks(2, run)
 
 
-def test_a_state_brings_all_ranks_to_the_rate_of_the_first() -> None:
-    """After a failure the ranks' states may differ by a step and its learning rate."""
-
-    def run(comm: qccl.Communicator) -> bytes:
-        params = begin(0)
-        demo = qccl.DeMo(comm, params, lr=LR, k=K, chunk=CHUNK)
-        demo.step(gradients(comm.rank, 0))
-        state = demo.state_dict()
-        demo.load_state_dict(state | {"lr": LR / (1 + comm.rank), "steps": 5 + comm.rank})
-        assert demo.lr == LR and demo.steps == 5
-        demo.step(gradients(comm.rank, 1))
-        return b"".join(array.tobytes() for array in params.values())
-
-    assert len({*qccl.run_ranks(RANKS, run)}) == 1
-
-
-def test_gradients_of_jax_for_arrays_of_numpy() -> None:
-    jax = pytest.importorskip("jax")
-
-    def run(comm: qccl.Communicator) -> None:
-        both = [begin(0), begin(0)]
-        for params, convert in zip(both, (np.asarray, jax.numpy.asarray), strict=True):
-            demo = qccl.DeMo(comm, params, lr=LR, k=K, chunk=CHUNK)
-            demo.step({name: convert(each) for name, each in gradients(comm.rank, 0).items()})
-        for name in SHAPES:
-            np.testing.assert_array_equal(both[0][name], both[1][name])
-        with pytest.raises(qccl.ArgumentError, match="gradients must have the names and shapes"):
-            demo.step({name: each.tolist() for name, each in gradients(comm.rank, 0).items()})
-
-    qccl.run_ranks(2, run)
-
-
 def test_zeros_denormals_and_empty_arrays() -> None:
     def run(comm: qccl.Communicator) -> bytes:
         params = [np.ones((8, 8), np.float32), np.zeros((0, 4), np.float32), np.ones(1, np.float32)]
@@ -260,6 +228,112 @@ def test_zeros_denormals_and_empty_arrays() -> None:
 
     assert len(set(qccl.run_ranks(2, run))) == 1
     qccl.run_ranks(2, lambda comm: qccl.DeMo(comm, [], lr=1).step([]))
+
+
+def test_momenta_whose_sum_overflows_change_nothing() -> None:
+    """Each rank's momentum is finite."""
+
+    def run(comm: qccl.Communicator) -> None:
+        params = [np.ones(1, np.float32), np.ones(4, np.float32)]
+        optimizer = qccl.DeMo(comm, params, lr=1.0)
+        with pytest.raises(qccl.ArgumentError, match="the sum of the ranks' momenta is not finite"):
+            optimizer.step([np.full(1, 3e38, np.float32), np.ones(4, np.float32)])
+        assert all((array == 1).all() for array in params) and optimizer.steps == 0
+        assert not coefficients(optimizer).size
+        optimizer.step([np.ones(1, np.float32), np.ones(4, np.float32)])
+
+    qccl.run_ranks(2, run)
+
+
+def test_gradients_of_another_library() -> None:
+    """JAX's steps are NumPy's; what NumPy cannot read is refused."""
+    jnp = pytest.importorskip("jax.numpy")
+
+    def run(comm: qccl.Communicator) -> None:
+        params, again = begin(0), begin(0)
+        optimizer, other = qccl.DeMo(comm, params, lr=LR), qccl.DeMo(comm, again, lr=LR)
+        for step in range(2):
+            optimizer.step(gradients(comm.rank, step))
+            other.step({name: jnp.asarray(array) for name, array in gradients(comm.rank, step).items()})
+        assert all(again[name].tobytes() == params[name].tobytes() for name in params)
+
+    qccl.run_ranks(2, run)
+
+
+def test_gradients_that_are_no_arrays() -> None:
+    class Opaque:
+        shape = (4,)
+
+    def run(comm: qccl.Communicator) -> None:
+        params = [np.ones(4, np.float32)]
+        optimizer = qccl.DeMo(comm, params, lr=LR)
+        with pytest.raises(
+            qccl.ArgumentError, match=r"gradients\[0\] must be an array with the shape of its parameter"
+        ):
+            optimizer.step([[1.0, 2.0, 3.0, 4.0]])
+        with pytest.raises(qccl.ArgumentError, match=r"gradients\[0\] is of type Opaque, .* convert it before"):
+            optimizer.step([Opaque()])
+        assert (params[0] == 1).all() and optimizer.steps == 0
+
+    qccl.run_ranks(1, run)
+
+
+def test_ranks_load_one_learning_rate() -> None:
+    """Or none: a rank with another one, and one whose state is refused, change nothing on any rank."""
+
+    def run(comm: qccl.Communicator) -> None:
+        optimizer = qccl.DeMo(comm, np.ones(4, np.float32), lr=LR)
+        optimizer.step(np.ones(4, np.float32))
+        state = optimizer.state_dict()
+        with pytest.raises(
+            qccl.MismatchError, match=r"learning rates of the ranks' states are \[0.5, 1.5\] .* one rate"
+        ):
+            optimizer.load_state_dict(state | {"lr": 0.5 + comm.rank, "steps": 7})
+        kind, message = (qccl.ArgumentError, "steps") if comm.rank else (qccl.MismatchError, r"\[0.5, nan\]")
+        with pytest.raises(kind, match=message):
+            optimizer.load_state_dict(state | {"lr": 0.5, "steps": -1 if comm.rank else 7})
+        assert optimizer.steps == 1 and optimizer.lr == LR
+        optimizer.load_state_dict(state | {"lr": 0.5, "steps": 7})
+        assert optimizer.steps == 7 and optimizer.lr == 0.5
+
+    qccl.run_ranks(2, run)
+
+
+@pytest.mark.parametrize("where", ["_gather", "_move"])
+def test_no_step_follows_an_interrupted_one(where: str) -> None:
+    """Ctrl-C after the first of two calls, or of two changes of parameters, until all ranks load a state."""
+
+    def run(comm: qccl.Communicator) -> bytes:
+        params = [np.ones(4, np.float32), np.ones(8, np.float32)]
+        optimizer = qccl.DeMo(comm, params, lr=0.5)
+        state, ones = optimizer.state_dict(), [np.ones(4, np.float32), np.ones(8, np.float32)]
+        usual, calls = getattr(optimizer, where), []
+
+        def interrupted(*arguments: Any) -> Any:
+            found = usual(*arguments)
+            calls.append(found)
+            if len(calls) == 2:
+                raise KeyboardInterrupt
+            return found
+
+        if comm.rank == 0:
+            vars(optimizer)[where] = interrupted
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step(ones)
+            del vars(optimizer)[where]
+            for call in (lambda: optimizer.step(ones), optimizer.state_dict):
+                with pytest.raises(qccl.ArgumentError, match=r"interrupted a change .* call load_state_dict\(\)"):
+                    call()
+        else:
+            optimizer.step(ones)
+        for array in params:
+            array[...] = 1
+        optimizer.load_state_dict(state)
+        optimizer.step(ones)
+        assert optimizer.steps == 1
+        return b"".join(array.tobytes() for array in params)
+
+    assert len(set(qccl.run_ranks(2, run))) == 1
 
 
 def refused(comm: qccl.Communicator, message: str, **arguments: Any) -> None:

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import qccl
-from qccl import parameters
 from qccl.bench import start
 from qccl.trace import TraceEvent
 
@@ -342,7 +341,6 @@ import hashlib, os, sys
 from pathlib import Path
 import numpy as np
 import qccl
-from qccl import parameters
 
 place = Path(sys.argv[1])
 
@@ -488,55 +486,3 @@ def test_refused() -> None:
         assert weighted.local_steps == 0
 
     qccl.run_ranks(1, run)
-
-
-@pytest.mark.parametrize("tile", [None, 2])
-def test_a_state_under_way_loses_no_steps_and_fits_any_tile(tile: int | None) -> None:
-    """Only the parameters of the state: the local ones are those of the begin of the outer step."""
-
-    def run(comm: qccl.Communicator) -> None:
-        how: dict[str, Any] = {"codec": "none", "outer_lr": 1, "momentum": 0, "period": 4, "delay": 2}
-        params = [np.zeros((4, 4), np.float32)]
-        outer = qccl.DiLoCo(comm, params, tile=tile, key="a", **how)
-        for _ in range(4):
-            params[0] += np.arange(16, dtype=np.float32).reshape(4, 4)
-            outer.after_local_step()
-        wanted = params[0].copy()
-        again = [np.zeros((4, 4), np.float32)]
-        other = qccl.DiLoCo(comm, again, key="b", **how)
-        other.load_state_dict(outer.state_dict())
-        other.finish()
-        np.testing.assert_array_equal(again[0], wanted)
-        np.testing.assert_array_equal(other.common[0], wanted)
-        other.step()
-        np.testing.assert_array_equal(other.common[0], wanted)
-        outer.finish()
-
-    qccl.run_ranks(2, run)
-
-
-def test_a_refused_outer_step_keeps_its_weights() -> None:
-    def run(comm: qccl.Communicator) -> None:
-        params = [np.zeros(3, np.float32)]
-        outer = qccl.DiLoCo(comm, params, codec="none", weighted=True, outer_lr=1, momentum=0)
-        params[0][:] = np.nan
-        with pytest.raises(qccl.ArgumentError, match="not finite"):
-            outer.step(local_steps=3)
-        params[0][:] = 6
-        outer.step(local_steps=0)
-        assert outer.common[0].tolist() == [6, 6, 6]
-
-    qccl.run_ranks(2, run)
-
-
-def test_a_move_that_is_interrupted_leaves_the_local_array() -> None:
-    class Interrupts(np.ndarray):
-        def __iadd__(self, other: Any) -> Any:
-            raise KeyboardInterrupt
-
-    local, common = np.full(3, 600, np.float32), np.full(3, 400, np.float32)
-    with pytest.raises(KeyboardInterrupt):
-        parameters.move(local, np.full(3, 500, np.float32).view(Interrupts), common)
-    assert local.tolist() == [600, 600, 600]
-    parameters.move(local, np.full(3, 500, np.float32), common)
-    assert local.tolist() == [500, 500, 500]

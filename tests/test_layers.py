@@ -82,7 +82,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parameters": {"arrays", "errors", "scalars"},
     "tiles": set(),
     "dct": {"parameters"},
-    "outer_step": {"errors", "parameters", "work"},
+    "outer_step": {"errors", "parameters", "tiles", "work"},
     "diloco": {
         *("arguments", "arrays", "codecs", "collectives", "communicator", "errors", "parameters", "scalars", "state"),
         *("outer_step", "tiles"),
@@ -136,6 +136,7 @@ PACKAGES: dict[str, set[str]] = {
     "cuda/source.py": {"numpy"},
     "cuda/libraries.py": {"cuda", "cupy"},
     "dct.py": {"numpy"},
+    "decoupled_momentum.py": {"numpy"},
     "host/memory.py": {"numpy"},
     "jax": {"jax", "numpy"},
     "meetings.py": {"torch"},
