@@ -361,7 +361,8 @@ class DiLoCo:
             averages = self._loaded_arrays(each["averages"], numbers, f"{what}: averages")
             members = self._members([fragment]) if self._mixing is None else []
             begun = self._loaded_arrays(each["begun"], members, f"{what}: begun")
-            if each["rank"] != (self.comm.rank if begun else None):
+            is_own = as_integer(each["rank"]) == self.comm.rank if begun else each["rank"] is None
+            if not is_own:
                 raise ArgumentError(f"{what} is that of rank {each['rank']!r}; rank {self.comm.rank} needs its own")
             changes = {n: self._tiles[n].split(each).reshape(each.shape) for n, each in averages.items()}
             found.append(OuterStep({fragment: changes}, due, begun=begun))
