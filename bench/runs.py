@@ -30,6 +30,7 @@ __all__ = [
         "MARK",
         "allreduce",
         "commit",
+        "cpu",
         "document_table",
         "machine",
         "measured_on",
@@ -157,13 +158,8 @@ def _seconds_of_others() -> float:
 
 def machine() -> dict[str, Any]:
     """The machine and the software that are measured."""
-    model = [
-        line.split(":")[1].strip()
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        if line.startswith("model name")
-    ]
     return {
-        "cpu": model[0] if model else "",
+        "cpu": cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "instruction set": instruction_set(),
         "mpi": _mpi(),
@@ -176,6 +172,12 @@ def machine() -> dict[str, Any]:
         "date": date.today().isoformat(),
         "load before": os.getloadavg(),
     }
+
+
+def cpu() -> str:
+    """The processor's name."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _mpi() -> str:

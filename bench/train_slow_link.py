@@ -47,7 +47,7 @@ from typing import Any
 
 import click
 import training_report
-from runs import machine, rewrite_table, run_ranks, run_undisturbed
+from runs import cpu, machine, rewrite_table, run_ranks, run_undisturbed
 from without_ddp import is_local, is_without_ddp
 
 __all__ = ["limit"]
@@ -227,7 +227,7 @@ def _run(ranks: int, task: dict[str, Any], link: str | None = None, until: float
 
     (row,) = run_undisturbed(run, until)
     print(f"{row['measure']} {row.get('method', '')} {link or ''}: {row['summary']}", file=sys.stderr, flush=True)
-    return row | {"ranks": ranks, "cpu": machine()["cpu"]}  # a run that is continued may be on another machine
+    return row | {"ranks": ranks, "cpu": cpu()}  # a run that is continued may be on another machine
 
 
 if __name__ == "__main__":
