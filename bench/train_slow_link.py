@@ -5,10 +5,13 @@ qccl's codecs, its low-rank compression ("low_rank:4:minmax8+ef": rank 4, and th
 ("diloco:period=8,fragments=2,delay=3:trellis2+ef": its arguments, and the codec of the outer steps), SparseLoCo
 ("sparseloco:period=15") and DeMo ("demo:lr=0.001,values=exp4").
 ``--model`` says which: word_gpt, a GPT of words with AdamW, or byte_model, a model of bytes with SGD. The batch, the
-schedule, the learning rate and the number of steps are the model's, and the same for all methods.
+schedule, the learning rate and the number of steps are the model's, and the same for all methods, but for "rates".
 Sections:
 
 - "curves": validation quality by step, for several seeds, without a link: the results do not depend on it;
+- "rates": the same for the first seed, with half and twice the learning rate; "long": with six times the steps, so that
+  DiLoCo with a period of 15 takes 200 outer steps. By default they have some of the methods only, see
+  training_report.py;
 - "steps": the time of a step behind each link; "100mbit 25ms 0.1% bbr" is a link of 100 Mbit/s with a delay of 25 ms in
   each direction and 0.1% loss, where TCP's congestion control is bbr, and qccl's transport wan. Four ranks do not fit
   on two cores, so that a rank does not compute but sleeps, as long as the forward pass, each gradient and the optimiser
@@ -58,14 +61,16 @@ _SCRIPT = str(Path(__file__).with_name("training_rank.py"))
 EXAMPLE = "onebit:reconstruct=mean+ef"
 #: default number of ranks; the names of other numbers' files and tables contain the number
 RANKS = 4
+#: multiples of the learning rate in the section "rates", and of the steps in the section "long"
+_FACTORS, _LONGER = (0.5, 2.0), 6
 
 
 @click.command()
 @click.option("--model", default="word_gpt", type=click.Choice(list(training_report.MODELS)), show_default=True)
-@click.option("--sections", default="curves,steps,whole,scaling", show_default=True)
+@click.option("--sections", default="curves,rates,long,steps,whole,scaling", show_default=True)
 @click.option("--ranks", default=RANKS, show_default=True, help="Not of the scaling.")
 @click.option("--links", default="100mbit,1gbit,100mbit 25ms 0.1% bbr", show_default=True)
-@click.option("--methods", default=",".join(training_report.THEIRS + training_report.OURS), show_default=True)
+@click.option("--methods", help="Of all sections  [default: of each section its own]")
 @click.option("--seeds", default=5, show_default=True)
 @click.option("--steps", default=500, show_default=True, help="Of a training.")
 @click.option("--budget", default=350, show_default=True, help="Steps of fp32 whose quality is the target.")
@@ -97,10 +102,10 @@ def main(**given: Any) -> None:
         write_pages()
 
 
-def _check_fp32(methods: str, sections: Sequence[str], document: dict[str, Any]) -> None:
+def _check_fp32(methods: str | None, sections: Sequence[str], document: dict[str, Any]) -> None:
     """Raise UsageError if the tables of these sections would lack the row that they compare with."""
-    for section in {"curves", "steps"} & set(sections):
-        if "fp32" not in [*methods.split(","), *(row["method"] for row in document.get(section, []))]:
+    for section in {"curves", "steps", "rates", "long"} & set(sections):
+        if "fp32" not in [*_methods(section, methods), *(row["method"] for row in document.get(section, []))]:
             raise click.UsageError(
                 f"the section {section!r} compares each method with fp32: add fp32 to --methods, or continue a file "
                 f"that has it, with --resume"
@@ -149,7 +154,7 @@ def write_pages() -> None:
 def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Measure one section, without the rows that the document has."""
     model, ranks, until = given["model"], given["ranks"], given["until"]
-    methods, links = re.split(r",(?!\w+=)", given["methods"]), given["links"].split(",")  # codecs have options, too
+    methods, links = _methods(section, given["methods"]), given["links"].split(",")
     curve = {"measure": "curve", "model": model, "steps": given["steps"]}
 
     def is_missing(task: dict[str, Any]) -> bool:
@@ -159,6 +164,16 @@ def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> 
         case "curves":
             for seed, method in itertools.product(range(given["seeds"]), methods):
                 task = curve | {"method": method, "seed": seed}
+                if is_missing(task):
+                    yield _run(ranks, task)
+        case "rates":
+            for factor, method in itertools.product(_FACTORS, methods):
+                task = curve | {"method": method, "seed": 0, "factor": factor}
+                if is_missing(task):
+                    yield _run(ranks, task)
+        case "long":
+            for method in methods:
+                task = curve | {"method": method, "seed": 0, "steps": _LONGER * given["steps"]}
                 if is_missing(task):
                     yield _run(ranks, task)
         case "steps":
@@ -174,7 +189,15 @@ def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> 
                 if is_missing({"method": method, "ranks": n}):
                     yield _step(n, method, links[0] if n > 1 else None, _compute(document, until), until)
         case _:
-            raise click.BadParameter(f"section {section!r} is none of curves, steps, whole, scaling")
+            raise click.BadParameter(f"section {section!r} is none of curves, rates, long, steps, whole, scaling")
+
+
+def _methods(section: str, given: str | None) -> list[str]:
+    """The methods that are given, or those of the section."""
+    if given is None:
+        own = {"rates": training_report.TUNED, "long": training_report.LONG}
+        return list(own.get(section, training_report.THEIRS + training_report.OURS))
+    return re.split(r",(?!\w+=)", given)  # codecs have options, too
 
 
 def _compute(document: dict[str, Any], until: float) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from runs import MARK
@@ -80,7 +81,10 @@ def _wrapped(module: Any, method: str, link: str | None = None) -> Any:
 
 
 def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
-    """Train, and return the quality every EVERY steps, and a digest of the parameters."""
+    """Train, and return the quality every EVERY steps, and a digest of the parameters.
+
+    The task's "factor", if it has one, multiplies the learning rate.
+    """
     import torch
     import torch.distributed as dist
     from loop import train
@@ -88,17 +92,27 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
     recipe = importlib.import_module(task["model"])
     torch.manual_seed(task["seed"])
     model, number = recipe.make_model(), dist.get_rank()
+    finish = None
     if is_without_ddp(task["method"]):
-        recipe = recipe_with(recipe, qccl.Communicator.from_torch(), model, task["method"])
+        recipe, finish = recipe_with(recipe, qccl.Communicator.from_torch(), model, task["method"])
     else:
         model = _wrapped(model, task["method"])
+    if "factor" in task:
+        recipe = _scaled(recipe, task["factor"])
     begin = time.monotonic()
     how = {"seed": task["seed"], "measures": number == 0, "every": EVERY, "positions": POSITIONS}
     curve = train(model, recipe, task["steps"], number, **how)
+    if finish is not None:
+        finish()
     took = time.monotonic() - begin
     digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in model.parameters())).hexdigest()
     summary = f"{curve[-1][1]:.4f} {recipe.UNIT}, {took:.0f} s" if curve else ""
     return {"curve": curve, "digest": digest, "seconds": took, "summary": summary}
+
+
+def _scaled(recipe: Any, factor: float) -> Any:
+    """The recipe with ``factor`` times its learning rate."""
+    return SimpleNamespace(**vars(recipe) | {"learning_rate": lambda step: factor * recipe.learning_rate(step)})
 
 
 def _measure_compute(task: dict[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from qccl.bench.network_options import NetworkOptions
 from qccl.bench.sizes import parse_link, parse_loss
 from qccl.scalars import parse_seconds
 
-__all__ = ["FIRST", "OURS", "THEIRS", "computation", "draw", "headline", "network_of", "paragraphs"]
+__all__ = ["FIRST", "LONG", "OURS", "THEIRS", "TUNED", "computation", "draw", "headline", "network_of", "paragraphs"]
 
 Document = dict[str, Any]
 
@@ -31,6 +31,18 @@ OURS = (
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef", "topk:k=0.01+ef"),
     *("onebit:reconstruct=mean+ef", "low_rank:4:minmax8+ef", "low_rank:32:minmax4+ef"),
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
+    *("sparseloco:period=15", "demo:lr=0.001,values=exp4"),
+)
+#: the methods with several learning rates, and those of the long trainings
+TUNED = (
+    *("fp32", "powersgd:4", "minmax2:bucket=256+ef", "trellis2+ef"),
+    *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef", "onebit:reconstruct=mean+ef"),
+    *("low_rank:4:minmax8+ef", "diloco:period=4,outer_lr=1,momentum=0:trellis2+ef"),
+    *("sparseloco:period=15", "demo:lr=0.001,values=exp4"),
+)
+LONG = (
+    *("fp32", "sparseloco:period=15", *(f"diloco:period={period}:trellis2+ef" for period in (15, 30, 100))),
+    "demo:lr=0.001,values=exp4",
 )
 #: the rows of README.md's table: the methods that most readers would compare first
 FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
@@ -69,6 +81,12 @@ def paragraphs(document: Document) -> Iterator[str]:
         sent = _sent(document)
         rows = ((*_timed(document, row), f"{sent[row['method']]:.2f}") for row in _behind_links(document))
         yield "\n".join(table((*STEP, "MB a step"), rows))
+    if "rates" in document:
+        yield f"{unit[0].upper()}{unit[1:]} at the end of one seed, by the learning rate as a multiple of the model's:"
+        yield "\n".join(_rates(document))
+    if "long" in document:
+        yield f"{unit[0].upper()}{unit[1:]} in a longer training of one seed:"
+        yield "\n".join(_long(document))
     for row in document.get("whole", []):
         others = [each["digest"] for each in document.get("curves", []) if _same(each, row)]
         equal = "equal" if others == [row["digest"]] else "do not equal"
@@ -202,6 +220,10 @@ def _titled(method: str) -> str:
             return f"`{codec}`, `low_rank={options}`"
         case "diloco":
             return f"`{codec}`, `DiLoCo({options.replace(',', ', ')})`"
+        case "sparseloco":
+            return f"`DiLoCo.sparseloco({options})`"
+        case "demo":
+            return f"`DeMo({options.replace(',', ', ')})`"
     if method == BOUND:
         return method
     return f"{method} (PyTorch)" if method in THEIRS else f"`{method}`"
@@ -240,6 +262,50 @@ def _accuracy(document: Document) -> Iterator[tuple[str, ...]]:
             f"{statistics.median(known):.0f} ({len(known)} of {len(steps)} seeds)" if known else "not reached",
             f"{sent[method]:.2f}" if method in sent else "",
         )
+
+
+def _rates(document: Document) -> list[str]:
+    """The table of the section "rates"; its multiple 1 is the first seed of the section "curves"."""
+    rows = [row | {"factor": 1.0} for row in document.get("curves", []) if row["seed"] == 0] + document["rates"]
+    ends: dict[str, dict[float, float]] = {}
+    for row in rows:
+        ends.setdefault(row["method"], {})[row["factor"]] = row["curve"][-1][1]
+    tuned = {method: ends[method] for method in sorted({row["method"] for row in document["rates"]}, key=_place)}
+    factors = sorted({factor for found in tuned.values() for factor in found})
+    best = min(tuned["fp32"].values())
+    head = ["method", *(f"{factor:g}" for factor in factors), "best, more than fp32's best"]
+    return table(
+        head,
+        (
+            (
+                method,
+                *(f"{found[factor]:.3f}" if factor in found else "" for factor in factors),
+                f"{min(found.values()) - best:+.3f}" if method != "fp32" else "",
+            )
+            for method, found in tuned.items()
+        ),
+    )
+
+
+def _long(document: Document) -> list[str]:
+    """The table of the section "long": the quality after thirds of the steps."""
+    rows = sorted(document["long"], key=lambda row: _place(row["method"]))
+    (steps,) = {row["steps"] for row in rows}
+    (end,) = (row["curve"][-1][1] for row in rows if row["method"] == "fp32")
+    after = [steps // 3, steps * 2 // 3, steps]
+    head = ["method", *(f"after {step} steps" for step in after), "more than fp32"]
+    found = ((row["method"], dict(map(tuple, row["curve"]))) for row in rows)
+    return table(
+        head,
+        (
+            (
+                method,
+                *(f"{curve[step]:.3f}" for step in after),
+                f"{curve[steps] - end:+.3f}" if method != "fp32" else "",
+            )
+            for method, curve in found
+        ),
+    )
 
 
 def _spread(values: Collection[float], sign: str) -> str:

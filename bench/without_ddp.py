@@ -50,10 +50,13 @@ def _value(text: str) -> int | float | str:
     return text
 
 
-def recipe_with(recipe: Any, comm: qccl.Communicator, model: Any, method: str) -> Any:
-    """A recipe of docs/examples that trains ``model`` by a method."""
+def recipe_with(
+    recipe: Any, comm: qccl.Communicator, model: Any, method: str
+) -> tuple[Any, Callable[[], object] | None]:
+    """A recipe of docs/examples that trains ``model`` by a method, and what to call after the last step."""
     if is_local(method):
-        return local_recipe(recipe, outer_of(comm, list(model.parameters()), method))
+        outer = outer_of(comm, list(model.parameters()), method)
+        return local_recipe(recipe, outer), outer.finish
     demo = _demo_of(comm, list(model.parameters()), method)
     rate = demo.lr
 
@@ -64,7 +67,7 @@ def recipe_with(recipe: Any, comm: qccl.Communicator, model: Any, method: str) -
         demo.lr = rate * optimizer.param_groups[0]["lr"] / recipe.RATE
         recipe.update(model, optimizer)
 
-    return SimpleNamespace(**{**vars(recipe), "optimizer_of": optimizer_of, "update": update})
+    return SimpleNamespace(**{**vars(recipe), "optimizer_of": optimizer_of, "update": update}), None
 
 
 def outer_of(comm: qccl.Communicator, params: Any, method: str) -> qccl.DiLoCo:
