@@ -105,7 +105,10 @@ def main(**given: Any) -> None:
 def _check_fp32(methods: str | None, sections: Sequence[str], document: dict[str, Any]) -> None:
     """Raise UsageError if the tables of these sections would lack the row that they compare with."""
     for section in {"curves", "steps", "rates", "long"} & set(sections):
-        if "fp32" not in [*_methods(section, methods), *(row["method"] for row in document.get(section, []))]:
+        if "fp32" not in [
+            *_methods(section, methods, document.get("model", "")),
+            *(row["method"] for row in document.get(section, [])),
+        ]:
             raise click.UsageError(
                 f"the section {section!r} compares each method with fp32: add fp32 to --methods, or continue a file "
                 f"that has it, with --resume"
@@ -154,7 +157,7 @@ def write_pages() -> None:
 def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Measure one section, without the rows that the document has."""
     model, ranks, until = given["model"], given["ranks"], given["until"]
-    methods, links = _methods(section, given["methods"]), given["links"].split(",")
+    methods, links = _methods(section, given["methods"], model), given["links"].split(",")
     curve = {"measure": "curve", "model": model, "steps": given["steps"]}
 
     def is_missing(task: dict[str, Any]) -> bool:
@@ -192,12 +195,13 @@ def _measured(section: str, given: dict[str, Any], document: dict[str, Any]) -> 
             raise click.BadParameter(f"section {section!r} is none of curves, rates, long, steps, whole, scaling")
 
 
-def _methods(section: str, given: str | None) -> list[str]:
-    """The methods that are given, or those of the section."""
-    if given is None:
-        own = {"rates": training_report.TUNED, "long": training_report.LONG}
-        return list(own.get(section, training_report.THEIRS + training_report.OURS))
-    return re.split(r",(?!\w+=)", given)  # codecs have options, too
+def _methods(section: str, given: str | None, model: str) -> list[str]:
+    """The methods that are given, or those of the section; a codec with momentum is not for AdamW."""
+    if given is not None:
+        return re.split(r",(?!\w+=)", given)  # codecs have options, too
+    own = {"rates": training_report.TUNED, "long": training_report.LONG}
+    methods = own.get(section, training_report.THEIRS + training_report.OURS)
+    return [method for method in methods if model == "byte_model" or "+nesterov" not in method]
 
 
 def _compute(document: dict[str, Any], until: float) -> dict[str, Any]:

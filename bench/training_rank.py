@@ -2,7 +2,8 @@
 
 A method is "fp32", "fp16", "powersgd:RANK" (PyTorch's own), a codec of qccl, "low_rank:RANK:CODEC", which is
 ``compress(low_rank=RANK, codec=CODEC)``, or one of without_ddp.py, such as "diloco:OPTIONS:CODEC".
-"CODEC@25" sends the first 25 steps as they are: ``compress(warmup_steps=25)``.
+"CODEC@25" sends the first 25 steps as they are: ``compress(warmup_steps=25)``. A codec with "+nesterov" replaces the
+momentum of the recipe's optimiser.
 """
 
 from __future__ import annotations
@@ -97,6 +98,8 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
         recipe, finish = recipe_with(recipe, qccl.Communicator.from_torch(), model, task["method"])
     else:
         model = _wrapped(model, task["method"])
+    if "+nesterov" in task["method"]:
+        recipe = _without_momentum(recipe)
     if "factor" in task:
         recipe = _scaled(recipe, task["factor"])
     begin = time.monotonic()
@@ -113,6 +116,20 @@ def _measure_curve(task: dict[str, Any]) -> dict[str, Any]:
 def _scaled(recipe: Any, factor: float) -> Any:
     """The recipe with ``factor`` times its learning rate."""
     return SimpleNamespace(**vars(recipe) | {"learning_rate": lambda step: factor * recipe.learning_rate(step)})
+
+
+def _without_momentum(recipe: Any) -> Any:
+    """The recipe without the optimiser's momentum, for codecs that have their own."""
+
+    def optimizer_of(model: Any) -> Any:
+        optimizer = recipe.optimizer_of(model)
+        for group in optimizer.param_groups:
+            if "momentum" not in group:
+                raise ValueError(f"a codec with +nesterov is for SGD with momentum, not {type(optimizer).__name__}")
+            group |= {"momentum": 0.0, "nesterov": False}
+        return optimizer
+
+    return SimpleNamespace(**vars(recipe) | {"optimizer_of": optimizer_of})
 
 
 def _measure_compute(task: dict[str, Any]) -> dict[str, Any]:

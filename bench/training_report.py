@@ -28,7 +28,8 @@ THEIRS = ("fp32", "fp16", "powersgd:4", "powersgd:1")
 OURS = (
     *("minmax8", "minmax4+ef", "minmax2:bucket=256+ef", "trellis4+ef", "trellis2+ef"),
     "topk:k=96,block=4096,values=exp4/topk:k=192,block=4096,values=exp4+ef",
-    *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef", "topk:k=0.01+ef"),
+    "topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef",
+    *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef+nesterov", "topk:k=0.01+ef"),
     *("onebit:reconstruct=mean+ef", "low_rank:4:minmax8+ef", "low_rank:32:minmax4+ef"),
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
     *("sparseloco:period=15", "demo:lr=0.001,values=exp4"),

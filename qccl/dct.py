@@ -52,13 +52,22 @@ class CosineTransform:
         elements of a row or a column of the basis have sums of magnitudes of at most sqrt(128) 2**24 < 2**27.5. So the
         first sums are below 2**51.5; over 2**27, and rounded, below 2**24.5; and the second ones below 2**52.
 
-        A coefficient is rounded to 2**-25 of the greatest of its tile.
+        A coefficient, in float32, is rounded to 2**-25 of the greatest of its tile.
         """
+        signs = parameters.zeros_like(coefficients)
+        for slab in parameters.slabs(coefficients):
+            signs[slab] = self._signs(coefficients[slab])
+        return signs
+
+    def _signs(self, coefficients: Any) -> Any:
         number, height, width = coefficients.shape
         precise = parameters.converted(coefficients, "float64")
         most = parameters.row_maxima(abs(precise).reshape(number, height * width)).reshape(number, 1, 1)
-        scaled = (precise / (most + (most == 0)) * 2.0**_BITS).round()
-        halfway = ((self._basis(height, precise).T @ scaled) * 2.0**-27).round()
+        precise /= (most + (most == 0)) * 2.0**-_BITS
+        _round(precise)
+        halfway = self._basis(height, precise).T @ precise
+        halfway *= 2.0**-27
+        _round(halfway)
         values = halfway @ self._basis(width, precise)
         return parameters.converted(values > 0, "float32") - parameters.converted(values < 0, "float32")
 
@@ -67,3 +76,12 @@ class CosineTransform:
         if n not in self._bases:
             self._bases[n] = parameters.vector(like, basis(n), "float64").reshape(n, n)
         return self._bases[n]
+
+
+def _round(array: Any) -> None:
+    """Round in place to integers, halves to even ones: float64 has none but integers from 2**52 to 2**53.
+
+    The magnitudes are below 2**51.
+    """
+    array += 1.5 * 2.0**52
+    array -= 1.5 * 2.0**52

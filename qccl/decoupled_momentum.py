@@ -274,15 +274,19 @@ def _means(sent: Any) -> Any:
     """
     import numpy as np
 
-    sums, senders = parameters.zeros_like(sent[0]), parameters.zeros_like(sent[0])
-    with np.errstate(over="ignore"):
-        for each in sent:
-            sums += each
-            senders += each != 0
-    if not math.isfinite(abs(sums).max()):
-        raise ArgumentError("the sum of the ranks' momenta is not finite in float32; a lower lr makes them smaller")
-    senders[senders == 0] = 1
-    return sums / senders
+    sums = parameters.zeros_like(sent[0])
+    for slab in parameters.slabs(sums):
+        part = sums[slab]
+        senders = parameters.zeros_like(part)
+        with np.errstate(over="ignore"):
+            for each in sent[:, slab]:
+                part += each
+                senders += each != 0
+        if not math.isfinite(abs(part).max()):
+            raise ArgumentError("the sum of the ranks' momenta is not finite in float32; a lower lr makes them smaller")
+        senders += senders == 0
+        part /= senders
+    return sums
 
 
 def _number(value: Any, what: str) -> float:
