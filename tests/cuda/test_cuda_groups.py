@@ -339,7 +339,7 @@ def test_nccl_s_reason_when_no_communicator_can_be_made(reason, hint, cupy, monk
         raise nccl.NcclError(2)
 
     monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
-    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "_last_error", lambda: reason)
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl_library"), "last_error", lambda: reason)
     with pytest.raises(qccl.EngineError) as found:
         qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
     assert reason in str(found.value) and hint in str(found.value) and found.value.code == 2
