@@ -64,8 +64,17 @@ _T = TypeVar("_T")
 
 
 def get_unique_id() -> bytes:
-    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator()."""
-    return bytes(cuda_libraries().nccl.get_unique_id())
+    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator().
+
+    Raises EngineError, with NCCL's reason, for example if it finds no network interface.
+    """
+    try:
+        return bytes(cuda_libraries().nccl.get_unique_id())
+    except Exception as error:
+        ours = as_qccl_error(error)
+        if ours is None:
+            raise
+        raise with_reason(ours) from error
 
 
 class NcclTransport(DeviceTransport):
@@ -451,4 +460,4 @@ def _broadcast_id(comm: Any, rank: int, device: int, timeout: float) -> bytes:
         stream.synchronize()
         return ctypes.string_at(host.ptr, 128)
 
-    return bounded(device, timeout, "the broadcast on the given communicator", broadcast)
+    return _set_up(device, timeout, "the broadcast on the given communicator", broadcast)

@@ -7,6 +7,7 @@ import importlib
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import fake_cuda
 import fake_nccl
@@ -400,6 +401,23 @@ def test_waiting_for_room_has_a_deadline_though_no_call_begins(world, cupy):
         return str(error)
 
     assert "waited 0.3 s for an earlier call to begin" in one(run)
+    assert ("abort", 0) in world.calls
+
+
+def test_an_abort_tells_the_other_ranks_before_nccl_frees_what_they_read(world, cupy):
+    """NCCL needs all ranks of a node to abort (NVIDIA/nccl issue 863); results are poisoned before that."""
+
+    def run(comm):
+        words, seen = comm._session.engine.device.flags._words, []
+
+        def told(reason):
+            seen.append(("on purpose" in reason, words[0], ("abort", 0) in world.calls))
+
+        comm.transport.host = SimpleNamespace(abort=told)
+        comm.abort("on purpose")
+        return seen
+
+    assert one(run) == [(True, 1, False)]
     assert ("abort", 0) in world.calls
 
 
