@@ -263,7 +263,8 @@ class NcclTransport(DeviceTransport):
 
     def _register(self, memory: NcclMemory, comm: Any) -> None:
         try:
-            memory.register(comm)
+            with on_device(self.device):
+                memory.register(comm)
         except Exception as error:
             self._raise(error)
 
