@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import threading
 import weakref
 from typing import Any
 
@@ -51,8 +50,8 @@ class NcclMemory:
     def __init__(self, device: int, nbytes: int) -> None:
         """Raises EngineError if there is no room."""
         self.ptr, self.nbytes = _allocate(device, nbytes), nbytes
-        self._handles = _Handles()
-        self._free = weakref.finalize(self, _free, device, self.ptr, self._handles)
+        self._registered: list[tuple[Any, ctypes.c_void_p]] = []  # communicators, and NCCL's handles
+        self._free = weakref.finalize(self, _free, device, self.ptr, self._registered)
         self._free.atexit = False  # the end of the process frees it, and CUDA may be gone before
 
     def register(self, comm: Any) -> None:
@@ -60,32 +59,21 @@ class NcclMemory:
         handle = ctypes.c_void_p()
         arguments = ctypes.c_void_p(self.ptr), ctypes.c_size_t(self.nbytes), ctypes.byref(handle)
         call("ncclCommRegister", ctypes.c_void_p(comm.comm), *arguments)
-        self._handles.add(comm, handle)
+        self._registered.append((comm, handle))
 
     def deregister(self) -> None:
         """Deregister it everywhere, when no transfer uses it and the communicators still live."""
-        self._handles.release()
+        _deregister(self._registered)
 
     def keep(self) -> None:
         """Never free it, because the GPU or a peer may still use it. Aborted communicators forget it themselves."""
         self._free.detach()
 
 
-class _Handles:
-    """Where memory is registered: communicators, which live as long, and NCCL's handles."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._registered: list[tuple[Any, ctypes.c_void_p]] = []
-
-    def add(self, comm: Any, handle: ctypes.c_void_p) -> None:
-        self._registered.append((comm, handle))
-
-    def release(self) -> None:
-        with self._lock:
-            registered, self._registered = self._registered, []
-        for comm, handle in registered:
-            call("ncclCommDeregister", ctypes.c_void_p(comm.comm), handle)
+def _deregister(registered: list[tuple[Any, ctypes.c_void_p]]) -> None:
+    while registered:
+        comm, handle = registered.pop()
+        call("ncclCommDeregister", ctypes.c_void_p(comm.comm), handle)
 
 
 def _allocate(device: int, nbytes: int) -> int:
@@ -103,8 +91,8 @@ def _allocate(device: int, nbytes: int) -> int:
     return int(pointer.value or 0)
 
 
-def _free(device: int, pointer: int, handles: _Handles) -> None:
+def _free(device: int, pointer: int, registered: list[tuple[Any, ctypes.c_void_p]]) -> None:
     """Called by whichever thread drops the last reference, also beside a capture of another thread."""
     with contextlib.suppress(Exception), on_device(device), relaxed():
-        handles.release()
+        _deregister(registered)
         call("ncclMemFree", ctypes.c_void_p(pointer))

@@ -40,11 +40,6 @@ class Workspace:
             with contextlib.suppress(EngineError):  # there may be room for the plans, which need less
                 self._grow(RESERVED_NBYTES)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all blocks."""
-        return sum(nbytes for _, nbytes in self._blocks)
-
     def take(self, nbytes: int) -> Any:
         """A block (``ptr``) of at least ``nbytes``, to be kept while it is used; others use it, too.
 

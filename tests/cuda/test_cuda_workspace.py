@@ -23,8 +23,9 @@ SMALL, LARGE = 3000, 40_000
 CALL = {"codec": "minmax8", "algorithm": "two_round"}
 
 
-def workspace(comm):
-    return comm._session.engine._workspace
+def blocks(comm):
+    """The sizes of the workspace's blocks, by their addresses."""
+    return {block.ptr: nbytes for block, nbytes in comm._session.engine._workspace._blocks}
 
 
 def calls_of(world, name):
@@ -97,17 +98,17 @@ def test_it_grows_under_calls_that_use_it(seed, version, world, cupy, tiny, monk
                 stream, graph = captured(cupy, comm, lambda s: comm.quantized_allreduce(z, stream=s, **CALL))
             both_captured.wait(20)
             comm.barrier()
-            before = workspace(comm).nbytes
+            before = sum(blocks(comm).values())
             comm.quantized_allreduce(x, async_op=True, **CALL)
             comm.quantized_allreduce(y, async_op=True, **CALL)
             comm.quantized_allreduce(x, async_op=True, **CALL)
             comm.check()
-            assert before == 32_768 and workspace(comm).nbytes >= 3 * before
+            assert before == 32_768 and sum(blocks(comm).values()) >= 3 * before
             z.set(values(comm.rank, SMALL, 5))
             graph.launch(stream)
             comm.check(stream.ptr)
-            blocks = [program._workspace.ptr for each in comm._programs for program in each.programs]
-            assert len(blocks) == len(set(blocks)) == 2
+            used = [program._workspace.ptr for each in comm._programs for program in each.programs]
+            assert sorted(used) == sorted(blocks(comm)) and len(used) == 2
             return [each.get().tobytes() for each in (x, y, z)]
 
     def on_host(comm):
@@ -123,7 +124,7 @@ def test_each_block_is_twice_as_large_as_the_one_before(world, cupy, tiny):
         for count in (100_000, 101_000, 102_000):
             comm.quantized_allreduce(fake_cuda.array(values(comm.rank, count), comm.rank), **CALL)
         comm.check()
-        return [nbytes for _, nbytes in workspace(comm)._blocks]
+        return list(blocks(comm).values())
 
     for sizes in ranks(2, run):
         assert len(sizes) > 1 and all(b >= 2 * a for a, b in itertools.pairwise(sizes))
@@ -134,9 +135,9 @@ def test_one_rank_alone_needs_none(world, cupy):
         x, out = (fake_cuda.array(values(0, SMALL, i)) for i in range(2))
         comm.quantized_allreduce(x, out)
         comm.check()
-        return workspace(comm).nbytes, comm.transport.reserved
+        return blocks(comm), comm.transport.reserved
 
-    assert one(run) == (0, None)
+    assert one(run) == ({}, None)
     assert not calls_of(world, "ncclMemAlloc")
 
 
@@ -147,14 +148,9 @@ def test_memory_is_registered_before_its_use_and_forgotten_before_the_communicat
     def run(comm):
         comm.quantized_allreduce(fake_cuda.array(values(comm.rank, LARGE), comm.rank), **CALL)
         comm.check()
-        own = [block.ptr for block, _ in workspace(comm)._blocks]
-        registered = list(comm.transport.comm.registered.values())
-        return own, registered, comm.transport.comm
+        return list(blocks(comm)), list(comm.transport.comm.registered.values())
 
-    def run_and_close(comm):
-        return run(comm)[:2]
-
-    for own, registered in ranks(2, run_and_close):
+    for own, registered in ranks(2, run):
         assert len(own) == 2 and sorted(registered) == sorted(own)
         for address in own:
             kinds = [call[0] for call in world.calls if call[0].startswith("nccl") and call[1] == address]
@@ -195,7 +191,7 @@ def test_where_one_rank_cannot_register_none_does(reason, world, cupy, monkeypat
         x = fake_cuda.array(values(comm.rank, SMALL), comm.rank)
         comm.quantized_allreduce(x, **CALL)
         comm.check()
-        assert comm.transport.reserved is None and workspace(comm).nbytes == 32 << 20
+        assert comm.transport.reserved is None and list(blocks(comm).values()) == [32 << 20]
         return x.get().tobytes(), dict(comm.transport.comm.registered)
 
     expected = qccl.run_ranks(2, lambda comm: comm.quantized_allreduce(values(comm.rank, SMALL), **CALL).tobytes())
@@ -319,10 +315,10 @@ def test_without_room_for_the_first_block_a_plan_takes_what_it_needs(world, cupy
     monkeypatch.setattr(cupy.cuda, "alloc", little_room)
 
     def run(comm):
-        before = workspace(comm).nbytes
+        before = sum(blocks(comm).values())
         x = fake_cuda.array(np.ones(SMALL, np.float32), comm.rank)
         comm.quantized_allreduce(x, **CALL)
         comm.check()
-        return before, workspace(comm).nbytes, bool((x.get() == 2).all())
+        return before, sum(blocks(comm).values()), bool((x.get() == 2).all())
 
     assert ranks(2, run) == [(0, 2 << 20, True)] * 2
