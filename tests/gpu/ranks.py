@@ -112,11 +112,11 @@ def _start(size: int, what: str, **more: str) -> tuple[list[dict[str, Any]], lis
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    processes = []
+    processes, is_shared = [], libraries.device_count() < size
     for rank in range(size):
         variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "QCCL_PORT": port}
-        if libraries.device_count() < size:
+        if is_shared:
             place |= ALONE | {"NCCL_HOSTID": f"rank{rank}"}
         environment = os.environ | place | {k: str(v) for k, v in variables.items()} | more
         command = [sys.executable, str(Path(__file__)), what]
