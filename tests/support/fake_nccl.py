@@ -209,9 +209,10 @@ class Library:
         return 0
 
     def ncclCommDeregister(self, comm: ctypes.c_void_p, handle: ctypes.c_void_p) -> int:
-        address = self._world.communicators[comm.value or 0].registered.pop(handle.value or 0)
+        found = self._world.communicators.get(comm.value or 0)
+        address = found.registered.pop(handle.value or 0) if found else None
         self._world.calls.append(("ncclCommDeregister", address))
-        return 0
+        return 0 if found else 4
 
 
 def group_start(world: World) -> None:
