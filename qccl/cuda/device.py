@@ -15,11 +15,11 @@ from qccl.cuda.libraries import (
     NOT_READY,
     TRANSFER_PRIORITY,
     cuda_libraries,
+    no_room,
     on_device,
     stream_status,
     translated,
 )
-from qccl.errors import EngineError
 from qccl.schedule import Queue
 
 __all__ = ["Device"]
@@ -91,23 +91,18 @@ class Device:
             self._threads.ready = True
             yield
 
-    def allocate(self, nbytes: int) -> Any:
-        """Memory from CuPy's pool for the home stream.
+    def allocate(self, nbytes: int, what: str) -> Any:
+        """Memory for ``what`` from CuPy's pool for the home stream. Raises EngineError if the GPU has no room.
 
         The pool gives freed memory only to later work of that stream, and every run begins and ends on it. So no two
         runs use the same memory at once, whichever streams they use.
         """
         gpu = cuda_libraries()
         try:
-            with self._home:
+            with on_device(self.number), self._home:
                 return gpu.cupy.cuda.alloc(nbytes)
         except gpu.cupy.cuda.memory.OutOfMemoryError as error:
-            free, _ = gpu.runtime.memGetInfo()
-            raise EngineError(
-                f"GPU {self.number} has {free} bytes free, and a call needs {nbytes} for its workspace ({error}); if "
-                f"PyTorch holds the rest in its cache, call torch.cuda.empty_cache() before the first call; smaller "
-                f"chunks (chunk=) need less"
-            ) from error
+            raise no_room(self.number, nbytes, what, str(error)) from error
 
     def write(self, contents: Mapping[int, bytes]) -> list[Any]:
         """Write to allocated memory, after its earlier users. Keep the result until the copies are done."""

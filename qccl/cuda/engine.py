@@ -38,6 +38,7 @@ from qccl.cuda.run import CudaRun, PendingRuns
 from qccl.cuda.staging import check_stream_flags
 from qccl.cuda.state import DeviceState
 from qccl.cuda.watchdog import Watchdog
+from qccl.cuda.workspace import Workspace
 from qccl.engine.base import Bound, Numbers, Progress, Request
 from qccl.engine.checks import check_addresses
 from qccl.engine.control import Header, Kind
@@ -77,6 +78,7 @@ class CudaEngine:
         self._consistency = Consistency(transport)
         self._watchdog = Watchdog(self, transport.device, self.rank)
         self._enqueuing = threading.RLock()  # held while a run is put on its streams
+        self._workspace = Workspace(self.device, transport, self._enqueuing)
         self._captured: list[CudaProgram] = []
         self._releases = False
         self._proxy: HostProxy | None = None
@@ -94,7 +96,7 @@ class CudaEngine:
         return False
 
     def compile(self, schedule: Schedule) -> CudaProgram:
-        """Prepare a schedule of this rank: compile its kernels, and allocate its workspace."""
+        """Prepare a schedule of this rank: compile its kernels, write its tables, and make room in the workspace."""
         self._check_usable()
         schedule.check_rank(self.rank, self.size)
         if schedule.native is not None:
@@ -102,7 +104,7 @@ class CudaEngine:
         cuda_source.check_codecs(schedule)
         proxy = self._make_proxy() if schedule.staged_peers else None
         with translated, on_device(self.device.number):
-            return CudaProgram(self.device, self.transport, schedule, proxy)
+            return CudaProgram(self.device, self.transport, schedule, self._workspace, proxy)
 
     def persistent(self, nbytes: int) -> DeviceState:
         """Allocate memory that keeps its contents from run to run."""
@@ -276,6 +278,8 @@ class CudaEngine:
         self._watchdog.wake()
         self._watchdog.join(_GRACE_SECONDS)
         self._pending.callbacks.join(_GRACE_SECONDS)
+        if self.failure is None:  # otherwise the device may still use it
+            self._workspace.release()
         _live.discard(self)
 
     def leave(self) -> None:

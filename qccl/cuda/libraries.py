@@ -7,6 +7,7 @@ machine without one gets the same clear error from each.
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,18 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 from qccl.errors import ArgumentError, CollectiveTimeout, EngineError, PeerLost, QcclError
 
 __all__ = ["COMPUTE_PRIORITY", "LAUNCH_ORDER", "NOT_READY", "TRANSFER_PRIORITY", "Gpu", "as_qccl_error", "bounded"]
-__all__ += ["check_status", "cuda_libraries", "device_count", "device_names", "event_status", "missing", "nccl_version"]
-__all__ += ["on_device", "part_versions", "pick_device", "raise_translated", "record", "stream_status", "translated"]
-__all__ += ["wait_for"]
+__all__ += [
+    "check_status",
+    "cuda_libraries",
+    "device_count",
+    "device_names",
+    "event_status",
+    "missing",
+    "nccl_version",
+    "no_room",
+]
+__all__ += ["on_device", "part_versions", "pick_device", "raise_translated", "record", "relaxed", "stream_status"]
+__all__ += ["translated", "wait_for"]
 
 #: oldest versions that work
 CUPY_VERSION = 14
@@ -223,7 +233,7 @@ def as_qccl_error(error: BaseException) -> QcclError | None:
     if isinstance(error, gpu.cupy.cuda.compiler.CompileException):
         return EngineError(f"the kernels cannot be compiled for this GPU by the NVRTC that is installed: {error}")
     if isinstance(error, gpu.cupy.cuda.memory.OutOfMemoryError):
-        return EngineError(f"there is not enough free memory on the GPU ({error}); smaller chunks need less workspace")
+        return EngineError(f"there is not enough free memory on the GPU ({error})")
     if isinstance(error, gpu.nccl.NcclError):
         if error.status == _NCCL_REMOTE_ERROR:
             return PeerLost(f"NCCL lost a rank ({error})")
@@ -231,6 +241,22 @@ def as_qccl_error(error: BaseException) -> QcclError | None:
     if isinstance(error, gpu.runtime.CUDARuntimeError | gpu.driver.CUDADriverError):
         return EngineError(f"CUDA: {error}", error.status)
     return None
+
+
+def no_room(device: int, nbytes: int, what: str, reason: str) -> EngineError:
+    """The error of an allocation of ``nbytes`` for ``what``, with what holds the memory, and what to do."""
+    gpu = cuda_libraries()
+    with on_device(device):
+        free, total = gpu.runtime.memGetInfo()
+        pool = gpu.cupy.get_default_memory_pool()
+        held, used = pool.total_bytes(), pool.used_bytes()
+    advice = "smaller chunks (chunk=) need less workspace"
+    if "torch" in sys.modules:
+        advice = f"torch.cuda.empty_cache() gives back what PyTorch holds and does not use; {advice}"
+    return EngineError(
+        f"GPU {device} has no room for {what}: {nbytes} bytes were asked for, {free} of its {total} are free, and "
+        f"CuPy's pool holds {held}, of which {used} are used ({reason}); {advice}"
+    )
 
 
 def raise_translated(error: BaseException) -> NoReturn:
@@ -273,22 +299,22 @@ def record(event: int, stream: int) -> None:
 
 def event_status(event: int) -> int:
     """0, NOT_READY or the error of the work before an event. Other threads can run, and captures stay intact."""
-    with _relaxed() as driver:
+    with relaxed() as driver:
         return int(driver.cuEventQuery(event)[0])
 
 
 def stream_status(stream: int) -> int:
     """0, NOT_READY or the error of a stream's work, as event_status()."""
-    with _relaxed() as driver:
+    with relaxed() as driver:
         return int(driver.cuStreamQuery(stream)[0])
 
 
 @contextmanager
-def _relaxed() -> Iterator[Any]:
-    """The driver module, with this thread in the capture mode in which a question cannot end a capture."""
+def relaxed() -> Iterator[Any]:
+    """The driver module, with this thread in the capture mode in which no call can end a capture of another thread."""
     driver = cuda_libraries().bindings
-    relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
-    _, before = driver.cuThreadExchangeStreamCaptureMode(relaxed)
+    mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+    _, before = driver.cuThreadExchangeStreamCaptureMode(mode)
     try:
         yield driver
     finally:

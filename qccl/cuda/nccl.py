@@ -5,6 +5,9 @@ arrives. So the calls that can block (making or splitting a communicator, the fi
 of their own with a deadline, and a new communicator connects all its ranks at once. Later calls only put work on
 streams, which the engine's watchdog watches.
 
+The workspace, from which all transfers of a communicator come and to which they go, is registered with NCCL where its
+version allows that on all ranks (nccl_memory.py).
+
 Two communicators on one GPU, such as a trainer's and this one, can wait for each other if their kernels start in
 different orders on different ranks. So beside PyTorch NCCL is told to start them in the order in which the program
 issues them. Elsewhere it is not: it would be so for the whole process, where NCCL then refuses launches by two threads
@@ -18,8 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
-import re
 import sys
 import threading
 import time
@@ -38,12 +41,16 @@ from qccl.cuda.libraries import (
     record,
     wait_for,
 )
+from qccl.cuda.nccl_library import call, with_reason
+from qccl.cuda.nccl_memory import NcclMemory, check_registration
+from qccl.cuda.workspace import RESERVED_NBYTES
 from qccl.dtypes import DType
 from qccl.errors import ArgumentError, EngineError, PeerLost, QcclError
 from qccl.transports.base import Call, DeviceTransfer, DeviceTransport, Transport, split_groups
 from qccl.transports.topology import find_topology, machine
 
 __all__ = ["NcclTransport", "get_unique_id"]
+
 
 _UINT8 = 1
 #: ncclRedOp_t
@@ -52,29 +59,22 @@ _HOST_TO_DEVICE, _DEVICE_TO_HOST = 1, 2
 _ABORT_SECONDS = 5.0
 _IN_PROGRESS = 7
 _ALIGNMENT = 64
-#: what to do, by what NCCL says
-_HINTS = (
-    (
-        r"/dev/shm|shared memory",
-        "/dev/shm is too small: start the container with --shm-size=1g or more, or set NCCL_SHM_DISABLE=1",
-    ),
-    (
-        r"duplicate gpu",
-        "two ranks have the same GPU: start no more ranks than there are GPUs, or give each rank its own with device= "
-        "or CUDA_VISIBLE_DEVICES",
-    ),
-    (
-        r"socket|interface|connect|bootstrap",
-        "the ranks do not reach each other: set NCCL_SOCKET_IFNAME to the interface of the network between the nodes",
-    ),
-)
-
+_log = logging.getLogger("qccl")
 _T = TypeVar("_T")
 
 
 def get_unique_id() -> bytes:
-    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator()."""
-    return bytes(cuda_libraries().nccl.get_unique_id())
+    """A new group's id: 128 bytes. One rank makes it and sends it to the others; all give it to Communicator().
+
+    Raises EngineError, with NCCL's reason, for example if it finds no network interface.
+    """
+    try:
+        return bytes(cuda_libraries().nccl.get_unique_id())
+    except Exception as error:
+        ours = as_qccl_error(error)
+        if ours is None:
+            raise
+        raise with_reason(ours) from error
 
 
 class NcclTransport(DeviceTransport):
@@ -94,6 +94,7 @@ class NcclTransport(DeviceTransport):
         self._made: set[tuple[tuple[int, ...], ...]] = set()  # by make_groups()
         self._gone = False
         self._asking = threading.Lock()  # held while NCCL is asked for errors, so that nobody frees the communicator
+        self._memories: list[NcclMemory] = []  # registered with all communicators
         self._lost: list[Any] = []  # memory of collectives that did not finish: the device may still write to it
         self.rank, self.size = comm.rank_id(), comm.size()
         with on_device(device):
@@ -103,6 +104,7 @@ class NcclTransport(DeviceTransport):
         try:
             _set_up(device, timeout, "the first transfers", self._connect)
             places = find_topology(self.rank, [each.decode() for each in self.allgather(machine().encode(), timeout)])
+            self.reserved = self._reserve() if self.size > 1 else None
         except BaseException as error:
             self.abort(f"the ranks could not be connected: {error}")
             raise
@@ -202,6 +204,8 @@ class NcclTransport(DeviceTransport):
         if comm is not None:
             self._groups[groups[color]] = comm
             self._comms.append(comm)
+            for memory in self._memories:
+                self._register(memory, comm)
 
     def collective(
         self,
@@ -228,6 +232,41 @@ class NcclTransport(DeviceTransport):
         except Exception as error:
             if not (isinstance(error, KeyError) and error.args == (_IN_PROGRESS,)):
                 self._raise(error)
+
+    # -- registered memory -------------------------------------------------------------------------------------------
+
+    def allocate(self, nbytes: int) -> NcclMemory:
+        """Allocate and register. An error of the registration is no reason to go on without: see nccl_memory.py."""
+        self._check_alive()
+        memory = NcclMemory(self.device, nbytes)
+        for comm in self._comms:
+            self._register(memory, comm)
+        self._memories.append(memory)
+        return memory
+
+    def _reserve(self) -> NcclMemory | None:
+        """Collective: registered memory, or None on all ranks if one of them has none, which is no error."""
+        memory, reason = None, ""
+        try:
+            check_registration()
+            memory = self.allocate(RESERVED_NBYTES)
+        except Exception as error:  # whatever it is, the other ranks wait for an answer
+            reason = str(error) or type(error).__name__
+        reasons = self.allgather(reason.encode(), self._timeout)
+        for rank, each in enumerate(reasons):
+            if each:
+                text = "the workspace is not registered with NCCL: rank %d: %s"
+                _log.debug(text, rank, each.decode(errors="replace"))
+                self._memories.clear()
+                return None
+        return memory
+
+    def _register(self, memory: NcclMemory, comm: Any) -> None:
+        try:
+            with on_device(self.device):
+                memory.register(comm)
+        except Exception as error:
+            self._raise(error)
 
     # -- set-up ------------------------------------------------------------------------------------------------------
 
@@ -263,6 +302,8 @@ class NcclTransport(DeviceTransport):
         """
         if not self._leave():
             return
+        for memory in self._memories:
+            memory.keep()  # other ranks may read it until they abort, too
         if self.host is not None:
             self.host.abort(reason)
         for comm in self._comms[1:]:  # all at once: a kernel of one may be queued behind a kernel of another
@@ -274,16 +315,25 @@ class NcclTransport(DeviceTransport):
         """Release the communicator. NCCL waits until all CUDA graphs with its transfers are deleted."""
         if not self._leave():
             return
+        for memory in self._memories:
+            try:
+                bounded(self.device, self._timeout, "the end of the registration", memory.deregister)
+            except QcclError:
+                memory.keep()  # NCCL forgets it with the communicator
         try:
             for comm in reversed(self._comms):
                 bounded(self.device, self._timeout, "the end of the communicator", comm.destroy)
         except QcclError as error:  # NCCL will free it; to abort it as well would free it twice
+            for memory in self._memories:
+                memory.keep()
             warnings.warn(
                 f"NCCL did not end a communicator ({error}); it waits for CUDA graphs that hold its calls: delete "
                 f"them before close()",
                 RuntimeWarning,
                 stacklevel=2,
             )
+        self.reserved = None
+        self._memories.clear()
         if self.host is not None:
             self.host.close()
 
@@ -338,7 +388,7 @@ class NcclTransport(DeviceTransport):
         ours = as_qccl_error(error)
         if ours is None:
             raise error
-        raise (ours if self._gone else _with_reason(ours)) from error
+        raise (ours if self._gone else with_reason(ours)) from error
 
 
 def _grouped(calls: Sequence[Call]) -> None:
@@ -358,40 +408,12 @@ def _abort(comm: Any) -> None:
         bounded(None, _ABORT_SECONDS, "abort", comm.abort)
 
 
-def _library() -> ctypes.CDLL:
-    """The NCCL library that the process has loaded."""
-    try:
-        return ctypes.CDLL("libnccl.so.2")
-    except OSError as error:
-        raise EngineError(f"the NCCL library of the given communicator cannot be found ({error})") from error
-
-
-def _last_error() -> str:
-    """NCCL's text about its last error in this process, or an empty text; it needs no communicator."""
-    try:
-        function = _library().ncclGetLastError
-        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
-        return (function(None) or b"").decode(errors="replace").strip()
-    except (EngineError, AttributeError):
-        return ""
-
-
-def _with_reason(error: QcclError) -> QcclError:
-    """An error of NCCL's with its own text about it, and what to do about frequent ones."""
-    last = _last_error()
-    if not last or last in str(error):
-        return error
-    hint = next((f"; {hint}" for words, hint in _HINTS if re.search(words, last, re.IGNORECASE)), "")
-    text = f"{error}: {last}{hint}"
-    return EngineError(text, error.code) if isinstance(error, EngineError) else type(error)(text)
-
-
 def _set_up(device: int, timeout: float, what: str, fn: Callable[[], _T]) -> _T:
     """bounded(), whose error has NCCL's reason."""
     try:
         return bounded(device, timeout, what, fn)
     except (EngineError, PeerLost) as error:
-        raise _with_reason(error) from error.__cause__
+        raise with_reason(error) from error.__cause__
 
 
 class _BareCommunicator:
@@ -401,16 +423,10 @@ class _BareCommunicator:
         if pointer <= 0:
             raise ArgumentError(f"{pointer} is no pointer to an NCCL communicator")
         self._pointer = ctypes.c_void_p(pointer)
-        self._nccl = _library()
-
-    def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._nccl, name)(*arguments)
-        if status:
-            raise cuda_libraries().nccl.NcclError(status)
 
     def _number(self, name: str) -> int:
         found = ctypes.c_int()
-        self._call(name, self._pointer, ctypes.byref(found))
+        call(name, self._pointer, ctypes.byref(found))
         return found.value
 
     def rank_id(self) -> int:
@@ -425,7 +441,7 @@ class _BareCommunicator:
     def broadcast(self, source: int, target: int, count: int, datatype: int, root: int, stream: int) -> None:
         pointers = [ctypes.c_void_p(p) for p in (source, target)]
         types = (ctypes.c_size_t(count), ctypes.c_int(datatype), ctypes.c_int(root))
-        self._call("ncclBroadcast", *pointers, *types, self._pointer, ctypes.c_void_p(stream))
+        call("ncclBroadcast", *pointers, *types, self._pointer, ctypes.c_void_p(stream))
 
 
 def _broadcast_id(comm: Any, rank: int, device: int, timeout: float) -> bytes:
@@ -445,4 +461,4 @@ def _broadcast_id(comm: Any, rank: int, device: int, timeout: float) -> bytes:
         stream.synchronize()
         return ctypes.string_at(host.ptr, 128)
 
-    return bounded(device, timeout, "the broadcast on the given communicator", broadcast)
+    return _set_up(device, timeout, "the broadcast on the given communicator", broadcast)

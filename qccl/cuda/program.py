@@ -1,4 +1,4 @@
-"""A schedule compiled for a GPU: its workspace, its kernels and tables, and the calls that put a run on streams.
+"""A schedule compiled for a GPU: its kernels, its tables and work buffers, and the calls that put a run on streams.
 
 The tables of all launches are written once: jobs in device memory, arguments in host memory. From run to run only the
 addresses of the caller's buffers, the call's number and the learning rate change. So a run is a list of prepared calls
@@ -24,6 +24,7 @@ from qccl.cuda.run import CudaRun
 from qccl.cuda.source import Launch
 from qccl.cuda.staging import Staging
 from qccl.cuda.streams import HOME, StreamTask, stream_tasks
+from qccl.cuda.workspace import Workspace
 from qccl.dtypes import DType
 from qccl.engine.checks import caller_buffers
 from qccl.engine.labels import launch_label
@@ -41,10 +42,12 @@ _END_KERNELS = (cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL)
 
 
 class CudaProgram:
-    """A compiled schedule with its workspace. It may be started again while it runs.
+    """A compiled schedule. It may be started again while it runs.
+
+    Its tables, which outlive a run, are its own; its work buffers and scratch are in the communicator's workspace.
 
     Attributes:
-        workspace_nbytes: bytes of the workspace, tables included.
+        workspace_nbytes: bytes of its own memory, on the device and pinned.
         callers: the buffers whose addresses each run is given, by name.
         users: always 0: streams order the runs.
     """
@@ -52,8 +55,13 @@ class CudaProgram:
     users = 0
 
     def __init__(
-        self, device: Device, transport: DeviceTransport, schedule: Schedule, proxy: HostProxy | None = None
-    ) -> None:  # fmt: skip
+        self,
+        device: Device,
+        transport: DeviceTransport,
+        schedule: Schedule,
+        workspace: Workspace,
+        proxy: HostProxy | None = None,
+    ) -> None:
         """``proxy`` moves the messages of transfers through host memory; schedules with staged peers need it."""
         self._device, self._transport = device, transport
         self._schedule = schedule
@@ -69,7 +77,7 @@ class CudaProgram:
         draws = any(launch.draws for launch in self._launches.values())
         names += [cuda_source.ADDRESS_KERNEL] * bool(self._addresses.table_nbytes)
         self._functions([*names, *_END_KERNELS])  # compiled together
-        self._prepared = self._upload()
+        self._prepared = self._upload(workspace)
         self._table_arguments = [self._pack(*each) for each in self._addresses.table_arguments()]
         self._begin_arguments, self._end_arguments = self._pack_ends(draws=draws)
         cuda = cuda_libraries().cupy.cuda
@@ -261,31 +269,31 @@ class CudaProgram:
     def _nbytes(self, span: Span) -> int:
         return len(span) * self._schedule.buffers[span.buffer].itemsize
 
-    def _upload(self) -> dict[int, _Prepared]:
-        """Allocate the workspace, write the tables into it, and prepare the launches of each task."""
-        arena = _Arena()
-        works = {n: arena.take(b.nbytes) for n, b in self._schedule.buffers.items() if b.role is Role.WORK}
-        counter = arena.take(cuda_source.CALL_NBYTES)
-        arena.content[counter] = bytes(cuda_source.CALL_NBYTES)
-        table, sizes = arena.take(self._addresses.table_nbytes), arena.put(self._sizes_of_results())
-        scratch = {s: arena.take(launch.scratch_nbytes) for s, launch in self._launches.items()}
+    def _upload(self, workspace: Workspace) -> dict[int, _Prepared]:
+        """Give all buffers their addresses, write the tables, and prepare the launches of each task."""
+        shared, own = _Arena(), _Arena()
+        works = {n: shared.take(b.nbytes) for n, b in self._schedule.buffers.items() if b.role is Role.WORK}
+        scratch = {s: shared.take(launch.scratch_nbytes) for s, launch in self._launches.items()}
+        counter = own.put(bytes(cuda_source.CALL_NBYTES))
+        table, sizes = own.take(self._addresses.table_nbytes), own.put(self._sizes_of_results())
         tables = {
-            s: [arena.put(table.tobytes()) for table in (launch.jobs, launch.sources, launch.blocks)]
+            s: [own.put(table.tobytes()) for table in (launch.jobs, launch.sources, launch.blocks)]
             for s, launch in self._launches.items()
         }
-        self._workspace = self._device.allocate(max(arena.nbytes, 1))
-        self.workspace_nbytes = arena.nbytes
-        base = self._workspace.ptr
+        self._workspace = workspace.take(shared.nbytes)
+        self._tables = self._device.allocate(own.nbytes, "the tables of a plan")
+        self.workspace_nbytes = own.nbytes
+        base, work = self._tables.ptr, self._workspace.ptr if shared.nbytes else 0
         for name, offset in works.items():
-            self._addresses[name] = base + offset
+            self._addresses[name] = work + offset
         self._addresses.words[cuda_source.CALL_WORD] = base + counter
         self._addresses.words[cuda_source.TABLE_WORD] = base + table
         self._addresses.words[cuda_source.FAILED_WORD] = self._device.flags.address
         self._result_sizes = ctypes.c_uint64(base + sizes)
         self._counter = ctypes.c_uint64(base + counter)
-        self._kept += self._device.write({base + offset: content for offset, content in arena.content.items()})
+        self._kept += self._device.write({base + offset: content for offset, content in own.content.items()})
         return {
-            s: self._prepare(launch, *(base + offset for offset in (*tables[s], scratch[s])))
+            s: self._prepare(launch, *(*(base + offset for offset in tables[s]), work + scratch[s]))
             for s, launch in self._launches.items()
         }
 

@@ -18,7 +18,7 @@ class DeviceState:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device = device
-        self._memory = device.allocate(max(nbytes, 1))
+        self._memory = device.allocate(max(nbytes, 1), "a codec's state")
         self._written: list[Any] = []
         self.address: int = self._memory.ptr
         cuda_libraries().runtime.memsetAsync(self.address, 0, nbytes, device.home)

@@ -142,7 +142,8 @@ class Program(Protocol):
     """A compiled schedule with its workspace.
 
     Attributes:
-        workspace_nbytes: bytes of the workspace.
+        workspace_nbytes: bytes of workspace that are freed with the program; on CUDA its tables, as programs share the
+            rest.
         users: runs that have not ended, behind which another one would wait (always 0 on CUDA: streams order the runs).
     """
 

@@ -81,7 +81,7 @@ def test_raw_pointers(cupy):
 
 
 def test_memory_given_back_is_not_used_twice_at_once(world, cupy):
-    """Programs come and go; their workspaces, from the pool, are each other's while work is still under way."""
+    """Programs come and go; their tables, from the pool, are each other's while work is still under way."""
 
     def run(comm, empty=lambda x: x):
         found = []
@@ -334,7 +334,7 @@ def test_what_a_capture_forbids(cupy):
 
 
 def test_a_captured_program_keeps_its_memory(world, cupy):
-    """The graph holds addresses of the workspace, so it is never given back, even if the cache drops the program."""
+    """The graph holds addresses of its tables, so they are never given back, even if the cache drops the program."""
 
     def run(comm):
         x, out = pair()
@@ -344,6 +344,6 @@ def test_a_captured_program_keeps_its_memory(world, cupy):
         captured(cupy, comm, lambda s: comm.quantized_allreduce(x, out, stream=s, **arguments))
         [program] = comm._session.engine._captured
         comm._programs.clear()
-        return program._workspace.ptr in world.memory and sys.getrefcount(program) >= 2
+        return program._tables.ptr in world.memory and sys.getrefcount(program) >= 2
 
     assert one(run)

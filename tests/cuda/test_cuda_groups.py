@@ -339,10 +339,29 @@ def test_nccl_s_reason_when_no_communicator_can_be_made(reason, hint, cupy, monk
         raise nccl.NcclError(2)
 
     monkeypatch.setattr(nccl, "NcclCommunicator", refuse)
-    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl"), "_last_error", lambda: reason)
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl_library"), "last_error", lambda: reason)
     with pytest.raises(qccl.EngineError) as found:
         qccl.Communicator(qccl.get_unique_id(), 0, 1, device=0)
     assert reason in str(found.value) and hint in str(found.value) and found.value.code == 2
+
+
+@pytest.mark.parametrize("function", ["get_unique_id", "broadcast"])
+def test_nccl_s_reason_where_ranks_exchange_the_id(function, cupy, monkeypatch):
+    """The id already needs a network interface, and its broadcast a communicator that works."""
+    gpu = libraries.cuda_libraries()
+
+    def refuse(*arguments):
+        raise gpu.nccl.NcclError(2)
+
+    given = gpu.nccl.NcclCommunicator(1, gpu.nccl.get_unique_id(), 0)
+    monkeypatch.setattr(gpu.nccl if function == "get_unique_id" else given, function, refuse)
+    reason = "Bootstrap : no socket interface found"
+    monkeypatch.setattr(importlib.import_module("qccl.cuda.nccl_library"), "last_error", lambda: reason)
+    with pytest.raises(qccl.EngineError, match=f"{reason}.*NCCL_SOCKET_IFNAME") as found:
+        if function == "broadcast":
+            qccl.Communicator.from_nccl(given, 0, 1)
+        importlib.import_module("qccl.cuda.nccl").get_unique_id()
+    assert found.value.code == 2
 
 
 def test_a_short_wait_is_not_prolonged(monkeypatch):

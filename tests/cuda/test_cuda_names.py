@@ -155,3 +155,29 @@ def test_the_fake_has_nothing_that_the_libraries_lack(roots):
             assert name.startswith("_") or name == "comm" or hasattr(real, name), f"{fake.__name__}.{name}"
     for name in ("__enter__", "__exit__", "synchronize", "begin_capture", "end_capture", "from_external", "null"):
         assert hasattr(roots["cuda"][0].Stream, name), name
+
+
+def test_what_is_called_in_nccls_library_has_the_arguments_of_its_header(roots):
+    """By ctypes nothing else would notice a wrong number of arguments."""
+    headers = [Path(folder) / "nccl" / "include" / "nccl.h" for folder in __import__("nvidia").__path__]
+    found = [header for header in headers if header.exists()]
+    if not found:
+        pytest.skip("NCCL's header is not installed (nvidia-nccl-cu12 or nvidia-nccl-cu13)")
+    text = found[0].read_text(encoding="utf-8")
+    declared = {
+        m[1]: m[2].count(",") + 1 for m in re.finditer(r"^ncclResult_t\s+(nccl\w+)\(([^)]*)\);", text, re.MULTILINE)
+    }
+    from fake_nccl import Library
+
+    calls = {}
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Call(ast.Name("call"), [ast.Constant(name), *arguments]):
+                    if not any(isinstance(each, ast.Starred) for each in arguments):
+                        assert len(arguments) == declared[name], f"{path.name}:{node.lineno}"
+                    calls[name] = declared[name]
+    assert {"ncclMemFree", "ncclCommRegister", "ncclCommDeregister", "ncclGetVersion", "ncclBroadcast"} <= set(calls)
+    for name, function in vars(Library).items():
+        if name.startswith("nccl"):
+            assert len(inspect.signature(function).parameters) - 1 == declared[name], name

@@ -436,7 +436,7 @@ def reports_of_threads(monkeypatch, work):
         thread.start()
     for thread in threads:
         thread.join(60)
-    monkeypatch.setattr(ranks, "_start", lambda size, what: ([reports[0], reports[1]], [0, 0]))
+    monkeypatch.setattr(ranks, "_start", lambda size, what, **variables: ([reports[0], reports[1]], [0, 0]))
     return reports
 
 
@@ -445,6 +445,7 @@ def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
     import ranks
 
     monkeypatch.setattr(ranks, "CALLS", tuple((a, d, min(n, 5000)) for a, d, n in ranks.CALLS))
+    monkeypatch.setattr(ranks, "RATE_NBYTES", 20_000)
     one_at_a_time = threading.Lock()
     import calls
 
@@ -465,10 +466,52 @@ def test_what_an_nccl_rank_does_on_a_fake_gpu(world, monkeypatch):
 
     monkeypatch.setattr(calls, "_captured", lambda stream, comm, call: alone(stream, comm, call))
     reports = reports_of_threads(monkeypatch, ranks._calls)
-    assert set(ranks.check(2)) == {"dispatch_us", "replay_us"}
+    found = ranks.check(2)
+    assert set(found) == {"gpu", "registered", "gb_per_s", "dispatch_us", "replay_us"}
+    assert found["registered"] == [True, True] and min(found["gb_per_s"]) > 0 and found["gpu"] == [0, 1]
     reports[1]["digests"][3] = "0"
     with pytest.raises(AssertionError, match=r"rank 1 of 2: .*stochastic"):
         ranks.check(2)
+
+
+def test_ranks_with_and_without_registered_memory(world, monkeypatch):
+    """The section "ranks" starts its ranks four times, the last time with NCCL's registration switched off."""
+    import check
+    import ranks
+
+    asked = []
+    monkeypatch.setattr(ranks, "check", lambda size, **variables: asked.append((size, variables)) or {"ranks": size})
+    assert set(check.SECTIONS["ranks"][0]()) == {"2 ranks", "3 ranks", "4 ranks", "2 ranks, unregistered"}
+    assert asked == [(2, {}), (3, {}), (4, {}), (2, {"NCCL_LOCAL_REGISTER": "0"})]
+    assert len(asked) * ranks._SECONDS <= check.SECTIONS["ranks"][1]
+
+
+def test_ranks_share_a_gpu_only_where_there_are_too_few(world, monkeypatch):
+    import ranks
+
+    started = []
+
+    class Process:
+        returncode = 0
+
+        def __init__(self, command, *, env, **options):
+            started.append(env)
+
+        def communicate(self, timeout):
+            return "{}", ""
+
+    monkeypatch.setattr(ranks.subprocess, "Popen", Process)
+    runtime = cuda_libraries().runtime
+    for count, shared in ((fake_cuda.DEVICES, False), (1, True)):
+        monkeypatch.setattr(runtime, "getDeviceCount", lambda count=count: count)
+        ranks._start(2, "calls", NCCL_LOCAL_REGISTER="0")
+        assert all(("NCCL_SHM_DISABLE" in env) == ("NCCL_HOSTID" in env) == shared for env in started[-2:])
+        assert started[-1]["NCCL_LOCAL_REGISTER"] == "0"
+        for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+            monkeypatch.setenv(name, started[-1][name])
+        with libraries.on_device(5):
+            ranks._use_device()
+            assert runtime.getDevice() == (0 if shared else 1)
 
 
 def test_what_ranks_do_when_one_stays_away(world, monkeypatch):
@@ -503,6 +546,7 @@ def test_the_processes_of_ranks(monkeypatch, tmp_path):
     program.chmod(0o755)
     monkeypatch.setattr(ranks.sys, "executable", str(program))
     monkeypatch.setattr(ranks, "_SECONDS", 1.5)
+    monkeypatch.setattr(libraries, "device_count", lambda: 1)
     begin = time.monotonic()
     reports, status = ranks._start(3, "calls")
     assert time.monotonic() - begin < 20

@@ -61,13 +61,6 @@ def streams() -> dict[str, Any]:
     return stream_order() | queues.all_checks()
 
 
-def ranks() -> dict[str, Any]:
-    """2 to 4 NCCL ranks on this GPU."""
-    from ranks import check
-
-    return {f"{size} ranks": check(size) for size in (2, 3, 4)}
-
-
 def bandwidth() -> dict[str, Any]:
     """The kernels' rates compared with a copy; the figures name those below the rate that was aimed at."""
     from bandwidth import measure
@@ -118,7 +111,7 @@ SECTIONS: dict[str, tuple[Callable[[], dict[str, Any]], float]] = {
     "overlap": (_of("calls", "overlap"), 40),  # chunks against one chunk over a slow link
     "bandwidth": (bandwidth, 80),
     "staged": (_of("staged", "all_checks"), 50),  # transfers through pinned memory and a host transport
-    "ranks": (ranks, 120),
+    "ranks": (_of("ranks", "check_all"), 120),  # 2 to 4 NCCL ranks, with and without registered memory
     "faults": (_of("ranks", "check_faults"), 50),  # a rank that stays away
     "torch": (_of("frameworks", "torch_checks"), 50),  # tensors, streams and graphs of PyTorch, and its NCCL
     "jax": (_of("frameworks", "jax_checks"), 50),  # arrays of JAX

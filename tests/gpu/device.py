@@ -112,7 +112,7 @@ class Mirror:
 
     name = "mirror"
     rank = local_rank = 0
-    host = None
+    host = reserved = None
 
     def __init__(self, size: int = 2, seconds_per_byte: float = 0.0) -> None:
         gpu = cuda_libraries()
@@ -157,6 +157,7 @@ class Apart(Group):
     """Ranks, each on its own node, that have only a host transport between them (DeviceTransport)."""
 
     name = "apart"
+    reserved = None
 
     def __init__(self, host: Transport) -> None:
         gpu = cuda_libraries()

@@ -1,4 +1,6 @@
-"""NCCL ranks that share one GPU, one process each, over sockets: right bytes on every rank, graphs, faults.
+"""NCCL ranks, one process each: right bytes on every rank, graphs, faults, and what registered memory gains.
+
+Each rank has a GPU of its own where there are enough. Otherwise they share one, over sockets.
 
 ``python ranks.py`` is one rank (of those that a launcher's variables announce); it writes what it found as JSON.
 """
@@ -21,12 +23,16 @@ from device import DeviceArray
 from kernel_calls import hard_values
 
 import qccl
+from qccl.cuda import libraries
 
 #: NCCL then treats processes as machines; otherwise it refuses two ranks on one GPU
 ALONE = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
-_SECONDS = 38.0
+_SECONDS = 29.0
 #: the deadline of a call whose peer stays away, and how long it does, in seconds
 TIMEOUT, AWAY = 3.0, 8.0
+
+#: of the all-reduce whose rate is measured
+RATE_NBYTES, _REPEATS = 64 << 20, 5
 
 #: the arguments of the calls, with the count last
 CALLS: tuple[tuple[dict[str, Any], str, int], ...] = (
@@ -67,9 +73,15 @@ def _digest(x: np.ndarray) -> str:
     return hashlib.sha256(x.tobytes()).hexdigest()
 
 
-def check(size: int) -> dict[str, Any]:
-    """Start ``size`` ranks and compare their reports."""
-    reports, status = _start(size, "calls")
+def check_all() -> dict[str, Any]:
+    """2 to 4 ranks; then 2 for which NCCL registers no memory, to compare the rates."""
+    found = {f"{size} ranks": check(size) for size in (2, 3, 4)}
+    return found | {"2 ranks, unregistered": check(2, NCCL_LOCAL_REGISTER="0")}
+
+
+def check(size: int, **variables: str) -> dict[str, Any]:
+    """Start ``size`` ranks with further environment variables, and compare their reports."""
+    reports, status = _start(size, "calls", **variables)
     assert not any(status), f"exit statuses {status}: {reports}"
     expected = _digests_on_host(size)
     for rank, report in enumerate(reports):
@@ -79,7 +91,7 @@ def check(size: int) -> dict[str, Any]:
         assert report["inexact"] == reports[0]["inexact"], f"{size} ranks have different bits with exact=False"
         assert report["inexact_error"] <= 1e-6, f"with exact=False the error is {report['inexact_error']} of the sum"
         assert report["split"] == [size - 1 - rank, size], f"rank {rank} of {size}: split gave {report['split']}"
-    return {key: [r[key] for r in reports] for key in ("dispatch_us", "replay_us")}
+    return {key: [r[key] for r in reports] for key in ("gpu", "registered", "gb_per_s", "dispatch_us", "replay_us")}
 
 
 def check_faults() -> dict[str, Any]:
@@ -95,16 +107,18 @@ def check_faults() -> dict[str, Any]:
     return {"seconds": seconds, **reports[0]}
 
 
-def _start(size: int, what: str) -> tuple[list[dict[str, Any]], list[int]]:
+def _start(size: int, what: str, **more: str) -> tuple[list[dict[str, Any]], list[int]]:
     """All ranks' reports and exit statuses."""
     with closing(socket.socket()) as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    processes = []
+    processes, is_shared = [], libraries.device_count() < size
     for rank in range(size):
         variables = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": size}
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "QCCL_PORT": port, "NCCL_HOSTID": f"rank{rank}"}
-        environment = os.environ | ALONE | place | {k: str(v) for k, v in variables.items()}
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "QCCL_PORT": port}
+        if is_shared:
+            place |= ALONE | {"NCCL_HOSTID": f"rank{rank}"}
+        environment = os.environ | place | {k: str(v) for k, v in variables.items()} | more
         command = [sys.executable, str(Path(__file__)), what]
         processes.append(
             subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -129,13 +143,18 @@ def _ended(process: subprocess.Popen[str], deadline: float) -> tuple[dict[str, A
 # -- one rank --------------------------------------------------------------------------------------------------------
 
 
+def _use_device() -> None:
+    """Make this rank's GPU the current one."""
+    rank, size = (int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    libraries.cuda_libraries().runtime.setDevice(rank if libraries.device_count() >= size else 0)
+
+
 def _calls() -> dict[str, Any]:
     from calls import _captured, _host_seconds
 
-    from qccl.cuda.libraries import cuda_libraries
-
-    stream = cuda_libraries().cupy.cuda.Stream(non_blocking=True)
-    with qccl.init(backend="cuda", device=0, timeout=60.0) as comm:
+    gpu = libraries.cuda_libraries()
+    stream, device = gpu.cupy.cuda.Stream(non_blocking=True), gpu.runtime.getDevice()
+    with qccl.init(backend="cuda", device=device, timeout=60.0) as comm:
         digests = []
         for number, (arguments, dtype, _) in enumerate(CALLS):
             x = DeviceArray(_input(number, comm.rank))
@@ -160,8 +179,8 @@ def _calls() -> dict[str, Any]:
         assert (y.get() == comm.size).all()
         split = [sub.rank, sub.size]
         sub.close()
-        times = _dispatch(comm, stream, _captured, _host_seconds)
-    return {"digests": digests, "graph": replayed, "split": split, **inexact, **times}
+        times = _dispatch(comm, stream, _captured, _host_seconds) | _rate(comm, stream)
+    return {"gpu": device, "digests": digests, "graph": replayed, "split": split, **inexact, **times}
 
 
 def _inexact(comm: qccl.Communicator) -> dict[str, Any]:
@@ -189,9 +208,26 @@ def _dispatch(comm: qccl.Communicator, stream: Any, captured: Any, host_seconds:
     }
 
 
+def _rate(comm: qccl.Communicator, stream: Any) -> dict[str, Any]:
+    """Bytes of values per second of an all-reduce, and whether the workspace is registered memory."""
+    x = DeviceArray(np.zeros(RATE_NBYTES // 4, np.float32))
+    plan = comm.plan("allreduce", RATE_NBYTES // 4, "float32", codec="minmax8").bind(x)
+    plan.start(stream=stream).wait()
+    comm.check(stream.ptr)
+    comm.barrier()
+    begin = time.monotonic()
+    for _ in range(_REPEATS):
+        plan.start(stream=stream).wait()
+    comm.check(stream.ptr)
+    rate = _REPEATS * RATE_NBYTES / (time.monotonic() - begin)
+    is_off = os.environ.get("NCCL_LOCAL_REGISTER") == "0"
+    return {"gb_per_s": rate / 1e9, "registered": comm.transport.reserved is not None and not is_off}
+
+
 def _faults() -> dict[str, Any]:
     found = {}
-    comm = qccl.init(backend="cuda", device=0, timeout=60.0)
+    device = libraries.cuda_libraries().runtime.getDevice()
+    comm = qccl.init(backend="cuda", device=device, timeout=60.0)
     x = DeviceArray(np.ones(1000, np.float32))
     try:
         comm.split(0).quantized_allreduce(x, codec="minmax8" if comm.rank else "minmax4")
@@ -215,4 +251,5 @@ def _faults() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    _use_device()
     print(json.dumps({"calls": _calls, "faults": _faults}[sys.argv[1]]()), flush=True)

@@ -30,7 +30,7 @@ from fake_device import (
     World,
     array,
 )
-from fake_nccl import NcclCommunicator, NcclError, group_end, group_start
+from fake_nccl import Library, NcclCommunicator, NcclError, group_end, group_start
 
 __all__ = [
     "DEVICES", "Array", "CUDADriverError", "CUDARuntimeError", "CompileException", "Event", "NcclCommunicator",
@@ -268,6 +268,9 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
         ndarray=Array,
         empty=Array,
         RawModule=raw_module,
+        get_default_memory_pool=lambda: SimpleNamespace(
+            total_bytes=lambda: 3 << 20, used_bytes=lambda: 1 << 20, free_all_blocks=lambda: None
+        ),
     )
     bindings = module(
         "cuda.bindings.driver",
@@ -304,6 +307,13 @@ def modules(world: World, kernels: Any) -> dict[str, ModuleType]:
     }
 
 
+def _load_nccl(world: World) -> None:
+    """What qccl calls in NCCL's library by itself is called in the fake one."""
+    module = importlib.import_module("qccl.cuda.nccl_library")
+    nccl = sys.modules["cupy.cuda.nccl"]
+    module.library = lambda: Library(world, nccl.get_version())
+
+
 def _run_while_flags_are_read(world: World) -> None:
     """Do some of what can be done whenever the host looks at the flags of runs."""
     flags = importlib.import_module("qccl.cuda.flags").RunFlags
@@ -322,13 +332,15 @@ def installed(world: World, kernels: Any) -> Any:
     from qccl.cuda import libraries
 
     made = modules(world, kernels)
-    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "program", "run", "staging", "state", "watchdog")
+    parts = ("device", "engine", "flags", "kernels", "memory", "nccl", "nccl_library", "nccl_memory")
+    parts += ("program", "run", "staging", "state", "watchdog", "workspace")
     ours = tuple(f"qccl.cuda.{part}" for part in parts)
     saved = {name: sys.modules.pop(name, None) for name in (*made, *ours)}
     sys.modules.update(made)
     libraries.cuda_libraries.cache_clear()
     folder = os.environ.get("QCCL_CACHE_DIR")
     _run_while_flags_are_read(world)
+    _load_nccl(world)
     os.environ["QCCL_CACHE_DIR"] = ""  # what the fake compiles is of no use to others
     try:
         yield made["cupy"]

@@ -1,0 +1,73 @@
+"""NCCL's functions that CuPy's module lacks, called in the library that the process has loaded.
+
+CuPy 14 has neither NCCL's own text about an error, nor a function for a bare ncclComm_t, nor memory that is registered.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from typing import Any
+
+from qccl.cuda.libraries import cuda_libraries
+from qccl.errors import EngineError, QcclError
+
+__all__ = ["call", "last_error", "library", "with_reason"]
+
+#: what to do, by what NCCL says
+_HINTS = (
+    (
+        r"/dev/shm|shared memory",
+        "/dev/shm is too small: start the container with --shm-size=1g or more, or set NCCL_SHM_DISABLE=1",
+    ),
+    (
+        r"duplicate gpu",
+        "two ranks have the same GPU: start no more ranks than there are GPUs, or give each rank its own with device= "
+        "or CUDA_VISIBLE_DEVICES",
+    ),
+    (
+        r"socket|interface|connect|bootstrap",
+        "the ranks do not reach each other: set NCCL_SOCKET_IFNAME to the interface of the network between the nodes",
+    ),
+)
+
+
+def library() -> Any:
+    """The NCCL library that the process has loaded. Raises EngineError if there is none."""
+    try:
+        return ctypes.CDLL("libnccl.so.2")
+    except OSError as error:
+        raise EngineError(f"the NCCL library cannot be found ({error})") from error
+
+
+def call(name: str, *arguments: Any) -> None:
+    """Call a function of the library that returns a ncclResult_t, and raise its failure as CuPy does.
+
+    Raises EngineError if there is no such function in this version.
+    """
+    found = library()
+    if not hasattr(found, name):
+        raise EngineError(f"this NCCL has no {name}")
+    status = getattr(found, name)(*arguments)
+    if status:
+        raise cuda_libraries().nccl.NcclError(status)
+
+
+def last_error() -> str:
+    """NCCL's text about its last error in this process, or an empty text; it needs no communicator."""
+    try:
+        function = library().ncclGetLastError
+        function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
+        return (function(None) or b"").decode(errors="replace").strip()
+    except (EngineError, AttributeError):
+        return ""
+
+
+def with_reason(error: QcclError) -> QcclError:
+    """An error of NCCL's with its own text about it, and what to do about frequent ones."""
+    last = last_error()
+    if not last or last in str(error):
+        return error
+    hint = next((f"; {hint}" for words, hint in _HINTS if re.search(words, last, re.IGNORECASE)), "")
+    text = f"{error}: {last}{hint}"
+    return EngineError(text, error.code) if isinstance(error, EngineError) else type(error)(text)
