@@ -67,6 +67,6 @@ def outer_sum(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
         raise ArgumentError("p, q and out must be float32 on the CPU, and out contiguous")
     if not out.numel():
         return
-    rows, factors = p.t().contiguous(), q.contiguous()
-    addresses = rows.data_ptr(), factors.data_ptr(), out.data_ptr()
-    _host.outer_sum(*addresses, len(p), *out.shape, torch.get_num_threads())
+    by_rows, factors = p.t().contiguous(), q.contiguous()
+    threads, (rows, columns) = torch.get_num_threads(), out.shape
+    _host.outer_sum(by_rows.data_ptr(), factors.data_ptr(), out.data_ptr(), len(p), rows, columns, threads)
