@@ -46,7 +46,7 @@ def orthonormal_rows(rows: np.ndarray, seed: int) -> np.ndarray:
     number, count = rows.shape
     if number > count:
         raise ArgumentError(f"{number} rows of {count} elements cannot be orthogonal; take at most {count}")
-    given, found = np.ascontiguousarray(rows), np.empty(rows.shape, np.float32)
+    given, found = np.require(rows, np.float32, ["C", "ALIGNED"]), np.empty(rows.shape, np.float32)
     _host.orthonormal_rows(given.ctypes.data, found.ctypes.data, number, count, seed)
     return found
 
