@@ -61,12 +61,6 @@ class Basis {
 
   double* row(u64 i) const { return rows_ + i * stride_; }
 
-  double norm(u64 i) const {
-    double square;
-    multiply<1>(row(i), row(i), stride_, columns_, &square);
-    return __builtin_sqrt(square);
-  }
-
   void load(u64 i, const float* from) const {
     for (u64 c = 0; c < columns_; ++c) row(i)[c] = (double)from[c];
     fill(i);
@@ -84,6 +78,27 @@ class Basis {
     fill(i);
   }
 
+  // Makes row i orthogonal to the rows before it, of norm 1. False if it depends on them or is not finite.
+  bool orthonormalise(u64 i) const {
+    const double before = norm(i);
+    project(i);
+    const double rest = norm(i);
+    if (!(rest > kDependent * before)) return false;
+    for (u64 c = 0; c < columns_; ++c) row(i)[c] /= rest;
+    return true;
+  }
+
+  void store(u64 i, float* to) const {
+    for (u64 c = 0; c < columns_; ++c) to[c] = (float)row(i)[c];
+  }
+
+ private:
+  double norm(u64 i) const {
+    double square;
+    multiply<1>(row(i), row(i), stride_, columns_, &square);
+    return __builtin_sqrt(square);
+  }
+
   // Subtracts from row i its projections on the rows before it, whose factors are all computed first; twice.
   void project(u64 i) const {
     for (u32 pass = 0; pass < 2; ++pass) {
@@ -99,15 +114,6 @@ class Basis {
     }
   }
 
-  void divide(u64 i, double by) const {
-    for (u64 c = 0; c < columns_; ++c) row(i)[c] /= by;
-  }
-
-  void store(u64 i, float* to) const {
-    for (u64 c = 0; c < columns_; ++c) to[c] = (float)row(i)[c];
-  }
-
- private:
   void fill(u64 i) const {
     for (u64 c = columns_; c < stride_; ++c) row(i)[c] = 0.0;
   }
@@ -117,7 +123,7 @@ class Basis {
   double* factors_;
 };
 
-// Rows of the result that a loop computes at once, as many as there are registers for.
+// Rows of the result that a loop computes at once: eight registers hold their sums.
 constexpr u32 kRows = kRegisterBytes / 8;
 
 // Sixteen columns of some rows. `p` has the rows' `rank` factors one after the other, `q` sixteen columns of each row of q.
@@ -138,16 +144,9 @@ void orthonormal_rows(const float* given, float* out, std::uint64_t rows, std::u
   const Basis basis(scratch + rows, columns, scratch);
   for (u64 i = 0; i < rows; ++i) {
     basis.load(i, given + i * columns);
-    double before = basis.norm(i);
-    basis.project(i);
-    double rest = basis.norm(i);
-    for (u64 attempt = 0; !(rest > kDependent * before); ++attempt) {
+    for (u64 attempt = 0; !basis.orthonormalise(i); ++attempt) {
       basis.load_random(i, (seed << 16) + (i << 8) + attempt);
-      before = basis.norm(i);
-      basis.project(i);
-      rest = basis.norm(i);
     }
-    basis.divide(i, rest);
     basis.store(i, out + i * columns);
   }
 }
