@@ -18,6 +18,12 @@ _Ref = tuple[int, int]
 def most_threads() -> int:
     """Threads that an operation may have, by OMP_NUM_THREADS and this process's processors; 1 without OpenMP."""
 
+def orthonormal_rows(given: int, out: int, rows: int, columns: int, seed: int) -> None:
+    """Orthonormal rows that span the given ones (qccl.torch.factors), at addresses of float32."""
+
+def outer_sum(p: int, q: int, out: int, rank: int, rows: int, columns: int, threads: int) -> None:
+    """``out`` (rows x columns) = ``p`` (rows x rank) times ``q`` (rank x columns), at addresses of float32."""
+
 class Memory:
     """The base addresses of a program's buffers, shared by its operations; storing one rebinds the buffer."""
 

@@ -94,8 +94,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"arguments", "host", "cuda", "communicator", "errors", "launchers", "meetings", "transports"},
     "ranks": {"arguments", "communicator", "errors", "transports"},
     "torch": {
-        *("arguments", "codecs", "collectives", "communicator", "costs", "cuda", "dtypes", "errors", "meetings"),
-        *("scalars", "schedule", "state", "trace", "transports", "work"),
+        *("_host", "arguments", "codecs", "collectives", "communicator", "costs", "cuda", "dtypes", "errors"),
+        *("meetings", "scalars", "schedule", "state", "trace", "transports", "work"),
     },
     "": {
         "codecs",

@@ -5,6 +5,9 @@
 #include "bucket_loops.h"
 
 namespace QCCL_NAMESPACE {
+
+const qccl::FactorLoops& factor_loops();  // factor_loops.cpp
+
 namespace {
 
 // body(T{}) for the element type T with code `dtype`.
@@ -50,7 +53,7 @@ constexpr qccl::CodecEntry kCodecs[] = {QCCL_CODECS(QCCL_ENTRY)};
 }  // namespace
 
 const qccl::Isa& isa() {
-  static constexpr qccl::Isa all = {QCCL_ISA_NAME, kCodecs, sizeof kCodecs / sizeof kCodecs[0]};
+  static const qccl::Isa all = {QCCL_ISA_NAME, &factor_loops(), kCodecs, sizeof kCodecs / sizeof kCodecs[0]};
   return all;
 }
 

@@ -87,9 +87,12 @@ struct CodecEntry {
 // Floats of scratch that BucketLoops need for a bucket size.
 inline std::uint64_t bucket_scratch(std::uint64_t bucket) { return 4 * (bucket + 64); }
 
+struct FactorLoops;  // factor_loops.h
+
 // The build for one instruction set.
 struct Isa {
   const char* name;
+  const FactorLoops* factors;
   const CodecEntry* codecs;
   std::uint32_t codec_count;
 };

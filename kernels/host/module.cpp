@@ -14,6 +14,7 @@
 #include "call_table.h"
 #include "choose_isa.h"
 #include "dlpack.h"
+#include "factors.h"
 #include "mappings.h"
 #include "operations.h"
 #include "threads.h"
@@ -136,6 +137,7 @@ NB_MODULE(_host, m) {
   bind_operations(m);
   qccl::bind_dlpack(m);
   qccl::bind_call_table(m);
+  qccl::bind_factors(m);
   qccl::bind_engine(m);
   qccl::lab::bind_lab(m);
   m.def("memcpy", &copy, "dst"_a, "src"_a, "nbytes"_a, Release(), "Copy between addresses; they may not overlap.");

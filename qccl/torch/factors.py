@@ -1,28 +1,21 @@
 """The arithmetic of low-rank compression whose results must have the same bits on all ranks.
 
-The order in which a matrix product adds depends on the processor and on the number of threads, and ranks may have
-different ones. The functions here add in an order of their own, by single additions, multiplications, divisions and
-square roots, which IEEE 754 rounds alike everywhere.
+The order in which a matrix product of PyTorch adds depends on the processor and on the number of threads, and ranks may
+have different ones. kernels/host/factor_loops.cpp adds in an order of its own, by single additions, multiplications,
+divisions and square roots, which IEEE 754 rounds alike everywhere.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from typing import Any
 
 import numpy as np
 import torch
 
+from qccl import _host
 from qccl.errors import ArgumentError
 
 __all__ = ["matrix_shape", "orthonormal_rows", "outer_sum"]
-
-#: a row is dependent on earlier ones if no more than this share of its norm is left without them: about what float32
-#: rounds off
-_DEPENDENT = 1e-6
-#: elements of the blocks of outer_sum(), which fit into a processor's cache
-_BLOCK = 1 << 15
 
 
 def matrix_shape(parameter: Any) -> tuple[int, int]:
@@ -36,66 +29,44 @@ def matrix_shape(parameter: Any) -> tuple[int, int]:
 
 
 def orthonormal_rows(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Orthonormal rows that span the given ones, by Gram-Schmidt in double precision; float32 in, float32 out.
+    """Orthonormal rows that span the given ones (r x n), by Gram-Schmidt in double precision; float32 in, float32 out.
 
     Each row is projected twice, which leaves an error of the order of rounding (Giraud, Langou and Rozloznik 2005, "The
     loss of orthogonality in the Gram-Schmidt orthogonalization process"). A row that depends on earlier ones, such as a
-    row of zeros, is replaced by a random one, which follows from ``seed`` and its place alone.
+    row of zeros, is replaced by a random one, which follows from ``seed``, of 32 bits, and its place alone; so is a row
+    that is not finite. A row depends on earlier ones if no more than a millionth of its norm is left without them.
 
-    Raises ArgumentError if there are more rows than columns. All values must be finite.
+    Scalar products have eight partial sums: sum l adds the elements l, l + 8, ... Then l and l + 4 are added, l and
+    l + 2, and the last two.
+
+    Raises ArgumentError if there are more rows than columns, and for anything else than a matrix of float32.
     """
+    if rows.ndim != 2 or rows.dtype != np.float32:
+        raise ArgumentError(f"rows is an array of shape {rows.shape} and {rows.dtype}; pass a matrix of float32")
     number, count = rows.shape
     if number > count:
         raise ArgumentError(f"{number} rows of {count} elements cannot be orthogonal; take at most {count}")
-    found = np.zeros(rows.shape, np.float64)
-    for i in range(number):
-        row, attempts = rows[i].astype(np.float64), itertools.count()
-        rest = _without(_without(row, found[:i]), found[:i])
-        while not _norm(rest) > _DEPENDENT * _norm(row):
-            row = _random_row(count, (seed << 16) + (i << 8) + next(attempts))
-            rest = _without(_without(row, found[:i]), found[:i])
-        found[i] = rest / _norm(rest)
-    return found.astype(np.float32)
+    given, found = np.require(rows, np.float32, ["C", "ALIGNED"]), np.empty(rows.shape, np.float32)
+    _host.orthonormal_rows(given.ctypes.data, found.ctypes.data, number, count, seed)
+    return found
 
 
 def outer_sum(p: torch.Tensor, q: torch.Tensor, out: torch.Tensor) -> None:
     """Set ``out`` (n x m) to the sum of the outer products of the rows of ``p`` (r x n) and ``q`` (r x m), in order.
 
-    That is the product of the transposed ``p`` and ``q``. All are float32.
+    That is the product of the transposed ``p`` and ``q``. All are float32 on the CPU, and ``out``, which overlaps
+    neither of the others, is contiguous. PyTorch's number of threads share the rows.
+
+    Raises ArgumentError for other shapes and element types, and for r = 0.
     """
-    height = max(1, _BLOCK // out.shape[1])
-    scratch = torch.empty(min(height, out.shape[0]), out.shape[1])
-    for start in range(0, out.shape[0], height):
-        part = out[start : start + height]
-        product = scratch[: len(part)]
-        columns = p[:, start : start + height, None]
-        torch.mul(columns[0], q[0], out=part)
-        for i in range(1, len(p)):
-            torch.mul(columns[i], q[i], out=product)
-            part.add_(product)
-
-
-def _without(row: np.ndarray, basis: np.ndarray) -> np.ndarray:
-    """The row without its projections on the orthonormal rows of ``basis``."""
-    for factor, each in zip(_sum(basis * row), basis, strict=True):
-        row = row - factor * each
-    return row
-
-
-def _norm(row: np.ndarray) -> float:
-    return math.sqrt(_sum(row * row))
-
-
-def _sum(x: np.ndarray) -> Any:
-    """The sum over the last axis, from the first element to the last one."""
-    return np.add.accumulate(x, axis=-1)[..., -1]
-
-
-def _random_row(count: int, seed: int) -> np.ndarray:
-    """Numbers from -1 to 1, by SplitMix64 (Steele, Lea and Flood 2014, "Fast splittable pseudorandom generators")."""
-    first = seed * count % (1 << 64)
-    x = (np.arange(count, dtype=np.uint64) + np.uint64(first)) * np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    x ^= x >> np.uint64(31)
-    return (x >> np.uint64(11)).astype(np.float64) * 2.0**-52 - 1.0
+    tensors, shapes = (p, q, out), [tuple(x.shape) for x in (p, q, out)]
+    fit = all(len(shape) == 2 for shape in shapes) and len(p) == len(q) and shapes[2] == (p.shape[1], q.shape[1])
+    if not fit or not len(p):
+        raise ArgumentError(f"p, q and out have the shapes {shapes}; pass r x n, r x m and n x m, with r of 1 or more")
+    if any(x.dtype != torch.float32 or x.device.type != "cpu" for x in tensors) or not out.is_contiguous():
+        raise ArgumentError("p, q and out must be float32 on the CPU, and out contiguous")
+    if not out.numel():
+        return
+    by_rows, factors = p.t().contiguous(), q.contiguous()
+    threads, (rows, columns) = torch.get_num_threads(), out.shape
+    _host.outer_sum(by_rows.data_ptr(), factors.data_ptr(), out.data_ptr(), len(p), rows, columns, threads)

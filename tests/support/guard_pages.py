@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import mmap
 
+import factor_digest
 import kernel_calls
 import numpy as np
 import oracle
@@ -57,6 +58,18 @@ def run(codec: oracle.Codec, dtype: str, count: int, at_end: bool, fences: list[
     _host.Encode(memory, loops, code, at[0], at[3], count, 0, 0, 0)()
 
 
+def run_factors(rank: int, rows: int, columns: int, at_end: bool, fences: list[Fenced]) -> None:
+    """Orthonormal rows and a sum of outer products, of matrices from factor_digest."""
+    p, q = factor_digest.matrix(rows, rank, 1), factor_digest.matrix(rank, columns, 2)
+    at = [
+        fence.place(x, at_end) for fence, x in zip(fences, (p, q, np.zeros((rows, columns), np.float32)), strict=False)
+    ]
+    _host.outer_sum(*at, rank, rows, columns, 1)
+    if rank <= columns:
+        out = fences[2].place(np.zeros_like(q), at_end)
+        _host.orthonormal_rows(at[1], out, rank, columns, 1)
+
+
 def main() -> None:
     fences = [Fenced(5000 * 4) for _ in range(6)]
     codecs: list[oracle.Codec] = [None, *(codec for codec in ALL if codec.bucket <= 1024)]
@@ -67,6 +80,9 @@ def main() -> None:
     counts = (1, 2, 3, 7, 8, 9, 15, 63, 64, 65, 1023, 1025, 2048, 2051)
     for codec, dtype, count, at_end in itertools.product(codecs, dtypes.DTYPES, counts, (False, True)):
         run(codec, dtype.name, count, at_end, fences)
+    sizes = (1, 2, 7, 8, 15, 16, 17, 33)
+    for rank, rows, columns, at_end in itertools.product(sizes, sizes, sizes, (False, True)):
+        run_factors(rank, rows, columns, at_end, fences)
     print("no stray access")
 
 
