@@ -32,7 +32,7 @@ OURS = (
     *("topk:k=64,block=4096,values=exp4/topk:k=256,block=4096,values=exp4+ef+nesterov", "topk:k=0.01+ef"),
     *("onebit:reconstruct=mean+ef", "low_rank:4:minmax8+ef", "low_rank:32:minmax4+ef"),
     *(f"diloco:period={period},outer_lr=1,momentum=0:trellis2+ef" for period in (4, 8)),
-    *("sparseloco:period=15", "demo:lr=0.001,values=exp4"),
+    *("sparseloco:period=15", "demo:lr=0.002,values=exp4"),
 )
 #: the methods with several learning rates, and those of the long trainings
 TUNED = (
@@ -41,10 +41,7 @@ TUNED = (
     *("low_rank:4:minmax8+ef", "diloco:period=4,outer_lr=1,momentum=0:trellis2+ef"),
     *("sparseloco:period=15", "demo:lr=0.001,values=exp4"),
 )
-LONG = (
-    *("fp32", "sparseloco:period=15", *(f"diloco:period={period}:trellis2+ef" for period in (15, 30, 100))),
-    "demo:lr=0.001,values=exp4",
-)
+LONG = ("fp32", "sparseloco:period=15", *(f"diloco:period={period}:trellis2+ef" for period in (15, 30, 100)))
 #: the rows of README.md's table: the methods that most readers would compare first
 FIRST = ("fp16", "powersgd:4", "minmax8", "minmax4+ef", "minmax2:bucket=256+ef")
 #: the last row of the headline
