@@ -76,6 +76,26 @@ def test_the_bits_of_coalesced_calls(codec, op):
     assert first == second
 
 
+def test_ranks_that_share_nodes_use_two_levels(monkeypatch):
+    """Without a word about nodes."""
+    found, bind = [], Session.bind
+
+    def spy(session, spec, *rest):
+        found.append((spec.name, spec.node_ids))
+        return bind(session, spec, *rest)
+
+    monkeypatch.setattr(Session, "bind", spy)
+    nodes = (0, 0, 1, 1)
+
+    def run(comm):
+        comm.nodes = nodes
+        return bits(qccl.jax.allreduce({"w": jnp.ones((512, 1024)) * comm.rank, "b": jnp.ones(512)}, comm=comm))
+
+    first, *others = qccl.run_ranks(4, run, timeout=30)
+    assert all(other == first for other in others)
+    assert found == [("hierarchical_allreduce_coalesced", nodes)] * 4
+
+
 def test_memory_is_used_as_it_is(monkeypatch):
     """The call reads JAX's memory, and JAX uses the call's output."""
     used = []
