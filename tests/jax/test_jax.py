@@ -96,6 +96,17 @@ def test_ranks_that_share_nodes_use_two_levels(monkeypatch):
     assert found == [("hierarchical_allreduce_coalesced", nodes)] * 4
 
 
+def test_a_program_for_a_gpu_is_refused(monkeypatch):
+    """When it is traced, with what to do instead."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def run(comm):
+        with pytest.raises(qccl.ArgumentError, match="programs for gpu cannot call qccl; call it between"):
+            jax.jit(lambda x: qccl.jax.allreduce(x, comm=comm)).trace(jnp.ones(100))
+
+    qccl.run_ranks(1, run)
+
+
 def test_memory_is_used_as_it_is(monkeypatch):
     """The call reads JAX's memory, and JAX uses the call's output."""
     used = []
