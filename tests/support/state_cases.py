@@ -43,12 +43,13 @@ SPECS = (
 
 @dataclass(frozen=True)
 class StateCase:
-    """A codec, the element types of values and residuals, and what is reduced."""
+    """A codec, the element types of values and residuals, what is reduced, and the kind of values (None: several)."""
 
     spec: str
     dtype: DType
     variant: str
     kept_as: DType
+    kind: str | None = None
 
     def __str__(self) -> str:
         return f"{self.spec}-{self.dtype}-{self.variant}-{self.kept_as}"
@@ -142,7 +143,7 @@ class StateOperations:
         return wire
 
     def _values(self, count: int, dtype: str) -> np.ndarray:
-        return hard_values(self.rng.choice(KINDS), count, dtype, self.rng)
+        return hard_values(self.case.kind or self.rng.choice(KINDS), count, dtype, self.rng)
 
     def _carried(self, count: int, dtype: DType) -> StateBuffer:
         old, new = self.rng.standard_normal(count).astype(np.float32), np.full(count, 9, np.float32)
