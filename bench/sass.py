@@ -1,14 +1,17 @@
 """Predicts the kernels' speed on a GPU from their machine code; it needs no GPU.
 
 NVRTC compiles each kernel as qccl does, nvdisasm disassembles it, and this script counts what a warp executes in the
-common case (``_COMMON``): wires and values at multiples of 16 bytes, whole buckets, finite values, ordinary scales. A
-block's time is the largest of three bounds: its bytes at the rate of a copy; its instructions at the rate of the
-busiest pipe; and the time of a warp alone, which waits for its loads, divided by the blocks that a multiprocessor holds
-at a time. The prediction is the first bound as a share of the largest: 100% means as fast as a copy of the same bytes.
+common case (``_COMMON``): wires and values at multiples of 16 bytes, whole buckets, finite values, ordinary scales. The
+warps of a multiprocessor then queue at two stations: instructions, at the rate of the busiest of issue and pipes, and
+memory, at the rate of a copy. In between each warp waits alone: for the start of its block, and for its loads, by the
+latency of an idle memory; the queue is what a load takes longer under load. Mean value analysis (Reiser and Lavenberg,
+JACM 27(2), 1980) gives the rate at which the warps pass through both, so limits that are near each other add up. The
+prediction is the share of the time in which memory is busy: 100% means as fast as a copy of the same bytes.
 
 The model does not see bank conflicts, caches, partly filled sectors, the clock under load, the first and the last
-blocks of a launch, and how the bounds add up where they are close. Its constants are those of data sheets and of the
-CUDA C++ Programming Guide; the latencies are round numbers. It predicts no kernel with loops over elements: those of
+blocks of a launch, and warps that wait for the last one of their block. Its constants are those of data sheets and of
+the CUDA C++ Programming Guide; the latency of memory was measured by others (``_LOAD``); other latencies, the start of
+a block and ``_READY`` are round numbers. It predicts no kernel with loops over elements: those of
 kernels/cuda/bucket.h, such as encoding and reductions with trellis.
 
     python bench/sass.py                          # prints the table
@@ -100,12 +103,19 @@ _PIPES = {
 }  # all others but memory instructions are integer operations; those of the uniform datapath are "other"
 _GENERIC = {"LD": "LDG", "ST": "STG"}  # a generic address counts as one of global memory
 _MEMORY = re.compile(r"LD|ST|ATOM|RED|TEX|SU")
-#: threads per clock of a multiprocessor (Programming Guide, "Arithmetic Instructions"); four warps can issue at a time
-_HOPPER = {"issue": 128, "float": 128, "multiply": 64, "convert": 64, "special": 16, "memory": 32, "integer": 64}
+#: threads per clock of a multiprocessor (Programming Guide, "Arithmetic Instructions")
+_HOPPER = {"float": 128, "multiply": 64, "convert": 64, "special": 16, "memory": 32, "integer": 64}
 _RATES = {80: {**_HOPPER, "float": 64, "convert": 16}, 90: _HOPPER, 100: _HOPPER}
+_SCHEDULERS = 4  # of a multiprocessor: each issues one instruction of one of its warps in a clock
+#: how often a warp that does not wait for memory can issue its next instruction: then 16 warps issue 3 in a clock
+_READY = 0.3
+_LINE_NBYTES = 128  # that a warp's access moves in a clock: 4 bytes per thread take one, 16 bytes four
 #: clocks until a result can be used
 _LATENCY = {"float": 4, "integer": 5, "multiply": 5, "convert": 14, "special": 20, "memory": 30, "other": 20}
-_LOAD, _PREFETCHED = 800, 300
+#: of idle global memory and of the L2 cache, on H100 (Luo et al., arXiv:2402.13499); A100 differs by 3%
+_LOAD, _PREFETCHED = 480, 263
+_START = 300  # clocks from the end of a block to the first instruction of the next one in its place
+_WARPS = cuda_source.THREADS // 32  # of a block
 _SHARED_MEMORY = {80: 164, 90: 228, 100: 228}  # KiB of a multiprocessor
 
 _LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
@@ -206,8 +216,11 @@ def trace(text: str, trips: int) -> list[Instruction]:
     return result[:first] + [replace(each, prefetched=True) for each in result[first:]]
 
 
-def lifetime(instructions: Iterable[Instruction]) -> int:
-    """Clocks of a warp alone: it issues in order, and waits for the registers that an instruction reads."""
+def lifetime(instructions: Iterable[Instruction], load: int = _LOAD, prefetched: int = _PREFETCHED) -> int:
+    """Clocks of a warp alone: it issues in order, and waits for the registers that an instruction reads.
+
+    ``load`` and ``prefetched`` are the clocks of loads from global memory and from the L2 cache.
+    """
     ready: dict[str, int] = {}
     now = 0
     for each in instructions:
@@ -215,11 +228,30 @@ def lifetime(instructions: Iterable[Instruction]) -> int:
         writes = bool(registers) and each.base not in ("STG", "STS", "RED", "CCTL", "BRA", "EXIT", "BAR")
         now = 1 + max([now, *(ready.get(name, 0) for name in registers[writes:])])
         if writes:
-            latency = (_PREFETCHED if each.prefetched else _LOAD) if each.base == "LDG" else _LATENCY[each.pipe]
+            latency = (prefetched if each.prefetched else load) if each.base == "LDG" else _LATENCY[each.pipe]
             kind, number = re.split(r"(?<=[RP])", registers[0])
             for i in range(each.width // 4 if each.base in ("LDG", "LDS") and each.width > 4 else 1):
                 ready[f"{kind}{int(number) + i}"] = now + latency
     return now
+
+
+def waiting(instructions: Sequence[Instruction]) -> int:
+    """Clocks that a warp alone waits for the start of its block and for loads of an idle memory."""
+    return _START + lifetime(instructions) - lifetime(instructions, 0, 0)
+
+
+def throughput(demands: Sequence[float], delay: float, customers: int) -> float:
+    """Customers per clock in a closed network of stations with queues, by mean value analysis.
+
+    ``demands`` are the clocks of a customer at each station, ``delay`` those that it spends alone.
+    """
+    queues = [0.0] * len(demands)
+    rate = 0.0
+    for number in range(1, customers + 1):
+        times = [demand * (1 + queue) for demand, queue in zip(demands, queues, strict=True)]
+        rate = number / (delay + sum(times))
+        queues = [rate * time for time in times]
+    return rate
 
 
 @dataclass(frozen=True)
@@ -238,14 +270,25 @@ class Kernel:
         return min(by_registers, _SHARED_MEMORY[arch] * 1024 // (self.shared + 1024), 2048 // cuda_source.THREADS)
 
     def share(self, gpu: Gpu) -> tuple[float, str]:
-        """The predicted share of a copy's rate, and what limits it."""
-        counts = Counter(each.pipe for each in self.warp if each.pipe != "other") + Counter(issue=len(self.warp))
-        rates = _RATES[gpu.arch]
-        clocks = {pipe: number * cuda_source.THREADS / rates[pipe] for pipe, number in counts.items()}
-        clocks["latency"] = lifetime(self.warp) / self.resident(gpu.arch)
-        clocks["bytes"] = self.elements * self.nbytes / gpu.bytes_per_clock
-        limit = max(clocks, key=lambda name: clocks[name])
-        return clocks["bytes"] / clocks[limit], limit
+        """The predicted share of a copy's rate, and which limit alone would take the most time."""
+        warps = self.resident(gpu.arch) * _WARPS
+        clocks = self.instruction_clocks(gpu.arch)
+        moved = self.elements * self.nbytes / gpu.bytes_per_clock / _WARPS
+        busiest, delay = max(clocks.values()), waiting(self.warp)
+        clocks |= {"bytes": moved, "latency": (delay + lifetime(self.warp, 0, 0)) / warps}
+        return moved * throughput((moved, busiest), delay, warps), max(clocks, key=lambda name: clocks[name])
+
+    def instruction_clocks(self, arch: int) -> dict[str, float]:
+        """Clocks of a multiprocessor for a warp's instructions, by their issue and in each pipe."""
+        threads, lines = 32, Counter[str]()
+        for each in self.warp:
+            if each.pipe != "other":
+                wide = each.width * threads // _LINE_NBYTES if _MEMORY.match(each.base) else 1
+                lines[each.pipe] += max(wide, 1)
+        clocks = {pipe: number * threads / _RATES[arch][pipe] for pipe, number in lines.items()}
+        of_scheduler = self.resident(arch) * _WARPS / _SCHEDULERS
+        issued = _SCHEDULERS * (1 - (1 - _READY) ** of_scheduler)
+        return clocks | {"issue": len(self.warp) / issued}
 
     def accesses(self, base: str) -> dict[int, int]:
         """How many loads ("LDG") or stores ("STG") of global memory there are of each width in bytes."""

@@ -40,16 +40,43 @@ def test_a_warp_waits_for_its_loads() -> None:
     once, thrice = (sass.lifetime(sass.trace(SAMPLE, trips)) for trips in (1, 3))
     assert once > 2 * sass._LOAD  # the first load, and the one of the loop
     assert thrice - once >= 2 * sass._LOAD
+    assert sass.waiting(sass.trace(SAMPLE, 1)) >= sass._START + 2 * sass._LOAD
 
 
-def test_widths_occupancy_and_limit() -> None:
+def test_widths_and_occupancy() -> None:
     kernel = sass.Kernel(sass.trace(SAMPLE, 1), registers=128, shared=0, elements=1024, nbytes=8)
     assert kernel.accesses("LDG") == {16: 1, 4: 1}
     assert kernel.accesses("STG") == {16: 1, 1: 1}
     assert [kernel.resident(arch) for arch in (80, 90, 100)] == [2, 2, 2]
+
+
+def test_limits_near_each_other_add_up() -> None:
+    """Two equal stations are each busy for n / (n + 1) of the time; a customer alone waits for nobody."""
+    assert sass.throughput((10.0, 10.0), 0.0, 16) == pytest.approx(16 / 17 / 10)
+    assert sass.throughput((10.0, 4.0), 86.0, 1) == pytest.approx(1 / 100)
+    assert sass.throughput((10.0, 1.0), 0.0, 64) == pytest.approx(1 / 10)
+    few, many = (sass.throughput((10.0, 4.0), 86.0, customers) for customers in (4, 8))
+    assert few < many < min(8 / 100, 1 / 10)
+
+
+def test_a_share_is_less_than_each_limit_alone() -> None:
+    kernel = sass.Kernel(sass.trace(SAMPLE, 1), registers=128, shared=0, elements=1024, nbytes=4)
     share, limit = kernel.share(HOPPER)
-    bytes_clocks = 1024 * 8 / HOPPER.bytes_per_clock
-    assert limit == "latency" and share == pytest.approx(bytes_clocks / (sass.lifetime(kernel.warp) / 2))
+    moved = 1024 * 4 / HOPPER.bytes_per_clock / 8  # clocks of memory for a warp
+    alone = sass.waiting(kernel.warp) + sass.lifetime(kernel.warp, 0, 0)
+    assert limit == "latency" and share < min(1, moved / (alone / 16))
+    rare = sass.Kernel(kernel.warp, registers=32, shared=0, elements=1 << 20, nbytes=8)  # nearly all of the time: bytes
+    share, limit = rare.share(HOPPER)
+    assert limit == "bytes" and 0.99 < share < 1
+
+
+def test_instructions_take_the_clocks_of_their_pipe_and_of_few_warps() -> None:
+    kernel = sass.Kernel(sass.trace(SAMPLE, 1), registers=128, shared=0, elements=1024, nbytes=8)
+    clocks = kernel.instruction_clocks(90)
+    assert clocks["memory"] == 1 + 4 + 4 + 1  # two loads and two stores, of which two have 16 bytes a thread
+    assert clocks["issue"] == pytest.approx(len(kernel.warp) / 3, rel=0.02)  # 16 warps
+    crowded = sass.Kernel(kernel.warp, registers=32, shared=0, elements=1024, nbytes=8)  # 64 warps
+    assert crowded.instruction_clocks(90)["issue"] == pytest.approx(len(kernel.warp) / 4, rel=0.02)
 
 
 def test_a_generic_load_counts_and_one_of_spilled_registers_is_refused() -> None:

@@ -276,6 +276,55 @@ def test_a_call_in_a_graph(codec, cupy):
     assert ranks(2, run) == qccl.run_ranks(2, on_host)
 
 
+def test_replays_of_a_whole_step_are_the_hosts_steps(cupy):
+    """A step with several calls in one graph; residuals and momenta go on from replay to replay."""
+    counts = (3000, 700)
+    kept = {"codec": "minmax3:bucket=64+ef+nesterov", "key": "gradients", "op": "avg"}
+
+    def calls(comm, xs, **more):
+        comm.quantized_allreduce_coalesced(xs, **kept, **more)
+        comm.quantized_allreduce(xs[1], codec="minmax8", algorithm="two_round", **more)
+
+    def inputs(comm, step):
+        return [values(comm.rank, count, step) for count in counts]
+
+    def on_host(comm):
+        found = []
+        for step in range(4):
+            xs = inputs(comm, step)
+            calls(comm, xs)
+            found.append([x.tobytes() for x in xs])
+        return found, comm.state_dict()["keys"]["gradients"]["values"]
+
+    def run(comm):
+        with libraries.on_device(comm.rank):
+            xs = [fake_cuda.array(x, comm.rank) for x in inputs(comm, 0)]
+            calls(comm, xs)
+            comm.check()
+            found = [[x.get().tobytes() for x in xs]]
+            comm.barrier()
+            left_barrier.wait(20)  # as above
+            with one_at_a_time:
+                stream, graph = captured(cupy, comm, lambda s: calls(comm, xs, stream=s))
+            both_captured.wait(20)
+            comm.barrier()
+            for step in range(1, 4):
+                for x, content in zip(xs, inputs(comm, step), strict=True):
+                    x.set(content)
+                graph.launch(stream)
+                comm.check(stream.ptr)
+                found.append([x.get().tobytes() for x in xs])
+            return found, comm.state_dict()["keys"]["gradients"]["values"]
+
+    one_at_a_time, left_barrier, both_captured = threading.Lock(), threading.Barrier(2), threading.Barrier(2)
+    for (bytes_there, state_there), (bytes_here, state_here) in zip(
+        ranks(2, run), qccl.run_ranks(2, on_host), strict=True
+    ):
+        assert bytes_there == bytes_here
+        assert state_there.keys() == state_here.keys() and len(state_here) == 4
+        assert all(np.array_equal(state_there[name], state_here[name]) for name in state_here)
+
+
 def test_replays_draw_fresh_random_numbers(cupy):
     arguments = {"codec": "minmax2:rounding=stochastic", "algorithm": "two_round"}
     one_at_a_time, both_captured = threading.Lock(), threading.Barrier(2)

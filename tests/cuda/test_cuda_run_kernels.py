@@ -1,4 +1,4 @@
-"""The first and the last kernel of a run, compiled with g++: what they tell the host, and results after a failure."""
+"""The kernels of kernels/cuda/run.h, which surround each run: their source under g++, and their PTX."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import ctypes
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pytest
+from nvrtc import Nvrtc
+from ptx_emulator import ARCHITECTURES, Fault, PtxEmulator
 
 from qccl.arrays import EXPONENT_BITS
 from qccl.cuda import source as cuda_source
@@ -17,89 +20,156 @@ from qccl.cuda import source as cuda_source
 _BITS = {"float32": (0x7F7FFFFF, 0xFF800000), "float16": (0x7BFF, 0x7E00), "bfloat16": (0x7F7F, 0x7F80)}
 HEADERS = Path(cuda_source.__file__).parent.parent / "kernels"
 SHIM = Path(__file__).parents[1] / "support" / "shim.h"
+BEGIN, END, NONFINITE = cuda_source.BEGIN_KERNEL, cuda_source.END_KERNEL, cuda_source.NONFINITE_KERNEL
 
+#: a function for each kernel: the address of each argument, blocks and seed
 PROGRAM = """
 #include "cuda/run.h"
 
-extern "C" void begin(unsigned long long* words, unsigned long long value, unsigned replay, qccl::Flags* flags,
-                      unsigned run) {
-  qccl_begin(words, value, replay, flags, run);
+using Given = const void* const*;
+template <class T>
+const T& value(Given given, int i) {
+  return *static_cast<const T*>(given[i]);
 }
 
-extern "C" bool nonfinite(const void* values, qccl::u64 count, unsigned itemsize, unsigned exponent, qccl::u64* first,
-                          unsigned blocks, unsigned seed) {
-  return emulator::run_grid(blocks, seed, [&] { qccl_nonfinite(values, count, itemsize, exponent, first, blocks); });
-}
+#define KERNEL(name, ...) \\
+  extern "C" bool run_##name(Given given, unsigned blocks, unsigned seed) { \\
+    return emulator::run_grid(blocks, seed, [&] { name(__VA_ARGS__); }); \\
+  }
+#define POINTER(T, i) value<T*>(given, i)
+#define WORD(i) value<unsigned>(given, i)
+#define LONG(i) value<unsigned long long>(given, i)
 
-extern "C" bool end(const qccl::Memory* memory, const qccl::u64* sizes, unsigned replay, qccl::Flags* flags,
-                    unsigned run, unsigned seed, unsigned buffers) {
-  return emulator::run_grid(1, seed, [&] { qccl_end(*memory, sizes, replay, flags, run, buffers); });
+extern "C" bool run_qccl_begin(Given given, unsigned, unsigned) {  // one thread
+  qccl_begin(POINTER(unsigned long long, 0), LONG(1), WORD(2), POINTER(qccl::Flags, 3), WORD(4));
+  return true;
 }
+KERNEL(qccl_nonfinite, POINTER(const void, 0), LONG(1), WORD(2), WORD(3), POINTER(unsigned long long, 4), WORD(5))
+KERNEL(qccl_addresses, POINTER(unsigned long long, 0), value<qccl::Addresses>(given, 1), WORD(2))
+KERNEL(qccl_end, value<qccl::Memory>(given, 0), POINTER(const qccl::u64, 1), WORD(2), POINTER(qccl::Flags, 3), WORD(4),
+       WORD(5))
 """
+_TYPES = {"Q": np.uint64, "I": np.uint32}
+#: what each kernel takes: P a pointer to an array, Q and I integers of 64 and 32 bits, V an array by value
+_SIGNATURES = {BEGIN: "PQIPI", NONFINITE: "PQIIPI", cuda_source.ADDRESS_KERNEL: "PVI", END: "VPIPII"}
 
 
-def compiled(folder: Path, headers: Path = HEADERS, options: Sequence[str] = ()) -> ctypes.CDLL:
-    program, library = folder / "run.cpp", folder / "run.so"
-    program.write_text(PROGRAM)
-    options = (*options, "-std=c++17", "-O0", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
-    command = ["g++", *options, f"-I{headers}", "-include", SHIM, program, "-o", library]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(library))
+class Kernels(Protocol):
+    """The kernels, by one of two emulators."""
+
+    def run(
+        self, name: str, values: Sequence[np.ndarray | np.generic], blocks: int, seed: int, memory: Sequence[np.ndarray]
+    ) -> None:
+        """``values`` are the arguments, ``memory`` the arrays that the kernel may access."""
 
 
-@pytest.fixture(scope="module")
-def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return compiled(tmp_path_factory.mktemp("run"))
+class OfSource:
+    """The kernels' source, compiled for the host."""
+
+    def __init__(self, folder: Path, headers: Path = HEADERS, options: Sequence[str] = ()) -> None:
+        program, library = folder / "run.cpp", folder / "run.so"
+        program.write_text(PROGRAM)
+        options = (*options, "-std=c++17", "-O0", "-fPIC", "-shared", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
+        command = ["g++", *options, "-Werror", f"-I{headers}", "-include", SHIM, program, "-o", library]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stderr
+        self._library = ctypes.CDLL(str(library))
+
+    def run(
+        self, name: str, values: Sequence[np.ndarray | np.generic], blocks: int, seed: int, memory: Sequence[np.ndarray]
+    ) -> None:
+        places = [np.array(value) for value in values]
+        given = (ctypes.c_void_p * len(places))(*(place.ctypes.data for place in places))
+        assert self._library[f"run_{name}"](given, blocks, seed), "threads wait for ever"
+
+
+class OfPtx:
+    """What NVRTC makes of the source for an architecture."""
+
+    def __init__(self, arch: int) -> None:
+        try:
+            self.emulator = PtxEmulator(Nvrtc(13), arch=arch)
+        except FileNotFoundError as error:
+            pytest.skip(f"{error} (extra 'nvrtc')")
+
+    def run(
+        self, name: str, values: Sequence[np.ndarray | np.generic], blocks: int, seed: int, memory: Sequence[np.ndarray]
+    ) -> None:
+        known = [(each.ctypes.data, each.nbytes, True, True) for each in memory]
+        threads = 1 if name == BEGIN else cuda_source.THREADS
+        self.emulator.execute([name], values, known, blocks=blocks, threads=threads, seed=seed)
+
+
+def run(
+    kernels: Kernels, name: str, *arguments: object, blocks: int = 1, seed: int = 0, reached: Sequence[np.ndarray] = ()
+) -> None:
+    """Run a kernel. ``reached``: arrays that it reaches by addresses among its arguments' content."""
+    values: list[np.ndarray | np.generic] = []
+    for kind, given in zip(_SIGNATURES[name], arguments, strict=True):
+        if kind == "P":
+            values.append(np.uint64(given.ctypes.data if isinstance(given, np.ndarray) else 0))
+        else:
+            values.append(given if isinstance(given, np.ndarray) else _TYPES[kind](given))
+    pointed = [each for each in arguments if isinstance(each, np.ndarray)]
+    memory = [*reached, *(each for each in pointed if not any(np.shares_memory(each, other) for other in reached))]
+    kernels.run(name, values, blocks, seed, memory)
+
+
+@pytest.fixture(scope="module", params=["source", *ARCHITECTURES])
+def kernels(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    return OfSource(tmp_path_factory.mktemp("run")) if request.param == "source" else OfPtx(request.param)
 
 
 def end(
-    kernels: ctypes.CDLL, flags: np.ndarray, *, replay: int = 0, run: int = 7, seed: int = 0
+    kernels: Kernels, flags: np.ndarray, *, replay: int = 0, number: int = 7, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
     """Two buffers of ones, of which the second is a result, after the last kernel of a run."""
     buffers = np.ones(1000, np.float32), np.ones(1001, np.float32)
     memory = np.zeros(cuda_source.MEMORY_WORDS, np.uint64)
     memory[:2] = [buffer.ctypes.data for buffer in buffers]
-    sizes = np.zeros(2, np.uint64)
-    sizes[1] = 4 * 1000
-    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
-    assert kernels.end(*addresses[:2], replay, addresses[2], run, seed, 2)
+    sizes = np.array([0, 4 * 1000], np.uint64)
+    run(kernels, END, memory, sizes, replay, flags, number, 2, seed=seed, reached=[buffers[1][:1000]])
     return buffers
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize(("count", "bad"), [(1, []), (1, [0]), (1000, [999]), (5000, [4000, 300, 2500]), (5000, [])])
-def test_the_first_nonfinite_element(kernels, dtype, count, bad):
+def test_the_first_nonfinite_element(kernels: Kernels, dtype: str, count: int, bad: list[int]) -> None:
     """Also where several threads find one; the largest finite number is none."""
     exponent, largest, wrong = EXPONENT_BITS[dtype], *_BITS[dtype]
     bits = np.full(count, largest, "u4" if dtype == "float32" else "u2")
     bits[bad] = wrong
-    first = np.array([2**64 - 1], np.uint64)
-    addresses = [ctypes.c_void_p(array.ctypes.data) for array in (bits, first)]
     for blocks in (1, 3):
-        first[0] = 2**64 - 1
-        given = addresses[0], ctypes.c_uint64(count), bits.itemsize, exponent, addresses[1], blocks, 5
-        assert kernels.nonfinite(*given)
+        first = np.array([2**64 - 1], np.uint64)
+        run(kernels, NONFINITE, bits, count, bits.itemsize, exponent, first, blocks, blocks=blocks, seed=5)
         assert first[0] == (min(bad) if bad else 2**64 - 1)
 
 
 @pytest.mark.parametrize(("replay", "flags"), [(0, [0, 7, 7]), (1, [0, 3, 3])])
-def test_a_run_tells_the_host_its_number_and_a_replay_nothing(kernels, replay, flags):
+def test_a_run_tells_the_host_its_number_and_a_replay_nothing(kernels: Kernels, replay: int, flags: list[int]) -> None:
     found, words = np.array([0, 3, 3], np.uint32), np.array([0, 5], np.uint64)
-    kernels.begin(*map(ctypes.c_void_p, (words.ctypes.data, 100)), replay, ctypes.c_void_p(found.ctypes.data), 7)
+    run(kernels, BEGIN, words, 100, replay, found, 7)
     assert list(words) == ([105, 6] if replay else [100, 5])
     assert all((each == 1).all() for each in end(kernels, found, replay=replay))
     assert list(found) == flags
 
 
-def test_a_run_without_random_numbers_has_no_number_to_store(kernels):
+def test_a_run_without_random_numbers_has_no_number_to_store(kernels: Kernels) -> None:
     found = np.zeros(3, np.uint32)
-    kernels.begin(None, ctypes.c_void_p(100), 0, ctypes.c_void_p(found.ctypes.data), 7)
+    run(kernels, BEGIN, None, 100, 0, found, 7)
     assert list(found) == [0, 7, 0]
 
 
-def test_results_whose_addresses_are_in_the_table_are_poisoned(tmp_path):
-    kernels = compiled(tmp_path, options=[cuda_source.MANY_BUFFERS])
+@pytest.mark.parametrize("count", [0, 1, 300, cuda_source.ADDRESSES])
+def test_addresses_are_stored_in_the_table(kernels: Kernels, count: int) -> None:
+    values = np.random.default_rng(count).integers(0, 2**64, cuda_source.ADDRESSES, np.uint64)
+    table = np.zeros(cuda_source.ADDRESSES, np.uint64)
+    run(kernels, cuda_source.ADDRESS_KERNEL, table, values, count)
+    assert np.array_equal(table[:count], values[:count]) and not table[count:].any()
+
+
+def test_results_whose_addresses_are_in_the_table_are_poisoned(tmp_path: Path) -> None:
+    kernels = OfSource(tmp_path, options=[cuda_source.MANY_BUFFERS])
     count = cuda_source.DIRECT_BUFFERS + 2
     buffers = np.ones((count, 100), np.float32)
     addresses = np.array([buffer.ctypes.data for buffer in buffers], np.uint64)
@@ -109,28 +179,30 @@ def test_results_whose_addresses_are_in_the_table_are_poisoned(tmp_path):
     memory[cuda_source.TABLE_WORD] = table.ctypes.data
     sizes = np.zeros(count, np.uint64)
     sizes[[0, count - 1]] = 400
-    given = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
-    assert kernels.end(*given[:2], 0, given[2], 7, 0, count)
+    run(kernels, END, memory, sizes, 0, flags, 7, count)
     assert np.isnan(buffers[[0, -1]]).all() and (buffers[1:-1] == 1).all()
 
 
 @pytest.mark.parametrize("replay", [0, 1])
-def test_results_are_poisoned_after_a_failure(kernels, replay):
+def test_results_are_poisoned_after_a_failure(kernels: Kernels, replay: int) -> None:
     source, result = end(kernels, np.array([1, 7, 3], np.uint32), replay=replay)
     assert (source == 1).all() and np.isnan(result[:-1]).all() and result[-1] == 1
 
 
-def test_the_host_hears_of_the_end_after_the_last_write(kernels):
-    """The word that tells it lies in the results here, so a later write to the results would hide it."""
+def end_within_a_result(kernels: Kernels, seed: int = 0) -> np.ndarray:
+    """The flags after a failed run whose result they are part of, so that a write to the result may hide the end."""
     result = np.ones(1000, np.uint32)
     flags = result[500:503]
+    flags[:] = [1, 7, 3]
     memory, sizes = np.zeros(cuda_source.MEMORY_WORDS, np.uint64), np.zeros(2, np.uint64)
     memory[0], sizes[0] = result.ctypes.data, result.nbytes
+    run(kernels, END, memory, sizes, 0, flags, 7, 2, seed=seed, reached=[result])
+    return flags
+
+
+def test_the_host_hears_of_the_end_after_the_last_write(kernels: Kernels) -> None:
     for seed in range(20):
-        flags[:] = [1, 7, 3]
-        addresses = [ctypes.c_void_p(array.ctypes.data) for array in (memory, sizes, flags)]
-        assert kernels.end(*addresses[:2], 0, addresses[2], 7, seed, 2)
-        assert flags[2] == 7
+        assert end_within_a_result(kernels, seed)[2] == 7
 
 
 def test_the_poison_is_nan_in_every_floating_type():
@@ -147,14 +219,25 @@ def test_the_poison_is_nan_in_every_floating_type():
         assert np.isnan(ones.view(dtype).astype(np.float64)).all()
 
 
-def test_without_the_barrier_some_threads_do_not_know_that_all_is_well(tmp_path):
+def test_without_a_barrier_some_threads_do_not_know_that_all_is_well(tmp_path: Path) -> None:
     headers = tmp_path / "kernels"
     (headers / "cuda").mkdir(parents=True)
     for name in ("numeric.h", "cuda/jobs.h"):
         (headers / name).write_text((HEADERS / name).read_text())
     (headers / "cuda" / "run.h").write_text((HEADERS / "cuda" / "run.h").read_text().replace("__syncthreads();", ""))
-    kernels = compiled(tmp_path, headers)
+    kernels = OfSource(tmp_path, headers)
     for seed in range(20):
         if not (end(kernels, np.array([0, 7, 3], np.uint32), seed=seed)[1] == 1).all():
             return
     pytest.fail("the results are right without the barrier, too")
+
+
+def test_the_ptx_without_either_barrier_has_a_race() -> None:
+    """Without the first, of whether the communicator has failed; without the second, of the results and the end."""
+    kernels = OfPtx(90)
+    end_within_a_result(kernels)
+    before, between, after = kernels.emulator.text(END).split("bar.sync \t0;")
+    barrier = "bar.sync \t0;"
+    for text in (before + between + barrier + after, before + barrier + between + after):
+        with kernels.emulator.edited(END, text), pytest.raises(Fault, match=r"race|never set"):
+            end_within_a_result(kernels)

@@ -76,6 +76,37 @@ def test_the_bits_of_coalesced_calls(codec, op):
     assert first == second
 
 
+def test_ranks_that_share_nodes_use_two_levels(monkeypatch):
+    """Without a word about nodes."""
+    found, bind = [], Session.bind
+
+    def spy(session, spec, *rest):
+        found.append((spec.name, spec.node_ids))
+        return bind(session, spec, *rest)
+
+    monkeypatch.setattr(Session, "bind", spy)
+    nodes = (0, 0, 1, 1)
+
+    def run(comm):
+        comm.nodes = nodes
+        return bits(qccl.jax.allreduce({"w": jnp.ones((512, 1024)) * comm.rank, "b": jnp.ones(512)}, comm=comm))
+
+    first, *others = qccl.run_ranks(4, run, timeout=30)
+    assert all(other == first for other in others)
+    assert found == [("hierarchical_allreduce_coalesced", nodes)] * 4
+
+
+def test_a_program_for_a_gpu_is_refused(monkeypatch):
+    """When it is traced, with what to do instead."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+    def run(comm):
+        with pytest.raises(qccl.ArgumentError, match="programs for gpu cannot call qccl; call it between"):
+            jax.jit(lambda x: qccl.jax.allreduce(x, comm=comm)).trace(jnp.ones(100))
+
+    qccl.run_ranks(1, run)
+
+
 def test_memory_is_used_as_it_is(monkeypatch):
     """The call reads JAX's memory, and JAX uses the call's output."""
     used = []

@@ -15,7 +15,7 @@ from spans import Arrays
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
 
-_CCACHE = ("ccache",) if shutil.which("ccache") else ()
+CCACHE = ("ccache",) if shutil.which("ccache") else ()
 _SHIM = Path(__file__).with_name("shim.h")
 _OPTIONS = ("-O0", "-fPIC", "-ffp-contract=off", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Werror")
 #: the compiler's time: functions are compiled once, not in each of their callers, and without tables of unwinding
@@ -63,7 +63,7 @@ class Emulator:
         # in two steps and with relative names, because ccache keeps only object files, by their names
         for command in (
             [
-                *_CCACHE,
+                *CCACHE,
                 "g++",
                 *given,
                 *_OPTIONS,

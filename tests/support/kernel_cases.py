@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,25 @@ VARIANTS = ("sum", "avg", "min", "max", "no wire", "no out", "no own", "in place
 class Runs(Protocol):
     """An emulator of kernels."""
 
-    def run(self, launch: Launch, arrays: Arrays, call: int, seed: int = 0) -> None: ...
+    def run(
+        self, launch: Launch, arrays: Arrays, call: int, seed: int = 0, lr: float = 1.0, *, failed: bool = False
+    ) -> None:
+        """As a device would, in the memory of ``arrays``; ``failed``: after a failure of the communicator."""
+
+
+class Prepared(Protocol):
+    """Launches with the results that they must have."""
+
+    @property
+    def launches(self) -> Mapping[str, Launch]:
+        """By what they do."""
+
+    @property
+    def arrays(self) -> Arrays:
+        """Their memory."""
+
+    def check(self, emulator: Runs, kinds: Iterable[str] | None = None, seed: int = 0) -> None:
+        """Run the launches, all or of some kinds, and assert that their results are the host's."""
 
 
 @dataclass(frozen=True)
@@ -64,27 +82,28 @@ class Operations:
         self.arrays = Arrays(case.aligned, self.rng)
         self.call = int(self.rng.integers(0, 1 << 40))
         self._kinds = itertools.cycle(self.rng.permutation(KINDS))
-        self.expected: list[tuple[str, Span, np.ndarray]] = []
-        groups: list[list[Op]] = [[], [], [], []]
+        self._expected: list[tuple[str, str, Span, np.ndarray]] = []
+        groups: dict[str, list[Op]] = {"encode": [], "decode": [], "add": [], "reduce": []}
         for count in case.counts:
-            for group, op in zip(groups, self._operations(count), strict=True):
+            for group, op in zip(groups.values(), self._operations(count), strict=True):
                 group.append(op)
-        self.launches: list[Launch] = [
-            cuda_source.launch(group, RANK, case.dtype, self.arrays.place) for group in groups
-        ]
+        self.launches: dict[str, Launch] = {
+            kind: cuda_source.launch(group, RANK, case.dtype, self.arrays.place) for kind, group in groups.items()
+        }
 
     @property
     def oracle_codec(self) -> oracle.Codec:
         return oracle_of(self.case.codec)
 
-    def check(self, emulator: Runs, seed: int = 0) -> None:
-        """Run the launches, and compare all results with the host's."""
-        for launch in self.launches:
-            emulator.run(launch, self.arrays, self.call, seed)
+    def check(self, emulator: Runs, kinds: Iterable[str] | None = None, seed: int = 0) -> None:
+        chosen = [*(self.launches if kinds is None else kinds)]
+        for kind in chosen:
+            emulator.run(self.launches[kind], self.arrays, self.call, seed)
         self.arrays.check_guards()
-        for what, span, expected in self.expected:
-            found = self.arrays.take(span, expected.dtype.type)
-            kernel_calls.assert_same_bits(found, expected, f"{self.case}: {what}")
+        for kind, what, span, expected in self._expected:
+            if kind in chosen:
+                found = self.arrays.take(span, expected.dtype.type)
+                kernel_calls.assert_same_bits(found, expected, f"{self.case}: {what}")
 
     def _values(self, count: int) -> np.ndarray:
         return hard_values(next(self._kinds), count, self.case.dtype.name, self.rng)
@@ -102,7 +121,7 @@ class Operations:
             kernel_calls.assert_same_bits(wire, oracle.encode(codec, values, dtype, counters[0]), "the host's wire")
         target = self.arrays.add(np.full(nbytes, 0xC3, np.uint8))
         encode = Encode(case.codec, self.arrays.add(values), target, index)
-        self._expect(f"wire of {count}", target, wire)
+        self._expect("encode", f"wire of {count}", target, wire)
 
         if self.rng.random() < 0.3:  # invalid bytes
             wire = self.rng.integers(0, 256, nbytes, np.uint8)
@@ -110,11 +129,11 @@ class Operations:
         maker = {"index": index, "round": 0, "rank": RANK}
         decode = Decode(case.codec, source, self.arrays.add(self._values(count)), **maker)
         found = kernel_calls.decode(codec, wire, count, dtype, counter=counters[0])
-        self._expect(f"values of {count}", decode.dst, found)
+        self._expect("decode", f"values of {count}", decode.dst, found)
         before = self._values(count)
         add = Decode(case.codec, source, self.arrays.add(before), accumulate=True, **maker)
         found = kernel_calls.decode(codec, wire, count, dtype, before, counters[0])
-        self._expect(f"sum of {count}", add.dst, found)
+        self._expect("add", f"sum of {count}", add.dst, found)
         return encode, decode, add, self._reduce(count, nbytes, counters[1])
 
     def _reduce(self, count: int, nbytes: int, counter: RngCounter) -> Reduce:
@@ -137,15 +156,60 @@ class Operations:
         wire = self.arrays.add(np.full(nbytes, 0x3C, np.uint8)) if encoded else None
         for what, span, content in (("reduced wire", wire, expected[0]), ("reduced values", out, expected[1])):
             if span is not None and content is not None:
-                self._expect(f"{what} of {count}", span, content)
+                self._expect("reduce", f"{what} of {count}", span, content)
         spans = tuple(self.arrays.add(each) for each in wires)
         ranks = tuple(maker.rank for maker in makers)
         return Reduce(
             case.codec, spans, own_span, own_index, wire, out, op, scale, counter.index, counter.round, ranks, 4
         )
 
-    def _expect(self, what: str, span: Span, content: np.ndarray) -> None:
-        self.expected.append((what, span, content))
+    def _expect(self, kind: str, what: str, span: Span, content: np.ndarray) -> None:
+        self._expected.append((kind, what, span, content))
+
+
+class TwoOutliers:
+    """Wires of trellis with two outliers for an element, of which the first counts, and the result by the oracle.
+
+    Also with several outliers of one thread, and NaNs and other words that no encoder makes; the last bucket is short.
+    """
+
+    #: a codec with as many outliers as there may be
+    codec = next(each for each in BUCKETED if isinstance(each, Trellis) and each.outliers == 16)
+
+    def __init__(self) -> None:
+        rng, count = np.random.default_rng(5), 2100
+        distances = np.linspace(-9, 9, 16, dtype=np.float32)
+        distances[[0, 6, 12]] = 0, np.inf, -0.0  # a zero of either sign marks an unused word
+        nan = np.array([0xFFC55800], np.uint32)
+        distances[[4]] = nan.view(np.float32)
+        elements = np.array([7, 7, 4, 5, 6, 132, 1023, 51, 52, 7, 0, 0, 900, 900, 2047, 4], np.uint32)
+        wire = self.codec.encode(rng.standard_normal(count).astype(np.float32))
+        first, second, third = wire.size - np.array([2 * 104 + 76, 104 + 76, 76])  # the meta sections of the buckets
+        for begin in (first, third):
+            wire[begin + 8 : begin + 72] = (elements << 21 | distances.view(np.uint32) >> 11).view(np.uint8)
+        wire[second : second + 4] = nan.view(np.uint8)  # the centre
+        self.arrays, before = Arrays(True, rng), rng.standard_normal(count).astype(np.float32)
+        source = self.arrays.add(wire)
+        ops = {
+            kind: Decode(self.codec, source, self.arrays.add(before), accumulate)
+            for kind, accumulate in (("decode", False), ("add", True))
+        }
+        self.launches = {
+            kind: cuda_source.launch([op], 0, dtypes.FLOAT32, self.arrays.place) for kind, op in ops.items()
+        }
+        oracle_codec = oracle_of(self.codec)
+        self._expected = {
+            kind: (op.dst, kernel_calls.decode(oracle_codec, wire, count, "float32", before if op.accumulate else None))
+            for kind, op in ops.items()
+        }
+
+    def check(self, emulator: Runs, kinds: Iterable[str] | None = None, seed: int = 0) -> None:
+        chosen = [*(self.launches if kinds is None else kinds)]
+        for kind in chosen:
+            emulator.run(self.launches[kind], self.arrays, 0, seed)
+            span, expected = self._expected[kind]
+            kernel_calls.assert_same_bits(self.arrays.take(span, np.float32), expected, kind)
+        self.arrays.check_guards()
 
 
 def cases() -> list[Case]:

@@ -7,14 +7,11 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kernel_calls import assert_same_bits
-from kernel_cases import Operations
+from kernel_cases import Prepared
 from ptx_emulator import Fault, PtxEmulator
 
 __all__ = ["PLANTS", "Bench", "Plant"]
 
-#: what the launches of Operations do, and the results of each
-_RESULTS = {"encode": "wire of", "decode": "values of", "add": "sum of", "reduce": "reduced"}
 _OFFSET = r"(?:\+\d+)?\]"
 
 
@@ -48,19 +45,19 @@ PLANTS = (
 
 
 class Bench:
-    """The kernels of a case, in which faults are planted one at a time."""
+    """Prepared kernels, in which faults are planted one at a time."""
 
-    def __init__(self, emulator: PtxEmulator, operations: Operations) -> None:
-        self._emulator, self._operations = emulator, operations
-        self._content = [buffer.copy() for buffer in operations.arrays.buffers]
+    def __init__(self, emulator: PtxEmulator, prepared: Prepared) -> None:
+        self._emulator, self._prepared = emulator, prepared
+        self._content = [buffer.copy() for buffer in prepared.arrays.buffers]
 
     def plants(self, chooser: random.Random) -> Iterator[tuple[str, str, str | None]]:
         """Plant each kind of fault that fits in one executed line of each kernel.
 
         Gives the kernel with the kind, the line, and what was found: None if nothing was.
         """
-        for kind, launch in zip(_RESULTS, self._operations.launches, strict=True):
-            assert self._found(kind, {}) is None
+        for kind, launch in self._prepared.launches.items():
+            assert self.found(kind) is None
             for name in launch.kernels:
                 lines = self._emulator.text(name).split("\n")
                 executed = [i for i in self._emulator.executed_lines(name) if i < len(lines)]
@@ -70,19 +67,15 @@ class Bench:
                     if places:
                         chosen = places if plant.everywhere else [chooser.choice(places)]
                         text = "\n".join(changed[i] if i in chosen else line for i, line in enumerate(lines))
-                        yield f"{kind}: {plant.name}", lines[chosen[0]].strip(), self._found(kind, {name: text})
+                        with self._emulator.edited(name, text):
+                            yield f"{kind}: {plant.name}", lines[chosen[0]].strip(), self.found(kind)
 
-    def _found(self, kind: str, edited: dict[str, str]) -> str | None:
-        operations = self._operations
-        for buffer, content in zip(operations.arrays.buffers, self._content, strict=True):
+    def found(self, kind: str) -> str | None:
+        """What is wrong with a launch."""
+        for buffer, content in zip(self._prepared.arrays.buffers, self._content, strict=True):
             buffer[:] = content
-        launch = operations.launches[list(_RESULTS).index(kind)]
         try:
-            self._emulator.run(launch, operations.arrays, operations.call, edited=edited)
-            operations.arrays.check_guards()
-            for what, span, expected in operations.expected:
-                if what.startswith(_RESULTS[kind]):
-                    assert_same_bits(operations.arrays.take(span, expected.dtype.type), expected, what)
+            self._prepared.check(self._emulator, [kind])
         except (Fault, AssertionError) as error:
-            return str(error)
+            return str(error) or "other bytes"
         return None

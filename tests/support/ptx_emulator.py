@@ -10,13 +10,12 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
-from emulator import memory_argument
+from emulator import CCACHE, memory_argument
 from nvrtc import Nvrtc, Program
 from ptx_program import INSTRUCTION, Module, PtxError
 from ptx_program import Program as Kernel
@@ -25,15 +24,18 @@ from spans import Arrays
 from qccl.cuda import source as cuda_source
 from qccl.cuda.source import Launch
 
-__all__ = ["Fault", "Kernel", "Machine", "PtxEmulator", "PtxError"]
+__all__ = ["ARCHITECTURES", "Extent", "Fault", "Kernel", "Machine", "PtxEmulator", "PtxError"]
 
-ARCHITECTURE = 90
-PER_PROGRAM = 8  # kernels that are compiled together
+ARCHITECTURES = (75, 80, 90, 100, 120)
 #: instructions of warps in a launch, above those of all tests
 MOST_INSTRUCTIONS = 50_000_000
 _FOLDER = Path(__file__).with_name("ptx_machine")
 #: Extent in memory.h
 _EXTENT = np.dtype([("begin", "<u8"), ("nbytes", "<u8"), ("writable", "<u4"), ("defined", "<u4")])
+
+
+#: a piece of memory: address, bytes, whether kernels may write it, whether it has content
+Extent = tuple[int, int, bool, bool]
 
 
 class Fault(Exception):
@@ -54,22 +56,14 @@ class Machine:
     """The compiled interpreter. ``operations`` are its instructions with their numbers."""
 
     def __init__(self, folder: Path) -> None:
-        library = folder / "ptx_machine.so"
-        options = (
-            "-std=c++20",
-            "-O2",
-            "-ffp-contract=off",
-            "-fno-math-errno",
-            "-fPIC",
-            "-shared",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-        )
-        done = subprocess.run(
-            ["g++", *options, _FOLDER / "machine.cpp", "-o", library], capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr[:4000]
+        library, compiled_file = folder / "ptx_machine.so", folder / "ptx_machine.o"
+        options = ("-std=c++20", "-O2", "-ffp-contract=off", "-fno-math-errno", "-fPIC", "-Wall", "-Wextra", "-Werror")
+        for command in (  # in two steps, because ccache keeps only object files
+            [*CCACHE, "g++", *options, "-c", _FOLDER / "machine.cpp", "-o", compiled_file],
+            ["g++", "-shared", compiled_file, "-o", library],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert done.returncode == 0, done.stderr[:4000]
         self._library = ctypes.CDLL(str(library))
         self._library.ptx_names.restype = self._library.ptx_run.restype = ctypes.c_char_p
         self._library.ptx_memory.restype = ctypes.c_void_p
@@ -126,8 +120,8 @@ def machine() -> Machine:
         return Machine(Path(folder))
 
 
-def extents(rows: Iterable[tuple[int, int, bool, bool]]) -> np.ndarray:
-    """Memory as pieces: address, bytes, whether kernels may write it, whether it has content."""
+def extents(rows: Iterable[Extent]) -> np.ndarray:
+    """Memory as pieces."""
     return np.array([row for row in rows if row[1]], _EXTENT)
 
 
@@ -142,20 +136,20 @@ def compiled(library: Nvrtc, names: Sequence[str], headers: Path | None, arch: i
 
 
 class PtxEmulator:
-    """Kernels by their names in cuda_source, compiled in parallel; ``headers`` replaces the folder kernels/."""
+    """Kernels by their names in cuda_source, compiled when they first run; ``headers`` replaces the folder kernels/."""
 
-    def __init__(
-        self, library: Nvrtc, names: Iterable[str], headers: Path | None = None, arch: int = ARCHITECTURE
-    ) -> None:
-        chosen = list(dict.fromkeys(names))
-        groups = [chosen[i : i + PER_PROGRAM] for i in range(0, len(chosen), PER_PROGRAM)]
+    def __init__(self, library: Nvrtc, headers: Path | None = None, arch: int = 90) -> None:
+        self._library, self._headers, self._arch = library, headers, arch
         self._machine = machine()
         self._modules: dict[str, tuple[Module, str]] = {}
-        with ThreadPoolExecutor(2) as pool:
-            for program in pool.map(lambda group: compiled(library, group, headers, arch), groups):
-                module = Module(program.ptx())
-                self._modules |= {name: (module, program.mangled(name)) for name in program.names}
         self._kernels: dict[str, Kernel] = {}
+
+    def _compile(self, names: Sequence[str]) -> None:
+        """Compile those of the kernels together that are new."""
+        if new := [name for name in names if name not in self._modules]:
+            program = compiled(self._library, new, self._headers, self._arch)
+            module = Module(program.ptx())
+            self._modules |= {name: (module, program.mangled(name)) for name in new}
 
     def text(self, name: str) -> str:
         """A kernel's PTX: what is between its braces."""
@@ -163,25 +157,32 @@ class PtxEmulator:
         return module.entries[mangled].body
 
     def executed_lines(self, name: str) -> list[int]:
-        """The numbers of the lines of a kernel's text() that a run without ``edited`` has executed."""
-        kernel = self._kernel(name, {})
+        """The numbers of the lines of a kernel's text() that its runs have executed."""
+        kernel = self._kernel(name)
         return (np.flatnonzero(kernel.executed) - kernel.first_line).tolist()
 
-    def _kernel(self, name: str, edited: Mapping[str, str]) -> Kernel:
-        module, mangled = self._modules[name]
-        if name in edited:
-            return Kernel(module, mangled, self._machine.operations, edited[name])
+    @contextmanager
+    def edited(self, name: str, text: str) -> Iterator[None]:
+        """Meanwhile a kernel has another text()."""
+        usual, (module, mangled) = self._kernel(name), self._modules[name]
+        self._kernels[name] = Kernel(module, mangled, self._machine.operations, text)
+        try:
+            yield
+        finally:
+            self._kernels[name] = usual
+
+    def _kernel(self, name: str) -> Kernel:
         if name not in self._kernels:
+            module, mangled = self._modules[name]
             self._kernels[name] = Kernel(module, mangled, self._machine.operations)
         return self._kernels[name]
 
     def run(
-        self, launch: Launch, arrays: Arrays, call: int, seed: int = 0, lr: float = 1.0, *,
-        failed: bool = False, edited: Mapping[str, str] = MappingProxyType({}),
-    ) -> None:  # fmt: skip
+        self, launch: Launch, arrays: Arrays, call: int, seed: int = 0, lr: float = 1.0, *, failed: bool = False
+    ) -> None:
         """As a device would, in the memory of ``arrays``; raises Fault.
 
-        ``failed``: after a failure of the communicator. ``edited`` replaces the text() of kernels.
+        ``failed``: after a failure of the communicator.
         """
         if not launch.kernels:
             return
@@ -191,22 +192,28 @@ class PtxEmulator:
         scratch = room[-room.ctypes.data % 16 :][: launch.scratch_nbytes]
         parameters = launch.parameters.copy()
         parameters["scratch"], parameters["blocks"] = scratch.ctypes.data, launch.blocks.ctypes.data
-        tables = np.array([launch.jobs.ctypes.data, launch.sources.ctypes.data], np.uint64)
-        known = extents(
-            [
-                *(
-                    (each.ctypes.data, each.nbytes, False, True)
-                    for each in (launch.jobs, launch.sources, launch.blocks)
-                ),
-                *((each.ctypes.data, each.nbytes, False, True) for each in (number, flag)),
-                (scratch.ctypes.data, scratch.nbytes, True, launch.clears_scratch),
-                *((begin, nbytes, True, True) for begin, nbytes in arrays.extents),
-            ]
-        )
-        self._machine.run(
-            [self._kernel(name, edited) for name in launch.kernels], tables.tobytes() + parameters.tobytes() + memory.tobytes(),  # noqa: E501
-            len(launch.blocks), known, threads=cuda_source.THREADS, seed=seed,
-        )  # fmt: skip
+        arguments = (launch.jobs.ctypes.data, launch.sources.ctypes.data, parameters, memory)
+        read = (launch.jobs, launch.sources, launch.blocks, number, flag)
+        known = [(each.ctypes.data, each.nbytes, False, True) for each in read]
+        known.append((scratch.ctypes.data, scratch.nbytes, True, launch.clears_scratch))
+        known += [(begin, nbytes, True, True) for begin, nbytes in arrays.extents]
+        self.execute(launch.kernels, arguments, known, blocks=len(launch.blocks), seed=seed)
+
+    def execute(
+        self, names: Sequence[str], arguments: Iterable[int | np.ndarray | np.generic], memory: Iterable[Extent], *,
+        blocks: int = 1, threads: int = cuda_source.THREADS, seed: int = 0,
+    ) -> None:  # fmt: skip
+        """Run kernels with the same arguments, one after the other; raises Fault.
+
+        Arguments are addresses, and NumPy's scalars and arrays by value. ``memory`` is what the kernels may access.
+        """
+        self._compile(names)
+        given = b""
+        for each in arguments:
+            value = np.uint64(each) if isinstance(each, int) else each
+            given += bytes(-len(given) % min(value.itemsize, 8)) + value.tobytes()
+        kernels = [self._kernel(name) for name in names]
+        self._machine.run(kernels, given, blocks, extents(memory), threads=threads, seed=seed)
 
 
 assert INSTRUCTION.itemsize == 80, "machine.cpp has this size"

@@ -27,6 +27,13 @@ def test_ranks(tmp_path, size, names):
         rank.check(names[-1])
 
 
+def test_ranks_that_share_two_machines_use_two_levels(tmp_path):
+    """Without a word about nodes: gradients of DDP and FSDP2, FSDP2's weights, and the process group's tensors."""
+    names = [f"torch_node_ranks.{name}" for name in ("compressed", "sharded", "grouped")]
+    for rank in run(tmp_path, 4, *names):
+        rank.check(names[-1])
+
+
 def test_a_rank_that_fails_and_ranks_that_do_not_close(tmp_path):
     ranks = run(tmp_path, 3, "raises", "leaves")
     for rank in ranks:
