@@ -15,9 +15,6 @@ usable_isas: tuple[str, ...]
 
 _Ref = tuple[int, int]
 
-def most_threads() -> int:
-    """Threads that an operation may have, by OMP_NUM_THREADS and this process's processors; 1 without OpenMP."""
-
 class Memory:
     """The base addresses of a program's buffers, shared by its operations; storing one rebinds the buffer."""
 
