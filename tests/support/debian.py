@@ -70,7 +70,7 @@ def unpacked(suite: str, architecture: str, folder: Path) -> Path:
 
 
 def run(root: Path, architecture: str, folder: Path, *command: str, limit: float) -> str:
-    """What a command writes in a system in which ``folder`` is /mnt; it and what it starts end at the limit, in seconds."""
+    """What a command writes in a system whose /mnt is ``folder``; it and what it starts end after ``limit`` seconds."""
     emulation = "" if architecture == os.uname().machine else BINFMT
     # as a user namespace's root, which has the kernel's table of formats to itself
     namespaces = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child"]
