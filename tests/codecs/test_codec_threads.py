@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from codec_table import TABLE
 
+import qccl
 from qccl import _host, codecs, dtypes
 from qccl.codecs.base import Codec
 
@@ -78,3 +79,14 @@ def test_a_fork_has_helpers_of_its_own() -> None:
             pytest.fail("the fork's operation did not end within 30 s")
         time.sleep(0.01)
     assert ended[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "threads"), [("3", 3), (" 4,2", 4), ("", None), ("0", None), ("-2", None), ("many", None)]
+)
+def test_the_threads_of_a_rank(setting: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no number from 1 does not count, as in OpenMP; then the ranks of a machine share its processors."""
+    monkeypatch.setenv("OMP_NUM_THREADS", setting)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
+    found = qccl.run_ranks(2, lambda comm: comm._session.engine.threads)
+    assert found == [threads or 4] * 2
