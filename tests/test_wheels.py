@@ -51,7 +51,9 @@ class System:
         packages.mkdir()
         for wheel in wheels:
             shutil.copy(wheel, packages)
-        tags = [f"--platform=manylinux_{glibc}_{self._architecture}" for glibc in ("2_28", "2_27", "2_24", "2_17")]
+        tags = [
+            f"--platform=manylinux_{glibc}_{self._architecture}" for glibc in ("2_28", "2_27", "2_26", "2_24", "2_17")
+        ]
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--only-binary=:all:", *tags]
         command += [f"--python-version={self.python}", f"--dest={packages}", f"--find-links={packages}"]
         subprocess.run([*command, "qccl[ucx]", "pytest"], check=True, timeout=600)

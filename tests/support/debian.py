@@ -11,6 +11,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+from pip._vendor import certifi
+
 DEBIAN = {"x86_64": "amd64", "aarch64": "arm64"}
 QEMU = "/usr/bin/qemu-aarch64-static"
 #: programs for aarch64 by their first bytes, as the kernel's binfmt_misc reads it; F: qemu is opened outside the system
@@ -63,6 +65,9 @@ def unpacked(suite: str, architecture: str, folder: Path) -> Path:
             subprocess.run(command, stdin=archive.stdout, check=True, timeout=300)
         assert archive.returncode == 0, package
     shutil.rmtree(packages)
+    certificates = root / "etc/ssl/certs/ca-certificates.crt"  # pip reads them, although it uses no network there
+    certificates.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(certifi.where(), certificates)
     for name in ("proc", "dev", "mnt"):
         (root / name).mkdir(exist_ok=True)
     (root / "complete").touch()

@@ -7,6 +7,7 @@ what is linked in, as the compiler's package has them.
 from __future__ import annotations
 
 import io
+import re
 import sys
 import zipfile
 from pathlib import Path
@@ -46,6 +47,8 @@ def check_extension(name: str, extension: ELFFile) -> None:
 
 
 def check_wheel(path: Path) -> None:
+    tag = re.search(r"manylinux_2_(\d+)_", path.name)
+    check(tag and int(tag[1]) <= 28, f"{path.name} is not a wheel for glibc 2.28")
     with zipfile.ZipFile(path) as wheel:
         names = wheel.namelist()
         extensions = [each for each in names if ".so" in each]
