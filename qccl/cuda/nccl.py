@@ -264,8 +264,12 @@ class NcclTransport(DeviceTransport):
         """Allocate and register. An error of the registration is no reason to go on without: see nccl_memory.py."""
         self._check_alive()
         memory = NcclMemory(self.device, nbytes)
-        for comm in self._comms:
-            self._register(memory, comm)
+        try:
+            for comm in self._comms:
+                self._register(memory, comm)
+        except BaseException:
+            memory.free()
+            raise
         self._memories.append(memory)
         return memory
 
