@@ -317,6 +317,35 @@ def test_the_error_says_what_was_asked_for_and_who_holds_the_memory(world, cupy,
     assert sorted(freed) == [0, 1]  # the free blocks of each rank's pool were given back first
 
 
+@pytest.mark.parametrize("name", ["quantized_allreduce", "quantized_all_to_all"])
+def test_no_rank_waits_for_one_that_has_no_room_for_a_call(name, world, cupy, tiny):
+    """All raise its reason. Where there is room later, they make the call."""
+    count, call = 80_001, {"codec": "minmax8"}
+
+    def on_gpu(comm):
+        x = fake_cuda.array(values(comm.rank, count), comm.rank)
+        out = fake_cuda.array(np.zeros(count, np.float32), comm.rank)
+        transport, calls = comm.transport, comm.calls
+        allocate = transport.allocate
+        if comm.rank == 1:
+            transport.allocate = lambda nbytes: (_ for _ in ()).throw(qccl.EngineError("there is no room"))
+        with pytest.raises(qccl.EngineError) as caught:
+            getattr(comm, name)(x, out, **call)
+        transport.allocate = allocate
+        assert comm.calls == calls and (out.get() == 0).all()
+        getattr(comm, name)(x, out, **call)
+        comm.check()
+        return str(caught.value), out.get().tobytes()
+
+    def on_host(comm):
+        return getattr(comm, name)(values(comm.rank, count), np.zeros(count, np.float32), **call).tobytes()
+
+    texts, found = zip(*ranks(3, on_gpu), strict=True)
+    theirs = "rank 1 cannot make this call, so no rank makes it: there is no room"
+    assert texts == (theirs, "there is no room", theirs)
+    assert list(found) == qccl.run_ranks(3, on_host)
+
+
 def test_the_error_of_cupys_pool_says_the_same(cupy, monkeypatch):
     def refuse(nbytes):
         raise fake_cuda.OutOfMemoryError("out of memory")
