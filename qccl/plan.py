@@ -66,7 +66,7 @@ class Plan:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the plan alone holds: its workspace, and on CUDA its tables."""
+        """Bytes of memory that the plan alone holds: on the host a workspace, on CUDA tables and pinned memory."""
         return sum(compiled.nbytes for compiled in self._compiled.values())
 
     @guarded

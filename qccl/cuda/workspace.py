@@ -31,7 +31,7 @@ class Workspace:
     """Blocks of memory, of which plans use the last one that was there when they were made."""
 
     def __init__(self, device: Device, transport: DeviceTransport, lock: threading.RLock) -> None:
-        """``lock`` is held while calls are put on streams: NCCL allows no registration meanwhile."""
+        """``lock``: a thread that aborts NCCL waits for it."""
         self._device, self._transport, self._lock = device, transport, lock
         self._blocks: list[tuple[Any, int]] = []
         if transport.reserved is not None:
